@@ -1,0 +1,80 @@
+"""The reference backend: plain torch, one request and one kv head at a time. It is the definition; it need not be fast.
+
+Layout "plain": k and v are [P, S, D].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from retain.kernels import KV, Tables
+
+
+def available() -> str | None:
+    """Runs wherever torch does."""
+    return None
+
+
+def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype) -> KV:
+    """A pool whose slots are all holes. K and V start as zeros, so that a hole's weight of 0 never meets a NaN."""
+    k = torch.zeros(n_pages, page_size, head_dim, dtype=dtype)
+    v = torch.zeros(n_pages, page_size, head_dim, dtype=dtype)
+    pos = torch.full((n_pages, page_size), -1, dtype=torch.int32)
+    return KV(k, v, pos, page_size, head_dim, "plain")
+
+
+def write(kv: KV, slots: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+    """Put fresh tokens into their slots.
+
+    slots int32 [G, T]; k, v [T, G, D] of any float dtype (rounded to the pool's); pos int32 [T].
+    """
+    s = slots.long()  # [G, T]
+    kv.k.view(-1, kv.head_dim)[s] = k.transpose(0, 1).to(kv.dtype)
+    kv.v.view(-1, kv.head_dim)[s] = v.transpose(0, 1).to(kv.dtype)
+    kv.pos.view(-1)[s] = pos.expand(s.shape)
+
+
+def attend(
+    q: Tensor,
+    kv: KV,
+    tables: Tables,
+    q_pos: Tensor,
+    window: int,
+    sinks: int,
+    scale: float,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """Attention of fresh queries over the slots of their own requests: softmax(scale q.k + bias) v, in float32.
+
+    q [T, H, D], H = G * R; q_pos int32 [T]; slopes float32 [H], which adds slope * (pos[s] - q_pos) (ALiBi).
+    A query at p sees slot s iff 0 <= pos[s] <= p and (p - pos[s] < window or pos[s] < sinks).
+    A query that sees nothing gives 0. Returns o [T, H, D] in q's dtype.
+    """
+    T, H, D = q.shape
+    G = tables.pages.shape[1]
+    R = H // G
+    o = torch.zeros_like(q)
+    starts = tables.starts.tolist()
+    for b, row in enumerate(tables.rows.tolist()):
+        fresh = slice(starts[b], starts[b + 1])
+        p = q_pos[fresh, None]  # [t, 1]
+        for g in range(G):
+            pages = tables.pages[row, g, : int(tables.counts[row, g])].long()  # [n]
+            k = kv.k[pages].reshape(-1, D).float()  # [S, D]
+            v = kv.v[pages].reshape(-1, D).float()  # [S, D]
+            pos = kv.pos[pages].reshape(1, -1)  # [1, S]
+            seen = (pos >= 0) & (pos <= p) & ((p - pos < window) | (pos < sinks))  # [t, S]
+            for h in range(g * R, (g + 1) * R):
+                x = scale * q[fresh, h].float() @ k.T  # [t, S]
+                if slopes is not None:
+                    x = x + slopes[h] * (pos - p)
+                x = x.masked_fill(~seen, -torch.inf)
+                w = torch.softmax(x, dim=-1).nan_to_num(0.0)  # a row that sees nothing is all NaN
+                o[fresh, h] = (w @ v).to(q.dtype)
+    return o
+
+
+def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
+    """Copy whole pages, positions too: src, dst int64 [n]; no page is in both."""
+    kv.k[dst], kv.v[dst], kv.pos[dst] = kv.k[src], kv.v[src], kv.pos[src]
