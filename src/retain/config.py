@@ -1,0 +1,81 @@
+"""What can be chosen: one frozen dataclass, and the two little languages of the command line (sizes, `name:key=value`).
+
+An unknown option is an error, never ignored. What is not known here: what the names mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
+UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
+
+
+@dataclass(frozen=True)
+class Config:
+    """An engine. Sizes are bytes, lengths are tokens; None means: chosen from the model and the machine."""
+
+    model: str
+    dtype: str = "bfloat16"  # or float32, the mode in which equalities are tested
+    kv_policy: str = "full"  # of layers that see everything; sliding layers are rings always
+    kv_memory: int | None = None  # hard cap of the pool
+    page_size: int = 32  # slots of a page
+    max_requests: int = 64  # running at once
+    step_tokens: int = 512  # fresh tokens of a step, at most
+    context: int | None = None  # shorter than the model's own, to plan for less
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype {self.dtype!r} is not supported: choose float32 or bfloat16")
+        for name in ("page_size", "max_requests", "step_tokens", "kv_memory", "context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.page_size % 16:
+            raise ValueError(f"page_size must be a multiple of 16, not {self.page_size}")
+        if self.step_tokens <= self.max_requests:
+            raise ValueError(
+                f"step_tokens ({self.step_tokens}) must exceed max_requests ({self.max_requests}), or prompts would starve"
+            )
+
+
+def size(text: str | int) -> int:
+    """Bytes: 1048576, "512MiB", "2GB". Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
+    if not match or match[2] not in UNITS:
+        raise ValueError(f"{text!r} is not a size: write it like 512MiB or 2GB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def choice(text: str) -> tuple[str, dict[str, str]]:
+    """`ring:window=512,x=y` -> ("ring", {"window": "512", "x": "y"}). Raises ValueError."""
+    name, _, rest = text.partition(":")
+    options: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = (s.strip() for s in part.partition("="))
+        if not (key and equals and value) or key in options:
+            raise ValueError(f"{text!r}: {part!r} should be key=value, each key once")
+        options[key] = value
+    return name.strip(), options
+
+
+def options(cls: type, name: str, given: dict[str, str]) -> Any:
+    """An instance of a dataclass of int, float and str fields from texts. Raises ValueError with what is allowed."""
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    values: dict[str, Any] = {}
+    for key, text in given.items():
+        if key not in fields:
+            raise ValueError(f"{name} has no option {key!r}: it takes {', '.join(fields) or 'none'}")
+        kind = {"int": int, "float": float}.get(str(fields[key].type), str)
+        try:
+            values[key] = kind(text)
+        except ValueError:
+            raise ValueError(f"{name}: {key}={text!r} should be a number") from None
+    missing = [f.name for f in fields.values() if f.default is dataclasses.MISSING and f.name not in values]
+    if missing:
+        raise ValueError(f"{name} needs {', '.join(f'{m}=...' for m in missing)}")
+    return cls(**values)

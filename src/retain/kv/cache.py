@@ -1,0 +1,200 @@
+"""The slot algebra of a batch: which pages each request owns, and the slot of every fresh token, for all layers and heads at once.
+
+A request that runs has a row. Row, layer and kv head have a list of pages; row and layer have a ring, given by two numbers:
+
+    place(pos) = (pos - base) mod capacity          slot = pages[place // S] * S + place % S
+
+`full` is a ring whose capacity is never reached. A ring of window W that is written T fresh tokens at a time has room for
+W + T - 1 slots, so that no chunk overwrites a key that one of its own queries still sees; rounded up to whole pages, and at
+least W + S - 1, so that no page ever mixes tokens that are alive with tokens that are not. That makes `settle` a change of
+labels: after the prompt the pages with live tokens come first, the others go back, and nothing moves.
+
+        pages  | 8 9 | 2 3 | 4 5 | 6 7 |     S = 2, capacity 8, W = 3, next token 10: 8 and 9 (and 7) are alive
+    settle ->  | 6 7 | 8 9 |                 base 6, capacity 4
+
+The verbs: `open` a row, `grow` it (takes pages), `place` fresh tokens (their slots), `settle`, `close` (gives pages back). What
+is not known here: what K and V look like, who is scheduled and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retain.kernels import NO_WINDOW, Tables, page_bytes
+from retain.kv.policies import Policy
+from retain.kv.pool import Pool
+
+UNBOUNDED = 2**30  # a capacity that no text reaches
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the cache must know of a model: kv heads G, head dim D, and a window (or None) for each of the L layers."""
+
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+
+
+class Cache:
+    """Rows of tables over one pool of pages. `n_rows` requests may run at once, each up to `context` tokens long."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        backend: ModuleType,
+        dtype: torch.dtype,
+        kv_memory: int,
+        page_size: int,
+        n_rows: int,
+        context: int,
+        step_tokens: int,
+    ):
+        L, G, n = len(shape.windows), shape.kv_heads, -(-context // page_size)
+        self.shape, self.page_size, self.step_tokens = shape, page_size, step_tokens
+        self.page_bytes = page_bytes(page_size, shape.head_dim, dtype)
+        self.pool = Pool(1 + min(max(kv_memory // self.page_bytes - 1, 0), n_rows * L * G * n))  # page 0 is paid for too
+        self.kv = backend.allocate(self.pool.n_pages, page_size, shape.head_dim, dtype)
+        self.pages: Ints = np.zeros((n_rows, L, G, n), np.int32)
+        self.counts: Ints = np.zeros((n_rows, L, G), np.int32)
+        self.peaks: Ints = np.zeros((n_rows, L, G), np.int32)  # most pages ever owned
+        self.base: Ints = np.zeros((n_rows, L), np.int32)
+        self.capacity: Ints = np.full((n_rows, L), UNBOUNDED, np.int32)
+        self.window: Ints = np.full((n_rows, L), NO_WINDOW, np.int32)
+        self.paid = [0] * n_rows  # positions below this have their pages in every layer
+        self.settled = [False] * n_rows
+        self.rows = list(range(n_rows - 1, -1, -1))  # free rows
+        # The same memory as tensors [L, N, ...], for the kernels; never copied.
+        self._pages = torch.from_numpy(self.pages).transpose(0, 1)
+        self._counts = torch.from_numpy(self.counts).transpose(0, 1)
+
+    # ---- what a request would cost -------------------------------------------------------------------------------
+
+    def windows(self, policy: Policy) -> Ints:
+        """How far each layer sees under a policy: the model's own window, or the policy's where that is shorter. [L]."""
+        bound = policy.budget or NO_WINDOW
+        return np.array([min(w or NO_WINDOW, bound) for w in self.shape.windows], np.int32)
+
+    def capacities(self, windows: Ints, fresh: int) -> Ints:
+        """Slots that a head of each layer may own when `fresh` tokens are written at a time. [L]."""
+        S = self.page_size
+        slots = windows.astype(np.int64) + max(fresh, S) - 1
+        return np.minimum(-(-slots // S) * S, UNBOUNDED).astype(np.int32)
+
+    def cost(self, policy: Policy, length: int, owed: int) -> int:
+        """Pages that a request owns at most on the way to `length` tokens when it starts owing `owed`."""
+        capacity = self.capacities(self.windows(policy), min(owed, self.step_tokens))
+        return int((-(-np.minimum(length, capacity) // self.page_size)).sum()) * self.shape.kv_heads
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be taken now."""
+        return self.pool.free
+
+    @property
+    def total_pages(self) -> int:
+        """Pages that the empty pool has."""
+        return self.pool.n_pages - 1
+
+    @property
+    def free_rows(self) -> int:
+        """Requests that may still be opened."""
+        return len(self.rows)
+
+    # ---- the life of a row ---------------------------------------------------------------------------------------
+
+    def open(self, policy: Policy, owed: int) -> int:
+        """A row for a request that owes `owed` tokens. It owns no pages yet."""
+        row = self.rows.pop()
+        self.window[row] = self.windows(policy)
+        self.capacity[row] = self.capacities(self.window[row], min(owed, self.step_tokens))
+        self.base[row] = self.counts[row] = self.peaks[row] = self.paid[row] = 0
+        self.settled[row] = False
+        return row
+
+    def grow(self, row: int, upto: int) -> bool:
+        """Own the pages for all positions below `upto`. False, and nothing taken, when the pool has too few."""
+        if upto <= self.paid[row]:
+            return True
+        S, G = self.page_size, self.shape.kv_heads
+        had = self.counts[row, :, 0]
+        want = np.maximum(-(-np.minimum(upto - self.base[row], self.capacity[row]) // S), had)
+        n = int((want - had).sum()) * G
+        if n > self.pool.free:
+            return False
+        if n:
+            taken = self.pool.take(n)
+            self.kv.pos[torch.from_numpy(taken).long()] = -1  # whoever had them before left positions behind
+            j = np.arange(want.max())
+            layer, place = np.nonzero((j >= had[:, None]) & (j < want[:, None]))
+            self.pages[row, layer, :, place] = taken.reshape(-1, G)
+            self.counts[row] = want[:, None]
+            np.maximum(self.peaks[row], self.counts[row], out=self.peaks[row])
+        full = want * S >= self.capacity[row]
+        self.paid[row] = int(np.where(full, UNBOUNDED, self.base[row] + want * S).min())
+        return True
+
+    def place(self, rows: Ints, pos: Ints) -> Ints:
+        """The slots of fresh tokens of these rows at these positions, both [T] -> [L, G, T]."""
+        S = self.page_size
+        places = ((pos[:, None] - self.base[rows]) % self.capacity[rows]).T  # [L, T]
+        L, T = places.shape
+        pages = self.pages[rows, np.arange(L)[:, None], :, places // S]  # [L, T, G]
+        slots = pages * np.int32(S) + (places % S)[:, :, None].astype(np.int32)
+        return slots.transpose(0, 2, 1)
+
+    def settle(self, row: int, computed: int) -> None:
+        """The prompt is paid: from now on one token a step. Rings shrink to their window and give the rest back."""
+        if self.settled[row]:
+            return
+        self.settled[row] = True
+        S = self.page_size
+        capacity = self.capacities(self.window[row], 1)
+        given = []
+        for layer in np.flatnonzero((capacity < self.capacity[row]) & (self.window[row] < NO_WINDOW)):
+            n = int(self.counts[row, layer, 0])
+            oldest = max(computed - int(self.window[row, layer]), 0)  # alive, or one more
+            place = (oldest - self.base[row, layer]) % self.capacity[row, layer]
+            first, base = int(place // S), oldest - int(place % S)
+            keep = -(-(computed - base) // S)
+            table = np.roll(self.pages[row, layer, :, :n], -first, axis=1)
+            self.pages[row, layer, :, :n] = table
+            given.append(table[:, keep:].ravel())
+            self.base[row, layer], self.capacity[row, layer] = base, capacity[layer]
+            self.counts[row, layer] = keep
+            self.paid[row] = min(self.paid[row], base + keep * S)
+        if given:
+            self.pool.give(np.concatenate(given))
+
+    def close(self, row: int) -> list[int]:
+        """Give every page of the row back, and the row. Returns for each layer the most slots that one head owned."""
+        self.pool.give(self._held([row]))
+        self.counts[row] = 0
+        self.rows.append(row)
+        return [int(n) for n in self.peaks[row].max(axis=1) * self.page_size]
+
+    # ---- what the kernels read -----------------------------------------------------------------------------------
+
+    def tables(self, layer: int, rows: Tensor, starts: Tensor) -> Tables:
+        """What fresh tokens of these rows (int32 [B], starts int32 [B + 1]) look at in a layer."""
+        return Tables(self._pages[layer], self._counts[layer], rows, starts)
+
+    # ---- what people and the accountant read ---------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The accountant: every page is free or in the tables of open rows. Raises AssertionError."""
+        self.pool.check(self._held(set(range(len(self.paid))) - set(self.rows)))
+
+    def _held(self, rows: Sequence[int] | set[int]) -> Ints:
+        r = np.array(sorted(rows), np.int64)
+        owned = np.arange(self.pages.shape[3]) < self.counts[r][..., None]
+        held: Ints = self.pages[r][owned]
+        return held

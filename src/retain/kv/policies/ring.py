@@ -1,0 +1,31 @@
+"""ring: keep the last `window` tokens; the oldest goes.
+
+The ring buffer of sliding-window attention: Mistral's rolling buffer (arXiv 2310.06825), and a patent's. Lossless where the model's
+own layer looks no further; on a layer that sees everything it makes the model forget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The last `window` tokens stay."""
+
+    window: int
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"ring: window must be at least 1, not {self.window}")
+
+    @property
+    def budget(self) -> int:
+        """A head keeps its window."""
+        return self.window
+
+    def priority(self, pos: Tensor, mass: Tensor | None, now: int) -> Tensor:
+        """The position: the oldest is the lowest."""
+        return pos
