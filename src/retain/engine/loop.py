@@ -1,0 +1,62 @@
+"""The engine: `step` is its whole life. What is not known here: text and files."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from retain.engine.batch import collect
+from retain.engine.request import Request, Why
+from retain.engine.runner import Runner
+from retain.engine.sampler import sample
+from retain.engine.scheduler import Scheduler, Share
+from retain.kv.cache import Cache
+
+
+class Engine:
+    """Requests go in by `add`; every `step` gives the requests that got a token."""
+
+    def __init__(self, runner: Runner, cache: Cache, step_tokens: int):
+        self.runner, self.cache = runner, cache
+        self.scheduler = Scheduler(cache, step_tokens)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError when it could never fit."""
+        self.scheduler.add(request)
+
+    def step(self) -> list[Request]:
+        """Pay debts, draw tokens, settle. The requests that got a token; those with a `why` have ended."""
+        shares = self.scheduler.plan()
+        if not shares:
+            return []
+        batch = collect(shares, self.cache)
+        logits = self.runner.forward(batch)
+        ready = self._settle(shares)
+        for request, (token, logprob) in zip(ready, sample(logits, ready), strict=True):
+            request.push(token, logprob)
+            if request.why:
+                self._end(request)
+        return ready
+
+    def cancel(self, request: Request) -> None:
+        """End a request now; its pages are free when this returns. Nothing happens to one that has ended."""
+        if request.why is None:
+            request.why = Why.CANCELLED
+            self._end(request)
+
+    @property
+    def busy(self) -> bool:
+        """Somebody waits or runs."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def _settle(self, shares: list[Share]) -> list[Request]:
+        """Book what was paid. The requests that owe nothing now, and so get a token."""
+        for share in shares:
+            request = share.request
+            request.computed += share.n
+            if not request.owed and request.row is not None:
+                self.cache.settle(request.row, request.computed)
+        return [s.request for s in shares if not s.request.owed]
+
+    def _end(self, request: Request) -> None:
+        self.scheduler.drop(request)
+        request.ended = perf_counter()

@@ -1,0 +1,149 @@
+"""A request: the tokens it has, how many of them are computed, and how its next ones shall be drawn.
+
+What is not known here: text (a `Watcher` may end a request for reasons of its own, such as a stop string), scheduling, slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from time import perf_counter
+
+import torch
+
+from retain.kv.policies import Policy
+
+Watcher = Callable[[int], bool]  # told every new token; True ends the request
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn and when to stop. Raises ValueError for a value out of range."""
+
+    max_tokens: int | None = None  # None: to the end of the context, or as far as the KV memory reaches
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is all
+    top_p: float = 1.0
+    min_p: float = 0.0  # of the likeliest token's probability
+    repetition_penalty: float = 1.0  # of tokens in prompt or answer (CTRL, arXiv 1909.05858)
+    presence_penalty: float = 0.0  # subtracted once from tokens in the answer
+    frequency_penalty: float = 0.0  # subtracted for each time
+    seed: int | None = None
+    stop: tuple[str, ...] = ()  # strings; the text ends before them
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # 0: of the drawn tokens; n: and of the n likeliest
+    n: int = 1  # answers to each prompt
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        ranges: dict[str, tuple[float, float]] = {
+            "max_tokens": (1, math.inf),
+            "temperature": (0, math.inf),
+            "top_k": (0, math.inf),
+            "top_p": (0, 1),
+            "min_p": (0, 1),
+            "repetition_penalty": (0, math.inf),
+            "presence_penalty": (-math.inf, math.inf),
+            "frequency_penalty": (-math.inf, math.inf),
+            "seed": (0, 2**63 - 1),
+            "logprobs": (0, 100),
+            "n": (1, 1024),
+        }
+        for name, (lo, hi) in ranges.items():
+            value = getattr(self, name)
+            if value is not None and not (lo <= value <= hi and math.isfinite(value)):
+                raise ValueError(f"{name} must be from {lo:g} to {hi:g}, not {value}")
+        if self.top_p == 0 or self.repetition_penalty == 0:
+            raise ValueError("top_p and repetition_penalty must be above 0")
+        if any(not s for s in self.stop):
+            raise ValueError("a stop string must not be empty")
+
+    @property
+    def greedy(self) -> bool:
+        """The likeliest token, always."""
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Some token's logit depends on the tokens before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @classmethod
+    def options(cls) -> list[str]:
+        """The names of all fields."""
+        return [f.name for f in fields(cls)]
+
+
+class Why(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"  # a stop token, a stop string, the end of text
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probabilities (nats, before temperature and penalties) of a drawn token and of the likeliest ones."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(eq=False)
+class Request:
+    """One answer in the making. `tokens` is prompt and answer; the first `computed` of them have their K and V in slots."""
+
+    prompt: list[int]
+    params: SamplingParams
+    policy: Policy
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    watcher: Watcher | None = None
+
+    id: int = field(default_factory=itertools.count().__next__)
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    row: int | None = None  # of the cache, while it runs
+    why: Why | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
+    preempted: int = 0  # times
+    peaks: list[int] = field(default_factory=list)  # slots, one a layer: the most that one head of it owned
+    arrived: float = field(default_factory=perf_counter)  # seconds
+    first_token: float = 0.0
+    ended: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.generator = torch.Generator()
+        self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
+
+    @property
+    def owed(self) -> int:
+        """Tokens that have no slots yet."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def answer(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[len(self.prompt) :]
+
+    def push(self, token: int, logprob: Logprob | None) -> None:
+        """One more token; decides whether it was the last."""
+        if not self.first_token:
+            self.first_token = perf_counter()
+        self.tokens.append(token)
+        if logprob:
+            self.logprobs.append(logprob)
+        if token in self.stop_ids or (self.watcher is not None and self.watcher(token)):
+            self.why = Why.STOP
+        elif len(self.tokens) - len(self.prompt) >= self.max_tokens:
+            self.why = Why.LENGTH

@@ -1,0 +1,121 @@
+"""Who pays how many tokens in the next step. Pure Python: it counts tokens and asks a purse for pages.
+
+There are no phases. A request owes len(tokens) - computed tokens; chunked prefill, decoding, resumption and (later) verification
+are payments of that debt, under `step_tokens` a step and the pages of the pool. Who owes one token is paid first, so that long
+prompts never stop a conversation; `step_tokens` exceeds the number of rows, so that conversations never stop a prompt. When
+pages run out the youngest gives all of its own back and starts again later: the oldest always gets on, so nobody starves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from retain.engine.request import Request
+from retain.kv.policies import Policy
+
+
+class Purse(Protocol):
+    """The cache, as far as scheduling goes (see kv/cache.py)."""
+
+    def cost(self, policy: Policy, length: int, owed: int) -> int: ...  # noqa: D102
+    def open(self, policy: Policy, owed: int) -> int: ...  # noqa: D102
+    def grow(self, row: int, upto: int) -> bool: ...  # noqa: D102
+    def close(self, row: int) -> list[int]: ...  # noqa: D102
+    @property
+    def free_pages(self) -> int: ...  # noqa: D102
+    @property
+    def total_pages(self) -> int: ...  # noqa: D102
+    @property
+    def free_rows(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Share:
+    """In this step `request` pays its next `n` tokens."""
+
+    request: Request
+    n: int
+
+
+class Scheduler:
+    """Requests that wait and requests that run, both oldest first."""
+
+    def __init__(self, purse: Purse, step_tokens: int):
+        self.purse, self.step_tokens = purse, step_tokens
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError when even the empty pool could not hold it."""
+        length = len(request.prompt) + request.max_tokens - 1  # the last token is never written
+        cost, total = self.purse.cost(request.policy, length, length), self.purse.total_pages
+        if cost > total:
+            raise ValueError(
+                f"a request of {len(request.prompt)} + {request.max_tokens} tokens needs {cost} pages of KV memory and the "
+                f"pool has {total}: raise kv_memory, or ask for less"
+            )
+        self.waiting.append(request)
+        self.waiting.sort(key=lambda r: r.id)
+
+    def plan(self) -> list[Share]:
+        """The payments of the next step; their pages are owned when this returns."""
+        shares, left = [], self.step_tokens
+        turn = self._in_turn()
+        while left and (request := next(turn, None)):
+            if request.row is None:
+                continue  # preempted by an older one a moment ago
+            n = min(request.owed, left)
+            if self._make_room(request, request.computed + n):
+                shares.append(Share(request, n))
+                left -= n
+        return [s for s in shares if s.request.row is not None]
+
+    def _in_turn(self) -> Iterator[Request]:
+        """The running ones, who owe one token before who owe more; then, if none of them had to go, admitted ones."""
+        queue = len(self.waiting)
+        yield from sorted(self.running, key=lambda r: (r.owed > 1, r.id))
+        while self.waiting and len(self.waiting) <= queue and self._admissible(self.waiting[0]):
+            request = self.waiting.pop(0)
+            request.row = self.purse.open(request.policy, request.owed)
+            self.running.append(request)
+            yield request
+
+    def _admissible(self, request: Request) -> bool:
+        """Its whole debt fits beside one more page for each that runs; so what is admitted is seldom preempted at once."""
+        spare = len(self.running) * self.purse.cost(request.policy, 1, 1)
+        cost = self.purse.cost(request.policy, len(request.tokens), request.owed)
+        return self.purse.free_rows > 0 and cost + spare <= self.purse.free_pages
+
+    def _make_room(self, request: Request, upto: int) -> bool:
+        """Pages for `request` up to a position, taken from younger ones where there are no others."""
+        assert request.row is not None
+        while not self.purse.grow(request.row, upto):
+            youngest = max(self.running, key=lambda r: r.id)
+            self.preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Back to the queue, without pages; its tokens will be computed again."""
+        self._leave(request)
+        request.computed = 0
+        request.preempted += 1
+        self.waiting.append(request)
+        self.waiting.sort(key=lambda r: r.id)
+
+    def drop(self, request: Request) -> None:
+        """It has ended or is cancelled: its pages go back at once."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        assert request.row is not None
+        peaks = self.purse.close(request.row)
+        request.peaks = [max(p) for p in zip(peaks, request.peaks or peaks, strict=True)]
+        self.running.remove(request)
+        request.row = None

@@ -1,0 +1,107 @@
+"""The life of requests: why they end, who waits for whom, what is refused."""
+
+import math
+
+import pytest
+
+from retain.engine.request import SamplingParams, Why
+from tests.rig import GREEDY, alone, prompts, request, rig, run
+
+
+def test_a_request_ends_at_a_stop_token_at_its_length_or_when_its_watcher_says_so():
+    prompt = prompts(1)[0]
+    free = alone("llama", prompt, 12)
+    token = free[5]
+    first = free.index(token)
+    stopped = request(prompt)
+    stopped.stop_ids = frozenset({token})
+    watched = request(prompt)
+    watched.watcher = lambda t: t == token
+    whole = request(prompt)
+    assert run(rig("llama"), [stopped, watched, whole]) == [free[: first + 1], free[: first + 1], free]
+    assert [r.why for r in (stopped, watched, whole)] == [Why.STOP, Why.STOP, Why.LENGTH]
+
+
+def test_cancelling_frees_the_pages_now_and_disturbs_nobody():
+    engine, (a, b, c) = rig("llama", n_rows=2), [request(p, 20) for p in prompts(3)]
+    for r in (a, b, c):
+        engine.add(r)
+    for _ in range(3):
+        engine.step()
+    held = engine.cache.pool.used
+    engine.cancel(a)
+    engine.cancel(c)  # it was still waiting
+    engine.cancel(a)
+    assert engine.cache.pool.used < held and a.row is None
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
+    assert [r.why for r in (a, b, c)] == [Why.CANCELLED, Why.LENGTH, Why.CANCELLED]
+    assert b.answer == alone("llama", b.prompt, 20) and c.answer == []
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once():
+    engine = rig("llama", pages=36)  # 3 layers of 2 heads: 6 page lists, so 96 tokens
+    with pytest.raises(ValueError, match="needs 42 pages of KV memory and the pool has 36"):
+        engine.add(request([1] * 80, 18))
+    assert not engine.busy
+    (answer,) = run(engine, [request([1] * 80, 17)])
+    assert len(answer) == 17
+
+
+def test_one_token_steps_go_on_while_a_long_prompt_is_paid():
+    engine = rig("llama", step_tokens=65)
+    short, long = request([1, 2, 3], 40), request(prompts(1, longest=9)[0] * 40, 5)
+    engine.add(short)
+    engine.step()
+    engine.add(long)
+    while not long.first_token:
+        before = len(short.answer)
+        engine.step()
+        assert len(short.answer) == before + 1 or short.why
+
+
+def test_the_oldest_always_gets_on_and_the_queue_is_served_in_order():
+    engine = rig("llama", pages=80, backend="cpu")
+    asked = [request(p, 40) for p in prompts(12, seed=4, longest=90)]
+    ended = []
+    for r in asked:
+        engine.add(r)
+    while engine.busy:
+        oldest = min((r for r in asked if not r.why), key=lambda r: r.id)
+        before = oldest.computed
+        engine.step()
+        assert oldest.why or oldest.computed > before
+        ended += [r.id for r in asked if r.why and r.id not in ended]
+    assert sum(r.preempted for r in asked) > 0 and len(ended) == 12
+    assert ended[0] == asked[0].id
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"max_tokens": 0},
+        {"repetition_penalty": 0},
+        {"seed": -1},
+        {"logprobs": -1},
+        {"n": 0},
+        {"stop": ""},
+        {"presence_penalty": math.inf},
+    ],
+)
+def test_parameters_out_of_range_are_refused_in_one_line(bad):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**bad)
+    assert "\n" not in str(error.value)
+
+
+def test_stop_may_be_one_string_or_several():
+    assert SamplingParams(stop="x").stop == ("x",) and SamplingParams(stop=["x", "y"]).stop == ("x", "y")
+    assert GREEDY.greedy and not SamplingParams().greedy

@@ -1,0 +1,64 @@
+"""Engines on tiny models, run to the end with the accountant looking after every step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from retain import kernels
+from retain.engine.loop import Engine
+from retain.engine.request import Request, SamplingParams
+from retain.engine.runner import Runner
+from retain.kv import policies
+from retain.kv.cache import Cache, Shape
+from tests.tiny import tiny_model
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+
+
+def rig(
+    family: str,
+    *,
+    pages: int = 100_000,
+    step_tokens: int = 128,
+    n_rows: int = 64,
+    page_size: int = 16,
+    backend: str = "reference",
+    context: int = 512,
+) -> Engine:
+    """An engine on tiny_model(family) in float32, with a pool of so many pages."""
+    model, kernel = tiny_model(family), kernels.load(backend)
+    shape = Shape(model.spec.kv_heads, model.spec.head_dim, model.spec.windows)
+    memory = (pages + 1) * kernels.page_bytes(page_size, shape.head_dim, torch.float32)
+    cache = Cache(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens)
+    return Engine(Runner(model, cache, kernel), cache, step_tokens)
+
+
+def prompts(n: int, seed: int = 0, longest: int = 150) -> list[list[int]]:
+    """Random prompts of mixed lengths."""
+    rng = random.Random(seed)
+    return [[rng.randrange(128) for _ in range(rng.randint(1, longest))] for _ in range(n)]
+
+
+def request(prompt: Sequence[int], n: int = 12, policy: str = "full", params: SamplingParams = GREEDY) -> Request:
+    """A request for n new tokens."""
+    return Request(list(prompt), params, policies.parse(policy), n)
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """All of them together; the answers. The accountant must balance after every step and end empty."""
+    for r in requests:
+        engine.add(r)
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
+    assert engine.cache.free_pages == engine.cache.total_pages
+    return [r.answer for r in requests]
+
+
+def alone(family: str, prompt: Sequence[int], n: int = 12, **options: object) -> list[int]:
+    """What a prompt gives when nobody else is there."""
+    policy = str(options.pop("policy", "full"))
+    return run(rig(family, **options), [request(prompt, n, policy)])[0]  # type: ignore[arg-type]
