@@ -1,0 +1,107 @@
+"""Law 6: the accountant balances after every step of a random schedule; nobody starves, nobody writes into another's page."""
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from retain import kernels
+from retain.engine.loop import Engine
+from retain.engine.request import Request, SamplingParams, Why
+from retain.kv import policies
+from retain.kv.cache import Cache, Shape
+
+
+class Blind:
+    """A runner without a model: checks where a batch would write, and gives noise."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def forward(self, batch):
+        S = self.cache.page_size
+        rows = np.repeat(batch.rows.numpy(), np.diff(batch.starts.numpy()))
+        slots = batch.slots.numpy()
+        assert len(np.unique(slots)) == slots.size  # layers, heads and tokens never share a slot
+        for layer, head, t in np.ndindex(slots.shape):
+            owned = self.cache.pages[rows[t], layer, head, : self.cache.counts[rows[t], layer, head]]
+            assert slots[layer, head, t] // S in owned
+        return torch.randn(len(batch.last), 16)
+
+
+class Schedule(RuleBasedStateMachine):
+    @initialize(
+        pages=st.integers(40, 120),
+        step_tokens=st.integers(5, 40),
+        windows=st.lists(st.one_of(st.none(), st.integers(1, 60)), min_size=1, max_size=3),
+    )
+    def start(self, pages, step_tokens, windows):
+        shape = Shape(kv_heads=2, head_dim=8, windows=tuple(windows))
+        memory = (pages + 1) * kernels.page_bytes(16, 8, torch.float32)
+        self.cache = Cache(shape, kernels.load("reference"), torch.float32, memory, 16, 4, 200, step_tokens)
+        self.engine = Engine(Blind(self.cache), self.cache, step_tokens)
+        self.requests = []
+
+    @rule(
+        prompt=st.integers(1, 120),
+        new=st.integers(1, 60),
+        policy=st.sampled_from(["full", "ring:window=5", "ring:window=40"]),
+        temperature=st.sampled_from([0.0, 1.0]),
+    )
+    def add(self, prompt, new, policy, temperature):
+        params = SamplingParams(temperature=temperature, ignore_eos=True)
+        request = Request([1] * prompt, params, policies.parse(policy), new)
+        try:
+            self.engine.add(request)
+            self.requests.append(request)
+        except ValueError:
+            length = prompt + new - 1
+            assert self.cache.cost(request.policy, length, length) > self.cache.total_pages
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps):
+        for _ in range(steps):
+            paid = {r.id: r.computed for r in self.engine.scheduler.running}
+            self.engine.step()
+            self.cache.check()
+            running = self.engine.scheduler.running
+            assert sum(max(r.computed - paid.get(r.id, 0), 0) for r in running) <= self.engine.scheduler.step_tokens
+
+    @rule(i=st.integers(0, 10**6))
+    def cancel(self, i):
+        if self.requests:
+            request = self.requests.pop(i % len(self.requests))
+            free, row = self.cache.free_pages, request.row
+            self.engine.cancel(request)
+            assert request.why and request.row is None
+            assert self.cache.free_pages > free or row is None
+
+    @invariant()
+    def balanced(self):
+        if hasattr(self, "cache"):
+            self.cache.check()
+            waiting, running = self.engine.scheduler.waiting, self.engine.scheduler.running
+            assert {r.id for r in waiting + running} == {r.id for r in self.requests if not r.why}
+            assert all(r.row is None and r.computed == 0 for r in waiting)
+            assert len({r.row for r in running}) == len(running)
+
+    def teardown(self):
+        """However it was left: everybody gets to the end, and every page comes back."""
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(20_000):
+            if not self.engine.busy:
+                break
+            before = {r.id: r.computed for r in self.engine.scheduler.running}
+            ready = self.engine.step()
+            assert ready or {r.id: r.computed for r in self.engine.scheduler.running} != before  # something was paid
+        assert not self.engine.busy
+        assert all(len(r.answer) == r.max_tokens for r in self.requests if r.why is Why.LENGTH)
+        assert all(r.why in (Why.LENGTH, Why.CANCELLED) for r in self.requests)
+        self.cache.check()
+        assert self.cache.free_pages == self.cache.total_pages
+
+
+TestSchedule = Schedule.TestCase
+TestSchedule.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

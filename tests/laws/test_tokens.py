@@ -1,0 +1,70 @@
+"""Law 2: chunk size, batch company, preemption and resumption change no token. Law 1: ring(W) == full with a window mask."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from retain import kernels
+from tests.rig import alone, prompts, request, rig, run
+from tests.tiny import CONFIGS, tiny_model
+
+FAMILIES = sorted(CONFIGS)
+BACKENDS = [n for n in kernels.names() if kernels.load_module(n).available() is None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", ["full", "ring:window=24"])
+def test_chunk_size_changes_no_token(family, policy):
+    prompt = prompts(1, seed=3)[0] + prompts(1, seed=4)[0]
+    whole = alone(family, prompt, policy=policy, step_tokens=400)
+    for step_tokens in (65, 97):
+        assert alone(family, prompt, policy=policy, step_tokens=step_tokens) == whole
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt"])
+def test_company_changes_no_token(family, backend):
+    asked = prompts(10, seed=1)
+    policies = ["full", "ring:window=20", "ring:window=50"]
+    together = run(rig(family, backend=backend), [request(p, 12, policies[i % 3]) for i, p in enumerate(asked)])
+    for i, (prompt, answer) in enumerate(zip(asked, together, strict=True)):
+        assert alone(family, prompt, policy=policies[i % 3], backend=backend) == answer
+
+
+@pytest.mark.parametrize(("family", "pages"), [("llama", 190), ("gemma3_text", 60), ("gpt2", 400)])
+def test_sixty_four_requests_with_preemption(family, pages):
+    asked = prompts(64, seed=2, longest=120)
+    plenty = [alone(family, p, 30, backend="cpu") for p in asked]
+    assert run(rig(family, backend="cpu"), [request(p, 30) for p in asked]) == plenty
+    few = [request(p, 30) for p in asked]
+    assert run(rig(family, backend="cpu", pages=pages), few) == plenty
+    assert sum(r.preempted for r in few) > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt", "gpt2"])
+def test_ring_is_full_with_a_window_mask(family):
+    """The ring of a policy gives what a model with that window in every layer gives from a cache that forgets nothing."""
+    W, prompt = 24, prompts(1, seed=5, longest=150)[0] + [7] * 40
+    spec = tiny_model(family).spec
+    masked = run_without_forgetting(family, tuple(min(w or W, W) for w in spec.windows), prompt)
+    assert alone(family, prompt, 40, policy=f"ring:window={W}") == masked
+    assert alone(family, prompt, 40) == run_without_forgetting(family, spec.windows, prompt)
+    assert alone(family, prompt, 40) != masked
+
+
+def run_without_forgetting(family, windows, prompt):
+    """Every layer keeps every slot; windows only hide."""
+    engine = rig(family)
+    model, cache = engine.runner.model, engine.cache
+    engine.runner.model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, windows=windows))
+    seen = torch.tensor([w or kernels.NO_WINDOW for w in windows])
+    cache.windows = lambda policy: seen.numpy().astype("int32")
+    cache.capacities = lambda windows, fresh: (seen * 0 + 2**30).numpy().astype("int32")
+    return run(engine, [request(prompt, 40)])[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_budget_of_the_whole_length_is_full(family):
+    prompt = prompts(1, seed=6)[0]
+    assert alone(family, prompt, policy="ring:window=400") == alone(family, prompt)
