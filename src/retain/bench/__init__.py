@@ -1,0 +1,1 @@
+"""What `retain bench` runs. Benchmarks measure; they assert nothing."""

@@ -1,0 +1,206 @@
+"""The command line: parse, call, print. Bad input gives one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from retain.engine.request import SamplingParams
+    from retain.llm import LLM, Answer
+
+ENGINE = ("dtype", "kv_policy", "kv_memory", "page_size", "step_tokens", "context", "backend")
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty")
+SAMPLING += ("frequency_penalty", "seed", "stop", "ignore_eos", "logprobs")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit code 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parser() -> Parser:
+    """Every command and option. An option that is not given is absent, so that defaults live in one place."""
+    top = Parser(prog="retain", description="An LLM inference engine whose subject is the KV cache.", allow_abbrev=False)
+    commands = top.add_subparsers(dest="command", required=True, metavar="run | chat | bench")
+    shared = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    shared.add_argument("--model", required=True, help="smollm2, gemma3, a .gguf file, a Hugging Face folder, or a hub id")
+    shared.add_argument("--dtype", help="bfloat16 (default) or float32")
+    shared.add_argument("--kv-policy", metavar="P", help="full (default) or ring:window=N")
+    shared.add_argument("--kv-memory", metavar="SIZE", help="hard cap of the KV pool, such as 512MiB (default: half the free memory)")
+    shared.add_argument("--page-size", type=int, metavar="N", help="slots of a page (default 32)")
+    shared.add_argument("--step-tokens", type=int, metavar="N", help="fresh tokens of a step at most (default 512)")
+    shared.add_argument("--context", type=int, metavar="N", help="plan for texts of at most N tokens (default: the model's)")
+    shared.add_argument("--backend", help="kernels: auto (default), cpu or reference")
+    drawing = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    drawing.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default 512, or what fits)")
+    drawing.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default 1)")
+    drawing.add_argument("--top-k", type=int, metavar="N")
+    drawing.add_argument("--top-p", type=float, metavar="P")
+    drawing.add_argument("--min-p", type=float, metavar="P")
+    drawing.add_argument("--repetition-penalty", type=float, metavar="X")
+    drawing.add_argument("--presence-penalty", type=float, metavar="X")
+    drawing.add_argument("--frequency-penalty", type=float, metavar="X")
+    drawing.add_argument("--seed", type=int, metavar="N")
+    drawing.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (may be repeated)")
+    drawing.add_argument("--ignore-eos", action="store_true", help="go on after the end of text")
+    run = commands.add_parser("run", parents=[shared, drawing], help="answer one prompt", allow_abbrev=False)
+    run.add_argument("prompt", nargs="?", help="raw text; - is standard input")
+    run.add_argument("-f", "--file", help="read the prompt from a file")
+    run.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    run.add_argument("--logprobs", type=int, metavar="N", default=argparse.SUPPRESS, help="with --json: N likeliest too")
+    run.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    chat = commands.add_parser("chat", parents=[shared, drawing], help="talk in the terminal", allow_abbrev=False)
+    chat.add_argument("--system", help="a system message")
+    bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="speed")
+    speed = kinds.add_parser("speed", parents=[shared], help="prefill and decoding speed", allow_abbrev=False)
+    speed.add_argument("--workloads", help="comma-separated names (default: all)")
+    speed.add_argument("--json", action="store_true", help="a JSON line for each workload")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `retain` command."""
+    args = parser().parse_args(argv)
+    try:
+        return {"run": run, "chat": chat, "bench": bench}[args.command](args)
+    except (ValueError, OSError, MemoryError) as error:
+        print(f"retain: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def chosen(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Those of these options that were given."""
+    return {n: getattr(args, n) for n in names if hasattr(args, n)}
+
+
+def load(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
+    """The engine and the parameters that a command asks for. Parameters are checked before the model is loaded."""
+    from retain.engine.request import SamplingParams
+
+    params = SamplingParams(**chosen(args, SAMPLING))
+    from retain.llm import LLM
+
+    return LLM(args.model, progress=True, **chosen(args, ENGINE)), params
+
+
+def run(args: argparse.Namespace) -> int:
+    """`retain run`: stream one answer, or print it as JSON."""
+    prompt = read_prompt(args)
+    llm, params = load(args)
+    ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
+    params = fit(llm, params, len(ids))
+    if args.json:
+        (answer,) = llm.generate([ids], params)
+        print(json.dumps(report(llm, answer), ensure_ascii=False))
+        return 0
+    answer = show(llm, ids, params)
+    closing_line(answer)
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    """`retain chat`: read a line, stream the answer, remember both. An empty line or Ctrl-D ends it."""
+    llm, params = load(args)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        if not line.strip():
+            return 0
+        messages.append({"role": "user", "content": line})
+        ids = llm.tokenizer.encode_chat(messages)
+        answer = show(llm, ids, fit(llm, params, len(ids)))
+        messages.append({"role": "assistant", "content": answer.text})
+        closing_line(answer)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """`retain bench speed`."""
+    from retain.bench import speed
+
+    workloads = speed.choose(args.workloads)
+    llm, _ = load(args)
+    speed.run(llm, workloads, as_json=args.json)
+    return 0
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt, from the argument, a file or standard input. Raises ValueError or OSError."""
+    if (args.prompt is None) == (args.file is None):
+        raise ValueError("give a prompt, or -f FILE (one of them)")
+    if args.prompt not in (None, "-"):
+        return str(args.prompt)
+    name = args.file or "-"
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else open(name, "rb").read()
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: byte {error.start} is not") from None
+
+
+def fit(llm: LLM, params: SamplingParams, prompt: int) -> SamplingParams:
+    """Where nobody said how long the answer may be: 512 tokens, or what the context leaves."""
+    from dataclasses import replace
+
+    if params.max_tokens is not None:
+        return params
+    return replace(params, max_tokens=max(1, min(512, llm.longest_answer(prompt))))
+
+
+def show(llm: LLM, ids: list[int], params: SamplingParams) -> Answer:
+    """Print an answer as it comes."""
+    for piece in llm.stream(ids, params):
+        print(piece.text, end="", flush=True)
+        if piece.answer:
+            print(flush=True)
+            return piece.answer
+    raise AssertionError("a stream ends with an answer")
+
+
+def closing_line(answer: Answer) -> None:
+    """What it cost, for people: on stderr."""
+    kv = answer.kv
+    print(
+        f"[{len(answer.token_ids)} tokens, {answer.decode_tok_s:.1f} tokens/s, first after {answer.ttft_s:.2f} s; "
+        f"KV {kv['bytes_peak'] / 2**20:.1f} MiB, full would be {kv['bytes_if_full'] / 2**20:.1f}]",
+        file=sys.stderr,
+    )
+
+
+def report(llm: LLM, answer: Answer) -> dict[str, Any]:
+    """The object of `retain run --json`."""
+    out: dict[str, Any] = {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.why,
+        "usage": {
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": len(answer.token_ids),
+            "total_tokens": answer.prompt_tokens + len(answer.token_ids),
+        },
+        "timings": {
+            "load_s": round(llm.load_s, 4),
+            "ttft_s": round(answer.ttft_s, 4),
+            "decode_tok_s": round(answer.decode_tok_s, 2),
+        },
+        "kv": answer.kv,
+    }
+    if answer.logprobs:
+        out["logprobs"] = [{"token": p.token, "logprob": p.logprob, "top": p.top} for p in answer.logprobs]
+    return out

@@ -1,0 +1,208 @@
+"""The composition root: builds every room, wires them, and gives the front door, `LLM`.
+
+    llm = LLM("smollm2")
+    for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=20)):
+        print(answer.text)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from retain import kernels, models
+from retain.config import Config, size
+from retain.engine.loop import Engine
+from retain.engine.request import Logprob, Request, SamplingParams, Why
+from retain.engine.runner import Runner
+from retain.kv import policies
+from retain.kv.cache import Cache, Shape
+from retain.models.find import find
+from retain.models.weights import open_weights
+from retain.text import Stream, Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer. `token_ids` are the generated ones; times are seconds; `kv` counts bytes and slots."""
+
+    text: str
+    token_ids: list[int]
+    why: str  # stop, length or cancelled
+    prompt_tokens: int
+    logprobs: list[Logprob]
+    ttft_s: float  # from the call to the first token
+    decode_tok_s: float  # after it
+    preempted: int
+    kv: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a stream gives: new text, and with the last piece the whole answer."""
+
+    text: str
+    answer: Answer | None = None
+
+
+class LLM:
+    """A model with its cache. Options are those of `Config`; sizes may be texts such as "512MiB". Raises ValueError."""
+
+    def __init__(self, model: str, *, progress: bool = False, kv_memory: str | int | None = None, **chosen: Any):
+        unknown = set(chosen) - {f for f in Config.__dataclass_fields__ if f != "model"}
+        if unknown:
+            raise ValueError(f"unknown option {sorted(unknown)[0]!r}: LLM takes {', '.join(Config.__dataclass_fields__)}")
+        started = perf_counter()
+        self.config = c = Config(model, kv_memory=None if kv_memory is None else size(kv_memory), **chosen)
+        self.policy = policies.parse(c.kv_policy)
+        backend = kernels.load(c.backend)
+        dtype: torch.dtype = getattr(torch, c.dtype)
+        path = find(model)
+        self.tokenizer = Tokenizer.open(path)
+        self.model = models.build(open_weights(path, dtype, progress))
+        spec = self.model.spec
+        if c.context and c.context > spec.context:
+            raise ValueError(f"context {c.context} is longer than the model's own, {spec.context}")
+        self.context = c.context or spec.context
+        shape = Shape(spec.kv_heads, spec.head_dim, spec.windows)
+        memory = c.kv_memory or affordable_memory()
+        self.cache = Cache(shape, backend, dtype, memory, c.page_size, c.max_requests, self.context, c.step_tokens)
+        self.engine = Engine(Runner(self.model, self.cache, backend), self.cache, c.step_tokens)
+        self.load_s = perf_counter() - started
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Answer]:
+        """Answer prompts (texts or token ids), `params.n` times each, in their order; all run together.
+
+        Raises ValueError when one of them cannot be run; then none is.
+        """
+        many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        if len(each) != len(many):
+            raise ValueError(f"{len(many)} prompts but {len(each)} sampling parameters")
+        asked = [self._request(p, q, i) for p, q in zip(many, each, strict=True) for i in range(q.n)]  # type: ignore[arg-type]
+        requests = [r for r, _ in asked]
+        try:
+            for request in requests:
+                self.engine.add(request)
+            while any(r.why is None for r in requests):
+                self.engine.step()
+        finally:
+            for request in requests:
+                self.engine.cancel(request)  # after an error or Ctrl-C: nothing stays behind
+        return [self._answer(*pair) for pair in asked]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """One answer, piece by piece as its tokens come; the last piece carries the whole. Closing it cancels the request."""
+        request, text = self._request(prompt, params or SamplingParams(), 0)
+        self.engine.add(request)
+        return self._pieces(request, text)
+
+    def _pieces(self, request: Request, text: Stream) -> Iterator[Piece]:
+        shown = 0
+        try:
+            while request.why is None:
+                self.engine.step()
+                if len(text.text) > shown:
+                    yield Piece(text.text[shown:])
+                    shown = len(text.text)
+        finally:
+            self.engine.cancel(request)
+        answer = self._answer(request, text)
+        yield Piece(answer.text[shown:], answer)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; ids are checked. Raises ValueError."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        vocab = self.model.spec.vocab
+        if wrong := [t for t in ids if not 0 <= t < vocab]:
+            raise ValueError(f"token id {wrong[0]} is outside the model's vocabulary of {vocab}")
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        return ids
+
+    def _request(self, prompt: Prompt, params: SamplingParams, i: int) -> tuple[Request, Stream]:
+        ids = self.encode(prompt)
+        room = self.context - len(ids)
+        if room < 1:
+            raise ValueError(f"the prompt has {len(ids)} tokens and the context {self.context}: shorten it")
+        if params.max_tokens and params.max_tokens > room:
+            raise ValueError(
+                f"{len(ids)} prompt tokens and max_tokens {params.max_tokens} exceed the context of {self.context}: "
+                f"at most {room} fit"
+            )
+        if params.seed is not None and i:
+            params = SamplingParams(**(asdict(params) | {"seed": params.seed + i}))  # n answers must differ
+        text = self.tokenizer.stream(params.stop)
+
+        def watch(token: int) -> bool:
+            text.push(token)
+            return text.stopped
+
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.stop_ids)
+        max_tokens = params.max_tokens or self.longest_answer(len(ids))
+        return Request(ids, params, self.policy, max_tokens, stop_ids, watch), text
+
+    def longest_answer(self, prompt: int) -> int:
+        """Tokens that can follow a prompt of so many: to the end of the context, or as far as the empty pool reaches."""
+        lo, hi = 1, max(self.context - prompt, 1)
+        while lo < hi:
+            mid = (lo + hi + 1) // 2
+            length = prompt + mid - 1  # the last token is never written
+            fits = self.cache.cost(self.policy, length, length) <= self.cache.total_pages
+            lo, hi = (mid, hi) if fits else (lo, mid - 1)
+        return lo
+
+    def _answer(self, request: Request, text: Stream) -> Answer:
+        text.close()
+        decoding = request.ended - request.first_token
+        return Answer(
+            text=text.text,
+            token_ids=request.answer,
+            why=(request.why or Why.CANCELLED).value,
+            prompt_tokens=len(request.prompt),
+            logprobs=request.logprobs,
+            ttft_s=request.first_token - request.arrived,
+            decode_tok_s=(len(request.answer) - 1) / decoding if decoding > 0 else 0.0,
+            preempted=request.preempted,
+            kv=self._kv(request),
+        )
+
+    def _kv(self, request: Request) -> dict[str, Any]:
+        """What the request cost the cache, by groups of layers with the same policy, and what full caches would have cost."""
+        cache, S, G = self.cache, self.config.page_size, self.model.spec.kv_heads
+        windows = cache.windows(request.policy)
+        full = -(-(len(request.tokens) - 1) // S) * cache.page_bytes * G  # a layer's
+        groups = []
+        for window in sorted(set(windows.tolist()), reverse=True):
+            layers = np.flatnonzero(windows == window).tolist()
+            peaks = [request.peaks[i] for i in layers]
+            groups.append(
+                {
+                    "layers": layers,
+                    "policy": "full" if window == kernels.NO_WINDOW else f"ring:window={window}",
+                    "slots_peak": max(peaks),
+                    "bytes_peak": sum(peaks) // S * cache.page_bytes * G,
+                    "bytes_if_full": full * len(layers),
+                }
+            )
+        return {
+            "policy": self.config.kv_policy,
+            "bytes_peak": sum(g["bytes_peak"] for g in groups),
+            "bytes_if_full": sum(g["bytes_if_full"] for g in groups),
+            "groups": groups,
+        }
+
+
+def affordable_memory() -> int:
+    """Half of the memory that is free now, in bytes: the pool's cap where none is chosen. Pages cost nothing until used."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
