@@ -1,0 +1,149 @@
+"""The cpu backend: the same five functions as `reference`, in C++, for every core and instruction set of the host.
+
+Layout "cpu", chosen so that every load takes neighbours:
+
+    page p     k[p]  D x S                          v[p]  S x D                        pos[p]  S
+               slot 0    1   ...  S-1               dim 0    1   ...  D-1
+        dim 0  [ k00  k10  ...        ]      slot 0 [ v00  v01  ...        ]           [ 0  1  2  -1 ... ]
+            1  [ k01  k11  ...        ]           1 [ v10  v11  ...        ]                      a hole
+          ...                                   ...
+          D-1  [                      ]         S-1 [                      ]
+
+One dimension of 16 slots is one load of scores, 16 dimensions of one slot one load of values; each is converted to
+float32 once for all R query heads and a whole tile of fresh tokens. Every sum is float32. A row's sum is taken slot by
+slot in spans of 256 slots, and span by span, however the work is shared out: the bits of a request's output depend
+neither on its company, nor on the size of its chunk, nor on the number of threads.
+
+What is not known here: torch. Tensors reach C++ as addresses and strides, so nothing is built against it. But both use
+the OpenMP library that torch brings, so torch is imported first, and `torch.set_num_threads` holds for both.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch  # before _C: its libgomp must be the one that both use
+from torch import Tensor
+
+from retain.kernels import KV, Tables
+
+try:
+    import retain.kernels.cpu._C as _C
+except ImportError as error:
+    _missing: str | None = f"its extension is not built ({error})"
+else:
+    _missing = None
+
+MAX_HEAD_DIM = 256
+MAX_PAGE_SIZE = 512
+TYPES = (torch.float32, torch.bfloat16)
+
+
+def available() -> str | None:
+    """Runs wherever its extension was built."""
+    return _missing
+
+
+def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype) -> KV:
+    """A pool whose slots are all holes. Its K and V take no memory until they are written."""
+    if dtype not in TYPES:
+        raise ValueError(f"the cpu backend keeps K and V in float32 or bfloat16, not {dtype}")
+    if page_size % 16 or not 16 <= page_size <= MAX_PAGE_SIZE:
+        raise ValueError(f"the cpu backend wants a page_size of 16, 32, 48, ... up to {MAX_PAGE_SIZE}, not {page_size}")
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"the cpu backend wants a head dim of 8, 16, 24, ... up to {MAX_HEAD_DIM}, not {head_dim}")
+    k = _zeros((n_pages, head_dim, page_size), dtype)  # [P, D, S]
+    v = _zeros((n_pages, page_size, head_dim), dtype)  # [P, S, D]
+    pos = torch.full((n_pages, page_size), -1, dtype=torch.int32)  # [P, S]
+    return KV(k, v, pos, page_size, head_dim, "cpu")
+
+
+def write(kv: KV, slots: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+    """Put fresh tokens into their slots: slots int32 [G, T]; k, v [T, G, D], strided or not; pos int32 [T]."""
+    T, G, D = k.shape
+    if k.dtype not in TYPES or v.dtype != k.dtype:
+        k, v = k.float(), v.float()
+    if D != kv.head_dim or v.shape != k.shape or slots.shape != (G, T) or pos.shape != (T,):
+        raise ValueError(f"write: shapes disagree: {_shapes(slots=slots, k=k, v=v, pos=pos)}, head dim {kv.head_dim}")
+    if slots.dtype != torch.int32 or pos.dtype != torch.int32:
+        raise TypeError(f"write: slots and pos must be int32, not {slots.dtype} and {pos.dtype}")
+    k_token, k_head, k_dim = k.stride()
+    v_token, v_head, v_dim = v.stride()
+    if k_dim != 1 or v_dim != 1:
+        raise ValueError("write: the last dimension of k and v must be contiguous")
+    pos = pos.contiguous()
+    _C.write(
+        *_pool(kv),
+        slots.data_ptr(), *slots.stride(), T, G,
+        k.data_ptr(), k_token, k_head, v.data_ptr(), v_token, v_head, k.dtype == torch.bfloat16,
+        pos.data_ptr(),
+    )  # fmt: skip
+
+
+def attend(
+    q: Tensor,
+    kv: KV,
+    tables: Tables,
+    q_pos: Tensor,
+    window: int,
+    sinks: int,
+    scale: float,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """Attention of fresh queries over the slots of their own requests; see `reference`. q [T, H, D] may be strided."""
+    bf16 = q.dtype == torch.bfloat16
+    if not bf16 and q.dtype != torch.float32:
+        return attend(q.float(), kv, tables, q_pos, window, sinks, scale, slopes).to(q.dtype)
+    pages, counts, rows, starts = tables.pages, tables.counts, tables.rows, tables.starts
+    T, H, D = q.shape
+    N, G, n = pages.shape
+    B = rows.shape[0]
+    if D != kv.head_dim or H % G or q_pos.shape[0] != T or counts.shape != (N, G) or starts.shape[0] != B + 1:
+        shapes = _shapes(q=q, q_pos=q_pos, pages=pages, counts=counts, rows=rows, starts=starts)
+        raise ValueError(f"attend: shapes disagree: {shapes}, head dim {kv.head_dim}")
+    for x in (pages, counts, rows, starts, q_pos):
+        if x.dtype != torch.int32:
+            raise TypeError(f"attend: tables and q_pos must be int32, not {x.dtype}")
+    page_row, page_head, page_next = pages.stride()
+    q_token, q_head, q_dim = q.stride()
+    if q_dim != 1 or (page_next != 1 and n > 1):
+        raise ValueError("attend: the last dimension of q and of tables.pages must be contiguous")
+    if slopes is not None and (slopes.dtype != torch.float32 or slopes.shape != (H,)):
+        raise ValueError(f"attend: slopes must be float32 [{H}], not {slopes.dtype} {list(slopes.shape)}")
+    rows, starts, q_pos = rows.contiguous(), starts.contiguous(), q_pos.contiguous()
+    slopes = None if slopes is None else slopes.contiguous()
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
+    _C.attend(
+        *_pool(kv),
+        pages.data_ptr(), page_row, page_head, counts.data_ptr(), *counts.stride(),
+        rows.data_ptr(), starts.data_ptr(), B, G, N, n,
+        q.data_ptr(), q_token, q_head, bf16, o.data_ptr(), q_pos.data_ptr(), T, H // G, window, sinks, scale,
+        0 if slopes is None else slopes.data_ptr(),
+    )  # fmt: skip
+    return o
+
+
+def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
+    """Copy whole pages, positions too: src, dst int64 [n]; no page is in both."""
+    if src.shape != dst.shape or src.dim() != 1 or src.dtype != torch.int64 or dst.dtype != torch.int64:
+        raise ValueError(f"copy: wants int64 [n] twice, not {src.dtype}, {dst.dtype}, {_shapes(src=src, dst=dst)}")
+    src, dst = src.contiguous(), dst.contiguous()
+    _C.copy(*_pool(kv), src.data_ptr(), dst.data_ptr(), src.shape[0])
+
+
+def _pool(kv: KV) -> tuple[int, int, int, int, int, int, bool]:
+    P, bf16 = kv.k.shape[0], kv.k.dtype == torch.bfloat16
+    return kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), P, kv.page_size, kv.head_dim, bf16
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on a cache line, which the system commits only as they are written (torch.zeros would touch them all)."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size + 64, np.uint8))
+    skip = -raw.data_ptr() % 64
+    return raw[skip : skip + size].view(dtype).view(shape)
+
+
+def _shapes(**tensors: Tensor) -> str:
+    return ", ".join(f"{name} {list(t.shape)}" for name, t in tensors.items())

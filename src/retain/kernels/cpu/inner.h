@@ -1,0 +1,136 @@
+// What the inner loops are told: plain structs of addresses, no Python and no torch.
+//
+// This header is compiled for several instruction sets. A function that the linker may share between object files
+// could come out in its widest version and trap on an older machine, so everything here with code in it is forced
+// inline, and no header of the C++ library with code in it is included.
+//
+// Letters: B requests, T fresh tokens, G kv heads, R query heads per kv head, S slots of a page, D head dim.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace retain {
+
+enum class Type : int { float32, bfloat16 };
+
+INLINE int bytes(Type t) { return t == Type::float32 ? 4 : 2; }
+
+constexpr int MAX_HEAD_DIM = 256, MAX_PAGE_SIZE = 512;  // what scratch memory is sized for
+
+// Slots that are looked at together, or a page if that is larger. A row's sum runs slot by slot inside a span and
+// span by span over the table, however the work is cut and shared out; so its bits depend neither on the company of
+// its request nor on the size of its chunk.
+constexpr int SPAN = 256;
+
+// The memory of a pool. A page of K is [D, S] (one load takes many slots of one dimension), a page of V is [S, D].
+struct Pool {
+  void* k;
+  void* v;
+  int32_t* pos;  // [P, S]; -1 is a hole
+  int64_t n_pages;
+  int S, D;
+  Type type;
+
+  INLINE const void* key_page(int64_t page) const { return static_cast<const char*>(k) + page * S * D * bytes(type); }
+  INLINE const void* value_page(int64_t page) const { return static_cast<const char*>(v) + page * S * D * bytes(type); }
+};
+
+// Fresh rows [T, heads, D] as torch holds them: the last dimension is contiguous, the other two may have any stride.
+struct Rows {
+  const void* data;
+  int64_t token, head;  // strides, in numbers
+  Type type;
+};
+
+struct Write {
+  Pool kv;
+  Rows k, v;
+  const int32_t* slots;  // [G, T]
+  int64_t slot_head, slot_token;
+  const int32_t* pos;  // [T]
+  int T, G;
+};
+
+struct Tables {
+  const int32_t* pages;  // [N, G, n]
+  int64_t page_row, page_head;
+  const int32_t* counts;  // [N, G]
+  int64_t count_row, count_head;
+  const int32_t* rows;    // [B]
+  const int32_t* starts;  // [B + 1]
+  int B, G;
+  int64_t N, n;
+
+  INLINE int fresh(int b) const { return starts[b + 1] - starts[b]; }
+  INLINE int count(int b, int g) const { return counts[rows[b] * count_row + g * count_head]; }
+  INLINE const int32_t* of(int b, int g) const { return pages + rows[b] * page_row + g * page_head; }
+};
+
+struct Attend {
+  Pool kv;
+  Tables tables;
+  Rows q;              // [T, H, D], H = G * R
+  void* o;             // [T, H, D], contiguous, of q's type
+  const int32_t* q_pos;  // [T]
+  int T, R;
+  int window, sinks;
+  float scale;
+  const float* slopes;  // [H] or null
+};
+
+// Rows begin : end of request b and kv head g. Row i is query head g * R + i % R of the request's fresh token i / R.
+struct Tile {
+  int b, g, begin, end;
+
+  INLINE int rows() const { return end - begin; }
+};
+constexpr int TILE_ROWS = 48;  // at most: enough to pay for fetching and converting a page, few enough to stay in cache
+
+INLINE float bf16_to_float(uint16_t x) {
+  uint32_t u = uint32_t(x) << 16;
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+INLINE uint16_t float_to_bf16(float x) {  // to the nearest, ties to even; NaN stays NaN
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  return x == x ? uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16) : uint16_t(0x7fc0);
+}
+
+// What the rows of a tile took from some slots, before division: a record of D numbers, their maximum and their sum.
+INLINE int record_size(int D) { return D + 16; }
+constexpr int MAX_RECORD = MAX_HEAD_DIM + 16;
+template <class Float>
+INLINE Float& record_max(Float* record, int D) {
+  return record[D];
+}
+template <class Float>
+INLINE Float& record_sum(Float* record, int D) {
+  return record[D + 1];
+}
+
+INLINE int pages_per_span(const Pool& kv) { return SPAN / kv.S > 0 ? SPAN / kv.S : 1; }
+INLINE int spans_of(const Attend& a, const Tile& t) {
+  return (a.tables.count(t.b, t.g) + pages_per_span(a.kv) - 1) / pages_per_span(a.kv);
+}
+
+// The inner loops, once for each instruction set (inner.cpp).
+struct Isa {
+  const char* name;
+  bool (*runs)();
+  // The rows of a tile look at one span of their table; returns whether they saw anything, and if so fills their
+  // records.
+  bool (*look)(const Attend&, const Tile&, int span, float* scratch, float* records);
+  // Fresh tokens begin : end of kv head g go into their slots.
+  void (*write)(const Write&, int g, int begin, int end);
+};
+
+// Floats from row to row of scores: not a power of 2, for then all rows would fall into the same cache sets.
+constexpr ptrdiff_t SCORES = MAX_PAGE_SIZE + 16;
+constexpr int SCRATCH = TILE_ROWS * (SCORES + MAX_HEAD_DIM);  // what `look` needs, in floats
+
+}  // namespace retain

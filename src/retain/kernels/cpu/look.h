@@ -1,0 +1,138 @@
+// The rows of a tile look at one span of their table: scores, softmax, values.
+//
+// Three passes over the span's slots, so that the maximum is known before the first exponential and nothing is
+// ever rescaled inside a span. Pages in which nobody sees anything are not touched at all; that alone makes a
+// window, a causal prefill and a padded table cheap.
+#pragma once
+
+#include "inner.h"
+#include "product.h"
+#include "simd.h"
+
+namespace retain::RETAIN_ISA {
+
+constexpr float NOTHING = -__builtin_inff();
+constexpr int MAX_PAGES = SPAN / 16;  // of the smallest page, in a span
+
+enum class Sight { none, some, all };
+
+// A query at p sees slot s iff 0 <= pos[s] <= p and (p - pos[s] < window or pos[s] < sinks). The window test is
+// turned round, pos[s] > p - window, for a hole's position must not be subtracted from a large p.
+INLINE int32_t before_window(int32_t p, int32_t window) {
+  int64_t x = int64_t(p) - window;
+  return x < INT32_MIN ? INT32_MIN : int32_t(x);
+}
+INLINE I sees(I pos, int32_t p, int32_t window, int32_t sinks) {
+  return (pos >= 0) & (pos <= p) & ((pos > before_window(p, window)) | (pos < sinks));
+}
+
+// What queries from position `low` to `high` see of a page: `none` and `all` are certain, `some` asks for a mask.
+INLINE Sight sight(const int32_t* pos, int S, int32_t low, int32_t high, int32_t window, int32_t sinks) {
+  const int32_t before_low = before_window(low, window), before_high = before_window(high, window);
+  I someone = {}, not_all = {};
+  for (int s = 0; s < S; s += WIDTH) {
+    I x = load_ints(pos + s);
+    I sink = x < sinks;
+    someone |= (x >= 0) & (x <= high) & ((x > before_low) | sink);
+    not_all |= ~((x >= 0) & (x <= low) & ((x > before_high) | sink));
+  }
+  if (!any<WIDTH>(someone)) return Sight::none;
+  return any<WIDTH>(not_all) ? Sight::some : Sight::all;
+}
+
+// The queries of a tile, as rows of float32, scaled.
+template <class Q>
+void gather(const Attend& a, const Tile& t, float* rows) {
+  const int D = a.kv.D, first = a.tables.starts[t.b];
+  for (int i = t.begin; i < t.end; ++i, rows += D) {
+    const Q* q = static_cast<const Q*>(a.q.data) + (first + i / a.R) * a.q.token + (t.g * a.R + i % a.R) * a.q.head;
+    for (int d = 0; d < D; ++d) rows[d] = a.scale * to_float(q[d]);
+  }
+}
+
+// Add a slope times the distance, and hide what a row does not see. x points at a page's scores of the first row.
+INLINE void adjust(const Attend& a, const Tile& t, const int32_t* pos, bool mask, float* x) {
+  for (int i = t.begin; i < t.end; ++i, x += SCORES) {
+    const int32_t p = a.q_pos[a.tables.starts[t.b] + i / a.R];
+    for (int s = 0; s < a.kv.S; s += WIDTH) {
+      I at = load_ints(pos + s);
+      F y = load<WIDTH>(x + s);
+      if (a.slopes) y += a.slopes[t.g * a.R + i % a.R] * __builtin_convertvector(at - p, F);
+      if (mask) y = sees(at, p, a.window, a.sinks) ? y : splat(NOTHING);
+      store<WIDTH>(x + s, y);
+    }
+  }
+}
+
+// Scores to weights, in place; the row's maximum and sum go into its record.
+INLINE void weigh(float* x, int slots, float& max_out, float& sum_out) {
+  F top = splat(NOTHING);
+  for (int s = 0; s < slots; s += WIDTH) top = max(top, load<WIDTH>(x + s));
+  const float m = highest<WIDTH>(top);
+  const F from = splat(m == NOTHING ? 0.0f : m);  // a row that sees nothing: every weight is e^-inf = 0
+  F total = {};
+  for (int s = 0; s < slots; s += WIDTH) {
+    F w = exp(load<WIDTH>(x + s) - from);
+    total += w;
+    store<WIDTH>(x + s, w);
+  }
+  max_out = m;
+  sum_out = sum<WIDTH>(total);
+}
+
+template <class T>
+bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* records) {
+  const int S = a.kv.S, D = a.kv.D, rows = t.rows();
+  const int32_t* p = a.q_pos + a.tables.starts[t.b];
+  int32_t low = INT32_MAX, high = INT32_MIN;
+  for (int i = t.begin / a.R; i <= (t.end - 1) / a.R; ++i) {
+    low = p[i] < low ? p[i] : low;
+    high = p[i] > high ? p[i] : high;
+  }
+
+  const int32_t* table = a.tables.of(t.b, t.g);
+  const int per_span = pages_per_span(a.kv), owned = a.tables.count(t.b, t.g);
+  const int first = span * per_span, last = first + per_span < owned ? first + per_span : owned;
+  for (int i = first; i < last; ++i)
+    for (int s = 0; s < S; s += 16) __builtin_prefetch(a.kv.pos + int64_t(table[i]) * S + s);
+  int64_t page[MAX_PAGES];
+  bool mask[MAX_PAGES];
+  int n = 0;
+  for (int i = first; i < last; ++i) {
+    Sight seen = sight(a.kv.pos + int64_t(table[i]) * S, S, low, high, a.window, a.sinks);
+    page[n] = table[i];
+    mask[n] = seen == Sight::some;
+    n += seen != Sight::none;
+  }
+  if (n == 0) return false;
+
+  float* x = scratch;                  // [rows, SCORES]
+  float* q = scratch + rows * SCORES;  // [rows, D]
+  if (a.q.type == Type::float32)
+    gather<float>(a, t, q);
+  else
+    gather<bf16>(a, t, q);
+
+  auto keys = [&](int j) { return static_cast<const T*>(a.kv.key_page(page[j])); };
+  auto values = [&](int j) { return static_cast<const T*>(a.kv.value_page(page[j])); };
+  const void* after = last < owned ? a.kv.key_page(table[last]) : values(n - 1);  // where the next span begins
+  auto distance = [](const void* from, const void* to) { return intptr_t(to) - intptr_t(from); };
+
+  for (int j = 0; j < n; ++j) {
+    const ptrdiff_t ahead = distance(keys(j), j + 1 < n ? keys(j + 1) : values(0));
+    multiply<T>({q, D, keys(j), S, D, x + j * S, SCORES, false, ahead}, rows, S);
+    if (a.slopes || mask[j]) adjust(a, t, a.kv.pos + page[j] * S, mask[j], x + j * S);
+  }
+  const int size = record_size(D);
+  for (int r = 0; r < rows; ++r) {
+    float* record = records + r * size;
+    weigh(x + r * SCORES, n * S, record_max(record, D), record_sum(record, D));
+  }
+  for (int j = 0; j < n; ++j) {
+    const ptrdiff_t ahead = distance(values(j), j + 1 < n ? values(j + 1) : after);
+    multiply<T>({x + j * S, SCORES, values(j), D, S, records, size, j > 0, ahead}, rows, D);
+  }
+  return true;
+}
+
+}  // namespace retain::RETAIN_ISA

@@ -1,0 +1,42 @@
+// write and copy: bytes into pages.
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "kernels.h"
+
+namespace retain {
+
+constexpr int STRETCH = 64;                  // tokens that one core writes at a time
+constexpr int64_t WORTH_WAKING = 1 << 15;    // numbers written, or bytes copied
+
+void write(const Write& w) {
+  const int64_t n_slots = w.kv.n_pages * w.kv.S;
+  for (int g = 0; g < w.G; ++g)
+    for (int t = 0; t < w.T; ++t) {
+      const int32_t slot = w.slots[g * w.slot_head + t * w.slot_token];
+      if (slot < 0 || slot >= n_slots) throw std::invalid_argument("slots names a slot outside the pool");
+    }
+  const Isa& inner = isa();
+  const int stretches = (w.T + STRETCH - 1) / STRETCH;
+#pragma omp parallel for schedule(dynamic) if (int64_t(w.T) * w.G * w.kv.D > WORTH_WAKING)
+  for (int i = 0; i < w.G * stretches; ++i) {
+    const int begin = i % stretches * STRETCH;
+    inner.write(w, i / stretches, begin, std::min(w.T, begin + STRETCH));
+  }
+}
+
+void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
+  for (int64_t i = 0; i < n; ++i)
+    if (std::min(src[i], dst[i]) < 0 || std::max(src[i], dst[i]) >= kv.n_pages)
+      throw std::invalid_argument("src or dst names a page outside the pool");
+  const size_t page = size_t(kv.S) * kv.D * bytes(kv.type);
+#pragma omp parallel for if (n * int64_t(page) > WORTH_WAKING)
+  for (int64_t i = 0; i < n; ++i) {
+    memcpy(const_cast<void*>(kv.key_page(dst[i])), kv.key_page(src[i]), page);
+    memcpy(const_cast<void*>(kv.value_page(dst[i])), kv.value_page(src[i]), page);
+    memcpy(kv.pos + dst[i] * kv.S, kv.pos + src[i] * kv.S, size_t(kv.S) * sizeof(int32_t));
+  }
+}
+
+}  // namespace retain

@@ -1,0 +1,261 @@
+"""The law: every backend == reference, on every instruction set that runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scene import Scene, assert_close, threads
+from torch import Tensor
+
+from retain.kernels import NO_WINDOW, Tables, load_module, names, reference
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def variants() -> list[str]:
+    """Each backend's name, with an instruction set where it has several."""
+    found = []
+    for name in names():
+        if name != "reference":
+            backend = load_module(name)
+            isas = backend._C.isas() if name == "cpu" and backend.available() is None else [""]
+            found += [f"{name} {isa}".strip() for isa in isas]
+    return found
+
+
+@pytest.fixture(params=variants())
+def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    name, _, isa = request.param.partition(" ")
+    module = load_module(name)
+    if why := module.available():
+        pytest.skip(why)
+    if not isa:
+        yield module
+        return
+    before = module._C.isa()
+    module._C.set_isa(isa)
+    yield module
+    module._C.set_isa(before)
+
+
+@cache
+def wanted(scene: Scene) -> Tensor:
+    with threads(1):
+        return scene.attend(reference)
+
+
+def equal(backend: ModuleType, scene: Scene) -> None:
+    # ALiBi's scores grow with the distance, and so does what float32 rounds off them.
+    assert_close(scene.attend(backend), wanted(scene), 1e-4 if scene.alibi else 1e-5)
+
+
+# One to many fresh tokens, tables of every length, heads with no page.
+FRESH = (1, 2, 7, 8, 9, 33, 130)
+STEP = Scene(fresh=FRESH, pages=((3, 1), (0, 2), (5, 5), (1, 0), (9, 4), (2, 6), (6, 7)))
+
+
+@pytest.mark.parametrize("D", [8, 16, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize("S", [16, 32, 64])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_shapes(backend: ModuleType, D: int, S: int, dtype: torch.dtype) -> None:
+    for R in (1, 3, 4):
+        equal(backend, STEP.but(D=D, S=S, R=R, dtype=dtype, window=100, sinks=4, seed=D + S + R))
+
+
+@pytest.mark.parametrize("S", [48, 96, 512])
+def test_odd_page_sizes(backend: ModuleType, S: int) -> None:
+    equal(backend, STEP.but(S=S))
+
+
+@pytest.mark.parametrize("R", [2, 5, 7, 8, 50])
+def test_any_number_of_query_heads(backend: ModuleType, R: int) -> None:
+    equal(backend, STEP.but(R=R, D=16))
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 1, 17, 64, 200])
+@pytest.mark.parametrize("sinks", [0, 3, 40, NO_WINDOW])
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("holes", [0.0, 0.5])
+def test_what_is_seen(backend: ModuleType, window: int, sinks: int, scattered: bool, holes: float) -> None:
+    equal(backend, STEP.but(window=window, sinks=sinks, scattered=scattered, holes=holes, D=16))
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 64])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_alibi(backend: ModuleType, window: int, dtype: torch.dtype) -> None:
+    equal(backend, STEP.but(alibi=True, window=window, sinks=4, dtype=dtype, scattered=True))
+
+
+@pytest.mark.parametrize("q_dtype", [BF16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_output_is_of_the_queries_type(backend: ModuleType, q_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    equal(backend, STEP.but(q_dtype=q_dtype, dtype=dtype))
+
+
+@pytest.mark.parametrize("fresh", [1, 5, 64, 65, 200])
+@pytest.mark.parametrize("S", [16, 64])
+def test_long_contexts(backend: ModuleType, fresh: int, S: int) -> None:
+    for window in (NO_WINDOW, 1500):
+        pages = ((2100 // S, 3000 // S), (1, 1), (700 // S, 513 // S + 1))
+        equal(backend, Scene(fresh=(fresh, 1, 3), pages=pages, S=S, dtype=BF16, window=window, sinks=5))
+
+
+def test_many_requests(backend: ModuleType) -> None:
+    pages = tuple((b % 7, (5 * b) % 11, 1) for b in range(40))
+    equal(backend, Scene(fresh=tuple(1 + b % 3 for b in range(40)), pages=pages, D=32))
+
+
+def test_large_scores(backend: ModuleType) -> None:
+    scene = STEP.but(D=16)
+    q, q_pos = scene.queries()
+    args = scene.tables(), q_pos, NO_WINDOW, 0, 4.0  # scores up to about 60
+    assert_close(backend.attend(q, scene.cache(backend), *args), reference.attend(q, scene.cache(reference), *args))
+
+
+def test_a_query_that_sees_nothing_gives_0(backend: ModuleType) -> None:
+    scene = Scene(fresh=(3, 70, 2), pages=((40, 0), (3, 2), (0, 0)), holes=0.0)
+    q, q_pos = scene.queries()
+    kv = scene.cache(backend)
+    q_pos[0], q_pos[1] = -1, 0
+    kv.pos[kv.pos == 0] = -1
+    o = backend.attend(q, kv, scene.tables(), q_pos, NO_WINDOW, 0, 1.0)
+    assert (o[:2] == 0).all() and (o[73:] == 0).all()
+    assert (o[2, :3] != 0).all() and (o[2, 3:] == 0).all()
+
+
+def test_a_step_of_nothing(backend: ModuleType) -> None:
+    kv = backend.allocate(2, 16, 16, F32)
+    none = torch.zeros(0, dtype=torch.int32)
+    tables = Tables(none.view(0, 2, 0), none.view(0, 2), none, torch.zeros(1, dtype=torch.int32))
+    assert backend.attend(torch.zeros(0, 4, 16), kv, tables, none, NO_WINDOW, 0, 1.0).shape == (0, 4, 16)
+    backend.write(kv, none.view(2, 0), torch.zeros(0, 2, 16), torch.zeros(0, 2, 16), none)
+    backend.copy(kv, none.long(), none.long())
+
+
+def test_tokens_of_no_request_give_0(backend: ModuleType) -> None:
+    scene = Scene(fresh=(2, 3), pages=((4,), (4,)))
+    q, q_pos = scene.queries()
+    t = scene.tables()
+    only = Tables(t.pages, t.counts, t.rows[1:], torch.tensor([2, 4], dtype=torch.int32))
+    o = backend.attend(q, scene.cache(backend), only, q_pos, NO_WINDOW, 0, 1.0)
+    want = reference.attend(q, scene.cache(reference), only, q_pos, NO_WINDOW, 0, 1.0)
+    assert_close(o, want)
+    assert (o[[0, 1, 4]] == 0).all()
+
+
+def test_tables_may_be_views(backend: ModuleType) -> None:
+    scene = STEP.but(D=16)
+    q, q_pos = scene.queries()
+    t = scene.tables()
+    pages = torch.stack([t.pages, t.pages.flip(0)], 1)[:, 0]  # a layer of [N, L, G, n]
+    counts = torch.stack([t.counts, t.counts + 1], 1)[:, 0]
+    assert not pages.is_contiguous() and not counts.is_contiguous()
+    kv = scene.cache(backend)
+    o = backend.attend(q, kv, Tables(pages, counts, t.rows, t.starts), q_pos, NO_WINDOW, 0, 1.0)
+    assert torch.equal(o, backend.attend(q, kv, t, q_pos, NO_WINDOW, 0, 1.0))
+
+
+@pytest.mark.parametrize("fresh", [1, 4, 100])
+def test_company_changes_no_bit(backend: ModuleType, fresh: int) -> None:
+    scene = Scene(fresh=(fresh, 1, 5, 90), pages=((80, 3), (1, 2), (40, 50), (4, 4)))
+    q, q_pos = scene.queries()
+    kv, t = scene.cache(backend), scene.tables()
+    args = NO_WINDOW, 0, scene.D**-0.5
+    together = backend.attend(q, kv, t, q_pos, *args)
+    starts = torch.tensor([0, fresh], dtype=torch.int32)
+    alone = backend.attend(q[:fresh], kv, Tables(t.pages, t.counts, t.rows[:1], starts), q_pos[:fresh], *args)
+    assert torch.equal(alone, together[:fresh])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("given", [F32, BF16, torch.float16, torch.float64])
+def test_write_rounds_as_torch_does(backend: ModuleType, dtype: torch.dtype, given: torch.dtype) -> None:
+    """Read back one slot at a time: a query that sees one slot gives its v, whatever its k."""
+    n, G, D, S = 48, 2, 40, 16
+    P = n * G + 1
+    kv = backend.allocate(P, S, D, dtype)
+    bits = torch.randint(-(2**31), 2**31, (n, G, D), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    v = bits.view(F32)
+    v = torch.where(v.isfinite() & (v.abs() < 1e30) & (v.abs() > 1e-30), v, 1 + 2.0**-8)  # a tie: to even, down
+    v[0, 0, 0] = 1 + 3 * 2.0**-8  # a tie: to even, up
+    v = v.to(given).nan_to_num(posinf=7.0, neginf=-7.0)
+    pages = torch.arange(1, P, dtype=torch.int32).view(n, G, 1)
+    slots = pages[..., 0].T * S + 3  # [G, n], a strided view
+    backend.write(kv, slots, torch.ones(n, G, D, dtype=given), v, torch.zeros(n, dtype=torch.int32))
+    counts = torch.ones(n, G, dtype=torch.int32)
+    tables = Tables(pages, counts, torch.arange(n, dtype=torch.int32), torch.arange(n + 1, dtype=torch.int32))
+    o = backend.attend(torch.ones(n, G, D), kv, tables, torch.zeros(n, dtype=torch.int32), NO_WINDOW, 0, 1.0)
+    assert torch.equal(o, v.to(dtype).float())
+    assert int((kv.pos >= 0).sum()) == n * G
+
+
+def test_write_of_many_tokens(backend: ModuleType) -> None:
+    """Chunks written into holes where others lie already."""
+    for kernels in (backend, reference):
+        kv = STEP.cache(kernels)
+        rng = torch.Generator().manual_seed(9)
+        slots = torch.randperm(kv.n_pages * 32, generator=rng)[: 2 * 300].view(300, 2).T.int()  # [G, T], strided
+        k, v = torch.randn(2, 300, 2, 64, generator=rng)
+        pos = torch.randint(0, 100, (600,), generator=rng).int()[::2]
+        kernels.write(kv, slots, k, v, pos)
+        q, q_pos = STEP.queries()
+        o = kernels.attend(q, kv, STEP.tables(), q_pos, NO_WINDOW, 0, 0.125)
+        if kernels is backend:
+            got, got_pos = o, kv.pos
+    assert_close(got, o)
+    assert torch.equal(got_pos, kv.pos)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_copy(backend: ModuleType, dtype: torch.dtype) -> None:
+    """A table of copies gives the bits that the table of the originals gave, and no other page has changed."""
+    scene = Scene(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype)
+    q, q_pos = scene.queries()
+    t = scene.tables()
+    owned = torch.arange(t.pages.shape[2]) < t.counts[:, :, None]  # [N, G, n]
+    src = torch.unique(t.pages[owned]).long()
+    P = t.pages.numel() + 1
+    kv = scene.cache(backend, spare=len(src))
+    dst = torch.randperm(len(src), generator=torch.Generator().manual_seed(0)) + P
+    before = backend.attend(q, kv, t, q_pos, 100, 4, 1.0)
+    backend.copy(kv, src, dst)
+    assert torch.equal(kv.pos[dst], kv.pos[src])
+    assert torch.equal(backend.attend(q, kv, t, q_pos, 100, 4, 1.0), before)
+    pages = t.pages.clone()
+    pages[owned] = dst[torch.searchsorted(src, t.pages[owned].long())].int()
+    kv.pos[src] = -1
+    assert torch.equal(backend.attend(q, kv, replace(t, pages=pages), q_pos, 100, 4, 1.0), before)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    B, G = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    S = draw(st.sampled_from([16, 32, 64]))
+    at_most = 1200 // S
+    return Scene(
+        fresh=draw(st.tuples(*[st.integers(1, 90)] * B)),
+        pages=tuple(draw(st.tuples(*[st.integers(0, at_most)] * G)) for _ in range(B)),
+        D=draw(st.sampled_from([8, 16, 40, 64, 72])),
+        R=draw(st.integers(1, 5)),
+        S=S,
+        dtype=draw(st.sampled_from([F32, BF16])),
+        holes=draw(st.sampled_from([0.0, 0.1, 0.9, 1.0])),
+        scattered=draw(st.booleans()),
+        window=draw(st.sampled_from([NO_WINDOW, 1, 30, 600])),
+        sinks=draw(st.sampled_from([0, 1, 70])),
+        alibi=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**20)),
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(scene=scenes())
+def test_any_scene(backend: ModuleType, scene: Scene) -> None:
+    equal(backend, scene)
