@@ -28,6 +28,7 @@ class Scene:
     scattered: bool = False  # positions in random order instead of the table's
     window: int = NO_WINDOW
     sinks: int = 0
+    unlike: bool = False  # every request has a window and sinks of its own
     alibi: bool = False
     seed: int = 0
 
@@ -49,7 +50,11 @@ class Scene:
         mean_nothing = torch.arange(n) >= counts[:, :, None]
         owned[mean_nothing] = 2**31 - 1
         starts = torch.tensor([0, *self.fresh]).cumsum(0)
-        return Tables(owned.int(), counts, rows.int(), starts.int())
+        windows, sinks = (torch.full((N,), n, dtype=torch.int32) for n in (self.window, self.sinks))
+        if self.unlike:
+            windows = (windows - torch.arange(N) * 3).clamp(min=1).int()
+            sinks = sinks + torch.arange(N, dtype=torch.int32) % 5
+        return Tables(owned.int(), counts, windows, sinks, rows.int(), starts.int())
 
     def cache(self, backend: ModuleType, spare: int = 0) -> KV:
         """Every slot written, then holes punched; and some spare pages."""
@@ -86,7 +91,7 @@ class Scene:
             kv, tables = self.cache(backend), self.tables()
             H = q.shape[1]
             slopes = 2.0 ** (-8 * torch.arange(1, H + 1) / H) if self.alibi else None
-        return backend.attend(q, kv, tables, q_pos, self.window, self.sinks, self.D**-0.5, slopes)
+        return backend.attend(q, kv, tables, q_pos, self.D**-0.5, slopes)
 
     def but(self, **changes: object) -> Scene:
         """This scene with something changed."""

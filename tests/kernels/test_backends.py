@@ -87,6 +87,11 @@ def test_what_is_seen(backend: ModuleType, window: int, sinks: int, scattered: b
     equal(backend, STEP.but(window=window, sinks=sinks, scattered=scattered, holes=holes, D=16))
 
 
+@pytest.mark.parametrize("window", [5, 64, 200])
+def test_requests_with_windows_and_sinks_of_their_own(backend: ModuleType, window: int) -> None:
+    equal(backend, STEP.but(window=window, sinks=2, unlike=True, D=16))
+
+
 @pytest.mark.parametrize("window", [NO_WINDOW, 64])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_alibi(backend: ModuleType, window: int, dtype: torch.dtype) -> None:
@@ -115,7 +120,7 @@ def test_many_requests(backend: ModuleType) -> None:
 def test_large_scores(backend: ModuleType) -> None:
     scene = STEP.but(D=16)
     q, q_pos = scene.queries()
-    args = scene.tables(), q_pos, NO_WINDOW, 0, 4.0  # scores up to about 60
+    args = scene.tables(), q_pos, 4.0  # scores up to about 60
     assert_close(backend.attend(q, scene.cache(backend), *args), reference.attend(q, scene.cache(reference), *args))
 
 
@@ -125,7 +130,7 @@ def test_a_query_that_sees_nothing_gives_0(backend: ModuleType) -> None:
     kv = scene.cache(backend)
     q_pos[0], q_pos[1] = -1, 0
     kv.pos[kv.pos == 0] = -1
-    o = backend.attend(q, kv, scene.tables(), q_pos, NO_WINDOW, 0, 1.0)
+    o = backend.attend(q, kv, scene.tables(), q_pos, 1.0)
     assert (o[:2] == 0).all() and (o[73:] == 0).all()
     assert (o[2, :3] != 0).all() and (o[2, 3:] == 0).all()
 
@@ -133,8 +138,8 @@ def test_a_query_that_sees_nothing_gives_0(backend: ModuleType) -> None:
 def test_a_step_of_nothing(backend: ModuleType) -> None:
     kv = backend.allocate(2, 16, 16, F32)
     none = torch.zeros(0, dtype=torch.int32)
-    tables = Tables(none.view(0, 2, 0), none.view(0, 2), none, torch.zeros(1, dtype=torch.int32))
-    assert backend.attend(torch.zeros(0, 4, 16), kv, tables, none, NO_WINDOW, 0, 1.0).shape == (0, 4, 16)
+    tables = Tables(none.view(0, 2, 0), none.view(0, 2), none, none, none, torch.zeros(1, dtype=torch.int32))
+    assert backend.attend(torch.zeros(0, 4, 16), kv, tables, none, 1.0).shape == (0, 4, 16)
     backend.write(kv, none.view(2, 0), torch.zeros(0, 2, 16), torch.zeros(0, 2, 16), none)
     backend.copy(kv, none.long(), none.long())
 
@@ -143,9 +148,9 @@ def test_tokens_of_no_request_give_0(backend: ModuleType) -> None:
     scene = Scene(fresh=(2, 3), pages=((4,), (4,)))
     q, q_pos = scene.queries()
     t = scene.tables()
-    only = Tables(t.pages, t.counts, t.rows[1:], torch.tensor([2, 4], dtype=torch.int32))
-    o = backend.attend(q, scene.cache(backend), only, q_pos, NO_WINDOW, 0, 1.0)
-    want = reference.attend(q, scene.cache(reference), only, q_pos, NO_WINDOW, 0, 1.0)
+    only = replace(t, rows=t.rows[1:], starts=torch.tensor([2, 4], dtype=torch.int32))
+    o = backend.attend(q, scene.cache(backend), only, q_pos, 1.0)
+    want = reference.attend(q, scene.cache(reference), only, q_pos, 1.0)
     assert_close(o, want)
     assert (o[[0, 1, 4]] == 0).all()
 
@@ -156,10 +161,12 @@ def test_tables_may_be_views(backend: ModuleType) -> None:
     t = scene.tables()
     pages = torch.stack([t.pages, t.pages.flip(0)], 1)[:, 0]  # a layer of [N, L, G, n]
     counts = torch.stack([t.counts, t.counts + 1], 1)[:, 0]
-    assert not pages.is_contiguous() and not counts.is_contiguous()
+    windows, sinks = (torch.stack([x, x + 1], 1)[:, 0] for x in (t.windows, t.sinks))
+    views = replace(t, pages=pages, counts=counts, windows=windows, sinks=sinks)
+    assert not any(x.is_contiguous() for x in (pages, counts, windows, sinks))
     kv = scene.cache(backend)
-    o = backend.attend(q, kv, Tables(pages, counts, t.rows, t.starts), q_pos, NO_WINDOW, 0, 1.0)
-    assert torch.equal(o, backend.attend(q, kv, t, q_pos, NO_WINDOW, 0, 1.0))
+    o = backend.attend(q, kv, views, q_pos, 1.0)
+    assert torch.equal(o, backend.attend(q, kv, t, q_pos, 1.0))
 
 
 @pytest.mark.parametrize("fresh", [1, 4, 100])
@@ -167,10 +174,10 @@ def test_company_changes_no_bit(backend: ModuleType, fresh: int) -> None:
     scene = Scene(fresh=(fresh, 1, 5, 90), pages=((80, 3), (1, 2), (40, 50), (4, 4)))
     q, q_pos = scene.queries()
     kv, t = scene.cache(backend), scene.tables()
-    args = NO_WINDOW, 0, scene.D**-0.5
-    together = backend.attend(q, kv, t, q_pos, *args)
+    scale = scene.D**-0.5
+    together = backend.attend(q, kv, t, q_pos, scale)
     starts = torch.tensor([0, fresh], dtype=torch.int32)
-    alone = backend.attend(q[:fresh], kv, Tables(t.pages, t.counts, t.rows[:1], starts), q_pos[:fresh], *args)
+    alone = backend.attend(q[:fresh], kv, replace(t, rows=t.rows[:1], starts=starts), q_pos[:fresh], scale)
     assert torch.equal(alone, together[:fresh])
 
 
@@ -190,8 +197,9 @@ def test_write_rounds_as_torch_does(backend: ModuleType, dtype: torch.dtype, giv
     slots = pages[..., 0].T * S + 3  # [G, n], a strided view
     backend.write(kv, slots, torch.ones(n, G, D, dtype=given), v, torch.zeros(n, dtype=torch.int32))
     counts = torch.ones(n, G, dtype=torch.int32)
-    tables = Tables(pages, counts, torch.arange(n, dtype=torch.int32), torch.arange(n + 1, dtype=torch.int32))
-    o = backend.attend(torch.ones(n, G, D), kv, tables, torch.zeros(n, dtype=torch.int32), NO_WINDOW, 0, 1.0)
+    rows, zeros = torch.arange(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
+    tables = Tables(pages, counts, zeros + NO_WINDOW, zeros, rows, torch.arange(n + 1, dtype=torch.int32))
+    o = backend.attend(torch.ones(n, G, D), kv, tables, torch.zeros(n, dtype=torch.int32), 1.0)
     assert torch.equal(o, v.to(dtype).float())
     assert int((kv.pos >= 0).sum()) == n * G
 
@@ -206,7 +214,7 @@ def test_write_of_many_tokens(backend: ModuleType) -> None:
         pos = torch.randint(0, 100, (600,), generator=rng).int()[::2]
         kernels.write(kv, slots, k, v, pos)
         q, q_pos = STEP.queries()
-        o = kernels.attend(q, kv, STEP.tables(), q_pos, NO_WINDOW, 0, 0.125)
+        o = kernels.attend(q, kv, STEP.tables(), q_pos, 0.125)
         if kernels is backend:
             got, got_pos = o, kv.pos
     assert_close(got, o)
@@ -216,7 +224,7 @@ def test_write_of_many_tokens(backend: ModuleType) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_copy(backend: ModuleType, dtype: torch.dtype) -> None:
     """A table of copies gives the bits that the table of the originals gave, and no other page has changed."""
-    scene = Scene(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype)
+    scene = Scene(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, window=100, sinks=4)
     q, q_pos = scene.queries()
     t = scene.tables()
     owned = torch.arange(t.pages.shape[2]) < t.counts[:, :, None]  # [N, G, n]
@@ -224,14 +232,14 @@ def test_copy(backend: ModuleType, dtype: torch.dtype) -> None:
     P = t.pages.numel() + 1
     kv = scene.cache(backend, spare=len(src))
     dst = torch.randperm(len(src), generator=torch.Generator().manual_seed(0)) + P
-    before = backend.attend(q, kv, t, q_pos, 100, 4, 1.0)
+    before = backend.attend(q, kv, t, q_pos, 1.0)
     backend.copy(kv, src, dst)
     assert torch.equal(kv.pos[dst], kv.pos[src])
-    assert torch.equal(backend.attend(q, kv, t, q_pos, 100, 4, 1.0), before)
+    assert torch.equal(backend.attend(q, kv, t, q_pos, 1.0), before)
     pages = t.pages.clone()
     pages[owned] = dst[torch.searchsorted(src, t.pages[owned].long())].int()
     kv.pos[src] = -1
-    assert torch.equal(backend.attend(q, kv, replace(t, pages=pages), q_pos, 100, 4, 1.0), before)
+    assert torch.equal(backend.attend(q, kv, replace(t, pages=pages), q_pos, 1.0), before)
 
 
 @st.composite
@@ -250,6 +258,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         scattered=draw(st.booleans()),
         window=draw(st.sampled_from([NO_WINDOW, 1, 30, 600])),
         sinks=draw(st.sampled_from([0, 1, 70])),
+        unlike=draw(st.booleans()),
         alibi=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),
     )

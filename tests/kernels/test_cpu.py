@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,14 +37,14 @@ def test_instruction_sets() -> None:
 @pytest.mark.parametrize("window", [NO_WINDOW, 300])
 def test_chunks_change_no_bit(isa: str, chunk: int, window: int) -> None:
     """140 tokens at once, or chunk by chunk: the same bits, although tiles and spans are cut otherwise."""
-    scene = Scene(fresh=(140,), pages=((50, 40),), dtype=torch.bfloat16, holes=0.0)
+    scene = Scene(fresh=(140,), pages=((50, 40),), dtype=torch.bfloat16, holes=0.0, window=window, sinks=4)
     q, q_pos = scene.queries()
     kv, t = scene.cache(cpu), scene.tables()
-    whole = cpu.attend(q, kv, t, q_pos, window, 4, 0.125)
+    whole = cpu.attend(q, kv, t, q_pos, 0.125)
     for at in range(0, 140, chunk):
         part = slice(at, min(at + chunk, 140))
-        one = Tables(t.pages, t.counts, t.rows, torch.tensor([0, part.stop - at], dtype=torch.int32))
-        assert torch.equal(cpu.attend(q[part], kv, one, q_pos[part], window, 4, 0.125), whole[part])
+        one = replace(t, starts=torch.tensor([0, part.stop - at], dtype=torch.int32))
+        assert torch.equal(cpu.attend(q[part], kv, one, q_pos[part], 0.125), whole[part])
 
 
 def test_threads_change_no_bit(isa: str) -> None:
@@ -64,7 +65,7 @@ def test_what_nobody_sees_is_not_touched(isa: str) -> None:
     seen = (kv.pos >= q_pos.min() - 64).any(1)
     kv.v[~seen] = torch.nan
     assert (~seen).sum() > 20
-    assert torch.equal(cpu.attend(q, kv, t, q_pos, 64, 0, scene.D**-0.5), want)
+    assert torch.equal(cpu.attend(q, kv, t, q_pos, scene.D**-0.5), want)
 
 
 def test_allocation_takes_no_memory() -> None:
@@ -106,17 +107,19 @@ def test_what_does_not_fit_together() -> None:
     kv = cpu.allocate(4, 16, 16, torch.float32)
     i32 = torch.int32
     pages, counts = torch.tensor([[[1, 2]]], dtype=i32), torch.tensor([[2]], dtype=i32)
-    t = Tables(pages, counts, rows=torch.tensor([0], dtype=i32), starts=torch.tensor([0, 1], dtype=i32))
+    zero = torch.zeros(1, dtype=i32)
+    t = Tables(pages, counts, zero + NO_WINDOW, zero, rows=zero, starts=torch.tensor([0, 1], dtype=i32))
     q, p = torch.zeros(1, 2, 16), torch.zeros(1, dtype=i32)
 
     def attend(q: torch.Tensor = q, p: torch.Tensor = p, **changes: torch.Tensor) -> torch.Tensor:
-        return cpu.attend(q, kv, Tables(**{**vars(t), **changes}), p, NO_WINDOW, 0, 1.0)
+        return cpu.attend(q, kv, replace(t, **changes), p, 1.0)
 
     attend()
     bad = ValueError, "shapes disagree"
     for (error, why), call in (
         (bad, lambda: attend(q=torch.zeros(1, 2, 8))),
         (bad, lambda: attend(p=torch.zeros(2, dtype=i32))),
+        ((ValueError, "windows and sinks"), lambda: attend(sinks=torch.zeros(2, dtype=i32))),
         (bad, lambda: attend(counts=torch.zeros(2, 1, dtype=i32))),
         ((TypeError, "int32"), lambda: attend(p=p.long())),
         ((TypeError, "int32"), lambda: attend(pages=t.pages.long())),

@@ -1,4 +1,7 @@
-"""Law 6: the accountant balances after every step of a random schedule; nobody starves, nobody writes into another's page."""
+"""Law 6: the accountant balances after every step of a random schedule;
+
+nobody starves, nobody writes into another's page.
+"""
 
 import numpy as np
 import torch

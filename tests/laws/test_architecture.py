@@ -12,7 +12,18 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "retain"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import rooms with a higher number, and itself.
-STOREYS = {"cli": 0, "server": 1, "bench": 1, "llm": 2, "text": 3, "engine": 3, "models": 4, "kv": 4, "kernels": 5, "config": 6}
+STOREYS = {
+    "cli": 0,
+    "server": 1,
+    "bench": 1,
+    "llm": 2,
+    "text": 3,
+    "engine": 3,
+    "models": 4,
+    "kv": 4,
+    "kernels": 5,
+    "config": 6,
+}
 
 
 def room(module: str) -> str:
@@ -64,5 +75,7 @@ def test_the_map_names_every_file_that_there_is():
         folders[depth:] = [folders[depth - 1] + name if name.endswith("/") else folders[depth - 1]]
         drawn.add(folders[depth - 1] + name)
     ignored = ("__init__.py", "__pycache__", ".so")
-    real = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*") if p.is_file() and not any(i in str(p) for i in ignored)}
+    real = {
+        str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*") if p.is_file() and not any(i in str(p) for i in ignored)
+    }
     assert {d for d in drawn if not d.endswith("/")} == real

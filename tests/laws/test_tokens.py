@@ -1,4 +1,7 @@
-"""Law 2: chunk size, batch company, preemption and resumption change no token. Law 1: ring(W) == full with a window mask."""
+"""Law 2: chunk size, batch company, preemption and resumption change no token.
+
+Law 1: ring(W) == full with a window mask.
+"""
 
 import dataclasses
 
@@ -44,7 +47,7 @@ def test_sixty_four_requests_with_preemption(family, pages):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt", "gpt2"])
 def test_ring_is_full_with_a_window_mask(family):
-    """The ring of a policy gives what a model with that window in every layer gives from a cache that forgets nothing."""
+    """A ring gives what a model with that window in every layer gives from a cache that forgets nothing."""
     W, prompt = 24, prompts(1, seed=5, longest=150)[0] + [7] * 40
     spec = tiny_model(family).spec
     masked = run_without_forgetting(family, tuple(min(w or W, W) for w in spec.windows), prompt)

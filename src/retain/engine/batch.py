@@ -1,4 +1,7 @@
-"""One step as flat tensors: the fresh tokens of all requests, one behind the other. What is not known here: why these requests."""
+"""One step as flat tensors:
+
+the fresh tokens of all requests, one behind the other. What is not known here: why these requests.
+"""
 
 from __future__ import annotations
 

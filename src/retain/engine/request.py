@@ -1,6 +1,7 @@
 """A request: the tokens it has, how many of them are computed, and how its next ones shall be drawn.
 
-What is not known here: text (a `Watcher` may end a request for reasons of its own, such as a stop string), scheduling, slots.
+What is not known here: text (a `Watcher` may end a request for reasons of its own, such as a stop string),
+scheduling, slots.
 """
 
 from __future__ import annotations
@@ -100,7 +101,10 @@ class Logprob:
 
 @dataclass(eq=False)
 class Request:
-    """One answer in the making. `tokens` is prompt and answer; the first `computed` of them have their K and V in slots."""
+    """One answer in the making.
+
+    `tokens` is prompt and answer; the first `computed` of them have their K and V in slots.
+    """
 
     prompt: list[int]
     params: SamplingParams

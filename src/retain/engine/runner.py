@@ -28,7 +28,7 @@ class Runner:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.backend.write(kv, batch.slots[layer], k, v, batch.pos)
             tables = self.cache.tables(layer, batch.rows, batch.starts)
-            return self.backend.attend(q, kv, tables, batch.pos, int(self.cache.window[int(batch.rows[0]), layer]), 0, scale, self.slopes)
+            return self.backend.attend(q, kv, tables, batch.pos, scale, self.slopes)
 
         x = self.model.forward(batch.ids, batch.pos.long(), attend)  # [T, E]
         return self.model.logits(x[batch.last])

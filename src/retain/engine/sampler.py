@@ -1,7 +1,7 @@
 """Logits to tokens, as functions of tensors. What is not known here: requests' lives, slots, text.
 
-`probabilities` is the distribution that a token is drawn from, after every option; greedy is its limit. A draw costs one uniform
-number of the request's own generator, so an answer depends on its seed and not on its company.
+`probabilities` is the distribution that a token is drawn from, after every option; greedy is its limit. A draw costs
+one uniform number of the request's own generator, so an answer depends on its seed and not on its company.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def penalise(logits: Tensor, tokens: Sequence[int], answer: Sequence[int], param
         x = logits[seen]
         logits[seen] = torch.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty)
     if answer and (params.presence_penalty or params.frequency_penalty):
-        seen, times = torch.tensor(answer).unique(return_counts=True)
+        seen, times = torch.unique(torch.tensor(answer), return_counts=True)
         logits[seen] -= params.presence_penalty + params.frequency_penalty * times
 
 

@@ -1,13 +1,15 @@
 """Who pays how many tokens in the next step. Pure Python: it counts tokens and asks a purse for pages.
 
-There are no phases. A request owes len(tokens) - computed tokens; chunked prefill, decoding, resumption and (later) verification
-are payments of that debt, under `step_tokens` a step and the pages of the pool. Who owes one token is paid first, so that long
-prompts never stop a conversation; `step_tokens` exceeds the number of rows, so that conversations never stop a prompt. When
-pages run out the youngest gives all of its own back and starts again later: the oldest always gets on, so nobody starves.
+There are no phases. A request owes len(tokens) - computed tokens; chunked prefill, decoding, resumption and (later)
+verification are payments of that debt, under `step_tokens` a step and the pages of the pool. Who owes one token is
+paid first, so that long prompts never stop a conversation; `step_tokens` exceeds the number of rows, so that
+conversations never stop a prompt. When pages run out the youngest gives all of its own back and starts again later:
+the oldest always gets on, so nobody starves.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,11 +55,10 @@ class Scheduler:
         cost, total = self.purse.cost(request.policy, length, length), self.purse.total_pages
         if cost > total:
             raise ValueError(
-                f"a request of {len(request.prompt)} + {request.max_tokens} tokens needs {cost} pages of KV memory and the "
-                f"pool has {total}: raise kv_memory, or ask for less"
+                f"a request of {len(request.prompt)} + {request.max_tokens} tokens needs {cost} pages of KV memory "
+                f"and the pool has {total}: raise kv_memory, or ask for less"
             )
-        self.waiting.append(request)
-        self.waiting.sort(key=lambda r: r.id)
+        bisect.insort(self.waiting, request, key=lambda r: r.id)
 
     def plan(self) -> list[Share]:
         """The payments of the next step; their pages are owned when this returns."""
@@ -83,7 +84,10 @@ class Scheduler:
             yield request
 
     def _admissible(self, request: Request) -> bool:
-        """Its whole debt fits beside one more page for each that runs; so what is admitted is seldom preempted at once."""
+        """Its whole debt fits beside one more page for each that runs;
+
+        so what is admitted is seldom preempted at once.
+        """
         spare = len(self.running) * self.purse.cost(request.policy, 1, 1)
         cost = self.purse.cost(request.policy, len(request.tokens), request.owed)
         return self.purse.free_rows > 0 and cost + spare <= self.purse.free_pages
@@ -103,8 +107,7 @@ class Scheduler:
         self._leave(request)
         request.computed = 0
         request.preempted += 1
-        self.waiting.append(request)
-        self.waiting.sort(key=lambda r: r.id)
+        bisect.insort(self.waiting, request, key=lambda r: r.id)
 
     def drop(self, request: Request) -> None:
         """It has ended or is cancelled: its pages go back at once."""

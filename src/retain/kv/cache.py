@@ -1,19 +1,21 @@
-"""The slot algebra of a batch: which pages each request owns, and the slot of every fresh token, for all layers and heads at once.
+"""The slot algebra of a batch: which pages a request owns, and the slots of fresh tokens, in all layers and heads.
 
-A request that runs has a row. Row, layer and kv head have a list of pages; row and layer have a ring, given by two numbers:
+A request that runs has a row. Row, layer and kv head have a list of pages; row and layer have a ring, given by two
+numbers:
 
     place(pos) = (pos - base) mod capacity          slot = pages[place // S] * S + place % S
 
-`full` is a ring whose capacity is never reached. A ring of window W that is written T fresh tokens at a time has room for
-W + T - 1 slots, so that no chunk overwrites a key that one of its own queries still sees; rounded up to whole pages, and at
-least W + S - 1, so that no page ever mixes tokens that are alive with tokens that are not. That makes `settle` a change of
-labels: after the prompt the pages with live tokens come first, the others go back, and nothing moves.
+`full` is a ring whose capacity is never reached. A ring of window W that is written T fresh tokens at a time has room
+for W + T - 1 slots, so that no chunk overwrites a key that one of its own queries still sees; rounded up to whole
+pages, and at least W + S - 1, so that no page ever mixes tokens that are alive with tokens that are not. That makes
+`settle` a change of labels: after the prompt the pages with live tokens come first, the others go back, and nothing
+moves.
 
         pages  | 8 9 | 2 3 | 4 5 | 6 7 |     S = 2, capacity 8, W = 3, next token 10: 8 and 9 (and 7) are alive
     settle ->  | 6 7 | 8 9 |                 base 6, capacity 4
 
-The verbs: `open` a row, `grow` it (takes pages), `place` fresh tokens (their slots), `settle`, `close` (gives pages back). What
-is not known here: what K and V look like, who is scheduled and why.
+The verbs: `open` a row, `grow` it (takes pages), `place` fresh tokens (their slots), `settle`, `close` (gives pages
+back). What is not known here: what K and V look like, who is scheduled and why.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class Cache:
         L, G, n = len(shape.windows), shape.kv_heads, -(-context // page_size)
         self.shape, self.page_size, self.step_tokens = shape, page_size, step_tokens
         self.page_bytes = page_bytes(page_size, shape.head_dim, dtype)
-        self.pool = Pool(1 + min(max(kv_memory // self.page_bytes - 1, 0), n_rows * L * G * n))  # page 0 is paid for too
+        self.pool = Pool(
+            1 + min(max(kv_memory // self.page_bytes - 1, 0), n_rows * L * G * n)
+        )  # page 0 is paid for too
         self.kv = backend.allocate(self.pool.n_pages, page_size, shape.head_dim, dtype)
         self.pages: Ints = np.zeros((n_rows, L, G, n), np.int32)
         self.counts: Ints = np.zeros((n_rows, L, G), np.int32)
@@ -75,11 +79,16 @@ class Cache:
         # The same memory as tensors [L, N, ...], for the kernels; never copied.
         self._pages = torch.from_numpy(self.pages).transpose(0, 1)
         self._counts = torch.from_numpy(self.counts).transpose(0, 1)
+        self._windows = torch.from_numpy(self.window).T
+        self._sinks = torch.zeros(n_rows, dtype=torch.int32)  # no policy here has sinks
 
     # ---- what a request would cost -------------------------------------------------------------------------------
 
     def windows(self, policy: Policy) -> Ints:
-        """How far each layer sees under a policy: the model's own window, or the policy's where that is shorter. [L]."""
+        """How far each layer sees under a policy:
+
+        the model's own window, or the policy's where that is shorter. [L].
+        """
         bound = policy.budget or NO_WINDOW
         return np.array([min(w or NO_WINDOW, bound) for w in self.shape.windows], np.int32)
 
@@ -146,7 +155,7 @@ class Cache:
         """The slots of fresh tokens of these rows at these positions, both [T] -> [L, G, T]."""
         S = self.page_size
         places = ((pos[:, None] - self.base[rows]) % self.capacity[rows]).T  # [L, T]
-        L, T = places.shape
+        L = len(places)
         pages = self.pages[rows, np.arange(L)[:, None], :, places // S]  # [L, T, G]
         slots = pages * np.int32(S) + (places % S)[:, :, None].astype(np.int32)
         return slots.transpose(0, 2, 1)
@@ -185,7 +194,7 @@ class Cache:
 
     def tables(self, layer: int, rows: Tensor, starts: Tensor) -> Tables:
         """What fresh tokens of these rows (int32 [B], starts int32 [B + 1]) look at in a layer."""
-        return Tables(self._pages[layer], self._counts[layer], rows, starts)
+        return Tables(self._pages[layer], self._counts[layer], self._windows[layer], self._sinks, rows, starts)
 
     # ---- what people and the accountant read ---------------------------------------------------------------------
 

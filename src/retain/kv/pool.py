@@ -1,6 +1,7 @@
 """Pages: who owns them. Numbers only; the bytes are the kernels'.
 
-A page is free, or held by one or more tables. Page 0 is the trash page and is nobody's. What is not known here: layers, heads, tokens.
+A page is free, or held by one or more tables. Page 0 is the trash page and is nobody's. What is not known here:
+layers, heads, tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class Pool:
     def __init__(self, n_pages: int):
         self.n_pages = n_pages
         self.refs = np.zeros(n_pages, np.int32)  # tables that hold each page
-        self.stack = np.arange(n_pages - 1, 0, -1, dtype=np.int32)  # free pages are stack[:free], the last given first out
+        self.stack = np.arange(
+            n_pages - 1, 0, -1, dtype=np.int32
+        )  # free pages are stack[:free], the last given first out
         self.free = n_pages - 1
         self.peak = 0  # most pages in use at once, since the start or `reset_peak`
 

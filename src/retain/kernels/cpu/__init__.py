@@ -86,23 +86,24 @@ def attend(
     kv: KV,
     tables: Tables,
     q_pos: Tensor,
-    window: int,
-    sinks: int,
     scale: float,
     slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of fresh queries over the slots of their own requests; see `reference`. q [T, H, D] may be strided."""
     bf16 = q.dtype == torch.bfloat16
     if not bf16 and q.dtype != torch.float32:
-        return attend(q.float(), kv, tables, q_pos, window, sinks, scale, slopes).to(q.dtype)
+        return attend(q.float(), kv, tables, q_pos, scale, slopes).to(q.dtype)
     pages, counts, rows, starts = tables.pages, tables.counts, tables.rows, tables.starts
+    windows, sinks = tables.windows, tables.sinks
     T, H, D = q.shape
     N, G, n = pages.shape
     B = rows.shape[0]
     if D != kv.head_dim or H % G or q_pos.shape[0] != T or counts.shape != (N, G) or starts.shape[0] != B + 1:
         shapes = _shapes(q=q, q_pos=q_pos, pages=pages, counts=counts, rows=rows, starts=starts)
         raise ValueError(f"attend: shapes disagree: {shapes}, head dim {kv.head_dim}")
-    for x in (pages, counts, rows, starts, q_pos):
+    if windows.shape != (N,) or sinks.shape != (N,):
+        raise ValueError(f"attend: windows and sinks must be [{N}], not {_shapes(windows=windows, sinks=sinks)}")
+    for x in (pages, counts, windows, sinks, rows, starts, q_pos):
         if x.dtype != torch.int32:
             raise TypeError(f"attend: tables and q_pos must be int32, not {x.dtype}")
     page_row, page_head, page_next = pages.stride()
@@ -117,8 +118,9 @@ def attend(
     _C.attend(
         *_pool(kv),
         pages.data_ptr(), page_row, page_head, counts.data_ptr(), *counts.stride(),
+        windows.data_ptr(), *windows.stride(), sinks.data_ptr(), *sinks.stride(),
         rows.data_ptr(), starts.data_ptr(), B, G, N, n,
-        q.data_ptr(), q_token, q_head, bf16, o.data_ptr(), q_pos.data_ptr(), T, H // G, window, sinks, scale,
+        q.data_ptr(), q_token, q_head, bf16, o.data_ptr(), q_pos.data_ptr(), T, H // G, scale,
         0 if slopes is None else slopes.data_ptr(),
     )  # fmt: skip
     return o

@@ -46,13 +46,15 @@ NB_MODULE(_C, m) {
       "attend",
       [](Address pool_k, Address pool_v, Address pool_pos, int64_t n_pages, int S, int D, bool pool_bf16,  //
          Address pages, int64_t page_row, int64_t page_head, Address counts, int64_t count_row, int64_t count_head,
+         Address windows, int64_t window_row, Address sinks, int64_t sink_row,  //
          Address table_rows, Address starts, int B, int G, int64_t N, int64_t n,  //
          Address q, int64_t q_token, int64_t q_head, bool bf16, Address o, Address q_pos, int T, int R,  //
-         int window, int sinks, float scale, Address slopes) {
+         float scale, Address slopes) {
         attend({pool(pool_k, pool_v, pool_pos, n_pages, S, D, pool_bf16),
                 {at<int32_t>(pages), page_row, page_head, at<int32_t>(counts), count_row, count_head,
+                 at<int32_t>(windows), window_row, at<int32_t>(sinks), sink_row,  //
                  at<int32_t>(table_rows), at<int32_t>(starts), B, G, N, n},
-                rows(q, q_token, q_head, bf16), at<void>(o), at<int32_t>(q_pos), T, R, window, sinks, scale,
+                rows(q, q_token, q_head, bf16), at<void>(o), at<int32_t>(q_pos), T, R, scale,
                 at<float>(slopes)});
       },
       nb::call_guard<nb::gil_scoped_release>());

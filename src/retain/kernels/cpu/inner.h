@@ -59,6 +59,10 @@ struct Tables {
   int64_t page_row, page_head;
   const int32_t* counts;  // [N, G]
   int64_t count_row, count_head;
+  const int32_t* windows;  // [N]
+  int64_t window_row;
+  const int32_t* sinks;  // [N]
+  int64_t sink_row;
   const int32_t* rows;    // [B]
   const int32_t* starts;  // [B + 1]
   int B, G;
@@ -66,6 +70,8 @@ struct Tables {
 
   INLINE int fresh(int b) const { return starts[b + 1] - starts[b]; }
   INLINE int count(int b, int g) const { return counts[rows[b] * count_row + g * count_head]; }
+  INLINE int32_t window_of(int b) const { return windows[rows[b] * window_row]; }
+  INLINE int32_t sinks_of(int b) const { return sinks[rows[b] * sink_row]; }
   INLINE const int32_t* of(int b, int g) const { return pages + rows[b] * page_row + g * page_head; }
 };
 
@@ -76,7 +82,6 @@ struct Attend {
   void* o;             // [T, H, D], contiguous, of q's type
   const int32_t* q_pos;  // [T]
   int T, R;
-  int window, sinks;
   float scale;
   const float* slopes;  // [H] or null
 };

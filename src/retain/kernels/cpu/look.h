@@ -58,7 +58,7 @@ INLINE void adjust(const Attend& a, const Tile& t, const int32_t* pos, bool mask
       I at = load_ints(pos + s);
       F y = load<WIDTH>(x + s);
       if (a.slopes) y += a.slopes[t.g * a.R + i % a.R] * __builtin_convertvector(at - p, F);
-      if (mask) y = sees(at, p, a.window, a.sinks) ? y : splat(NOTHING);
+      if (mask) y = sees(at, p, a.tables.window_of(t.b), a.tables.sinks_of(t.b)) ? y : splat(NOTHING);
       store<WIDTH>(x + s, y);
     }
   }
@@ -99,7 +99,7 @@ bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* re
   bool mask[MAX_PAGES];
   int n = 0;
   for (int i = first; i < last; ++i) {
-    Sight seen = sight(a.kv.pos + int64_t(table[i]) * S, S, low, high, a.window, a.sinks);
+    Sight seen = sight(a.kv.pos + int64_t(table[i]) * S, S, low, high, a.tables.window_of(t.b), a.tables.sinks_of(t.b));
     page[n] = table[i];
     mask[n] = seen == Sight::some;
     n += seen != Sight::none;

@@ -40,18 +40,16 @@ def attend(
     kv: KV,
     tables: Tables,
     q_pos: Tensor,
-    window: int,
-    sinks: int,
     scale: float,
     slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of fresh queries over the slots of their own requests: softmax(scale q.k + bias) v, in float32.
 
-    q [T, H, D], H = G * R; q_pos int32 [T]; slopes float32 [H], which adds slope * (pos[s] - q_pos) (ALiBi).
-    A query at p sees slot s iff 0 <= pos[s] <= p and (p - pos[s] < window or pos[s] < sinks).
-    A query that sees nothing gives 0. Returns o [T, H, D] in q's dtype.
+    q [T, H, D], H = G * R; q_pos int32 [T]; slopes float32 [H], which adds slope * (pos[s] - q_pos) (ALiBi). A query
+    at p sees slot s iff 0 <= pos[s] <= p and (p - pos[s] < window or pos[s] < sinks), with its request's window and
+    sinks. A query that sees nothing gives 0. Returns o [T, H, D] in q's dtype.
     """
-    T, H, D = q.shape
+    _, H, D = q.shape
     G = tables.pages.shape[1]
     R = H // G
     o = torch.zeros_like(q)
@@ -59,6 +57,7 @@ def attend(
     for b, row in enumerate(tables.rows.tolist()):
         fresh = slice(starts[b], starts[b + 1])
         p = q_pos[fresh, None]  # [t, 1]
+        window, sinks = int(tables.windows[row]), int(tables.sinks[row])
         for g in range(G):
             pages = tables.pages[row, g, : int(tables.counts[row, g])].long()  # [n]
             k = kv.k[pages].reshape(-1, D).float()  # [S, D]

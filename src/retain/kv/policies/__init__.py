@@ -1,12 +1,12 @@
-"""Policies: which tokens a head keeps. One policy is one file here and is found by its name; `parse("ring:window=512")`.
+"""Policies: which tokens a head keeps. One policy is one file here, found by its name: `parse("ring:window=512")`.
 
 A file defines `class Policy`, a frozen dataclass whose fields are its options on the command line, with
 
     budget      slots that a head keeps, or None for all
     priority(pos, mass, now) -> Tensor     over [L, G, S]: the slots with the lowest priority are forgotten first
 
-`priority` is the definition. Where it is the position itself the cache uses the closed form, slot = pos mod capacity, and
-nothing is ever looked for (tests/laws shows that both keep the same tokens).
+`priority` is the definition. Where it is the position itself the cache uses the closed form, slot = pos mod capacity,
+and nothing is ever looked for (tests/laws shows that both keep the same tokens).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ring: keep the last `window` tokens; the oldest goes.
 
-The ring buffer of sliding-window attention: Mistral's rolling buffer (arXiv 2310.06825), and a patent's. Lossless where the model's
-own layer looks no further; on a layer that sees everything it makes the model forget.
+The ring buffer of sliding-window attention: Mistral's rolling buffer (arXiv 2310.06825), and a patent's. Lossless
+where the model's own layer looks no further; on a layer that sees everything it makes the model forget.
 """
 
 from __future__ import annotations
