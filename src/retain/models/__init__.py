@@ -1,0 +1,64 @@
+"""Models: what is computed between tokens and logits.
+
+One family is one file in families/, named as its Hugging Face `model_type`; `build` finds it by that name.
+What is not known here: requests, the cache, sampling, text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from retain.models.decoder import Decoder
+from retain.models.weights import Weights
+
+UNFIT = (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError)  # what contradicting sizes raise
+
+
+def names() -> list[str]:
+    """The families, by the names of their files."""
+    return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent / "families")]))
+
+
+def family(model_type: str) -> ModuleType:
+    """The module with a family's `spec` and `build`. Raises ValueError for one that has no file."""
+    if model_type not in names():
+        raise ValueError(f"model type {model_type!r} is not supported: one of {', '.join(names())}")
+    return importlib.import_module(f"{__name__}.families.{model_type}")
+
+
+def build(weights: Weights) -> Decoder:
+    """The decoder of a model file, by its config's model_type.
+
+    Raises ValueError where the config lacks something, asks for what its family here does not compute, or does not fit
+    the tensors: two tokens, the ends of vocabulary and context, go through the whole decoder to prove that it does.
+    """
+    try:
+        decoder = family(weights.config["model_type"]).build(weights)
+        prove(decoder)
+    except KeyError as e:
+        raise ValueError(f"config.json lacks {e}") from e
+    except UNFIT as e:
+        raise ValueError(f"the tensors of the model do not fit its config: {str(e).splitlines()[0]}") from e
+    return decoder
+
+
+@torch.inference_mode()
+def prove(decoder: Decoder) -> None:
+    """Raise one of UNFIT unless every shape is as the spec says."""
+    s = decoder.spec
+    ids, pos = torch.tensor([0, s.vocab - 1]), torch.tensor([0, s.context - 1])
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if (q.shape[1:], k.shape[1:], v.shape[1:]) != ((s.heads, s.head_dim), *[(s.kv_heads, s.head_dim)] * 2):
+            raise RuntimeError(f"layer {layer} has heads q {q.shape[1:]}, k {k.shape[1:]}, v {v.shape[1:]}")
+        return q
+
+    logits = decoder.logits(decoder.forward(ids, pos, attend))
+    if logits.shape[1] != s.vocab:
+        raise RuntimeError(f"{logits.shape[1]} logits for a vocabulary of {s.vocab}")

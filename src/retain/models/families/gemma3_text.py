@@ -1,0 +1,119 @@
+"""Gemma 3: most layers see a window, every sixth everything, each kind with its own rope base (arXiv 2503.19786).
+
+Norms stand before and after both branches and multiply by 1 + w; the MLP is gated by a GELU; the embedding is scaled
+and tied to the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retain.models.decoder import (
+    Attend,
+    Attention,
+    Decoder,
+    GatedMLP,
+    Part,
+    RMSNorm,
+    Spec,
+    below,
+    head,
+    linear,
+    need,
+    windows,
+)
+from retain.models.families import llama
+from retain.models.rope import Angles, Rope, parameters, rope
+from retain.models.weights import Weights
+
+DEFAULTS = {  # transformers' own: published configs leave out what equals them
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "rope_local_base_freq": 10000.0,
+}
+
+
+def spec(c: dict[str, Any]) -> Spec:
+    """From config.json."""
+    c = {**DEFAULTS, **c}
+    every = c["sliding_window_pattern"]
+    kinds = ["full_attention" if i % every == 0 else "sliding_attention" for i in range(1, c["num_hidden_layers"] + 1)]
+    return replace(llama.spec(c), windows=windows(c, kinds), scale=c["query_pre_attn_scalar"] ** -0.5)
+
+
+@dataclass(frozen=True, eq=False)
+class Sandwich:
+    """x += norm2(attention(norm1(x))), then x += norm4(mlp(norm3(x)))."""
+
+    norm1: Part
+    attention: Attention
+    norm2: Part
+    norm3: Part
+    mlp: Part
+    norm4: Part
+
+    def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
+        """[T, E] -> [T, E]."""
+        x = x + self.norm2(self.attention(self.norm1(x), angles, attend))
+        return x + self.norm4(self.mlp(self.norm3(x)))
+
+
+def norm(w: Weights, name: str, eps: float) -> RMSNorm:
+    """Multiplies by 1 + w; the sum is made in float32, as near 1 a bfloat16 has only two digits."""
+    return RMSNorm(1 + w[f"{name}.weight"].float(), eps)
+
+
+def layer(w: Weights, i: int, s: Spec, turn: Rope, eps: float, act: str) -> Sandwich:
+    """One layer, of the weights below layers.<i>."""
+    return Sandwich(
+        norm(w, "input_layernorm", eps),
+        llama.attention(w.at("self_attn."), i, s, turn, eps, plus=1),
+        norm(w, "post_attention_layernorm", eps),
+        norm(w, "pre_feedforward_layernorm", eps),
+        GatedMLP(linear(w, "mlp.gate_proj", "mlp.up_proj"), linear(w, "mlp.down_proj"), act),
+        norm(w, "post_feedforward_layernorm", eps),
+    )
+
+
+def ropes(c: dict[str, Any], dim: int) -> tuple[Rope, Rope]:
+    """Of full and of sliding layers. In an old config `rope_theta` and `rope_scaling` are those of the full ones."""
+    local = {"rope_theta": c["rope_local_base_freq"], "rope_parameters": c.get("rope_parameters")}
+    far, near = parameters(c, "full_attention", theta=1_000_000.0), parameters(local, "sliding_attention")
+    return rope(dim, far), rope(dim, near)
+
+
+def build(w: Weights) -> Decoder:
+    """The decoder from weights in Hugging Face's names."""
+    return build_text(w, w.config)
+
+
+def build_text(w: Weights, config: dict[str, Any]) -> Decoder:
+    """The same with the text's part of the config. A file with vision has one of two prefixes of its own."""
+    need(config, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False)
+    c, s = {**DEFAULTS, **config}, spec(config)
+    eps, act, (far, near) = c["rms_norm_eps"], c["hidden_activation"], ropes(c, s.head_dim)
+    m = below(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
+    table = m["embed_tokens.weight"]  # [V, E]
+    scale = torch.tensor(s.hidden**0.5, dtype=table.dtype)  # rounded, as in training: in bfloat16 25.25, not 25.3
+
+    def embed(ids: Tensor, pos: Tensor) -> Tensor:
+        return F.embedding(ids, table) * scale
+
+    layers = [layer(m.at(f"layers.{i}."), i, s, near if sees else far, eps, act) for i, sees in enumerate(s.windows)]
+    output = head(w, "lm_head", table, c.get("tie_word_embeddings", True))
+    return Decoder(s, embed, layers, norm(m, "norm", eps), output, [far, near])

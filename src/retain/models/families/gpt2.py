@@ -1,0 +1,66 @@
+"""GPT-2: learned positions, layer norms before each branch, q, k and v in one product (Radford et al., 2019).
+
+Cerebras-GPT is one (arXiv 2304.03208).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from retain.models.decoder import (
+    MLP,
+    Attention,
+    Decoder,
+    Linear,
+    PreNorm,
+    Spec,
+    below,
+    embedding_with_positions,
+    head,
+    layer_norm,
+    linear,
+    multi_head,
+    need,
+)
+from retain.models.weights import Weights
+
+
+def spec(c: dict[str, Any]) -> Spec:
+    """From config.json."""
+    s = multi_head(c["vocab_size"], c["n_embd"], c["n_head"], c["n_layer"], c["n_positions"])
+    return s if c.get("scale_attn_weights", True) else replace(s, scale=1.0)
+
+
+def layer(w: Weights, i: int, s: Spec) -> PreNorm:
+    """One layer, of the weights below h.<i>. They are stored [in, out]."""
+    c = w.config
+    qkv = linear(w, "attn.c_attn", transposed=True)
+    if c.get("scale_attn_by_inverse_layer_idx"):
+        qkv = shrink_q(qkv, s, 1 / (i + 1))
+    attention = Attention(i, s, qkv, linear(w, "attn.c_proj", transposed=True))
+    up, down = (linear(w, f"mlp.{n}", transposed=True) for n in ("c_fc", "c_proj"))
+    norm1, norm2 = (layer_norm(w, n, c["layer_norm_epsilon"]) for n in ("ln_1", "ln_2"))
+    return PreNorm(norm1, attention, norm2, MLP(up, down, c.get("activation_function", "gelu_new")))
+
+
+def shrink_q(qkv: Linear, s: Spec, factor: float) -> Linear:
+    """A layer's own factor on q.k, moved into the rows that make q."""
+    by = torch.ones(3 * s.hidden, 1)
+    by[: s.hidden] = factor
+    weight, bias = qkv.weight, qkv.bias
+    return Linear((weight * by).to(weight.dtype), None if bias is None else (bias * by[:, 0]).to(bias.dtype))
+
+
+def build(w: Weights) -> Decoder:
+    """The decoder from weights in Hugging Face's names; the first GPT-2 files lack the prefix."""
+    c, s = w.config, spec(w.config)
+    need(c, add_cross_attention=False)
+    m = below(w, "wte.weight", "transformer.", "")
+    table = m["wte.weight"]  # [V, E]
+    layers = [layer(m.at(f"h.{i}."), i, s) for i in range(s.layers)]
+    norm = layer_norm(m, "ln_f", c["layer_norm_epsilon"])
+    embed = embedding_with_positions(table, m["wpe.weight"])
+    return Decoder(s, embed, layers, norm, head(w, "lm_head", table, c.get("tie_word_embeddings", True)))

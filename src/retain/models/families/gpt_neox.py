@@ -1,0 +1,63 @@
+"""GPT-NeoX, Pythia: attention beside MLP, each behind its norm; a part of each head is turned (arXiv 2204.06745)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from retain.models.decoder import (
+    MLP,
+    Attention,
+    Decoder,
+    Linear,
+    Parallel,
+    PreNorm,
+    Spec,
+    below,
+    embedding,
+    head,
+    layer_norm,
+    linear,
+    multi_head,
+)
+from retain.models.rope import Rope, parameters, rope
+from retain.models.weights import Weights
+
+
+def spec(c: dict[str, Any]) -> Spec:
+    """From config.json."""
+    layers, context = c["num_hidden_layers"], c["max_position_embeddings"]
+    return multi_head(c["vocab_size"], c["hidden_size"], c["num_attention_heads"], layers, context)
+
+
+def regroup(qkv: Linear, s: Spec) -> Linear:
+    """The file has q, k, v of the first head, then of the second, ...: all of q, then all of k, then all of v."""
+
+    def rows(t: Tensor) -> Tensor:
+        return t.view(s.heads, 3, s.head_dim, -1).transpose(0, 1).reshape(t.shape)  # [H 3 D, ...] -> [3 H D, ...]
+
+    return Linear(rows(qkv.weight), None if qkv.bias is None else rows(qkv.bias))
+
+
+def layer(w: Weights, i: int, s: Spec, turn: Rope) -> Parallel | PreNorm:
+    """One layer, of the weights below layers.<i>."""
+    c = w.config
+    qkv = regroup(linear(w, "attention.query_key_value"), s)
+    norm1, norm2 = (layer_norm(w, n, c["layer_norm_eps"]) for n in ("input_layernorm", "post_attention_layernorm"))
+    mlp = MLP(linear(w, "mlp.dense_h_to_4h"), linear(w, "mlp.dense_4h_to_h"), c["hidden_act"])
+    kind = Parallel if c.get("use_parallel_residual", True) else PreNorm
+    return kind(norm1, Attention(i, s, qkv, linear(w, "attention.dense"), turn), norm2, mlp)
+
+
+def build(w: Weights) -> Decoder:
+    """The decoder from weights in Hugging Face's names. They name rope's base and part in their own way, too."""
+    c, s = w.config, spec(w.config)
+    p = {"partial_rotary_factor": c.get("rotary_pct", 0.25), **parameters(c, theta=c.get("rotary_emb_base", 10000.0))}
+    turn = rope(int(s.head_dim * p["partial_rotary_factor"]), p)
+    m = below(w, "embed_in.weight", "gpt_neox.", "")
+    table = m["embed_in.weight"]  # [V, E]
+    layers = [layer(m.at(f"layers.{i}."), i, s, turn) for i in range(s.layers)]
+    name = "embed_out" if "embed_out.weight" in w else "lm_head"
+    output = head(w, name, table, c.get("tie_word_embeddings", False))
+    return Decoder(s, embedding(table), layers, layer_norm(m, "final_layer_norm", c["layer_norm_eps"]), output, [turn])

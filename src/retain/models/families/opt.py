@@ -1,0 +1,82 @@
+"""OPT: learned positions from 2 on, ReLU; the 350M has its norms after and a narrow embedding (arXiv 2205.01068)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from retain.models.decoder import (
+    MLP,
+    Attend,
+    Attention,
+    Decoder,
+    Layer,
+    Part,
+    PreNorm,
+    Spec,
+    below,
+    head,
+    layer_norm,
+    linear,
+    multi_head,
+    need,
+)
+from retain.models.rope import Angles, Rope
+from retain.models.weights import Weights
+
+
+def spec(c: dict[str, Any]) -> Spec:
+    """From config.json."""
+    layers, context = c["num_hidden_layers"], c["max_position_embeddings"]
+    return multi_head(c["vocab_size"], c["hidden_size"], c["num_attention_heads"], layers, context)
+
+
+@dataclass(frozen=True, eq=False)
+class PostNorm:
+    """x = norm1(x + attention(x)), then x = norm2(x + mlp(x))."""
+
+    norm1: Part
+    attention: Attention
+    norm2: Part
+    mlp: Part
+
+    def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
+        """[T, E] -> [T, E]."""
+        x = self.norm1(x + self.attention(x, angles, attend))
+        return self.norm2(x + self.mlp(x))
+
+
+def layer(w: Weights, i: int, s: Spec) -> Layer:
+    """One layer, of the weights below layers.<i>."""
+    c, a = w.config, w.at("self_attn.")
+    attention = Attention(i, s, linear(a, "q_proj", "k_proj", "v_proj"), linear(a, "out_proj"))
+    norm1, norm2 = (layer_norm(w, n, 1e-5) for n in ("self_attn_layer_norm", "final_layer_norm"))
+    mlp = MLP(linear(w, "fc1"), linear(w, "fc2"), c.get("activation_function", "relu"))
+    return (PreNorm if c.get("do_layer_norm_before", True) else PostNorm)(norm1, attention, norm2, mlp)
+
+
+def build(w: Weights) -> Decoder:
+    """The decoder from weights in Hugging Face's names."""
+    c, s = w.config, spec(w.config)
+    need(c, layer_norm_elementwise_affine=True)
+    m = below(w, "embed_tokens.weight", "model.decoder.", "decoder.")
+    table, places = m["embed_tokens.weight"], m["embed_positions.weight"]  # [V, E'], [2 + context, E]
+    narrow = c.get("word_embed_proj_dim") not in (None, s.hidden)  # E' < E: projected on the way in and out
+    enter, leave = (linear(m, f"project_{way}") if narrow else same for way in ("in", "out"))
+    output = head(w, "lm_head", table, c.get("tie_word_embeddings", True))
+    last = c.get("do_layer_norm_before", True) and not c.get("_remove_final_layer_norm", False)
+    norm = layer_norm(m, "final_layer_norm", 1e-5) if last else same
+    layers = [layer(m.at(f"layers.{i}."), i, s) for i in range(s.layers)]
+
+    def embed(ids: Tensor, pos: Tensor) -> Tensor:
+        return enter(F.embedding(ids, table)) + F.embedding(pos + 2, places)
+
+    return Decoder(s, embed, layers, norm, lambda x: output(leave(x)))
+
+
+def same(x: Tensor) -> Tensor:
+    """A part that is not there."""
+    return x

@@ -1,0 +1,106 @@
+"""Rotary positions: what they promise, and every way a config has of asking for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from retain.models.rope import Rope, parameters, rope
+
+D = 32
+PLAIN = {"rope_theta": 10000.0, "rope_type": "default"}
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def turned(r: Rope, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    return r.turn(x, r.angles(pos, x.dtype))
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("dim", [D, 8])
+def test_a_dot_product_depends_on_the_distance_alone(dim: int, pairs: bool) -> None:
+    r, (q, k) = rope(dim, PLAIN, pairs), random(2, 1, 1, D)
+
+    def dot(at: int, distance: int) -> float:
+        return float((turned(r, q, torch.tensor([at + distance])) * turned(r, k, torch.tensor([at]))).sum())
+
+    assert dot(0, 7) == pytest.approx(dot(900, 7), abs=1e-2)
+    assert dot(0, 7) != pytest.approx(dot(0, 8), abs=1e-1)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_turns_each_pair_and_leaves_the_rest(pairs: bool) -> None:
+    x, pos = random(3, 2, D), torch.tensor([0, 5, 100])
+    r = rope(8, PLAIN, pairs)
+    y = turned(r, x, pos)
+    assert torch.equal(y[0], x[0]) and torch.equal(y[..., 8:], x[..., 8:])
+    for i, freq in enumerate(r.freqs):
+        a, b = (2 * i, 2 * i + 1) if pairs else (i, i + 4)
+        z = torch.complex(x[..., a], x[..., b]) * torch.exp(1j * pos[:, None] * freq)
+        torch.testing.assert_close(torch.complex(y[..., a], y[..., b]), z)
+
+
+def test_bfloat16_angles_are_made_in_float32() -> None:
+    r, pos = rope(D, PLAIN), torch.tensor([30001])
+    exact, near = (r.angles(pos, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
+    assert near.dtype == torch.bfloat16
+    torch.testing.assert_close(near.float(), exact, atol=4e-3, rtol=0)
+
+
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 8.0},
+    {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 8192},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+    {"rope_type": "yarn", "factor": 4.0},  # the original context is then max_position_embeddings
+    {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
+    {"rope_type": "yarn", "factor": 0.5},
+]
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("style", ["rope_parameters", "rope_scaling", "rope_scaling, type"])
+def test_frequencies_equal_transformers(style: str, scaling: dict[str, Any], theta: float) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config: dict[str, Any] = {"max_position_embeddings": 32768}
+    if style == "rope_parameters":
+        config["rope_parameters"] = {"rope_theta": theta, **scaling}
+    else:
+        renamed = {style[-4:] if k == "rope_type" and style.endswith("type") else k: v for k, v in scaling.items()}
+        config |= {"rope_theta": theta, "rope_scaling": renamed}
+    ours = rope(D, parameters(config))
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**config, head_dim=D))
+    torch.testing.assert_close(ours.freqs, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert ours.gain == pytest.approx(theirs.attention_scaling)
+
+
+def test_each_kind_of_layer_has_its_own() -> None:
+    kinds = {
+        "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    }
+    config = {"rope_parameters": kinds, "max_position_embeddings": 64}
+    for kind, expected in kinds.items():
+        assert expected.items() <= parameters(config, kind).items()
+
+
+def test_defaults() -> None:
+    assert PLAIN.items() <= parameters({}).items()
+    assert parameters({"rope_scaling": None, "rope_theta": None}, theta=7.0)["rope_theta"] == 7.0
+    assert parameters({"rope_parameters": {"full_attention": None}}, "full_attention", theta=7.0)["rope_theta"] == 7.0
+
+
+def test_unknown_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="rope type 'longrope' is not supported: one of default, linear, llama3, yarn"):
+        rope(D, {"rope_theta": 1e4, "rope_type": "longrope"})

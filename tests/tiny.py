@@ -1,0 +1,269 @@
+"""Tiny random models of every family, made in memory: names and shapes by hand, so that they cost a millisecond.
+
+    tiny_model("llama")                          a Decoder; the same one for the same arguments
+    tiny_source("opt", seed=1, ffn_dim=48)       the Source it is built from: config, names, tensors
+
+Weights are large enough for logits to differ clearly; norms are far from 1 and of either sign, so that a tied head does
+not simply repeat the last token. tests/models/test_families.py holds names, shapes and results against transformers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retain import models
+from retain.models.decoder import Decoder
+from retain.models.weights import Weights
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+GEMMA: dict[str, Any] = {
+    **LLAMA,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "sliding_window": 16,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 20,
+    "rope_theta": 100000.0,
+    "rope_local_base_freq": 1000.0,
+    "tie_word_embeddings": True,
+}
+GPT: dict[str, Any] = {
+    "vocab_size": 128,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 512,
+    "layer_norm_epsilon": 1e-5,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "mistral": {**LLAMA, "sliding_window": 8},
+    "qwen2": {**LLAMA, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen3": {**LLAMA, "head_dim": 32, "tie_word_embeddings": True},
+    "gemma3_text": GEMMA,
+    "gemma3": {"text_config": GEMMA, "tie_word_embeddings": True},
+    "gpt2": GPT,
+    "gptj": {**GPT, "rotary_dim": 8},
+    "mpt": {"vocab_size": 128, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 512},
+    "opt": {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "word_embed_proj_dim": 64,
+    },
+    "gpt_neox": {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu",
+        "rotary_pct": 0.5,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Decoder:
+    """A tiny model of that family, its config changed so."""
+    return models.build(Weights(tiny_source(model_type, seed, **changes), dtype))
+
+
+def tiny_source(model_type: str, seed: int = 0, **changes: Any) -> Tiny:
+    """The file of a tiny model of that family, its config changed so (None takes a key away)."""
+    config = {"model_type": model_type, **CONFIGS[model_type], **changes}
+    config = {k: v for k, v in config.items() if v is not None}
+    return Tiny(config, dict(SHAPES[model_type](config)), seed)
+
+
+class Tiny:
+    """A `Source` of random tensors. A tensor depends on the seed and its name alone."""
+
+    def __init__(self, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], seed: int):
+        self.config, self.shapes, self.seed = config, shapes, seed
+
+    def names(self) -> set[str]:
+        return set(self.shapes)
+
+    def read(self, name: str) -> Tensor:
+        shape, gemma = self.shapes[name], self.config["model_type"].startswith("gemma3")
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + self.seed))
+        if name.endswith("bias"):
+            return x / 20
+        if len(shape) == 1:  # a norm's factor: between 0.5 and 1.5, of either sign
+            y = x.sign() * (0.5 + x.abs() % 1)
+            return y - 1 if gemma else y
+        if "emb" in name or name.split(".")[-2] in ("wte", "wpe"):
+            return x / 8 if gemma else x  # it multiplies by the root of E, which is 8
+        into = shape[0] if self.config["model_type"] == "gpt2" and name != "lm_head.weight" else shape[1]
+        return x * 2 / into**0.5
+
+
+def llama(c: dict[str, Any], prefix: str = "model.") -> Shapes:
+    E, F, D, V = c["hidden_size"], c["intermediate_size"], c["head_dim"], c["vocab_size"]
+    H, G = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
+    kind = c.get("model_type", "gemma3_text")
+    yield prefix + "embed_tokens.weight", (V, E)
+    for i in range(c["num_hidden_layers"]):
+        p = f"{prefix}layers.{i}."
+        for name, out in (("q", H), ("k", G), ("v", G)):
+            yield f"{p}self_attn.{name}_proj.weight", (out, E)
+            if kind == "qwen2" or c.get("attention_bias"):
+                yield f"{p}self_attn.{name}_proj.bias", (out,)
+        yield p + "self_attn.o_proj.weight", (E, H)
+        if c.get("attention_bias"):
+            yield p + "self_attn.o_proj.bias", (E,)
+        if kind in ("qwen3", "gemma3_text"):
+            yield p + "self_attn.q_norm.weight", (D,)
+            yield p + "self_attn.k_norm.weight", (D,)
+        for name, shape in (("gate", (F, E)), ("up", (F, E)), ("down", (E, F))):
+            yield f"{p}mlp.{name}_proj.weight", shape
+            if c.get("mlp_bias"):
+                yield f"{p}mlp.{name}_proj.bias", shape[:1]
+        yield p + "input_layernorm.weight", (E,)
+        yield p + "post_attention_layernorm.weight", (E,)
+        if kind == "gemma3_text":
+            yield p + "pre_feedforward_layernorm.weight", (E,)
+            yield p + "post_feedforward_layernorm.weight", (E,)
+    yield prefix + "norm.weight", (E,)
+    if not c.get("tie_word_embeddings"):
+        yield "lm_head.weight", (V, E)
+
+
+def gemma3(c: dict[str, Any]) -> Shapes:
+    yield from llama(c["text_config"], "model.language_model.")
+
+
+def norm(name: str, E: int) -> Shapes:
+    yield name + ".weight", (E,)
+    yield name + ".bias", (E,)
+
+
+def dense(name: str, out: int, into: int, bias: bool = True) -> Shapes:
+    yield name + ".weight", (out, into)
+    if bias:
+        yield name + ".bias", (out,)
+
+
+def gpt2(c: dict[str, Any]) -> Shapes:
+    E, F, V = c["n_embd"], c.get("n_inner") or 4 * c["n_embd"], c["vocab_size"]
+    yield "transformer.wte.weight", (V, E)
+    yield "transformer.wpe.weight", (c["n_positions"], E)
+    for i in range(c["n_layer"]):
+        p = f"transformer.h.{i}."
+        yield from norm(p + "ln_1", E)
+        sizes = {"attn.c_attn": (E, 3 * E), "attn.c_proj": (E, E), "mlp.c_fc": (E, F), "mlp.c_proj": (F, E)}
+        for name, (into, out) in sizes.items():
+            yield f"{p}{name}.weight", (into, out)  # the other way round than everywhere else
+            yield f"{p}{name}.bias", (out,)
+        yield from norm(p + "ln_2", E)
+    yield from norm("transformer.ln_f", E)
+    if not c.get("tie_word_embeddings", True):
+        yield "lm_head.weight", (V, E)
+
+
+def gptj(c: dict[str, Any]) -> Shapes:
+    E, F, V = c["n_embd"], c.get("n_inner") or 4 * c["n_embd"], c["vocab_size"]
+    yield "transformer.wte.weight", (V, E)
+    for i in range(c["n_layer"]):
+        p = f"transformer.h.{i}."
+        yield from norm(p + "ln_1", E)
+        for name in ("q", "k", "v", "out"):
+            yield from dense(f"{p}attn.{name}_proj", E, E, bias=False)
+        yield from dense(p + "mlp.fc_in", F, E)
+        yield from dense(p + "mlp.fc_out", E, F)
+    yield from norm("transformer.ln_f", E)
+    if not c.get("tie_word_embeddings"):
+        yield "lm_head.weight", (V, E)
+    yield "lm_head.bias", (V,)
+
+
+def mpt(c: dict[str, Any]) -> Shapes:
+    E, V = c["d_model"], c["vocab_size"]
+    yield "transformer.wte.weight", (V, E)
+    for i in range(c["n_layers"]):
+        p = f"transformer.blocks.{i}."
+        yield p + "norm_1.weight", (E,)
+        yield p + "attn.Wqkv.weight", (3 * E, E)
+        yield p + "attn.out_proj.weight", (E, E)
+        yield p + "norm_2.weight", (E,)
+        yield p + "ffn.up_proj.weight", (4 * E, E)
+        yield p + "ffn.down_proj.weight", (E, 4 * E)
+    yield "transformer.norm_f.weight", (E,)
+
+
+def opt(c: dict[str, Any]) -> Shapes:
+    E, F, V, narrow = c["hidden_size"], c["ffn_dim"], c["vocab_size"], c["word_embed_proj_dim"]
+    bias, before = c.get("enable_bias", True), c.get("do_layer_norm_before", True)
+    yield "model.decoder.embed_tokens.weight", (V, narrow)
+    yield "model.decoder.embed_positions.weight", (c["max_position_embeddings"] + 2, E)
+    if narrow != E:
+        yield "model.decoder.project_in.weight", (E, narrow)
+        yield "model.decoder.project_out.weight", (narrow, E)
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.decoder.layers.{i}."
+        for name in ("q", "k", "v", "out"):
+            yield from dense(f"{p}self_attn.{name}_proj", E, E, bias)
+        yield from norm(p + "self_attn_layer_norm", E)
+        yield from dense(p + "fc1", F, E, bias)
+        yield from dense(p + "fc2", E, F, bias)
+        yield from norm(p + "final_layer_norm", E)
+    if before and not c.get("_remove_final_layer_norm"):
+        yield from norm("model.decoder.final_layer_norm", E)
+    if not c.get("tie_word_embeddings", True):
+        yield "lm_head.weight", (V, narrow)
+
+
+def gpt_neox(c: dict[str, Any]) -> Shapes:
+    E, F, V, bias = c["hidden_size"], c["intermediate_size"], c["vocab_size"], c.get("attention_bias", True)
+    yield "gpt_neox.embed_in.weight", (V, E)
+    for i in range(c["num_hidden_layers"]):
+        p = f"gpt_neox.layers.{i}."
+        yield from norm(p + "input_layernorm", E)
+        yield from norm(p + "post_attention_layernorm", E)
+        yield from dense(p + "attention.query_key_value", 3 * E, E, bias)
+        yield from dense(p + "attention.dense", E, E, bias)
+        yield from dense(p + "mlp.dense_h_to_4h", F, E)
+        yield from dense(p + "mlp.dense_4h_to_h", E, F)
+    yield from norm("gpt_neox.final_layer_norm", E)
+    if not c.get("tie_word_embeddings"):
+        yield "lm_head.weight", (V, E)
+
+
+SHAPES = {
+    "llama": llama,
+    "mistral": llama,
+    "qwen2": llama,
+    "qwen3": llama,
+    "gemma3_text": llama,
+    "gemma3": gemma3,
+    "gpt2": gpt2,
+    "gptj": gptj,
+    "mpt": mpt,
+    "opt": opt,
+    "gpt_neox": gpt_neox,
+}
