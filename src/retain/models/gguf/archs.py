@@ -1,0 +1,135 @@
+"""From llama.cpp's language to Hugging Face's: the tensor names and the layouts of each architecture.
+
+llama.cpp's converter renames everything, and changes a few tensors for its own kernels. An `Arch` says how to go back.
+A new architecture is one more entry in ARCHS. What is not known here: files and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from retain.models.gguf.configs import Config, Facts, gemma3, gpt2, gpt_neox, mpt, rotary
+
+
+@dataclass(frozen=True)
+class Arch:
+    """How to read one architecture. Tensor names are without `.weight` and `.bias`; `block` has a {} for the layer."""
+
+    config: Callable[[Facts], Config]
+    outer: Mapping[str, str]
+    block: str
+    inner: Mapping[str, str]
+    undo: Callable[[str, Tensor, Config], Tensor] = lambda name, tensor, config: tensor
+
+    def hugging_face(self, name: str, layers: int) -> str | None:
+        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for a name that is not known."""
+        stem, _, leaf = name.rpartition(".")
+        if stem in self.outer:
+            return f"{self.outer[stem]}.{leaf}"
+        blk, _, rest = stem.partition(".")
+        number, _, stem = rest.partition(".")
+        if blk == "blk" and stem in self.inner and number in map(str, range(layers)):
+            return f"{self.block.format(number)}.{self.inner[stem]}.{leaf}"
+        return None
+
+
+def _llama_heads(name: str, x: Tensor, c: Config) -> Tensor:
+    """llama.cpp turns neighbouring pairs: it interleaved the halves of every head of q and k."""
+    if name not in ("attn_q", "attn_k"):
+        return x
+    heads = c["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]
+    return x.reshape(heads, -1, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+
+
+def _gemma_norms(name: str, x: Tensor, c: Config) -> Tensor:
+    """Gemma multiplies by 1 + weight; llama.cpp's converter added the 1."""
+    return x.float() - 1 if name.endswith("norm") else x
+
+
+def _conv1d(name: str, x: Tensor, c: Config) -> Tensor:
+    """GPT-2's matrices are [in, out]."""
+    return x.T.contiguous() if x.ndim == 2 and name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down") else x
+
+
+def _neox_heads(name: str, x: Tensor, c: Config) -> Tensor:
+    """GPT-NeoX keeps q, k and v of a head together; llama.cpp put all q first, then all k, then all v."""
+    if name != "attn_qkv":
+        return x
+    heads = c["num_attention_heads"]
+    return x.reshape(3, heads, -1, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+
+LLAMA_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LLAMA_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+ARCHS: Mapping[str, Arch] = {
+    "llama": Arch(lambda f: rotary(f, "llama"), LLAMA_OUTER, "model.layers.{}", LLAMA_INNER, _llama_heads),
+    "qwen2": Arch(lambda f: rotary(f, "qwen2"), LLAMA_OUTER, "model.layers.{}", LLAMA_INNER),
+    "qwen3": Arch(lambda f: rotary(f, "qwen3"), LLAMA_OUTER, "model.layers.{}", LLAMA_INNER | HEAD_NORMS),
+    "gemma3": Arch(gemma3, LLAMA_OUTER, "model.layers.{}", LLAMA_INNER | HEAD_NORMS | GEMMA_NORMS, _gemma_norms),
+    "gpt2": Arch(
+        gpt2,
+        {
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        "transformer.h.{}",
+        {
+            "attn_norm": "ln_1",
+            "attn_qkv": "attn.c_attn",
+            "attn_output": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn_up": "mlp.c_fc",
+            "ffn_down": "mlp.c_proj",
+        },
+        _conv1d,
+    ),
+    "gptneox": Arch(
+        gpt_neox,
+        {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "lm_head"},
+        "gpt_neox.layers.{}",
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        _neox_heads,
+    ),
+    "mpt": Arch(
+        mpt,
+        {"token_embd": "transformer.wte", "output_norm": "transformer.norm_f", "output": "lm_head"},
+        "transformer.blocks.{}",
+        {
+            "attn_norm": "norm_1",
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.out_proj",
+            "ffn_norm": "norm_2",
+            "ffn_up": "ffn.up_proj",
+            "ffn_down": "ffn.down_proj",
+        },
+    ),
+}
