@@ -1,6 +1,7 @@
 """retain: an LLM inference engine whose subject is the KV cache.
 
-`LLM` and `SamplingParams` are the front door; they are imported when they are asked for, so that this import stays light.
+`LLM` and `SamplingParams` are the front door; they are imported when they are asked for, so that this import stays
+light.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ __all__ = ["LLM", "Answer", "Piece", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    homes = {"LLM": "retain.llm", "Answer": "retain.llm", "Piece": "retain.llm", "SamplingParams": "retain.engine.request"}
+    homes = {
+        "LLM": "retain.llm",
+        "Answer": "retain.llm",
+        "Piece": "retain.llm",
+        "SamplingParams": "retain.engine.request",
+    }
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)
     raise AttributeError(f"module 'retain' has no attribute {name!r}")

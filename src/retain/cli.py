@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from retain.llm import LLM, Answer
 
 ENGINE = ("dtype", "kv_policy", "kv_memory", "page_size", "step_tokens", "context", "backend")
-SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty")
-SAMPLING += ("frequency_penalty", "seed", "stop", "ignore_eos", "logprobs")
+SAMPLING = (
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "stop", "ignore_eos", "logprobs"),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,16 +31,24 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     """Every command and option. An option that is not given is absent, so that defaults live in one place."""
-    top = Parser(prog="retain", description="An LLM inference engine whose subject is the KV cache.", allow_abbrev=False)
+    top = Parser(
+        prog="retain", description="An LLM inference engine whose subject is the KV cache.", allow_abbrev=False
+    )
     commands = top.add_subparsers(dest="command", required=True, metavar="run | chat | bench")
     shared = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    shared.add_argument("--model", required=True, help="smollm2, gemma3, a .gguf file, a Hugging Face folder, or a hub id")
+    shared.add_argument(
+        "--model", required=True, help="smollm2, gemma3, a .gguf file, a Hugging Face folder, or a hub id"
+    )
     shared.add_argument("--dtype", help="bfloat16 (default) or float32")
     shared.add_argument("--kv-policy", metavar="P", help="full (default) or ring:window=N")
-    shared.add_argument("--kv-memory", metavar="SIZE", help="hard cap of the KV pool, such as 512MiB (default: half the free memory)")
+    shared.add_argument(
+        "--kv-memory", metavar="SIZE", help="hard cap of the KV pool, such as 512MiB (default: half the free memory)"
+    )
     shared.add_argument("--page-size", type=int, metavar="N", help="slots of a page (default 32)")
     shared.add_argument("--step-tokens", type=int, metavar="N", help="fresh tokens of a step at most (default 512)")
-    shared.add_argument("--context", type=int, metavar="N", help="plan for texts of at most N tokens (default: the model's)")
+    shared.add_argument(
+        "--context", type=int, metavar="N", help="plan for texts of at most N tokens (default: the model's)"
+    )
     shared.add_argument("--backend", help="kernels: auto (default), cpu or reference")
     drawing = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     drawing.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default 512, or what fits)")
@@ -55,7 +66,9 @@ def parser() -> Parser:
     run.add_argument("prompt", nargs="?", help="raw text; - is standard input")
     run.add_argument("-f", "--file", help="read the prompt from a file")
     run.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
-    run.add_argument("--logprobs", type=int, metavar="N", default=argparse.SUPPRESS, help="with --json: N likeliest too")
+    run.add_argument(
+        "--logprobs", type=int, metavar="N", default=argparse.SUPPRESS, help="with --json: N likeliest too"
+    )
     run.add_argument("--json", action="store_true", help="one JSON object on standard output")
     chat = commands.add_parser("chat", parents=[shared, drawing], help="talk in the terminal", allow_abbrev=False)
     chat.add_argument("--system", help="a system message")
@@ -148,7 +161,7 @@ def read_prompt(args: argparse.Namespace) -> str:
         return str(args.prompt)
     name = args.file or "-"
     try:
-        data = sys.stdin.buffer.read() if name == "-" else open(name, "rb").read()
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: byte {error.start} is not") from None
@@ -204,3 +217,7 @@ def report(llm: LLM, answer: Answer) -> dict[str, Any]:
     if answer.logprobs:
         out["logprobs"] = [{"token": p.token, "logprob": p.logprob, "top": p.top} for p in answer.logprobs]
     return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -39,7 +39,8 @@ class Config:
             raise ValueError(f"page_size must be a multiple of 16, not {self.page_size}")
         if self.step_tokens <= self.max_requests:
             raise ValueError(
-                f"step_tokens ({self.step_tokens}) must exceed max_requests ({self.max_requests}), or prompts would starve"
+                f"step_tokens ({self.step_tokens}) must exceed max_requests ({self.max_requests}), "
+                "or prompts would starve"
             )
 
 

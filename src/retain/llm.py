@@ -1,8 +1,8 @@
 """The composition root: builds every room, wires them, and gives the front door, `LLM`.
 
-    llm = LLM("smollm2")
-    for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=20)):
-        print(answer.text)
+llm = LLM("smollm2")
+for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=20)):
+    print(answer.text)
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class LLM:
     def __init__(self, model: str, *, progress: bool = False, kv_memory: str | int | None = None, **chosen: Any):
         unknown = set(chosen) - {f for f in Config.__dataclass_fields__ if f != "model"}
         if unknown:
-            raise ValueError(f"unknown option {sorted(unknown)[0]!r}: LLM takes {', '.join(Config.__dataclass_fields__)}")
+            raise ValueError(
+                f"unknown option {sorted(unknown)[0]!r}: LLM takes {', '.join(Config.__dataclass_fields__)}"
+            )
         started = perf_counter()
         self.config = c = Config(model, kv_memory=None if kv_memory is None else size(kv_memory), **chosen)
         self.policy = policies.parse(c.kv_policy)
@@ -102,7 +104,10 @@ class LLM:
         return [self._answer(*pair) for pair in asked]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """One answer, piece by piece as its tokens come; the last piece carries the whole. Closing it cancels the request."""
+        """One answer, piece by piece as its tokens come;
+
+        the last piece carries the whole. Closing it cancels the request.
+        """
         request, text = self._request(prompt, params or SamplingParams(), 0)
         self.engine.add(request)
         return self._pieces(request, text)
@@ -153,7 +158,10 @@ class LLM:
         return Request(ids, params, self.policy, max_tokens, stop_ids, watch), text
 
     def longest_answer(self, prompt: int) -> int:
-        """Tokens that can follow a prompt of so many: to the end of the context, or as far as the empty pool reaches."""
+        """Tokens that can follow a prompt of so many:
+
+        to the end of the context, or as far as the empty pool reaches.
+        """
         lo, hi = 1, max(self.context - prompt, 1)
         while lo < hi:
             mid = (lo + hi + 1) // 2
@@ -178,7 +186,7 @@ class LLM:
         )
 
     def _kv(self, request: Request) -> dict[str, Any]:
-        """What the request cost the cache, by groups of layers with the same policy, and what full caches would have cost."""
+        """What the request cost, by groups of layers with the same policy, and what full caches would have cost."""
         cache, S, G = self.cache, self.config.page_size, self.model.spec.kv_heads
         windows = cache.windows(request.policy)
         full = -(-(len(request.tokens) - 1) // S) * cache.page_bytes * G  # a layer's
@@ -204,5 +212,8 @@ class LLM:
 
 
 def affordable_memory() -> int:
-    """Half of the memory that is free now, in bytes: the pool's cap where none is chosen. Pages cost nothing until used."""
+    """Half of the memory that is free now, in bytes:
+
+    the pool's cap where none is chosen. Pages cost nothing until used.
+    """
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

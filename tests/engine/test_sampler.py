@@ -57,7 +57,14 @@ def test_every_row_has_the_distribution_of_its_own_parameters(rows):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 2.0, "top_k": 4, "top_p": 0.9}],
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"temperature": 2.0, "top_k": 4, "top_p": 0.9},
+    ],
 )
 def test_draws_follow_the_distribution(options):
     """Chi-square over 40,000 draws; the bound is the 1 - 1e-6 quantile for 7 degrees of freedom."""

@@ -1,5 +1,7 @@
 """The cache's closed form against its definition: what a query sees is exactly its window, in every layer and head."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -129,7 +131,7 @@ def test_a_policy_bounds_layers_that_see_everything_and_the_model_window_stays()
 
 
 def test_priority_is_the_definition_of_the_ring():
-    """Punching the slot of lowest priority whenever a head holds more than its budget keeps what slot = pos mod capacity keeps."""
+    """Punching the lowest priority when a head holds more than its budget keeps what slot = pos mod capacity keeps."""
     policy = policies.parse("ring:window=24")
     cache = make([None], page_size=16)
     row = cache.open(policy, 1)
@@ -146,13 +148,23 @@ def test_priority_is_the_definition_of_the_ring():
 @pytest.mark.parametrize("name", policies.names())
 def test_a_policy_is_short_and_found_by_its_name(name):
     module = policies.importlib.import_module(f"retain.kv.policies.{name}")
-    assert len(open(module.__file__).read().splitlines()) <= 60
+    assert len(Path(module.__file__).read_text().splitlines()) <= 60
     assert module.__doc__.startswith(f"{name}: ")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "lru", "ring", "ring:window=0", "ring:window=x", "ring:size=3", "ring:window", "ring:window=2,window=3", "full:x=1"],
+    [
+        "",
+        "lru",
+        "ring",
+        "ring:window=0",
+        "ring:window=x",
+        "ring:size=3",
+        "ring:window",
+        "ring:window=2,window=3",
+        "full:x=1",
+    ],
 )
 def test_bad_policies_are_refused_in_one_line(text):
     with pytest.raises(ValueError) as error:

@@ -1,7 +1,8 @@
 """`retain bench speed`: prefill and decoding speed on fixed pseudo-random prompts.
 
-A workload is (prompt tokens, new tokens, batch). Decoding is greedy and ignores the end of text. Prefill is the time of a run with
-one new token; decoding is the time of a run with N + 1 new tokens less that; the better of two runs counts.
+A workload is (prompt tokens, new tokens, batch). Decoding is greedy and ignores the end of text. Prefill is the time
+of a run with one new token; decoding is the time of a run with N + 1 new tokens less that; the better of two runs
+counts.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def run(llm: LLM, workloads: list[Workload], as_json: bool) -> None:
     """Print a line for each workload as soon as it is measured."""
     seconds(llm, Workload("warm-up", 128, 8, 1), seed=0, new=8)
     if not as_json:
-        print(f"{'workload':10} {'prompt':>7} {'new':>5} {'batch':>5} {'prefill tok/s':>14} {'decode tok/s':>13} {'step ms':>8}")
+        print(
+            f"{'workload':10} {'prompt':>7} {'new':>5} {'batch':>5} {'prefill tok/s':>14} "
+            f"{'decode tok/s':>13} {'step ms':>8}"
+        )
     for w in workloads:
         row = measure(llm, w)
         if as_json:

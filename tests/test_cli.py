@@ -1,0 +1,129 @@
+"""The command line, as a person or a script meets it: answers, JSON, streams, and one clear line for bad input."""
+
+import io
+import json
+import subprocess
+import sys
+
+import torch
+
+from retain.cli import main
+from retain.models.find import find
+
+
+def call(capsys, *argv):
+    """Exit code, standard output, standard error."""
+    try:
+        code = main([str(a) for a in argv])
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+RUN = ("run", "--model", "smollm2", "--temperature", "0", "--max-tokens", "12")
+
+
+def test_run_streams_the_answer_and_says_what_it_cost(capsys):
+    code, out, err = call(capsys, *RUN, "The capital of France is")
+    assert code == 0 and "Paris" in out
+    assert "tokens/s" in err and "KV" in err and len(err.strip().splitlines()) == 1
+
+
+def test_json_is_one_object_with_the_promised_keys(capsys, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("The capital of France is")
+    code, out, err = call(capsys, *RUN, "-f", file, "--dtype", "float32", "--json", "--logprobs", "2")
+    answer = json.loads(out)
+    assert code == 0 and not err
+    assert set(answer) == {"text", "token_ids", "finish_reason", "usage", "timings", "kv", "logprobs"}
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": len(answer["token_ids"]), "total_tokens": 17}
+    assert set(answer["timings"]) == {"load_s", "ttft_s", "decode_tok_s"}
+    (group,) = answer["kv"]["groups"]
+    assert group["layers"] == list(range(30)) and group["policy"] == "full"
+    assert group["slots_peak"] == 32 and group["bytes_peak"] == group["bytes_if_full"] == 90 * 32 * (2 * 64 * 4 + 4)
+    assert all(len(p["top"]) == 2 and p["top"][0][0] == p["token"] for p in answer["logprobs"])
+
+
+def test_chat_wraps_the_prompt_in_the_template(capsys, monkeypatch):
+    code, out, _ = call(capsys, *RUN, "--chat", "Say hello.", "--json")
+    assert code == 0 and json.loads(out)["usage"]["prompt_tokens"] > 20
+    monkeypatch.setattr("sys.stdin", io.StringIO("Say hello.\nAnd again.\n"))
+    code, out, err = call(capsys, "chat", *RUN[1:])
+    assert code == 0 and len(err.strip().splitlines()) == 2
+
+
+def test_standard_input_and_a_pipe_that_closes():
+    command = [sys.executable, "-m", "retain.cli", *RUN, "-"]
+    whole = subprocess.run(command, input=b"Count: 1, 2, 3,", capture_output=True, check=True).stdout
+    assert b"4, 5" in whole
+    closed = subprocess.run(f"echo Count: 1, 2 | {' '.join(command)} | head -c 1", shell=True, capture_output=True)
+    assert b"Traceback" not in closed.stderr
+
+
+def bad_inputs(tmp_path):
+    """(arguments, a word of the line that must come out)."""
+    gguf = find("smollm2").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(gguf[: len(gguf) // 2])
+    (tmp_path / "header.gguf").write_bytes(gguf[:1000])
+    (tmp_path / "noise.gguf").write_bytes(b"\x00noise" * 1000)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "long.txt").write_text("word " * 9000)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    torch.save({}, folder / "pytorch_model.bin")
+    hello = "hello"
+    yield ("run", "--model", tmp_path / "none.gguf", hello), "none.gguf"
+    yield ("run", "--model", tmp_path / "cut.gguf", hello), "damaged"
+    yield ("run", "--model", tmp_path / "header.gguf", hello), "damaged"
+    yield ("run", "--model", tmp_path / "noise.gguf", hello), "GGUF"
+    yield ("run", "--model", folder, hello), ""
+    yield ("run", "--model", "smollm3", hello), "smollm3"
+    yield (*RUN, "--speed", "9", hello), "--speed"
+    yield (*RUN, "--kv-policy", "lru", hello), "full, ring"
+    yield (*RUN, "--kv-policy", "ring:windw=3", hello), "window"
+    yield (*RUN, "--kv-memory", "lots", hello), "512MiB"
+    yield (*RUN, "--kv-memory", "64KiB", hello), "kv_memory"
+    yield (*RUN, "--dtype", "float8", hello), "bfloat16"
+    yield (*RUN, "--backend", "abacus", hello), "reference"
+    yield (*RUN[:3], "--temperature", "-1", hello), "temperature"
+    yield (*RUN[:3], "--top-p", "x", hello), "--top-p"
+    yield (*RUN[:3], "--max-tokens", "9000", hello), "8192"
+    yield (*RUN, "-f", tmp_path / "long.txt"), "context"
+    yield (*RUN, "-f", tmp_path / "nothing.txt"), "nothing.txt"
+    yield (*RUN, "-f", tmp_path / "latin.txt"), "UTF-8"
+    yield (*RUN, "-f", tmp_path / "long.txt", hello), "one of them"
+    yield (*RUN, ""), "empty"
+    yield RUN, "prompt"
+    yield ("run", hello), "--model"
+    yield ("bench", "speed", "--model", "smollm2", "--workloads", "short-9"), "short-1"
+    yield ("serve",), "serve"
+
+
+def test_bad_input_gets_one_line_and_exit_code_2(capsys, tmp_path):
+    for argv, word in bad_inputs(tmp_path):
+        code, out, err = call(capsys, *argv)
+        assert (code, out) == (2, ""), argv
+        assert len(err.strip().splitlines()) == 1 and word in err and "Traceback" not in err, (argv, err)
+
+
+def test_bench_speed_prints_json_lines(capsys, monkeypatch):
+    from retain.bench import speed
+
+    monkeypatch.setattr(speed, "WORKLOADS", (speed.Workload("short-1", 20, 3, 2),))
+    code, out, _ = call(capsys, "bench", "speed", "--model", "smollm2", "--workloads", "short-1", "--json")
+    row = json.loads(out)
+    keys = {
+        "engine",
+        "workload",
+        "prompt",
+        "new",
+        "batch",
+        "prefill_s",
+        "prefill_tok_s",
+        "decode_tok_s",
+        "decode_step_ms",
+        "note",
+    }
+    assert code == 0 and set(row) == keys and row["decode_tok_s"] > 0

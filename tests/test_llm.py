@@ -1,0 +1,83 @@
+"""The Python front door on a real model."""
+
+import pytest
+
+from retain import LLM, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("smollm2", dtype="float32", kv_memory="256MiB", max_requests=8)
+
+
+def idle(llm):
+    llm.cache.check()
+    return llm.cache.free_pages == llm.cache.total_pages and not llm.engine.busy
+
+
+def test_texts_and_token_ids_and_many_at_once(llm):
+    text = "The capital of France is"
+    (alone,) = llm.generate(text, GREEDY)
+    assert "Paris" in alone.text and alone.why in ("stop", "length")
+    ids = llm.encode(text)
+    others = llm.generate([ids, "One, two, three,", text], [GREEDY, SamplingParams(max_tokens=3, seed=1), GREEDY])
+    assert [a.token_ids for a in others[::2]] == [alone.token_ids] * 2
+    assert len(others[1].token_ids) == 3 and idle(llm)
+
+
+def test_a_stream_gives_the_same_text_piece_by_piece_and_may_be_left(llm):
+    pieces = list(llm.stream("Once upon a time", GREEDY))
+    (whole,) = llm.generate("Once upon a time", GREEDY)
+    assert "".join(p.text for p in pieces) == whole.text and len(pieces) > 10
+    assert pieces[-1].answer.token_ids == whole.token_ids and all(p.answer is None for p in pieces[:-1])
+    stream = llm.stream("Once upon a time", GREEDY)
+    next(stream)
+    assert not idle(llm)
+    stream.close()
+    assert idle(llm)
+
+
+def test_a_stop_string_ends_the_text_before_it(llm):
+    (whole,) = llm.generate("One, two, three,", GREEDY)
+    stop = whole.text[10:14]
+    for params in (SamplingParams(max_tokens=24, temperature=0, stop=stop),):
+        (cut,) = llm.generate("One, two, three,", params)
+        pieces = [p.text for p in llm.stream("One, two, three,", params)]
+        assert cut.text == whole.text[: whole.text.index(stop)] == "".join(pieces)
+        assert cut.why == "stop" and len(cut.token_ids) < 24
+    token = whole.token_ids[4]
+    (cut,) = llm.generate("One, two, three,", SamplingParams(max_tokens=24, temperature=0, stop_token_ids=(token,)))
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
+
+
+def test_n_answers_differ_and_are_repeatable(llm):
+    params = SamplingParams(max_tokens=8, seed=5, n=3)
+    first, again = llm.generate("A poem about", params), llm.generate("A poem about", params)
+    assert [a.text for a in first] == [a.text for a in again] and len({a.text for a in first}) == 3
+
+
+def test_one_bad_prompt_starts_none_and_leaves_nothing(llm):
+    for bad in ([[]], [[49152]], ["x " * 9000], ["x " * 2000] * 2):
+        with pytest.raises(ValueError):
+            llm.generate(["fine", *bad], SamplingParams(max_tokens=4000, temperature=0))
+        assert idle(llm)
+
+
+def test_ignore_eos_goes_on_and_a_chat_ends_by_itself(llm):
+    ids = llm.tokenizer.encode_chat([{"role": "user", "content": "Say yes."}])
+    (chat,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0))
+    assert chat.why == "stop" and chat.token_ids[-1] in llm.tokenizer.stop_ids and "<|im_end|>" not in chat.text
+    (longer,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
+    assert len(longer.token_ids) == 100 and longer.token_ids[: len(chat.token_ids)] == chat.token_ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"page_size": 8}, {"dtype": "int4"}, {"context": 10**6}, {"step_tokens": 8}, {"kv_memory": "x"}, {"colour": 1}],
+)
+def test_bad_options_are_refused_in_one_line(options):
+    with pytest.raises(ValueError) as error:
+        LLM("smollm2", **options)
+    assert "\n" not in str(error.value)
