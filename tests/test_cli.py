@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import torch
+from safetensors.torch import save_file
 
 from retain.cli import main
 from retain.models.find import find
@@ -72,13 +73,18 @@ def bad_inputs(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "mamba"}')
-    torch.save({}, folder / "pytorch_model.bin")
+    save_file({"x": torch.zeros(2)}, folder / "model.safetensors")
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_text('{"model_type": "llama"}')
+    torch.save({}, pickled / "pytorch_model.bin")
     hello = "hello"
     yield ("run", "--model", tmp_path / "none.gguf", hello), "none.gguf"
     yield ("run", "--model", tmp_path / "cut.gguf", hello), "damaged"
     yield ("run", "--model", tmp_path / "header.gguf", hello), "damaged"
     yield ("run", "--model", tmp_path / "noise.gguf", hello), "GGUF"
-    yield ("run", "--model", folder, hello), ""
+    yield ("run", "--model", folder, hello), "'mamba' is not supported"
+    yield ("run", "--model", pickled, hello), "pickled"
     yield ("run", "--model", "smollm3", hello), "smollm3"
     yield (*RUN, "--speed", "9", hello), "--speed"
     yield (*RUN, "--kv-policy", "lru", hello), "full, ring"

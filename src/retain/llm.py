@@ -68,8 +68,8 @@ class LLM:
         backend = kernels.load(c.backend)
         dtype: torch.dtype = getattr(torch, c.dtype)
         path = find(model)
-        self.tokenizer = Tokenizer.open(path)
         self.model = models.build(open_weights(path, dtype, progress))
+        self.tokenizer = Tokenizer.open(path)
         spec = self.model.spec
         if c.context and c.context > spec.context:
             raise ValueError(f"context {c.context} is longer than the model's own, {spec.context}")
