@@ -93,6 +93,8 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         find("a prompt in place of a model " * 200)
     with pytest.raises(ValueError, match="home"):
         find("~nobody-of-that-name/m.gguf")
+    (tmp_path / "empty" / "empty").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "empty" / "empty")
     for missing in ("nothing", str(tmp_path / "x.gguf"), "some/x.gguf", "a/b/c", "../x", ""):
         with pytest.raises(ValueError, match=r"no model .*: give smollm2, gemma3, a .gguf file"):
             find(missing)

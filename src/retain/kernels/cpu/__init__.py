@@ -11,7 +11,7 @@ Layout "cpu", chosen so that every load takes neighbours:
 
 One dimension of 16 slots is one load of scores, 16 dimensions of one slot one load of values; each is converted to
 float32 once for all R query heads and a whole tile of fresh tokens. Every sum is float32. A row's sum is taken slot by
-slot in spans of 256 slots, and span by span, however the work is shared out: the bits of a request's output depend
+slot in spans of 512 slots, and span by span, however the work is shared out: the bits of a request's output depend
 neither on its company, nor on the size of its chunk, nor on the number of threads.
 
 What is not known here: torch. Tensors reach C++ as addresses and strides, so nothing is built against it. But both use

@@ -6,6 +6,10 @@
 #include <limits>
 #include <memory>
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
 #include "kernels.h"
 
 namespace retain {
@@ -59,10 +63,18 @@ static void clear_strays(const Attend& a) {
   memset(static_cast<char*>(a.o) + end * token, 0, (a.T - end) * token);
 }
 
+static int threads() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
 void attend(const Attend& a) {
   check(a);
   clear_strays(a);
-  const Plan p = plan(a);
+  const Plan p = plan(a, threads());
   const Isa& inner = isa();
   const int D = a.kv.D, n_jobs = int(p.jobs.size());
   const std::unique_ptr<float[]> partial(new float[p.partial_floats]);
@@ -77,19 +89,19 @@ void attend(const Attend& a) {
     for (int i = 0; i < n_jobs; ++i) {
       const Job& job = p.jobs[i];
       const Tile& t = p.tiles[job.tile];
-      const int spans = spans_of(a, t);
-      float* const parts = partial.get() + p.records[job.tile];
-      auto part = [&](int span) { return parts + int64_t(span) * t.rows() * record_size(D); };
-      if (job.span >= 0) {
-        if (!inner.look(a, t, job.span, scratch, part(job.span))) clear(part(job.span), t.rows(), D);
-        if (++done[job.tile] < spans) continue;  // whoever comes last merges: no thread waits for another
-      }
-      clear(state, t.rows(), D);
-      for (int span = 0; span < spans; ++span) {
-        if (job.span >= 0)
-          merge(state, part(span), t.rows(), D);
-        else if (inner.look(a, t, span, scratch, records))
-          merge(state, records, t.rows(), D);
+      const int spans = spans_of(a, t), mine = job.end - job.begin;
+      if (mine == spans) {
+        clear(state, t.rows(), D);
+        for (int span = 0; span < spans; ++span)
+          if (inner.look(a, t, span, scratch, records)) merge(state, records, t.rows(), D);
+      } else {
+        float* const parts = partial.get() + p.records[job.tile];
+        const int64_t size = int64_t(t.rows()) * record_size(D);
+        for (int span = job.begin; span < job.end; ++span)
+          if (!inner.look(a, t, span, scratch, parts + span * size)) clear(parts + span * size, t.rows(), D);
+        if ((done[job.tile] += mine) < spans) continue;  // whoever comes last merges: no thread waits for another
+        clear(state, t.rows(), D);
+        for (int span = 0; span < spans; ++span) merge(state, parts + span * size, t.rows(), D);
       }
       finish(a, t, state);
     }

@@ -23,7 +23,7 @@ constexpr int MAX_HEAD_DIM = 256, MAX_PAGE_SIZE = 512;  // what scratch memory i
 // Slots that are looked at together, or a page if that is larger. A row's sum runs slot by slot inside a span and
 // span by span over the table, however the work is cut and shared out; so its bits depend neither on the company of
 // its request nor on the size of its chunk.
-constexpr int SPAN = 256;
+constexpr int SPAN = 512;
 
 // The memory of a pool. A page of K is [D, S] (one load takes many slots of one dimension), a page of V is [S, D].
 struct Pool {

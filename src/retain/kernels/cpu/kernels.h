@@ -15,7 +15,7 @@ void set_isa(const std::string& name);
 // How attend's work is cut (plan.cpp).
 struct Job {
   int tile;
-  int span;  // -1: all spans of the tile, one after the other
+  int begin, end;  // spans
 };
 struct Plan {
   std::vector<Tile> tiles;
@@ -25,7 +25,7 @@ struct Plan {
   bool alone = false;  // too little work to wake other threads for
 };
 void check(const Attend&);
-Plan plan(const Attend&);
+Plan plan(const Attend&, int threads);
 
 void write(const Write&);
 void attend(const Attend&);

@@ -93,7 +93,7 @@ bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* re
   const int32_t* table = a.tables.of(t.b, t.g);
   const int per_span = pages_per_span(a.kv), owned = a.tables.count(t.b, t.g);
   const int first = span * per_span, last = first + per_span < owned ? first + per_span : owned;
-  for (int i = first; i < last; ++i)
+  for (int i = first; i < owned && i < last + per_span; ++i)  // of this span and of the next
     for (int s = 0; s < S; s += 16) __builtin_prefetch(a.kv.pos + int64_t(table[i]) * S + s);
   int64_t page[MAX_PAGES];
   bool mask[MAX_PAGES];

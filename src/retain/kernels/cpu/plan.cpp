@@ -6,9 +6,12 @@
 
 namespace retain {
 
-// A request with few fresh tokens has too few tiles to keep the cores busy, so its jobs are single spans, whose
-// records are merged afterwards. With many, a job is a whole tile. Either way the numbers are the same (see SPAN).
+// A request with few fresh tokens has too few tiles to keep the cores busy, so its tiles are cut into stretches of
+// spans, whose records are merged afterwards: some stretches for each thread, to share them out evenly, but as long
+// as that allows, for only inside a stretch is the next page known and asked for in time. With many fresh tokens a
+// job is a whole tile. Either way the numbers are the same (see SPAN).
 constexpr int FEW = 64;
+constexpr int STRETCHES = 4;
 constexpr double WORTH_WAKING = 1 << 17;  // multiply-adds
 
 // What would make a kernel read where it must not. Serial, for it costs far less than the work.
@@ -31,29 +34,35 @@ void check(const Attend& a) {
   if (end > a.T) throw std::invalid_argument("tables.starts ends beyond the fresh tokens");
 }
 
-Plan plan(const Attend& a) {
+Plan plan(const Attend& a, int threads) {
+  const Tables& tables = a.tables;
   Plan p;
-  std::vector<Job> parts;
+  int64_t cut = 0;  // spans of all tiles that will be cut
   double work = 0;
-  for (int b = a.tables.B - 1; b >= 0; --b) {
-    for (int end = a.tables.fresh(b) * a.R; end > 0; end -= TILE_ROWS) {  // the last rows see most: they go first
-      for (int g = 0; g < a.tables.G; ++g) {
-        const Tile t{b, g, std::max(0, end - TILE_ROWS), end};
-        const int tile = int(p.tiles.size()), spans = spans_of(a, t);
-        p.tiles.push_back(t);
-        p.records.push_back(p.partial_floats);
-        work += 2.0 * t.rows() * a.tables.count(b, g) * a.kv.S * a.kv.D;
-        if (a.tables.fresh(b) > FEW || spans < 2) {
-          p.jobs.push_back({tile, -1});
-          continue;
-        }
-        for (int i = 0; i < spans; ++i) parts.push_back({tile, i});
-        p.partial_floats += int64_t(spans) * t.rows() * record_size(a.kv.D);
+  for (int b = tables.B - 1; b >= 0; --b)
+    for (int end = tables.fresh(b) * a.R; end > 0; end -= TILE_ROWS)  // the last rows see most: they go first
+      for (int g = 0; g < tables.G; ++g) {
+        p.tiles.push_back({b, g, std::max(0, end - TILE_ROWS), end});
+        const Tile& t = p.tiles.back();
+        if (tables.fresh(b) <= FEW) cut += spans_of(a, t);
+        work += 2.0 * t.rows() * tables.count(b, g) * a.kv.S * a.kv.D;
       }
+  p.alone = work < WORTH_WAKING;
+
+  const int stretch = int(std::max<int64_t>(1, cut / (STRETCHES * threads)));
+  std::vector<Job> parts;
+  for (int i = 0; i < int(p.tiles.size()); ++i) {
+    const Tile& t = p.tiles[i];
+    const int spans = spans_of(a, t);
+    p.records.push_back(p.partial_floats);
+    if (tables.fresh(t.b) > FEW || spans <= stretch) {
+      p.jobs.push_back({i, 0, spans});
+      continue;
     }
+    for (int first = 0; first < spans; first += stretch) parts.push_back({i, first, std::min(spans, first + stretch)});
+    p.partial_floats += int64_t(spans) * t.rows() * record_size(a.kv.D);
   }
   p.jobs.insert(p.jobs.end(), parts.begin(), parts.end());
-  p.alone = work < WORTH_WAKING;
   return p;
 }
 
