@@ -1,6 +1,6 @@
 """Requests run together, and under a cap so small that some are preempted: are the tokens those that each gives alone?
 
-    .venv/bin/python tools/company.py [--model smollm2] [--requests 64] [--longest 300] [--new 24] [--cap 24MiB]
+    .venv/bin/python tools/company.py [--model smollm2] [--requests 64] [--longest 120] [--new 48] [--cap 16MiB]
 
 Float32, greedy, prompts of mixed lengths cut from this project's licence. The accountant looks after every step.
 """
@@ -35,9 +35,9 @@ def main() -> int:
     args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     args.add_argument("--model", default="smollm2")
     args.add_argument("--requests", type=int, default=64)
-    args.add_argument("--longest", type=int, default=300)
-    args.add_argument("--new", type=int, default=24)
-    args.add_argument("--cap", default="24MiB")
+    args.add_argument("--longest", type=int, default=120)
+    args.add_argument("--new", type=int, default=48)
+    args.add_argument("--cap", default="16MiB")
     a = args.parse_args()
     params, rng = SamplingParams(max_tokens=a.new, temperature=0, ignore_eos=True), random.Random(0)
     plenty = watched(LLM(a.model, dtype="float32"))
