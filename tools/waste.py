@@ -44,7 +44,7 @@ def main() -> None:
     args.add_argument("--model", choices=SHAPES, default="smollm2")
     args.add_argument("--requests", type=int, default=10**9)
     args.add_argument("--longest", type=int, default=8192)
-    args.add_argument("--page-size", type=int, default=32)
+    args.add_argument("--page-size", type=int, default=64)
     a = args.parse_args()
     with open(a.trace, encoding="utf-8") as lines:
         pairs = [(r["input_length"], r["output_length"]) for r in map(json.loads, lines)]

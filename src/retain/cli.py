@@ -44,7 +44,7 @@ def parser() -> Parser:
     shared.add_argument(
         "--kv-memory", metavar="SIZE", help="hard cap of the KV pool, such as 512MiB (default: half the free memory)"
     )
-    shared.add_argument("--page-size", type=int, metavar="N", help="slots of a page (default 32)")
+    shared.add_argument("--page-size", type=int, metavar="N", help="slots of a page (default 64)")
     shared.add_argument("--step-tokens", type=int, metavar="N", help="fresh tokens of a step at most (default 512)")
     shared.add_argument(
         "--context", type=int, metavar="N", help="plan for texts of at most N tokens (default: the model's)"

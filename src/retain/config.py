@@ -22,7 +22,7 @@ class Config:
     dtype: str = "bfloat16"  # or float32, the mode in which equalities are tested
     kv_policy: str = "full"  # of layers that see everything; sliding layers are rings always
     kv_memory: int | None = None  # hard cap of the pool
-    page_size: int = 32  # slots of a page
+    page_size: int = 64  # slots of a page
     max_requests: int = 64  # running at once
     step_tokens: int = 512  # fresh tokens of a step, at most
     context: int | None = None  # shorter than the model's own, to plan for less

@@ -143,8 +143,9 @@ class Cache:
             taken = self.pool.take(n)
             self.kv.pos[torch.from_numpy(taken).long()] = -1  # whoever had them before left positions behind
             j = np.arange(want.max())
-            layer, place = np.nonzero((j >= had[:, None]) & (j < want[:, None]))
-            self.pages[row, layer, :, place] = taken.reshape(-1, G)
+            new = (j >= had[:, None]) & (j < want[:, None])  # [L, n]
+            new = np.repeat(new[:, None], G, axis=1)  # [L, G, n]
+            self.pages[row, :, :, : len(j)][new] = np.sort(taken)  # a head's pages side by side, as far as they go
             self.counts[row] = want[:, None]
             np.maximum(self.peaks[row], self.counts[row], out=self.peaks[row])
         full = want * S >= self.capacity[row]
