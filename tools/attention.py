@@ -1,8 +1,8 @@
-"""Decode attention alone: the cpu backend on SmolLM2's shape, 30 layers, one request, 4096 slots, bfloat16.
+"""Decode attention alone: the cpu backend on SmolLM2's shape, 30 layers, one request, 4096 slots, bf16.
 
     .venv/bin/python tools/attention.py
 
-Python's share of the calls is counted. Pages lie where the pool and the cache put them for a prompt paid in chunks of 512.
+Python's share of the calls is counted. Pages lie where pool and cache put them for a prompt paid 512 tokens at a time.
 """
 
 from __future__ import annotations
