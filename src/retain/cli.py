@@ -42,7 +42,9 @@ def parser() -> Parser:
     shared.add_argument("--dtype", help="bfloat16 (default) or float32")
     shared.add_argument("--kv-policy", metavar="P", help="full (default) or ring:window=N")
     shared.add_argument(
-        "--kv-memory", metavar="SIZE", help="hard cap of the KV pool, such as 512MiB (default: half the free memory)"
+        "--kv-memory",
+        metavar="SIZE",
+        help="hard cap of the KV pool, such as 512MiB (default: 4GiB, where there is as much)",
     )
     shared.add_argument("--page-size", type=int, metavar="N", help="slots of a page (default 64)")
     shared.add_argument("--step-tokens", type=int, metavar="N", help="fresh tokens of a step at most (default 512)")

@@ -75,7 +75,8 @@ class LLM:
             raise ValueError(f"context {c.context} is longer than the model's own, {spec.context}")
         self.context = c.context or spec.context
         shape = Shape(spec.kv_heads, spec.head_dim, spec.windows)
-        memory = c.kv_memory or affordable_memory()
+        whole = spec.layers * spec.kv_heads * -(-self.context // c.page_size)  # pages
+        memory = c.kv_memory or affordable_memory(whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype))
         self.cache = Cache(shape, backend, dtype, memory, c.page_size, c.max_requests, self.context, c.step_tokens)
         self.engine = Engine(Runner(self.model, self.cache, backend), self.cache, c.step_tokens)
         self.load_s = perf_counter() - started
@@ -211,9 +212,9 @@ class LLM:
         }
 
 
-def affordable_memory() -> int:
-    """Half of the memory that is free now, in bytes:
-
-    the pool's cap where none is chosen. Pages cost nothing until used.
+def affordable_memory(whole: int) -> int:
+    """The pool's cap where none is chosen, in bytes: 4 GiB, or `whole` (one request of the longest context) where that
+    is more, but at most half of the memory that is free now. K and V cost nothing until they are written.
     """
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(free // 2, max(4 * 2**30, whole))
