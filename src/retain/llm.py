@@ -105,9 +105,9 @@ class LLM:
         return [self._answer(*pair) for pair in asked]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """One answer, piece by piece as its tokens come;
+        """One answer, piece by piece as its tokens come, the whole of it with the last piece.
 
-        the last piece carries the whole. Closing it cancels the request.
+        Closing the stream cancels the request.
         """
         request, text = self._request(prompt, params or SamplingParams(), 0)
         self.engine.add(request)
@@ -159,9 +159,9 @@ class LLM:
         return Request(ids, params, self.policy, max_tokens, stop_ids, watch), text
 
     def longest_answer(self, prompt: int) -> int:
-        """Tokens that can follow a prompt of so many:
+        """How many tokens can follow a prompt of so many.
 
-        to the end of the context, or as far as the empty pool reaches.
+        To the end of the context, or as far as the empty pool reaches.
         """
         lo, hi = 1, max(self.context - prompt, 1)
         while lo < hi:

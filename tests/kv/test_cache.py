@@ -1,5 +1,6 @@
 """The cache's closed form against its definition: what a query sees is exactly its window, in every layer and head."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +144,16 @@ def test_priority_is_the_definition_of_the_ring():
             kept.pop(int(policy.priority(torch.tensor([[kept]]), None, p).argmin()))
         alive = [q for q in held(cache, row, 0, 0) if p - q < cache.window[row, 0]]
         assert sorted(alive) == kept
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_the_cache_carries_out_every_policy_there_is(name):
+    """What has a budget must forget the oldest first, for that is what slot = pos mod capacity does."""
+    cls = policies.importlib.import_module(f"retain.kv.policies.{name}").Policy
+    policy = cls(**{f.name: 24 for f in dataclasses.fields(cls)})
+    if policy.budget is not None:
+        pos = torch.randperm(100).int().view(2, 2, 25)  # [L, G, S]
+        assert torch.equal(policy.priority(pos, torch.rand(2, 2, 25), 100).argsort(-1), pos.argsort(-1))
 
 
 @pytest.mark.parametrize("name", policies.names())

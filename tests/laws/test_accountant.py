@@ -1,6 +1,6 @@
-"""Law 6: the accountant balances after every step of a random schedule;
+"""Law 6: the accountant balances after every step of a random schedule.
 
-nobody starves, nobody writes into another's page.
+Nobody starves, and nobody writes into another's page.
 """
 
 import numpy as np

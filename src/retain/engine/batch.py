@@ -1,6 +1,6 @@
-"""One step as flat tensors:
+"""One step as flat tensors: the fresh tokens of all requests, one behind the other.
 
-the fresh tokens of all requests, one behind the other. What is not known here: why these requests.
+What is not known here: why these requests.
 """
 
 from __future__ import annotations

@@ -84,10 +84,7 @@ class Scheduler:
             yield request
 
     def _admissible(self, request: Request) -> bool:
-        """Its whole debt fits beside one more page for each that runs;
-
-        so what is admitted is seldom preempted at once.
-        """
+        """Its whole debt fits beside one more page for each that runs, so it is seldom preempted at once."""
         spare = len(self.running) * self.purse.cost(request.policy, 1, 1)
         cost = self.purse.cost(request.policy, len(request.tokens), request.owed)
         return self.purse.free_rows > 0 and cost + spare <= self.purse.free_pages

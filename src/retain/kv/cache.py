@@ -85,10 +85,7 @@ class Cache:
     # ---- what a request would cost -------------------------------------------------------------------------------
 
     def windows(self, policy: Policy) -> Ints:
-        """How far each layer sees under a policy:
-
-        the model's own window, or the policy's where that is shorter. [L].
-        """
+        """How far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
         bound = policy.budget or NO_WINDOW
         return np.array([min(w or NO_WINDOW, bound) for w in self.shape.windows], np.int32)
 

@@ -5,8 +5,9 @@ A file defines `class Policy`, a frozen dataclass whose fields are its options o
     budget      slots that a head keeps, or None for all
     priority(pos, mass, now) -> Tensor     over [L, G, S]: the slots with the lowest priority are forgotten first
 
-`priority` is the definition. Where it is the position itself the cache uses the closed form, slot = pos mod capacity,
-and nothing is ever looked for (tests/laws shows that both keep the same tokens).
+`priority` is the definition. Where it rises with the position the cache uses the closed form, slot = pos mod capacity,
+and nothing is ever looked for (tests/kv shows that both keep the same tokens). Scores that do not are not carried out
+yet, and a test refuses a file with one.
 """
 
 from __future__ import annotations
