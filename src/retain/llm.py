@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -147,7 +147,7 @@ class LLM:
                 f"at most {room} fit"
             )
         if params.seed is not None and i:
-            params = SamplingParams(**(asdict(params) | {"seed": params.seed + i}))  # n answers must differ
+            params = replace(params, seed=params.seed + i)  # n answers must differ
         text = self.tokenizer.stream(params.stop)
 
         def watch(token: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
 
@@ -75,11 +75,6 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Some token's logit depends on the tokens before."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-    @classmethod
-    def options(cls) -> list[str]:
-        """The names of all fields."""
-        return [f.name for f in fields(cls)]
 
 
 class Why(Enum):

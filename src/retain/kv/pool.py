@@ -26,7 +26,7 @@ class Pool:
             n_pages - 1, 0, -1, dtype=np.int32
         )  # free pages are stack[:free], the last given first out
         self.free = n_pages - 1
-        self.peak = 0  # most pages in use at once, since the start or `reset_peak`
+        self.peak = 0  # most pages in use at once, since the start
 
     @property
     def used(self) -> int:
@@ -53,10 +53,6 @@ class Pool:
         freed = pages[self.refs[pages] == 0]
         self.stack[self.free : self.free + len(freed)] = freed
         self.free += len(freed)
-
-    def reset_peak(self) -> None:
-        """Start a new measurement of the peak."""
-        self.peak = self.used
 
     def check(self, held: Pages) -> None:
         """The accountant: `held` names every page once for each table that holds it. Raises AssertionError."""
