@@ -122,6 +122,9 @@ class Tiny:
         into = shape[0] if self.config["model_type"] == "gpt2" and name != "lm_head.weight" else shape[1]
         return x * 2 / into**0.5
 
+    def quanta(self, name: str, transposed: bool = False) -> None:
+        return None
+
 
 def llama(c: dict[str, Any], prefix: str = "model.") -> Shapes:
     E, F, D, V = c["hidden_size"], c["intermediate_size"], c["head_dim"], c["vocab_size"]

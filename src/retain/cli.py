@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from retain.engine.request import SamplingParams
     from retain.llm import LLM, Answer
 
-ENGINE = ("dtype", "kv_policy", "kv_memory", "page_size", "step_tokens", "context", "backend")
+ENGINE = ("dtype", "weights", "kv_policy", "kv_memory", "page_size", "step_tokens", "context", "backend")
 SAMPLING = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "stop", "ignore_eos", "logprobs"),
@@ -40,6 +40,7 @@ def parser() -> Parser:
         "--model", required=True, help="smollm2, gemma3, a .gguf file, a Hugging Face folder, or a hub id"
     )
     shared.add_argument("--dtype", help="bfloat16 (default) or float32")
+    shared.add_argument("--weights", metavar="W", help="auto (default: as the file has them), bf16, int8 or int4")
     shared.add_argument("--kv-policy", metavar="P", help="full (default) or ring:window=N")
     shared.add_argument(
         "--kv-memory",

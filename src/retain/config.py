@@ -20,6 +20,7 @@ class Config:
 
     model: str
     dtype: str = "bfloat16"  # or float32, the mode in which equalities are tested
+    weights: str = "auto"  # of matrices: as the file has them; or bf16, int8, int4
     kv_policy: str = "full"  # of layers that see everything; sliding layers are rings always
     kv_memory: int | None = None  # hard cap of the pool
     page_size: int = 64  # slots of a page
@@ -31,6 +32,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype {self.dtype!r} is not supported: choose float32 or bfloat16")
+        check_weights(self.weights, self.dtype)
         for name in ("page_size", "max_requests", "step_tokens", "kv_memory", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -42,6 +44,14 @@ class Config:
                 f"step_tokens ({self.step_tokens}) must exceed max_requests ({self.max_requests}), "
                 "or prompts would starve"
             )
+
+
+def check_weights(weights: str, dtype: str) -> None:
+    """Raise ValueError for a kind of weights that there is not, or that contradicts the dtype."""
+    if weights not in ("auto", "bf16", "int8", "int4"):
+        raise ValueError(f"weights {weights!r} is not supported: choose auto, bf16, int8 or int4")
+    if dtype == "float32" and weights != "auto":
+        raise ValueError(f"weights {weights!r} contradicts dtype float32, which means float32 everywhere")
 
 
 def size(text: str | int) -> int:

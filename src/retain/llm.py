@@ -68,7 +68,9 @@ class LLM:
         backend = kernels.load(c.backend)
         dtype: torch.dtype = getattr(torch, c.dtype)
         path = find(model)
-        self.model = models.build(open_weights(path, dtype, progress))
+        # Dense whatever c.weights says, until there are kernels that multiply by quanta: torch is slow at it.
+        dense = "auto" if dtype == torch.float32 else "bf16"
+        self.model = models.build(open_weights(path, dtype, dense, progress))
         self.tokenizer = Tokenizer.open(path)
         spec = self.model.spec
         if c.context and c.context > spec.context:

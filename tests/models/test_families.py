@@ -235,6 +235,9 @@ class Renamed:
     def read(self, name: str) -> Tensor:
         return self.source.read(self.old[name])
 
+    def quanta(self, name: str, transposed: bool = False) -> None:
+        return None
+
 
 @pytest.mark.parametrize(
     ("family", "old", "new"),

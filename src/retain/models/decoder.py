@@ -11,14 +11,16 @@ Letters: T tokens of the step, E hidden size, H query heads, G kv heads, R = H /
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retain.models.matrix import Matrix, rows, stack
 from retain.models.rope import Angles, Rope
 from retain.models.weights import Weights
 
@@ -54,14 +56,17 @@ def multi_head(vocab: int, hidden: int, heads: int, layers: int, context: int) -
 
 
 class Linear:
-    """y = x W^T + b; weight [out, in]."""
+    """y = x W^T + b; weight [out, in], dense or quantised."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+    def __init__(self, weight: Matrix, bias: Tensor | None = None):
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
-        return F.linear(x, self.weight, self.bias)
+        """[T, in] -> [T, out]. Quanta are multiplied in float32: this is what kernels are held to, and slow."""
+        if isinstance(self.weight, Tensor):
+            return F.linear(x, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), self.weight.dense(), bias).to(x.dtype)
 
 
 def optional(w: Weights, name: str) -> Tensor | None:
@@ -73,12 +78,56 @@ def optional(w: Weights, name: str) -> Tensor | None:
 
 def linear(w: Weights, *names: str, transposed: bool = False) -> Linear:
     """The linear layers of these names stacked into one product (q over k over v). `transposed`: stored [in, out]."""
-    weights = [w[f"{n}.weight"] for n in names]
+    weights = [w.matrix(f"{n}.weight", transposed=transposed) for n in names]
     biases = [w[f"{n}.bias"] for n in names if f"{n}.bias" in w]
     if biases and len(biases) != len(names):
         raise ValueError(f"some but not all of {', '.join(names)} have a bias")
-    weights = [m.T.contiguous() for m in weights] if transposed else weights
-    return Linear(*(ts[0] if len(ts) == 1 else torch.cat(ts) for ts in (weights, biases) if ts))
+    return Linear(stack(weights), torch.cat(biases) if biases else None)
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """What a linear layer gives, held between -at and at."""
+
+    linear: Linear
+    at: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return self.linear(x).clamp(-self.at, self.at)
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Parts one after another."""
+
+    parts: tuple[Part, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in of the first] -> [T, out of the last]."""
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """project(table[id]) * scale + places[pos + offset], each where it is there; only those rows are dequantised."""
+
+    table: Matrix  # [V, E'], E' = E unless projected
+    scale: float = 1.0
+    places: Tensor | None = None  # learned positions [offset + context, E]
+    offset: int = 0
+    project: Linear | None = None  # [E, E']
+    dtype: torch.dtype = torch.bfloat16  # of what comes out of a quantised table
+
+    def __call__(self, ids: Tensor, pos: Tensor) -> Tensor:
+        """Tokens and their positions, int64 [T] both -> [T, E]."""
+        found = rows(self.table, ids)  # [T, E']
+        x = found if isinstance(found, Tensor) else found.dense(self.dtype)
+        x = self.project(x) if self.project else x
+        x = x * self.scale if self.scale != 1 else x
+        return x if self.places is None else x + F.embedding(pos + self.offset, self.places)
 
 
 class RMSNorm:
@@ -108,28 +157,32 @@ def layer_norm(w: Weights, name: str, eps: float) -> LayerNorm:
     return LayerNorm(w[f"{name}.weight"], optional(w, f"{name}.bias"), eps)
 
 
-def activation(name: str) -> Part:
-    """The activation that a config names. Raises ValueError for one that is not known here."""
-    if name in ("silu", "swish"):
-        return F.silu
-    if name == "relu":
-        return F.relu
-    if name == "gelu":
-        return F.gelu
-    if name in ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"):
-        return lambda x: F.gelu(x, approximate="tanh")
-    raise ValueError(f"activation {name!r} is not supported")
+ACTIVATIONS: Mapping[str, Part] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+SYNONYMS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+
+
+def activation(name: str) -> str:
+    """The one of ACTIVATIONS that a config names. Raises ValueError for one that is not known here."""
+    known = SYNONYMS.get(name, name)
+    if known not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is not supported")
+    return known
 
 
 class MLP:
-    """down(act(up(x)))."""
+    """down(act(up(x))). `act` is one of ACTIVATIONS, whatever the config called it."""
 
     def __init__(self, up: Linear, down: Linear, act: str):
         self.up, self.down, self.act = up, down, activation(act)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""
-        return self.down(self.act(self.up(x)))
+        return self.down(ACTIVATIONS[self.act](self.up(x)))
 
 
 class GatedMLP:
@@ -141,7 +194,7 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.act(gate) * up)
+        return self.down(ACTIVATIONS[self.act](gate) * up)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,9 +256,9 @@ class Decoder:
     """A whole model: `forward` for all fresh tokens, `logits` for the few that are sampled from."""
 
     spec: Spec
-    embed: Callable[[Tensor, Tensor], Tensor]  # ids [T], pos [T] -> [T, E]
+    embed: Embedding
     layers: Sequence[Layer]
-    norm: Part
+    norm: Part | None
     head: Part
     ropes: Sequence[Rope] = ()  # all that the layers turn by
 
@@ -219,22 +272,13 @@ class Decoder:
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states [N, E] -> float32 logits [N, V]."""
-        return self.head(self.norm(x)).float()
+        return self.head(self.norm(x) if self.norm else x).float()
 
 
-def embedding(table: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Token embedding, table [V, E]."""
-    return lambda ids, pos: F.embedding(ids, table)
-
-
-def embedding_with_positions(table: Tensor, places: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Token embedding, table [V, E], plus a learned one for every position, places [context, E]."""
-    return lambda ids, pos: F.embedding(ids, table) + F.embedding(pos, places)
-
-
-def head(w: Weights, name: str, table: Tensor, tied: bool) -> Linear:
-    """The output layer: the embedding again where they are tied, else the file's own."""
-    return Linear(table, optional(w, f"{name}.bias")) if tied else linear(w, name)
+def head(w: Weights, name: str, table: Matrix, tied: bool) -> Linear:
+    """The output layer: where they are tied the embedding again, the same object, else the file's own."""
+    weight = table if tied else w.matrix(f"{name}.weight", embedding=True)
+    return Linear(weight, optional(w, f"{name}.bias"))
 
 
 def below(w: Weights, name: str, *prefixes: str) -> Weights:

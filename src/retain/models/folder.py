@@ -57,6 +57,9 @@ class Folder:
             )
         return tensor
 
+    def quanta(self, name: str, transposed: bool = False) -> None:
+        """Nothing here is quantised."""
+
     def _files(self) -> dict[Path, set[str] | None]:
         """The files with weights, and which tensors to take from each; None for all."""
         if (whole := self.path / "model.safetensors").is_file():

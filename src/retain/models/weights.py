@@ -1,7 +1,8 @@
-"""The tensors of one model under their Hugging Face names, read from whatever file holds them, in one dtype.
+"""The tensors of one model under their Hugging Face names, read from whatever file holds them.
 
-A source is a file format: models/gguf/ or models/folder.py. It has `config` (what config.json says), `names()` and
-`read(name)`. Nothing is unpickled. What is not known here: what the tensors mean.
+Tensors are of one dtype; matrices stay quantised, or become so, as is chosen. A source is a file format: models/gguf/
+or models/folder.py. It has `config` (what config.json says), `names()`, `read(name)` and `quanta(name)`. Nothing is
+unpickled. What is not known here: what the tensors mean.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from retain.config import check_weights
+from retain.models.matrix import Int4, Int8, Matrix, Quanta, fits, int4, int8
 
 
 class Source(Protocol):
@@ -28,15 +32,31 @@ class Source(Protocol):
         """One tensor, dequantised; float32, float16 or bfloat16. Raises ValueError when the file is damaged."""
         ...
 
+    def quanta(self, name: str, transposed: bool = False) -> Quanta | None:
+        """The quanta [out, in] of a matrix that is quantised in the file, else None. `transposed`: `read` is [in, out].
+
+        Raises ValueError when the file is damaged.
+        """
+        ...
+
 
 class Weights:
-    """`w["lm_head.weight"]` is a tensor of `dtype`; `"lm_head.bias" in w`; `w.at("model.layers.3.")` is a part."""
+    """`w["model.norm.weight"]` is a tensor of `dtype`; `"lm_head.bias" in w`; `w.at("model.layers.3.")` is a part.
+
+    `w.matrix("lm_head.weight")` is of the kind that `weights` says: auto (as the file has it, dense where that is not
+    quantised), bf16 (dense), int8, or int4 (embeddings and heads int8). What is dense is of `dtype`.
+    """
 
     def __init__(
-        self, source: Source, dtype: torch.dtype, prefix: str = "", read: Callable[[int], None] = lambda n: None
+        self,
+        source: Source,
+        dtype: torch.dtype,
+        weights: str = "auto",
+        prefix: str = "",
+        read: Callable[[int], None] = lambda n: None,
     ):
         """`read` is told the number of elements after every tensor that was read (for a progress bar)."""
-        self.source, self.dtype, self.prefix, self._read = source, dtype, prefix, read
+        self.source, self.dtype, self.weights, self.prefix, self._read = source, dtype, weights, prefix, read
         self.config = source.config
         self._names = source.names()
 
@@ -44,18 +64,47 @@ class Weights:
         return self.prefix + name in self._names
 
     def __getitem__(self, name: str) -> Tensor:
+        tensor = self.source.read(self._known(name)).to(self.dtype)
+        self._read(tensor.numel())
+        return tensor
+
+    def matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Matrix:
+        """A matrix [out, in], or an `embedding` (or head) [V, E]. `transposed`: the tensor is stored [in, out].
+
+        What is not as chosen is quantised from its numbers, unless its groups are not whole: then it is dense.
+        """
+        full = self._known(name)
+        matrix = self._matrix(full, embedding, transposed)
+        self._read(matrix.shape.numel())
+        return matrix
+
+    def at(self, prefix: str) -> Weights:
+        """The same weights, names taken below a prefix."""
+        return Weights(self.source, self.dtype, self.weights, self.prefix + prefix, self._read)
+
+    def _known(self, name: str) -> str:
+        """The whole name of a tensor. Raises ValueError where there is none."""
         full = self.prefix + name
         if full not in self._names:
             raise ValueError(
                 f"the model file has no tensor {full!r}: it is damaged, or not a {self.config.get('model_type')} model"
             )
-        tensor = self.source.read(full).to(self.dtype)
-        self._read(tensor.numel())
-        return tensor
+        return full
 
-    def at(self, prefix: str) -> Weights:
-        """The same weights, names taken below a prefix."""
-        return Weights(self.source, self.dtype, self.prefix + prefix, self._read)
+    def _matrix(self, name: str, embedding: bool, transposed: bool) -> Matrix:
+        exact = self.weights == "bf16" or (self.weights == "auto" and self.dtype == torch.float32)
+        stored = None if exact else self.source.quanta(name, transposed)
+        four = self.weights == "int4" and not embedding
+        if stored is not None and (self.weights == "auto" or isinstance(stored, Int4 if four else Int8)):
+            return stored
+        numbers = self.source.read(name)
+        dense = numbers.T.contiguous() if transposed else numbers  # [out, in]
+        if self.weights in ("auto", "bf16") or not fits(dense):
+            return dense.to(self.dtype)
+        try:
+            return int4(dense) if four else int8(dense)
+        except ValueError as e:
+            raise ValueError(f"the tensor {name!r} cannot be quantised: {e}") from e
 
 
 def open_source(path: Path) -> Source:
@@ -71,14 +120,16 @@ def open_source(path: Path) -> Source:
     raise ValueError(f"{path} does not exist: give a .gguf file or a Hugging Face folder")
 
 
-def open_weights(path: Path, dtype: torch.dtype, progress: bool = False) -> Weights:
-    """The weights at a path, to be read as `dtype`. `progress` shows a bar on stderr, where that is a terminal.
+def open_weights(path: Path, dtype: torch.dtype, weights: str = "auto", progress: bool = False) -> Weights:
+    """The weights at a path, to be read as `dtype`, their matrices as `weights` says (see `Weights`).
 
-    Raises ValueError as `open_source` does; a tensor that is damaged shows when it is read.
+    `progress` shows a bar on stderr, where that is a terminal. Raises ValueError as `open_source` does, and for
+    weights that are not known or not for this dtype; a tensor that is damaged shows when it is read.
     """
+    check_weights(weights, str(dtype).removeprefix("torch."))
     source = open_source(path)
     if not (progress and sys.stderr.isatty()):
-        return Weights(source, dtype)
+        return Weights(source, dtype, weights)
     from tqdm import tqdm
 
     names = source.names()
@@ -89,4 +140,4 @@ def open_weights(path: Path, dtype: torch.dtype, progress: bool = False) -> Weig
         if bar.n >= len(names):
             bar.close()
 
-    return Weights(source, dtype, read=read)
+    return Weights(source, dtype, weights, read=read)

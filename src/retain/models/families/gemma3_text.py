@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from retain.models.decoder import (
     Attend,
     Attention,
     Decoder,
+    Embedding,
     GatedMLP,
     Part,
     RMSNorm,
@@ -108,12 +108,8 @@ def build_text(w: Weights, config: dict[str, Any]) -> Decoder:
     c, s = {**DEFAULTS, **config}, spec(config)
     eps, act, (far, near) = c["rms_norm_eps"], c["hidden_activation"], ropes(c, s.head_dim)
     m = below(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
-    table = m["embed_tokens.weight"]  # [V, E]
-    scale = torch.tensor(s.hidden**0.5, dtype=table.dtype)  # rounded, as in training: in bfloat16 25.25, not 25.3
-
-    def embed(ids: Tensor, pos: Tensor) -> Tensor:
-        return F.embedding(ids, table) * scale
-
+    scale = torch.tensor(s.hidden**0.5, dtype=m.dtype).item()  # rounded, as in training: in bfloat16 25.25, not 25.3
+    embed = Embedding(m.matrix("embed_tokens.weight", embedding=True), scale, dtype=m.dtype)
     layers = [layer(m.at(f"layers.{i}."), i, s, near if sees else far, eps, act) for i, sees in enumerate(s.windows)]
-    output = head(w, "lm_head", table, c.get("tie_word_embeddings", True))
+    output = head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True))
     return Decoder(s, embed, layers, norm(m, "norm", eps), output, [far, near])

@@ -14,17 +14,18 @@ from retain.models.decoder import (
     MLP,
     Attention,
     Decoder,
+    Embedding,
     Linear,
     PreNorm,
     Spec,
     below,
-    embedding_with_positions,
     head,
     layer_norm,
     linear,
     multi_head,
     need,
 )
+from retain.models.matrix import scale_rows
 from retain.models.weights import Weights
 
 
@@ -48,10 +49,10 @@ def layer(w: Weights, i: int, s: Spec) -> PreNorm:
 
 def shrink_q(qkv: Linear, s: Spec, factor: float) -> Linear:
     """A layer's own factor on q.k, moved into the rows that make q."""
-    by = torch.ones(3 * s.hidden, 1)
+    by = torch.ones(3 * s.hidden)
     by[: s.hidden] = factor
-    weight, bias = qkv.weight, qkv.bias
-    return Linear((weight * by).to(weight.dtype), None if bias is None else (bias * by[:, 0]).to(bias.dtype))
+    bias = qkv.bias
+    return Linear(scale_rows(qkv.weight, by), None if bias is None else (bias * by).to(bias.dtype))
 
 
 def build(w: Weights) -> Decoder:
@@ -59,8 +60,7 @@ def build(w: Weights) -> Decoder:
     c, s = w.config, spec(w.config)
     need(c, add_cross_attention=False)
     m = below(w, "wte.weight", "transformer.", "")
-    table = m["wte.weight"]  # [V, E]
+    embed = Embedding(m.matrix("wte.weight", embedding=True), places=m["wpe.weight"], dtype=m.dtype)
     layers = [layer(m.at(f"h.{i}."), i, s) for i in range(s.layers)]
     norm = layer_norm(m, "ln_f", c["layer_norm_epsilon"])
-    embed = embedding_with_positions(table, m["wpe.weight"])
-    return Decoder(s, embed, layers, norm, head(w, "lm_head", table, c.get("tie_word_embeddings", True)))
+    return Decoder(s, embed, layers, norm, head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True)))

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from retain.models.decoder import (
     MLP,
     Attention,
     Decoder,
+    Embedding,
     Linear,
     Parallel,
     PreNorm,
     Spec,
     below,
-    embedding,
     head,
     layer_norm,
     linear,
     multi_head,
 )
+from retain.models.matrix import rows
 from retain.models.rope import Rope, parameters, rope
 from retain.models.weights import Weights
 
@@ -34,10 +35,8 @@ def spec(c: dict[str, Any]) -> Spec:
 def regroup(qkv: Linear, s: Spec) -> Linear:
     """The file has q, k, v of the first head, then of the second, ...: all of q, then all of k, then all of v."""
 
-    def rows(t: Tensor) -> Tensor:
-        return t.view(s.heads, 3, s.head_dim, -1).transpose(0, 1).reshape(t.shape)  # [H 3 D, ...] -> [3 H D, ...]
-
-    return Linear(rows(qkv.weight), None if qkv.bias is None else rows(qkv.bias))
+    order = torch.arange(qkv.weight.shape[0]).view(s.heads, 3, s.head_dim).transpose(0, 1).flatten()  # [3 H D]
+    return Linear(rows(qkv.weight, order), None if qkv.bias is None else qkv.bias[order])
 
 
 def layer(w: Weights, i: int, s: Spec, turn: Rope) -> Parallel | PreNorm:
@@ -56,8 +55,8 @@ def build(w: Weights) -> Decoder:
     p = {"partial_rotary_factor": c.get("rotary_pct", 0.25), **parameters(c, theta=c.get("rotary_emb_base", 10000.0))}
     turn = rope(int(s.head_dim * p["partial_rotary_factor"]), p)
     m = below(w, "embed_in.weight", "gpt_neox.", "")
-    table = m["embed_in.weight"]  # [V, E]
+    embed = Embedding(m.matrix("embed_in.weight", embedding=True), dtype=m.dtype)
     layers = [layer(m.at(f"layers.{i}."), i, s, turn) for i in range(s.layers)]
     name = "embed_out" if "embed_out.weight" in w else "lm_head"
-    output = head(w, name, table, c.get("tie_word_embeddings", False))
-    return Decoder(s, embedding(table), layers, layer_norm(m, "final_layer_norm", c["layer_norm_eps"]), output, [turn])
+    output = head(w, name, embed.table, c.get("tie_word_embeddings", False))
+    return Decoder(s, embed, layers, layer_norm(m, "final_layer_norm", c["layer_norm_eps"]), output, [turn])

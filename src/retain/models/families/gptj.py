@@ -11,10 +11,10 @@ from retain.models.decoder import (
     MLP,
     Attention,
     Decoder,
+    Embedding,
     Parallel,
     Spec,
     below,
-    embedding,
     head,
     layer_norm,
     linear,
@@ -41,8 +41,8 @@ def build(w: Weights) -> Decoder:
     c, s = w.config, spec(w.config)
     turn = rope(c["rotary_dim"], {"rope_theta": 10000.0, "rope_type": "default"}, pairs=True)
     m = below(w, "wte.weight", "transformer.", "")
-    table = m["wte.weight"]  # [V, E]
+    embed = Embedding(m.matrix("wte.weight", embedding=True), dtype=m.dtype)
     layers = [layer(m.at(f"h.{i}."), i, s, turn) for i in range(s.layers)]
     norm = layer_norm(m, "ln_f", c["layer_norm_epsilon"])
-    output = head(w, "lm_head", table, c.get("tie_word_embeddings", False))
-    return Decoder(s, embedding(table), layers, norm, output, [turn])
+    output = head(w, "lm_head", embed.table, c.get("tie_word_embeddings", False))
+    return Decoder(s, embed, layers, norm, output, [turn])

@@ -14,12 +14,12 @@ import torch
 from retain.models.decoder import (
     Attention,
     Decoder,
+    Embedding,
     GatedMLP,
     PreNorm,
     RMSNorm,
     Spec,
     below,
-    embedding,
     head,
     linear,
     need,
@@ -68,7 +68,7 @@ def build(w: Weights, spec: Callable[[dict[str, Any]], Spec] = spec) -> Decoder:
     need(p, partial_rotary_factor=1.0)
     turn = rope(s.head_dim, p)
     m = below(w, "embed_tokens.weight", "model.", "")
-    table = m["embed_tokens.weight"]  # [V, E]
+    embed = Embedding(m.matrix("embed_tokens.weight", embedding=True), dtype=m.dtype)
     layers = [layer(m.at(f"layers.{i}."), i, s, turn) for i in range(s.layers)]
-    output = head(w, "lm_head", table, c.get("tie_word_embeddings", False))
-    return Decoder(s, embedding(table), layers, RMSNorm(m["norm.weight"], c["rms_norm_eps"]), output, [turn])
+    output = head(w, "lm_head", embed.table, c.get("tie_word_embeddings", False))
+    return Decoder(s, embed, layers, RMSNorm(m["norm.weight"], c["rms_norm_eps"]), output, [turn])

@@ -9,13 +9,12 @@ from typing import Any
 from retain.models.decoder import (
     MLP,
     Attention,
+    Clip,
     Decoder,
-    Linear,
-    Part,
+    Embedding,
     PreNorm,
     Spec,
     below,
-    embedding,
     head,
     layer_norm,
     linear,
@@ -39,15 +38,10 @@ def slopes(heads: int, largest: float) -> tuple[float, ...]:
     return tuple(s if n == heads else (s[1::2] + s[::2])[:heads])
 
 
-def clipped(qkv: Linear, at: float) -> Part:
-    """qkv, held between -at and at."""
-    return lambda x: qkv(x).clamp(-at, at)
-
-
 def layer(w: Weights, i: int, s: Spec) -> PreNorm:
     """One layer, of the weights below blocks.<i>."""
     qkv, at = linear(w, "attn.Wqkv"), (w.config.get("attn_config") or {}).get("clip_qkv")
-    attention = Attention(i, s, clipped(qkv, at) if at else qkv, linear(w, "attn.out_proj"))
+    attention = Attention(i, s, Clip(qkv, at) if at else qkv, linear(w, "attn.out_proj"))
     norm1, norm2 = (layer_norm(w, n, w.config.get("layer_norm_epsilon", 1e-5)) for n in ("norm_1", "norm_2"))
     return PreNorm(norm1, attention, norm2, MLP(linear(w, "ffn.up_proj"), linear(w, "ffn.down_proj"), "gelu"))
 
@@ -59,7 +53,7 @@ def build(w: Weights) -> Decoder:
     need(a := c.get("attn_config") or {}, alibi=True, qk_ln=False, prefix_lm=False)
     need(a, attn_type="multihead_attention", kv_n_heads=s.heads)
     m = below(w, "wte.weight", "transformer.", "")
-    table = m["wte.weight"]  # [V, E]
+    embed = Embedding(m.matrix("wte.weight", embedding=True), dtype=m.dtype)
     layers = [layer(m.at(f"blocks.{i}."), i, s) for i in range(s.layers)]
     norm = layer_norm(m, "norm_f", c.get("layer_norm_epsilon", 1e-5))
-    return Decoder(s, embedding(table), layers, norm, head(w, "lm_head", table, c.get("tie_word_embeddings", True)))
+    return Decoder(s, embed, layers, norm, head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True)))

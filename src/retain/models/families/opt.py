@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from retain.models.decoder import (
     MLP,
     Attend,
     Attention,
+    Chain,
     Decoder,
+    Embedding,
     Layer,
     Part,
     PreNorm,
@@ -63,20 +64,13 @@ def build(w: Weights) -> Decoder:
     c, s = w.config, spec(w.config)
     need(c, layer_norm_elementwise_affine=True)
     m = below(w, "embed_tokens.weight", "model.decoder.", "decoder.")
-    table, places = m["embed_tokens.weight"], m["embed_positions.weight"]  # [V, E'], [2 + context, E]
     narrow = c.get("word_embed_proj_dim") not in (None, s.hidden)  # E' < E: projected on the way in and out
-    enter, leave = (linear(m, f"project_{way}") if narrow else same for way in ("in", "out"))
-    output = head(w, "lm_head", table, c.get("tie_word_embeddings", True))
+    table, places = m.matrix("embed_tokens.weight", embedding=True), m["embed_positions.weight"]
+    enter = linear(m, "project_in") if narrow else None
+    embed = Embedding(table, places=places, offset=2, project=enter, dtype=m.dtype)
+    output: Part = head(w, "lm_head", table, c.get("tie_word_embeddings", True))
+    output = Chain((linear(m, "project_out"), output)) if narrow else output
     last = c.get("do_layer_norm_before", True) and not c.get("_remove_final_layer_norm", False)
-    norm = layer_norm(m, "final_layer_norm", 1e-5) if last else same
+    norm = layer_norm(m, "final_layer_norm", 1e-5) if last else None
     layers = [layer(m.at(f"layers.{i}."), i, s) for i in range(s.layers)]
-
-    def embed(ids: Tensor, pos: Tensor) -> Tensor:
-        return enter(F.embedding(ids, table)) + F.embedding(pos + 2, places)
-
-    return Decoder(s, embed, layers, norm, lambda x: output(leave(x)))
-
-
-def same(x: Tensor) -> Tensor:
-    """A part that is not there."""
-    return x
+    return Decoder(s, embed, layers, norm, output)

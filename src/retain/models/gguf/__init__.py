@@ -1,6 +1,6 @@
 """Weights out of a GGUF file, llama.cpp's format: one file with everything, usually quantised.
 
-header.py finds what is in the file, blocks.py dequantises, configs.py and archs.py translate into
+header.py finds what is in the file, blocks.py makes numbers or quanta of it, configs.py and archs.py translate into
 Hugging Face's language.
 What is not known here: what the tensors mean, and the tokenizer that lies in the metadata (text/ reads that).
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from retain.models.gguf.archs import ARCHS
 from retain.models.gguf.configs import Facts, llama3_scaling
 from retain.models.gguf.header import Header, Stored, Unsupported
+from retain.models.matrix import Quanta, fits, int8
 
 # Written by old converters, read by nobody.
 UNUSED = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
@@ -46,6 +47,21 @@ class GGUF:
         with self._header.checked():
             stem, stored = self._stored[name]
             return self._arch.undo(stem, self._tensor(stored), self.config)
+
+    def quanta(self, name: str, transposed: bool = False) -> Quanta | None:
+        """See models/weights.py. What llama.cpp's converter did to matrices permutes rows, or is what is asked for."""
+        from retain.models.gguf.blocks import quanta
+
+        with self._header.checked():
+            stem, stored = self._stored[name]
+            matrix = quanta(self._header.raw(stored), stored.kind, stored.shape)
+            if matrix is None:
+                return None
+            if (stem in self._arch.turned) != transposed:
+                turned = matrix.dense().T
+                return int8(turned) if fits(turned) else None
+            order = self._arch.order(stem, matrix.shape[0], self.config)
+            return matrix if order is None else matrix.rows(order)
 
     def _named(self) -> dict[str, tuple[str, Stored]]:
         """Hugging Face's name -> what llama.cpp calls the module in its layer, and where the tensor lies."""

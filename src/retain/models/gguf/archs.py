@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from retain.models.gguf.configs import Config, Facts, gemma3, gpt2, gpt_neox, mpt, rotary
@@ -22,7 +23,9 @@ class Arch:
     outer: Mapping[str, str]
     block: str
     inner: Mapping[str, str]
-    undo: Callable[[str, Tensor, Config], Tensor] = lambda name, tensor, config: tensor
+    plus: float = 0.0  # what the converter added to the weights of norms
+    turned: frozenset[str] = frozenset()  # whose matrices Hugging Face keeps [in, out], llama.cpp [out, in]
+    order: Callable[[str, int, Config], Tensor | None] = lambda stem, rows, config: None  # see _llama_heads
 
     def hugging_face(self, name: str, layers: int) -> str | None:
         """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for a name that is not known."""
@@ -35,31 +38,32 @@ class Arch:
             return f"{self.block.format(number)}.{self.inner[stem]}.{leaf}"
         return None
 
-
-def _llama_heads(name: str, x: Tensor, c: Config) -> Tensor:
-    """llama.cpp turns neighbouring pairs: it interleaved the halves of every head of q and k."""
-    if name not in ("attn_q", "attn_k"):
-        return x
-    heads = c["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]
-    return x.reshape(heads, -1, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
-
-
-def _gemma_norms(name: str, x: Tensor, c: Config) -> Tensor:
-    """Gemma multiplies by 1 + weight; llama.cpp's converter added the 1."""
-    return x.float() - 1 if name.endswith("norm") else x
+    def undo(self, stem: str, x: Tensor, config: Config) -> Tensor:
+        """A tensor as Hugging Face has it. Raises RuntimeError where it does not fit the config."""
+        if self.plus and stem.endswith("norm"):
+            return x.float() - self.plus
+        if stem in self.turned and x.ndim == 2:
+            return x.T.contiguous()
+        order = self.order(stem, len(x), config)
+        return x if order is None else x[order]
 
 
-def _conv1d(name: str, x: Tensor, c: Config) -> Tensor:
-    """GPT-2's matrices are [in, out]."""
-    return x.T.contiguous() if x.ndim == 2 and name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down") else x
+def _llama_heads(stem: str, rows: int, c: Config) -> Tensor | None:
+    """llama.cpp turns neighbouring pairs: it interleaved the halves of every head of q and k.
+
+    The place in the file of each of Hugging Face's rows, int64 [rows]; None where it is the same.
+    """
+    if stem not in ("attn_q", "attn_k"):
+        return None
+    heads = c["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
+    return torch.arange(rows).reshape(heads, -1, 2).transpose(1, 2).flatten()
 
 
-def _neox_heads(name: str, x: Tensor, c: Config) -> Tensor:
+def _neox_heads(stem: str, rows: int, c: Config) -> Tensor | None:
     """GPT-NeoX keeps q, k and v of a head together; llama.cpp put all q first, then all k, then all v."""
-    if name != "attn_qkv":
-        return x
-    heads = c["num_attention_heads"]
-    return x.reshape(3, heads, -1, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+    if stem != "attn_qkv":
+        return None
+    return torch.arange(rows).reshape(3, c["num_attention_heads"], -1).transpose(0, 1).flatten()
 
 
 LLAMA_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -82,10 +86,10 @@ GEMMA_NORMS = {
 }
 
 ARCHS: Mapping[str, Arch] = {
-    "llama": Arch(lambda f: rotary(f, "llama"), LLAMA_OUTER, "model.layers.{}", LLAMA_INNER, _llama_heads),
+    "llama": Arch(lambda f: rotary(f, "llama"), LLAMA_OUTER, "model.layers.{}", LLAMA_INNER, order=_llama_heads),
     "qwen2": Arch(lambda f: rotary(f, "qwen2"), LLAMA_OUTER, "model.layers.{}", LLAMA_INNER),
     "qwen3": Arch(lambda f: rotary(f, "qwen3"), LLAMA_OUTER, "model.layers.{}", LLAMA_INNER | HEAD_NORMS),
-    "gemma3": Arch(gemma3, LLAMA_OUTER, "model.layers.{}", LLAMA_INNER | HEAD_NORMS | GEMMA_NORMS, _gemma_norms),
+    "gemma3": Arch(gemma3, LLAMA_OUTER, "model.layers.{}", LLAMA_INNER | HEAD_NORMS | GEMMA_NORMS, plus=1.0),
     "gpt2": Arch(
         gpt2,
         {
@@ -103,7 +107,7 @@ ARCHS: Mapping[str, Arch] = {
             "ffn_up": "mlp.c_fc",
             "ffn_down": "mlp.c_proj",
         },
-        _conv1d,
+        turned=frozenset(("attn_qkv", "attn_output", "ffn_up", "ffn_down")),  # GPT-2 calls them Conv1D
     ),
     "gptneox": Arch(
         gpt_neox,
@@ -117,7 +121,7 @@ ARCHS: Mapping[str, Arch] = {
             "ffn_up": "mlp.dense_h_to_4h",
             "ffn_down": "mlp.dense_4h_to_h",
         },
-        _neox_heads,
+        order=_neox_heads,
     ),
     "mpt": Arch(
         mpt,

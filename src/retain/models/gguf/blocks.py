@@ -1,8 +1,8 @@
-"""Numbers out of ggml's blocks: the three types that make up most of most files in one pass, all others by `gguf`.
+"""Numbers and quanta out of ggml's blocks: the types that make up most of most files in one pass, all others by `gguf`.
 
 The library knows every type, but works sixteen rows at a time, which takes seconds for the 262144 rows of Gemma's
 embedding. Both give the same bits, which a test checks. One thread: torch's would wait for each other wherever the
-machine is busy.
+machine is busy. What is not known here: whose numbers these are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.models.gguf.header import Unsupported
+from retain.models.matrix import Int4, Int8, Quanta, finite, int8
 
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml types that torch has too
 SIZES = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}  # numbers in a block, bytes in a block
@@ -25,6 +26,8 @@ SIMPLE = {  # 32 numbers in a block: a scale d, perhaps a shift m, and quanta q 
     3: np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]),  # Q4_1
     8: np.dtype([("d", "<f2"), ("q", "i1", 32)]),  # Q8_0
 }
+Q5_0 = np.dtype([("d", "<f2"), ("high", "u1", 4), ("q", "u1", 16)])  # the fifth bits are together
+Q4_K = np.dtype([("d", "<f2"), ("m", "<f2"), ("six", "u1", 12), ("q", "u1", (4, 32))])  # 256 numbers, 8 groups
 
 
 def numbers(raw: NDArray[np.uint8], kind: int, shape: tuple[int, ...]) -> Tensor:
@@ -56,3 +59,67 @@ def _simple(blocks: NDArray[Any]) -> NDArray[np.float32]:
         else:
             np.multiply(nibbles.view(np.int8) - 8, d, out=half)
     return out
+
+
+def quanta(raw: NDArray[np.uint8], kind: int, shape: tuple[int, ...]) -> Quanta | None:
+    """The bytes of a tensor of a ggml type -> its quanta as they are in the file; None for what has none.
+
+    Types whose groups are not those of Int4 and Int8 are dequantised and become the nearest Int8. Raises ValueError
+    for a type that cannot be dequantised, and for scales that are not finite in float16.
+    """
+    if len(shape) != 2 or SIZES[kind][0] == 1:
+        return None
+    with np.errstate(all="ignore"):  # what overflows is not finite, and refused
+        if kind == 12:
+            return _four(shape, *_q4_k(raw.view(Q4_K)))
+        if kind == 6:
+            blocks = raw.view(Q5_0)
+            return _eight(shape, _q5_0(blocks), blocks["d"])
+        if kind not in SIMPLE:
+            return int8(numbers(raw, kind, shape))
+        blocks = raw.view(SIMPLE[kind])
+        d, q = blocks["d"], blocks["q"]
+        if q.dtype == np.int8:
+            return _eight(shape, q, d)
+        return _four(shape, _nibbles(q), d, blocks["m"] if "m" in (blocks.dtype.names or ()) else -8 * d)
+
+
+def _four(shape: tuple[int, ...], q: NDArray[Any], scale: NDArray[Any], shift: NDArray[Any]) -> Int4:
+    """One scale and one shift a group, in the order of the file."""
+    return Int4(torch.from_numpy(q).view(shape), _per_group(shape, scale), _per_group(shape, shift))
+
+
+def _eight(shape: tuple[int, ...], q: NDArray[Any], scale: NDArray[Any]) -> Int8:
+    """One scale a group, in the order of the file."""
+    return Int8(torch.from_numpy(np.ascontiguousarray(q)).view(shape), _per_group(shape, scale))
+
+
+def _per_group(shape: tuple[int, ...], x: NDArray[Any]) -> Tensor:
+    """float16 [out, in / 32]. Raises ValueError where one is not finite."""
+    return finite(torch.from_numpy(x.astype(np.float16)).view(shape[0], -1))
+
+
+def _nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Bytes [n, m] -> [n, 2, m]: the lower four bits of all, then the upper."""
+    out = np.empty((len(q), 2, q.shape[1]), np.uint8)
+    np.bitwise_and(q, 15, out=out[:, 0])
+    np.right_shift(q, 4, out=out[:, 1])
+    return out
+
+
+def _q5_0(blocks: NDArray[Any]) -> NDArray[np.int8]:
+    """Blocks [n] -> int8 [n, 32], -16 to 15."""
+    q = np.unpackbits(blocks["high"], axis=1, bitorder="little")  # [n, 32]
+    q <<= 4
+    q |= _nibbles(blocks["q"]).reshape(-1, 32)
+    q -= 16
+    return q.view(np.int8)
+
+
+def _q4_k(blocks: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
+    """Blocks [n] -> quanta uint8 [4 n, 2, 32]; scales and shifts float32 [n, 8], products of 6 bits and the block's."""
+    a, b, c = blocks["six"].reshape(-1, 3, 4).swapaxes(0, 1)  # [n, 4] each: the last four of 8 are in two parts
+    scale = np.concatenate((a & 63, c & 15 | a >> 6 << 4), axis=1)  # [n, 8]
+    shift = np.concatenate((b & 63, c >> 4 | b >> 6 << 4), axis=1)
+    d, m = (blocks[part].astype(np.float32)[:, None] for part in ("d", "m"))
+    return _nibbles(blocks["q"].reshape(-1, 32)), d * scale, -m * shift
