@@ -92,6 +92,8 @@ def bad_inputs(tmp_path):
     yield (*RUN, "--kv-memory", "lots", hello), "512MiB"
     yield (*RUN, "--kv-memory", "64KiB", hello), "kv_memory"
     yield (*RUN, "--dtype", "float8", hello), "bfloat16"
+    yield (*RUN, "--weights", "int3", hello), "auto, bf16, int8 or int4"
+    yield (*RUN, "--weights", "int8", "--dtype", "float32", hello), "float32 everywhere"
     yield (*RUN, "--backend", "abacus", hello), "reference"
     yield (*RUN[:3], "--temperature", "-1", hello), "temperature"
     yield (*RUN[:3], "--top-p", "x", hello), "--top-p"

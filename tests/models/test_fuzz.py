@@ -65,6 +65,7 @@ def everything(path: Path) -> None:
     source = open_source(path)
     for name in source.names():
         source.read(name)
+        source.quanta(name)
     text(path)
 
 
@@ -85,7 +86,14 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize(
     ("model_type", "kind", "vocabulary"),
-    [("llama", "Q4_1", BYTES), ("gemma3_text", "Q8_0", SPM), ("gpt_neox", "Q5_0", BYTES), ("llama", "BF16", SPM)],
+    [
+        ("llama", "Q4_1", BYTES),
+        ("gemma3_text", "Q8_0", SPM),
+        ("gpt_neox", "Q5_0", BYTES),
+        ("llama", "BF16", SPM),
+        ("qwen3", "Q4_0", BYTES),
+        ("llama", "Q5_1", BYTES),
+    ],
 )
 def test_gguf(tmp_path: Path, model_type: str, kind: str, vocabulary: dict[str, Any]) -> None:
     source = tiny_source(model_type, num_hidden_layers=1)
@@ -116,6 +124,7 @@ def test_a_folder(tmp_path: Path) -> None:
         ours = open_source(tmp_path)
         for name in ours.names():
             ours.read(name)
+            ours.quanta(name)
 
     for file, head in (("config.json", 300), ("model-1.safetensors", 1200), (index.name, 600)):
         assert fuzz(use, tmp_path / file, head, cases=400) > 0.2

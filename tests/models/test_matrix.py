@@ -1,0 +1,152 @@
+"""Quantised matrices are what they say, and as near to what they were made of as their steps allow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+
+from retain.models.matrix import Int4, Int8, Matrix, fits, int4, int8, rows, scale_rows, stack
+
+NUMBERS = st.floats(-60000, 60000, width=32) | st.floats(-(2**-10), 2**-10, width=32) | st.floats(5, 6, width=32)
+SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([32, 64, 96]))
+MATRICES = arrays(np.float32, SHAPES, elements=NUMBERS).map(torch.from_numpy)
+
+
+def random(out: int, into: int, seed: int = 0) -> Tensor:
+    return torch.randn(out, into, generator=torch.Generator().manual_seed(seed))
+
+
+def each(x: Tensor) -> Tensor:
+    """One value a group -> one a number."""
+    return x.float().repeat_interleave(32, 1)
+
+
+def rounding(x: Tensor) -> Tensor:
+    """By how much a float16 may differ from what was rounded to it."""
+    return (x.float().abs() * 2**-11).clamp(min=2**-25)
+
+
+def same(a: Matrix, b: Matrix) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and all(torch.equal(x, getattr(b, name)) for name, x in vars(a).items())
+
+
+def test_what_quanta_mean() -> None:
+    """Number by number."""
+    q = torch.arange(128).reshape(2, 64)
+    scale, shift = torch.tensor([[0.5, -2.0], [3.0, 0.0]]).half(), torch.tensor([[1.0, -1.5], [0.0, 7.0]]).half()
+    four, eight = Int4((q % 16).byte(), scale, shift), Int8((q - 128).to(torch.int8), scale)
+    assert four.shape == eight.shape == (2, 64)
+    for o in range(2):
+        for i in range(64):
+            s, m = scale[o, i // 32], shift[o, i // 32]
+            assert four.dense()[o, i] == s * (q[o, i] % 16) + m
+            assert eight.dense()[o, i] == s * (q[o, i] - 128)
+    assert four.dense().dtype == torch.float32
+    assert torch.equal(four.dense(torch.bfloat16), four.dense().bfloat16())
+    assert torch.equal(eight.dense(torch.bfloat16), eight.dense().bfloat16())
+
+
+@settings(deadline=None)
+@given(MATRICES)
+@example(torch.zeros(1, 32))
+@example(torch.full((1, 32), 2.0**-26))
+@example(torch.full((1, 32), -60000.0))
+def test_int8_is_the_nearest(x: Tensor) -> None:
+    m = int8(x)
+    assert (m.q.dtype, m.scale.dtype) == (torch.int8, torch.float16)
+    assert (m.q.shape, m.scale.shape) == (x.shape, (x.shape[0], x.shape[1] // 32))
+    assert m.q.min() >= -127
+    most = x.abs().view(x.shape[0], -1, 32).amax(-1)
+    assert torch.equal(m.scale, (most / 127).half())
+    assert not m.q[each(m.scale) == 0].any()
+    assert ((x - m.dense()).abs() <= each(m.scale.float() / 2 + 127.5 * rounding(m.scale)) * (1 + 1e-5)).all()
+
+
+@settings(deadline=None)
+@given(MATRICES)
+@example(torch.zeros(1, 32))
+@example(torch.full((1, 32), 5.0001))
+@example(torch.full((1, 32), -60000.0))
+def test_int4_is_the_nearest(x: Tensor) -> None:
+    m = int4(x)
+    assert (m.q.dtype, m.scale.dtype, m.shift.dtype) == (torch.uint8, torch.float16, torch.float16)
+    assert (m.q.shape, m.scale.shape, m.shift.shape) == (x.shape, *[(x.shape[0], x.shape[1] // 32)] * 2)
+    assert m.q.max() <= 15
+    groups = x.view(x.shape[0], -1, 32)
+    assert torch.equal(m.shift, groups.amin(-1).half())
+    assert torch.equal(m.scale, ((groups.amax(-1) - groups.amin(-1)) / 15).half())
+    allowed = each(m.scale.float() / 2 + 15.5 * rounding(m.scale) + rounding(m.shift)) * (1 + 1e-5)
+    assert ((x - m.dense()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("make", [int4, int8])
+def test_what_is_exact_stays_exact(make: type) -> None:
+    """Steps of 1: also from bfloat16, and from a matrix that does not lie row by row."""
+    x = (torch.arange(64 * 64).reshape(64, 64) * 7 % 16).float()
+    x[:, ::32], x[:, 1::32] = 0, 15 if make is int4 else 127
+    assert torch.equal(make(x).dense(), x)
+    assert torch.equal(make(x.bfloat16()).dense(), x)
+    assert torch.equal(make(x.T.contiguous().T).dense(), x)
+
+
+@pytest.mark.parametrize(("make", "large"), [(int4, 1e6), (int8, 1e7)])
+def test_what_cannot_be_quantised_is_refused(make: type, large: float) -> None:
+    for number in (large, -large, float("inf"), float("nan")):
+        x = random(2, 64)
+        x[1, 40] = number
+        with pytest.raises(ValueError, match="not finite in float16"):
+            make(x)
+    assert fits(random(2, 64)) and not fits(random(2, 40))
+    with pytest.raises(ValueError, match="40 inputs has no whole groups of 32"):
+        make(random(2, 40))
+
+
+@pytest.mark.parametrize("kind", [Tensor.clone, int4, int8])
+def test_rows(kind: type) -> None:
+    x = kind(random(6, 64))
+    dense = x if isinstance(x, Tensor) else x.dense()
+    for index in ([3, 0, 5], [1, 1], [], list(range(6))):
+        picked = rows(x, torch.tensor(index, dtype=torch.int64))
+        assert type(picked) is type(x)
+        assert torch.equal(picked if isinstance(picked, Tensor) else picked.dense(), dense[index])
+    with pytest.raises(IndexError):
+        rows(x, torch.tensor([6]))
+
+
+@pytest.mark.parametrize("kind", [Tensor.clone, int4, int8])
+def test_rows_are_scaled(kind: type) -> None:
+    x, by = kind(random(3, 64)), torch.tensor([1.0, 0.3, -2.0])
+    before, after = ((m if isinstance(m, Tensor) else m.dense()) for m in (x, scale_rows(x, by)))
+    torch.testing.assert_close(after, before * by[:, None], rtol=2**-10, atol=2**-10)
+    assert torch.equal(after[0], before[0]) and torch.equal(after[2], -2 * before[2])
+
+
+def test_a_stack_of_one_kind_keeps_it() -> None:
+    for kind in (int4, int8):
+        parts = [kind(random(n, 64, seed=n)) for n in (2, 3, 1)]
+        whole = stack(parts)
+        assert type(whole) is type(parts[0])
+        assert torch.equal(whole.dense(), torch.cat([m.dense() for m in parts]))
+        assert stack(parts[:1]) is parts[0]
+    dense = [random(n, 40).bfloat16() for n in (2, 3)]
+    assert same(stack(dense), torch.cat(dense))
+
+
+def test_a_stack_of_two_kinds_is_of_the_widest() -> None:
+    four, eight, dense = int4(random(2, 64)), int8(random(3, 64, seed=1)), random(1, 64, seed=2).bfloat16()
+    for parts in ([four, eight], [eight, four, four]):
+        whole = stack(parts)
+        assert isinstance(whole, Int8)
+        expected = [int8(m.dense()) if isinstance(m, Int4) else m for m in parts]
+        assert torch.equal(whole.dense(), torch.cat([m.dense() for m in expected]))
+    for parts in ([four, dense], [dense, eight, four]):
+        whole = stack(parts)
+        assert isinstance(whole, Tensor) and whole.dtype == torch.bfloat16
+        assert torch.equal(whole, torch.cat([m if isinstance(m, Tensor) else m.dense(torch.bfloat16) for m in parts]))

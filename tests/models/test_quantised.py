@@ -1,0 +1,102 @@
+"""Every family, its matrices quantised, computes what it computes with the dense numbers of the same quanta."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from retain import models
+from retain.models.decoder import ACTIVATIONS, Chain, Linear, activation
+from retain.models.matrix import Int4, Int8, Matrix, int4, int8
+from retain.models.weights import Weights
+from tests.models.test_families import Changes, run, text
+from tests.tiny import tiny_source
+
+CASES: list[tuple[str, Changes]] = [
+    *((family, {}) for family in models.names()),
+    ("llama", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("gpt2", {"n_inner": 40, "tie_word_embeddings": False}),  # 40 inputs stay dense
+    ("mpt", {"attn_config": {"clip_qkv": 0.7}}),
+    ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),  # as OPT-350M
+    ("opt", {"_remove_final_layer_norm": True, "tie_word_embeddings": False}),
+    ("gpt_neox", {"tie_word_embeddings": True, "use_parallel_residual": False}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+]
+case = pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
+
+
+class Dequantised(Weights):
+    """The dense numbers of the quanta."""
+
+    def matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Matrix:
+        m = super().matrix(name, embedding, transposed)
+        return m if isinstance(m, Tensor) else m.dense(self.dtype)
+
+    def at(self, prefix: str) -> Weights:
+        return Dequantised(self.source, self.dtype, self.weights, self.prefix + prefix)
+
+
+@case
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_equals_its_dense_numbers(family: str, changes: Changes, weights: str) -> None:
+    source, texts, steps = tiny_source(family, **changes), [text(24)], [[20], [1], [3]]
+    model, dense = (models.build(W(source, torch.float32, weights)) for W in (Weights, Dequantised))
+    exact = models.build(Weights(source, torch.float32))
+    assert isinstance(model.embed.table, Int8) and isinstance(dense.embed.table, Tensor)
+    assert isinstance(model.layers[1].attention.out.weight, Int8 if weights == "int8" else Int4)  # type: ignore[attr-defined]
+    (ours,), (theirs,), (right,) = (run(m, texts, steps) for m in (model, dense, exact))
+    # GPT-2's factor on q moves into the scales, which are rounded to float16.
+    near = 4e-3 if "scale_attn_by_inverse_layer_idx" in changes else 1e-4
+    torch.testing.assert_close(ours / theirs.std(), theirs / theirs.std(), atol=near, rtol=0)
+    error = (ours - right).std() / right.std()
+    assert (0.001 < error < 0.1) if weights == "int8" else (0.01 < error < 0.7)
+
+
+@case
+def test_a_tied_head_is_the_embedding(family: str, changes: Changes) -> None:
+    for weights in ("auto", "int8"):
+        source = tiny_source(family, **changes)
+        model = models.build(Weights(source, torch.bfloat16, weights))
+        head = model.head.parts[-1] if isinstance(model.head, Chain) else model.head
+        assert isinstance(head, Linear)
+        assert (head.weight is model.embed.table) == ("lm_head.weight" not in source.names())
+
+
+@case
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_what_is_between_stays_bfloat16(family: str, changes: Changes, weights: str) -> None:
+    source, seen = tiny_source(family, **changes), set()
+    model = models.build(Weights(source, torch.bfloat16, weights))
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.update((q.dtype, k.dtype, v.dtype))
+        return q
+
+    x = model.forward(torch.arange(3), torch.arange(3), attend)
+    assert {x.dtype, *seen} == {torch.bfloat16}
+    assert model.logits(x).dtype == torch.float32
+
+
+def test_a_linear_layer_multiplies_in_float32() -> None:
+    x, w, b = (torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in ((5, 64), (8, 64), (8,)))
+    for m in (int4(w), int8(w)):
+        for bias in (None, b.bfloat16()):
+            right = x.bfloat16().float() @ m.dense().T + (0 if bias is None else bias.float())
+            ours = Linear(m, bias)(x.bfloat16())
+            assert ours.dtype == torch.bfloat16
+            torch.testing.assert_close(ours.float(), right, rtol=2**-8, atol=1e-6)
+
+
+def test_activations_have_one_name() -> None:
+    """The lowering of a decoder goes by it."""
+    names = {"silu": "silu swish", "relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new gelu_pytorch_tanh gelu_fast"}
+    assert names.keys() == ACTIVATIONS.keys()
+    for name, others in names.items():
+        assert {activation(other) for other in others.split()} == {name}
+    assert tiny_act("gpt2") == tiny_act("gptj") == tiny_act("gemma3_text") == "gelu_tanh"
+    assert (tiny_act("llama"), tiny_act("opt"), tiny_act("mpt")) == ("silu", "relu", "gelu")
+
+
+def tiny_act(family: str) -> str:
+    return models.build(Weights(tiny_source(family), torch.float32)).layers[0].mlp.act  # type: ignore[attr-defined]
