@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -29,6 +31,13 @@ def each(x: Tensor) -> Tensor:
 def rounding(x: Tensor) -> Tensor:
     """By how much a float16 may differ from what was rounded to it."""
     return (x.float().abs() * 2**-11).clamp(min=2**-25)
+
+
+def no_other_step_is_nearer(x: Tensor, m: Int4 | Int8, least: int, most: int) -> bool:
+    """The steps are chosen against the scale and shift as they are after rounding."""
+    error = (x - m.dense()).abs()
+    others = [replace(m, q=(m.q.int() + by).clamp(least, most).to(m.q.dtype)) for by in (-1, 1)]
+    return all((error <= (x - other.dense()).abs() + x.abs().max() * 2**-20).all() for other in others)
 
 
 def same(a: Matrix, b: Matrix) -> bool:
@@ -67,6 +76,7 @@ def test_int8_is_the_nearest(x: Tensor) -> None:
     assert torch.equal(m.scale, (most / 127).half())
     assert not m.q[each(m.scale) == 0].any()
     assert ((x - m.dense()).abs() <= each(m.scale.float() / 2 + 127.5 * rounding(m.scale)) * (1 + 1e-5)).all()
+    assert no_other_step_is_nearer(x, m, -127, 127)
 
 
 @settings(deadline=None)
@@ -84,6 +94,7 @@ def test_int4_is_the_nearest(x: Tensor) -> None:
     assert torch.equal(m.scale, ((groups.amax(-1) - groups.amin(-1)) / 15).half())
     allowed = each(m.scale.float() / 2 + 15.5 * rounding(m.scale) + rounding(m.shift)) * (1 + 1e-5)
     assert ((x - m.dense()).abs() <= allowed).all()
+    assert no_other_step_is_nearer(x, m, 0, 15)
 
 
 @pytest.mark.parametrize("make", [int4, int8])

@@ -91,7 +91,6 @@ def int8(dense: Tensor) -> Int8:
     x = _whole_groups(dense)  # [out, n, 32]
     scale = _half(x.abs().amax(dim=-1) / 127)  # [out, n]
     q = (x / _divisor(scale)).round_().clamp_(-127, 127)
-    q.mul_(_each(scale) != 0)  # a group of scale 0 is 0, however it is rounded
     return Int8(q.to(torch.int8).flatten(-2), scale)
 
 
@@ -139,7 +138,7 @@ def _half(x: Tensor) -> Tensor:
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """For each number of a group its scale, or 1 where that is 0: [out, n, 1]."""
+    """For each number of a group its scale, but 1 where that is 0, and any step is as near: [out, n, 1]."""
     return _each(scale.masked_fill(scale == 0, 1))
 
 
@@ -150,7 +149,7 @@ def _each(x: Tensor) -> Tensor:
 
 def _groups(x: Tensor) -> Tensor:
     """[out, in] -> [out, n, 32]."""
-    return x.reshape(x.shape[0], -1, GROUP)
+    return x.reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
 
 
 def _whole_groups(dense: Tensor) -> Tensor:
