@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from retain.models.matrix import Int4, Int8, Matrix, fits, int4, int8, rows, scale_rows, stack
+from retain.kernels.matrix import Int4, Int8, Matrix, fits, int4, int8, rows, scale_rows, stack
 
 NUMBERS = st.floats(-60000, 60000, width=32) | st.floats(-(2**-10), 2**-10, width=32) | st.floats(5, 6, width=32)
 SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([32, 64, 96]))

@@ -1,6 +1,6 @@
 """Kernels: the only rooms that touch the bytes of keys and values.
 
-A backend is a folder here and is found by its name: `load("cpu")`. It is a module with five functions, which
+A backend is a folder here and is found by its name: `load("cpu")`. It is a module with six functions, which
 `reference` (plain torch) defines and every other backend must equal:
 
     allocate(n_pages, page_size, head_dim, dtype)  -> KV          room for a pool of pages, every slot a hole
@@ -8,6 +8,10 @@ A backend is a folder here and is found by its name: `load("cpu")`. It is a modu
     attend(q, kv, tables, q_pos, scale, slopes) -> o              look by position
     copy(kv, src, dst)                                            copy whole pages
     available()                                    -> str | None  why this backend cannot run here, or None
+    program()                                      -> Program | None
+
+A program is a whole forward pass as a list of operations (see `Program`); a backend that has none computes layer by
+layer in torch, with `write` and `attend` between.
 
 How K and V lie inside a page is the backend's own affair (`KV.layout` names it); elsewhere a page is opaque bytes.
 Positions are not opaque: `KV.pos` is a plain tensor that the cache reads and punches holes into.
@@ -25,11 +29,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from retain.kernels.matrix import Matrix
 
 NO_WINDOW = 2**31 - 1  # a window that nothing falls out of
 
@@ -60,6 +67,8 @@ class KV:
 class Tables:
     """Whose pages the fresh tokens of a step look at, in one layer. All int32.
 
+    Those of all layers have an L before the shapes of the first three.
+
     pages   [N, G, n]  page numbers of kv head g of the request in row N; entries from `counts` on mean nothing
     counts  [N, G]     how many of them are owned
     windows [N]        how far back the request in row N sees; NO_WINDOW where nothing falls out
@@ -74,6 +83,85 @@ class Tables:
     sinks: Tensor
     rows: Tensor
     starts: Tensor
+
+    def of(self, layer: int) -> Tables:
+        """Those of one layer out of those of all."""
+        return replace(self, pages=self.pages[layer], counts=self.counts[layer], windows=self.windows[layer])
+
+
+class Program(Protocol):
+    """A forward pass as operations over buffers, which are numbers and hold a float32 row for every fresh token.
+
+    Every operation raises ValueError where the widths of its buffers do not fit. `add`: to what `out` holds.
+    """
+
+    def buffer(self, name: str, width: int) -> int:
+        """Rows of `width` numbers. The same name is the same buffer, so layers share them."""
+        ...
+
+    def logits(self, width: int) -> int:
+        """The buffer that `run` returns, [N, width]."""
+        ...
+
+    def lookup(self, out: int, table: Matrix, factor: float = 1.0) -> None:
+        """out = factor * table[id]."""
+        ...
+
+    def lookup_position(self, out: int, table: Matrix, offset: int = 0) -> None:
+        """out += table[position + offset]."""
+        ...
+
+    def normalise(
+        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, add: bool = False
+    ) -> None:
+        """out = norm(x) * weight + bias, by the deviation (`centred`) or the root of the mean square.
+
+        weight [n], or [heads, n] where a row begins with so many heads, each normalised alone.
+        """
+        ...
+
+    def linear(self, x: int, out: int, weight: Matrix, bias: Tensor | None = None, add: bool = False) -> None:
+        """out = x W^T + bias."""
+        ...
+
+    def activate(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
+        """out = act(x[:n]) for act silu, relu, gelu or gelu_tanh; `gated` times x[n : 2 n]."""
+        ...
+
+    def clip(self, x: int, at: float) -> None:
+        """Between -at and at, in place."""
+        ...
+
+    def turn(self, x: int, freqs: Tensor, gain: float, pairs: bool, heads: int, head_dim: int) -> None:
+        """Rotate the first 2 n numbers of the first `heads` heads by position; freqs [n]. See models/rope.py."""
+        ...
+
+    def attend(
+        self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, slopes: Tensor | None
+    ) -> None:
+        """Write k and v of the rows [q | k | v] into their slots, then look; `heads` are H, G, D."""
+        ...
+
+    def pick(self, x: int, out: int) -> None:
+        """Only the rows whose logits are wanted; what follows sees only these."""
+        ...
+
+    def finish(self) -> None:
+        """Nothing more is added: matrices that were packed may go."""
+        ...
+
+    def run(self, kv: KV, tables: Tables, slots: Tensor, ids: Tensor, pos: Tensor, last: Tensor) -> Tensor:
+        """A step: ids int64 [T], pos int32 [T], slots int32 [L, G, T], last int64 [N] -> logits float32 [N, V].
+
+        `tables` are those of all layers: pages [L, N, G, n], counts [L, N, G], windows [L, N]. The next step overwrites
+        the logits.
+        """
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all packed matrices."""
+        ...
 
 
 def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype) -> int:

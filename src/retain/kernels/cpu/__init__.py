@@ -1,4 +1,4 @@
-"""The cpu backend: the same five functions as `reference`, in C++, for every core and instruction set of the host.
+"""The cpu backend: the same functions as `reference`, in C++, for every core and instruction set of the host.
 
 Layout "cpu", chosen so that every load takes neighbours:
 
@@ -9,10 +9,12 @@ Layout "cpu", chosen so that every load takes neighbours:
           ...                                   ...
           D-1  [                      ]         S-1 [                      ]
 
-One dimension of 16 slots is one load of scores, 16 dimensions of one slot one load of values; each is converted to
-float32 once for all R query heads and a whole tile of fresh tokens. Every sum is float32. A row's sum is taken slot by
-slot in spans of 512 slots, and span by span, however the work is shared out: the bits of a request's output depend
-neither on its company, nor on the size of its chunk, nor on the number of threads.
+One dimension of 16 slots is one load of scores, 16 dimensions of one slot one load of values, for all R query heads and
+a whole tile of fresh tokens. In bfloat16 two dimensions of K lie together (D / 2 x S x 2), and two slots of V
+(S / 2 x D x 2), as the processor's dot products of pairs want them; queries and weights are rounded to bfloat16 too,
+sums are float32. A row's sum is taken slot by slot in spans of 512 slots, and span by span, however the work is shared
+out: the bits of a request's output depend neither on its company, nor on the size of its chunk, nor on the number of
+threads.
 
 What is not known here: torch. Tensors reach C++ as addresses and strides, so nothing is built against it. But both use
 the OpenMP library that torch brings, so torch is imported first, and `torch.set_num_threads` holds for both.
@@ -22,11 +24,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch  # before _C: its libgomp must be the one that both use
 from torch import Tensor
 
-from retain.kernels import KV, Tables
+from retain.kernels import KV, Program, Tables
+from retain.kernels.cpu.memory import aligned
 
 try:
     import retain.kernels.cpu._C as _C
@@ -43,6 +45,13 @@ TYPES = (torch.float32, torch.bfloat16)
 def available() -> str | None:
     """Runs wherever its extension was built."""
     return _missing
+
+
+def program() -> Program:
+    """An empty one."""
+    from retain.kernels.cpu.forward import CpuProgram
+
+    return CpuProgram()
 
 
 def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype) -> KV:
@@ -140,11 +149,7 @@ def _pool(kv: KV) -> tuple[int, int, int, int, int, int, bool]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on a cache line, which the system commits only as they are written (torch.zeros would touch them all)."""
-    size = math.prod(shape) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(size + 64, np.uint8))
-    skip = -raw.data_ptr() % 64
-    return raw[skip : skip + size].view(dtype).view(shape)
+    return aligned(math.prod(shape) * dtype.itemsize, zero=True).view(dtype).view(shape)
 
 
 def _shapes(**tensors: Tensor) -> str:

@@ -1,14 +1,8 @@
 // attend: jobs over the cores, records merged span by span, sums divided.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <memory>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #include "kernels.h"
 
@@ -63,49 +57,51 @@ static void clear_strays(const Attend& a) {
   memset(static_cast<char*>(a.o) + end * token, 0, (a.T - end) * token);
 }
 
-static int threads() {
-#ifdef _OPENMP
-  return omp_get_max_threads();
-#else
-  return 1;
-#endif
+void Work::make(const Attend& a, int threads) {
+  plan.make(a, threads);
+  if (partial.size() < size_t(plan.partial_floats)) partial.resize(plan.partial_floats);
+  if (tiles < plan.tiles.size()) {
+    tiles = 2 * plan.tiles.size();
+    done.reset(new std::atomic<int>[tiles]);
+  }
+  for (size_t i = 0; i < plan.tiles.size(); ++i) done[i].store(0, std::memory_order_relaxed);
+}
+
+static void do_job(const Attend& a, Work& work, const Job& job) {
+  // On the stack, for memory fresh from the system costs more to touch than a short job takes.
+  alignas(64) float scratch[SCRATCH], state[TILE_ROWS * MAX_RECORD], records[TILE_ROWS * MAX_RECORD];
+  const Isa& inner = isa();
+  const Tile& t = work.plan.tiles[job.tile];
+  const int D = a.kv.D, spans = spans_of(a, t), mine = job.end - job.begin;
+  if (mine == spans) {
+    clear(state, t.rows(), D);
+    for (int span = 0; span < spans; ++span)
+      if (inner.look(a, t, span, scratch, records)) merge(state, records, t.rows(), D);
+  } else {
+    float* const parts = work.partial.data() + work.plan.records[job.tile];
+    const int64_t size = int64_t(t.rows()) * record_size(D);
+    for (int span = job.begin; span < job.end; ++span)
+      if (!inner.look(a, t, span, scratch, parts + span * size)) clear(parts + span * size, t.rows(), D);
+    if ((work.done[job.tile] += mine) < spans) return;  // whoever comes last merges: no thread waits for another
+    clear(state, t.rows(), D);
+    for (int span = 0; span < spans; ++span) merge(state, parts + span * size, t.rows(), D);
+  }
+  finish(a, t, state);
+}
+
+void attend(const Attend& a, Work& work, Team::Member& me) {
+  me.share(int(work.plan.jobs.size()), 1, [&](int begin, int end) {
+    for (int i = begin; i < end; ++i) do_job(a, work, work.plan.jobs[i]);
+  });
 }
 
 void attend(const Attend& a) {
+  constexpr double WORTH_WAKING = 1 << 17;  // multiply-adds
   check(a);
   clear_strays(a);
-  const Plan p = plan(a, threads());
-  const Isa& inner = isa();
-  const int D = a.kv.D, n_jobs = int(p.jobs.size());
-  const std::unique_ptr<float[]> partial(new float[p.partial_floats]);
-  const std::unique_ptr<std::atomic<int>[]> done(new std::atomic<int>[p.tiles.size()]());  // spans, of each tile
-
-#pragma omp parallel if (!p.alone)
-  {
-    // On the stack, for memory fresh from the system costs more to touch than a short job takes.
-    alignas(64) float scratch[SCRATCH], state[TILE_ROWS * MAX_RECORD], records[TILE_ROWS * MAX_RECORD];
-
-#pragma omp for schedule(dynamic) nowait
-    for (int i = 0; i < n_jobs; ++i) {
-      const Job& job = p.jobs[i];
-      const Tile& t = p.tiles[job.tile];
-      const int spans = spans_of(a, t), mine = job.end - job.begin;
-      if (mine == spans) {
-        clear(state, t.rows(), D);
-        for (int span = 0; span < spans; ++span)
-          if (inner.look(a, t, span, scratch, records)) merge(state, records, t.rows(), D);
-      } else {
-        float* const parts = partial.get() + p.records[job.tile];
-        const int64_t size = int64_t(t.rows()) * record_size(D);
-        for (int span = job.begin; span < job.end; ++span)
-          if (!inner.look(a, t, span, scratch, parts + span * size)) clear(parts + span * size, t.rows(), D);
-        if ((done[job.tile] += mine) < spans) continue;  // whoever comes last merges: no thread waits for another
-        clear(state, t.rows(), D);
-        for (int span = 0; span < spans; ++span) merge(state, parts + span * size, t.rows(), D);
-      }
-      finish(a, t, state);
-    }
-  }
+  Work work;
+  work.make(a, threads());
+  Team::run(work.plan.work < WORTH_WAKING, [&](Team::Member& me) { attend(a, work, me); });
 }
 
 }  // namespace retain

@@ -3,7 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include "kernels.h"
+#include "program.h"
 
 namespace nb = nanobind;
 using namespace retain;
@@ -22,7 +22,82 @@ static Rows rows(Address data, int64_t token, int64_t head, bool bf16) {
   return {at<void>(data), token, head, bf16 ? Type::bfloat16 : Type::float32};
 }
 
+static Packed packed(Address data, int out, int in, int kind) { return {at<char>(data), out, in, Kind(kind)}; }
+
+static void bind_program(nb::module_& m) {
+  nb::class_<Program>(m, "Program")
+      .def(nb::init<>())
+      .def_prop_ro_static("LOGITS", [](nb::handle) { return int(Program::LOGITS); })
+      .def("buffer", &Program::buffer)
+      .def("rope",
+           [](Program& p, Address freqs, int n, float gain, bool neighbours) {
+             return p.rope(at<float>(freqs), n, gain, neighbours);
+           })
+      .def("lookup",
+           [](Program& p, int out, Address data, int rows, int in, int kind, bool by_position, int offset, float factor,
+              bool add) { p.lookup(out, packed(data, rows, in, kind), by_position, offset, factor, add); })
+      .def("normalise",
+           [](Program& p, int in, int out, Address weight, Address bias, float eps, bool centred, int n, int heads,
+              bool add) {
+             p.normalise(in, out, {at<float>(weight), at<float>(bias), eps, centred}, n, heads, add);
+           })
+      .def("linear",
+           [](Program& p, int in, int out, Address data, int rows, int columns, int kind, Address bias, bool add) {
+             p.linear(in, out, packed(data, rows, columns, kind), at<float>(bias), add);
+           })
+      .def("activate",
+           [](Program& p, int in, int out, int kind, int n, bool gated) {
+             p.activate(in, out, Activation(kind), n, gated);
+           })
+      .def("clip", &Program::clip)
+      .def("turn", &Program::turn)
+      .def("attend",
+           [](Program& p, int qkv, int out, int layer, int H, int G, int D, float scale, Address slopes) {
+             p.attend(qkv, out, layer, {H, G, D}, scale, at<float>(slopes));
+           })
+      .def("pick", &Program::pick)
+      .def(
+          "run",
+          [](Program& p, Address pool_k, Address pool_v, Address pool_pos, int64_t n_pages, int S, int D, bool bf16,  //
+             Address ids, Address pos, Address last, Address logits, int T, int N,                                  //
+             Address slots, int64_t slot_layer, int64_t slot_head, int64_t slot_token,                              //
+             Address pages, int64_t page_layer, int64_t page_row, int64_t page_head,                                //
+             Address counts, int64_t count_layer, int64_t count_row, int64_t count_head,                            //
+             Address windows, int64_t window_layer, int64_t window_row, Address sinks, int64_t sink_row,            //
+             Address table_rows, Address starts, int layers, int B, int G, int64_t rows, int64_t n) {
+            p.run({T, N, at<int64_t>(ids), at<int32_t>(pos), at<int64_t>(last), at<float>(logits),
+                   pool(pool_k, pool_v, pool_pos, n_pages, S, D, bf16), at<int32_t>(slots), slot_layer, slot_head,
+                   slot_token,
+                   {at<int32_t>(pages), page_row, page_head, at<int32_t>(counts), count_row, count_head,
+                    at<int32_t>(windows), window_row, at<int32_t>(sinks), sink_row, at<int32_t>(table_rows),
+                    at<int32_t>(starts), B, G, rows, n},
+                   page_layer, count_layer, window_layer, layers});
+          },
+          nb::call_guard<nb::gil_scoped_release>());
+}
+
 NB_MODULE(_C, m) {
+  bind_program(m);
+  m.def(
+      "packed_bytes", [](int out, int in, int kind) { return packed(0, out, in, kind).tile_bytes() * packed(0, out, in, kind).tiles(); });
+  m.def(
+      "pack",
+      [](Address numbers, Address scale, Address shift, Address data, int out, int in, int kind) {
+        pack({at<void>(numbers), at<uint16_t>(scale), at<uint16_t>(shift)}, packed(data, out, in, kind));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  // For tests: one product, and the names of what a number means.
+  m.def(
+      "linear",
+      [](Address data, int out, int in, int kind, Address x, int rows, Address bias, Address y, bool add) {
+        const Packed w = packed(data, out, in, kind);
+        std::vector<char> prepared(w.row_bytes() * rows);
+        Team::run(false, [&](Team::Member& me) {
+          linear(w, at<float>(x), in, rows, prepared.data(), {at<float>(y), out, at<float>(bias), add}, me);
+        });
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
   m.def("isas", [] {
     nb::list names;
     for (const Isa& i : isas()) names.append(i.name);

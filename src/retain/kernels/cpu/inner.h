@@ -25,7 +25,8 @@ constexpr int MAX_HEAD_DIM = 256, MAX_PAGE_SIZE = 512;  // what scratch memory i
 // its request nor on the size of its chunk.
 constexpr int SPAN = 512;
 
-// The memory of a pool. A page of K is [D, S] (one load takes many slots of one dimension), a page of V is [S, D].
+// The memory of a pool. A page of K is [D, S] (one load takes many slots of one dimension), a page of V is [S, D]; in
+// bfloat16 pairs lie together: K [D / 2, S, 2], V [S / 2, D, 2].
 struct Pool {
   void* k;
   void* v;
@@ -43,6 +44,61 @@ struct Rows {
   const void* data;
   int64_t token, head;  // strides, in numbers
   Type type;
+};
+
+// How a weight matrix [out, in] is packed (linear.h says where each number lies).
+enum class Kind : int { float32, bfloat16, int8, int4 };
+constexpr int TILE_OUT = 16, GROUP = 32;  // outputs of a tile; inputs that share a scale
+
+INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+struct Packed {
+  const char* data;  // on a cache line
+  int out, in;
+  Kind kind;
+
+  INLINE int tiles() const { return (out + TILE_OUT - 1) / TILE_OUT; }
+  INLINE int groups() const { return in / GROUP; }
+  // Of the numbers of a tile, without scales.
+  INLINE int64_t number_bytes() const {
+    if (kind == Kind::float32) return int64_t(in) * TILE_OUT * 4;
+    if (kind == Kind::bfloat16) return round_up(in, 2) * TILE_OUT * 2;
+    return int64_t(in) * TILE_OUT / (kind == Kind::int4 ? 2 : 1);
+  }
+  INLINE int64_t scale_bytes() const {
+    if (kind == Kind::float32 || kind == Kind::bfloat16) return 0;
+    return int64_t(groups()) * TILE_OUT * (kind == Kind::int4 ? 4 : 2);
+  }
+  INLINE int64_t tile_bytes() const { return round_up(number_bytes() + scale_bytes(), 64); }
+  // Of one row of activations, prepared for the product with this matrix.
+  INLINE int64_t row_bytes() const {
+    if (kind == Kind::float32) return round_up(int64_t(in) * 4, 64);
+    if (kind == Kind::bfloat16) return round_up(int64_t(in) * 2 + 2, 64);
+    return round_up(in + int64_t(groups()) * 12, 64);
+  }
+};
+
+// What is known of a group of 32 prepared activations: they are scale * q.
+struct GroupFacts {
+  float scale, sum;  // of the activations
+  int32_t offset;    // -128 * the sum of q: int8 weights are kept 128 too high
+};
+
+struct Norm {
+  const float* weight;  // [n]
+  const float* bias;    // [n] or null
+  float eps;
+  bool centred;  // a layer norm; else by the root of the mean square
+};
+
+enum class Activation : int { silu, relu, gelu, gelu_tanh };
+
+// What one product does with its result: y (+)= x W^T + bias.
+struct Into {
+  float* y;
+  int64_t ldy;  // from row to row
+  const float* bias;
+  bool add;
 };
 
 struct Write {
@@ -132,6 +188,18 @@ struct Isa {
   bool (*look)(const Attend&, const Tile&, int span, float* scratch, float* records);
   // Fresh tokens begin : end of kv head g go into their slots.
   void (*write)(const Write&, int g, int begin, int end);
+
+  // One row of activations, x [in], made ready for products with w.
+  void (*prepare)(const Packed& w, const float* x, char* row);
+  // One tile of outputs for `rows` prepared rows.
+  void (*multiply)(const Packed& w, int tile, const char* prepared, int rows, const Into&);
+  // Row `index` of a packed matrix, times a factor, or added to what is there.
+  void (*lookup)(const Packed& w, int64_t index, float factor, bool add, float* out);
+  // Rows of n numbers. `add`: to what `out` holds.
+  void (*normalise)(const Norm&, const float* x, int n, bool add, float* out);
+  void (*activate)(Activation, const float* x, const float* times, int n, float* out);
+  // The n pairs of a head by their angles: cos [n], then sin [n]. Pairs are i and i + n, or neighbours.
+  void (*turn)(float* x, const float* angles, int n, bool neighbours);
 };
 
 // Floats from row to row of scores: not a power of 2, for then all rows would fall into the same cache sets.

@@ -5,28 +5,38 @@
 
 namespace retain {
 
-#define INNER(name)                                                               \
-  namespace name {                                                                \
-  bool look(const Attend&, const Tile&, int span, float* scratch, float* records); \
-  void write(const Write&, int g, int begin, int end);                            \
+#define INNER(name)                                                                     \
+  namespace name {                                                                      \
+  bool look(const Attend&, const Tile&, int span, float* scratch, float* records);       \
+  void write(const Write&, int g, int begin, int end);                                  \
+  void prepare(const Packed&, const float* x, char* row);                               \
+  void multiply(const Packed&, int tile, const char* prepared, int rows, const Into&);  \
+  void lookup(const Packed&, int64_t index, float factor, bool add, float* out);        \
+  void normalise(const Norm&, const float* x, int n, bool add, float* out);             \
+  void activate(Activation, const float* x, const float* times, int n, float* out);     \
+  void turn(float* x, const float* angles, int n, bool neighbours);                     \
   }
+#define ALL(name)                                                                                                     \
+  name::look, name::write, name::prepare, name::multiply, name::lookup, name::normalise, name::activate, name::turn
+#define CAN(what) __builtin_cpu_supports(what)
+
 INNER(plain)
 #ifdef RETAIN_X86
 INNER(avx2)
 INNER(avx512)
+INNER(avx512bf16)
+static bool can_avx512() {
+  return CAN("avx512f") && CAN("avx512bw") && CAN("avx512vl") && CAN("avx512dq") && CAN("avx512vnni") && CAN("fma");
+}
 #endif
 
 static const Isa known[] = {
 #ifdef RETAIN_X86
-    {"avx512",
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
-     },
-     avx512::look, avx512::write},
-    {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }, avx2::look, avx2::write},
+    {"avx512bf16", [] { return can_avx512() && CAN("avx512bf16") != 0; }, ALL(avx512bf16)},
+    {"avx512", can_avx512, ALL(avx512)},
+    {"avx2", [] { return CAN("avx2") && CAN("fma"); }, ALL(avx2)},
 #endif
-    {"plain", [] { return true; }, plain::look, plain::write},
+    {"plain", [] { return true; }, ALL(plain)},
 };
 
 const std::vector<Isa>& isas() {

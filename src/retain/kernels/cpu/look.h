@@ -40,13 +40,13 @@ INLINE Sight sight(const int32_t* pos, int S, int32_t low, int32_t high, int32_t
   return any<WIDTH>(not_all) ? Sight::some : Sight::all;
 }
 
-// The queries of a tile, as rows of float32, scaled.
-template <class Q>
-void gather(const Attend& a, const Tile& t, float* rows) {
+// The queries of a tile as rows, scaled, of the pool's type.
+template <class Q, class T>
+void gather(const Attend& a, const Tile& t, T* rows) {
   const int D = a.kv.D, first = a.tables.starts[t.b];
   for (int i = t.begin; i < t.end; ++i, rows += D) {
     const Q* q = static_cast<const Q*>(a.q.data) + (first + i / a.R) * a.q.token + (t.g * a.R + i % a.R) * a.q.head;
-    for (int d = 0; d < D; ++d) rows[d] = a.scale * to_float(q[d]);
+    for (int d = 0; d < D; ++d) from_float(a.scale * to_float(q[d]), rows[d]);
   }
 }
 
@@ -64,17 +64,20 @@ INLINE void adjust(const Attend& a, const Tile& t, const int32_t* pos, bool mask
   }
 }
 
-// Scores to weights, in place; the row's maximum and sum go into its record.
+// Scores to weights of the pool's type, in place: a weight is never longer than its score. The row's maximum and sum go
+// into its record.
+template <class T>
 INLINE void weigh(float* x, int slots, float& max_out, float& sum_out) {
   F top = splat(NOTHING);
   for (int s = 0; s < slots; s += WIDTH) top = max(top, load<WIDTH>(x + s));
   const float m = highest<WIDTH>(top);
   const F from = splat(m == NOTHING ? 0.0f : m);  // a row that sees nothing: every weight is e^-inf = 0
   F total = {};
+  T* to = reinterpret_cast<T*>(x);
   for (int s = 0; s < slots; s += WIDTH) {
     F w = exp(load<WIDTH>(x + s) - from);
     total += w;
-    store<WIDTH>(x + s, w);
+    store_as(to + s, w);
   }
   max_out = m;
   sum_out = sum<WIDTH>(total);
@@ -106,8 +109,10 @@ bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* re
   }
   if (n == 0) return false;
 
-  float* x = scratch;                  // [rows, SCORES]
-  float* q = scratch + rows * SCORES;  // [rows, D]
+  float* x = scratch;                                       // [rows, SCORES]
+  T* q = reinterpret_cast<T*>(scratch + rows * SCORES);     // [rows, D]
+  const T* weights = reinterpret_cast<const T*>(x);
+  constexpr ptrdiff_t ROW = SCORES * sizeof(float) / sizeof(T);  // of weights
   if (a.q.type == Type::float32)
     gather<float>(a, t, q);
   else
@@ -120,17 +125,17 @@ bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* re
 
   for (int j = 0; j < n; ++j) {
     const ptrdiff_t ahead = distance(keys(j), j + 1 < n ? keys(j + 1) : values(0));
-    multiply<T>({q, D, keys(j), S, D, x + j * S, SCORES, false, ahead}, rows, S);
+    multiply<T>({q, D, keys(j), DEEP<T> * S, D, x + j * S, SCORES, false, ahead}, rows, S);
     if (a.slopes || mask[j]) adjust(a, t, a.kv.pos + page[j] * S, mask[j], x + j * S);
   }
   const int size = record_size(D);
   for (int r = 0; r < rows; ++r) {
     float* record = records + r * size;
-    weigh(x + r * SCORES, n * S, record_max(record, D), record_sum(record, D));
+    weigh<T>(x + r * SCORES, n * S, record_max(record, D), record_sum(record, D));
   }
   for (int j = 0; j < n; ++j) {
     const ptrdiff_t ahead = distance(values(j), j + 1 < n ? values(j + 1) : after);
-    multiply<T>({x + j * S, SCORES, values(j), D, S, records, size, j > 0, ahead}, rows, D);
+    multiply<T>({weights + j * S, ROW, values(j), DEEP<T> * D, S, records, size, j > 0, ahead}, rows, D);
   }
   return true;
 }

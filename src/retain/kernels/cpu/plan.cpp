@@ -12,7 +12,6 @@ namespace retain {
 // job is a whole tile. Either way the numbers are the same (see SPAN).
 constexpr int FEW = 64;
 constexpr int STRETCHES = 4;
-constexpr double WORTH_WAKING = 1 << 17;  // multiply-adds
 
 // What would make a kernel read where it must not. Serial, for it costs far less than the work.
 void check(const Attend& a) {
@@ -34,36 +33,33 @@ void check(const Attend& a) {
   if (end > a.T) throw std::invalid_argument("tables.starts ends beyond the fresh tokens");
 }
 
-Plan plan(const Attend& a, int threads) {
+void Plan::make(const Attend& a, int threads) {
   const Tables& tables = a.tables;
-  Plan p;
+  tiles.clear(), records.clear(), jobs.clear(), parts.clear();
+  partial_floats = 0, work = 0;
   int64_t cut = 0;  // spans of all tiles that will be cut
-  double work = 0;
   for (int b = tables.B - 1; b >= 0; --b)
     for (int end = tables.fresh(b) * a.R; end > 0; end -= TILE_ROWS)  // the last rows see most: they go first
       for (int g = 0; g < tables.G; ++g) {
-        p.tiles.push_back({b, g, std::max(0, end - TILE_ROWS), end});
-        const Tile& t = p.tiles.back();
+        tiles.push_back({b, g, std::max(0, end - TILE_ROWS), end});
+        const Tile& t = tiles.back();
         if (tables.fresh(b) <= FEW) cut += spans_of(a, t);
         work += 2.0 * t.rows() * tables.count(b, g) * a.kv.S * a.kv.D;
       }
-  p.alone = work < WORTH_WAKING;
 
   const int stretch = int(std::max<int64_t>(1, cut / (STRETCHES * threads)));
-  std::vector<Job> parts;
-  for (int i = 0; i < int(p.tiles.size()); ++i) {
-    const Tile& t = p.tiles[i];
+  for (int i = 0; i < int(tiles.size()); ++i) {
+    const Tile& t = tiles[i];
     const int spans = spans_of(a, t);
-    p.records.push_back(p.partial_floats);
+    records.push_back(partial_floats);
     if (tables.fresh(t.b) > FEW || spans <= stretch) {
-      p.jobs.push_back({i, 0, spans});
+      jobs.push_back({i, 0, spans});
       continue;
     }
     for (int first = 0; first < spans; first += stretch) parts.push_back({i, first, std::min(spans, first + stretch)});
-    p.partial_floats += int64_t(spans) * t.rows() * record_size(a.kv.D);
+    partial_floats += int64_t(spans) * t.rows() * record_size(a.kv.D);
   }
-  p.jobs.insert(p.jobs.end(), parts.begin(), parts.end());
-  return p;
+  jobs.insert(jobs.end(), parts.begin(), parts.end());
 }
 
 }  // namespace retain

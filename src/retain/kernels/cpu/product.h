@@ -3,7 +3,8 @@
 //   scores   A = queries   B = a page of K [D, S]   C = a row of scores for each query
 //   values   A = weights   B = a page of V [S, D]   C = a sum of values for each query
 //
-// Every number of C is one chain of fused multiply-adds in the order of depth, whatever the block it falls into.
+// In bfloat16 the rows of B lie in pairs, number by number ([depth / 2, columns, 2]), as its dot product wants them, and
+// A is bfloat16 too. Every number of C is one chain of sums in the order of depth, whatever the block it falls into.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +14,15 @@
 namespace retain::RETAIN_ISA {
 
 template <class T>
+constexpr int DEEP = 1;  // how many numbers of depth lie together
+template <>
+inline constexpr int DEEP<bf16> = 2;
+
+template <class T>
 struct Product {
-  const float* a;
+  const T* a;
   ptrdiff_t lda;
-  const T* b;
+  const T* b;  // numbers of one depth, or of a pair of depths, are ldb apart
   ptrdiff_t ldb;
   int depth;
   float* c;
@@ -28,19 +34,33 @@ struct Product {
 constexpr int BLOCK_ROWS = 6;
 constexpr int BLOCK_VECTORS = WIDTH == 16 ? 4 : 2;  // 32 vector registers with AVX-512, 16 elsewhere
 
-// One block, its sums in registers: each vector of B is loaded and converted once for all its rows.
+template <int W>
+INLINE typename Lanes<W>::f load_deep(const float* p) {
+  return load<W>(p);
+}
+template <int W>
+INLINE Pairs<W> load_deep(const bf16* p) {
+  return load_pairs<W>(p);
+}
+template <int W>
+INLINE typename Lanes<W>::f dot(typename Lanes<W>::f sum, typename Lanes<W>::f x, const float* a) {
+  return sum + a[0] * x;
+}
+
+// One block, its sums in registers: each vector of B is loaded once for all its rows.
 template <class T, int W, int VECTORS, int ROWS>
 INLINE void block(const Product<T>& p) {
-#define EACH(i, n) _Pragma("GCC unroll 8") for (int i = 0; i < n; ++i)
-  typename Lanes<W>::f sum[ROWS][VECTORS] = {}, x[VECTORS];
+#define EACH(i, n) _Pragma("GCC unroll 12") for (int i = 0; i < n; ++i)
+  typename Lanes<W>::f sum[ROWS][VECTORS] = {};
+  decltype(load_deep<W>(p.b)) x[VECTORS];
   if (p.add) EACH(r, ROWS) EACH(v, VECTORS) sum[r][v] = load<W>(p.c + r * p.ldc + v * W);
   const T* b = p.b;
-  for (int i = 0; i < p.depth; ++i, b += p.ldb) {
+  for (int i = 0; i < p.depth; i += DEEP<T>, b += p.ldb) {
     // Into the second level: the first has too few requests in flight to keep up with the memory.
-    EACH(line, int(sizeof(T) * W * VECTORS + 63) / 64)
+    EACH(line, int(sizeof(T) * DEEP<T> * W * VECTORS + 63) / 64)
     __builtin_prefetch(reinterpret_cast<const char*>(b) + p.ahead + 64 * line, 0, 2);
-    EACH(v, VECTORS) x[v] = load<W>(b + v * W);
-    EACH(r, ROWS) EACH(v, VECTORS) sum[r][v] += p.a[r * p.lda + i] * x[v];
+    EACH(v, VECTORS) x[v] = load_deep<W>(b + DEEP<T> * v * W);
+    EACH(r, ROWS) EACH(v, VECTORS) sum[r][v] = dot<W>(sum[r][v], x[v], p.a + r * p.lda + i);
   }
   EACH(r, ROWS) EACH(v, VECTORS) store<W>(p.c + r * p.ldc + v * W, sum[r][v]);
 #undef EACH
@@ -72,7 +92,7 @@ void multiply(Product<T> p, int rows, int columns) {
   int c = 0;
   auto advance = [&](int by) {
     c += by;
-    p.b += by;
+    p.b += DEEP<T> * by;
     p.c += by;
   };
   if constexpr (BLOCK_VECTORS >= 4)

@@ -27,6 +27,9 @@ using I = Lanes<WIDTH>::i;
 struct bf16 {
   uint16_t bits;
 };
+struct half {  // float16, of scales
+  uint16_t bits;
+};
 
 template <int W>
 INLINE typename Lanes<W>::f load(const float* p) {
@@ -51,6 +54,20 @@ INLINE typename Lanes<W>::f load(const bf16* p) {  // a bfloat16 is the upper ha
   return (typename Lanes<W>::f)(__builtin_convertvector(x, typename Lanes<W>::u) << 16);
 }
 
+// A float16 that is finite: its bits, moved to a float32's places, are the number times 2^-112.
+template <int W>
+INLINE typename Lanes<W>::f load(const half* p) {
+  typename Lanes<W>::h x;
+  memcpy(&x, p, sizeof x);
+#ifdef __AVX512F__
+  if constexpr (W == 16) return (__m512)_mm512_cvtph_ps((__m256i)x);
+#endif
+  using U = typename Lanes<W>::u;
+  const U u = __builtin_convertvector(x, U);
+  const typename Lanes<W>::f size = (typename Lanes<W>::f)((u & 0x7fff) << 13) * 0x1p112f;
+  return (typename Lanes<W>::f)((U)size | ((u & 0x8000) << 16));
+}
+
 template <int W>
 INLINE void store(float* p, typename Lanes<W>::f x) {
   memcpy(p, &x, sizeof x);
@@ -64,12 +81,121 @@ INLINE I load_ints(const int32_t* p) {
 
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) { return bf16_to_float(x.bits); }
+INLINE float to_float(half x) {
+  const uint32_t u = uint32_t(x.bits & 0x7fff) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
+  float size;
+  memcpy(&size, &u, 4);
+  size *= 0x1p112f;
+  return sign ? -size : size;
+}
 INLINE void from_float(float x, float& to) { to = x; }
 INLINE void from_float(float x, bf16& to) { to.bits = float_to_bf16(x); }
 
 INLINE F splat(float x) { return x - F{}; }
 INLINE I splat(int32_t x) { return x - I{}; }
 INLINE F max(F a, F b) { return a > b ? a : b; }
+INLINE F absolute(F x) { return (F)((I)x & 0x7fffffff); }
+INLINE I nearest(F x) {  // of numbers below 2^22: adding 1.5 * 2^23 leaves the integer in the low bits
+  return (I)(x + 0x1.8p23f) - 0x4b400000;
+}
+INLINE I lanes() {
+  I x;
+  for (int l = 0; l < WIDTH; ++l) x[l] = l;
+  return x;
+}
+INLINE void store_bytes(int8_t* p, I x) {
+  typedef int8_t Small __attribute__((vector_size(WIDTH)));
+  const Small y = __builtin_convertvector(x, Small);
+  memcpy(p, &y, sizeof y);
+}
+
+// Two bfloat16 a lane, and their dot product with the two at `a`, added in float32.
+template <int W>
+struct Pairs {
+  typename Lanes<W>::u both;
+};
+template <int W>
+INLINE Pairs<W> load_pairs(const bf16* p) {
+  Pairs<W> x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+template <int W>
+INLINE typename Lanes<W>::f dot(typename Lanes<W>::f sum, const Pairs<W>& x, const bf16* a) {
+  uint32_t both;
+  memcpy(&both, a, 4);
+  const typename Lanes<W>::u y = both - typename Lanes<W>::u{};
+#ifdef __AVX512BF16__
+  if constexpr (W == 16) return (__m512)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x.both, (__m512bh)y);
+  if constexpr (W == 8) return (__m256)_mm256_dpbf16_ps((__m256)sum, (__m256bh)x.both, (__m256bh)y);
+#endif
+  using F = typename Lanes<W>::f;
+  sum += (F)(x.both << 16) * (F)(y << 16);
+  return sum + (F)(x.both & 0xffff0000) * (F)(y & 0xffff0000);
+}
+
+// Four unsigned bytes a lane, and their dot product with the four signed ones at `a`, added in 32 bits. Exact.
+#if defined(__AVX512VNNI__)
+using Bytes = __m512i;
+INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+INLINE Bytes high_halves(Bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+INLINE I dot(I sum, Bytes x, const char* a) {
+  int32_t four;
+  memcpy(&four, a, 4);
+  return (I)_mm512_dpbusd_epi32((__m512i)sum, x, _mm512_set1_epi32(four));
+}
+#elif defined(__AVX2__)
+using Bytes = __m256i;
+INLINE Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+INLINE Bytes low_halves(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+INLINE Bytes high_halves(Bytes x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+// Two products would overflow their 16 bits where x is above 127, so its highest bit is multiplied by itself.
+INLINE I dot(I sum, Bytes x, const char* a) {
+  int32_t four;
+  memcpy(&four, a, 4);
+  const __m256i y = _mm256_set1_epi32(four);
+  const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(x, _mm256_set1_epi8(127)), y);
+  const __m256i top = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(x, 7), _mm256_set1_epi8(1)), y);
+  return sum + (I)_mm256_madd_epi16(low, _mm256_set1_epi16(1)) + (I)_mm256_madd_epi16(top, _mm256_set1_epi16(128));
+}
+#else
+struct Bytes {
+  uint8_t at[4 * WIDTH];
+};
+INLINE Bytes load_bytes(const uint8_t* p) {
+  Bytes x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+INLINE Bytes low_halves(Bytes x) {
+  for (uint8_t& b : x.at) b &= 15;
+  return x;
+}
+INLINE Bytes high_halves(Bytes x) {
+  for (uint8_t& b : x.at) b >>= 4;
+  return x;
+}
+INLINE I dot(I sum, const Bytes& x, const char* a) {
+  for (int l = 0; l < WIDTH; ++l)
+    for (int j = 0; j < 4; ++j) sum[l] += x.at[4 * l + j] * int8_t(a[j]);
+  return sum;
+}
+#endif
+
+// To bfloat16, nearest, ties to even.
+INLINE void store_as(bf16* p, F x) {
+#ifdef __AVX512BF16__
+  const __m256bh y = _mm512_cvtneps_pbh((__m512)x);
+#else
+  using U = Lanes<WIDTH>::u;
+  const U u = (U)x;
+  const U rounded = x == x ? u + 0x7fff + ((u >> 16) & 1) : u | 0x400000;
+  const auto y = __builtin_convertvector(rounded >> 16, Lanes<WIDTH>::h);
+#endif
+  memcpy(p, &y, sizeof y);
+}
+INLINE void store_as(float* p, F x) { store<WIDTH>(p, x); }
 
 // Lane by lane into one number, by halves.
 template <int W>

@@ -16,6 +16,11 @@ def available() -> str | None:
     return None
 
 
+def program() -> None:
+    """There is none: the parts of a model define it in torch."""
+    return None
+
+
 def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype) -> KV:
     """A pool whose slots are all holes. K and V start as zeros, so that a hole's weight of 0 never meets a NaN."""
     k = torch.zeros(n_pages, page_size, head_dim, dtype=dtype)

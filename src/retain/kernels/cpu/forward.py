@@ -1,0 +1,183 @@
+"""Programs of the cpu backend: a model's whole forward pass in one call (see `Program` in kernels/__init__.py).
+
+Rows are float32 between operations. Weights are packed in tiles (linear.h); activations are rounded to bfloat16 for
+bfloat16 weights and to 8 bits, in groups of 32, for int8 and int4 ones. What is not known here: layers, families.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import retain.kernels.cpu._C as _C
+from retain.kernels import KV, Tables
+from retain.kernels.cpu.memory import Arena
+from retain.kernels.matrix import Int4, Int8, Matrix
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, Int8: 2, Int4: 3}
+ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
+LOGITS = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A matrix [out, in] as products want it: kind, and its tiles as uint8 [bytes]."""
+
+    out: int
+    columns: int
+    kind: int
+    data: Tensor
+
+    @property
+    def told(self) -> tuple[int, int, int, int]:
+        """What C++ is told."""
+        return self.data.data_ptr(), self.out, self.columns, self.kind
+
+
+def pack(matrix: Matrix, arena: Arena) -> Packed:
+    """Tiles of a dense matrix (float32 or bfloat16) or of a quantised one. It runs at the speed of memory."""
+    rows, columns = matrix.shape
+    if isinstance(matrix, Tensor):
+        kind, numbers, scale, shift = KINDS[matrix.dtype], matrix.contiguous(), None, None
+    else:
+        kind, numbers, scale = KINDS[type(matrix)], matrix.q.contiguous(), matrix.scale.contiguous()
+        shift = matrix.shift.contiguous() if isinstance(matrix, Int4) else None
+    data = arena.take(_C.packed_bytes(rows, columns, kind))
+    _C.pack(numbers.data_ptr(), _address(scale), _address(shift), data.data_ptr(), rows, columns, kind)
+    return Packed(rows, columns, kind, data)
+
+
+class CpuProgram:
+    """See `Program`: operations over buffers of rows; `run` goes through all of them."""
+
+    def __init__(self) -> None:
+        self._c = _C.Program()
+        self._buffers: dict[str, int] = {}
+        self._widths: dict[int, int] = {}
+        self._ropes: dict[int, int] = {}  # id of freqs -> number
+        self._arena = Arena()
+        self._packed: dict[int, tuple[Matrix, Packed]] = {}  # by id of the matrix
+        self._kept: list[Tensor] = []  # C++ holds addresses of these
+        self._logits = torch.empty(0, 0)  # [most N so far, V]
+
+    # ---- the operations ------------------------------------------------------------------------------------------
+
+    def buffer(self, name: str, width: int) -> int:  # noqa: D102
+        if name not in self._buffers:
+            self._buffers[name] = number = self._c.buffer(width)
+            self._widths[number] = width
+        number = self._buffers[name]
+        _fit(f"buffer {name!r}", width, self._widths[number])
+        return number
+
+    def logits(self, width: int) -> int:  # noqa: D102
+        self._widths[LOGITS] = width
+        self._logits = torch.empty(0, width)
+        return LOGITS
+
+    def lookup(self, out: int, table: Matrix, factor: float = 1.0) -> None:  # noqa: D102
+        _fit("a row of an embedding", table.shape[1], self._widths[out])
+        self._c.lookup(out, *self._pack(table).told, False, 0, factor, False)
+
+    def lookup_position(self, out: int, table: Matrix, offset: int = 0) -> None:  # noqa: D102
+        _fit("a row of an embedding", table.shape[1], self._widths[out])
+        self._c.lookup(out, *self._pack(table).told, True, offset, 1.0, True)
+
+    def normalise(  # noqa: D102
+        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, add: bool = False
+    ) -> None:
+        heads, n = weight.shape if weight.ndim == 2 else (1, *weight.shape)
+        if weight.ndim == 1:
+            _fit("the weight of a norm", n, self._widths[x], self._widths[out])
+        elif heads * n > min(self._widths[x], self._widths[out]):
+            raise ValueError(f"{heads} heads of {n} are normalised in rows of {self._widths[x]}")
+        _fit("the bias of a norm", n if bias is None else bias.numel(), n)
+        self._c.normalise(x, out, self._keep(weight), self._keep(bias), eps, centred, n, heads, add)
+
+    def linear(self, x: int, out: int, weight: Matrix, bias: Tensor | None = None, add: bool = False) -> None:  # noqa: D102
+        rows, columns = weight.shape
+        _fit("the input of a linear layer", columns, self._widths[x])
+        _fit("the output of a linear layer", rows, self._widths[out], rows if bias is None else bias.numel())
+        self._c.linear(x, out, *self._pack(weight).told, self._keep(bias), add)
+
+    def activate(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:  # noqa: D102
+        _fit("an activation", n, self._widths[x] // (2 if gated else 1), self._widths[out])
+        self._c.activate(x, out, ACTIVATIONS[act], n, gated)
+
+    def clip(self, x: int, at: float) -> None:  # noqa: D102
+        self._c.clip(x, at)
+
+    def turn(self, x: int, freqs: Tensor, gain: float, pairs: bool, heads: int, head_dim: int) -> None:  # noqa: D102
+        if heads * head_dim > self._widths[x] or 2 * len(freqs) > head_dim:
+            raise ValueError(f"{heads} heads of {head_dim} are turned in rows of {self._widths[x]}")
+        if id(freqs) not in self._ropes:
+            self._ropes[id(freqs)] = self._c.rope(self._keep(freqs), len(freqs), gain, pairs)
+        self._c.turn(x, self._ropes[id(freqs)], heads, head_dim)
+
+    def attend(  # noqa: D102
+        self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, slopes: Tensor | None
+    ) -> None:
+        H, G, D = heads
+        _fit("q, k and v", (H + 2 * G) * D, self._widths[qkv])
+        _fit("the heads' output", H * D, self._widths[out])
+        _fit("slopes", H if slopes is None else slopes.numel(), H)
+        self._c.attend(qkv, out, layer, H, G, D, scale, self._keep(slopes))
+
+    def pick(self, x: int, out: int) -> None:  # noqa: D102
+        _fit("the last rows", self._widths[x], self._widths[out])
+        self._c.pick(x, out)
+
+    def finish(self) -> None:  # noqa: D102
+        self._packed.clear()
+
+    @property
+    def weight_bytes(self) -> int:  # noqa: D102
+        return sum(len(x) for x in self._kept if x.dtype == torch.uint8)
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def run(self, kv: KV, tables: Tables, slots: Tensor, ids: Tensor, pos: Tensor, last: Tensor) -> Tensor:  # noqa: D102
+        N, T, B = len(last), len(ids), len(tables.rows)
+        layers, rows, G, n = tables.pages.shape
+        if pos.shape != (T,) or slots.shape != (layers, G, T) or tables.starts.shape != (B + 1,):
+            raise ValueError(f"run: {T} ids, positions {list(pos.shape)} and slots {list(slots.shape)} do not fit")
+        if len(self._logits) < N:
+            self._logits = torch.empty(N, self._widths[LOGITS])
+        self._c.run(
+            kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), kv.n_pages, kv.page_size, kv.head_dim,
+            kv.dtype == torch.bfloat16,
+            ids.data_ptr(), pos.data_ptr(), last.data_ptr(), self._logits.data_ptr(), T, N,
+            slots.data_ptr(), *slots.stride(),
+            tables.pages.data_ptr(), *tables.pages.stride()[:3], tables.counts.data_ptr(), *tables.counts.stride(),
+            tables.windows.data_ptr(), *tables.windows.stride(), tables.sinks.data_ptr(), *tables.sinks.stride(),
+            tables.rows.data_ptr(), tables.starts.data_ptr(), layers, B, G, rows, n,
+        )  # fmt: skip
+        return self._logits[:N]
+
+    # ---- what C++ points to --------------------------------------------------------------------------------------
+
+    def _pack(self, matrix: Matrix) -> Packed:
+        """Packed once, however often it is used (an embedding may be the head too)."""
+        if id(matrix) not in self._packed:
+            packed = pack(matrix, self._arena)
+            self._packed[id(matrix)] = matrix, packed
+            self._kept.append(packed.data)
+        return self._packed[id(matrix)][1]
+
+    def _keep(self, x: Tensor | None) -> int:
+        if x is None:
+            return 0
+        x = x.float().contiguous()
+        self._kept.append(x)
+        return x.data_ptr()
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _fit(what: str, *widths: int) -> None:
+    if len(set(widths)) > 1:
+        raise ValueError(f"{what} has {widths[0]} numbers where {', '.join(map(str, widths[1:]))} are wanted")
