@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from retain import kernels
+from retain import kernels, models
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
-from retain.engine.runner import Runner
+from retain.engine.runner import ProgramRunner, TorchRunner
 from retain.kv import policies
 from retain.kv.cache import Cache, Shape
-from tests.tiny import tiny_model
+from retain.models.weights import Weights
+from tests.tiny import tiny_source
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -29,11 +30,14 @@ def rig(
     context: int = 512,
 ) -> Engine:
     """An engine on tiny_model(family) in float32, with a pool of so many pages."""
-    model, kernel = tiny_model(family), kernels.load(backend)
+    kernel = kernels.load(backend)
+    program = kernel.program()
+    model = models.build(Weights(tiny_source(family), torch.float32), program)
     shape = Shape(model.spec.kv_heads, model.spec.head_dim, model.spec.windows)
     memory = (pages + 1) * kernels.page_bytes(page_size, shape.head_dim, torch.float32)
     cache = Cache(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens)
-    return Engine(Runner(model, cache, kernel), cache, step_tokens)
+    runner = ProgramRunner(program, cache) if program else TorchRunner(model, cache, kernel)
+    return Engine(runner, cache, step_tokens)
 
 
 def prompts(n: int, seed: int = 0, longest: int = 150) -> list[list[int]]:

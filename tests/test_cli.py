@@ -132,6 +132,8 @@ def test_bench_speed_prints_json_lines(capsys, monkeypatch):
         "prefill_tok_s",
         "decode_tok_s",
         "decode_step_ms",
+        "read_mb",
+        "bandwidth",
         "note",
     }
     assert code == 0 and set(row) == keys and row["decode_tok_s"] > 0

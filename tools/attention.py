@@ -33,7 +33,7 @@ def step_ms(page_size: int) -> tuple[float, float]:
             k, v = torch.randn(2, CHUNK, 3, 64).bfloat16()
             cpu.write(cache.kv, torch.from_numpy(slots), k, v, torch.from_numpy(pos))
     rows, starts = torch.tensor([row], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
-    tables = [cache.tables(layer, rows, starts) for layer in range(30)]
+    tables = [cache.tables(rows, starts).of(layer) for layer in range(30)]
     q, q_pos = torch.randn(1, 9, 64).bfloat16(), torch.tensor([SLOTS - 1], dtype=torch.int32)
     times = []
     for _ in range(300):

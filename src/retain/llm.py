@@ -20,7 +20,7 @@ from retain import kernels, models
 from retain.config import Config, size
 from retain.engine.loop import Engine
 from retain.engine.request import Logprob, Request, SamplingParams, Why
-from retain.engine.runner import Runner
+from retain.engine.runner import ProgramRunner, TorchRunner
 from retain.kv import policies
 from retain.kv.cache import Cache, Shape
 from retain.models.find import find
@@ -68,11 +68,14 @@ class LLM:
         backend = kernels.load(c.backend)
         dtype: torch.dtype = getattr(torch, c.dtype)
         path = find(model)
-        # Dense whatever c.weights says, until there are kernels that multiply by quanta: torch is slow at it.
-        dense = "auto" if dtype == torch.float32 else "bf16"
-        self.model = models.build(open_weights(path, dtype, dense, progress))
+        program = backend.program()
+        # torch is slow at multiplying by quanta, and wants a bias or a norm of its input's dtype.
+        kind = c.weights if program or dtype == torch.float32 else "bf16"
+        weights = open_weights(path, dtype, kind, progress, vectors=torch.float32 if program else None)
+        decoder = models.build(weights, program)
+        self.spec = spec = decoder.spec
+        self.weight_bytes = program.weight_bytes if program else 0  # packed; unknown where torch computes
         self.tokenizer = Tokenizer.open(path)
-        spec = self.model.spec
         if c.context and c.context > spec.context:
             raise ValueError(f"context {c.context} is longer than the model's own, {spec.context}")
         self.context = c.context or spec.context
@@ -80,7 +83,8 @@ class LLM:
         whole = spec.layers * spec.kv_heads * -(-self.context // c.page_size)  # pages
         memory = c.kv_memory or affordable_memory(whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype))
         self.cache = Cache(shape, backend, dtype, memory, c.page_size, c.max_requests, self.context, c.step_tokens)
-        self.engine = Engine(Runner(self.model, self.cache, backend), self.cache, c.step_tokens)
+        runner = ProgramRunner(program, self.cache) if program else TorchRunner(decoder, self.cache, backend)
+        self.engine = Engine(runner, self.cache, c.step_tokens)
         self.load_s = perf_counter() - started
 
     def generate(
@@ -131,7 +135,7 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are checked. Raises ValueError."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        vocab = self.model.spec.vocab
+        vocab = self.spec.vocab
         if wrong := [t for t in ids if not 0 <= t < vocab]:
             raise ValueError(f"token id {wrong[0]} is outside the model's vocabulary of {vocab}")
         if not ids:
@@ -190,7 +194,7 @@ class LLM:
 
     def _kv(self, request: Request) -> dict[str, Any]:
         """What the request cost, by groups of layers with the same policy, and what full caches would have cost."""
-        cache, S, G = self.cache, self.config.page_size, self.model.spec.kv_heads
+        cache, S, G = self.cache, self.config.page_size, self.spec.kv_heads
         windows = cache.windows(request.policy)
         full = -(-(len(request.tokens) - 1) // S) * cache.page_bytes * G  # a layer's
         groups = []

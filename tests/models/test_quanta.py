@@ -14,10 +14,10 @@ from torch import Tensor
 
 from retain import models
 from retain.config import Config
+from retain.kernels.matrix import Int4, Int8, int4, int8
 from retain.models.find import find
 from retain.models.gguf import GGUF
 from retain.models.gguf.blocks import SIZES, numbers, quanta
-from retain.models.matrix import Int4, Int8, int4, int8
 from retain.models.weights import Weights, open_weights
 from tests.models.ggufs import ARCHS, write
 from tests.models.test_folder import save

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from retain import models
-from retain.models.decoder import ACTIVATIONS, Chain, Linear, activation
-from retain.models.matrix import Int4, Int8, Matrix, int4, int8
+from retain.kernels.matrix import Int4, Int8, Matrix, int4, int8
+from retain.models.parts import ACTIVATIONS, Chain, Linear, activation
 from retain.models.weights import Weights
 from tests.models.test_families import Changes, run, text
 from tests.tiny import tiny_source

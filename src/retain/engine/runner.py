@@ -1,19 +1,44 @@
-"""A model on a device with its cache: fresh tokens in, logits out. What is not known here: requests, sampling."""
+"""A model with its cache: fresh tokens in, logits out. What is not known here: requests, sampling.
+
+Where the backend has a program of the model, a step is one call of it; else it goes layer by layer through torch.
+"""
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from retain.engine.batch import Batch
+from retain.kernels import Program
 from retain.kv.cache import Cache
 from retain.models.decoder import Decoder
 
 
-class Runner:
+class Runner(Protocol):
     """Computes a batch: every layer writes its keys and values into slots, then looks."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Float32 logits [N, V] of the tokens that `batch.last` names; good until the next step."""
+        ...
+
+
+class ProgramRunner:
+    """By a program."""
+
+    def __init__(self, program: Program, cache: Cache):
+        self.program, self.cache = program, cache
+
+    def forward(self, batch: Batch) -> Tensor:
+        """See Runner."""
+        tables = self.cache.tables(batch.rows, batch.starts)
+        return self.program.run(self.cache.kv, tables, batch.slots, batch.ids, batch.pos, batch.last)
+
+
+class TorchRunner:
+    """By the model's own parts, the definition, with the backend's `write` and `attend` between."""
 
     def __init__(self, model: Decoder, cache: Cache, backend: ModuleType):
         self.model, self.cache, self.backend = model, cache, backend
@@ -22,13 +47,13 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Float32 logits [N, V] of the tokens that `batch.last` names."""
+        """See Runner."""
         kv, scale = self.cache.kv, self.model.spec.scale
+        tables = self.cache.tables(batch.rows, batch.starts)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.backend.write(kv, batch.slots[layer], k, v, batch.pos)
-            tables = self.cache.tables(layer, batch.rows, batch.starts)
-            return self.backend.attend(q, kv, tables, batch.pos, scale, self.slopes)
+            return self.backend.attend(q, kv, tables.of(layer), batch.pos, scale, self.slopes)
 
         x = self.model.forward(batch.ids, batch.pos.long(), attend)  # [T, E]
         return self.model.logits(x[batch.last])

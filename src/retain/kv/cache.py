@@ -190,9 +190,9 @@ class Cache:
 
     # ---- what the kernels read -----------------------------------------------------------------------------------
 
-    def tables(self, layer: int, rows: Tensor, starts: Tensor) -> Tables:
-        """What fresh tokens of these rows (int32 [B], starts int32 [B + 1]) look at in a layer."""
-        return Tables(self._pages[layer], self._counts[layer], self._windows[layer], self._sinks, rows, starts)
+    def tables(self, rows: Tensor, starts: Tensor) -> Tables:
+        """What fresh tokens of these rows (int32 [B], starts int32 [B + 1]) look at in all layers: views, no copies."""
+        return Tables(self._pages, self._counts, self._windows, self._sinks, rows, starts)
 
     # ---- what people and the accountant read ---------------------------------------------------------------------
 

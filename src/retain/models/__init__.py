@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from retain.kernels import Program
 from retain.models.decoder import Decoder
 from retain.models.weights import Weights
 
@@ -32,15 +33,16 @@ def family(model_type: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.families.{model_type}")
 
 
-def build(weights: Weights) -> Decoder:
-    """The decoder of a model file, by its config's model_type.
+def build(weights: Weights, program: Program | None = None) -> Decoder:
+    """The decoder of a model file, by its config's model_type; written into `program` where one is given.
 
     Raises ValueError where the config lacks something, asks for what its family here does not compute, or does not fit
-    the tensors: two tokens, the ends of vocabulary and context, go through the whole decoder to prove that it does.
+    the tensors: a program compares every shape; without one, two tokens, the ends of vocabulary and context, go through
+    the whole decoder.
     """
     try:
         decoder = family(weights.config["model_type"]).build(weights)
-        prove(decoder)
+        decoder.emit(program) if program else prove(decoder)
     except KeyError as e:
         raise ValueError(f"config.json lacks {e}") from e
     except UNFIT as e:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from retain.config import check_weights
-from retain.models.matrix import Int4, Int8, Matrix, Quanta, fits, int4, int8
+from retain.kernels.matrix import Int4, Int8, Matrix, Quanta, fits, int4, int8
 
 
 class Source(Protocol):
@@ -54,9 +54,14 @@ class Weights:
         weights: str = "auto",
         prefix: str = "",
         read: Callable[[int], None] = lambda n: None,
+        vectors: torch.dtype | None = None,
     ):
-        """`read` is told the number of elements after every tensor that was read (for a progress bar)."""
+        """`read` is told the number of elements after every tensor that was read (for a progress bar).
+
+        `vectors`: what is not a matrix is of another dtype.
+        """
         self.source, self.dtype, self.weights, self.prefix, self._read = source, dtype, weights, prefix, read
+        self.vectors = vectors or dtype
         self.config = source.config
         self._names = source.names()
 
@@ -64,7 +69,7 @@ class Weights:
         return self.prefix + name in self._names
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self.source.read(self._known(name)).to(self.dtype)
+        tensor = self.source.read(self._known(name)).to(self.vectors)
         self._read(tensor.numel())
         return tensor
 
@@ -80,7 +85,7 @@ class Weights:
 
     def at(self, prefix: str) -> Weights:
         """The same weights, names taken below a prefix."""
-        return Weights(self.source, self.dtype, self.weights, self.prefix + prefix, self._read)
+        return Weights(self.source, self.dtype, self.weights, self.prefix + prefix, self._read, self.vectors)
 
     def _known(self, name: str) -> str:
         """The whole name of a tensor. Raises ValueError where there is none."""
@@ -120,8 +125,14 @@ def open_source(path: Path) -> Source:
     raise ValueError(f"{path} does not exist: give a .gguf file or a Hugging Face folder")
 
 
-def open_weights(path: Path, dtype: torch.dtype, weights: str = "auto", progress: bool = False) -> Weights:
-    """The weights at a path, to be read as `dtype`, their matrices as `weights` says (see `Weights`).
+def open_weights(
+    path: Path,
+    dtype: torch.dtype,
+    weights: str = "auto",
+    progress: bool = False,
+    vectors: torch.dtype | None = None,
+) -> Weights:
+    """The weights at a path, to be read as `dtype` (or `vectors`), their matrices as `weights` says (see `Weights`).
 
     `progress` shows a bar on stderr, where that is a terminal. Raises ValueError as `open_source` does, and for
     weights that are not known or not for this dtype; a tensor that is damaged shows when it is read.
@@ -129,7 +140,7 @@ def open_weights(path: Path, dtype: torch.dtype, weights: str = "auto", progress
     check_weights(weights, str(dtype).removeprefix("torch."))
     source = open_source(path)
     if not (progress and sys.stderr.isatty()):
-        return Weights(source, dtype, weights)
+        return Weights(source, dtype, weights, vectors=vectors)
     from tqdm import tqdm
 
     names = source.names()
@@ -140,4 +151,4 @@ def open_weights(path: Path, dtype: torch.dtype, weights: str = "auto", progress
         if bar.n >= len(names):
             bar.close()
 
-    return Weights(source, dtype, weights, read=read)
+    return Weights(source, dtype, weights, read=read, vectors=vectors)

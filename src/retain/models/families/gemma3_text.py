@@ -12,22 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.models.decoder import (
-    Attend,
-    Attention,
-    Decoder,
-    Embedding,
-    GatedMLP,
-    Part,
-    RMSNorm,
-    Spec,
-    below,
-    head,
-    linear,
-    need,
-    windows,
-)
+from retain.kernels import Program
+from retain.models.decoder import Attend, Attention, Decoder, Spec, below, need, windows
 from retain.models.families import llama
+from retain.models.parts import Embedding, GatedMLP, Part, RMSNorm, head, linear
 from retain.models.rope import Angles, Rope, parameters, rope
 from retain.models.weights import Weights
 
@@ -71,6 +59,16 @@ class Sandwich:
         """[T, E] -> [T, E]."""
         x = x + self.norm2(self.attention(self.norm1(x), angles, attend))
         return x + self.norm4(self.mlp(self.norm3(x)))
+
+    def emit(self, p: Program, x: int) -> None:
+        """See Layer."""
+        h, y = (p.buffer(name, self.attention.spec.hidden) for name in ("h", "y"))
+        self.norm1.emit(p, x, h)
+        self.attention.emit(p, h, y)
+        self.norm2.emit(p, y, x, add=True)
+        self.norm3.emit(p, x, h)
+        self.mlp.emit(p, h, y)
+        self.norm4.emit(p, y, x, add=True)
 
 
 def norm(w: Weights, name: str, eps: float) -> RMSNorm:

@@ -10,22 +10,9 @@ from typing import Any
 
 import torch
 
-from retain.models.decoder import (
-    MLP,
-    Attention,
-    Decoder,
-    Embedding,
-    Linear,
-    PreNorm,
-    Spec,
-    below,
-    head,
-    layer_norm,
-    linear,
-    multi_head,
-    need,
-)
-from retain.models.matrix import scale_rows
+from retain.kernels.matrix import scale_rows
+from retain.models.decoder import Attention, Decoder, PreNorm, Spec, below, multi_head, need
+from retain.models.parts import MLP, Embedding, Linear, head, layer_norm, linear
 from retain.models.weights import Weights
 
 

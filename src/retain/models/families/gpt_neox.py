@@ -6,22 +6,9 @@ from typing import Any
 
 import torch
 
-from retain.models.decoder import (
-    MLP,
-    Attention,
-    Decoder,
-    Embedding,
-    Linear,
-    Parallel,
-    PreNorm,
-    Spec,
-    below,
-    head,
-    layer_norm,
-    linear,
-    multi_head,
-)
-from retain.models.matrix import rows
+from retain.kernels.matrix import rows
+from retain.models.decoder import Attention, Decoder, Parallel, PreNorm, Spec, below, multi_head
+from retain.models.parts import MLP, Embedding, Linear, head, layer_norm, linear
 from retain.models.rope import Rope, parameters, rope
 from retain.models.weights import Weights
 

@@ -7,19 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from retain.models.decoder import (
-    MLP,
-    Attention,
-    Decoder,
-    Embedding,
-    Parallel,
-    Spec,
-    below,
-    head,
-    layer_norm,
-    linear,
-    multi_head,
-)
+from retain.models.decoder import Attention, Decoder, Parallel, Spec, below, multi_head
+from retain.models.parts import MLP, Embedding, head, layer_norm, linear
 from retain.models.rope import Rope, rope
 from retain.models.weights import Weights
 

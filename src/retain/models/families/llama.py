@@ -11,19 +11,8 @@ from typing import Any
 
 import torch
 
-from retain.models.decoder import (
-    Attention,
-    Decoder,
-    Embedding,
-    GatedMLP,
-    PreNorm,
-    RMSNorm,
-    Spec,
-    below,
-    head,
-    linear,
-    need,
-)
+from retain.models.decoder import Attention, Decoder, PreNorm, Spec, below, need
+from retain.models.parts import Embedding, GatedMLP, RMSNorm, head, linear
 from retain.models.rope import Rope, parameters, rope
 from retain.models.weights import Weights
 

@@ -6,21 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from retain.models.decoder import (
-    MLP,
-    Attention,
-    Clip,
-    Decoder,
-    Embedding,
-    PreNorm,
-    Spec,
-    below,
-    head,
-    layer_norm,
-    linear,
-    multi_head,
-    need,
-)
+from retain.models.decoder import Attention, Decoder, PreNorm, Spec, below, multi_head, need
+from retain.models.parts import MLP, Clip, Embedding, head, layer_norm, linear
 from retain.models.weights import Weights
 
 

@@ -7,24 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from retain.models.decoder import (
-    MLP,
-    Attend,
-    Attention,
-    Chain,
-    Decoder,
-    Embedding,
-    Layer,
-    Part,
-    PreNorm,
-    Spec,
-    below,
-    head,
-    layer_norm,
-    linear,
-    multi_head,
-    need,
-)
+from retain.kernels import Program
+from retain.models.decoder import Attend, Attention, Decoder, Layer, PreNorm, Spec, below, multi_head, need
+from retain.models.parts import MLP, Chain, Embedding, Part, head, layer_norm, linear
 from retain.models.rope import Angles, Rope
 from retain.models.weights import Weights
 
@@ -49,6 +34,13 @@ class PostNorm:
         x = self.norm1(x + self.attention(x, angles, attend))
         return self.norm2(x + self.mlp(x))
 
+    def emit(self, p: Program, x: int) -> None:
+        """See Layer."""
+        self.attention.emit(p, x, x, add=True)
+        self.norm1.emit(p, x, x)
+        self.mlp.emit(p, x, x, add=True)
+        self.norm2.emit(p, x, x)
+
 
 def layer(w: Weights, i: int, s: Spec) -> Layer:
     """One layer, of the weights below layers.<i>."""
@@ -68,8 +60,8 @@ def build(w: Weights) -> Decoder:
     table, places = m.matrix("embed_tokens.weight", embedding=True), m["embed_positions.weight"]
     enter = linear(m, "project_in") if narrow else None
     embed = Embedding(table, places=places, offset=2, project=enter, dtype=m.dtype)
-    output: Part = head(w, "lm_head", table, c.get("tie_word_embeddings", True))
-    output = Chain((linear(m, "project_out"), output)) if narrow else output
+    out = head(w, "lm_head", table, c.get("tie_word_embeddings", True))
+    output = Chain((linear(m, "project_out"), out)) if narrow else out
     last = c.get("do_layer_norm_before", True) and not c.get("_remove_final_layer_norm", False)
     norm = layer_norm(m, "final_layer_norm", 1e-5) if last else None
     layers = [layer(m.at(f"layers.{i}."), i, s) for i in range(s.layers)]

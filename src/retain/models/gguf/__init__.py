@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from retain.kernels.matrix import Quanta, fits, int8
 from retain.models.gguf.archs import ARCHS
 from retain.models.gguf.configs import Facts, llama3_scaling
 from retain.models.gguf.header import Header, Stored, Unsupported
-from retain.models.matrix import Quanta, fits, int8
 
 # Written by old converters, read by nobody.
 UNUSED = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")

@@ -16,8 +16,8 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.kernels.matrix import Int4, Int8, Quanta, finite, int8
 from retain.models.gguf.header import Unsupported
-from retain.models.matrix import Int4, Int8, Quanta, finite, int8
 
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml types that torch has too
 SIZES = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}  # numbers in a block, bytes in a block

@@ -1,0 +1,234 @@
+"""The parts of a decoder: products, norms, embeddings, MLPs, each said twice.
+
+`__call__` computes with torch and defines the part; `emit` writes the same into a program (kernels/__init__.py), which
+a backend runs much faster. Tests hold the two equal. Letters: T tokens of the step, E hidden size, V vocabulary.
+What is not known here: layers and how they are strung together, attention, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retain.kernels import Program
+from retain.kernels.matrix import Matrix, rows, stack
+from retain.models.weights import Weights
+
+
+class Part(Protocol):
+    """Something between rows and rows."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        ...
+
+    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+        """The same from buffer `x` into buffer `out`, or added to what that holds."""
+        ...
+
+
+class Linear:
+    """y = x W^T + b; weight [out, in], dense or quantised."""
+
+    def __init__(self, weight: Matrix, bias: Tensor | None = None):
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]. Quanta are multiplied in float32: this is what kernels are held to, and slow."""
+        if isinstance(self.weight, Tensor):
+            return F.linear(x, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), self.weight.dense(), bias).to(x.dtype)
+
+    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+        """See Part."""
+        p.linear(x, out, self.weight, self.bias, add)
+
+
+def optional(w: Weights, name: str) -> Tensor | None:
+    """The tensor of that name, or None where the file has none."""
+    if name not in w:
+        return None
+    return w[name]
+
+
+def linear(w: Weights, *names: str, transposed: bool = False) -> Linear:
+    """The linear layers of these names stacked into one product (q over k over v). `transposed`: stored [in, out]."""
+    weights = [w.matrix(f"{n}.weight", transposed=transposed) for n in names]
+    biases = [w[f"{n}.bias"] for n in names if f"{n}.bias" in w]
+    if biases and len(biases) != len(names):
+        raise ValueError(f"some but not all of {', '.join(names)} have a bias")
+    return Linear(stack(weights), torch.cat(biases) if biases else None)
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """What a linear layer gives, held between -at and at."""
+
+    linear: Linear
+    at: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return self.linear(x).clamp(-self.at, self.at)
+
+    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+        """See Part."""
+        if add:
+            raise ValueError("a clipped product cannot be added")
+        self.linear.emit(p, x, out)
+        p.clip(out, self.at)
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Products one after another."""
+
+    parts: tuple[Linear, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in of the first] -> [T, out of the last]."""
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+        """See Part."""
+        *before, last = self.parts
+        for i, part in enumerate(before):
+            part.emit(p, x, middle := p.buffer(f"chain {i}", part.weight.shape[0]))
+            x = middle
+        last.emit(p, x, out, add)
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """project(table[id]) * scale + places[pos + offset], each where it is there; only those rows are dequantised."""
+
+    table: Matrix  # [V, E'], E' = E unless projected
+    scale: float = 1.0
+    places: Tensor | None = None  # learned positions [offset + context, E]
+    offset: int = 0
+    project: Linear | None = None  # [E, E']
+    dtype: torch.dtype = torch.bfloat16  # of what comes out of a quantised table
+
+    def __call__(self, ids: Tensor, pos: Tensor) -> Tensor:
+        """Tokens and their positions, int64 [T] both -> [T, E]."""
+        found = rows(self.table, ids)  # [T, E']
+        x = found if isinstance(found, Tensor) else found.dense(self.dtype)
+        x = self.project(x) if self.project else x
+        x = x * self.scale if self.scale != 1 else x
+        return x if self.places is None else x + F.embedding(pos + self.offset, self.places)
+
+    def emit(self, p: Program, out: int) -> None:
+        """The same for the ids and positions of a step, into buffer `out`."""
+        if self.project:
+            narrow = p.buffer("narrow", self.table.shape[1])
+            p.lookup(narrow, self.table, self.scale)
+            self.project.emit(p, narrow, out)
+        else:
+            p.lookup(out, self.table, self.scale)
+        if self.places is not None:
+            p.lookup_position(out, self.places, self.offset)
+
+
+class RMSNorm:
+    """x / rms(x) * weight, in float32 throughout (arXiv 1910.07467). weight [E], or one row a head: [H + G, D]."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        self.weight, self.eps = weight.float(), eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Any shape ending in the weight's."""
+        return F.rms_norm(x.float(), self.weight.shape[-1:], eps=self.eps).mul_(self.weight).to(x.dtype)
+
+    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+        """See Part. With a row of weights a head, only the numbers of those heads are read and written."""
+        p.normalise(x, out, self.weight, None, self.eps, centred=False, add=add)
+
+
+class LayerNorm:
+    """(x - mean) / deviation * weight + bias (arXiv 1607.06450)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float):
+        self.weight, self.bias, self.eps = weight, bias, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Any shape ending in the weight's."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+        """See Part."""
+        p.normalise(x, out, self.weight, self.bias, self.eps, centred=True, add=add)
+
+
+def layer_norm(w: Weights, name: str, eps: float) -> LayerNorm:
+    """The layer norm of that name, with a bias where the file has one."""
+    return LayerNorm(w[f"{name}.weight"], optional(w, f"{name}.bias"), eps)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+SYNONYMS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+
+
+def activation(name: str) -> str:
+    """The one of ACTIVATIONS that a config names. Raises ValueError for one that is not known here."""
+    known = SYNONYMS.get(name, name)
+    if known not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is not supported")
+    return known
+
+
+class MLP:
+    """down(act(up(x))). `act` is one of ACTIVATIONS, whatever the config called it."""
+
+    def __init__(self, up: Linear, down: Linear, act: str):
+        self.up, self.down, self.act = up, down, activation(act)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, E] -> [T, E]."""
+        return self.down(ACTIVATIONS[self.act](self.up(x)))
+
+    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+        """See Part."""
+        wide = p.buffer("wide", n := self.up.weight.shape[0])
+        self.up.emit(p, x, wide)
+        p.activate(wide, wide, self.act, n)
+        self.down.emit(p, wide, out, add)
+
+
+class GatedMLP:
+    """down(act(gate(x)) * up(x)), gate over up in one product (Shazeer, GLU variants, arXiv 2002.05202)."""
+
+    def __init__(self, gate_up: Linear, down: Linear, act: str):
+        self.gate_up, self.down, self.act = gate_up, down, activation(act)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, E] -> [T, E]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(ACTIVATIONS[self.act](gate) * up)
+
+    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+        """See Part."""
+        n = self.gate_up.weight.shape[0] // 2
+        both, wide = p.buffer("gate, up", 2 * n), p.buffer("wide", n)
+        self.gate_up.emit(p, x, both)
+        p.activate(both, wide, self.act, n, gated=True)
+        self.down.emit(p, wide, out, add)
+
+
+def head(w: Weights, name: str, table: Matrix, tied: bool) -> Linear:
+    """The output layer: where they are tied the embedding again, the same object, else the file's own."""
+    weight = table if tied else w.matrix(f"{name}.weight", embedding=True)
+    return Linear(weight, optional(w, f"{name}.bias"))

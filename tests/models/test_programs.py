@@ -1,0 +1,119 @@
+"""A program is the decoder that emitted it: every family and variant, every instruction set, however tokens arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from test_families import CASES, Changes
+from torch import Tensor
+
+from retain import kernels, models
+from retain.engine.batch import Batch
+from retain.engine.runner import ProgramRunner, Runner, TorchRunner
+from retain.kernels import cpu, reference
+from retain.kv import policies
+from retain.kv.cache import Cache, Shape
+from retain.models.decoder import Spec
+from retain.models.weights import Weights
+from tests.tiny import Tiny, tiny_source
+
+pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+ISAS = cpu._C.isas() if cpu.available() is None else []
+STEPS = [(20, 3), (1, 10), (0, 9), (18, 1), (1, 0)]  # fresh tokens of two requests
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = cpu._C.isa()
+    cpu._C.set_isa(request.param)
+    yield request.param
+    cpu._C.set_isa(before)
+
+
+def cache(spec: Spec, backend: ModuleType, dtype: torch.dtype) -> Cache:
+    shape = Shape(spec.kv_heads, spec.head_dim, spec.windows)
+    return Cache(shape, backend, dtype, 2**24, 16, 2, 64, 32)
+
+
+def logits(runner: Runner, room: Cache, vocab: int, steps: list[tuple[int, ...]]) -> Tensor:
+    """Those of every token, step by step, [tokens, V]."""
+    rows = [room.open(policies.parse("full"), 32) for _ in range(2)]
+    texts = torch.randint(0, vocab, (2, 64), generator=torch.Generator().manual_seed(5))
+    done, found = [0, 0], []
+    for counts in steps:
+        chosen = [b for b in range(2) if counts[b]]
+        pos = np.concatenate([np.arange(done[b], done[b] + counts[b], dtype=np.int32) for b in chosen])
+        ids = torch.cat([texts[b, done[b] : done[b] + counts[b]] for b in chosen])
+        for b in chosen:
+            done[b] += counts[b]
+            assert room.grow(rows[b], done[b])
+        own = np.array([rows[b] for b in chosen], np.int32)
+        n = np.array([counts[b] for b in chosen], np.int32)
+        slots = torch.from_numpy(room.place(np.repeat(own, n), pos))
+        starts = torch.tensor([0, *n.cumsum()], dtype=torch.int32)
+        last = torch.arange(len(ids))
+        batch = Batch(ids, torch.from_numpy(pos), torch.from_numpy(own), starts, slots, last)
+        found.append(runner.forward(batch).clone())
+    return torch.cat(found)
+
+
+def by_program(
+    source: Tiny, steps: list[tuple[int, ...]], weights: str = "auto", dtype: torch.dtype = torch.float32
+) -> Tensor:
+    program = cpu.program()
+    spec = models.build(Weights(source, dtype, weights, vectors=torch.float32), program).spec
+    room = cache(spec, cpu, dtype)
+    return logits(ProgramRunner(program, room), room, spec.vocab, steps)
+
+
+def by_definition(source: Tiny, steps: list[tuple[int, ...]]) -> Tensor:
+    model = models.build(Weights(source, torch.float32))
+    room = cache(model.spec, reference, torch.float32)
+    return logits(TorchRunner(model, room, reference), room, model.spec.vocab, steps)
+
+
+def close(got: Tensor, want: Tensor, tolerance: float) -> None:
+    far, top = (got - want).abs().max().item(), want.abs().max().item()
+    assert far <= tolerance * top, f"off by {far:.2e} where the largest is {top:.2e}"
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
+def test_the_program_is_the_decoder(family: str, changes: Changes) -> None:
+    source = tiny_source(family, **changes)
+    close(by_program(source, STEPS), by_definition(source, STEPS), 2e-5)
+
+
+@pytest.mark.parametrize("family", models.names())
+def test_on_every_instruction_set(isa: str, family: str) -> None:
+    source = tiny_source(family)
+    close(by_program(source, STEPS), by_definition(source, STEPS), 2e-5)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("family", models.names())
+def test_chunks_and_company_change_no_bit(isa: str, family: str, weights: str) -> None:
+    """Not in any kind of weights: integers are summed exactly, and floats in the order of the inputs."""
+    source = tiny_source(family)
+    together = by_program(source, [(9, 12)], weights, torch.bfloat16)
+    apart = by_program(source, [(9, 0), *[(0, 1)] * 12], weights, torch.bfloat16)
+    assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("family", models.names())
+def test_less_exact_weights_are_close(family: str) -> None:
+    source = tiny_source(family)
+    want = by_definition(source, STEPS)
+    for weights in ("bf16", "int8"):
+        got = by_program(source, STEPS, weights, torch.bfloat16)
+        assert (got - want).norm() <= 0.15 * want.norm()  # tiny random models magnify what is rounded
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    source = tiny_source("llama")
+    source.shapes["model.layers.1.mlp.down_proj.weight"] = (64, 97)
+    with pytest.raises(ValueError, match=r"do not fit|are wanted"):
+        models.build(Weights(source, torch.float32), kernels.load("cpu").program())
