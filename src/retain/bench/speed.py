@@ -1,8 +1,9 @@
-"""`retain bench speed`: prefill and decoding speed on fixed pseudo-random prompts.
+"""`retain bench speed`: prefill and decoding speed on fixed pseudo-random prompts, beside what memory allows.
 
 A workload is (prompt tokens, new tokens, batch). Decoding is greedy and ignores the end of text. Prefill is the time
 of a run with one new token; decoding is the time of a run with N + 1 new tokens less that; the better of two runs
-counts.
+counts. A decoding step must read all weights once, and the keys and values of every request: `read_mb`; `bandwidth` is
+the share of the machine's measured read bandwidth that this comes to.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import random
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
+
+import torch
 
 import retain
 from retain.engine.request import SamplingParams
@@ -50,30 +53,51 @@ def choose(names: str | None) -> list[Workload]:
 
 def run(llm: LLM, workloads: list[Workload], as_json: bool) -> None:
     """Print a line for each workload as soon as it is measured."""
+    bandwidth = read_bandwidth()
     seconds(llm, Workload("warm-up", 128, 8, 1), seed=0, new=8)
     if not as_json:
         print(
             f"{'workload':10} {'prompt':>7} {'new':>5} {'batch':>5} {'prefill tok/s':>14} "
-            f"{'decode tok/s':>13} {'step ms':>8}"
+            f"{'decode tok/s':>13} {'step ms':>8} {'reads MB':>9} {f'of {bandwidth / 1e9:.0f} GB/s':>12}"
         )
     for w in workloads:
-        row = measure(llm, w)
+        row = measure(llm, w, bandwidth)
         if as_json:
             print(json.dumps(row), flush=True)
         else:
             print(
                 f"{w.name:10} {w.prompt:7} {w.new:5} {w.batch:5} {row['prefill_tok_s']:14.1f} "
-                f"{row['decode_tok_s']:13.1f} {row['decode_step_ms']:8.2f}",
+                f"{row['decode_tok_s']:13.1f} {row['decode_step_ms']:8.2f} "
+                f"{row['read_mb']:9.1f} {row['bandwidth']:12.0%}",
                 flush=True,
             )
 
 
-def measure(llm: LLM, w: Workload) -> dict[str, Any]:
+def read_bandwidth() -> float:
+    """Bytes a second that all threads together read from memory: the best of five sums over 512 MiB."""
+    x = torch.ones(2**27, dtype=torch.int32)
+    times = []
+    for _ in range(5):
+        started = perf_counter()
+        x.sum()
+        times.append(perf_counter() - started)
+    return x.nbytes / min(times)
+
+
+def bytes_read(llm: LLM, w: Workload) -> int:
+    """What the step in the middle of decoding must read: weights, and the slots that are seen."""
+    spec, length = llm.spec, w.prompt + w.new // 2
+    seen = sum(min(length, window or length) for window in llm.cache.windows(llm.policy).tolist())
+    return llm.weight_bytes + w.batch * seen * spec.kv_heads * llm.cache.page_bytes // llm.config.page_size
+
+
+def measure(llm: LLM, w: Workload, bandwidth: float) -> dict[str, Any]:
     """One workload: the better of two runs."""
     prefill = decode = float("inf")
     for seed in (1, 2):
         total, first = seconds(llm, w, 10 * seed + 1, w.new + 1), seconds(llm, w, 10 * seed, 1)
         prefill, decode = min(prefill, first), min(decode, max(total - first, 1e-9))
+    read = bytes_read(llm, w)
     return {
         "engine": f"retain {retain.__version__}",
         "workload": w.name,
@@ -84,13 +108,15 @@ def measure(llm: LLM, w: Workload) -> dict[str, Any]:
         "prefill_tok_s": round(w.prompt * w.batch / prefill, 1),
         "decode_tok_s": round(w.new * w.batch / decode, 1),
         "decode_step_ms": round(1e3 * decode / w.new, 2),
-        "note": f"{llm.config.dtype}, kv {llm.config.kv_policy}",
+        "read_mb": round(read / 1e6, 1),
+        "bandwidth": round(read / (decode / w.new) / bandwidth, 3),
+        "note": f"{llm.config.dtype}, weights {llm.config.weights}, kv {llm.config.kv_policy}",
     }
 
 
 def seconds(llm: LLM, w: Workload, seed: int, new: int) -> float:
     """Wall time of one batch to its end."""
-    rng, top = random.Random(seed), min(40000, llm.model.spec.vocab)
+    rng, top = random.Random(seed), min(40000, llm.spec.vocab)
     prompts = [[rng.randrange(min(100, top - 1), top) for _ in range(w.prompt)] for _ in range(w.batch)]
     started = perf_counter()
     llm.generate(prompts, SamplingParams(max_tokens=new, temperature=0, ignore_eos=True))
