@@ -75,7 +75,7 @@ def run(llm: LLM, workloads: list[Workload], as_json: bool) -> None:
 
 def read_bandwidth() -> float:
     """Bytes a second that all threads together read from memory: the best of five sums over 512 MiB."""
-    x = torch.ones(2**27, dtype=torch.int32)
+    x = torch.ones(2**27)
     times = []
     for _ in range(5):
         started = perf_counter()
