@@ -69,9 +69,8 @@ class LLM:
         dtype: torch.dtype = getattr(torch, c.dtype)
         path = find(model)
         program = backend.program()
-        # torch is slow at multiplying by quanta, and wants a bias or a norm of its input's dtype.
-        kind = c.weights if program or dtype == torch.float32 else "bf16"
-        weights = open_weights(path, dtype, kind, progress, vectors=torch.float32 if program else None)
+        # torch wants a bias or a norm of its input's dtype; a program keeps rows in float32.
+        weights = open_weights(path, dtype, c.weights, progress, vectors=torch.float32 if program else None)
         decoder = models.build(weights, program)
         self.spec = spec = decoder.spec
         self.weight_bytes = program.weight_bytes if program else 0  # packed; unknown where torch computes
