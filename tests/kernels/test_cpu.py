@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +16,6 @@ from retain.kernels import NO_WINDOW, Tables, cpu
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
 ISAS = cpu._C.isas() if cpu.available() is None else []
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpu._C.isa()
-    cpu._C.set_isa(request.param)
-    yield request.param
-    cpu._C.set_isa(before)
 
 
 def test_instruction_sets() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,17 +9,12 @@ from torch import Tensor
 from retain.kernels import cpu
 from retain.kernels.matrix import Matrix, int4, int8
 
-pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+pytestmark = [
+    pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available())),
+    pytest.mark.usefixtures("isa"),
+]
 
 KINDS = ["float32", "bfloat16", "int8", "int4"]
-
-
-@pytest.fixture(params=cpu._C.isas() if cpu.available() is None else [], autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = cpu._C.isa()
-    cpu._C.set_isa(request.param)
-    yield
-    cpu._C.set_isa(before)
 
 
 def matrix(kind: str, out: int, columns: int) -> Matrix:

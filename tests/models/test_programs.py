@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import numpy as np
@@ -22,16 +21,7 @@ from retain.models.weights import Weights
 from tests.tiny import Tiny, tiny_source
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
-ISAS = cpu._C.isas() if cpu.available() is None else []
 STEPS = [(20, 3), (1, 10), (0, 9), (18, 1), (1, 0)]  # fresh tokens of two requests
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpu._C.isa()
-    cpu._C.set_isa(request.param)
-    yield request.param
-    cpu._C.set_isa(before)
 
 
 def cache(spec: Spec, backend: ModuleType, dtype: torch.dtype) -> Cache:
