@@ -86,7 +86,7 @@ NB_MODULE(_C, m) {
         pack({at<void>(numbers), at<uint16_t>(scale), at<uint16_t>(shift)}, packed(data, out, in, kind));
       },
       nb::call_guard<nb::gil_scoped_release>());
-  // For tests: one product, and the names of what a number means.
+  // One product alone, which tests compare with what it means.
   m.def(
       "linear",
       [](Address data, int out, int in, int kind, Address x, int rows, Address bias, Address y, bool add) {

@@ -29,6 +29,7 @@ struct Plan {
   void make(const Attend&, int threads);
 };
 void check(const Attend&);
+void check(const Write&);
 
 // The memory that attend needs besides.
 struct Work {
@@ -53,7 +54,8 @@ struct Loose {
 };
 void pack(const Loose&, const Packed& into);
 
-// y (+)= x W^T + bias for rows of x [rows, in], together. `prepared` has room for rows * w.row_bytes().
+// y (+)= x W^T + bias for rows of x [rows, in], together; done after a barrier. `prepared` has room for
+// rows * w.row_bytes().
 void linear(const Packed&, const float* x, int64_t ldx, int rows, char* prepared, const Into&, Team::Member&);
 
 }  // namespace retain

@@ -13,7 +13,6 @@ void linear(const Packed& w, const float* x, int64_t ldx, int rows, char* prepar
   me.share(w.tiles(), [&](int begin, int end) {
     for (int tile = begin; tile < end; ++tile) inner.multiply(w, tile, prepared, rows, into);
   });
-  me.barrier();
 }
 
 }  // namespace retain

@@ -144,17 +144,20 @@ struct Program::Look {
     return {s.kv, t, q, now.at(out), s.pos, s.T, heads.H / heads.G, scale, slopes};
   }
 
-  void run(Now& now, Team::Member& me) const {
+  Write write_of(const Now& now) const {
     const Step& s = now.step;
     const int64_t width = now.width(qkv);
     const float* k = now.at(qkv) + heads.H * heads.D;
     const Rows keys = {k, width, heads.D, Type::float32};
     const Rows values = {k + heads.G * heads.D, width, heads.D, Type::float32};
-    const Write write = {s.kv, keys, values, s.slots + layer * s.slot_layer, s.slot_head, s.slot_token,
-                         s.pos, s.T, heads.G};
+    return {s.kv, keys, values, s.slots + layer * s.slot_layer, s.slot_head, s.slot_token, s.pos, s.T, heads.G};
+  }
+
+  void run(Now& now, Team::Member& me) const {
+    const Write write = write_of(now);
     const Attend a = attend_of(now);
     if (me.id == 0) now.program.work_.make(a, me.size);
-    me.share(s.T, [&](int begin, int end) {
+    me.share(write.T, [&](int begin, int end) {
       for (int g = 0; g < heads.G; ++g) isa().write(write, g, begin, end);
     });
     me.barrier();
@@ -162,14 +165,9 @@ struct Program::Look {
   }
 
   void check(const Now& now) const {
-    const Step& s = now.step;
-    if (layer >= s.layers) throw std::invalid_argument("the step has tables of fewer layers than the program");
+    if (layer >= now.step.layers) throw std::invalid_argument("the step has tables of fewer layers than the program");
     retain::check(attend_of(now));
-    for (int g = 0; g < heads.G; ++g)
-      for (int t = 0; t < s.T; ++t) {
-        const int32_t slot = s.slots[layer * s.slot_layer + g * s.slot_head + t * s.slot_token];
-        if (slot < 0 || slot >= s.kv.n_pages * s.kv.S) throw std::invalid_argument("slots names a slot outside the pool");
-      }
+    retain::check(write_of(now));
   }
 };
 

@@ -10,13 +10,17 @@ namespace retain {
 constexpr int STRETCH = 64;                  // tokens that one core writes at a time
 constexpr int64_t WORTH_WAKING = 1 << 15;    // numbers written, or bytes copied
 
-void write(const Write& w) {
+void check(const Write& w) {
   const int64_t n_slots = w.kv.n_pages * w.kv.S;
   for (int g = 0; g < w.G; ++g)
     for (int t = 0; t < w.T; ++t) {
       const int32_t slot = w.slots[g * w.slot_head + t * w.slot_token];
       if (slot < 0 || slot >= n_slots) throw std::invalid_argument("slots names a slot outside the pool");
     }
+}
+
+void write(const Write& w) {
+  check(w);
   const Isa& inner = isa();
   const int stretches = (w.T + STRETCH - 1) / STRETCH;
 #pragma omp parallel for schedule(dynamic) if (int64_t(w.T) * w.G * w.kv.D > WORTH_WAKING)
