@@ -52,6 +52,10 @@ constexpr int TILE_OUT = 16, GROUP = 32;  // outputs of a tile; inputs that shar
 
 INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
+// Bytes that a group takes in a tile: its numbers, and with the scales behind them.
+INLINE constexpr int number_bytes(Kind k) { return GROUP * TILE_OUT / (k == Kind::int4 ? 2 : 1); }
+INLINE constexpr int group_bytes(Kind k) { return number_bytes(k) + TILE_OUT * (k == Kind::int4 ? 4 : 2); }
+
 struct Packed {
   const char* data;  // on a cache line
   int out, in;
@@ -59,17 +63,11 @@ struct Packed {
 
   INLINE int tiles() const { return (out + TILE_OUT - 1) / TILE_OUT; }
   INLINE int groups() const { return in / GROUP; }
-  // Of the numbers of a tile, without scales.
-  INLINE int64_t number_bytes() const {
+  INLINE int64_t tile_bytes() const {
     if (kind == Kind::float32) return int64_t(in) * TILE_OUT * 4;
     if (kind == Kind::bfloat16) return round_up(in, 2) * TILE_OUT * 2;
-    return int64_t(in) * TILE_OUT / (kind == Kind::int4 ? 2 : 1);
+    return int64_t(groups()) * group_bytes(kind);
   }
-  INLINE int64_t scale_bytes() const {
-    if (kind == Kind::float32 || kind == Kind::bfloat16) return 0;
-    return int64_t(groups()) * TILE_OUT * (kind == Kind::int4 ? 4 : 2);
-  }
-  INLINE int64_t tile_bytes() const { return round_up(number_bytes() + scale_bytes(), 64); }
   // Of one row of activations, prepared for the product with this matrix.
   INLINE int64_t row_bytes() const {
     if (kind == Kind::float32) return round_up(int64_t(in) * 4, 64);

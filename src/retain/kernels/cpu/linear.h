@@ -4,11 +4,12 @@
 // tiles reads its weights in one stream:
 //
 //   float32    [in][16]             bfloat16   [in / 2][16][2]      pairs of inputs, as the dot product wants them
-//   int4       [in / 8][16][4]      low halves of the bytes: inputs 8i .. 8i+3, high halves: 8i+4 .. 8i+7
-//              then for each group of 32 inputs: scale [16], shift [16], float16;   w = scale * q + shift
-//   int8       [in / 4][16][4]      q + 128, for the instruction multiplies unsigned by signed
-//              then for each group: scale [16], float16;                            w = scale * q
+//   int4       for each group of 32 inputs [4][16][4]: low halves of the bytes are inputs 8i .. 8i+3, high 8i+4 .. 8i+7;
+//              then scale [16] and shift [16], float16:   w = scale * q + shift
+//   int8       for each group [8][16][4]: q + 128, for the instruction multiplies unsigned by signed;
+//              then scale [16], float16:                  w = scale * q
 //
+// Scales stand with their group because a core reads one stream nearly twice as fast as two (docs/log.md).
 // For int4 and int8 the activations too are rounded to 8 bits, group by group (`prepare_row`), so sums inside a group
 // are exact integers. Every output is summed in the order of the inputs, whatever the number of rows: a token's bits
 // depend neither on its company nor on the size of its chunk.
@@ -91,9 +92,8 @@ INLINE void product_bfloat16(const Packed& w, const char* tile, int piece, const
 template <Kind KIND, int ROWS>
 INLINE void product_groups(const Packed& w, const char* tile, int piece, const char* rows, F (&sum)[ROWS]) {
   constexpr bool INT4 = KIND == Kind::int4;
-  constexpr int STEP = 4 * TILE_OUT, STEPS = INT4 ? 4 : 8;  // bytes of a step; steps of a group
-  const uint8_t* b = reinterpret_cast<const uint8_t*>(tile) + 4 * piece * WIDTH;
-  const half* scales = reinterpret_cast<const half*>(tile + w.number_bytes()) + piece * WIDTH;
+  constexpr int STEP = 4 * TILE_OUT, STEPS = number_bytes(KIND) / STEP;  // bytes of a step; steps of a group
+  const char* group = tile;
   const int64_t stride = w.row_bytes();
   const char* a = rows;
   const GroupFacts* facts = facts_of(w, rows);
@@ -103,6 +103,7 @@ INLINE void product_groups(const Packed& w, const char* tile, int piece, const c
       return *reinterpret_cast<const GroupFacts*>(reinterpret_cast<const char*>(facts + g) + r * stride);
     };
     EACH(r, ROWS) inside[r] = INT4 ? I{} : splat(facts_of_row(r).offset);
+    const uint8_t* b = reinterpret_cast<const uint8_t*>(group) + 4 * piece * WIDTH;
     EACH(i, STEPS) {
       const Bytes x = load_bytes(b + i * STEP);
       if constexpr (INT4) {
@@ -113,14 +114,14 @@ INLINE void product_groups(const Packed& w, const char* tile, int piece, const c
         EACH(r, ROWS) inside[r] = dot(inside[r], x, a + r * stride + 4 * i);
       }
     }
+    const half* scales = reinterpret_cast<const half*>(group + number_bytes(KIND)) + piece * WIDTH;
     const F scale = load<WIDTH>(scales);
     EACH(r, ROWS) sum[r] += __builtin_convertvector(inside[r], F) * (scale * facts_of_row(r).scale);
     if constexpr (INT4) {
       const F shift = load<WIDTH>(scales + TILE_OUT);
       EACH(r, ROWS) sum[r] += shift * facts_of_row(r).sum;
     }
-    b += STEPS * STEP;
-    scales += INT4 ? 2 * TILE_OUT : TILE_OUT;
+    group += group_bytes(KIND);
     a += GROUP;
   }
 }
@@ -176,14 +177,13 @@ INLINE float number(const Packed& w, const char* tile, int o, int i) {
   if (w.kind == Kind::float32) return reinterpret_cast<const float*>(tile)[i * TILE_OUT + o];
   if (w.kind == Kind::bfloat16)
     return to_float(reinterpret_cast<const bf16*>(tile)[i / 2 * 2 * TILE_OUT + 2 * o + i % 2]);
-  const half* scales = reinterpret_cast<const half*>(tile + w.number_bytes());
-  const uint8_t* q = reinterpret_cast<const uint8_t*>(tile);
-  const int g = i / GROUP;
-  if (w.kind == Kind::int8)
-    return to_float(scales[g * TILE_OUT + o]) * (int(q[i / 4 * 4 * TILE_OUT + 4 * o + i % 4]) - 128);
-  const uint8_t both = q[i / 8 * 4 * TILE_OUT + 4 * o + i % 4];
-  scales += 2 * g * TILE_OUT + o;
-  return to_float(scales[0]) * (i % 8 < 4 ? both & 15 : both >> 4) + to_float(scales[TILE_OUT]);
+  const char* group = tile + i / GROUP * group_bytes(w.kind);
+  const uint8_t* q = reinterpret_cast<const uint8_t*>(group);
+  const half* scales = reinterpret_cast<const half*>(group + number_bytes(w.kind)) + o;
+  const int k = i % GROUP;
+  if (w.kind == Kind::int8) return to_float(scales[0]) * (int(q[k / 4 * 4 * TILE_OUT + 4 * o + k % 4]) - 128);
+  const uint8_t both = q[k / 8 * 4 * TILE_OUT + 4 * o + k % 4];
+  return to_float(scales[0]) * (k % 8 < 4 ? both & 15 : both >> 4) + to_float(scales[TILE_OUT]);
 }
 
 }  // namespace retain::RETAIN_ISA

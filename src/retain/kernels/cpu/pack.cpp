@@ -9,8 +9,6 @@ namespace retain {
 static void pack_tile(const Loose& from, const Packed& w, int t) {
   char* tile = const_cast<char*>(w.data) + t * w.tile_bytes();
   memset(tile, 0, w.tile_bytes());
-  uint16_t* scales = reinterpret_cast<uint16_t*>(tile + w.number_bytes());
-  const int per_group = w.kind == Kind::int4 ? 2 * TILE_OUT : TILE_OUT;
   for (int o = 0; o < TILE_OUT; ++o) {
     const int64_t row = int64_t(t) * TILE_OUT + o;
     if (row >= w.out) break;
@@ -26,16 +24,18 @@ static void pack_tile(const Loose& from, const Packed& w, int t) {
       continue;
     }
     const uint8_t* q = static_cast<const uint8_t*>(from.numbers) + row * w.in;
-    uint8_t* to = reinterpret_cast<uint8_t*>(tile) + 4 * o;
-    if (w.kind == Kind::int8) {
-      for (int i = 0; i < w.in; ++i) to[i / 4 * 4 * TILE_OUT + i % 4] = q[i] ^ 0x80;  // signed, plus 128
-    } else {
-      for (int i = 0; i < w.in; i += 8)
+    for (int g = 0; g < w.groups(); ++g, q += GROUP) {
+      char* group = tile + g * group_bytes(w.kind);
+      uint8_t* to = reinterpret_cast<uint8_t*>(group) + 4 * o;
+      uint16_t* scales = reinterpret_cast<uint16_t*>(group + number_bytes(w.kind)) + o;
+      scales[0] = from.scale[row * w.groups() + g];
+      if (w.kind == Kind::int8) {
+        for (int i = 0; i < GROUP; ++i) to[i / 4 * 4 * TILE_OUT + i % 4] = q[i] ^ 0x80;  // signed, plus 128
+        continue;
+      }
+      scales[TILE_OUT] = from.shift[row * w.groups() + g];
+      for (int i = 0; i < GROUP; i += 8)
         for (int j = 0; j < 4; ++j) to[i / 8 * 4 * TILE_OUT + j] = uint8_t(q[i + j] | q[i + j + 4] << 4);
-    }
-    for (int g = 0; g < w.groups(); ++g) {
-      scales[g * per_group + o] = from.scale[row * w.groups() + g];
-      if (w.kind == Kind::int4) scales[g * per_group + TILE_OUT + o] = from.shift[row * w.groups() + g];
     }
   }
 }
