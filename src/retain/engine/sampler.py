@@ -21,15 +21,13 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[tuple[int, Logpr
     """
     if not requests:
         return []
-    if bool(torch.isnan(logits.sum())):
-        raise ValueError("the model computes NaN: its weights are damaged, or too large for this dtype")
     raw = logits
     if any(r.params.penalised for r in requests):
         logits = logits.clone()
         for row, r in zip(logits, requests, strict=True):
             if r.params.penalised:
                 penalise(row, r.tokens, r.answer, r.params)
-    tokens = logits.argmax(-1)  # [N]
+    tokens = likeliest(logits)  # [N]
     drawn = [i for i, r in enumerate(requests) if not r.params.greedy]
     if drawn:
         p = probabilities(logits[drawn], [requests[i].params for i in drawn])  # [n, V]
@@ -39,6 +37,17 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[tuple[int, Logpr
         (token, logprob(raw[i], token, r.params.logprobs) if r.params.logprobs is not None else None)
         for i, (token, r) in enumerate(zip(tokens.tolist(), requests, strict=True))
     ]
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The first of the largest of each row [N, V] -> int64 [N]. Raises ValueError when a row holds NaN.
+
+    By numpy, which reads a row ten times as fast as torch, and finds NaN above everything.
+    """
+    tokens = torch.from_numpy(logits.numpy(force=True).argmax(-1))
+    if bool(logits.gather(-1, tokens[:, None]).isnan().any()):
+        raise ValueError("the model computes NaN: its weights are damaged, or too large for this dtype")
+    return tokens
 
 
 def penalise(logits: Tensor, tokens: Sequence[int], answer: Sequence[int], params: SamplingParams) -> None:
