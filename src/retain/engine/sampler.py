@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,10 +45,11 @@ def likeliest(logits: Tensor) -> Tensor:
 
     By numpy, which reads a row ten times as fast as torch, and finds NaN above everything.
     """
-    tokens = torch.from_numpy(logits.numpy(force=True).argmax(-1))
-    if bool(logits.gather(-1, tokens[:, None]).isnan().any()):
+    x = logits.numpy(force=True)
+    tokens = x.argmax(-1)
+    if np.isnan(x[np.arange(len(x)), tokens]).any():
         raise ValueError("the model computes NaN: its weights are damaged, or too large for this dtype")
-    return tokens
+    return torch.from_numpy(tokens)
 
 
 def penalise(logits: Tensor, tokens: Sequence[int], answer: Sequence[int], params: SamplingParams) -> None:
