@@ -36,7 +36,7 @@ def rig(
     shape = Shape(model.spec.kv_heads, model.spec.head_dim, model.spec.windows)
     memory = (pages + 1) * kernels.page_bytes(page_size, shape.head_dim, torch.float32)
     cache = Cache(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens)
-    runner = ProgramRunner(program, cache) if program else TorchRunner(model, cache, kernel)
+    runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     return Engine(runner, cache, step_tokens)
 
 

@@ -8,9 +8,12 @@ for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=20)):
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from time import perf_counter
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,9 +23,10 @@ from retain import kernels, models
 from retain.config import Config, size
 from retain.engine.loop import Engine
 from retain.engine.request import Logprob, Request, SamplingParams, Why
-from retain.engine.runner import ProgramRunner, TorchRunner
+from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
 from retain.kv.cache import Cache, Shape
+from retain.models.decoder import Spec
 from retain.models.find import find
 from retain.models.weights import open_weights
 from retain.text import Stream, Tokenizer
@@ -68,12 +72,8 @@ class LLM:
         backend = kernels.load(c.backend)
         dtype: torch.dtype = getattr(torch, c.dtype)
         path = find(model)
-        program = backend.program()
-        # torch wants a bias or a norm of its input's dtype; a program keeps rows in float32.
-        weights = open_weights(path, dtype, c.weights, progress, vectors=torch.float32 if program else None)
-        decoder = models.build(weights, program)
-        self.spec = spec = decoder.spec
-        self.weight_bytes = program.weight_bytes if program else 0  # packed; unknown where torch computes
+        self.spec, self.weight_bytes, runner = _model(path, backend, dtype, c.weights, progress)
+        spec = self.spec
         self.tokenizer = Tokenizer.open(path)
         if c.context and c.context > spec.context:
             raise ValueError(f"context {c.context} is longer than the model's own, {spec.context}")
@@ -82,8 +82,7 @@ class LLM:
         whole = spec.layers * spec.kv_heads * -(-self.context // c.page_size)  # pages
         memory = c.kv_memory or affordable_memory(whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype))
         self.cache = Cache(shape, backend, dtype, memory, c.page_size, c.max_requests, self.context, c.step_tokens)
-        runner = ProgramRunner(program, self.cache) if program else TorchRunner(decoder, self.cache, backend)
-        self.engine = Engine(runner, self.cache, c.step_tokens)
+        self.engine = Engine(runner(self.cache), self.cache, c.step_tokens)
         self.load_s = perf_counter() - started
 
     def generate(
@@ -215,6 +214,22 @@ class LLM:
             "bytes_if_full": sum(g["bytes_if_full"] for g in groups),
             "groups": groups,
         }
+
+
+def _model(
+    path: Path, backend: ModuleType, dtype: torch.dtype, weights: str, progress: bool
+) -> tuple[Spec, int, Callable[[Cache], Runner]]:
+    """A model's spec, the bytes of its packed weights (0 where torch computes), and its runner, given a cache.
+
+    Where a program computes, nothing of the file outlives this call: room for the cache comes after.
+    """
+    program = backend.program()
+    # torch wants a bias or a norm of its input's dtype; a program keeps rows in float32.
+    vectors = torch.float32 if program else None
+    decoder = models.build(open_weights(path, dtype, weights, progress, vectors), program)
+    if program:
+        return decoder.spec, program.weight_bytes, partial(ProgramRunner, program)
+    return decoder.spec, 0, partial(TorchRunner, decoder, backend)
 
 
 def affordable_memory(whole: int) -> int:

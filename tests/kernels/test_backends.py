@@ -189,6 +189,7 @@ def test_write_rounds_as_torch_does(backend: ModuleType, dtype: torch.dtype, giv
     n, G, D, S = 48, 2, 40, 16
     P = n * G + 1
     kv = backend.allocate(P, S, D, dtype)
+    kv.pos.fill_(-1)
     bits = torch.randint(-(2**31), 2**31, (n, G, D), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     v = bits.view(F32)
     v = torch.where(v.isfinite() & (v.abs() < 1e30) & (v.abs() > 1e-30), v, 1 + 2.0**-8)  # a tie: to even, down

@@ -90,6 +90,7 @@ class Slots:
         shape = (spec.layers, requests, spec.kv_heads, n)
         self.pages = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int32).view(shape)
         self.kv = reference.allocate(1 + self.pages.numel(), self.PAGE, spec.head_dim, dtype)
+        self.kv.pos.fill_(-1)
 
     def attend(self, counts: Sequence[int], pos: Tensor) -> Attend:
         """For a step with so many fresh tokens of each request, at these positions."""

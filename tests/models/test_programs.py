@@ -63,7 +63,7 @@ def by_program(
 def by_definition(source: Tiny, steps: list[tuple[int, ...]]) -> Tensor:
     model = models.build(Weights(source, torch.float32))
     room = cache(model.spec, reference, torch.float32)
-    return logits(TorchRunner(model, room, reference), room, model.spec.vocab, steps)
+    return logits(TorchRunner(model, reference, room), room, model.spec.vocab, steps)
 
 
 def close(got: Tensor, want: Tensor, tolerance: float) -> None:

@@ -40,8 +40,8 @@ class ProgramRunner:
 class TorchRunner:
     """By the model's own parts, the definition, with the backend's `write` and `attend` between."""
 
-    def __init__(self, model: Decoder, cache: Cache, backend: ModuleType):
-        self.model, self.cache, self.backend = model, cache, backend
+    def __init__(self, model: Decoder, backend: ModuleType, cache: Cache):
+        self.model, self.backend, self.cache = model, backend, cache
         slopes = model.spec.slopes
         self.slopes = None if slopes is None else torch.tensor(slopes)  # [H]
 

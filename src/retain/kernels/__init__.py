@@ -3,7 +3,7 @@
 A backend is a folder here and is found by its name: `load("cpu")`. It is a module with six functions, which
 `reference` (plain torch) defines and every other backend must equal:
 
-    allocate(n_pages, page_size, head_dim, dtype)  -> KV          room for a pool of pages, every slot a hole
+    allocate(n_pages, page_size, head_dim, dtype)  -> KV          room for a pool of pages
     write(kv, slots, k, v, pos)                                   put fresh tokens into their slots
     attend(q, kv, tables, q_pos, scale, slopes) -> o              look by position
     copy(kv, src, dst)                                            copy whole pages
@@ -20,7 +20,7 @@ Positions are not opaque: `KV.pos` is a plain tensor that the cache reads and pu
                                             pos[p]       S x int32; -1 is a hole
 
 Slot number s is page s // S, place s % S. Page 0 is the trash page: nobody owns it and it holds only holes, so a
-table may be padded with it.
+table may be padded with it. Who takes another page makes holes of its slots first; nothing else is promised of them.
 
 What is not known here: requests, policies, budgets, layers' meanings.
 """

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -156,10 +157,15 @@ class Decoder:
 
     spec: Spec
     embed: Embedding
-    layers: Sequence[Layer]
+    layer: Callable[[int], Layer]  # reads the weights of one layer
     norm: Part | None
     head: Part
     ropes: Sequence[Rope] = ()  # all that the layers turn by
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """All of them, for who computes by them. (A program packs one and lets it go before the next is read.)"""
+        return [self.layer(i) for i in range(self.spec.layers)]
 
     def forward(self, ids: Tensor, pos: Tensor, attend: Attend) -> Tensor:
         """Fresh tokens at their positions, int64 [T] both -> hidden states [T, E]."""
@@ -180,8 +186,8 @@ class Decoder:
             raise ValueError("the embedding has fewer rows than the vocabulary, or than the context")
         x, last = p.buffer("x", s.hidden), p.buffer("last", s.hidden)
         self.embed.emit(p, x)
-        for layer in self.layers:
-            layer.emit(p, x)
+        for i in range(s.layers):
+            self.layer(i).emit(p, x)
         p.pick(x, last)
         if self.norm:
             self.norm.emit(p, last, last)

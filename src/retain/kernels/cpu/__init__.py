@@ -55,7 +55,7 @@ def program() -> Program:
 
 
 def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype) -> KV:
-    """A pool whose slots are all holes. Its K and V take no memory until they are written."""
+    """A pool; it takes no memory until it is written."""
     if dtype not in TYPES:
         raise ValueError(f"the cpu backend keeps K and V in float32 or bfloat16, not {dtype}")
     if page_size % 16 or not 16 <= page_size <= MAX_PAGE_SIZE:
@@ -64,7 +64,8 @@ def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype) ->
         raise ValueError(f"the cpu backend wants a head dim of 8, 16, 24, ... up to {MAX_HEAD_DIM}, not {head_dim}")
     k = _zeros((n_pages, head_dim, page_size), dtype)  # [P, D, S]
     v = _zeros((n_pages, page_size, head_dim), dtype)  # [P, S, D]
-    pos = torch.full((n_pages, page_size), -1, dtype=torch.int32)  # [P, S]
+    pos = _zeros((n_pages, page_size), torch.int32)  # [P, S]
+    pos[0] = -1
     return KV(k, v, pos, page_size, head_dim, "cpu")
 
 

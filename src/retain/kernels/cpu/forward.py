@@ -7,6 +7,7 @@ bfloat16 weights and to 8 bits, in groups of 32, for int8 and int4 ones. What is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class CpuProgram:
         self._widths: dict[int, int] = {}
         self._ropes: dict[int, int] = {}  # id of freqs -> number
         self._arena = Arena()
-        self._packed: dict[int, tuple[Matrix, Packed]] = {}  # by id of the matrix
+        self._packed: dict[int, tuple[ref[Matrix], Packed]] = {}  # by id of the matrix
         self._kept: list[Tensor] = []  # C++ holds addresses of these
         self._logits = torch.empty(0, 0)  # [most N so far, V]
 
@@ -159,17 +160,18 @@ class CpuProgram:
     # ---- what C++ points to --------------------------------------------------------------------------------------
 
     def _pack(self, matrix: Matrix) -> Packed:
-        """Packed once, however often it is used (an embedding may be the head too)."""
-        if id(matrix) not in self._packed:
+        """Packed once, however often it is used (an embedding may be the head too), and not kept from being freed."""
+        whose, packed = self._packed.get(id(matrix), (None, None))
+        if packed is None or whose is None or whose() is not matrix:
             packed = pack(matrix, self._arena)
-            self._packed[id(matrix)] = matrix, packed
+            self._packed[id(matrix)] = ref(matrix), packed
             self._kept.append(packed.data)
-        return self._packed[id(matrix)][1]
+        return packed
 
     def _keep(self, x: Tensor | None) -> int:
         if x is None:
             return 0
-        x = x.float().contiguous()
+        x = x.float().clone()  # what a file maps is not kept
         self._kept.append(x)
         return x.data_ptr()
 

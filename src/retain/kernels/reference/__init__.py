@@ -22,10 +22,11 @@ def program() -> None:
 
 
 def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype) -> KV:
-    """A pool whose slots are all holes. K and V start as zeros, so that a hole's weight of 0 never meets a NaN."""
+    """A pool. K and V start as zeros, so that a hole's weight of 0 never meets a NaN."""
     k = torch.zeros(n_pages, page_size, head_dim, dtype=dtype)
     v = torch.zeros(n_pages, page_size, head_dim, dtype=dtype)
-    pos = torch.full((n_pages, page_size), -1, dtype=torch.int32)
+    pos = torch.zeros(n_pages, page_size, dtype=torch.int32)
+    pos[0] = -1
     return KV(k, v, pos, page_size, head_dim, "plain")
 
 

@@ -108,6 +108,9 @@ def build_text(w: Weights, config: dict[str, Any]) -> Decoder:
     m = below(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
     scale = torch.tensor(s.hidden**0.5, dtype=m.dtype).item()  # rounded, as in training: in bfloat16 25.25, not 25.3
     embed = Embedding(m.matrix("embed_tokens.weight", embedding=True), scale, dtype=m.dtype)
-    layers = [layer(m.at(f"layers.{i}."), i, s, near if sees else far, eps, act) for i, sees in enumerate(s.windows)]
     output = head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True))
-    return Decoder(s, embed, layers, norm(m, "norm", eps), output, [far, near])
+
+    def read(i: int) -> Sandwich:
+        return layer(m.at(f"layers.{i}."), i, s, near if s.windows[i] else far, eps, act)
+
+    return Decoder(s, embed, read, norm(m, "norm", eps), output, [far, near])

@@ -48,6 +48,6 @@ def build(w: Weights) -> Decoder:
     need(c, add_cross_attention=False)
     m = below(w, "wte.weight", "transformer.", "")
     embed = Embedding(m.matrix("wte.weight", embedding=True), places=m["wpe.weight"], dtype=m.dtype)
-    layers = [layer(m.at(f"h.{i}."), i, s) for i in range(s.layers)]
     norm = layer_norm(m, "ln_f", c["layer_norm_epsilon"])
-    return Decoder(s, embed, layers, norm, head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True)))
+    output = head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True))
+    return Decoder(s, embed, lambda i: layer(m.at(f"h.{i}."), i, s), norm, output)

@@ -43,7 +43,7 @@ def build(w: Weights) -> Decoder:
     turn = rope(int(s.head_dim * p["partial_rotary_factor"]), p)
     m = below(w, "embed_in.weight", "gpt_neox.", "")
     embed = Embedding(m.matrix("embed_in.weight", embedding=True), dtype=m.dtype)
-    layers = [layer(m.at(f"layers.{i}."), i, s, turn) for i in range(s.layers)]
     name = "embed_out" if "embed_out.weight" in w else "lm_head"
+    norm = layer_norm(m, "final_layer_norm", c["layer_norm_eps"])
     output = head(w, name, embed.table, c.get("tie_word_embeddings", False))
-    return Decoder(s, embed, layers, layer_norm(m, "final_layer_norm", c["layer_norm_eps"]), output, [turn])
+    return Decoder(s, embed, lambda i: layer(m.at(f"layers.{i}."), i, s, turn), norm, output, [turn])

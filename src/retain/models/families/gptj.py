@@ -31,7 +31,6 @@ def build(w: Weights) -> Decoder:
     turn = rope(c["rotary_dim"], {"rope_theta": 10000.0, "rope_type": "default"}, pairs=True)
     m = below(w, "wte.weight", "transformer.", "")
     embed = Embedding(m.matrix("wte.weight", embedding=True), dtype=m.dtype)
-    layers = [layer(m.at(f"h.{i}."), i, s, turn) for i in range(s.layers)]
     norm = layer_norm(m, "ln_f", c["layer_norm_epsilon"])
     output = head(w, "lm_head", embed.table, c.get("tie_word_embeddings", False))
-    return Decoder(s, embed, layers, norm, output, [turn])
+    return Decoder(s, embed, lambda i: layer(m.at(f"h.{i}."), i, s, turn), norm, output, [turn])

@@ -58,6 +58,6 @@ def build(w: Weights, spec: Callable[[dict[str, Any]], Spec] = spec) -> Decoder:
     turn = rope(s.head_dim, p)
     m = below(w, "embed_tokens.weight", "model.", "")
     embed = Embedding(m.matrix("embed_tokens.weight", embedding=True), dtype=m.dtype)
-    layers = [layer(m.at(f"layers.{i}."), i, s, turn) for i in range(s.layers)]
+    norm = RMSNorm(m["norm.weight"], c["rms_norm_eps"])
     output = head(w, "lm_head", embed.table, c.get("tie_word_embeddings", False))
-    return Decoder(s, embed, layers, RMSNorm(m["norm.weight"], c["rms_norm_eps"]), output, [turn])
+    return Decoder(s, embed, lambda i: layer(m.at(f"layers.{i}."), i, s, turn), norm, output, [turn])

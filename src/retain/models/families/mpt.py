@@ -41,6 +41,6 @@ def build(w: Weights) -> Decoder:
     need(a, attn_type="multihead_attention", kv_n_heads=s.heads)
     m = below(w, "wte.weight", "transformer.", "")
     embed = Embedding(m.matrix("wte.weight", embedding=True), dtype=m.dtype)
-    layers = [layer(m.at(f"blocks.{i}."), i, s) for i in range(s.layers)]
     norm = layer_norm(m, "norm_f", c.get("layer_norm_epsilon", 1e-5))
-    return Decoder(s, embed, layers, norm, head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True)))
+    output = head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True))
+    return Decoder(s, embed, lambda i: layer(m.at(f"blocks.{i}."), i, s), norm, output)

@@ -64,5 +64,4 @@ def build(w: Weights) -> Decoder:
     output = Chain((linear(m, "project_out"), out)) if narrow else out
     last = c.get("do_layer_norm_before", True) and not c.get("_remove_final_layer_norm", False)
     norm = layer_norm(m, "final_layer_norm", 1e-5) if last else None
-    layers = [layer(m.at(f"layers.{i}."), i, s) for i in range(s.layers)]
-    return Decoder(s, embed, layers, norm, output)
+    return Decoder(s, embed, lambda i: layer(m.at(f"layers.{i}."), i, s), norm, output)

@@ -55,6 +55,7 @@ class GGUF:
         with self._header.checked():
             stem, stored = self._stored[name]
             matrix = quanta(self._header.raw(stored), stored.kind, stored.shape)
+            self._header.release(stored)
             if matrix is None:
                 return None
             if (stem in self._arch.turned) != transposed:

@@ -94,6 +94,11 @@ class Header:
         """The bytes of a tensor, uint8 [n], mapped and not copied. Writing to them changes no file."""
         return np.frombuffer(self.bytes, np.uint8, stored.stop - stored.start, stored.start)
 
+    def release(self, stored: Stored) -> None:
+        """Give the memory of a tensor's bytes back; they come from the file again when somebody looks."""
+        start = stored.start // mmap.PAGESIZE * mmap.PAGESIZE
+        self.bytes.madvise(mmap.MADV_DONTNEED, start, stored.stop - start)
+
     @contextmanager
     def checked(self) -> Iterator[None]:
         """Whatever goes wrong inside while bytes are made sense of is damage of this file, told in one line."""
