@@ -42,7 +42,7 @@ def test_json_is_one_object_with_the_promised_keys(capsys, tmp_path):
     assert set(answer["timings"]) == {"load_s", "ttft_s", "decode_tok_s"}
     (group,) = answer["kv"]["groups"]
     assert group["layers"] == list(range(30)) and group["policy"] == "full"
-    assert group["slots_peak"] == 64 and group["bytes_peak"] == group["bytes_if_full"] == 90 * 64 * (2 * 64 * 4 + 4)
+    assert group["slots_peak"] == 64 and group["bytes_peak"] == group["bytes_if_full"] == 90 * 64 * (2 * 64 * 4 + 8)
     assert all(len(p["top"]) == 2 and p["top"][0][0] == p["token"] for p in answer["logprobs"])
 
 

@@ -30,6 +30,7 @@ class Scene:
     sinks: int = 0
     unlike: bool = False  # every request has a window and sinks of its own
     alibi: bool = False
+    shared: bool = True  # a third of the pages are shared by requests
     seed: int = 0
 
     @property
@@ -43,7 +44,8 @@ class Scene:
         N = 2 * B + 1
         owned = torch.randperm(N * G * n, generator=rng).add(1).view(N, G, n)  # [N, G, n]
         shared = torch.rand(n, generator=rng) < 1 / 3  # [n]
-        owned[:, :, shared] = owned[:1, :, shared]
+        if self.shared:
+            owned[:, :, shared] = owned[:1, :, shared]
         counts = torch.zeros(N, G, dtype=torch.int32)
         rows = torch.randperm(N, generator=rng)[:B]
         counts[rows] = torch.tensor(self.pages, dtype=torch.int32)
@@ -56,12 +58,12 @@ class Scene:
             sinks = sinks + torch.arange(N, dtype=torch.int32) % 5
         return Tables(owned.int(), counts, windows, sinks, rows.int(), starts.int())
 
-    def cache(self, backend: ModuleType, spare: int = 0) -> KV:
+    def cache(self, backend: ModuleType, spare: int = 0, columns: int = 1) -> KV:
         """Every slot written, then holes punched; and some spare pages."""
         rng = torch.Generator().manual_seed(self.seed + 1)
         t = self.tables()
         P, S, D = t.pages.numel() + 1, self.S, self.D
-        kv: KV = backend.allocate(P + spare, S, D, self.dtype)
+        kv: KV = backend.allocate(P + spare, S, D, self.dtype, columns)
         pos = torch.randint(0, P * S, (P, S), generator=rng)  # [P, S]
         if not self.scattered:
             for row in t.rows.tolist():

@@ -18,7 +18,7 @@ FULL = policies.parse("full")
 
 def make(windows, page_size=16, n_rows=2, context=400, step_tokens=64, pages=4000):
     shape = Shape(kv_heads=2, head_dim=8, windows=tuple(windows))
-    bytes_ = pages * page_size * (2 * 8 * 4 + 4)
+    bytes_ = pages * page_size * (2 * 8 * 4 + 8)
     return Cache(shape, load("reference"), torch.float32, bytes_, page_size, n_rows, context, step_tokens)
 
 

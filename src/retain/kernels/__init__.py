@@ -3,21 +3,22 @@
 A backend is a folder here and is found by its name: `load("cpu")`. It is a module with six functions, which
 `reference` (plain torch) defines and every other backend must equal:
 
-    allocate(n_pages, page_size, head_dim, dtype)  -> KV          room for a pool of pages
-    write(kv, slots, k, v, pos)                                   put fresh tokens into their slots
-    attend(q, kv, tables, q_pos, scale, slopes) -> o              look by position
-    copy(kv, src, dst)                                            copy whole pages
-    available()                                    -> str | None  why this backend cannot run here, or None
-    program()                                      -> Program | None
+    allocate(n_pages, page_size, head_dim, dtype, columns) -> KV    room for a pool of pages
+    write(kv, slots, k, v, pos)                                     put fresh tokens into their slots
+    attend(q, kv, tables, q_pos, scale, slopes, observe)   -> o     look by position, and leave mass where asked
+    copy(kv, src, dst)                                              copy whole pages
+    available()                                     -> str | None   why this backend cannot run here, or None
+    program()                                       -> Program | None
 
 A program is a whole forward pass as a list of operations (see `Program`); a backend that has none computes layer by
 layer in torch, with `write` and `attend` between.
 
 How K and V lie inside a page is the backend's own affair (`KV.layout` names it); elsewhere a page is opaque bytes.
-Positions are not opaque: `KV.pos` is a plain tensor that the cache reads and punches holes into.
+Positions and masses are not opaque: `KV.pos` and `KV.mass` are plain tensors; the cache reads them and punches holes.
 
     page p, head dim D, page_size S         k[p], v[p]   S x D numbers, in the backend's layout
                                             pos[p]       S x int32; -1 is a hole
+                                            mass[p]      C x S x float32; what observed queries left on the slots
 
 Slot number s is page s // S, place s % S. Page 0 is the trash page: nobody owns it and it holds only holes, so a
 table may be padded with it. Who takes another page makes holes of its slots first; nothing else is promised of them.
@@ -43,11 +44,15 @@ NO_WINDOW = 2**31 - 1  # a window that nothing falls out of
 
 @dataclass(frozen=True)
 class KV:
-    """The memory of a pool of P pages of S slots. Shapes of `k` and `v` depend on `layout`; `pos` is int32 [P, S]."""
+    """The memory of a pool of P pages of S slots. Shapes of `k` and `v` depend on `layout`.
+
+    `mass` has a column for each query head of a kv head (C = R), or one for their sum (C = 1).
+    """
 
     k: Tensor
     v: Tensor
-    pos: Tensor
+    pos: Tensor  # int32 [P, S]
+    mass: Tensor  # float32 [P, C, S]
     page_size: int
     head_dim: int
     layout: str
@@ -87,6 +92,33 @@ class Tables:
     def of(self, layer: int) -> Tables:
         """Those of one layer out of those of all."""
         return replace(self, pages=self.pages[layer], counts=self.counts[layer], windows=self.windows[layer])
+
+
+# Kinds of noise. Their means and deviations are those of Keyformer's Gumbel (arXiv 2403.09054, table 4).
+NO_NOISE, GUMBEL, GAUSSIAN, CONSTANT = range(4)
+
+
+@dataclass(frozen=True)
+class Observe:
+    """What the fresh queries of a step leave on the slots of their request:
+
+        mass = decay * mass + sum over its fresh queries of weight * softmax((x + noise) / tau)
+
+    x are a query's scores, bias and what it does not see included; what it attends to is not changed. H2O is weight 1
+    (arXiv 2306.14048, accumulated attention), Keyformer the same with its noise and tau (arXiv 2403.09054, eq. 9 and
+    algorithm 1). Requests with a window are not observed: what they forget is known. Nor are those
+    without fresh tokens. An observed request shares no page.
+
+    The noise is a hash of (seed, layer, query head, position of the slot) and, where it is drawn `anew`, of the query's
+    position: nothing is stored, and every backend draws the same.
+    """
+
+    weights: Tensor  # float32 [T]
+    tau: Tensor  # float32 [T], above 0
+    decay: Tensor  # float32 [B]
+    noise: Tensor  # int32 [B], one of the kinds above
+    seed: Tensor  # int32 [B]
+    anew: Tensor  # int32 [B]: 1, or 0 for noise drawn once
 
 
 class Program(Protocol):
@@ -150,7 +182,16 @@ class Program(Protocol):
         """Nothing more is added: matrices that were packed may go."""
         ...
 
-    def run(self, kv: KV, tables: Tables, slots: Tensor, ids: Tensor, pos: Tensor, last: Tensor) -> Tensor:
+    def run(
+        self,
+        kv: KV,
+        tables: Tables,
+        slots: Tensor,
+        ids: Tensor,
+        pos: Tensor,
+        last: Tensor,
+        observe: Observe | None = None,
+    ) -> Tensor:
         """A step: ids int64 [T], pos int32 [T], slots int32 [L, G, T], last int64 [N] -> logits float32 [N, V].
 
         `tables` are those of all layers: pages [L, N, G, n], counts [L, N, G], windows [L, N]. The next step overwrites
@@ -164,9 +205,9 @@ class Program(Protocol):
         ...
 
 
-def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one page: K, V and positions."""
-    return page_size * (2 * head_dim * dtype.itemsize + 4)
+def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype, columns: int = 1) -> int:
+    """Bytes of one page: K, V, positions and masses."""
+    return page_size * (2 * head_dim * dtype.itemsize + 4 + 4 * columns)
 
 
 def names() -> list[str]:

@@ -23,15 +23,17 @@ the OpenMP library that torch brings, so torch is imported first, and `torch.set
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch  # before _C: its libgomp must be the one that both use
 from torch import Tensor
 
-from retain.kernels import KV, Program, Tables
+from retain.kernels import KV, Observe, Program, Tables
 from retain.kernels.cpu.memory import aligned
 
 try:
     import retain.kernels.cpu._C as _C
+    from retain.kernels.cpu import told
 except ImportError as error:
     _missing: str | None = f"its extension is not built ({error})"
 else:
@@ -54,7 +56,7 @@ def program() -> Program:
     return CpuProgram()
 
 
-def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype) -> KV:
+def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, columns: int = 1) -> KV:
     """A pool; it takes no memory until it is written."""
     if dtype not in TYPES:
         raise ValueError(f"the cpu backend keeps K and V in float32 or bfloat16, not {dtype}")
@@ -66,7 +68,8 @@ def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype) ->
     v = _zeros((n_pages, page_size, head_dim), dtype)  # [P, S, D]
     pos = _zeros((n_pages, page_size), torch.int32)  # [P, S]
     pos[0] = -1
-    return KV(k, v, pos, page_size, head_dim, "cpu")
+    mass = _zeros((n_pages, columns, page_size), torch.float32)
+    return KV(k, v, pos, mass, page_size, head_dim, "cpu")
 
 
 def write(kv: KV, slots: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -84,7 +87,7 @@ def write(kv: KV, slots: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
         raise ValueError("write: the last dimension of k and v must be contiguous")
     pos = pos.contiguous()
     _C.write(
-        *_pool(kv),
+        told.pool(kv),
         slots.data_ptr(), *slots.stride(), T, G,
         k.data_ptr(), k_token, k_head, v.data_ptr(), v_token, v_head, k.dtype == torch.bfloat16,
         pos.data_ptr(),
@@ -98,11 +101,13 @@ def attend(
     q_pos: Tensor,
     scale: float,
     slopes: Tensor | None = None,
+    observe: Observe | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """Attention of fresh queries over the slots of their own requests; see `reference`. q [T, H, D] may be strided."""
     bf16 = q.dtype == torch.bfloat16
     if not bf16 and q.dtype != torch.float32:
-        return attend(q.float(), kv, tables, q_pos, scale, slopes).to(q.dtype)
+        return attend(q.float(), kv, tables, q_pos, scale, slopes, observe, layer).to(q.dtype)
     pages, counts, rows, starts = tables.pages, tables.counts, tables.rows, tables.starts
     windows, sinks = tables.windows, tables.sinks
     T, H, D = q.shape
@@ -116,22 +121,20 @@ def attend(
     for x in (pages, counts, windows, sinks, rows, starts, q_pos):
         if x.dtype != torch.int32:
             raise TypeError(f"attend: tables and q_pos must be int32, not {x.dtype}")
-    page_row, page_head, page_next = pages.stride()
     q_token, q_head, q_dim = q.stride()
-    if q_dim != 1 or (page_next != 1 and n > 1):
+    if q_dim != 1 or (pages.stride(-1) != 1 and n > 1):
         raise ValueError("attend: the last dimension of q and of tables.pages must be contiguous")
     if slopes is not None and (slopes.dtype != torch.float32 or slopes.shape != (H,)):
         raise ValueError(f"attend: slopes must be float32 [{H}], not {slopes.dtype} {list(slopes.shape)}")
-    rows, starts, q_pos = rows.contiguous(), starts.contiguous(), q_pos.contiguous()
+    told.check_observe(observe, T, B)
+    tables = replace(tables, rows=rows.contiguous(), starts=starts.contiguous())
+    q_pos = q_pos.contiguous()
     slopes = None if slopes is None else slopes.contiguous()
     o = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
     _C.attend(
-        *_pool(kv),
-        pages.data_ptr(), page_row, page_head, counts.data_ptr(), *counts.stride(),
-        windows.data_ptr(), *windows.stride(), sinks.data_ptr(), *sinks.stride(),
-        rows.data_ptr(), starts.data_ptr(), B, G, N, n,
+        told.pool(kv), told.tables(tables),
         q.data_ptr(), q_token, q_head, bf16, o.data_ptr(), q_pos.data_ptr(), T, H // G, scale,
-        0 if slopes is None else slopes.data_ptr(),
+        0 if slopes is None else slopes.data_ptr(), told.observe(observe, layer),
     )  # fmt: skip
     return o
 
@@ -141,12 +144,7 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     if src.shape != dst.shape or src.dim() != 1 or src.dtype != torch.int64 or dst.dtype != torch.int64:
         raise ValueError(f"copy: wants int64 [n] twice, not {src.dtype}, {dst.dtype}, {_shapes(src=src, dst=dst)}")
     src, dst = src.contiguous(), dst.contiguous()
-    _C.copy(*_pool(kv), src.data_ptr(), dst.data_ptr(), src.shape[0])
-
-
-def _pool(kv: KV) -> tuple[int, int, int, int, int, int, bool]:
-    P, bf16 = kv.k.shape[0], kv.k.dtype == torch.bfloat16
-    return kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), P, kv.page_size, kv.head_dim, bf16
+    _C.copy(told.pool(kv), src.data_ptr(), dst.data_ptr(), src.shape[0])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -59,6 +59,7 @@ static void clear_strays(const Attend& a) {
 
 void Work::make(const Attend& a, int threads) {
   plan.make(a, threads);
+  watch.make(a, plan, threads);
   if (partial.size() < size_t(plan.partial_floats)) partial.resize(plan.partial_floats);
   if (tiles < plan.tiles.size()) {
     tiles = 2 * plan.tiles.size();
@@ -67,31 +68,39 @@ void Work::make(const Attend& a, int threads) {
   for (size_t i = 0; i < plan.tiles.size(); ++i) done[i].store(0, std::memory_order_relaxed);
 }
 
-static void do_job(const Attend& a, Work& work, const Job& job) {
+static void do_job(const Attend& a, Work& work, const Job& job, int thread) {
   // On the stack, for memory fresh from the system costs more to touch than a short job takes.
   alignas(64) float scratch[SCRATCH], state[TILE_ROWS * MAX_RECORD], records[TILE_ROWS * MAX_RECORD];
   const Isa& inner = isa();
   const Tile& t = work.plan.tiles[job.tile];
   const int D = a.kv.D, spans = spans_of(a, t), mine = job.end - job.begin;
+  const bool watched = work.watch.watches(job.tile);
+  const Seen seen = watched ? work.watch.seen(a, work.plan, job.tile, thread) : Seen{};
+  auto look = [&](int span, float* to) {
+    if (inner.look(a, t, span, scratch, to, watched ? &seen : nullptr)) return true;
+    for (int r = 0; watched && r < t.rows(); ++r) seen.tops[r * spans + span] = NOTHING;
+    return false;
+  };
   if (mine == spans) {
     clear(state, t.rows(), D);
     for (int span = 0; span < spans; ++span)
-      if (inner.look(a, t, span, scratch, records)) merge(state, records, t.rows(), D);
+      if (look(span, records)) merge(state, records, t.rows(), D);
   } else {
     float* const parts = work.partial.data() + work.plan.records[job.tile];
     const int64_t size = int64_t(t.rows()) * record_size(D);
     for (int span = job.begin; span < job.end; ++span)
-      if (!inner.look(a, t, span, scratch, parts + span * size)) clear(parts + span * size, t.rows(), D);
+      if (!look(span, parts + span * size)) clear(parts + span * size, t.rows(), D);
     if ((work.done[job.tile] += mine) < spans) return;  // whoever comes last merges: no thread waits for another
     clear(state, t.rows(), D);
     for (int span = 0; span < spans; ++span) merge(state, parts + span * size, t.rows(), D);
   }
   finish(a, t, state);
+  if (watched) work.watch.finish(a, work.plan, job.tile, seen);
 }
 
 void attend(const Attend& a, Work& work, Team::Member& me) {
   me.share(int(work.plan.jobs.size()), 1, [&](int begin, int end) {
-    for (int i = begin; i < end; ++i) do_job(a, work, work.plan.jobs[i]);
+    for (int i = begin; i < end; ++i) do_job(a, work, work.plan.jobs[i], me.id);
   });
 }
 

@@ -14,15 +14,37 @@ static T* at(Address a) {
   return reinterpret_cast<T*>(a);
 }
 
-static Pool pool(Address k, Address v, Address pos, int64_t n_pages, int S, int D, bool bf16) {
-  return {at<void>(k), at<void>(v), at<int32_t>(pos), n_pages, S, D, bf16 ? Type::bfloat16 : Type::float32};
-}
-
 static Rows rows(Address data, int64_t token, int64_t head, bool bf16) {
   return {at<void>(data), token, head, bf16 ? Type::bfloat16 : Type::float32};
 }
 
 static Packed packed(Address data, int out, int in, int kind) { return {at<char>(data), out, in, Kind(kind)}; }
+
+static void bind_structs(nb::module_& m) {
+  nb::class_<Pool>(m, "Pool")
+      .def("__init__",
+           [](Pool* p, Address k, Address v, Address pos, Address mass, int64_t n_pages, int S, int D, int columns,
+              bool bf16) {
+             new (p) Pool{at<void>(k), at<void>(v), at<int32_t>(pos), at<float>(mass), n_pages, S, D, columns,
+                          bf16 ? Type::bfloat16 : Type::float32};
+           });
+  nb::class_<Observe>(m, "Observe")
+      .def(nb::init<>())  // nothing
+      .def("__init__", [](Observe* o, Address weights, Address tau, Address decay, Address noise, Address seed,
+                          Address anew, int layer) {
+        new (o) Observe{at<float>(weights), at<float>(tau), at<float>(decay), at<int32_t>(noise), at<int32_t>(seed),
+                        at<int32_t>(anew), layer};
+      });
+  nb::class_<Tables>(m, "Tables")
+      .def("__init__",
+           [](Tables* t, Address pages, int64_t page_row, int64_t page_head, Address counts, int64_t count_row,
+              int64_t count_head, Address windows, int64_t window_row, Address sinks, int64_t sink_row, Address rows,
+              Address starts, int B, int G, int64_t N, int64_t n) {
+             new (t) Tables{at<int32_t>(pages), page_row, page_head, at<int32_t>(counts), count_row, count_head,
+                            at<int32_t>(windows), window_row, at<int32_t>(sinks), sink_row, at<int32_t>(rows),
+                            at<int32_t>(starts), B, G, N, n};
+           });
+}
 
 static void bind_program(nb::module_& m) {
   nb::class_<Program>(m, "Program")
@@ -58,25 +80,18 @@ static void bind_program(nb::module_& m) {
       .def("pick", &Program::pick)
       .def(
           "run",
-          [](Program& p, Address pool_k, Address pool_v, Address pool_pos, int64_t n_pages, int S, int D, bool bf16,  //
-             Address ids, Address pos, Address last, Address logits, int T, int N,                                  //
-             Address slots, int64_t slot_layer, int64_t slot_head, int64_t slot_token,                              //
-             Address pages, int64_t page_layer, int64_t page_row, int64_t page_head,                                //
-             Address counts, int64_t count_layer, int64_t count_row, int64_t count_head,                            //
-             Address windows, int64_t window_layer, int64_t window_row, Address sinks, int64_t sink_row,            //
-             Address table_rows, Address starts, int layers, int B, int G, int64_t rows, int64_t n) {
-            p.run({T, N, at<int64_t>(ids), at<int32_t>(pos), at<int64_t>(last), at<float>(logits),
-                   pool(pool_k, pool_v, pool_pos, n_pages, S, D, bf16), at<int32_t>(slots), slot_layer, slot_head,
-                   slot_token,
-                   {at<int32_t>(pages), page_row, page_head, at<int32_t>(counts), count_row, count_head,
-                    at<int32_t>(windows), window_row, at<int32_t>(sinks), sink_row, at<int32_t>(table_rows),
-                    at<int32_t>(starts), B, G, rows, n},
-                   page_layer, count_layer, window_layer, layers});
+          [](Program& p, const Pool& kv, const Tables& tables, int layers, int64_t page_layer, int64_t count_layer,
+             int64_t window_layer, Address ids, Address pos, Address last, Address logits, int T, int N, Address slots,
+             int64_t slot_layer, int64_t slot_head, int64_t slot_token, const Observe& observe) {
+            p.run({T, N, at<int64_t>(ids), at<int32_t>(pos), at<int64_t>(last), at<float>(logits), kv,
+                   at<int32_t>(slots), slot_layer, slot_head, slot_token, tables, page_layer, count_layer, window_layer,
+                   layers, observe});
           },
           nb::call_guard<nb::gil_scoped_release>());
 }
 
 NB_MODULE(_C, m) {
+  bind_structs(m);
   bind_program(m);
   m.def(
       "packed_bytes", [](int out, int in, int kind) { return packed(0, out, in, kind).tile_bytes() * packed(0, out, in, kind).tiles(); });
@@ -108,37 +123,27 @@ NB_MODULE(_C, m) {
 
   m.def(
       "write",
-      [](Address pool_k, Address pool_v, Address pool_pos, int64_t n_pages, int S, int D, bool pool_bf16,  //
-         Address slots, int64_t slot_head, int64_t slot_token, int T, int G,                               //
+      [](const Pool& kv, Address slots, int64_t slot_head, int64_t slot_token, int T, int G,
          Address k, int64_t k_token, int64_t k_head, Address v, int64_t v_token, int64_t v_head, bool bf16,
          Address pos) {
-        write({pool(pool_k, pool_v, pool_pos, n_pages, S, D, pool_bf16), rows(k, k_token, k_head, bf16),
+        write({kv, rows(k, k_token, k_head, bf16),
                rows(v, v_token, v_head, bf16), at<int32_t>(slots), slot_head, slot_token, at<int32_t>(pos), T, G});
       },
       nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
       "attend",
-      [](Address pool_k, Address pool_v, Address pool_pos, int64_t n_pages, int S, int D, bool pool_bf16,  //
-         Address pages, int64_t page_row, int64_t page_head, Address counts, int64_t count_row, int64_t count_head,
-         Address windows, int64_t window_row, Address sinks, int64_t sink_row,  //
-         Address table_rows, Address starts, int B, int G, int64_t N, int64_t n,  //
-         Address q, int64_t q_token, int64_t q_head, bool bf16, Address o, Address q_pos, int T, int R,  //
-         float scale, Address slopes) {
-        attend({pool(pool_k, pool_v, pool_pos, n_pages, S, D, pool_bf16),
-                {at<int32_t>(pages), page_row, page_head, at<int32_t>(counts), count_row, count_head,
-                 at<int32_t>(windows), window_row, at<int32_t>(sinks), sink_row,  //
-                 at<int32_t>(table_rows), at<int32_t>(starts), B, G, N, n},
-                rows(q, q_token, q_head, bf16), at<void>(o), at<int32_t>(q_pos), T, R, scale,
-                at<float>(slopes)});
+      [](const Pool& kv, const Tables& tables, Address q, int64_t q_token, int64_t q_head, bool bf16, Address o,
+         Address q_pos, int T, int R, float scale, Address slopes, const Observe& observe) {
+        attend({kv, tables, rows(q, q_token, q_head, bf16), at<void>(o), at<int32_t>(q_pos), T, R, scale,
+                at<float>(slopes), observe});
       },
       nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
       "copy",
-      [](Address pool_k, Address pool_v, Address pool_pos, int64_t n_pages, int S, int D, bool pool_bf16, Address src,
-         Address dst, int64_t n) {
-        copy(pool(pool_k, pool_v, pool_pos, n_pages, S, D, pool_bf16), at<int64_t>(src), at<int64_t>(dst), n);
+      [](const Pool& kv, Address src, Address dst, int64_t n) {
+        copy(kv, at<int64_t>(src), at<int64_t>(dst), n);
       },
       nb::call_guard<nb::gil_scoped_release>());
 }

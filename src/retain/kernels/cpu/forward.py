@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import retain.kernels.cpu._C as _C
-from retain.kernels import KV, Tables
+from retain.kernels import KV, Observe, Tables
+from retain.kernels.cpu import told
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.matrix import Int4, Int8, Matrix
 
@@ -139,21 +140,28 @@ class CpuProgram:
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
-    def run(self, kv: KV, tables: Tables, slots: Tensor, ids: Tensor, pos: Tensor, last: Tensor) -> Tensor:  # noqa: D102
+    def run(  # noqa: D102
+        self,
+        kv: KV,
+        tables: Tables,
+        slots: Tensor,
+        ids: Tensor,
+        pos: Tensor,
+        last: Tensor,
+        observe: Observe | None = None,
+    ) -> Tensor:
         N, T, B = len(last), len(ids), len(tables.rows)
-        layers, rows, G, n = tables.pages.shape
+        layers, _, G, _ = tables.pages.shape
         if pos.shape != (T,) or slots.shape != (layers, G, T) or tables.starts.shape != (B + 1,):
             raise ValueError(f"run: {T} ids, positions {list(pos.shape)} and slots {list(slots.shape)} do not fit")
+        told.check_observe(observe, T, B)
         if len(self._logits) < N:
             self._logits = torch.empty(N, self._widths[LOGITS])
         self._c.run(
-            kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), kv.n_pages, kv.page_size, kv.head_dim,
-            kv.dtype == torch.bfloat16,
+            told.pool(kv), told.tables(tables), layers,
+            tables.pages.stride(0), tables.counts.stride(0), tables.windows.stride(0),
             ids.data_ptr(), pos.data_ptr(), last.data_ptr(), self._logits.data_ptr(), T, N,
-            slots.data_ptr(), *slots.stride(),
-            tables.pages.data_ptr(), *tables.pages.stride()[:3], tables.counts.data_ptr(), *tables.counts.stride(),
-            tables.windows.data_ptr(), *tables.windows.stride(), tables.sinks.data_ptr(), *tables.sinks.stride(),
-            tables.rows.data_ptr(), tables.starts.data_ptr(), layers, B, G, rows, n,
+            slots.data_ptr(), *slots.stride(), told.observe(observe),
         )  # fmt: skip
         return self._logits[:N]
 

@@ -2,13 +2,18 @@
 // lanes.
 #include "linear.h"
 #include "look.h"
+#include "observe.h"
 #include "rows.h"
 
 namespace retain::RETAIN_ISA {
 
-bool look(const Attend& a, const Tile& t, int span, float* scratch, float* records) {
-  return a.kv.type == Type::float32 ? look_at<float>(a, t, span, scratch, records)
-                                    : look_at<bf16>(a, t, span, scratch, records);
+bool look(const Attend& a, const Tile& t, int span, float* scratch, float* records, const Seen* seen) {
+  return a.kv.type == Type::float32 ? look_at<float>(a, t, span, scratch, records, seen)
+                                    : look_at<bf16>(a, t, span, scratch, records, seen);
+}
+
+void fold(const Attend& a, const Tile& t, const Seen& seen, const float* factors, float* mass) {
+  a.kv.type == Type::float32 ? fold_rows<float>(a, t, seen, factors, mass) : fold_rows<bf16>(a, t, seen, factors, mass);
 }
 
 // K goes down a column of its page, V along a row of its own; in bfloat16 two of K's dimensions and two slots of V lie
@@ -27,6 +32,7 @@ static void write_rows(const Write& w, int g, int begin, int end) {
     for (int d = 0; d < D; ++d) from_float(to_float(k[d]), to_k[d / P * P * S + d % P]);
     for (int d = 0; d < D; ++d) from_float(to_float(v[d]), to_v[P * d]);
     w.kv.pos[slot] = w.pos[t];
+    for (int c = 0; c < w.kv.columns; ++c) w.kv.mass_page(page)[c * S + place] = 0;
   }
 }
 

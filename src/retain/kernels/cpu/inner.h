@@ -31,12 +31,14 @@ struct Pool {
   void* k;
   void* v;
   int32_t* pos;  // [P, S]; -1 is a hole
+  float* mass;   // [P, columns, S]
   int64_t n_pages;
-  int S, D;
+  int S, D, columns;
   Type type;
 
   INLINE const void* key_page(int64_t page) const { return static_cast<const char*>(k) + page * S * D * bytes(type); }
   INLINE const void* value_page(int64_t page) const { return static_cast<const char*>(v) + page * S * D * bytes(type); }
+  INLINE float* mass_page(int64_t page) const { return mass + page * columns * S; }
 };
 
 // Fresh rows [T, heads, D] as torch holds them: the last dimension is contiguous, the other two may have any stride.
@@ -129,6 +131,19 @@ struct Tables {
   INLINE const int32_t* of(int b, int g) const { return pages + rows[b] * page_row + g * page_head; }
 };
 
+// What fresh queries leave on slots (see `Observe` in kernels/__init__.py). Without weights: nothing.
+enum class Noise : int { none, gumbel, gaussian, constant };
+
+struct Observe {
+  const float* weights;  // [T] or null
+  const float* tau;      // [T]
+  const float* decay;    // [B]
+  const int32_t* noise;  // [B]
+  const int32_t* seed;   // [B]
+  const int32_t* anew;   // [B]
+  int layer;
+};
+
 struct Attend {
   Pool kv;
   Tables tables;
@@ -138,6 +153,7 @@ struct Attend {
   int T, R;
   float scale;
   const float* slopes;  // [H] or null
+  Observe observe;
 };
 
 // Rows begin : end of request b and kv head g. Row i is query head g * R + i % R of the request's fresh token i / R.
@@ -172,6 +188,30 @@ INLINE Float& record_sum(Float* record, int D) {
   return record[D + 1];
 }
 
+// What `look` keeps of an observed tile until all of its spans are known: for each row the weights of its table's slots,
+// not yet divided, and their maximum and sum in each span. A row that leaves nothing in a span has no maximum there, and
+// then no weights either.
+struct Seen {
+  char* weights;  // [rows, slots], of the pool's type
+  float *tops, *sums;  // [rows, spans]
+  int64_t slots;
+  int spans;
+};
+
+// A permutation of 32 bits, as reference/noise.py says it.
+constexpr uint32_t GOLDEN = 0x9e3779b9;
+INLINE uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352d;
+  x = (x ^ (x >> 15)) * 0x846ca68b;
+  return x ^ (x >> 16);
+}
+INLINE uint32_t noise_key(int32_t seed, int32_t layer, int32_t head, int32_t step) {
+  uint32_t x = mix(uint32_t(seed) + GOLDEN);
+  x = mix(x + GOLDEN * uint32_t(layer + 1));
+  x = mix(x + GOLDEN * uint32_t(head + 1));
+  return mix(x + GOLDEN * uint32_t(step + 1));
+}
+
 INLINE int pages_per_span(const Pool& kv) { return SPAN / kv.S > 0 ? SPAN / kv.S : 1; }
 INLINE int spans_of(const Attend& a, const Tile& t) {
   return (a.tables.count(t.b, t.g) + pages_per_span(a.kv) - 1) / pages_per_span(a.kv);
@@ -182,8 +222,10 @@ struct Isa {
   const char* name;
   bool (*runs)();
   // The rows of a tile look at one span of their table; returns whether they saw anything, and if so fills their
-  // records.
-  bool (*look)(const Attend&, const Tile&, int span, float* scratch, float* records);
+  // records. `seen`, where the tile is observed, gets the span's part.
+  bool (*look)(const Attend&, const Tile&, int span, float* scratch, float* records, const Seen* seen);
+  // Sums over an observed tile's rows: factors [rows, spans] times weights -> mass [columns, slots].
+  void (*fold)(const Attend&, const Tile&, const Seen&, const float* factors, float* mass);
   // Fresh tokens begin : end of kv head g go into their slots.
   void (*write)(const Write&, int g, int begin, int end);
 

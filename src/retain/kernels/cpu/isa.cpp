@@ -7,7 +7,8 @@ namespace retain {
 
 #define INNER(name)                                                                     \
   namespace name {                                                                      \
-  bool look(const Attend&, const Tile&, int span, float* scratch, float* records);       \
+  bool look(const Attend&, const Tile&, int span, float*, float* records, const Seen*); \
+  void fold(const Attend&, const Tile&, const Seen&, const float* factors, float*);     \
   void write(const Write&, int g, int begin, int end);                                  \
   void prepare(const Packed&, const float* x, char* row);                               \
   void multiply(const Packed&, int tile, const char* prepared, int rows, const Into&);  \
@@ -17,7 +18,8 @@ namespace retain {
   void turn(float* x, const float* angles, int n, bool neighbours);                     \
   }
 #define ALL(name)                                                                                                     \
-  name::look, name::write, name::prepare, name::multiply, name::lookup, name::normalise, name::activate, name::turn
+  name::look, name::fold, name::write, name::prepare, name::multiply, name::lookup, name::normalise, name::activate,  \
+      name::turn
 #define CAN(what) __builtin_cpu_supports(what)
 
 INNER(plain)

@@ -21,6 +21,7 @@ struct Job {
 };
 struct Plan {
   std::vector<Tile> tiles;
+  std::vector<char> cut;         // whether a tile's spans are shared out
   std::vector<int64_t> records;  // of each tile: where its spans' records begin among the partial ones, if it is cut
   std::vector<Job> jobs, parts;
   int64_t partial_floats = 0;
@@ -31,9 +32,31 @@ struct Plan {
 void check(const Attend&);
 void check(const Write&);
 
+// What observed tiles leave on the slots of their requests (observe.cpp).
+class Watch {
+ public:
+  void make(const Attend&, const Plan&, int threads);
+  bool watches(int tile) const { return !parts_.empty() && parts_[tile] >= 0; }
+  // Where `look` keeps what it saw of a tile: memory of the thread, or, where the tile is cut, of the tile.
+  Seen seen(const Attend&, const Plan&, int tile, int thread);
+  // All spans of a tile are seen. With its last tile, a head's masses are brought up to date.
+  void finish(const Attend&, const Plan&, int tile, const Seen&);
+
+ private:
+  std::vector<int64_t> parts_;  // of each tile: where its sums begin; -1 for one that is not observed
+  std::vector<int> first_, next_;  // tile of each request and head; of the same, -1 after the last
+  std::vector<int64_t> kept_;   // of each cut tile: where what was seen of it begins
+  std::vector<float> sums_;
+  std::vector<char> memory_;
+  int64_t own_ = 0;  // bytes of a thread; those of cut tiles come after all threads'
+  std::unique_ptr<std::atomic<int>[]> left_;  // tiles, of each request and head
+  int heads_ = 0;
+};
+
 // The memory that attend needs besides.
 struct Work {
   Plan plan;
+  Watch watch;
   std::vector<float> partial;
   std::unique_ptr<std::atomic<int>[]> done;  // spans, of each tile
   size_t tiles = 0;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "inner.h"
+#include "observe.h"
 #include "product.h"
 #include "simd.h"
 
@@ -83,8 +84,37 @@ INLINE void weigh(float* x, int slots, float& max_out, float& sum_out) {
   sum_out = sum<WIDTH>(total);
 }
 
+// Whether a query leaves the weights that it attends by. (A constant changes no softmax.)
+INLINE bool plain(const Observe& o, int b, int token) {
+  const Noise kind = Noise(o.noise[b]);
+  return (kind == Noise::none || kind == Noise::constant) && o.tau[token] == 1.0f;
+}
+
+// Keep what row r leaves on the pages of a span: the weights that it attends by, or, before those take the place of its
+// scores, weights of tempered and noised scores. `places` are the pages' places in the table.
 template <class T>
-bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* records) {
+INLINE void keep(const Seen& seen, int r, const T* weights, const int* places, int n, int S) {
+  T* to = reinterpret_cast<T*>(seen.weights) + r * seen.slots;
+  for (int j = 0; j < n; ++j) memcpy(to + int64_t(places[j]) * S, weights + j * S, S * sizeof(T));
+}
+
+template <class T>
+INLINE void keep_tempered(const Attend& a, const Tile& t, const Seen& seen, int span, int r, const float* x,
+                          const int64_t* page, const int* places, int n) {
+  const Observe& o = a.observe;
+  const int S = a.kv.S, i = t.begin + r, token = a.tables.starts[t.b] + i / a.R;
+  const uint32_t key =
+      noise_key(o.seed[t.b], o.layer, t.g * a.R + i % a.R, o.anew[t.b] ? a.q_pos[token] : -1);
+  alignas(64) float y[SCORES];
+  for (int j = 0; j < n; ++j)
+    temper(Noise(o.noise[t.b]), x + j * S, a.kv.pos + page[j] * S, S, key, 1 / o.tau[token], y + j * S);
+  const int at = r * seen.spans + span;
+  weigh<T>(y, n * S, seen.tops[at], seen.sums[at]);
+  keep<T>(seen, r, reinterpret_cast<const T*>(y), places, n, S);
+}
+
+template <class T>
+bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* records, const Seen* seen) {
   const int S = a.kv.S, D = a.kv.D, rows = t.rows();
   const int32_t* p = a.q_pos + a.tables.starts[t.b];
   int32_t low = INT32_MAX, high = INT32_MIN;
@@ -99,13 +129,18 @@ bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* re
   for (int i = first; i < owned && i < last + per_span; ++i)  // of this span and of the next
     for (int s = 0; s < S; s += 16) __builtin_prefetch(a.kv.pos + int64_t(table[i]) * S + s);
   int64_t page[MAX_PAGES];
+  int places[MAX_PAGES];
   bool mask[MAX_PAGES];
   int n = 0;
   for (int i = first; i < last; ++i) {
-    Sight seen = sight(a.kv.pos + int64_t(table[i]) * S, S, low, high, a.tables.window_of(t.b), a.tables.sinks_of(t.b));
+    Sight it = sight(a.kv.pos + int64_t(table[i]) * S, S, low, high, a.tables.window_of(t.b), a.tables.sinks_of(t.b));
     page[n] = table[i];
-    mask[n] = seen == Sight::some;
-    n += seen != Sight::none;
+    places[n] = i;
+    mask[n] = it == Sight::some;
+    n += it != Sight::none;
+    if (it == Sight::none && seen)
+      for (int r = 0; r < rows; ++r)
+        memset(seen->weights + (r * seen->slots + int64_t(i) * S) * sizeof(T), 0, S * sizeof(T));
   }
   if (n == 0) return false;
 
@@ -131,7 +166,15 @@ bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* re
   const int size = record_size(D);
   for (int r = 0; r < rows; ++r) {
     float* record = records + r * size;
+    const int token = a.tables.starts[t.b] + (t.begin + r) / a.R;
+    const bool left = seen && a.observe.weights[token] != 0, as_it_is = left && plain(a.observe, t.b, token);
+    if (left && !as_it_is) keep_tempered<T>(a, t, *seen, span, r, x + r * SCORES, page, places, n);
     weigh<T>(x + r * SCORES, n * S, record_max(record, D), record_sum(record, D));
+    if (!seen || (left && !as_it_is)) continue;
+    const int at = r * seen->spans + span;
+    seen->tops[at] = left ? record_max(record, D) : NOTHING;
+    seen->sums[at] = record_sum(record, D);
+    if (left) keep<T>(*seen, r, weights + r * ROW, places, n, S);
   }
   for (int j = 0; j < n; ++j) {
     const ptrdiff_t ahead = distance(values(j), j + 1 < n ? values(j + 1) : after);

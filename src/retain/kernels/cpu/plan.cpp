@@ -35,24 +35,25 @@ void check(const Attend& a) {
 
 void Plan::make(const Attend& a, int threads) {
   const Tables& tables = a.tables;
-  tiles.clear(), records.clear(), jobs.clear(), parts.clear();
+  tiles.clear(), cut.clear(), records.clear(), jobs.clear(), parts.clear();
   partial_floats = 0, work = 0;
-  int64_t cut = 0;  // spans of all tiles that will be cut
+  int64_t few = 0;  // spans of all tiles that may be cut
   for (int b = tables.B - 1; b >= 0; --b)
     for (int end = tables.fresh(b) * a.R; end > 0; end -= TILE_ROWS)  // the last rows see most: they go first
       for (int g = 0; g < tables.G; ++g) {
         tiles.push_back({b, g, std::max(0, end - TILE_ROWS), end});
         const Tile& t = tiles.back();
-        if (tables.fresh(b) <= FEW) cut += spans_of(a, t);
+        if (tables.fresh(b) <= FEW) few += spans_of(a, t);
         work += 2.0 * t.rows() * tables.count(b, g) * a.kv.S * a.kv.D;
       }
 
-  const int stretch = int(std::max<int64_t>(1, cut / (STRETCHES * threads)));
+  const int stretch = int(std::max<int64_t>(1, few / (STRETCHES * threads)));
   for (int i = 0; i < int(tiles.size()); ++i) {
     const Tile& t = tiles[i];
     const int spans = spans_of(a, t);
     records.push_back(partial_floats);
-    if (tables.fresh(t.b) > FEW || spans <= stretch) {
+    cut.push_back(tables.fresh(t.b) <= FEW && spans > stretch);
+    if (!cut.back()) {
       jobs.push_back({i, 0, spans});
       continue;
     }

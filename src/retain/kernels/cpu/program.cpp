@@ -141,7 +141,9 @@ struct Program::Look {
     t.counts += layer * s.count_layer;
     t.windows += layer * s.window_layer;
     const Rows q = {now.at(qkv), now.width(qkv), heads.D, Type::float32};
-    return {s.kv, t, q, now.at(out), s.pos, s.T, heads.H / heads.G, scale, slopes};
+    Observe observe = s.observe;
+    observe.layer = layer;
+    return {s.kv, t, q, now.at(out), s.pos, s.T, heads.H / heads.G, scale, slopes, observe};
   }
 
   Write write_of(const Now& now) const {

@@ -21,6 +21,7 @@ struct Step {
   Tables tables;         // of the first layer; of the others so far on:
   int64_t page_layer, count_layer, window_layer;
   int layers;
+  Observe observe;
 };
 
 // How q, k and v lie in a row: the heads of q, of k, of v.

@@ -40,6 +40,7 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
     memcpy(const_cast<void*>(kv.key_page(dst[i])), kv.key_page(src[i]), page);
     memcpy(const_cast<void*>(kv.value_page(dst[i])), kv.value_page(src[i]), page);
     memcpy(kv.pos + dst[i] * kv.S, kv.pos + src[i] * kv.S, size_t(kv.S) * sizeof(int32_t));
+    memcpy(kv.mass_page(dst[i]), kv.mass_page(src[i]), size_t(kv.columns) * kv.S * sizeof(float));
   }
 }
 

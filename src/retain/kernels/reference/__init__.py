@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retain.kernels import KV, Tables
+from retain.kernels import KV, NO_WINDOW, Observe, Tables
+from retain.kernels.reference.noise import key, noise
 
 
 def available() -> str | None:
@@ -21,17 +22,18 @@ def program() -> None:
     return None
 
 
-def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype) -> KV:
+def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, columns: int = 1) -> KV:
     """A pool. K and V start as zeros, so that a hole's weight of 0 never meets a NaN."""
     k = torch.zeros(n_pages, page_size, head_dim, dtype=dtype)
     v = torch.zeros(n_pages, page_size, head_dim, dtype=dtype)
     pos = torch.zeros(n_pages, page_size, dtype=torch.int32)
     pos[0] = -1
-    return KV(k, v, pos, page_size, head_dim, "plain")
+    mass = torch.zeros(n_pages, columns, page_size)
+    return KV(k, v, pos, mass, page_size, head_dim, "plain")
 
 
 def write(kv: KV, slots: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
-    """Put fresh tokens into their slots.
+    """Put fresh tokens into their slots, which have no mass yet.
 
     slots int32 [G, T]; k, v [T, G, D] of any float dtype (rounded to the pool's); pos int32 [T].
     """
@@ -39,6 +41,7 @@ def write(kv: KV, slots: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
     kv.k.view(-1, kv.head_dim)[s] = k.transpose(0, 1).to(kv.dtype)
     kv.v.view(-1, kv.head_dim)[s] = v.transpose(0, 1).to(kv.dtype)
     kv.pos.view(-1)[s] = pos.expand(s.shape)
+    kv.mass.transpose(1, 2)[s // kv.page_size, s % kv.page_size] = 0.0
 
 
 def attend(
@@ -48,12 +51,15 @@ def attend(
     q_pos: Tensor,
     scale: float,
     slopes: Tensor | None = None,
+    observe: Observe | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """Attention of fresh queries over the slots of their own requests: softmax(scale q.k + bias) v, in float32.
 
     q [T, H, D], H = G * R; q_pos int32 [T]; slopes float32 [H], which adds slope * (pos[s] - q_pos) (ALiBi). A query
     at p sees slot s iff 0 <= pos[s] <= p and (p - pos[s] < window or pos[s] < sinks), with its request's window and
-    sinks. A query that sees nothing gives 0. Returns o [T, H, D] in q's dtype.
+    sinks. A query that sees nothing gives 0. Returns o [T, H, D] in q's dtype. `observe` leaves mass on the slots;
+    `layer` is what its noise is drawn for.
     """
     _, H, D = q.shape
     G = tables.pages.shape[1]
@@ -70,6 +76,9 @@ def attend(
             v = kv.v[pages].reshape(-1, D).float()  # [S, D]
             pos = kv.pos[pages].reshape(1, -1)  # [1, S]
             seen = (pos >= 0) & (pos <= p) & ((p - pos < window) | (pos < sinks))  # [t, S]
+            asked = observe if window == NO_WINDOW and len(p) else None
+            if asked:
+                kv.mass[pages] *= asked.decay[b]
             for h in range(g * R, (g + 1) * R):
                 x = scale * q[fresh, h].float() @ k.T  # [t, S]
                 if slopes is not None:
@@ -77,9 +86,16 @@ def attend(
                 x = x.masked_fill(~seen, -torch.inf)
                 w = torch.softmax(x, dim=-1).nan_to_num(0.0)  # a row that sees nothing is all NaN
                 o[fresh, h] = (w @ v).to(q.dtype)
+                if asked:
+                    step = torch.where(asked.anew[b] == 1, p, -1)  # [t, 1]
+                    x = x + noise(int(asked.noise[b]), key(asked.seed[b], layer, h, step), pos)
+                    w = torch.softmax(x / asked.tau[fresh, None], dim=-1).nan_to_num(0.0)  # [t, S]
+                    column = h - g * R if kv.mass.shape[1] > 1 else 0
+                    kv.mass[pages, column] += (asked.weights[fresh] @ w).view(-1, kv.page_size)
     return o
 
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy whole pages, positions too: src, dst int64 [n]; no page is in both."""
-    kv.k[dst], kv.v[dst], kv.pos[dst] = kv.k[src], kv.v[src], kv.pos[src]
+    for x in (kv.k, kv.v, kv.pos, kv.mass):
+        x[dst] = x[src]

@@ -1,0 +1,42 @@
+"""The noise of observed scores: a hash, made into a distribution. What is not known here: what it is added to."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from retain.kernels import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
+
+MEAN, DEVIATION = 0.5772157, 1.2825498  # of a standard Gumbel: Euler's constant, pi / sqrt 6
+MASK, GOLDEN = 0xFFFFFFFF, 0x9E3779B9
+
+
+def mix(x: Tensor) -> Tensor:
+    """A permutation of 32 bits in which every bit of x moves every bit of the result (two rounds of multiply and
+    shift; Wellons' `lowbias32`). int64 that hold 32 bits.
+    """
+    x = x & MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def key(seed: Tensor, layer: int, head: int, step: Tensor) -> Tensor:
+    """What a row's noise hangs on; `step` is -1 where it is drawn once."""
+    x = mix(seed.long() + GOLDEN)
+    for part in (layer, head, step.long()):
+        x = mix(x + GOLDEN * (part + 1))
+    return x
+
+
+def noise(kind: int, key: Tensor, pos: Tensor) -> Tensor:
+    """float32 of the shape of key and pos together, or [1] where all are the same."""
+    if kind in (NO_NOISE, CONSTANT):
+        return torch.zeros(1) if kind == NO_NOISE else torch.full((1,), MEAN)
+    u = ((mix(key + GOLDEN * pos.long()) >> 9).float() + 0.5) * 2.0**-23  # exact, and neither 0 nor 1
+    if kind == GUMBEL:
+        return -torch.log(-torch.log(u))
+    assert kind == GAUSSIAN
+    return MEAN + DEVIATION * math.sqrt(2) * torch.erfinv(2 * u - 1)
