@@ -202,8 +202,7 @@ struct Seen {
 constexpr uint32_t GOLDEN = 0x9e3779b9;
 INLINE uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352d;
-  x = (x ^ (x >> 15)) * 0x846ca68b;
-  return x ^ (x >> 16);
+  return (x ^ (x >> 15)) * 0x846ca68b;
 }
 INLINE uint32_t noise_key(int32_t seed, int32_t layer, int32_t head, int32_t step) {
   uint32_t x = mix(uint32_t(seed) + GOLDEN);

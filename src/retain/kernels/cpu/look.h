@@ -65,52 +65,39 @@ INLINE void adjust(const Attend& a, const Tile& t, const int32_t* pos, bool mask
   }
 }
 
-// Scores to weights of the pool's type, in place: a weight is never longer than its score. The row's maximum and sum go
-// into its record.
+// Scores to weights of the pool's type, in place: a weight is never longer than its score. `top` is their maximum.
+// Returns the sum.
 template <class T>
-INLINE void weigh(float* x, int slots, float& max_out, float& sum_out) {
-  F top = splat(NOTHING);
-  for (int s = 0; s < slots; s += WIDTH) top = max(top, load<WIDTH>(x + s));
-  const float m = highest<WIDTH>(top);
-  const F from = splat(m == NOTHING ? 0.0f : m);  // a row that sees nothing: every weight is e^-inf = 0
+INLINE float weigh(float* x, int slots, float top) {
+  const F from = splat(top == NOTHING ? 0.0f : top);  // a row that sees nothing: every weight is e^-inf = 0
   F total = {};
   T* to = reinterpret_cast<T*>(x);
   for (int s = 0; s < slots; s += WIDTH) {
-    F w = exp(load<WIDTH>(x + s) - from);
+    const F w = exp<T>(load<WIDTH>(x + s) - from);
     total += w;
     store_as(to + s, w);
   }
-  max_out = m;
-  sum_out = sum<WIDTH>(total);
+  return sum<WIDTH>(total);
 }
 
-// Whether a query leaves the weights that it attends by. (A constant changes no softmax.)
-INLINE bool plain(const Observe& o, int b, int token) {
-  const Noise kind = Noise(o.noise[b]);
-  return (kind == Noise::none || kind == Noise::constant) && o.tau[token] == 1.0f;
-}
-
-// Keep what row r leaves on the pages of a span: the weights that it attends by, or, before those take the place of its
-// scores, weights of tempered and noised scores. `places` are the pages' places in the table.
-template <class T>
-INLINE void keep(const Seen& seen, int r, const T* weights, const int* places, int n, int S) {
-  T* to = reinterpret_cast<T*>(seen.weights) + r * seen.slots;
-  for (int j = 0; j < n; ++j) memcpy(to + int64_t(places[j]) * S, weights + j * S, S * sizeof(T));
-}
-
-template <class T>
-INLINE void keep_tempered(const Attend& a, const Tile& t, const Seen& seen, int span, int r, const float* x,
-                          const int64_t* page, const int* places, int n) {
-  const Observe& o = a.observe;
-  const int S = a.kv.S, i = t.begin + r, token = a.tables.starts[t.b] + i / a.R;
-  const uint32_t key =
-      noise_key(o.seed[t.b], o.layer, t.g * a.R + i % a.R, o.anew[t.b] ? a.q_pos[token] : -1);
-  alignas(64) float y[SCORES];
+// The same, page by page, and beside it what an observed row leaves: kept[places[j] * S] on page j. `sums` are of both.
+template <class T, bool PLAIN>
+INLINE void weigh_and_leave(float* x, float top, const Leave& leave, const int32_t* const* pos, const int* places, int n,
+                            int S, T* kept, float (&sums)[2]) {
+  const F from = splat(top == NOTHING ? 0.0f : top);
+  F total = {}, all = {};
+  T* to = reinterpret_cast<T*>(x);
   for (int j = 0; j < n; ++j)
-    temper(Noise(o.noise[t.b]), x + j * S, a.kv.pos + page[j] * S, S, key, 1 / o.tau[token], y + j * S);
-  const int at = r * seen.spans + span;
-  weigh<T>(y, n * S, seen.tops[at], seen.sums[at]);
-  keep<T>(seen, r, reinterpret_cast<const T*>(y), places, n, S);
+    for (int s = 0; s < S; s += WIDTH) {
+      const F d = load<WIDTH>(x + j * S + s) - from, w = exp<T>(d);
+      const F y = PLAIN ? w : left<T>(leave, d, w, load_ints(pos[j] + s));
+      total += w;
+      all += y;
+      store_as(to + j * S + s, w);
+      store_as(kept + int64_t(places[j]) * S + s, y);
+    }
+  sums[0] = sum<WIDTH>(total);
+  sums[1] = sum<WIDTH>(all);
 }
 
 template <class T>
@@ -130,12 +117,16 @@ bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* re
     for (int s = 0; s < S; s += 16) __builtin_prefetch(a.kv.pos + int64_t(table[i]) * S + s);
   int64_t page[MAX_PAGES];
   int places[MAX_PAGES];
+  const int32_t* pos[MAX_PAGES];
   bool mask[MAX_PAGES];
   int n = 0;
   for (int i = first; i < last; ++i) {
     Sight it = sight(a.kv.pos + int64_t(table[i]) * S, S, low, high, a.tables.window_of(t.b), a.tables.sinks_of(t.b));
     page[n] = table[i];
     places[n] = i;
+    pos[n] = a.kv.pos + int64_t(table[i]) * S;
+    if (seen)
+      for (int s = 0; s < a.kv.columns * S; s += 16) __builtin_prefetch(a.kv.mass_page(table[i]) + s, 1);
     mask[n] = it == Sight::some;
     n += it != Sight::none;
     if (it == Sight::none && seen)
@@ -165,16 +156,26 @@ bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* re
   }
   const int size = record_size(D);
   for (int r = 0; r < rows; ++r) {
-    float* record = records + r * size;
+    float *record = records + r * size, *row = x + r * SCORES;
+    F most = splat(NOTHING);
+    for (int s = 0; s < n * S; s += WIDTH) most = max(most, load<WIDTH>(row + s));
+    const float top = record_max(record, D) = highest<WIDTH>(most);
     const int token = a.tables.starts[t.b] + (t.begin + r) / a.R;
-    const bool left = seen && a.observe.weights[token] != 0, as_it_is = left && plain(a.observe, t.b, token);
-    if (left && !as_it_is) keep_tempered<T>(a, t, *seen, span, r, x + r * SCORES, page, places, n);
-    weigh<T>(x + r * SCORES, n * S, record_max(record, D), record_sum(record, D));
-    if (!seen || (left && !as_it_is)) continue;
-    const int at = r * seen->spans + span;
-    seen->tops[at] = left ? record_max(record, D) : NOTHING;
-    seen->sums[at] = record_sum(record, D);
-    if (left) keep<T>(*seen, r, weights + r * ROW, places, n, S);
+    if (!seen || a.observe.weights[token] == 0) {
+      record_sum(record, D) = weigh<T>(row, n * S, top);
+      if (seen) seen->tops[r * seen->spans + span] = NOTHING;
+      continue;
+    }
+    const Leave leave = leave_of(a, t, r, token);
+    T* kept = reinterpret_cast<T*>(seen->weights) + r * seen->slots;
+    float sums[2];
+    if (leave.by == 1 && (leave.kind == Noise::none || leave.kind == Noise::constant))
+      weigh_and_leave<T, true>(row, top, leave, pos, places, n, S, kept, sums);
+    else
+      weigh_and_leave<T, false>(row, top, leave, pos, places, n, S, kept, sums);
+    record_sum(record, D) = sums[0];
+    seen->tops[r * seen->spans + span] = top * leave.by;
+    seen->sums[r * seen->spans + span] = sums[1];
   }
   for (int j = 0; j < n; ++j) {
     const ptrdiff_t ahead = distance(values(j), j + 1 < n ? values(j + 1) : after);

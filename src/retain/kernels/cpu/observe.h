@@ -9,36 +9,12 @@ using U = Lanes<WIDTH>::u;
 
 INLINE U mix(U x) {
   x = (x ^ (x >> 16)) * 0x7feb352d;
-  x = (x ^ (x >> 15)) * 0x846ca68b;
-  return x ^ (x >> 16);
-}
-
-// ln x of normal x > 0, to 2e-7 of itself also near 1 (Cephes' polynomial).
-INLINE F log(F x) {
-  const F half = splat(0.70710678f);
-  const I bits = (I)x;
-  I e = ((bits >> 23) & 255) - 126;
-  F m = (F)((bits & 0x7fffff) | 0x3f000000);  // 0.5 to 1
-  const I small = m < half;
-  e += small;  // -1 where it is
-  m = small ? m + m : m;
-  const F f = m - 1.0f, z = f * f, n = __builtin_convertvector(e, F);
-  F p = f * 7.0376836292e-2f - 1.1514610310e-1f;
-  p = p * f + 1.1676998740e-1f;
-  p = p * f - 1.2420140846e-1f;
-  p = p * f + 1.4249322787e-1f;
-  p = p * f - 1.6668057665e-1f;
-  p = p * f + 2.0000714765e-1f;
-  p = p * f - 2.4999993993e-1f;
-  p = p * f + 3.3333331174e-1f;
-  F y = p * f * z - n * 2.12194440e-4f;
-  y -= 0.5f * z;
-  return f + y + n * 0.693359375f;
+  return (x ^ (x >> 15)) * 0x846ca68b;
 }
 
 // The inverse of the error function (Giles, "Approximating the erfinv function", single precision).
 INLINE F erfinv(F x) {
-  const F w = -log((1.0f - x) * (1.0f + x));
+  const F w = -log<float>((1.0f - x) * (1.0f + x));
   const F a = w - 2.5f;
   F p = a * 2.81022636e-08f + 3.43273939e-07f;
   p = p * a - 3.5233877e-06f;
@@ -62,30 +38,38 @@ INLINE F erfinv(F x) {
   return (w < 5.0f ? p : q) * x;
 }
 
-template <Noise KIND>
-INLINE F draw(uint32_t key, I pos) {
+// Uniform between 0 and 1, 23 bits and half a step.
+INLINE F uniform(uint32_t key, I pos) {
   const U h = mix(key + GOLDEN * (U)pos);
-  const F u = (__builtin_convertvector((I)(h >> 9), F) + 0.5f) * 0x1p-23f;
-  if constexpr (KIND == Noise::gumbel) return -log(-log(u));
-  return 0.5772157f + 1.2825498f * 1.41421356f * erfinv(2.0f * u - 1.0f);
+  return (__builtin_convertvector((I)(h >> 9), F) + 0.5f) * 0x1p-23f;
 }
 
-// y = (x + noise) / tau for the scores of one row and page.
-template <Noise KIND>
-INLINE void temper_page(const float* x, const int32_t* pos, int S, uint32_t key, float by, float* y) {
-  for (int s = 0; s < S; s += WIDTH) {
-    F score = load<WIDTH>(x + s);
-    if constexpr (KIND != Noise::none) score += draw<KIND>(key, load_ints(pos + s));
-    store<WIDTH>(y + s, score * by);
+// What a query leaves on slots: the weight w = e^d that it attends by, or that of its score tempered and noised, all
+// relative to the score's own maximum in the span. A constant changes no softmax.
+struct Leave {
+  Noise kind;
+  uint32_t key;
+  float by;  // 1 / tau
+};
+
+template <class T>
+INLINE F left(const Leave& l, F d, F w, I pos) {
+  switch (l.kind) {
+    case Noise::gumbel: {
+      const F e = -log<T>(uniform(l.key, pos));  // e^noise = 1 / e, so at tau 1 nothing else is needed
+      return l.by == 1 ? w * reciprocal<T>(e) : exp<T>((d - log<T>(e)) * l.by);
+    }
+    case Noise::gaussian:
+      return exp<T>((d + (0.5772157f + 1.2825498f * 1.41421356f * erfinv(2.0f * uniform(l.key, pos) - 1.0f))) * l.by);
+    default: return l.by == 1 ? w : exp<T>(d * l.by);
   }
 }
 
-INLINE void temper(Noise kind, const float* x, const int32_t* pos, int S, uint32_t key, float by, float* y) {
-  switch (kind) {
-    case Noise::gumbel: return temper_page<Noise::gumbel>(x, pos, S, key, by, y);
-    case Noise::gaussian: return temper_page<Noise::gaussian>(x, pos, S, key, by, y);
-    default: return temper_page<Noise::none>(x, pos, S, key, by, y);  // a constant changes no softmax
-  }
+INLINE Leave leave_of(const Attend& a, const Tile& t, int r, int token) {
+  const Observe& o = a.observe;
+  const int head = t.g * a.R + (t.begin + r) % a.R;
+  return {Noise(o.noise[t.b]), noise_key(o.seed[t.b], o.layer, head, o.anew[t.b] ? a.q_pos[token] : -1),
+          1 / o.tau[token]};
 }
 
 // mass [columns, slots] = sum over rows of factor * weight. A factor of 0 means that there is no weight to read.

@@ -62,7 +62,7 @@ INLINE void turn_row(float* x, const float* angles, int n, bool neighbours) {
 }
 
 INLINE F sigmoid(F x) {  // by e^-|x|, which cannot overflow
-  const F e = exp(-absolute(x));
+  const F e = exp<float>(-absolute(x));
   return (x < 0.0f ? e : splat(1.0f)) / (e + 1.0f);
 }
 

@@ -229,22 +229,66 @@ INLINE int32_t any(typename Lanes<W>::i x) {
   }
 }
 
-// e^x for x <= 0, to 2e-7 of itself; exactly 0 below -86, so also at -inf.
+// Functions of numbers that become weights of type T: a bfloat16 keeps 9 bits of them, so there 13 are enough.
+
+// e^x for x below about 80, to 2e-7 of itself, or 1e-4; exactly 0 below -86, so also at -inf.
+template <class T>
 INLINE F exp(F x) {
   const F magic = splat(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
-  F y = max(x, splat(-87.0f));
-  F n = y * 0x1.715476p0f + magic;
-  I exponent = (I)n << 23;
-  n -= magic;
-  F r = y - n * 0x1.62e4p-1f;  // ln 2 in two parts: n times the first is exact
-  r -= n * 0x1.7f7d1cp-20f;
-  F p = r * 0x1.10621ep-7f + 0x1.572adap-5f;  // minimax over half of ln 2 either side of 0, 1 + r kept
-  p = p * r + 0x1.5557bp-3f;
-  p = p * r + 0x1.fffdfap-2f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  F e = (F)((I)p + exponent);
+  const F y = max(x, splat(-87.0f));
+  F n, p;
+  if constexpr (sizeof(T) == 2) {
+    const F t = y * 0x1.715476p0f;  // log2 e
+    n = t + magic;
+    const F r = t - (n - magic);  // minimax for 2^r over half either side of 0
+    p = r * 0.0550089292f + 0.242210954f;
+    p = p * r + 0.693282902f;
+    p = p * r + 1.0f;  // so that e^0 is 1
+  } else {
+    n = y * 0x1.715476p0f + magic;
+    const F m = n - magic;
+    F r = y - m * 0x1.62e4p-1f;  // ln 2 in two parts: m times the first is exact
+    r -= m * 0x1.7f7d1cp-20f;
+    p = r * 0x1.10621ep-7f + 0x1.572adap-5f;  // minimax over half of ln 2 either side of 0, 1 + r kept
+    p = p * r + 0x1.5557bp-3f;
+    p = p * r + 0x1.fffdfap-2f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+  }
+  const F e = (F)((I)p + ((I)n << 23));
   return x > -86.0f ? e : F{};
+}
+
+// ln x of normal x > 0, to 1e-7 of itself, or 6e-5, also where it is near 0.
+template <class T>
+INLINE F log(F x) {
+  const I bits = (I)x, e = (bits - 0x3f400000) >> 23;
+  const F f = (F)(bits - (e << 23)) - 1.0f;  // of 0.75 to 1.5; minimax for ln(1 + f) / f
+  F p;
+  if constexpr (sizeof(T) == 2) {
+    p = f * 0.138097629f - 0.257927209f;
+    p = p * f + 0.3384929f;
+    p = p * f - 0.499980807f;
+    p = p * f + 0.99994874f;
+  } else {
+    p = f * 0.0541117303f - 0.120767191f;
+    p = p * f + 0.149944976f;
+    p = p * f - 0.168243125f;
+    p = p * f + 0.199759126f;
+    p = p * f - 0.249932185f;
+    p = p * f + 0.333335936f;
+    p = p * f - 0.500000656f;
+    p = p * f + 1.0f;
+  }
+  return __builtin_convertvector(e, F) * 0x1.62e43p-1f + p * f;
+}
+
+template <class T>
+INLINE F reciprocal(F x) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(T) == 2) return (F)_mm512_rcp14_ps((__m512)x);
+#endif
+  return 1.0f / x;
 }
 
 }  // namespace retain::RETAIN_ISA
