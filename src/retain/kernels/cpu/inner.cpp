@@ -12,8 +12,8 @@ bool look(const Attend& a, const Tile& t, int span, float* scratch, float* recor
                                     : look_at<bf16>(a, t, span, scratch, records, seen);
 }
 
-void fold(const Attend& a, const Tile& t, const Seen& seen, const float* factors, float* mass) {
-  a.kv.type == Type::float32 ? fold_rows<float>(a, t, seen, factors, mass) : fold_rows<bf16>(a, t, seen, factors, mass);
+void fold(const Attend& a, const Tile& t, const Seen& seen, const float* factors, float* sums) {
+  a.kv.type == Type::float32 ? fold_rows<float>(a, t, seen, factors, sums) : fold_rows<bf16>(a, t, seen, factors, sums);
 }
 
 // K goes down a column of its page, V along a row of its own; in bfloat16 two of K's dimensions and two slots of V lie

@@ -223,8 +223,8 @@ struct Isa {
   // The rows of a tile look at one span of their table; returns whether they saw anything, and if so fills their
   // records. `seen`, where the tile is observed, gets the span's part.
   bool (*look)(const Attend&, const Tile&, int span, float* scratch, float* records, const Seen* seen);
-  // Sums over an observed tile's rows: factors [rows, spans] times weights -> mass [columns, slots].
-  void (*fold)(const Attend&, const Tile&, const Seen&, const float* factors, float* mass);
+  // Sums over an observed tile's rows: factors [rows, spans] times weights -> sums [columns, slots], or into the masses.
+  void (*fold)(const Attend&, const Tile&, const Seen&, const float* factors, float* sums);
   // Fresh tokens begin : end of kv head g go into their slots.
   void (*write)(const Write&, int g, int begin, int end);
 

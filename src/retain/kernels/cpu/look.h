@@ -81,7 +81,7 @@ INLINE float weigh(float* x, int slots, float top) {
 }
 
 // The same, page by page, and beside it what an observed row leaves: kept[places[j] * S] on page j. `sums` are of both.
-template <class T, bool PLAIN>
+template <class T, Way WAY>
 INLINE void weigh_and_leave(float* x, float top, const Leave& leave, const int32_t* const* pos, const int* places, int n,
                             int S, T* kept, float (&sums)[2]) {
   const F from = splat(top == NOTHING ? 0.0f : top);
@@ -90,7 +90,7 @@ INLINE void weigh_and_leave(float* x, float top, const Leave& leave, const int32
   for (int j = 0; j < n; ++j)
     for (int s = 0; s < S; s += WIDTH) {
       const F d = load<WIDTH>(x + j * S + s) - from, w = exp<T>(d);
-      const F y = PLAIN ? w : left<T>(leave, d, w, load_ints(pos[j] + s));
+      const F y = left<T, WAY>(leave, d, w, pos[j] + s);
       total += w;
       all += y;
       store_as(to + j * S + s, w);
@@ -169,10 +169,12 @@ bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* re
     const Leave leave = leave_of(a, t, r, token);
     T* kept = reinterpret_cast<T*>(seen->weights) + r * seen->slots;
     float sums[2];
-    if (leave.by == 1 && (leave.kind == Noise::none || leave.kind == Noise::constant))
-      weigh_and_leave<T, true>(row, top, leave, pos, places, n, S, kept, sums);
-    else
-      weigh_and_leave<T, false>(row, top, leave, pos, places, n, S, kept, sums);
+    switch (leave.way) {
+#define WAY(which) \
+  case Way::which: weigh_and_leave<T, Way::which>(row, top, leave, pos, places, n, S, kept, sums); break;
+      WAY(as_it_is) WAY(tempered) WAY(gumbel) WAY(tempered_gumbel) WAY(gaussian)
+#undef WAY
+    }
     record_sum(record, D) = sums[0];
     seen->tops[r * seen->spans + span] = top * leave.by;
     seen->sums[r * seen->spans + span] = sums[1];

@@ -71,6 +71,7 @@ void Watch::finish(const Attend& a, const Plan& plan, int tile, const Seen& seen
     const float weight = a.observe.weights[a.tables.starts[t.b] + (t.begin + r) / a.R];
     for (int i = 0; i < seen.spans; ++i) tops[i] = tops[i] == NOTHING ? 0 : weight * std::exp(tops[i] - top) / sum;
   }
+  if (next_[first_[t.b * heads_ + t.g]] < 0) return isa().fold(a, t, seen, seen.tops, nullptr);
   isa().fold(a, t, seen, seen.tops, sums_.data() + parts_[tile]);
   if (--left_[t.b * heads_ + t.g] > 0) return;
 

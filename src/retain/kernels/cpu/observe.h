@@ -46,37 +46,43 @@ INLINE F uniform(uint32_t key, I pos) {
 
 // What a query leaves on slots: the weight w = e^d that it attends by, or that of its score tempered and noised, all
 // relative to the score's own maximum in the span. A constant changes no softmax.
+enum class Way { as_it_is, tempered, gumbel, tempered_gumbel, gaussian };
+
 struct Leave {
-  Noise kind;
+  Way way;
   uint32_t key;
   float by;  // 1 / tau
 };
 
-template <class T>
-INLINE F left(const Leave& l, F d, F w, I pos) {
-  switch (l.kind) {
-    case Noise::gumbel: {
-      const F e = -log<T>(uniform(l.key, pos));  // e^noise = 1 / e, so at tau 1 nothing else is needed
-      return l.by == 1 ? w * reciprocal<T>(e) : exp<T>((d - log<T>(e)) * l.by);
-    }
-    case Noise::gaussian:
-      return exp<T>((d + (0.5772157f + 1.2825498f * 1.41421356f * erfinv(2.0f * uniform(l.key, pos) - 1.0f))) * l.by);
-    default: return l.by == 1 ? w : exp<T>(d * l.by);
-  }
+template <class T, Way WAY>
+INLINE F left(const Leave& l, F d, F w, const int32_t* pos) {
+  if constexpr (WAY == Way::as_it_is) return w;
+  if constexpr (WAY == Way::tempered) return exp<T>(d * l.by);
+  const F u = uniform(l.key, load_ints(pos));
+  if constexpr (WAY == Way::gaussian)
+    return exp<T>((d + (0.5772157f + 1.2825498f * 1.41421356f * erfinv(2.0f * u - 1.0f))) * l.by);
+  const F e = -log<T>(u);  // e^noise = 1 / e, so at tau 1 nothing else is needed
+  return WAY == Way::gumbel ? w * reciprocal<T>(e) : exp<T>((d - log<T>(e)) * l.by);
 }
 
 INLINE Leave leave_of(const Attend& a, const Tile& t, int r, int token) {
   const Observe& o = a.observe;
   const int head = t.g * a.R + (t.begin + r) % a.R;
-  return {Noise(o.noise[t.b]), noise_key(o.seed[t.b], o.layer, head, o.anew[t.b] ? a.q_pos[token] : -1),
-          1 / o.tau[token]};
+  const bool one = o.tau[token] == 1.0f;
+  Way way = one ? Way::as_it_is : Way::tempered;
+  if (Noise(o.noise[t.b]) == Noise::gumbel) way = one ? Way::gumbel : Way::tempered_gumbel;
+  if (Noise(o.noise[t.b]) == Noise::gaussian) way = Way::gaussian;
+  return {way, noise_key(o.seed[t.b], o.layer, head, o.anew[t.b] ? a.q_pos[token] : -1), 1 / o.tau[token]};
 }
 
-// mass [columns, slots] = sum over rows of factor * weight. A factor of 0 means that there is no weight to read.
+// Sums over a tile's rows of factor * weight, [columns, slots]; or, without a place for them, straight into the masses
+// of its pages. A factor of 0 means that there is no weight to read.
 template <class T>
-void fold_rows(const Attend& a, const Tile& t, const Seen& seen, const float* factors, float* mass) {
-  const int columns = a.kv.columns, rows = t.rows();
-  const int64_t per_span = int64_t(pages_per_span(a.kv)) * a.kv.S;
+void fold_rows(const Attend& a, const Tile& t, const Seen& seen, const float* factors, float* sums) {
+  const int columns = a.kv.columns, rows = t.rows(), S = a.kv.S, per_span = pages_per_span(a.kv);
+  const int32_t* table = a.tables.of(t.b, t.g);
+  const float decay = a.observe.decay[t.b];
+  const int pages = a.tables.count(t.b, t.g);
   for (int c = 0; c < columns; ++c)
     for (int span = 0; span < seen.spans; ++span) {
       float factor[TILE_ROWS];
@@ -88,11 +94,18 @@ void fold_rows(const Attend& a, const Tile& t, const Seen& seen, const float* fa
         row[n] = reinterpret_cast<const T*>(seen.weights) + r * seen.slots;
         n += factor[n] != 0;
       }
-      const int64_t end = (span + 1) * per_span < seen.slots ? (span + 1) * per_span : seen.slots;
-      for (int64_t s = span * per_span; s < end; s += WIDTH) {
-        F sum = {};
-        for (int r = 0; r < n; ++r) sum += factor[r] * load<WIDTH>(row[r] + s);
-        store<WIDTH>(mass + c * seen.slots + s, sum);
+      const int end = (span + 1) * per_span < pages ? (span + 1) * per_span : pages;
+      for (int i = span * per_span; i < end; ++i) {
+        const int64_t at = int64_t(i) * S;
+        float* mass = a.kv.mass_page(table[i]) + c * S;
+        for (int s = 0; s < S; s += WIDTH) {
+          F sum = {};
+          for (int r = 0; r < n; ++r) sum += factor[r] * load<WIDTH>(row[r] + at + s);
+          if (sums)
+            store<WIDTH>(sums + c * seen.slots + at + s, sum);
+          else
+            store<WIDTH>(mass + s, load<WIDTH>(mass + s) * decay + sum);
+        }
       }
     }
 }
