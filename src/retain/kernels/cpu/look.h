@@ -14,6 +14,7 @@ namespace retain::RETAIN_ISA {
 
 constexpr float NOTHING = -__builtin_inff();
 constexpr int MAX_PAGES = SPAN / 16;  // of the smallest page, in a span
+constexpr int FEW_ROWS = 12;          // that do not hide how long memory takes
 
 enum class Sight { none, some, all };
 
@@ -65,36 +66,43 @@ INLINE void adjust(const Attend& a, const Tile& t, const int32_t* pos, bool mask
   }
 }
 
-// Scores to weights of the pool's type, in place: a weight is never longer than its score. `top` is their maximum.
-// Returns the sum.
-template <class T>
-INLINE float weigh(float* x, int slots, float top) {
-  const F from = splat(top == NOTHING ? 0.0f : top);  // a row that sees nothing: every weight is e^-inf = 0
-  F total = {};
-  T* to = reinterpret_cast<T*>(x);
-  for (int s = 0; s < slots; s += WIDTH) {
-    const F w = exp<T>(load<WIDTH>(x + s) - from);
-    total += w;
-    store_as(to + s, w);
-  }
-  return sum<WIDTH>(total);
-}
+// Pages that will be wanted soon, into the second level: while scores are weighed the memory would have nothing to do.
+struct Soon {
+  const char* page[MAX_PAGES];
+  int lines;  // for each vector of scores; none where many rows share the pages
 
-// The same, page by page, and beside it what an observed row leaves: kept[places[j] * S] on page j. `sums` are of both.
+  INLINE void ask(int j, int vector) const {
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(page[j] + 64 * (vector * lines + i), 0, 2);
+  }
+};
+
+// What an observed row leaves, and where: on page j at to[places[j] * S].
+template <class T>
+struct Left {
+  Leave leave;
+  const int32_t* const* pos;
+  const int* places;
+  T* to;
+};
+
+// Scores of row r to weights of the pool's type, in place: a weight is never longer than its score. `top` is their
+// maximum. `sums` are of the weights, and of what is left.
 template <class T, Way WAY>
-INLINE void weigh_and_leave(float* x, float top, const Leave& leave, const int32_t* const* pos, const int* places, int n,
-                            int S, T* kept, float (&sums)[2]) {
-  const F from = splat(top == NOTHING ? 0.0f : top);
+INLINE void weigh(float* x, int r, int n, int S, float top, const Soon& soon, const Left<T>* left, float (&sums)[2]) {
+  const F from = splat(top == NOTHING ? 0.0f : top);  // a row that sees nothing: every weight is e^-inf = 0
   F total = {}, all = {};
   T* to = reinterpret_cast<T*>(x);
   for (int j = 0; j < n; ++j)
     for (int s = 0; s < S; s += WIDTH) {
+      soon.ask(j, (r * S + s) / WIDTH);
       const F d = load<WIDTH>(x + j * S + s) - from, w = exp<T>(d);
-      const F y = left<T, WAY>(leave, d, w, pos[j] + s);
       total += w;
-      all += y;
       store_as(to + j * S + s, w);
-      store_as(kept + int64_t(places[j]) * S + s, y);
+      if constexpr (WAY != Way::nothing) {
+        const F y = leave_on<T, WAY>(left->leave, d, w, left->pos[j] + s);
+        all += y;
+        store_as(left->to + int64_t(left->places[j]) * S + s, y);
+      }
     }
   sums[0] = sum<WIDTH>(total);
   sums[1] = sum<WIDTH>(all);
@@ -146,41 +154,39 @@ bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* re
 
   auto keys = [&](int j) { return static_cast<const T*>(a.kv.key_page(page[j])); };
   auto values = [&](int j) { return static_cast<const T*>(a.kv.value_page(page[j])); };
-  const void* after = last < owned ? a.kv.key_page(table[last]) : values(n - 1);  // where the next span begins
+  auto next_keys = [&](int j) { return a.kv.key_page(table[last + j < owned ? last + j : owned - 1]); };
   auto distance = [](const void* from, const void* to) { return intptr_t(to) - intptr_t(from); };
 
   for (int j = 0; j < n; ++j) {
-    const ptrdiff_t ahead = distance(keys(j), j + 1 < n ? keys(j + 1) : values(0));
+    const ptrdiff_t ahead = distance(keys(j), values(j));
     multiply<T>({q, D, keys(j), DEEP<T> * S, D, x + j * S, SCORES, false, ahead}, rows, S);
     if (a.slopes || mask[j]) adjust(a, t, a.kv.pos + page[j] * S, mask[j], x + j * S);
   }
-  const int size = record_size(D);
+  const int size = record_size(D), vectors = rows * S / WIDTH;
+  Soon soon = {{}, rows > FEW_ROWS ? 0 : S * D * int(sizeof(T)) / 64 / vectors};
+  for (int j = 0; j < n; ++j) soon.page[j] = static_cast<const char*>(next_keys(j));
   for (int r = 0; r < rows; ++r) {
     float *record = records + r * size, *row = x + r * SCORES;
     F most = splat(NOTHING);
     for (int s = 0; s < n * S; s += WIDTH) most = max(most, load<WIDTH>(row + s));
     const float top = record_max(record, D) = highest<WIDTH>(most);
-    const int token = a.tables.starts[t.b] + (t.begin + r) / a.R;
-    if (!seen || a.observe.weights[token] == 0) {
-      record_sum(record, D) = weigh<T>(row, n * S, top);
-      if (seen) seen->tops[r * seen->spans + span] = NOTHING;
-      continue;
-    }
-    const Leave leave = leave_of(a, t, r, token);
-    T* kept = reinterpret_cast<T*>(seen->weights) + r * seen->slots;
+    const int token = a.tables.starts[t.b] + (t.begin + r) / a.R, at = seen ? r * seen->spans + span : 0;
+    const Leave leave = seen ? leave_of(a, t, r, token) : Leave{Way::nothing, 0, 1};
+    const Left<T> left = {leave, pos, places, seen ? reinterpret_cast<T*>(seen->weights) + r * seen->slots : nullptr};
     float sums[2];
     switch (leave.way) {
 #define WAY(which) \
-  case Way::which: weigh_and_leave<T, Way::which>(row, top, leave, pos, places, n, S, kept, sums); break;
-      WAY(as_it_is) WAY(tempered) WAY(gumbel) WAY(tempered_gumbel) WAY(gaussian)
+  case Way::which: weigh<T, Way::which>(row, r, n, S, top, soon, &left, sums); break;
+      WAY(nothing) WAY(as_it_is) WAY(tempered) WAY(gumbel) WAY(tempered_gumbel) WAY(gaussian)
 #undef WAY
     }
     record_sum(record, D) = sums[0];
-    seen->tops[r * seen->spans + span] = top * leave.by;
-    seen->sums[r * seen->spans + span] = sums[1];
+    if (!seen) continue;
+    seen->tops[at] = leave.way == Way::nothing ? NOTHING : top * leave.by;
+    seen->sums[at] = sums[1];
   }
   for (int j = 0; j < n; ++j) {
-    const ptrdiff_t ahead = distance(values(j), j + 1 < n ? values(j + 1) : after);
+    const ptrdiff_t ahead = distance(values(j), next_keys(j));
     multiply<T>({weights + j * S, ROW, values(j), DEEP<T> * D, S, records, size, j > 0, ahead}, rows, D);
   }
   return true;

@@ -46,7 +46,7 @@ INLINE F uniform(uint32_t key, I pos) {
 
 // What a query leaves on slots: the weight w = e^d that it attends by, or that of its score tempered and noised, all
 // relative to the score's own maximum in the span. A constant changes no softmax.
-enum class Way { as_it_is, tempered, gumbel, tempered_gumbel, gaussian };
+enum class Way { nothing, as_it_is, tempered, gumbel, tempered_gumbel, gaussian };
 
 struct Leave {
   Way way;
@@ -55,7 +55,7 @@ struct Leave {
 };
 
 template <class T, Way WAY>
-INLINE F left(const Leave& l, F d, F w, const int32_t* pos) {
+INLINE F leave_on(const Leave& l, F d, F w, const int32_t* pos) {
   if constexpr (WAY == Way::as_it_is) return w;
   if constexpr (WAY == Way::tempered) return exp<T>(d * l.by);
   const F u = uniform(l.key, load_ints(pos));
@@ -67,6 +67,7 @@ INLINE F left(const Leave& l, F d, F w, const int32_t* pos) {
 
 INLINE Leave leave_of(const Attend& a, const Tile& t, int r, int token) {
   const Observe& o = a.observe;
+  if (o.weights[token] == 0) return {Way::nothing, 0, 1};
   const int head = t.g * a.R + (t.begin + r) % a.R;
   const bool one = o.tau[token] == 1.0f;
   Way way = one ? Way::as_it_is : Way::tempered;
