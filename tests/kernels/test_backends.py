@@ -244,6 +244,35 @@ def test_copy(backend: ModuleType, dtype: torch.dtype) -> None:
     assert torch.equal(backend.attend(q, kv, replace(t, pages=pages), q_pos, 1.0), before)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_move(backend: ModuleType, dtype: torch.dtype) -> None:
+    """Live slots that move to the front of their tables are looked at as before; masses go with them."""
+    scene = Scene(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, holes=0.5, shared=False)
+    q, q_pos = scene.queries()
+    t, kv = scene.tables(), scene.cache(backend, columns=2)
+    kv.mass.copy_(torch.rand(kv.mass.shape, generator=torch.Generator().manual_seed(1)))
+    S, lists = scene.S, []
+    for row in t.rows.tolist():
+        for g in range(scene.G):
+            pages = t.pages[row, g, : int(t.counts[row, g])].long()
+            own = (pages[:, None] * S + torch.arange(S)).flatten()  # the table's slots
+            lists.append((own, own[kv.pos.view(-1)[own] >= 0]))
+    n = min(len(live) for _, live in lists)
+    for own, live in lists:  # all lists as long as the shortest
+        kv.pos.view(-1)[own] = -1
+        kv.pos.view(-1)[live[:n]] = live[:n].int() % 50
+    before = backend.attend(q, kv, t, q_pos, 1.0)
+    src = torch.stack([live[:n] for _, live in lists])
+    dst = torch.stack([own[:n] for own, _ in lists])
+    pos, mass = kv.pos.clone(), kv.mass.clone()
+    backend.move(kv, src.int(), dst.int())
+    for own, _ in lists:
+        kv.pos.view(-1)[own[n:]] = -1
+    assert torch.equal(kv.pos.view(-1)[dst], pos.view(-1)[src])
+    assert torch.equal(kv.mass[dst // S, :, dst % S], mass[src // S, :, src % S])
+    assert_close(backend.attend(q, kv, t, q_pos, 1.0), before, 2**-7 if dtype == BF16 else 1e-5)
+
+
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
     B, G = draw(st.integers(1, 4)), draw(st.integers(1, 3))

@@ -1,12 +1,13 @@
 """Kernels: the only rooms that touch the bytes of keys and values.
 
-A backend is a folder here and is found by its name: `load("cpu")`. It is a module with six functions, which
+A backend is a folder here and is found by its name: `load("cpu")`. It is a module with seven functions, which
 `reference` (plain torch) defines and every other backend must equal:
 
     allocate(n_pages, page_size, head_dim, dtype, columns) -> KV    room for a pool of pages
     write(kv, slots, k, v, pos)                                     put fresh tokens into their slots
     attend(q, kv, tables, q_pos, scale, slopes, observe)   -> o     look by position, and leave mass where asked
     copy(kv, src, dst)                                              copy whole pages
+    move(kv, src, dst)                                              move slots
     available()                                     -> str | None   why this backend cannot run here, or None
     program()                                       -> Program | None
 

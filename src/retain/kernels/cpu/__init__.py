@@ -147,6 +147,14 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     _C.copy(told.pool(kv), src.data_ptr(), dst.data_ptr(), src.shape[0])
 
 
+def move(kv: KV, src: Tensor, dst: Tensor) -> None:
+    """Copy slots with their positions and masses, int32 [M, n] both; see `reference`."""
+    if src.shape != dst.shape or src.dim() != 2 or src.dtype != torch.int32 or dst.dtype != torch.int32:
+        raise ValueError(f"move: wants int32 [M, n] twice, not {src.dtype}, {dst.dtype}, {_shapes(src=src, dst=dst)}")
+    src, dst = src.contiguous(), dst.contiguous()
+    _C.move(told.pool(kv), src.data_ptr(), dst.data_ptr(), *src.shape)
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return aligned(math.prod(shape) * dtype.itemsize, zero=True).view(dtype).view(shape)
 

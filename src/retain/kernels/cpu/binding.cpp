@@ -141,6 +141,13 @@ NB_MODULE(_C, m) {
       nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
+      "move",
+      [](const Pool& kv, Address src, Address dst, int64_t lists, int64_t n) {
+        move(kv, at<int32_t>(src), at<int32_t>(dst), lists, n);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
       "copy",
       [](const Pool& kv, Address src, Address dst, int64_t n) {
         copy(kv, at<int64_t>(src), at<int64_t>(dst), n);

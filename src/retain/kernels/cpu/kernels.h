@@ -68,6 +68,7 @@ void attend(const Attend&, Work&, Team::Member&);  // together, after `make` and
 void attend(const Attend&);
 void write(const Write&);
 void copy(const Pool&, const int64_t* src, const int64_t* dst, int64_t n);
+void move(const Pool&, const int32_t* src, const int32_t* dst, int64_t lists, int64_t n);
 
 // Matrices as a file has them, to be packed (pack.cpp). For dense ones `numbers` is [out, in]; else uint8 quanta with
 // float16 scales, and for int4 shifts, [out, in / 32].

@@ -1,4 +1,4 @@
-// write and copy: bytes into pages.
+// write, copy and move: bytes into pages.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -42,6 +42,36 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
     memcpy(kv.pos + dst[i] * kv.S, kv.pos + src[i] * kv.S, size_t(kv.S) * sizeof(int32_t));
     memcpy(kv.mass_page(dst[i]), kv.mass_page(src[i]), size_t(kv.columns) * kv.S * sizeof(float));
   }
+}
+
+// In bfloat16 two of K's dimensions and two slots of V lie together (inner.h).
+template <class T, int PAIR>
+static void move_slot(const Pool& kv, int64_t from, int64_t to) {
+  const int S = kv.S, D = kv.D;
+  const int64_t a = from / S, b = to / S, i = from % S, j = to % S;
+  const T* k = static_cast<const T*>(kv.k) + a * S * D + PAIR * i;
+  const T* v = static_cast<const T*>(kv.v) + a * S * D + i / PAIR * PAIR * D + i % PAIR;
+  T* to_k = static_cast<T*>(kv.k) + b * S * D + PAIR * j;
+  T* to_v = static_cast<T*>(kv.v) + b * S * D + j / PAIR * PAIR * D + j % PAIR;
+  for (int d = 0; d < D; ++d) to_k[d / PAIR * PAIR * S + d % PAIR] = k[d / PAIR * PAIR * S + d % PAIR];
+  for (int d = 0; d < D; ++d) to_v[PAIR * d] = v[PAIR * d];
+  kv.pos[to] = kv.pos[from];
+  for (int c = 0; c < kv.columns; ++c) kv.mass_page(b)[c * S + j] = kv.mass_page(a)[c * S + i];
+}
+
+void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists, int64_t n) {
+  for (int64_t i = 0; i < lists * n; ++i)
+    if (std::min(src[i], dst[i]) < 0 || std::max(src[i], dst[i]) >= kv.n_pages * kv.S)
+      throw std::invalid_argument("src or dst names a slot outside the pool");
+#pragma omp parallel for schedule(dynamic) if (lists * n * kv.D > WORTH_WAKING)
+  for (int64_t l = 0; l < lists; ++l)
+    for (int64_t i = l * n; i < (l + 1) * n; ++i) {
+      if (src[i] == dst[i]) continue;
+      if (kv.type == Type::float32)
+        move_slot<float, 1>(kv, src[i], dst[i]);
+      else
+        move_slot<uint16_t, 2>(kv, src[i], dst[i]);
+    }
 }
 
 }  // namespace retain

@@ -99,3 +99,15 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy whole pages, positions too: src, dst int64 [n]; no page is in both."""
     for x in (kv.k, kv.v, kv.pos, kv.mass):
         x[dst] = x[src]
+
+
+def move(kv: KV, src: Tensor, dst: Tensor) -> None:
+    """Copy slots with their positions and masses, int32 [M, n] both: lists of slots of different pages, each in order.
+
+    No slot of a list is written before it is read. What is left behind is for the caller to make holes of.
+    """
+    s, d = src.long().flatten(), dst.long().flatten()
+    for x in (kv.k.view(-1, kv.head_dim), kv.v.view(-1, kv.head_dim), kv.pos.view(-1)):
+        x[d] = x[s]
+    mass, S = kv.mass.transpose(1, 2), kv.page_size  # [P, S, C]
+    mass[d // S, d % S] = mass[s // S, s % S]
