@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,18 +75,53 @@ def choice(text: str) -> tuple[str, dict[str, str]]:
     return name.strip(), options
 
 
+@dataclass(frozen=True)
+class Amount:
+    """So many tokens, or a share of something: 1024 or 50%."""
+
+    tokens: int | None = None
+    share: float = 0.0
+
+    def of(self, whole: int) -> int:
+        """In tokens."""
+        return int(self.share * whole) if self.tokens is None else self.tokens
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:g}%" if self.tokens is None else str(self.tokens)
+
+
+def amount(text: str) -> Amount:
+    """ "1024" or "50%". Raises ValueError."""
+    if text.endswith("%"):
+        share = float(text[:-1]) / 100
+        if not 0 < share <= 1:
+            raise ValueError(f"{text} is not between 0 and 100%")
+        return Amount(share=share)
+    if int(text) < 1:
+        raise ValueError(f"{text} is not at least 1")
+    return Amount(tokens=int(text))
+
+
+KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "Amount": amount}
+
+
 def options(cls: type, name: str, given: dict[str, str]) -> Any:
-    """An instance of a dataclass of int, float and str fields from texts. Raises ValueError with what is allowed."""
+    """An instance of a dataclass of int, float, str and Amount fields from texts.
+
+    Raises ValueError with what is allowed.
+    """
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
     values: dict[str, Any] = {}
     for key, text in given.items():
         if key not in fields:
             raise ValueError(f"{name} has no option {key!r}: it takes {', '.join(fields) or 'none'}")
-        kind = {"int": int, "float": float}.get(str(fields[key].type), str)
+        kind = KINDS.get(str(fields[key].type), str)
         try:
             values[key] = kind(text)
         except ValueError:
-            raise ValueError(f"{name}: {key}={text!r} should be a number") from None
+            raise ValueError(
+                f"{name}: {key}={text!r} should be a number{' or a percentage' if kind is amount else ''}"
+            ) from None
     missing = [f.name for f in fields.values() if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
         raise ValueError(f"{name} needs {', '.join(f'{m}=...' for m in missing)}")

@@ -171,7 +171,7 @@ class LLM:
         while lo < hi:
             mid = (lo + hi + 1) // 2
             length = prompt + mid - 1  # the last token is never written
-            fits = self.cache.cost(self.policy, length, length) <= self.cache.total_pages
+            fits = self.cache.cost(self.policy.resolved(prompt), length, length) <= self.cache.total_pages
             lo, hi = (mid, hi) if fits else (lo, mid - 1)
         return lo
 

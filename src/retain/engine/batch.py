@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.engine.scheduler import Share
+from retain.kernels import Observe
+from retain.kv.budget import Budget
 from retain.kv.cache import Cache
 
 
@@ -26,6 +29,7 @@ class Batch:
     starts: Tensor  # int32 [B + 1]
     slots: Tensor  # int32 [L, G, T]
     last: Tensor  # int64 [N]: the last fresh token of each share that pays its whole debt
+    observe: Observe | None = None
 
 
 def collect(shares: Sequence[Share], cache: Cache) -> Batch:
@@ -44,4 +48,27 @@ def collect(shares: Sequence[Share], cache: Cache) -> Batch:
         starts=torch.from_numpy(starts),
         slots=torch.from_numpy(cache.place(np.repeat(rows, counts), pos)),
         last=torch.from_numpy(starts[1:][whole].astype(np.int64) - 1),
+        observe=observe(shares, pos, starts),
+    )
+
+
+def observe(shares: Sequence[Share], pos: NDArray[np.int32], starts: NDArray[np.int32]) -> Observe | None:
+    """What the policies of these requests want fresh queries to leave; None where none wants anything."""
+    each = []
+    for b, s in enumerate(shares):
+        policy = s.request.policy
+        fresh = pos[starts[b] : starts[b + 1]]
+        each.append(policy.watch(fresh, s.request.max_tokens) if isinstance(policy, Budget) else None)
+    if not any(each):
+        return None
+    n = np.diff(starts)
+    weights = [w.weights if w else np.zeros(k, np.float32) for w, k in zip(each, n, strict=True)]
+    taus = [w.tau if w and w.tau is not None else np.ones(k, np.float32) for w, k in zip(each, n, strict=True)]
+    return Observe(
+        weights=torch.from_numpy(np.concatenate(weights)),
+        tau=torch.from_numpy(np.concatenate(taus)),
+        decay=torch.tensor([w.decay if w else 1.0 for w in each]),
+        noise=torch.tensor([w.noise if w else 0 for w in each], dtype=torch.int32),
+        seed=torch.tensor([s.request.noise_seed for s in shares], dtype=torch.int32),
+        anew=torch.tensor([int(w.anew) if w else 0 for w in each], dtype=torch.int32),
     )

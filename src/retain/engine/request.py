@@ -122,8 +122,14 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.policy = self.policy.resolved(len(self.prompt))
         self.generator = torch.Generator()
         self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
+
+    @property
+    def noise_seed(self) -> int:
+        """What a policy's noise is drawn from, 31 bits."""
+        return self.generator.initial_seed() & 0x7FFFFFFF
 
     @property
     def owed(self) -> int:

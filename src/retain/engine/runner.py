@@ -34,7 +34,7 @@ class ProgramRunner:
     def forward(self, batch: Batch) -> Tensor:
         """See Runner."""
         tables = self.cache.tables(batch.rows, batch.starts)
-        return self.program.run(self.cache.kv, tables, batch.slots, batch.ids, batch.pos, batch.last)
+        return self.program.run(self.cache.kv, tables, batch.slots, batch.ids, batch.pos, batch.last, batch.observe)
 
 
 class TorchRunner:
@@ -53,7 +53,7 @@ class TorchRunner:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.backend.write(kv, batch.slots[layer], k, v, batch.pos)
-            return self.backend.attend(q, kv, tables.of(layer), batch.pos, scale, self.slopes)
+            return self.backend.attend(q, kv, tables.of(layer), batch.pos, scale, self.slopes, batch.observe, layer)
 
         x = self.model.forward(batch.ids, batch.pos.long(), attend)  # [T, E]
         return self.model.logits(x[batch.last])

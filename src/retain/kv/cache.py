@@ -30,6 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels import NO_WINDOW, Tables, page_bytes
+from retain.kv.budget import Budget
+from retain.kv.forget import Keeper, compact, punch
 from retain.kv.policies import Policy
 from retain.kv.pool import Pool
 
@@ -76,6 +78,8 @@ class Cache:
         self.paid = [0] * n_rows  # positions below this have their pages in every layer
         self.settled = [False] * n_rows
         self.rows = list(range(n_rows - 1, -1, -1))  # free rows
+        self.keepers: dict[int, Keeper] = {}  # of rows with a budget
+        self.backend = backend
         # The same memory as tensors [L, N, ...], for the kernels; never copied.
         self._pages = torch.from_numpy(self.pages).transpose(0, 1)
         self._counts = torch.from_numpy(self.counts).transpose(0, 1)
@@ -86,7 +90,7 @@ class Cache:
 
     def windows(self, policy: Policy) -> Ints:
         """How far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
-        bound = policy.budget or NO_WINDOW
+        bound = policy.window or NO_WINDOW
         return np.array([min(w or NO_WINDOW, bound) for w in self.shape.windows], np.int32)
 
     def capacities(self, windows: Ints, fresh: int) -> Ints:
@@ -97,8 +101,11 @@ class Cache:
 
     def cost(self, policy: Policy, length: int, owed: int) -> int:
         """Pages that a request owns at most on the way to `length` tokens when it starts owing `owed`."""
-        capacity = self.capacities(self.windows(policy), min(owed, self.step_tokens))
-        return int((-(-np.minimum(length, capacity) // self.page_size)).sum()) * self.shape.kv_heads
+        windows = self.windows(policy)
+        slots = np.minimum(length, self.capacities(windows, min(owed, self.step_tokens)))
+        if isinstance(policy, Budget):  # the whole prompt for a moment
+            slots = np.where(windows == NO_WINDOW, np.maximum(owed, np.minimum(length, policy.slots)), slots)
+        return int((-(-slots // self.page_size)).sum()) * self.shape.kv_heads
 
     @property
     def free_pages(self) -> int:
@@ -124,6 +131,8 @@ class Cache:
         self.capacity[row] = self.capacities(self.window[row], min(owed, self.step_tokens))
         self.base[row] = self.counts[row] = self.peaks[row] = self.paid[row] = 0
         self.settled[row] = False
+        if isinstance(policy, Budget):
+            self.keepers[row] = Keeper(policy, np.flatnonzero(self.window[row] == NO_WINDOW).astype(np.int32))
         return row
 
     def grow(self, row: int, upto: int) -> bool:
@@ -155,14 +164,22 @@ class Cache:
         places = ((pos[:, None] - self.base[rows]) % self.capacity[rows]).T  # [L, T]
         L = len(places)
         pages = self.pages[rows, np.arange(L)[:, None], :, places // S]  # [L, T, G]
-        slots = pages * np.int32(S) + (places % S)[:, :, None].astype(np.int32)
-        return slots.transpose(0, 2, 1)
+        slots = (pages * np.int32(S) + (places % S)[:, :, None].astype(np.int32)).transpose(0, 2, 1)  # [L, G, T]
+        for row, keeper in self.keepers.items():
+            if keeper.holes is not None:
+                mine = np.flatnonzero(rows == row)
+                slots[keeper.layers[:, None], :, mine] = keeper.holes[:, :, pos[mine] - keeper.since].transpose(0, 2, 1)
+        return slots
 
     def settle(self, row: int, computed: int) -> None:
-        """The prompt is paid: from now on one token a step. Rings shrink to their window and give the rest back."""
+        """The prompt is paid: from now on one token a step. Rings shrink to their window and give the rest back, and
+        so do budgets; those forget again whenever their spare slots are full.
+        """
         if self.settled[row]:
+            self._forget(row, computed)
             return
         self.settled[row] = True
+        self._shrink(row, computed)
         S = self.page_size
         capacity = self.capacities(self.window[row], 1)
         given = []
@@ -184,9 +201,37 @@ class Cache:
     def close(self, row: int) -> list[int]:
         """Give every page of the row back, and the row. Returns for each layer the most slots that one head owned."""
         self.pool.give(self._held([row]))
+        self.keepers.pop(row, None)
         self.counts[row] = 0
         self.rows.append(row)
         return [int(n) for n in self.peaks[row].max(axis=1) * self.page_size]
+
+    def _shrink(self, row: int, computed: int) -> None:
+        """A budget begins: what is over it is forgotten, the rest moves together, and pages are free."""
+        keeper = self.keepers.get(row)
+        if keeper is None or not len(keeper.layers):
+            return
+        policy, layers, S = keeper.policy, keeper.layers, self.page_size
+        over = computed > policy.size
+        self.base[row, layers] = computed - policy.size if over else 0
+        keeper.due = int(self.base[row, layers[0]]) + policy.slots
+        self.capacity[row, layers] = policy.slots
+        if over:
+            had, keep = int(self.counts[row, layers[0], 0]), -(-policy.size // S)
+            pages = self.pages[row, layers, :, :had]
+            compact(self.kv, self.backend, pages, policy, computed - 1)
+            self.counts[row, layers] = keep
+            self.pool.give(pages[:, :, keep:].ravel())
+            self.paid[row] = min(self.paid[row], computed - policy.size + keep * S)
+
+    def _forget(self, row: int, computed: int) -> None:
+        """Make holes for the next tokens where none are left."""
+        keeper = self.keepers.get(row)
+        if keeper is None or computed < keeper.due or not len(keeper.layers):
+            return
+        pages = self.pages[row, keeper.layers, :, : int(self.counts[row, keeper.layers[0], 0])]
+        keeper.holes = punch(self.kv, pages, keeper.policy, computed - 1)
+        keeper.since, keeper.due = computed, computed + keeper.policy.interval
 
     # ---- what the kernels read -----------------------------------------------------------------------------------
 

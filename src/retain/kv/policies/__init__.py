@@ -2,12 +2,13 @@
 
 A file defines `class Policy`, a frozen dataclass whose fields are its options on the command line, with
 
-    budget      slots that a head keeps, or None for all
+    window                  tokens that a head keeps where that has a closed form, slot = pos mod capacity; else None
+    resolved(prompt)        the same for a prompt of so many tokens
     priority(pos, mass, now) -> Tensor     over [L, G, S]: the slots with the lowest priority are forgotten first
 
-`priority` is the definition. Where it rises with the position the cache uses the closed form, slot = pos mod capacity,
-and nothing is ever looked for (tests/kv shows that both keep the same tokens). Scores that do not are not carried out
-yet, and a test refuses a file with one.
+`priority` is the definition. Where it is the position the cache uses the closed form and nothing is ever looked for
+(tests/kv shows that both keep the same tokens). All others are `Budget`s (kv/budget.py): they have its options too, and
+the cache looks at what they keep.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ class Policy(Protocol):
     """What the cache asks of a policy."""
 
     @property
-    def budget(self) -> int | None:
-        """Slots that a head keeps; None is all."""
+    def window(self) -> int | None:
+        """Tokens that a head keeps, the newest; None: all, or not in closed form."""
         ...
 
-    def priority(self, pos: Tensor, mass: Tensor | None, now: int) -> Tensor:
+    def resolved(self, prompt: int) -> Policy:
+        """For a prompt of so many tokens."""
+        ...
+
+    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
         """Higher stays. pos int32 [L, G, S] (-1 is a hole), mass float32 [L, G, S], `now` the newest position."""
         ...
 

@@ -11,8 +11,12 @@ from torch import Tensor
 class Policy:
     """Every token stays."""
 
-    budget = None
+    window = None
 
-    def priority(self, pos: Tensor, mass: Tensor | None, now: int) -> Tensor:
+    def resolved(self, prompt: int) -> Policy:
+        """It asks for nothing."""
+        return self
+
+    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
         """All alike; never asked for, since nothing has to go."""
         return pos * 0

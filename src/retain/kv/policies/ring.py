@@ -21,11 +21,10 @@ class Policy:
         if self.window < 1:
             raise ValueError(f"ring: window must be at least 1, not {self.window}")
 
-    @property
-    def budget(self) -> int:
-        """A head keeps its window."""
-        return self.window
+    def resolved(self, prompt: int) -> Policy:
+        """A window is in tokens."""
+        return self
 
-    def priority(self, pos: Tensor, mass: Tensor | None, now: int) -> Tensor:
+    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
         """The position: the oldest is the lowest."""
         return pos

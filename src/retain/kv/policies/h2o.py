@@ -1,0 +1,31 @@
+"""h2o: keep the heavy hitters, the tokens that received the most attention (arXiv 2306.14048).
+
+The score is the sum of attention weights over all queries of prompt and answer, per layer and kv head. `damping` below
+1 lets old attention fade, which Keyformer reports not to help (arXiv 2403.09054, figure 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retain.kv.budget import Budget, Watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(Budget):
+    """Accumulated attention."""
+
+    damping: float = 1.0  # a query
+
+    def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
+        """Every query counts, later ones more where there is damping."""
+        n = len(pos)
+        return Watch((self.damping ** np.arange(n - 1, -1, -1)).astype(np.float32), decay=self.damping**n)
+
+    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+        """The mass."""
+        return mass

@@ -1,0 +1,55 @@
+"""keyformer: keep the key tokens, by attention that is tempered and noised (arXiv 2403.09054, algorithm 1).
+
+The score is softmax((x + noise) / tau), summed over all queries of prompt and answer, per layer and kv head. tau goes from
+its first value, that of the prompt, to its second over the expected answer. The paper draws the noise once, its code for
+every query (`redraw=step`), which did better in our probe (DESIGN section 7). Without noise and with tau 1 it is h2o.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retain.kernels import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
+from retain.kv.budget import Budget, Watch
+
+NOISES = {"gumbel": GUMBEL, "gaussian": GAUSSIAN, "constant": CONSTANT, "none": NO_NOISE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(Budget):
+    """Accumulated attention, tempered and noised."""
+
+    noise: str = "gumbel"
+    redraw: str = "step"  # or once
+    tau: str = "1..2"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.noise not in NOISES or self.redraw not in ("step", "once"):
+            raise ValueError(f"keyformer: noise is one of {', '.join(NOISES)}, and redraw step or once")
+        if min(self.taus) <= 0:
+            raise ValueError(f"keyformer: tau must be above 0, not {self.tau}")
+
+    @property
+    def taus(self) -> tuple[float, float]:
+        """At the first and at the last token of the answer. Raises ValueError."""
+        first, _, last = self.tau.partition("..")
+        try:
+            return float(first), float(last or first)
+        except ValueError:
+            raise ValueError(f"keyformer: tau is a number or two, such as 1..2, not {self.tau!r}") from None
+
+    def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
+        """Every query counts."""
+        first, last = self.taus
+        step = np.maximum(pos - self.prompt + 1, 0)  # of the answer
+        tau = (first + step * (last - first) / max(expected, 1)).astype(np.float32)
+        return Watch(np.ones(len(pos), np.float32), tau, noise=NOISES[self.noise], anew=self.redraw == "step")
+
+    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+        """The mass."""
+        return mass

@@ -1,0 +1,23 @@
+"""sinks: keep the first tokens, which every head leans on, and the newest (StreamingLLM, arXiv 2309.17453).
+
+Positions stay those of the text: a text longer than the model's context is not for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from retain.kv.budget import Budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(Budget):
+    """Attention sinks and the newest tokens."""
+
+    sinks: int = 4
+
+    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+        """The position; the sinks are protected."""
+        return pos

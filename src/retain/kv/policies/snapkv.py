@@ -1,0 +1,29 @@
+"""snapkv: keep what the last queries of the prompt look at (arXiv 2404.14469), without its pooling over neighbours.
+
+SnapKV itself forgets once, after the prompt; here the answer's queries count too, for the budget holds to its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retain.kv.budget import Budget, Watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(Budget):
+    """The attention of the last queries of the prompt."""
+
+    queries: int = 32
+
+    def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
+        """Queries from the last ones of the prompt on count."""
+        return Watch((pos >= self.prompt - self.queries).astype(np.float32))
+
+    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+        """The mass."""
+        return mass

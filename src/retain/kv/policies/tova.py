@@ -1,0 +1,26 @@
+"""tova: keep what the newest query looks at (arXiv 2401.06104): token omission via attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retain.kv.budget import Budget, Watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(Budget):
+    """The attention of the newest query alone."""
+
+    def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
+        """Only the last query counts, and what was before is forgotten."""
+        weights = np.zeros(len(pos), np.float32)
+        weights[-1] = 1
+        return Watch(weights, decay=0.0)
+
+    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+        """The mass."""
+        return mass
