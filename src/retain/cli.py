@@ -41,7 +41,11 @@ def parser() -> Parser:
     )
     shared.add_argument("--dtype", help="bfloat16 (default) or float32")
     shared.add_argument("--weights", metavar="W", help="auto (default: as the file has them), bf16, int8 or int4")
-    shared.add_argument("--kv-policy", metavar="P", help="full (default) or ring:window=N")
+    shared.add_argument(
+        "--kv-policy",
+        metavar="P",
+        help="full (default), ring:window=N, or a budget such as keyformer:budget=25%% (docs/policies.md)",
+    )
     shared.add_argument(
         "--kv-memory",
         metavar="SIZE",

@@ -195,6 +195,7 @@ class LLM:
         cache, S, G = self.cache, self.config.page_size, self.spec.kv_heads
         windows = cache.windows(request.policy)
         full = -(-(len(request.tokens) - 1) // S) * cache.page_bytes * G  # a layer's
+        looks = self.config.kv_policy if request.policy.window is None else "full"
         groups = []
         for window in sorted(set(windows.tolist()), reverse=True):
             layers = np.flatnonzero(windows == window).tolist()
@@ -202,8 +203,9 @@ class LLM:
             groups.append(
                 {
                     "layers": layers,
-                    "policy": "full" if window == kernels.NO_WINDOW else f"ring:window={window}",
+                    "policy": f"ring:window={window}" if window != kernels.NO_WINDOW else looks,
                     "slots_peak": max(peaks),
+                    "slots_end": max((request.owned[i] for i in layers), default=0) if request.owned else 0,
                     "bytes_peak": sum(peaks) // S * cache.page_bytes * G,
                     "bytes_if_full": full * len(layers),
                 }

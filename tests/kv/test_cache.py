@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retain.config import Amount
 from retain.kernels import NO_WINDOW, load
 from retain.kv import policies
+from retain.kv.budget import Budget
 from retain.kv.cache import Cache, Shape
 
 FULL = policies.parse("full")
@@ -140,20 +142,24 @@ def test_priority_is_the_definition_of_the_ring():
     for p in range(150):
         pay(cache, row, p, 1)
         kept.append(p)
-        if len(kept) > policy.budget:
-            kept.pop(int(policy.priority(torch.tensor([[kept]]), None, p).argmin()))
+        if len(kept) > policy.window:
+            kept.pop(int(policy.priority(torch.tensor([[kept]]), torch.zeros(0), p).argmin()))
         alive = [q for q in held(cache, row, 0, 0) if p - q < cache.window[row, 0]]
         assert sorted(alive) == kept
 
 
 @pytest.mark.parametrize("name", policies.names())
 def test_the_cache_carries_out_every_policy_there_is(name):
-    """What has a budget must forget the oldest first, for that is what slot = pos mod capacity does."""
+    """By looking, where it is a Budget; else it must forget the oldest first, as slot = pos mod capacity does."""
     cls = policies.importlib.import_module(f"retain.kv.policies.{name}").Policy
+    pos, mass = torch.randperm(100).int().view(2, 2, 25), torch.rand(2, 2, 25)  # [L, G, S]
+    if issubclass(cls, Budget):
+        policy = cls(budget=Amount(share=0.5)).resolved(100)
+        assert policy.priority(pos, mass, 100).shape == pos.shape and policy.size == 50
+        return
     policy = cls(**{f.name: 24 for f in dataclasses.fields(cls)})
-    if policy.budget is not None:
-        pos = torch.randperm(100).int().view(2, 2, 25)  # [L, G, S]
-        assert torch.equal(policy.priority(pos, torch.rand(2, 2, 25), 100).argsort(-1), pos.argsort(-1))
+    if policy.window is not None:
+        assert torch.equal(policy.priority(pos, mass, 100).argsort(-1), pos.argsort(-1))
 
 
 @pytest.mark.parametrize("name", policies.names())
@@ -172,6 +178,17 @@ def test_a_policy_is_short_and_found_by_its_name(name):
         "ring:window=0",
         "ring:window=x",
         "ring:size=3",
+        "h2o",
+        "h2o:budget=0",
+        "h2o:budget=150%",
+        "h2o:budget=x",
+        "h2o:budget=10,prompt=5",
+        "h2o:budget=10,interval=0",
+        "keyformer:budget=10,noise=white",
+        "keyformer:budget=10,tau=0",
+        "keyformer:budget=10,tau=a..b",
+        "random:budget=10,keep=me",
+        "dilated:budget=10,stride=0",
         "ring:window",
         "ring:window=2,window=3",
         "full:x=1",

@@ -30,6 +30,7 @@ class Blind:
         for layer, head, t in np.ndindex(slots.shape):
             owned = self.cache.pages[rows[t], layer, head, : self.cache.counts[rows[t], layer, head]]
             assert slots[layer, head, t] // S in owned
+        self.cache.kv.pos.view(-1)[batch.slots.long()] = batch.pos
         return torch.randn(len(batch.last), 16)
 
 
@@ -49,7 +50,9 @@ class Schedule(RuleBasedStateMachine):
     @rule(
         prompt=st.integers(1, 120),
         new=st.integers(1, 60),
-        policy=st.sampled_from(["full", "ring:window=5", "ring:window=40"]),
+        policy=st.sampled_from(
+            ["full", "ring:window=5", "ring:window=40", "h2o:budget=20,interval=3", "sinks:budget=30%"]
+        ),
         temperature=st.sampled_from([0.0, 1.0]),
     )
     def add(self, prompt, new, policy, temperature):

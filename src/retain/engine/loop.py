@@ -58,5 +58,7 @@ class Engine:
         return [s.request for s in shares if not s.request.owed]
 
     def _end(self, request: Request) -> None:
+        if request.row is not None:
+            request.owned = self.cache.owned(request.row)
         self.scheduler.drop(request)
         request.ended = perf_counter()

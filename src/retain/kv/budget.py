@@ -52,8 +52,8 @@ class Budget:
 
     def resolved(self, prompt: int) -> Self:
         """The same for a prompt of so many tokens, its amounts in tokens."""
-        budget = max(self.budget.of(prompt), self.sinks + 2)
-        recent = min(max(self.recent.of(budget), 1), budget - self.sinks - 1)
+        budget = max(self.budget.of(prompt), self.sinks + 1)
+        recent = min(max(self.recent.of(budget), 1), budget - self.sinks)
         found = replace(self, budget=Amount(tokens=budget), recent=Amount(tokens=recent))
         object.__setattr__(found, "prompt", prompt)
         return found

@@ -45,7 +45,7 @@ def ranks(kv: KV, pages: Ints, policy: Budget, now: int) -> Tensor:
     order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # integers in the order of the floats
     order = torch.where(policy.protected(pos, now), 2**31, order)
     order = torch.where(pos < 0, 2**31 + 1, order)
-    return (order << 31) + pos
+    return (order << 31) + pos.clamp(min=0)
 
 
 def slots(pages: Ints, places: Tensor, page_size: int) -> Tensor:

@@ -1,8 +1,8 @@
 """keyformer: keep the key tokens, by attention that is tempered and noised (arXiv 2403.09054, algorithm 1).
 
-The score is softmax((x + noise) / tau), summed over all queries of prompt and answer, per layer and kv head. tau goes from
-its first value, that of the prompt, to its second over the expected answer. The paper draws the noise once, its code for
-every query (`redraw=step`), which did better in our probe (DESIGN section 7). Without noise and with tau 1 it is h2o.
+The score is softmax((x + noise) / tau), summed over all queries of prompt and answer, per layer and kv head. tau goes
+from its first value, that of the prompt, to its second over the expected answer. The paper draws the noise once, its
+code for every query (`redraw=step`), which did better in our probe. Without noise and with tau 1 it is h2o.
 """
 
 from __future__ import annotations
