@@ -81,3 +81,18 @@ def test_bad_options_are_refused_in_one_line(options):
     with pytest.raises(ValueError) as error:
         LLM("smollm2", **options)
     assert "\n" not in str(error.value)
+
+
+def test_every_request_has_a_policy_of_its_own(llm):
+    text = " ".join(f"Item {i} costs {i * i} coins." for i in range(60))
+    chosen = ["full", "h2o:budget=64", "ring:window=100"]
+    together = llm.generate([text] * 3, GREEDY, kv_policy=chosen)
+    assert [a.token_ids for a in together] == [llm.generate(text, GREEDY, kv_policy=c)[0].token_ids for c in chosen]
+    full, h2o, ring = (a.kv["groups"][0] for a in together)
+    assert h2o["slots_end"] == 128 < ring["slots_end"] == 192 < full["slots_end"] == full["slots_peak"]
+    assert h2o["policy"].startswith("h2o:budget=64") and ring["policy"] == "ring:window=100" and idle(llm)
+    assert llm.generate(text, GREEDY)[0].token_ids == together[0].token_ids
+    for wrong in ("lru", "h2o", ["full"]):
+        with pytest.raises(ValueError):
+            llm.generate([text] * 2, GREEDY, kv_policy=wrong)
+    assert idle(llm)

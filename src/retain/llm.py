@@ -26,6 +26,7 @@ from retain.engine.request import Logprob, Request, SamplingParams, Why
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
 from retain.kv.cache import Cache, Shape
+from retain.kv.policies import Policy
 from retain.models.decoder import Spec
 from retain.models.find import find
 from retain.models.weights import open_weights
@@ -86,9 +87,14 @@ class LLM:
         self.load_s = perf_counter() - started
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        kv_policy: str | Sequence[str] | None = None,
     ) -> list[Answer]:
         """Answer prompts (texts or token ids), `params.n` times each, in their order; all run together.
+
+        Parameters and policies are for all, or one for each; the engine's own policy where none is given.
 
         Raises ValueError when one of them cannot be run; then none is.
         """
@@ -96,7 +102,10 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(each)} sampling parameters")
-        asked = [self._request(p, q, i) for p, q in zip(many, each, strict=True) for i in range(q.n)]  # type: ignore[arg-type]
+        kept = [kv_policy] * len(many) if kv_policy is None or isinstance(kv_policy, str) else list(kv_policy)
+        if len(kept) != len(many):
+            raise ValueError(f"{len(many)} prompts but {len(kept)} policies")
+        asked = [self._request(p, q, k, i) for p, q, k in zip(many, each, kept, strict=True) for i in range(q.n)]  # type: ignore[arg-type]
         requests = [r for r, _ in asked]
         try:
             for request in requests:
@@ -108,12 +117,14 @@ class LLM:
                 self.engine.cancel(request)  # after an error or Ctrl-C: nothing stays behind
         return [self._answer(*pair) for pair in asked]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, kv_policy: str | None = None
+    ) -> Iterator[Piece]:
         """One answer, piece by piece as its tokens come, the whole of it with the last piece.
 
         Closing the stream cancels the request.
         """
-        request, text = self._request(prompt, params or SamplingParams(), 0)
+        request, text = self._request(prompt, params or SamplingParams(), kv_policy, 0)
         self.engine.add(request)
         return self._pieces(request, text)
 
@@ -140,8 +151,9 @@ class LLM:
             raise ValueError("the prompt is empty: give at least one token")
         return ids
 
-    def _request(self, prompt: Prompt, params: SamplingParams, i: int) -> tuple[Request, Stream]:
+    def _request(self, prompt: Prompt, params: SamplingParams, kv_policy: str | None, i: int) -> tuple[Request, Stream]:
         ids = self.encode(prompt)
+        policy = self.policy if kv_policy is None else policies.parse(kv_policy)
         room = self.context - len(ids)
         if room < 1:
             raise ValueError(f"the prompt has {len(ids)} tokens and the context {self.context}: shorten it")
@@ -159,19 +171,19 @@ class LLM:
             return text.stopped
 
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.stop_ids)
-        max_tokens = params.max_tokens or self.longest_answer(len(ids))
-        return Request(ids, params, self.policy, max_tokens, stop_ids, watch), text
+        max_tokens = params.max_tokens or self.longest_answer(len(ids), policy)
+        return Request(ids, params, policy, max_tokens, stop_ids, watch), text
 
-    def longest_answer(self, prompt: int) -> int:
+    def longest_answer(self, prompt: int, policy: Policy | None = None) -> int:
         """How many tokens can follow a prompt of so many.
 
         To the end of the context, or as far as the empty pool reaches.
         """
-        lo, hi = 1, max(self.context - prompt, 1)
+        policy, lo, hi = (policy or self.policy).resolved(prompt), 1, max(self.context - prompt, 1)
         while lo < hi:
             mid = (lo + hi + 1) // 2
             length = prompt + mid - 1  # the last token is never written
-            fits = self.cache.cost(self.policy.resolved(prompt), length, length) <= self.cache.total_pages
+            fits = self.cache.cost(policy, length, length) <= self.cache.total_pages
             lo, hi = (mid, hi) if fits else (lo, mid - 1)
         return lo
 
@@ -195,7 +207,7 @@ class LLM:
         cache, S, G = self.cache, self.config.page_size, self.spec.kv_heads
         windows = cache.windows(request.policy)
         full = -(-(len(request.tokens) - 1) // S) * cache.page_bytes * G  # a layer's
-        looks = self.config.kv_policy if request.policy.window is None else "full"
+        looks = policies.text(request.policy) if request.policy.window is None else "full"
         groups = []
         for window in sorted(set(windows.tolist()), reverse=True):
             layers = np.flatnonzero(windows == window).tolist()
@@ -211,7 +223,7 @@ class LLM:
                 }
             )
         return {
-            "policy": self.config.kv_policy,
+            "policy": policies.text(request.policy),
             "bytes_peak": sum(g["bytes_peak"] for g in groups),
             "bytes_if_full": sum(g["bytes_if_full"] for g in groups),
             "groups": groups,

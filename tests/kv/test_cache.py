@@ -162,6 +162,21 @@ def test_the_cache_carries_out_every_policy_there_is(name):
         assert torch.equal(policy.priority(pos, mass, 100).argsort(-1), pos.argsort(-1))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "full",
+        "ring:window=9",
+        "h2o:budget=25%",
+        "keyformer:budget=1024,recent=40,sinks=3,interval=1,noise=gaussian,tau=1..3",
+        "random:budget=1%,keep=prompt",
+    ],
+)
+def test_a_policy_is_its_text(text):
+    policy = policies.parse(text)
+    assert policies.parse(policies.text(policy)) == policy and policies.text(policy).count(",") == text.count(",")
+
+
 @pytest.mark.parametrize("name", policies.names())
 def test_a_policy_is_short_and_found_by_its_name(name):
     module = policies.importlib.import_module(f"retain.kv.policies.{name}")

@@ -13,6 +13,7 @@ the cache looks at what they keep.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 from typing import Protocol
@@ -51,3 +52,14 @@ def parse(text: str) -> Policy:
         raise ValueError(f"unknown KV policy {name!r}: choose one of {', '.join(names())}")
     policy: Policy = options(importlib.import_module(f"{__name__}.{name}").Policy, name, given)
     return policy
+
+
+def text(policy: Policy) -> str:
+    """What `parse` makes it of, options at their defaults left out."""
+    given = [
+        f"{f.name}={getattr(policy, f.name)}"
+        for f in dataclasses.fields(policy)  # type: ignore[arg-type]
+        if f.init and getattr(policy, f.name) != f.default
+    ]
+    name = type(policy).__module__.rpartition(".")[2]
+    return f"{name}:{','.join(given)}" if given else name
