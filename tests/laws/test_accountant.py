@@ -51,7 +51,14 @@ class Schedule(RuleBasedStateMachine):
         prompt=st.integers(1, 120),
         new=st.integers(1, 60),
         policy=st.sampled_from(
-            ["full", "ring:window=5", "ring:window=40", "h2o:budget=20,interval=3", "sinks:budget=30%"]
+            [
+                "full",
+                "ring:window=5",
+                "ring:window=40",
+                "h2o:budget=20,interval=3",
+                "sinks:budget=30%",
+                "h2o:budget=12,prefill=stream",
+            ]
         ),
         temperature=st.sampled_from([0.0, 1.0]),
     )

@@ -32,6 +32,7 @@ class Lists:
         self.kept = [[[] for _ in range(self.spec.kv_heads)] for _ in range(self.spec.layers)]
         self.budget, self.recent, self.sinks, self.interval, self.rank = budget, recent, sinks, interval, rank
         self.chosen, self.pos, self.prompt, self.expected, self.seed = chosen, torch.zeros(0), 0, 1, 0
+        self.chunk = int(chosen.get("chunk", 0))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s, o = self.spec, torch.zeros_like(q)
@@ -70,7 +71,7 @@ class Lists:
             for g, kept in enumerate(heads):
                 if self.spec.windows[layer]:
                     heads[g] = [e for e in kept if e[0] > now - self.spec.windows[layer]]
-                elif len(kept) > self.budget and (now + 1 == self.prompt or len(kept) == self.budget + self.interval):
+                elif len(kept) > self.budget and (now < self.prompt or len(kept) == self.budget + self.interval):
                     free = [e for e in kept if self.sinks <= e[0] <= now - self.recent]
                     rank = (lambda e: e[0]) if self.rank in ("window", "sinks") else lambda e: (e[3], e[0])
                     gone = {e[0] for e in sorted(free, key=rank)[: len(kept) - self.budget]}
@@ -80,6 +81,11 @@ class Lists:
     def generate(self, prompt: list[int], n: int, seed: int) -> list[int]:
         tokens, self.prompt, self.expected, self.seed = list(prompt), len(prompt), n, seed
         fresh = tokens
+        for start in range(0, self.prompt - 1, self.chunk)[:-1] if self.chunk else ():  # all chunks but the last
+            fresh = tokens[start + self.chunk :]
+            self.pos = torch.arange(start, start + self.chunk)
+            self.model.forward(torch.tensor(tokens[start : start + self.chunk]), self.pos, self.attend)
+            self.forget(start + self.chunk - 1)
         while len(tokens) < self.prompt + n:
             self.pos = torch.arange(len(tokens) - len(fresh), len(tokens))
             x = self.model.forward(torch.tensor(fresh), self.pos, self.attend)
@@ -106,6 +112,15 @@ CASES = {
     "snapkv:budget=40,interval=4,queries=16": {"rank": "snapkv", "queries": 16, "interval": 4},
     "sinks:budget=40,interval=3": {"rank": "sinks", "sinks": 4, "interval": 3},
     "window:budget=40,interval=1": {"rank": "window"},
+    "h2o:budget=30,prefill=stream": {"rank": "h2o", "budget": 30, "recent": 9, "interval": 16, "chunk": 13},
+    "keyformer:budget=30,prefill=stream": {
+        "rank": "keyformer",
+        "anew": 1,
+        "budget": 30,
+        "recent": 9,
+        "interval": 16,
+        "chunk": 25,
+    },
 }
 
 
@@ -114,7 +129,10 @@ CASES = {
 def test_lists_keep_the_same_tokens(family: str, policy: str) -> None:
     options = {"budget": 40, "recent": 12, "sinks": 0, "interval": 1, **CASES[policy]}
     plain = Lists(family, **options)
-    engine, asked = rig(family), request([7 * i % 128 for i in range(70)], 200, policy)
+    engine, asked = (
+        rig(family, step_tokens=int(options.get("chunk", 128)), n_rows=4),
+        request([7 * i % 128 for i in range(70)], 200, policy),
+    )
     want = plain.generate(asked.prompt, 200, asked.noise_seed)
     engine.add(asked)
     while len(asked.answer) < 199:
@@ -190,3 +208,24 @@ def test_what_is_forgotten_comes_back_as_pages() -> None:
         engine.step()
         assert engine.cache.total_pages - engine.cache.free_pages == heads * 3  # 48 slots
         engine.cache.check()
+
+
+def test_a_prompt_longer_than_memory_streams_through_its_budget() -> None:
+    """300 tokens in pages for 64: refused as a whole, and computed chunk by chunk without ever owning more."""
+    heads, chosen = 3 * 2, "h2o:budget=40,interval=8"
+    text = [7 * i % 128 for i in range(300)]
+    engine = rig("llama", pages=heads * 4, step_tokens=24, n_rows=4)
+    with pytest.raises(ValueError, match="pages"):
+        engine.add(request(text, 40, chosen))
+    asked = request(text, 40, f"{chosen},prefill=stream")
+    assert len(run(engine, [asked])[0]) == 40 and max(asked.peaks) == 64 and max(asked.owned) == 48
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streaming_what_fits_is_full(family: str) -> None:
+    asked = prompts(4, longest=60)
+    full = run(rig(family), [request(p, 20) for p in asked])
+    streamed = run(
+        rig(family, step_tokens=24, n_rows=8), [request(p, 20, "h2o:budget=90,prefill=stream") for p in asked]
+    )
+    assert streamed == full

@@ -53,8 +53,8 @@ class Engine:
         for share in shares:
             request = share.request
             request.computed += share.n
-            if not request.owed and request.row is not None:
-                self.cache.settle(request.row, request.computed)
+            if request.row is not None:
+                (self.cache.stream if request.owed else self.cache.settle)(request.row, request.computed)
         return [s.request for s in shares if not s.request.owed]
 
     def _end(self, request: Request) -> None:

@@ -2,7 +2,8 @@
 
 A head keeps `budget` tokens: the first `sinks`, the last `recent`, and of the rest those with the highest priority. It
 fills `interval` more slots before it forgets as many at once (1 is the papers'; more costs less). The prompt is
-computed exactly; the budget begins behind it. What is not known here: pages, slots, who carries it out.
+computed exactly and the budget begins behind it; or, with `prefill=stream`, it holds after every chunk, so that a
+prompt of any length takes bounded memory. What is not known here: pages, slots, who carries it out.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Budget:
     recent: Amount = THIRTY_PERCENT  # of them the newest, in tokens or as a percentage of the budget
     sinks: int = 0  # of them the first of the text
     interval: int = 16
+    prefill: str = "exact"  # or stream
     prompt: int = field(default=0, init=False)  # tokens, once it is known
 
     window = None  # nothing is known in closed form
@@ -49,6 +51,9 @@ class Budget:
     def __post_init__(self) -> None:
         if self.interval < 1 or self.sinks < 0:
             raise ValueError(f"interval must be at least 1 and sinks 0, not {self.interval} and {self.sinks}")
+
+        if self.prefill not in ("exact", "stream"):
+            raise ValueError(f"prefill is exact or stream, not {self.prefill!r}")
 
     def resolved(self, prompt: int) -> Self:
         """The same for a prompt of so many tokens, its amounts in tokens."""
@@ -67,6 +72,10 @@ class Budget:
     def slots(self) -> int:
         """That a head fills at most while it generates; resolved."""
         return self.size + self.interval
+
+    def slots_of_prompt(self, owed: int, chunk: int) -> int:
+        """That a head fills at most while `owed` tokens are computed, `chunk` at a time; resolved."""
+        return owed if self.prefill == "exact" else min(owed, self.size + chunk)
 
     def protected(self, pos: Tensor, now: int) -> Tensor:
         """Who must stay, bool of the shape of `pos`."""

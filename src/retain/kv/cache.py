@@ -31,7 +31,7 @@ from torch import Tensor
 
 from retain.kernels import NO_WINDOW, Tables, page_bytes
 from retain.kv.budget import Budget
-from retain.kv.forget import Keeper, compact, punch
+from retain.kv.forget import Keeper, clear, compact, punch
 from retain.kv.policies import Policy
 from retain.kv.pool import Pool
 
@@ -104,7 +104,8 @@ class Cache:
         windows = self.windows(policy)
         slots = np.minimum(length, self.capacities(windows, min(owed, self.step_tokens)))
         if isinstance(policy, Budget):  # the whole prompt for a moment
-            slots = np.where(windows == NO_WINDOW, np.maximum(owed, np.minimum(length, policy.slots)), slots)
+            prompt = policy.slots_of_prompt(owed, min(owed, self.step_tokens))
+            slots = np.where(windows == NO_WINDOW, np.maximum(prompt, np.minimum(length, policy.slots)), slots)
         return int((-(-slots // self.page_size)).sum()) * self.shape.kv_heads
 
     @property
@@ -132,7 +133,10 @@ class Cache:
         self.base[row] = self.counts[row] = self.peaks[row] = self.paid[row] = 0
         self.settled[row] = False
         if isinstance(policy, Budget):
-            self.keepers[row] = Keeper(policy, np.flatnonzero(self.window[row] == NO_WINDOW).astype(np.int32))
+            keeper = Keeper(policy, np.flatnonzero(self.window[row] == NO_WINDOW).astype(np.int32))
+            self.keepers[row] = keeper
+            if policy.prefill == "stream":
+                self.capacity[row, keeper.layers] = policy.slots_of_prompt(owed, min(owed, self.step_tokens))
         return row
 
     def grow(self, row: int, upto: int) -> bool:
@@ -141,7 +145,11 @@ class Cache:
             return True
         S, G = self.page_size, self.shape.kv_heads
         had = self.counts[row, :, 0]
-        want = np.maximum(-(-np.minimum(upto - self.base[row], self.capacity[row]) // S), had)
+        slots = np.minimum(upto - self.base[row], self.capacity[row])
+        keeper = self.keepers.get(row)
+        if keeper and keeper.policy.prefill == "stream" and not self.settled[row]:
+            slots[keeper.layers] = self.capacity[row, keeper.layers]  # at once: chunks come into holes of all of it
+        want = np.maximum(-(-slots // S), had)
         n = int((want - had).sum()) * G
         if n > self.pool.free:
             return False
@@ -170,6 +178,13 @@ class Cache:
                 mine = np.flatnonzero(rows == row)
                 slots[keeper.layers[:, None], :, mine] = keeper.holes[:, :, pos[mine] - keeper.since].transpose(0, 2, 1)
         return slots
+
+    def stream(self, row: int, computed: int) -> None:
+        """A chunk is paid, but not the whole prompt: where the policy says so, its budget holds already."""
+        keeper = self.keepers.get(row)
+        if keeper and keeper.policy.prefill == "stream" and computed > keeper.policy.size and len(keeper.layers):
+            keeper.holes = clear(self.kv, self._looked_at(row, keeper), keeper.policy, computed - 1)
+            keeper.since = computed
 
     def settle(self, row: int, computed: int) -> None:
         """The prompt is paid: from now on one token a step. Rings shrink to their window and give the rest back, and
@@ -220,21 +235,24 @@ class Cache:
         self.base[row, layers] = computed - policy.size if over else 0
         keeper.due = int(self.base[row, layers[0]]) + policy.slots
         self.capacity[row, layers] = policy.slots
+        keeper.holes = None
         if over:
-            had, keep = int(self.counts[row, layers[0], 0]), -(-policy.size // S)
-            pages = self.pages[row, layers, :, :had]
+            keep, pages = -(-policy.size // S), self._looked_at(row, keeper)
             compact(self.kv, self.backend, pages, policy, computed - 1)
             self.counts[row, layers] = keep
             self.pool.give(pages[:, :, keep:].ravel())
-            self.paid[row] = min(self.paid[row], computed - policy.size + keep * S)
+        self.paid[row] = min(self.paid[row], int((self.base[row] + self.counts[row, :, 0] * S)[layers].min()))
+
+    def _looked_at(self, row: int, keeper: Keeper) -> Ints:
+        """The tables [M, G, n] of the layers that a policy looks at."""
+        return self.pages[row, keeper.layers, :, : int(self.counts[row, keeper.layers[0], 0])]
 
     def _forget(self, row: int, computed: int) -> None:
         """Make holes for the next tokens where none are left."""
         keeper = self.keepers.get(row)
         if keeper is None or computed < keeper.due or not len(keeper.layers):
             return
-        pages = self.pages[row, keeper.layers, :, : int(self.counts[row, keeper.layers[0], 0])]
-        keeper.holes = punch(self.kv, pages, keeper.policy, computed - 1)
+        keeper.holes = punch(self.kv, self._looked_at(row, keeper), keeper.policy, computed - 1)
         keeper.since, keeper.due = computed, computed + keeper.policy.interval
 
     # ---- what the kernels read -----------------------------------------------------------------------------------

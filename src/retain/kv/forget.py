@@ -17,20 +17,22 @@ from retain.kernels import KV
 from retain.kv.budget import Budget
 
 Ints = NDArray[np.int32]
+PROTECTED = 2**32  # in the place of a priority; above all of them
+HOLE = (PROTECTED + 1) << 30  # above every rank
 
 
 @dataclass
 class Keeper:
     """The state of one row: `layers` forget as `policy` says, next when `due` tokens are computed.
 
-    After the first time fresh tokens come into holes: that at position `since` + i into holes[..., i].
+    Where there are holes, fresh tokens come into them: that at position `since` + i into holes[..., i].
     """
 
     policy: Budget
     layers: Ints  # [M]
     due: int = 0
     since: int = 0
-    holes: Ints | None = None  # slots [M, G, interval]
+    holes: Ints | None = None  # slots [M, G, n]
 
 
 def ranks(kv: KV, pages: Ints, policy: Budget, now: int) -> Tensor:
@@ -42,10 +44,9 @@ def ranks(kv: KV, pages: Ints, policy: Budget, now: int) -> Tensor:
     pos = kv.pos[p].flatten(-2)  # [M, G, n S]
     mass = kv.mass[p].sum(-2).flatten(-2)  # [M, G, n S]; of the query heads together
     bits = policy.priority(pos, mass, now).float().contiguous().view(torch.int32).long()
-    order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # integers in the order of the floats
-    order = torch.where(policy.protected(pos, now), 2**31, order)
-    order = torch.where(pos < 0, 2**31 + 1, order)
-    return (order << 31) + pos.clamp(min=0)
+    order = 2**31 + torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # positive, in the order of the floats
+    order = torch.where(policy.protected(pos, now), PROTECTED, order)
+    return torch.where(pos < 0, HOLE, (order << 30) + pos)
 
 
 def slots(pages: Ints, places: Tensor, page_size: int) -> Tensor:
@@ -62,11 +63,20 @@ def punch(kv: KV, pages: Ints, policy: Budget, now: int) -> Ints:
     return gone.numpy()
 
 
+def clear(kv: KV, pages: Ints, policy: Budget, now: int) -> Ints:
+    """Make holes of all but `size` slots of each head. All holes there are now, [M, G, n]."""
+    places = ranks(kv, pages, policy, now)
+    places = torch.where(places >= HOLE, -1, places).argsort(stable=True)[..., : -policy.size]
+    gone = slots(pages, places, kv.page_size)
+    kv.pos.view(-1)[gone.long()] = -1
+    return gone.numpy()
+
+
 def compact(kv: KV, backend: ModuleType, pages: Ints, policy: Budget, now: int) -> None:
     """Keep `size` slots of each head and move them to the front of their table; all others are holes."""
     n, S = policy.size, kv.page_size
     rank = ranks(kv, pages, policy, now)
-    rank = torch.where(rank >= (2**31 + 1) << 31, -(2**62), rank)  # holes do not stay
+    rank = torch.where(rank >= HOLE, -1, rank)  # holes do not stay
     stay = rank.topk(n).indices.sort().values  # [M, G, n]
     src = slots(pages, stay, S).flatten(0, 1)
     dst = slots(pages, torch.arange(n).expand_as(stay), S).flatten(0, 1)
