@@ -19,6 +19,7 @@ import torch
 
 import retain
 from retain.engine.request import SamplingParams
+from retain.kv.budget import Budget
 from retain.llm import LLM
 
 
@@ -87,8 +88,9 @@ def read_bandwidth() -> float:
 
 def bytes_read(llm: LLM, w: Workload) -> int:
     """What the step in the middle of decoding must read: weights, and the slots that are seen."""
-    spec, length = llm.spec, w.prompt + w.new // 2
-    seen = sum(min(length, window or length) for window in llm.cache.windows(llm.policy).tolist())
+    spec, length, policy = llm.spec, w.prompt + w.new // 2, llm.policy.resolved(w.prompt)
+    most = policy.slots if isinstance(policy, Budget) else length  # where everything is seen
+    seen = sum(min(length, most, window) for window in llm.cache.windows(policy).tolist())
     return llm.weight_bytes + w.batch * seen * spec.kv_heads * llm.cache.page_bytes // llm.config.page_size
 
 
