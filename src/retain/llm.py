@@ -217,7 +217,7 @@ class LLM:
                     "layers": layers,
                     "policy": f"ring:window={window}" if window != kernels.NO_WINDOW else looks,
                     "slots_peak": max(peaks),
-                    "slots_end": max((request.owned[i] for i in layers), default=0) if request.owned else 0,
+                    "slots_end": max(request.owned[i] for i in layers) if request.owned else 0,
                     "bytes_peak": sum(peaks) // S * cache.page_bytes * G,
                     "bytes_if_full": full * len(layers),
                 }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retain.engine.scheduler import Share
 from retain.kernels import Observe
-from retain.kv.budget import Budget
+from retain.kv.budget import Budget, Watch
 from retain.kv.cache import Cache
 
 
@@ -54,21 +54,21 @@ def collect(shares: Sequence[Share], cache: Cache) -> Batch:
 
 def observe(shares: Sequence[Share], pos: NDArray[np.int32], starts: NDArray[np.int32]) -> Observe | None:
     """What the policies of these requests want fresh queries to leave; None where none wants anything."""
-    each = []
-    for b, s in enumerate(shares):
-        policy = s.request.policy
-        fresh = pos[starts[b] : starts[b + 1]]
-        each.append(policy.watch(fresh, s.request.max_tokens) if isinstance(policy, Budget) else None)
-    if not any(each):
+    asked = [
+        s.request.policy.watch(pos[starts[b] : starts[b + 1]], s.request.max_tokens)
+        if isinstance(s.request.policy, Budget)
+        else None
+        for b, s in enumerate(shares)
+    ]
+    if not any(asked):
         return None
-    n = np.diff(starts)
-    weights = [w.weights if w else np.zeros(k, np.float32) for w, k in zip(each, n, strict=True)]
-    taus = [w.tau if w and w.tau is not None else np.ones(k, np.float32) for w, k in zip(each, n, strict=True)]
+    each = [w or Watch(np.zeros(s.n, np.float32)) for w, s in zip(asked, shares, strict=True)]
+    taus = [np.ones(len(w.weights), np.float32) if w.tau is None else w.tau for w in each]
     return Observe(
-        weights=torch.from_numpy(np.concatenate(weights)),
+        weights=torch.from_numpy(np.concatenate([w.weights for w in each])),
         tau=torch.from_numpy(np.concatenate(taus)),
-        decay=torch.tensor([w.decay if w else 1.0 for w in each]),
-        noise=torch.tensor([w.noise if w else 0 for w in each], dtype=torch.int32),
+        decay=torch.tensor([w.decay for w in each]),
+        noise=torch.tensor([w.noise for w in each], dtype=torch.int32),
         seed=torch.tensor([s.request.noise_seed for s in shares], dtype=torch.int32),
-        anew=torch.tensor([int(w.anew) if w else 0 for w in each], dtype=torch.int32),
+        anew=torch.tensor([int(w.anew) for w in each], dtype=torch.int32),
     )

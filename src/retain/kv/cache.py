@@ -31,7 +31,7 @@ from torch import Tensor
 
 from retain.kernels import NO_WINDOW, Tables, page_bytes
 from retain.kv.budget import Budget
-from retain.kv.forget import Keeper, clear, compact, punch
+from retain.kv.forget import Keeper, compact, punch
 from retain.kv.policies import Policy
 from retain.kv.pool import Pool
 
@@ -183,8 +183,7 @@ class Cache:
         """A chunk is paid, but not the whole prompt: where the policy says so, its budget holds already."""
         keeper = self.keepers.get(row)
         if keeper and keeper.policy.prefill == "stream" and computed > keeper.policy.size and len(keeper.layers):
-            keeper.holes = clear(self.kv, self._looked_at(row, keeper), keeper.policy, computed - 1)
-            keeper.since = computed
+            self._punch(row, keeper, computed)
 
     def settle(self, row: int, computed: int) -> None:
         """The prompt is paid: from now on one token a step. Rings shrink to their window and give the rest back, and
@@ -248,12 +247,16 @@ class Cache:
         return self.pages[row, keeper.layers, :, : int(self.counts[row, keeper.layers[0], 0])]
 
     def _forget(self, row: int, computed: int) -> None:
-        """Make holes for the next tokens where none are left."""
+        """While the answer is written: forget again where the spare slots are full."""
         keeper = self.keepers.get(row)
-        if keeper is None or computed < keeper.due or not len(keeper.layers):
-            return
+        if keeper and computed >= keeper.due and len(keeper.layers):
+            self._punch(row, keeper, computed)
+            keeper.due = computed + keeper.policy.interval
+
+    def _punch(self, row: int, keeper: Keeper, computed: int) -> None:
+        """Back to the budget: the next tokens come into holes."""
         keeper.holes = punch(self.kv, self._looked_at(row, keeper), keeper.policy, computed - 1)
-        keeper.since, keeper.due = computed, computed + keeper.policy.interval
+        keeper.since = computed
 
     # ---- what the kernels read -----------------------------------------------------------------------------------
 

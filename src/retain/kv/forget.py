@@ -18,7 +18,6 @@ from retain.kv.budget import Budget
 
 Ints = NDArray[np.int32]
 PROTECTED = 2**32  # in the place of a priority; above all of them
-HOLE = (PROTECTED + 1) << 30  # above every rank
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Keeper:
 def ranks(kv: KV, pages: Ints, policy: Budget, now: int) -> Tensor:
     """A number for every slot of tables [M, G, n], int64 [M, G, n S]: the lowest goes first. `now`: newest position.
 
-    Holes are above everything, then come those that must stay; older before newer where priorities are equal.
+    Holes are below everything and those that must stay above; older before newer where priorities are equal.
     """
     p = torch.from_numpy(pages).long()
     pos = kv.pos[p].flatten(-2)  # [M, G, n S]
@@ -46,7 +45,7 @@ def ranks(kv: KV, pages: Ints, policy: Budget, now: int) -> Tensor:
     bits = policy.priority(pos, mass, now).float().contiguous().view(torch.int32).long()
     order = 2**31 + torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # positive, in the order of the floats
     order = torch.where(policy.protected(pos, now), PROTECTED, order)
-    return torch.where(pos < 0, HOLE, (order << 30) + pos)
+    return torch.where(pos < 0, -1, (order << 30) + pos)
 
 
 def slots(pages: Ints, places: Tensor, page_size: int) -> Tensor:
@@ -56,17 +55,9 @@ def slots(pages: Ints, places: Tensor, page_size: int) -> Tensor:
 
 
 def punch(kv: KV, pages: Ints, policy: Budget, now: int) -> Ints:
-    """Make holes of the `interval` slots of each head that go first. Their numbers [M, G, interval]."""
-    places = ranks(kv, pages, policy, now).topk(policy.interval, largest=False).indices
-    gone = slots(pages, places, kv.page_size)
-    kv.pos.view(-1)[gone.long()] = -1
-    return gone.numpy()
-
-
-def clear(kv: KV, pages: Ints, policy: Budget, now: int) -> Ints:
-    """Make holes of all but `size` slots of each head. All holes there are now, [M, G, n]."""
-    places = ranks(kv, pages, policy, now)
-    places = torch.where(places >= HOLE, -1, places).argsort(stable=True)[..., : -policy.size]
+    """Make holes of all but `size` slots of each head. All holes that there are now, [M, G, n]."""
+    rank = ranks(kv, pages, policy, now)
+    places = rank.topk(rank.shape[-1] - policy.size, largest=False).indices
     gone = slots(pages, places, kv.page_size)
     kv.pos.view(-1)[gone.long()] = -1
     return gone.numpy()
@@ -75,9 +66,7 @@ def clear(kv: KV, pages: Ints, policy: Budget, now: int) -> Ints:
 def compact(kv: KV, backend: ModuleType, pages: Ints, policy: Budget, now: int) -> None:
     """Keep `size` slots of each head and move them to the front of their table; all others are holes."""
     n, S = policy.size, kv.page_size
-    rank = ranks(kv, pages, policy, now)
-    rank = torch.where(rank >= HOLE, -1, rank)  # holes do not stay
-    stay = rank.topk(n).indices.sort().values  # [M, G, n]
+    stay = ranks(kv, pages, policy, now).topk(n).indices.sort().values  # [M, G, n]
     src = slots(pages, stay, S).flatten(0, 1)
     dst = slots(pages, torch.arange(n).expand_as(stay), S).flatten(0, 1)
     backend.move(kv, src, dst)

@@ -38,10 +38,12 @@ def observe(o: Observe | None, layer: int = 0) -> _C.Observe:
 
 def check_observe(o: Observe | None, T: int, B: int) -> None:
     """Raise ValueError or TypeError unless it fits T fresh tokens of B requests."""
+    if o is None:
+        return
     for name, n, dtype in (("weights", T, torch.float32), ("tau", T, torch.float32), ("decay", B, torch.float32),
                            ("noise", B, torch.int32), ("seed", B, torch.int32), ("anew", B, torch.int32)):  # fmt: skip
-        x = getattr(o, name) if o else None
-        if x is not None and (x.shape != (n,) or not x.is_contiguous()):
+        x = getattr(o, name)
+        if x.shape != (n,) or not x.is_contiguous():
             raise ValueError(f"observe.{name} must be [{n}] and contiguous, not {list(x.shape)}")
-        if x is not None and x.dtype != dtype:
+        if x.dtype != dtype:
             raise TypeError(f"observe.{name} must be {dtype}, not {x.dtype}")
