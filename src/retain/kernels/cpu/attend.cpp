@@ -2,13 +2,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "kernels.h"
 
 namespace retain {
-
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 static void clear(float* records, int rows, int D) {
   for (int r = 0; r < rows; ++r) {

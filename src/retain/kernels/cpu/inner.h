@@ -25,6 +25,8 @@ constexpr int MAX_HEAD_DIM = 256, MAX_PAGE_SIZE = 512;  // what scratch memory i
 // its request nor on the size of its chunk.
 constexpr int SPAN = 512;
 
+constexpr float NOTHING = -__builtin_inff();  // the maximum of no scores
+
 // The memory of a pool. A page of K is [D, S] (one load takes many slots of one dimension), a page of V is [S, D]; in
 // bfloat16 pairs lie together: K [D / 2, S, 2], V [S / 2, D, 2].
 struct Pool {
@@ -200,7 +202,8 @@ struct Seen {
 
 // A permutation of 32 bits, as reference/noise.py says it.
 constexpr uint32_t GOLDEN = 0x9e3779b9;
-INLINE uint32_t mix(uint32_t x) {
+template <class Bits>  // a number, or a vector of them
+INLINE Bits mix(Bits x) {
   x = (x ^ (x >> 16)) * 0x7feb352d;
   return (x ^ (x >> 15)) * 0x846ca68b;
 }

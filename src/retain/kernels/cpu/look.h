@@ -12,7 +12,6 @@
 
 namespace retain::RETAIN_ISA {
 
-constexpr float NOTHING = -__builtin_inff();
 constexpr int MAX_PAGES = SPAN / 16;  // of the smallest page, in a span
 constexpr int FEW_ROWS = 12;          // that do not hide how long memory takes
 

@@ -1,14 +1,11 @@
 // Masses: what the tiles of a head saw is summed, tile by tile in the plan's order, so that it does not depend on who
 // computed what.
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "kernels.h"
 
 namespace retain {
-
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 static bool observed(const Attend& a, int b) {
   const Observe& o = a.observe;

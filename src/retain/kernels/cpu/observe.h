@@ -7,11 +7,6 @@ namespace retain::RETAIN_ISA {
 
 using U = Lanes<WIDTH>::u;
 
-INLINE U mix(U x) {
-  x = (x ^ (x >> 16)) * 0x7feb352d;
-  return (x ^ (x >> 15)) * 0x846ca68b;
-}
-
 // The inverse of the error function (Giles, "Approximating the erfinv function", single precision).
 INLINE F erfinv(F x) {
   const F w = -log<float>((1.0f - x) * (1.0f + x));

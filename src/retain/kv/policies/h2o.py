@@ -21,6 +21,11 @@ class Policy(Budget):
 
     damping: float = 1.0  # a query
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.damping <= 1:
+            raise ValueError(f"h2o: damping must be above 0 and at most 1, not {self.damping}")
+
     def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
         """Every query counts, later ones more where there is damping."""
         n = len(pos)

@@ -7,6 +7,7 @@ code for every query (`redraw=step`), which did better in our probe. Without noi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +32,8 @@ class Policy(Budget):
         super().__post_init__()
         if self.noise not in NOISES or self.redraw not in ("step", "once"):
             raise ValueError(f"keyformer: noise is one of {', '.join(NOISES)}, and redraw step or once")
-        if min(self.taus) <= 0:
-            raise ValueError(f"keyformer: tau must be above 0, not {self.tau}")
+        if not all(0 < tau < math.inf for tau in self.taus):
+            raise ValueError(f"keyformer: tau must be above 0 and finite, not {self.tau}")
 
     @property
     def taus(self) -> tuple[float, float]:

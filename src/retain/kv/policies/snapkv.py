@@ -20,6 +20,11 @@ class Policy(Budget):
 
     queries: int = 32
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.queries < 1:
+            raise ValueError(f"snapkv: queries must be at least 1, not {self.queries}")
+
     def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
         """Queries from the last ones of the prompt on count."""
         return Watch((pos >= self.prompt - self.queries).astype(np.float32))
