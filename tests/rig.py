@@ -28,14 +28,15 @@ def rig(
     page_size: int = 16,
     backend: str = "reference",
     context: int = 512,
+    columns: int = 1,
 ) -> Engine:
     """An engine on tiny_model(family) in float32, with a pool of so many pages."""
     kernel = kernels.load(backend)
     program = kernel.program()
     model = models.build(Weights(tiny_source(family), torch.float32), program)
     shape = Shape(model.spec.kv_heads, model.spec.head_dim, model.spec.windows)
-    memory = (pages + 1) * kernels.page_bytes(page_size, shape.head_dim, torch.float32)
-    cache = Cache(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens)
+    memory = (pages + 1) * kernels.page_bytes(page_size, shape.head_dim, torch.float32, columns)
+    cache = Cache(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns)
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     return Engine(runner, cache, step_tokens)
 

@@ -55,6 +55,12 @@ def check_weights(weights: str, dtype: str) -> None:
         raise ValueError(f"weights {weights!r} contradicts dtype float32, which means float32 everywhere")
 
 
+def one_of(name: str, value: str, *allowed: str) -> None:
+    """Raise ValueError where `value` is not allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} is {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
+
+
 def size(text: str | int) -> int:
     """Bytes: 1048576, "512MiB", "2GB". Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())

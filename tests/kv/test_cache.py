@@ -14,6 +14,7 @@ from retain.kernels import NO_WINDOW, load
 from retain.kv import policies
 from retain.kv.budget import Budget
 from retain.kv.cache import Cache, Shape
+from retain.kv.view import View
 
 FULL = policies.parse("full")
 
@@ -55,7 +56,7 @@ def test_every_query_finds_its_window_and_rings_stay_small(windows, chunks, deco
     row, computed, owed = cache.open(FULL, sum(chunks)), 0, sum(chunks)
     for n in chunks + [1] * decode:
         if computed == owed:
-            cache.settle(row, computed)
+            cache.settle(row, computed, 0)
             cache.check()
         pay(cache, row, computed, n)
         for layer, w in enumerate(windows):
@@ -82,7 +83,7 @@ def test_a_prompt_longer_than_the_window_keeps_its_last_tokens_and_gives_the_res
     pay(cache, row, 192, 8)
     before = cache.free_pages
     assert cache.counts[row, 1, 0] == 6  # 32 + 64 - 1 slots in whole pages of 16
-    cache.settle(row, 200)
+    cache.settle(row, 200, 0)
     assert cache.counts[row, 1, 0] == 3 and cache.free_pages == before + 3 * 2
     assert set(range(168, 200)) <= set(held(cache, row, 1, 0))
     slots = [pay(cache, row, p, 1)[1, 0, 0] for p in range(200, 296)]
@@ -98,7 +99,7 @@ def test_cost_is_what_a_request_comes_to_own():
         while computed < length:
             n = min(64, owed - computed) if computed < owed else 1
             if computed == owed:
-                cache.settle(row, computed)
+                cache.settle(row, computed, 0)
             pay(cache, row, computed, n)
             computed += n
         peaks = cache.peaks[row].sum()
@@ -133,6 +134,12 @@ def test_a_policy_bounds_layers_that_see_everything_and_the_model_window_stays()
     assert cache.windows(FULL).tolist() == [NO_WINDOW, 20, 300]
 
 
+def seen(pos):
+    """A view of slots with these positions [L, G, S] and random masses, keys and values."""
+    mass = torch.rand(*pos.shape[:2], 1, pos.shape[2])
+    return View(pos, mass, 100, lambda: (torch.randn(*pos.shape, 8), torch.randn(*pos.shape, 8)))
+
+
 def test_priority_is_the_definition_of_the_ring():
     """Punching the lowest priority when a head holds more than its budget keeps what slot = pos mod capacity keeps."""
     policy = policies.parse("ring:window=24")
@@ -143,7 +150,7 @@ def test_priority_is_the_definition_of_the_ring():
         pay(cache, row, p, 1)
         kept.append(p)
         if len(kept) > policy.window:
-            kept.pop(int(policy.priority(torch.tensor([[kept]]), torch.zeros(0), p).argmin()))
+            kept.pop(int(policy.priority(seen(torch.tensor([[kept]]))).argmin()))
         alive = [q for q in held(cache, row, 0, 0) if p - q < cache.window[row, 0]]
         assert sorted(alive) == kept
 
@@ -152,14 +159,14 @@ def test_priority_is_the_definition_of_the_ring():
 def test_the_cache_carries_out_every_policy_there_is(name):
     """By looking, where it is a Budget; else it must forget the oldest first, as slot = pos mod capacity does."""
     cls = policies.importlib.import_module(f"retain.kv.policies.{name}").Policy
-    pos, mass = torch.randperm(100).int().view(2, 2, 25), torch.rand(2, 2, 25)  # [L, G, S]
+    view = seen(torch.randperm(100).int().view(2, 2, 25))
     if issubclass(cls, Budget):
         policy = cls(budget=Amount(share=0.5)).resolved(100)
-        assert policy.priority(pos, mass, 100).shape == pos.shape and policy.size == 50
+        assert policy.priority(view).shape == view.pos.shape and policy.size == 50
         return
     policy = cls(**{f.name: 24 for f in dataclasses.fields(cls)})
     if policy.window is not None:
-        assert torch.equal(policy.priority(pos, mass, 100).argsort(-1), pos.argsort(-1))
+        assert torch.equal(policy.priority(view).argsort(-1), view.pos.argsort(-1))
 
 
 @pytest.mark.parametrize(
@@ -204,6 +211,15 @@ def test_a_policy_is_short_and_found_by_its_name(name):
         "keyformer:budget=10,tau=a..b",
         "keyformer:budget=10,tau=nan",
         "h2o:budget=10,damping=2",
+        "h2o:budget=10,heads=all",
+        "h2o:budget=10,scope=head",
+        "h2o:budget=10,value=key",
+        "h2o:budget=10,share=heads",
+        "h2o:budget=10,share=layer,prefill=stream",
+        "h2o:budget=10,share=layer,heads=union",
+        "h2o:budget=10,share=all,scope=shared",
+        "window:budget=10,value=norm",
+        "h2o:budget=10,protect=prompt",
         "h2o:budget=10,damping=0",
         "snapkv:budget=10,queries=0",
         "random:budget=10,keep=me",

@@ -31,7 +31,7 @@ class Blind:
             owned = self.cache.pages[rows[t], layer, head, : self.cache.counts[rows[t], layer, head]]
             assert slots[layer, head, t] // S in owned
         self.cache.kv.pos.view(-1)[batch.slots.long()] = batch.pos
-        return torch.randn(len(batch.last), 16)
+        return torch.randn(len(batch.wanted), 16)
 
 
 class Schedule(RuleBasedStateMachine):

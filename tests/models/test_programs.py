@@ -45,8 +45,8 @@ def logits(runner: Runner, room: Cache, vocab: int, steps: list[tuple[int, ...]]
         n = np.array([counts[b] for b in chosen], np.int32)
         slots = torch.from_numpy(room.place(np.repeat(own, n), pos))
         starts = torch.tensor([0, *n.cumsum()], dtype=torch.int32)
-        last = torch.arange(len(ids))
-        batch = Batch(ids, torch.from_numpy(pos), torch.from_numpy(own), starts, slots, last)
+        wanted = torch.arange(len(ids))
+        batch = Batch(ids, torch.from_numpy(pos), torch.from_numpy(own), starts, slots, wanted, [])
         found.append(runner.forward(batch).clone())
     return torch.cat(found)
 

@@ -21,14 +21,15 @@ from retain.kv.cache import Cache
 
 @dataclass(frozen=True)
 class Batch:
-    """T fresh tokens of B requests, N of which get a new token."""
+    """T fresh tokens of B requests."""
 
     ids: Tensor  # int64 [T]
     pos: Tensor  # int32 [T]
     rows: Tensor  # int32 [B]
     starts: Tensor  # int32 [B + 1]
     slots: Tensor  # int32 [L, G, T]
-    last: Tensor  # int64 [N]: the last fresh token of each share that pays its whole debt
+    wanted: Tensor  # int64 [N]: fresh tokens whose logits are
+    split: list[int]  # [B]: how many of them each request has
     observe: Observe | None = None
 
 
@@ -40,14 +41,16 @@ def collect(shares: Sequence[Share], cache: Cache) -> Batch:
     rows = np.array([s.request.row for s in shares], np.int32)  # [B]
     first = np.array([s.request.computed for s in shares], np.int32)
     pos = np.arange(len(ids), dtype=np.int32) + np.repeat(first - starts[:-1], counts)  # [T]
-    whole = [b for b, s in enumerate(shares) if s.n == s.request.owed]
+    split = [s.request.wanted(s.n) for s in shares]
+    wanted = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), split, strict=True)]
     return Batch(
         ids=torch.tensor(ids),
         pos=torch.from_numpy(pos),
         rows=torch.from_numpy(rows),
         starts=torch.from_numpy(starts),
         slots=torch.from_numpy(cache.place(np.repeat(rows, counts), pos)),
-        last=torch.from_numpy(starts[1:][whole].astype(np.int64) - 1),
+        wanted=torch.from_numpy(np.concatenate(wanted)),
+        split=split,
         observe=observe(shares, pos, starts),
     )
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from time import perf_counter
+
+import torch
+from torch import Tensor
 
 from retain.engine.batch import collect
 from retain.engine.request import Request, Why
@@ -29,8 +33,14 @@ class Engine:
         if not shares:
             return []
         batch = collect(shares, self.cache)
-        logits = self.runner.forward(batch)
-        ready = self._settle(shares)
+        logits = self.runner.forward(batch)  # [N, V]
+        self._settle(shares, torch.split(logits, batch.split))
+        ready, last = [], []
+        for share, end in zip(shares, accumulate(batch.split), strict=True):
+            if not share.request.owed:
+                ready.append(share.request)
+                last.append(end - 1)
+        logits = logits if len(last) == len(logits) else logits[last]
         for request, (token, logprob) in zip(ready, sample(logits, ready), strict=True):
             request.push(token, logprob)
             if request.why:
@@ -48,14 +58,15 @@ class Engine:
         """Somebody waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
-    def _settle(self, shares: list[Share]) -> list[Request]:
-        """Book what was paid. The requests that owe nothing now, and so get a token."""
-        for share in shares:
+    def _settle(self, shares: list[Share], logits: tuple[Tensor, ...]) -> None:
+        """Book what was paid, and show logits to who reads them."""
+        for share, rows in zip(shares, logits, strict=True):
             request = share.request
             request.computed += share.n
             if request.row is not None:
-                (self.cache.stream if request.owed else self.cache.settle)(request.row, request.computed)
-        return [s.request for s in shares if not s.request.owed]
+                self.cache.settle(request.row, request.computed, request.owed)
+            if request.reader and len(rows):
+                request.reader(rows)
 
     def _end(self, request: Request) -> None:
         if request.row is not None:

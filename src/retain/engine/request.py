@@ -14,10 +14,12 @@ from enum import Enum
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from retain.kv.policies import Policy
 
 Watcher = Callable[[int], bool]  # told every new token; True ends the request
+Reader = Callable[[Tensor], None]  # told logits [n, V] as they are computed; good until it returns
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class Logprob:
 class Request:
     """One answer in the making.
 
-    `tokens` is prompt and answer; the first `computed` of them have their K and V in slots.
+    `tokens` is prompt and answer; the first `computed` of them have their K and V in slots. The answer begins with
+    `given`, whatever the model thinks (teacher forcing). A `reader` sees the logits before every token of the answer.
     """
 
     prompt: list[int]
@@ -107,6 +110,8 @@ class Request:
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     watcher: Watcher | None = None
+    given: list[int] = field(default_factory=list)
+    reader: Reader | None = None
 
     id: int = field(default_factory=itertools.count().__next__)
     tokens: list[int] = field(default_factory=list)
@@ -122,7 +127,7 @@ class Request:
     ended: float = 0.0
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+        self.tokens = [*self.prompt, *self.given]
         self.policy = self.policy.resolved(len(self.prompt))
         self.generator = torch.Generator()
         self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
@@ -136,6 +141,12 @@ class Request:
     def owed(self) -> int:
         """Tokens that have no slots yet."""
         return len(self.tokens) - self.computed
+
+    def wanted(self, n: int) -> int:
+        """Of how many of its next n fresh tokens, the last ones, logits are wanted."""
+        if self.reader:
+            return min(n, max(self.computed + n - len(self.prompt) + 1, 0))
+        return int(n == self.owed)
 
     @property
     def answer(self) -> list[int]:

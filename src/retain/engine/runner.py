@@ -21,7 +21,7 @@ class Runner(Protocol):
     """Computes a batch: every layer writes its keys and values into slots, then looks."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Float32 logits [N, V] of the tokens that `batch.last` names; good until the next step."""
+        """Float32 logits [N, V] of the tokens that `batch.wanted` names; good until the next step."""
         ...
 
 
@@ -34,7 +34,7 @@ class ProgramRunner:
     def forward(self, batch: Batch) -> Tensor:
         """See Runner."""
         tables = self.cache.tables(batch.rows, batch.starts)
-        return self.program.run(self.cache.kv, tables, batch.slots, batch.ids, batch.pos, batch.last, batch.observe)
+        return self.program.run(self.cache.kv, tables, batch.slots, batch.ids, batch.pos, batch.wanted, batch.observe)
 
 
 class TorchRunner:
@@ -56,4 +56,4 @@ class TorchRunner:
             return self.backend.attend(q, kv, tables.of(layer), batch.pos, scale, self.slopes, batch.observe, layer)
 
         x = self.model.forward(batch.ids, batch.pos.long(), attend)  # [T, E]
-        return self.model.logits(x[batch.last])
+        return self.model.logits(x[batch.wanted])

@@ -25,6 +25,7 @@ class Purse(Protocol):
     def open(self, policy: Policy, owed: int) -> int: ...  # noqa: D102
     def grow(self, row: int, upto: int) -> bool: ...  # noqa: D102
     def close(self, row: int) -> list[int]: ...  # noqa: D102
+    def stretch(self, row: int, computed: int) -> int: ...  # noqa: D102
     @property
     def free_pages(self) -> int: ...  # noqa: D102
     @property
@@ -67,7 +68,7 @@ class Scheduler:
         while left and (request := next(turn, None)):
             if request.row is None:
                 continue  # preempted by an older one a moment ago
-            n = min(request.owed, left)
+            n = min(request.owed, left, self.purse.stretch(request.row, request.computed))
             if self._make_room(request, request.computed + n):
                 shares.append(Share(request, n))
                 left -= n

@@ -1,11 +1,12 @@
 """Kernels: the only rooms that touch the bytes of keys and values.
 
-A backend is a folder here and is found by its name: `load("cpu")`. It is a module with seven functions, which
+A backend is a folder here and is found by its name: `load("cpu")`. It is a module with eight functions, which
 `reference` (plain torch) defines and every other backend must equal:
 
     allocate(n_pages, page_size, head_dim, dtype, columns) -> KV    room for a pool of pages
     write(kv, slots, k, v, pos)                                     put fresh tokens into their slots
     attend(q, kv, tables, q_pos, scale, slopes, observe)   -> o     look by position, and leave mass where asked
+    read(kv, pages)                                        -> k, v  what they hold, in float32
     copy(kv, src, dst)                                              copy whole pages
     move(kv, src, dst)                                              move slots
     available()                                     -> str | None   why this backend cannot run here, or None
@@ -190,10 +191,10 @@ class Program(Protocol):
         slots: Tensor,
         ids: Tensor,
         pos: Tensor,
-        last: Tensor,
+        wanted: Tensor,
         observe: Observe | None = None,
     ) -> Tensor:
-        """A step: ids int64 [T], pos int32 [T], slots int32 [L, G, T], last int64 [N] -> logits float32 [N, V].
+        """A step: ids int64 [T], pos int32 [T], slots int32 [L, G, T], wanted int64 [N] -> logits float32 [N, V].
 
         `tables` are those of all layers: pages [L, N, G, n], counts [L, N, G], windows [L, N]. The next step overwrites
         the logits.

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.config import Amount
+from retain.config import Amount, one_of
 from retain.kernels import NO_NOISE
+from retain.kv.view import View
 
 Floats = NDArray[np.float32]
 
@@ -44,22 +46,28 @@ class Budget:
     sinks: int = 0  # of them the first of the text
     interval: int = 16
     prefill: str = "exact"  # or stream
+    share: str = "none"  # or layer, or all: whose heads divide the sum of their budgets, by priority
+    protect: str = "none"  # or system: the system prompt is among the sinks
     prompt: int = field(default=0, init=False)  # tokens, once it is known
 
     window = None  # nothing is known in closed form
+    per_query = False  # whether query heads must be told apart
 
     def __post_init__(self) -> None:
         if self.interval < 1 or self.sinks < 0:
             raise ValueError(f"interval must be at least 1 and sinks 0, not {self.interval} and {self.sinks}")
+        one_of("prefill", self.prefill, "exact", "stream")
+        one_of("share", self.share, "none", "layer", "all")
+        one_of("protect", self.protect, "none", "system")
+        if self.share != "none" and self.prefill == "stream":
+            raise ValueError("share divides a whole prompt's budget: it does not go with prefill=stream")
 
-        if self.prefill not in ("exact", "stream"):
-            raise ValueError(f"prefill is exact or stream, not {self.prefill!r}")
-
-    def resolved(self, prompt: int) -> Self:
-        """The same for a prompt of so many tokens, its amounts in tokens."""
-        budget = max(self.budget.of(prompt), self.sinks + 1)
-        recent = min(max(self.recent.of(budget), 1), budget - self.sinks)
-        found = replace(self, budget=Amount(tokens=budget), recent=Amount(tokens=recent))
+    def resolved(self, prompt: int, system: int = 0) -> Self:
+        """The same for a prompt of so many tokens, the first `system` a system prompt; its amounts in tokens."""
+        sinks = max(self.sinks, system if self.protect == "system" else 0)
+        budget = max(self.budget.of(prompt), sinks + 1)
+        recent = min(max(self.recent.of(budget), 1), budget - sinks)
+        found = replace(self, budget=Amount(tokens=budget), recent=Amount(tokens=recent), sinks=sinks)
         object.__setattr__(found, "prompt", prompt)
         return found
 
@@ -70,12 +78,18 @@ class Budget:
 
     @property
     def slots(self) -> int:
-        """That a head fills at most while it generates; resolved."""
+        """That a head fills at most while it generates; resolved. (Where budgets are shared, on average.)"""
         return self.size + self.interval
 
-    def slots_of_prompt(self, owed: int, chunk: int) -> int:
-        """That a head fills at most while `owed` tokens are computed, `chunk` at a time; resolved."""
-        return owed if self.prefill == "exact" else min(owed, self.size + chunk)
+    def slots_of_prompt(self, chunk: int) -> int:
+        """That a head owns while the prompt is computed, `chunk` tokens at a time; resolved.
+
+        Room for the answer's first tokens is there already: when the prompt is paid a row only gives pages back.
+        """
+        if self.prompt <= self.size:
+            return self.slots
+        whole = self.prompt + self.interval
+        return whole if self.prefill == "exact" else min(whole, self.size + max(chunk, self.interval))
 
     def protected(self, pos: Tensor, now: int) -> Tensor:
         """Who must stay, bool of the shape of `pos`."""
@@ -85,6 +99,52 @@ class Budget:
         """What the fresh tokens at these positions leave; None: nothing. `expected` tokens will be generated."""
         return None
 
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+    def priority(self, view: View) -> Tensor:
         """See Policy."""
         raise NotImplementedError
+
+    def sizes(self, view: View) -> Tensor:
+        """Tokens that each head keeps when the budget begins, int64 [M, G], where nothing is shared."""
+        return torch.full(view.pos.shape[:2], self.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored(Budget):
+    """Options of policies whose priority is the attention that slots received, their mass."""
+
+    heads: str = "kv-sum"  # kv-max, query, union: what query heads that share a kv head come to
+    scope: str = "layer"  # or shared: one score for all layers, the sum
+    value: str = "none"  # or norm: mass times the norm of the value, what the slot gave
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("heads", self.heads, "kv-sum", "kv-max", "query", "union")
+        one_of("scope", self.scope, "layer", "shared")
+        one_of("value", self.value, "none", "norm")
+        if self.share != "none" and (self.heads == "union" or (self.share == "all" and self.scope == "shared")):
+            raise ValueError("share has nothing to divide: heads=union has sizes of its own, scope=shared is one layer")
+
+    @property
+    def per_query(self) -> bool:  # type: ignore[override]
+        """All but the sum need every query head's mass."""
+        return self.heads != "kv-sum"
+
+    def priority(self, view: View) -> Tensor:
+        """The mass; or, where every query head has a say of its own, minus the place in its order of likes."""
+        mass = view.mass  # [M, G, C, S]
+        if self.value == "norm":
+            mass = mass * view.values.norm(dim=-1)[:, :, None]
+        if self.scope == "shared":
+            mass = mass.sum(0, keepdim=True).expand_as(mass)
+        if self.heads in ("kv-sum", "kv-max"):
+            return mass.sum(2) if self.heads == "kv-sum" else mass.amax(2)
+        free = (view.pos >= 0) & ~self.protected(view.pos, view.now)
+        liked = mass.masked_fill(~free[:, :, None], -1).argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        return -liked.amin(2)  # in turn, each its best that is left
+
+    def sizes(self, view: View) -> Tensor:
+        """A union has whatever one of its query heads would keep."""
+        if self.heads != "union":
+            return super().sizes(view)
+        stay = ((view.pos >= 0) & self.protected(view.pos, view.now)).sum(-1, keepdim=True)  # [M, G, 1]
+        return ((-self.priority(view) < self.size - stay).sum(-1) + stay[..., 0]).clamp(max=view.pos.shape[-1])

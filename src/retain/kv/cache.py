@@ -49,7 +49,10 @@ class Shape:
 
 
 class Cache:
-    """Rows of tables over one pool of pages. `n_rows` requests may run at once, each up to `context` tokens long."""
+    """Rows of tables over one pool of pages. `n_rows` requests may run at once, each up to `context` tokens long.
+
+    `columns`: of masses, one for each query head of a kv head, or one for all.
+    """
 
     def __init__(
         self,
@@ -61,18 +64,20 @@ class Cache:
         n_rows: int,
         context: int,
         step_tokens: int,
+        columns: int = 1,
     ):
         L, G, n = len(shape.windows), shape.kv_heads, -(-context // page_size)
         self.shape, self.page_size, self.step_tokens = shape, page_size, step_tokens
-        self.page_bytes = page_bytes(page_size, shape.head_dim, dtype)
+        self.page_bytes = page_bytes(page_size, shape.head_dim, dtype, columns)
         self.pool = Pool(
             1 + min(max(kv_memory // self.page_bytes - 1, 0), n_rows * L * G * n)
         )  # page 0 is paid for too
-        self.kv = backend.allocate(self.pool.n_pages, page_size, shape.head_dim, dtype)
+        self.kv = backend.allocate(self.pool.n_pages, page_size, shape.head_dim, dtype, columns)
         self.pages: Ints = np.zeros((n_rows, L, G, n), np.int32)
         self.counts: Ints = np.zeros((n_rows, L, G), np.int32)
         self.peaks: Ints = np.zeros((n_rows, L, G), np.int32)  # most pages ever owned
         self.base: Ints = np.zeros((n_rows, L), np.int32)
+        self.spare: Ints = np.zeros((n_rows, L), np.int32)  # slots owned beyond those of the tokens there are
         self.capacity: Ints = np.full((n_rows, L), UNBOUNDED, np.int32)
         self.window: Ints = np.full((n_rows, L), NO_WINDOW, np.int32)
         self.paid = [0] * n_rows  # positions below this have their pages in every layer
@@ -104,8 +109,8 @@ class Cache:
         windows = self.windows(policy)
         slots = np.minimum(length, self.capacities(windows, min(owed, self.step_tokens)))
         if isinstance(policy, Budget):  # the whole prompt for a moment
-            prompt = policy.slots_of_prompt(owed, min(owed, self.step_tokens))
-            slots = np.where(windows == NO_WINDOW, np.maximum(prompt, np.minimum(length, policy.slots)), slots)
+            most = policy.slots_of_prompt(min(policy.prompt, self.step_tokens))
+            slots = np.where(windows == NO_WINDOW, np.minimum(length + policy.interval, most), slots)
         return int((-(-slots // self.page_size)).sum()) * self.shape.kv_heads
 
     @property
@@ -132,38 +137,43 @@ class Cache:
         self.capacity[row] = self.capacities(self.window[row], min(owed, self.step_tokens))
         self.base[row] = self.counts[row] = self.peaks[row] = self.paid[row] = 0
         self.settled[row] = False
-        if isinstance(policy, Budget):
-            keeper = Keeper(policy, np.flatnonzero(self.window[row] == NO_WINDOW).astype(np.int32))
-            self.keepers[row] = keeper
-            if policy.prefill == "stream":
-                self.capacity[row, keeper.layers] = policy.slots_of_prompt(owed, min(owed, self.step_tokens))
+        self.spare[row] = 0
+        layers = np.flatnonzero(self.window[row] == NO_WINDOW).astype(np.int32)
+        if isinstance(policy, Budget) and len(layers):
+            sizes = np.full((len(layers), self.shape.kv_heads), policy.size, np.int32)
+            self.keepers[row] = Keeper(policy, layers, policy.prompt, sizes)
+            self.capacity[row, layers] = policy.slots_of_prompt(min(policy.prompt, self.step_tokens))
+            streams = policy.prefill == "stream" and policy.prompt > policy.size
+            self.spare[row, layers] = UNBOUNDED if streams else policy.interval  # all at once: chunks come into holes
         return row
+
+    def stretch(self, row: int, computed: int) -> int:
+        """How many tokens of the row may be computed at once: no budget may be passed over."""
+        keeper = self.keepers.get(row)
+        return keeper.due - computed if keeper else UNBOUNDED
 
     def grow(self, row: int, upto: int) -> bool:
         """Own the pages for all positions below `upto`. False, and nothing taken, when the pool has too few."""
         if upto <= self.paid[row]:
             return True
-        S, G = self.page_size, self.shape.kv_heads
-        had = self.counts[row, :, 0]
-        slots = np.minimum(upto - self.base[row], self.capacity[row])
-        keeper = self.keepers.get(row)
-        if keeper and keeper.policy.prefill == "stream" and not self.settled[row]:
-            slots[keeper.layers] = self.capacity[row, keeper.layers]  # at once: chunks come into holes of all of it
-        want = np.maximum(-(-slots // S), had)
-        n = int((want - had).sum()) * G
+        S = self.page_size
+        had = self.counts[row]  # [L, G]
+        slots = np.minimum(upto - self.base[row] + self.spare[row], self.capacity[row])  # [L]
+        want = np.maximum(-(-slots // S)[:, None], had)
+        n = int((want - had).sum())
         if n > self.pool.free:
             return False
         if n:
             taken = self.pool.take(n)
             self.kv.pos[torch.from_numpy(taken).long()] = -1  # whoever had them before left positions behind
             j = np.arange(want.max())
-            new = (j >= had[:, None]) & (j < want[:, None])  # [L, n]
-            new = np.repeat(new[:, None], G, axis=1)  # [L, G, n]
+            new = (j >= had[..., None]) & (j < want[..., None])  # [L, G, n]
             self.pages[row, :, :, : len(j)][new] = np.sort(taken)  # a head's pages side by side, as far as they go
-            self.counts[row] = want[:, None]
+            self.counts[row] = want
             np.maximum(self.peaks[row], self.counts[row], out=self.peaks[row])
-        full = want * S >= self.capacity[row]
-        self.paid[row] = int(np.where(full, UNBOUNDED, self.base[row] + want * S).min())
+        owned = want[:, 0] * S
+        paid = np.where(owned >= self.capacity[row], UNBOUNDED, self.base[row] + owned - self.spare[row])
+        self.paid[row] = int(paid.min())
         return True
 
     def place(self, rows: Ints, pos: Ints) -> Ints:
@@ -179,21 +189,15 @@ class Cache:
                 slots[keeper.layers[:, None], :, mine] = keeper.holes[:, :, pos[mine] - keeper.since].transpose(0, 2, 1)
         return slots
 
-    def stream(self, row: int, computed: int) -> None:
-        """A chunk is paid, but not the whole prompt: where the policy says so, its budget holds already."""
-        keeper = self.keepers.get(row)
-        if keeper and keeper.policy.prefill == "stream" and computed > keeper.policy.size and len(keeper.layers):
-            self._punch(row, keeper, computed)
-
-    def settle(self, row: int, computed: int) -> None:
-        """The prompt is paid: from now on one token a step. Rings shrink to their window and give the rest back, and
-        so do budgets; those forget again whenever their spare slots are full.
+    def settle(self, row: int, computed: int, owed: int) -> None:
+        """So many tokens are computed, so many more owed. Budgets forget what is over them. Where nothing is owed, one
+        token a step will follow: rings shrink to their window and give the rest back.
         """
-        if self.settled[row]:
-            self._forget(row, computed)
+        if keeper := self.keepers.get(row):
+            self._forget(row, keeper, computed)
+        if owed or self.settled[row]:
             return
         self.settled[row] = True
-        self._shrink(row, computed)
         S = self.page_size
         capacity = self.capacities(self.window[row], 1)
         given = []
@@ -224,39 +228,48 @@ class Cache:
         self.rows.append(row)
         return [int(n) for n in self.peaks[row].max(axis=1) * self.page_size]
 
-    def _shrink(self, row: int, computed: int) -> None:
-        """A budget begins: what is over it is forgotten, the rest moves together, and pages are free."""
-        keeper = self.keepers.get(row)
-        if keeper is None or not len(keeper.layers):
+    def _forget(self, row: int, keeper: Keeper, computed: int) -> None:
+        """At the end of the prompt the budget begins; then its spare slots fill and are emptied, again and again."""
+        policy, now = keeper.policy, computed - 1
+        if computed < keeper.due:
+            if policy.prefill == "stream" and not keeper.begun and computed > policy.size:  # between two chunks
+                owned = self.counts[row, keeper.layers] * np.int32(self.page_size)
+                self._punch(row, keeper, computed, owned, int(owned.min()) - policy.size)
             return
-        policy, layers, S = keeper.policy, keeper.layers, self.page_size
-        over = computed > policy.size
-        self.base[row, layers] = computed - policy.size if over else 0
-        keeper.due = int(self.base[row, layers[0]]) + policy.slots
-        self.capacity[row, layers] = policy.slots
-        keeper.holes = None
-        if over:
-            keep, pages = -(-policy.size // S), self._looked_at(row, keeper)
-            compact(self.kv, self.backend, pages, policy, computed - 1)
-            self.counts[row, layers] = keep
-            self.pool.give(pages[:, :, keep:].ravel())
-        self.paid[row] = min(self.paid[row], int((self.base[row] + self.counts[row, :, 0] * S)[layers].min()))
+        if keeper.begun:
+            self._punch(row, keeper, computed, keeper.sizes + np.int32(policy.interval), policy.interval)
+            keeper.due = computed + policy.interval
+        elif computed <= policy.size:
+            keeper.due = policy.slots
+        else:
+            pages = self._looked_at(row, keeper)
+            keeper.sizes, keeper.holes = compact(self.kv, self.backend, pages, policy, now)
+            keeper.since, keeper.due = computed, computed + policy.interval
+            self._keep(row, keeper, -(-(keeper.sizes + policy.interval) // self.page_size))
+        keeper.begun = True
+
+    def _punch(self, row: int, keeper: Keeper, computed: int, used: Ints, n: int) -> None:
+        """Holes for the next tokens."""
+        pages = self._looked_at(row, keeper)
+        keeper.holes = punch(self.kv, self.backend, pages, keeper.policy, computed - 1, used, n)
+        keeper.since = computed
 
     def _looked_at(self, row: int, keeper: Keeper) -> Ints:
-        """The tables [M, G, n] of the layers that a policy looks at."""
-        return self.pages[row, keeper.layers, :, : int(self.counts[row, keeper.layers[0], 0])]
+        """The tables [M, G, n] of the layers that a policy looks at; what they do not own is the trash page."""
+        counts = self.counts[row, keeper.layers][..., None]
+        j = np.arange(counts.max())
+        looked: Ints = np.where(j < counts, self.pages[row, keeper.layers][:, :, : len(j)], 0)
+        return looked
 
-    def _forget(self, row: int, computed: int) -> None:
-        """While the answer is written: forget again where the spare slots are full."""
-        keeper = self.keepers.get(row)
-        if keeper and computed >= keeper.due and len(keeper.layers):
-            self._punch(row, keeper, computed)
-            keeper.due = computed + keeper.policy.interval
-
-    def _punch(self, row: int, keeper: Keeper, computed: int) -> None:
-        """Back to the budget: the next tokens come into holes."""
-        keeper.holes = punch(self.kv, self._looked_at(row, keeper), keeper.policy, computed - 1)
-        keeper.since = computed
+    def _keep(self, row: int, keeper: Keeper, counts: Ints) -> None:
+        """Give back all but the first `counts` [M, G] pages; such a layer never grows again."""
+        layers = keeper.layers
+        pages, j = self._looked_at(row, keeper), np.arange(self.counts[row, layers].max())
+        over = (j >= counts[..., None]) & (j < self.counts[row, layers][..., None])
+        self.pool.give(pages[over])
+        self.counts[row, layers] = counts
+        self.capacity[row, layers] = 1  # where its tokens go is no closed form
+        self.paid[row] = UNBOUNDED if len(layers) == len(self.counts[row]) else self.paid[row]
 
     # ---- what the kernels read -----------------------------------------------------------------------------------
 

@@ -139,6 +139,16 @@ def attend(
     return o
 
 
+def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of pages int64 [n] in float32, [n, S, D] both; those of holes mean nothing."""
+    k, v, S, D = kv.k[pages], kv.v[pages], kv.page_size, kv.head_dim
+    if kv.dtype == torch.float32:
+        return k.transpose(1, 2), v
+    k = k.view(-1, D // 2, S, 2).permute(0, 2, 1, 3).reshape(-1, S, D)
+    v = v.view(-1, S // 2, D, 2).transpose(2, 3).reshape(-1, S, D)
+    return k.float(), v.float()
+
+
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy whole pages, positions too: src, dst int64 [n]; no page is in both."""
     if src.shape != dst.shape or src.dim() != 1 or src.dtype != torch.int64 or dst.dtype != torch.int64:

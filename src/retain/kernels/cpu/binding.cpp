@@ -81,9 +81,9 @@ static void bind_program(nb::module_& m) {
       .def(
           "run",
           [](Program& p, const Pool& kv, const Tables& tables, int layers, int64_t page_layer, int64_t count_layer,
-             int64_t window_layer, Address ids, Address pos, Address last, Address logits, int T, int N, Address slots,
+             int64_t window_layer, Address ids, Address pos, Address wanted, Address logits, int T, int N, Address slots,
              int64_t slot_layer, int64_t slot_head, int64_t slot_token, const Observe& observe) {
-            p.run({T, N, at<int64_t>(ids), at<int32_t>(pos), at<int64_t>(last), at<float>(logits), kv,
+            p.run({T, N, at<int64_t>(ids), at<int32_t>(pos), at<int64_t>(wanted), at<float>(logits), kv,
                    at<int32_t>(slots), slot_layer, slot_head, slot_token, tables, page_layer, count_layer, window_layer,
                    layers, observe});
           },

@@ -147,10 +147,10 @@ class CpuProgram:
         slots: Tensor,
         ids: Tensor,
         pos: Tensor,
-        last: Tensor,
+        wanted: Tensor,
         observe: Observe | None = None,
     ) -> Tensor:
-        N, T, B = len(last), len(ids), len(tables.rows)
+        N, T, B = len(wanted), len(ids), len(tables.rows)
         layers, _, G, _ = tables.pages.shape
         if pos.shape != (T,) or slots.shape != (layers, G, T) or tables.starts.shape != (B + 1,):
             raise ValueError(f"run: {T} ids, positions {list(pos.shape)} and slots {list(slots.shape)} do not fit")
@@ -160,7 +160,7 @@ class CpuProgram:
         self._c.run(
             told.pool(kv), told.tables(tables), layers,
             tables.pages.stride(0), tables.counts.stride(0), tables.windows.stride(0),
-            ids.data_ptr(), pos.data_ptr(), last.data_ptr(), self._logits.data_ptr(), T, N,
+            ids.data_ptr(), pos.data_ptr(), wanted.data_ptr(), self._logits.data_ptr(), T, N,
             slots.data_ptr(), *slots.stride(), told.observe(observe),
         )  # fmt: skip
         return self._logits[:N]

@@ -180,13 +180,13 @@ struct Program::Pick {
     const int64_t n = now.width(in);
     now.rows = now.step.N;
     if (me.id != 0) return;
-    for (int i = 0; i < now.step.N; ++i) memcpy(now.at(out) + i * n, now.at(in) + now.step.last[i] * n, n * 4);
+    for (int i = 0; i < now.step.N; ++i) memcpy(now.at(out) + i * n, now.at(in) + now.step.wanted[i] * n, n * 4);
   }
 
   void check(const Now& now) const {
     for (int i = 0; i < now.step.N; ++i)
-      if (now.step.last[i] < 0 || now.step.last[i] >= now.step.T)
-        throw std::invalid_argument("last names a token that is not there");
+      if (now.step.wanted[i] < 0 || now.step.wanted[i] >= now.step.T)
+        throw std::invalid_argument("wanted names a token that is not there");
   }
 };
 

@@ -13,7 +13,7 @@ struct Step {
   int T, N;
   const int64_t* ids;    // [T]
   const int32_t* pos;    // [T]
-  const int64_t* last;   // [N] tokens whose logits are wanted
+  const int64_t* wanted; // [N] tokens whose logits are wanted
   float* logits;         // [N, V]
   Pool kv;
   const int32_t* slots;  // [L, G, T]

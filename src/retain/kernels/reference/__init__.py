@@ -95,6 +95,11 @@ def attend(
     return o
 
 
+def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of pages int64 [n] in float32, [n, S, D] both; those of holes mean nothing."""
+    return kv.k[pages].float(), kv.v[pages].float()
+
+
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy whole pages, positions too: src, dst int64 [n]; no page is in both."""
     for x in (kv.k, kv.v, kv.pos, kv.mass):

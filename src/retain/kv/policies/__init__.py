@@ -2,9 +2,9 @@
 
 A file defines `class Policy`, a frozen dataclass whose fields are its options on the command line, with
 
-    window                  tokens that a head keeps where that has a closed form, slot = pos mod capacity; else None
-    resolved(prompt)        the same for a prompt of so many tokens
-    priority(pos, mass, now) -> Tensor     over [L, G, S]: the slots with the lowest priority are forgotten first
+    window                      tokens that a head keeps, where that has a closed form: slot = pos mod capacity
+    resolved(prompt, system)    the same for a prompt of so many tokens, the first `system` a system prompt
+    priority(view) -> Tensor    over [L, G, S]: the slots with the lowest priority are forgotten first
 
 `priority` is the definition. Where it is the position the cache uses the closed form and nothing is ever looked for
 (tests/kv shows that both keep the same tokens). All others are `Budget`s (kv/budget.py): they have its options too, and
@@ -21,6 +21,7 @@ from typing import Protocol
 from torch import Tensor
 
 from retain.config import choice, options
+from retain.kv.view import View
 
 
 class Policy(Protocol):
@@ -31,12 +32,12 @@ class Policy(Protocol):
         """Tokens that a head keeps, the newest; None: all, or not in closed form."""
         ...
 
-    def resolved(self, prompt: int) -> Policy:
-        """For a prompt of so many tokens."""
+    def resolved(self, prompt: int, system: int = 0) -> Policy:
+        """For a prompt of so many tokens, the first `system` of them a system prompt."""
         ...
 
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
-        """Higher stays. pos int32 [L, G, S] (-1 is a hole), mass float32 [L, G, S], `now` the newest position."""
+    def priority(self, view: View) -> Tensor:
+        """Higher stays: a number for each slot, [L, G, S]; those of holes mean nothing."""
         ...
 
 

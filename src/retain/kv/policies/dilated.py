@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from retain.kv.budget import Budget
+from retain.kv.view import View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,6 @@ class Policy(Budget):
         if self.stride < 1:
             raise ValueError(f"dilated: stride must be at least 1, not {self.stride}")
 
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+    def priority(self, view: View) -> Tensor:
         """The position, of the tokens between far behind that of the others."""
-        return pos - (pos % self.stride != 0) * 2**22  # no text is as long
+        return view.pos - (view.pos % self.stride != 0) * 2**22  # no text is as long

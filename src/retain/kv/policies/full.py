@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from retain.kv.view import View
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -13,10 +15,10 @@ class Policy:
 
     window = None
 
-    def resolved(self, prompt: int) -> Policy:
+    def resolved(self, prompt: int, system: int = 0) -> Policy:
         """It asks for nothing."""
         return self
 
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+    def priority(self, view: View) -> Tensor:
         """All alike; never asked for, since nothing has to go."""
-        return pos * 0
+        return view.pos * 0

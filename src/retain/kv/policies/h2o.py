@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from retain.kv.budget import Budget, Watch
+from retain.kv.budget import Scored, Watch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Budget):
+class Policy(Scored):
     """Accumulated attention."""
 
     damping: float = 1.0  # a query
@@ -30,7 +29,3 @@ class Policy(Budget):
         """Every query counts, later ones more where there is damping."""
         n = len(pos)
         return Watch((self.damping ** np.arange(n - 1, -1, -1)).astype(np.float32), decay=self.damping**n)
-
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
-        """The mass."""
-        return mass

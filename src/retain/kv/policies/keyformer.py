@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
+from retain.config import one_of
 from retain.kernels import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
-from retain.kv.budget import Budget, Watch
+from retain.kv.budget import Scored, Watch
 
 NOISES = {"gumbel": GUMBEL, "gaussian": GAUSSIAN, "constant": CONSTANT, "none": NO_NOISE}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Budget):
+class Policy(Scored):
     """Accumulated attention, tempered and noised."""
 
     noise: str = "gumbel"
@@ -30,8 +30,8 @@ class Policy(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.noise not in NOISES or self.redraw not in ("step", "once"):
-            raise ValueError(f"keyformer: noise is one of {', '.join(NOISES)}, and redraw step or once")
+        one_of("noise", self.noise, *NOISES)
+        one_of("redraw", self.redraw, "step", "once")
         if not all(0 < tau < math.inf for tau in self.taus):
             raise ValueError(f"keyformer: tau must be above 0 and finite, not {self.tau}")
 
@@ -50,7 +50,3 @@ class Policy(Budget):
         step = np.maximum(pos - self.prompt + 1, 0)  # of the answer
         tau = (first + step * (last - first) / max(expected, 1)).astype(np.float32)
         return Watch(np.ones(len(pos), np.float32), tau, noise=NOISES[self.noise], anew=self.redraw == "step")
-
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
-        """The mass."""
-        return mass

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from retain.config import one_of
 from retain.kv.budget import Budget
+from retain.kv.view import View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +21,12 @@ class Policy(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep not in ("any", "prompt"):
-            raise ValueError(f"random: keep is any or prompt, not {self.keep!r}")
+        one_of("keep", self.keep, "any", "prompt")
 
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+    def priority(self, view: View) -> Tensor:
         """A random number of the layer, the head and the position, always the same."""
-        L, G, _ = pos.shape
+        L, G, _ = view.pos.shape
         table = torch.Generator().manual_seed(self.seed)
         factors = torch.rand(L, G, 1, generator=table, dtype=torch.float64)
-        x = torch.frac(torch.sin((pos.double() + 1) * (12.9898 + factors)) * 43758.5453)
-        return x.abs() + (pos < self.prompt) * (self.keep == "prompt")
+        x = torch.frac(torch.sin((view.pos.double() + 1) * (12.9898 + factors)) * 43758.5453)
+        return x.abs() + (view.pos < self.prompt) * (self.keep == "prompt")

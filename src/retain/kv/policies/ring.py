@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from retain.kv.view import View
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -21,10 +23,10 @@ class Policy:
         if self.window < 1:
             raise ValueError(f"ring: window must be at least 1, not {self.window}")
 
-    def resolved(self, prompt: int) -> Policy:
+    def resolved(self, prompt: int, system: int = 0) -> Policy:
         """A window is in tokens."""
         return self
 
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+    def priority(self, view: View) -> Tensor:
         """The position: the oldest is the lowest."""
-        return pos
+        return view.pos

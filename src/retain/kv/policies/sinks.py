@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from retain.kv.budget import Budget
+from retain.kv.view import View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,6 @@ class Policy(Budget):
 
     sinks: int = 4
 
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+    def priority(self, view: View) -> Tensor:
         """The position; the sinks are protected."""
-        return pos
+        return view.pos

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from retain.kv.budget import Budget, Watch
+from retain.kv.budget import Scored, Watch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Budget):
+class Policy(Scored):
     """The attention of the last queries of the prompt."""
 
     queries: int = 32
@@ -28,7 +27,3 @@ class Policy(Budget):
     def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
         """Queries from the last ones of the prompt on count."""
         return Watch((pos >= self.prompt - self.queries).astype(np.float32))
-
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
-        """The mass."""
-        return mass

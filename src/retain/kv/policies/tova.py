@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from retain.kv.budget import Budget, Watch
+from retain.kv.budget import Scored, Watch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Budget):
+class Policy(Scored):
     """The attention of the newest query alone."""
 
     def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
@@ -20,7 +19,3 @@ class Policy(Budget):
         weights = np.zeros(len(pos), np.float32)
         weights[-1] = 1
         return Watch(weights, decay=0.0)
-
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
-        """The mass."""
-        return mass

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from retain.kv.budget import Budget
+from retain.kv.view import View
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Budget):
     """The newest tokens."""
 
-    def priority(self, pos: Tensor, mass: Tensor, now: int) -> Tensor:
+    def priority(self, view: View) -> Tensor:
         """The position."""
-        return pos
+        return view.pos

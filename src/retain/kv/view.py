@@ -1,0 +1,33 @@
+"""What a policy sees of a request when it has to say which slots matter. What is not known here: pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class View:
+    """All slots of M layers and G kv heads. `mass` has a column for each query head of a kv head, or one for all."""
+
+    pos: Tensor  # int32 [M, G, S]; -1 is a hole
+    mass: Tensor  # float32 [M, G, C, S]
+    now: int  # the newest position
+    read: Callable[[], tuple[Tensor, Tensor]]
+
+    @cached_property
+    def _kv(self) -> tuple[Tensor, Tensor]:
+        return self.read()
+
+    @property
+    def keys(self) -> Tensor:
+        """float32 [M, G, S, D], as they are cached: rotated. Those of holes mean nothing."""
+        return self._kv[0]
+
+    @property
+    def values(self) -> Tensor:
+        """float32 [M, G, S, D]."""
+        return self._kv[1]
