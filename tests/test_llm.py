@@ -1,6 +1,7 @@
 """The Python front door on a real model."""
 
 import pytest
+import torch
 
 from retain import LLM, SamplingParams
 
@@ -95,4 +96,23 @@ def test_every_request_has_a_policy_of_its_own(llm):
     for wrong in ("lru", "h2o", ["full"]):
         with pytest.raises(ValueError):
             llm.generate([text] * 2, GREEDY, kv_policy=wrong)
+    assert idle(llm)
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o:budget=64", "keyformer:budget=25%,interval=5"])
+def test_scoring_an_answer_is_drawing_it(llm, policy):
+    """Given tokens are computed many at a time, and forgotten as if they had been drawn one by one."""
+    text = " ".join(f"Item {i} costs {i * i} coins." for i in range(40))
+    greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=0, seed=7)
+    (drawn,) = llm.generate(text, greedy, kv_policy=policy)
+    seen = []
+    (scored,) = llm.score([text], [drawn.token_ids], policy, lambda i, logits: seen.append(logits.argmax(-1)), seed=7)
+    assert torch.cat(seen).tolist() == drawn.token_ids
+    assert scored == pytest.approx([p.logprob for p in drawn.logprobs], abs=0.02)
+    assert idle(llm)
+
+
+def test_query_heads_are_told_apart_where_the_engine_keeps_their_masses(llm):
+    with pytest.raises(ValueError, match="every query head"):
+        llm.generate("Once upon a time", GREEDY, kv_policy="h2o:budget=64,heads=kv-max")
     assert idle(llm)

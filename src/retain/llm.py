@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from retain import kernels, models
 from retain.config import Config, size
@@ -80,9 +81,14 @@ class LLM:
             raise ValueError(f"context {c.context} is longer than the model's own, {spec.context}")
         self.context = c.context or spec.context
         shape = Shape(spec.kv_heads, spec.head_dim, spec.windows)
+        self.columns = spec.heads // spec.kv_heads if getattr(self.policy, "per_query", False) else 1  # of masses
         whole = spec.layers * spec.kv_heads * -(-self.context // c.page_size)  # pages
-        memory = c.kv_memory or affordable_memory(whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype))
-        self.cache = Cache(shape, backend, dtype, memory, c.page_size, c.max_requests, self.context, c.step_tokens)
+        memory = c.kv_memory or affordable_memory(
+            whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype, self.columns)
+        )
+        self.cache = Cache(
+            *(shape, backend, dtype, memory, c.page_size, c.max_requests, self.context, c.step_tokens, self.columns)
+        )
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens)
         self.load_s = perf_counter() - started
 
@@ -106,7 +112,43 @@ class LLM:
         if len(kept) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(kept)} policies")
         asked = [self._request(p, q, k, i) for p, q, k in zip(many, each, kept, strict=True) for i in range(q.n)]  # type: ignore[arg-type]
-        requests = [r for r, _ in asked]
+        self._run([r for r, _ in asked])
+        return [self._answer(*pair) for pair in asked]
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        answers: Sequence[Sequence[int]],
+        kv_policy: str | None = None,
+        reader: Callable[[int, Tensor], None] | None = None,
+        seed: int = 0,
+    ) -> list[list[float]]:
+        """Log-probabilities (nats) of answers that are given, token by token: teacher forcing.
+
+        Every request forgets as it would have done had it drawn these tokens itself. `reader(i, logits)` is told the
+        logits [n, V] before the next n tokens of answer i as they are computed; they are good until it returns.
+        `seed` is that of a policy's noise. Raises ValueError.
+        """
+        found: list[list[float]] = [[] for _ in prompts]
+
+        def listen(i: int, logits: Tensor) -> None:
+            ids = answers[i][len(found[i]) : len(found[i]) + len(logits)]
+            found[i] += logits.log_softmax(-1)[range(len(ids)), ids].tolist()
+            if reader:
+                reader(i, logits)
+
+        asked = []
+        for i, (prompt, ids) in enumerate(zip(prompts, answers, strict=True)):
+            ids = self.encode(ids)
+            request, _ = self._request(
+                prompt, SamplingParams(max_tokens=len(ids), ignore_eos=True, seed=seed), kv_policy, 0
+            )
+            asked.append(replace(request, given=ids[:-1], reader=partial(listen, i)))
+        self._run(asked)
+        return found
+
+    def _run(self, requests: Sequence[Request]) -> None:
+        """All of them, to their ends."""
         try:
             for request in requests:
                 self.engine.add(request)
@@ -115,7 +157,6 @@ class LLM:
         finally:
             for request in requests:
                 self.engine.cancel(request)  # after an error or Ctrl-C: nothing stays behind
-        return [self._answer(*pair) for pair in asked]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, kv_policy: str | None = None
@@ -154,6 +195,10 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams, kv_policy: str | None, i: int) -> tuple[Request, Stream]:
         ids = self.encode(prompt)
         policy = self.policy if kv_policy is None else policies.parse(kv_policy)
+        if getattr(policy, "per_query", False) and self.columns == 1 < self.spec.heads // self.spec.kv_heads:
+            raise ValueError(
+                f"{policies.text(policy)} needs the masses of every query head: start the engine with such a policy"
+            )
         room = self.context - len(ids)
         if room < 1:
             raise ValueError(f"the prompt has {len(ids)} tokens and the context {self.context}: shorten it")

@@ -223,6 +223,19 @@ def test_write_of_many_tokens(backend: ModuleType) -> None:
     assert torch.equal(got_pos, kv.pos)
 
 
+@pytest.mark.parametrize("S", [16, 48])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_what_is_written_is_read(backend: ModuleType, dtype: torch.dtype, S: int) -> None:
+    kv = backend.allocate(7, S, 24, dtype)
+    slots = torch.randperm(6 * S)[None] + S
+    k, v = torch.randn(2, 6 * S, 1, 24).to(dtype)
+    backend.write(kv, slots.int(), k, v, torch.arange(6 * S, dtype=torch.int32))
+    pages = torch.tensor([4, 1, 6])
+    for got, put in zip(backend.read(kv, pages), (k, v), strict=True):
+        want = torch.zeros(7 * S, 24).index_copy_(0, slots[0], put[:, 0].float())
+        assert torch.equal(got, want.view(7, S, 24)[pages])
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_copy(backend: ModuleType, dtype: torch.dtype) -> None:
     """A table of copies gives the bits that the table of the originals gave, and no other page has changed."""

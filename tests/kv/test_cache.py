@@ -206,6 +206,7 @@ def test_a_policy_is_short_and_found_by_its_name(name):
         "h2o:budget=x",
         "h2o:budget=10,prompt=5",
         "h2o:budget=10,interval=0",
+        "h2o:budget=10,chunk=0",
         "keyformer:budget=10,noise=white",
         "keyformer:budget=10,tau=0",
         "keyformer:budget=10,tau=a..b",

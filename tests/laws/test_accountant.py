@@ -57,7 +57,8 @@ class Schedule(RuleBasedStateMachine):
                 "ring:window=40",
                 "h2o:budget=20,interval=3",
                 "sinks:budget=30%",
-                "h2o:budget=12,prefill=stream",
+                "h2o:budget=12,prefill=stream,chunk=9",
+                "h2o:budget=30%,share=all",
             ]
         ),
         temperature=st.sampled_from([0.0, 1.0]),

@@ -135,11 +135,11 @@ class Lists:
     def generate(self, prompt: list[int], n: int, expected: int, seed: int) -> list[int]:
         tokens, self.prompt, self.expected, self.seed = list(prompt), len(prompt), expected, seed
         fresh = tokens
-        for start in range(0, self.prompt - 1, self.chunk)[:-1] if self.chunk else ():  # all chunks but the last
-            fresh = tokens[start + self.chunk :]  # what the last chunk is left with
-            self.pos = torch.arange(start, start + self.chunk)
-            self.model.forward(torch.tensor(tokens[start : start + self.chunk]), self.pos, self.attend)
-            self.forget(start + self.chunk - 1)
+        while self.chunk and len(fresh) > (n_fresh := self.chunk + self.budget * (fresh is tokens)):  # not the last
+            self.pos = torch.arange(len(tokens) - len(fresh), len(tokens) - len(fresh) + n_fresh)
+            self.model.forward(torch.tensor(fresh[:n_fresh]), self.pos, self.attend)
+            self.forget(int(self.pos[-1]))
+            fresh = fresh[n_fresh:]
         while len(tokens) < self.prompt + n:
             self.pos = torch.arange(len(tokens) - len(fresh), len(tokens))
             x = self.model.forward(torch.tensor(fresh), self.pos, self.attend)
@@ -180,8 +180,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks:budget=40,interval=3": {"rank": "sinks", "sinks": 4, "interval": 3},
     "dilated:budget=40,interval=3": {"rank": "dilated", "interval": 3},
     "window:budget=40,interval=1": {"rank": "window"},
-    "h2o:budget=30,prefill=stream": {"rank": "h2o", "budget": 30, "recent": 9, "interval": 16, "chunk": 13},
-    "keyformer:budget=30,prefill=stream": {
+    "h2o:budget=30,prefill=stream,chunk=13": {"rank": "h2o", "budget": 30, "recent": 9, "interval": 16, "chunk": 13},
+    "keyformer:budget=30,prefill=stream,chunk=25": {
         **{"rank": "keyformer", "anew": 1, "budget": 30},
         **{"recent": 9, "interval": 16, "chunk": 25},
     },
@@ -192,7 +192,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lists_keep_the_same_tokens(family: str, policy: str) -> None:
     plain = Lists(family, **CASES[policy])
-    engine = rig(family, step_tokens=plain.chunk or 128, n_rows=4, columns=plain.spec.heads // plain.spec.kv_heads)
+    engine = rig(family, columns=plain.spec.heads // plain.spec.kv_heads)
     asked = request([7 * i % 128 for i in range(70)], 201, policy)
     want = plain.generate(asked.prompt, 200, 201, asked.noise_seed)
     engine.add(asked)
@@ -279,7 +279,7 @@ def test_a_prompt_longer_than_memory_streams_through_its_budget() -> None:
     engine = rig("llama", pages=heads * 4, step_tokens=24, n_rows=4)
     with pytest.raises(ValueError, match="pages"):
         engine.add(request(text, 40, chosen))
-    asked = request(text, 40, f"{chosen},prefill=stream")
+    asked = request(text, 40, f"{chosen},prefill=stream,chunk=24")
     assert len(run(engine, [asked])[0]) == 40 and max(asked.peaks) == 64 and max(asked.owned) == 48
 
 
@@ -288,6 +288,6 @@ def test_streaming_what_fits_is_full(family: str) -> None:
     asked = prompts(4, longest=60)
     full = run(rig(family), [request(p, 20) for p in asked])
     streamed = run(
-        rig(family, step_tokens=24, n_rows=8), [request(p, 20, "h2o:budget=90,prefill=stream") for p in asked]
+        rig(family, step_tokens=24, n_rows=8), [request(p, 20, "h2o:budget=90,prefill=stream,chunk=24") for p in asked]
     )
     assert streamed == full

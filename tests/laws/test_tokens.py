@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from retain import kernels
+from retain.engine.request import SamplingParams
 from tests.rig import alone, prompts, request, rig, run
 from tests.tiny import CONFIGS, tiny_model
 
@@ -17,7 +18,7 @@ BACKENDS = [n for n in kernels.names() if kernels.load_module(n).available() is 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", ["full", "ring:window=24"])
+@pytest.mark.parametrize("policy", ["full", "ring:window=24", "h2o:budget=40,prefill=stream,chunk=30"])
 def test_chunk_size_changes_no_token(family, policy):
     prompt = prompts(1, seed=3)[0] + prompts(1, seed=4)[0]
     whole = alone(family, prompt, policy=policy, step_tokens=400)
@@ -43,6 +44,28 @@ def test_sixty_four_requests_with_preemption(family, pages):
     few = [request(p, 30) for p in asked]
     assert run(rig(family, backend="cpu", pages=pages), few) == plenty
     assert sum(r.preempted for r in few) > 0
+
+
+@pytest.mark.parametrize(
+    "policy", ["h2o:budget=40,interval=5", "keyformer:budget=30%", "tova:budget=9,prefill=stream,chunk=20"]
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_who_was_preempted_forgets_again_as_it_did(family, policy):
+    """The answer so far is computed many tokens at a time, but never past a moment of forgetting."""
+    asked = [p for p in prompts(20, seed=2) if len(p) > 60][:4]
+    params = SamplingParams(temperature=0, ignore_eos=True, seed=3)
+    undisturbed = run(rig(family, backend="cpu"), [request(p, 60, policy, params) for p in asked])
+    engine, again = rig(family, backend="cpu", step_tokens=70), [request(p, 60, policy, params) for p in asked]
+    for r in again:
+        engine.add(r)
+    for step in range(10**6):
+        if not engine.busy:
+            break
+        engine.step()
+        if step % 31 == 30 and step < 140:
+            for r in list(engine.scheduler.running):
+                engine.scheduler.preempt(r)
+    assert [r.answer for r in again] == undisturbed and all(r.preempted for r in again)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt", "gpt2"])

@@ -2,7 +2,7 @@
 
 A head keeps `budget` tokens: the first `sinks`, the last `recent`, and of the rest those with the highest priority. It
 fills `interval` more slots before it forgets as many at once (1 is the papers'; more costs less). The prompt is
-computed exactly and the budget begins behind it; or, with `prefill=stream`, it holds after every chunk, so that a
+computed exactly and the budget begins behind it; or, with `prefill=stream`, it holds after every `chunk`, so that a
 prompt of any length takes bounded memory. What is not known here: pages, slots, who carries it out.
 """
 
@@ -46,6 +46,7 @@ class Budget:
     sinks: int = 0  # of them the first of the text
     interval: int = 16
     prefill: str = "exact"  # or stream
+    chunk: int = 256  # of a streamed prompt: tokens between two moments of forgetting
     share: str = "none"  # or layer, or all: whose heads divide the sum of their budgets, by priority
     protect: str = "none"  # or system: the system prompt is among the sinks
     prompt: int = field(default=0, init=False)  # tokens, once it is known
@@ -54,8 +55,8 @@ class Budget:
     per_query = False  # whether query heads must be told apart
 
     def __post_init__(self) -> None:
-        if self.interval < 1 or self.sinks < 0:
-            raise ValueError(f"interval must be at least 1 and sinks 0, not {self.interval} and {self.sinks}")
+        if self.interval < 1 or self.sinks < 0 or self.chunk < 1:
+            raise ValueError("interval and chunk must be at least 1, sinks 0")
         one_of("prefill", self.prefill, "exact", "stream")
         one_of("share", self.share, "none", "layer", "all")
         one_of("protect", self.protect, "none", "system")
@@ -81,15 +82,23 @@ class Budget:
         """That a head fills at most while it generates; resolved. (Where budgets are shared, on average.)"""
         return self.size + self.interval
 
-    def slots_of_prompt(self, chunk: int) -> int:
-        """That a head owns while the prompt is computed, `chunk` tokens at a time; resolved.
+    @property
+    def slots_of_prompt(self) -> int:
+        """That a head owns while the prompt is computed; resolved.
 
         Room for the answer's first tokens is there already: when the prompt is paid a row only gives pages back.
         """
         if self.prompt <= self.size:
             return self.slots
         whole = self.prompt + self.interval
-        return whole if self.prefill == "exact" else min(whole, self.size + max(chunk, self.interval))
+        return whole if self.prefill == "exact" else min(whole, self.size + max(self.chunk, self.interval))
+
+    def due(self, computed: int) -> int:
+        """How many tokens are computed when the row next forgets, if `computed` are; resolved."""
+        if computed < self.prompt:
+            streamed = max(computed, self.size) + self.chunk
+            return self.prompt if self.prefill == "exact" else min(streamed, self.prompt)
+        return max(computed, self.size) + self.interval
 
     def protected(self, pos: Tensor, now: int) -> Tensor:
         """Who must stay, bool of the shape of `pos`."""

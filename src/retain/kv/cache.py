@@ -109,8 +109,8 @@ class Cache:
         windows = self.windows(policy)
         slots = np.minimum(length, self.capacities(windows, min(owed, self.step_tokens)))
         if isinstance(policy, Budget):  # the whole prompt for a moment
-            most = policy.slots_of_prompt(min(policy.prompt, self.step_tokens))
-            slots = np.where(windows == NO_WINDOW, np.minimum(length + policy.interval, most), slots)
+            most = np.minimum(length + policy.interval, policy.slots_of_prompt)
+            slots = np.where(windows == NO_WINDOW, most, slots)
         return int((-(-slots // self.page_size)).sum()) * self.shape.kv_heads
 
     @property
@@ -141,8 +141,8 @@ class Cache:
         layers = np.flatnonzero(self.window[row] == NO_WINDOW).astype(np.int32)
         if isinstance(policy, Budget) and len(layers):
             sizes = np.full((len(layers), self.shape.kv_heads), policy.size, np.int32)
-            self.keepers[row] = Keeper(policy, layers, policy.prompt, sizes)
-            self.capacity[row, layers] = policy.slots_of_prompt(min(policy.prompt, self.step_tokens))
+            self.keepers[row] = Keeper(policy, layers, policy.due(0), sizes)
+            self.capacity[row, layers] = policy.slots_of_prompt
             streams = policy.prefill == "stream" and policy.prompt > policy.size
             self.spare[row, layers] = UNBOUNDED if streams else policy.interval  # all at once: chunks come into holes
         return row
@@ -230,23 +230,20 @@ class Cache:
 
     def _forget(self, row: int, keeper: Keeper, computed: int) -> None:
         """At the end of the prompt the budget begins; then its spare slots fill and are emptied, again and again."""
-        policy, now = keeper.policy, computed - 1
+        policy = keeper.policy
         if computed < keeper.due:
-            if policy.prefill == "stream" and not keeper.begun and computed > policy.size:  # between two chunks
-                owned = self.counts[row, keeper.layers] * np.int32(self.page_size)
-                self._punch(row, keeper, computed, owned, int(owned.min()) - policy.size)
             return
-        if keeper.begun:
+        keeper.due = policy.due(computed)
+        if computed < policy.prompt:  # a streamed chunk
+            owned = self.counts[row, keeper.layers] * np.int32(self.page_size)
+            self._punch(row, keeper, computed, owned, int(owned.min()) - policy.size)
+        elif computed > policy.prompt:
             self._punch(row, keeper, computed, keeper.sizes + np.int32(policy.interval), policy.interval)
-            keeper.due = computed + policy.interval
-        elif computed <= policy.size:
-            keeper.due = policy.slots
-        else:
+        elif computed > policy.size:
             pages = self._looked_at(row, keeper)
-            keeper.sizes, keeper.holes = compact(self.kv, self.backend, pages, policy, now)
-            keeper.since, keeper.due = computed, computed + policy.interval
+            keeper.sizes, keeper.holes = compact(self.kv, self.backend, pages, policy, computed - 1)
+            keeper.since = computed
             self._keep(row, keeper, -(-(keeper.sizes + policy.interval) // self.page_size))
-        keeper.begun = True
 
     def _punch(self, row: int, keeper: Keeper, computed: int, used: Ints, n: int) -> None:
         """Holes for the next tokens."""

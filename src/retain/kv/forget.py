@@ -27,9 +27,8 @@ class Keeper:
 
     policy: Budget
     layers: Ints  # [M]
-    due: int  # the end of the prompt, where the budget begins; then every `interval`
+    due: int
     sizes: Ints  # [M, G]: tokens that each head keeps
-    begun: bool = False
     since: int = 0
     holes: Ints | None = None  # slots [M, G, n]
 
