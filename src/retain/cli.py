@@ -80,10 +80,21 @@ def parser() -> Parser:
     chat = commands.add_parser("chat", parents=[shared, drawing], help="talk in the terminal", allow_abbrev=False)
     chat.add_argument("--system", help="a system message")
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
-    kinds = bench.add_subparsers(dest="bench", required=True, metavar="speed")
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="speed | quality")
     speed = kinds.add_parser("speed", parents=[shared], help="prefill and decoding speed", allow_abbrev=False)
     speed.add_argument("--workloads", help="comma-separated names (default: all)")
     speed.add_argument("--json", action="store_true", help="a JSON line for each workload")
+    quality = kinds.add_parser("quality", parents=[shared], help="what forgetting costs", allow_abbrev=False)
+    quality.add_argument("--data", metavar="DIR", default=".", help="folder with the tasks' files")
+    quality.add_argument("--tasks", metavar="T", default="fidelity", help="comma-separated, or all (default: fidelity)")
+    quality.add_argument(
+        "--policies", metavar="P", default="window sinks random h2o keyformer", help="separated by spaces"
+    )
+    quality.add_argument("--budgets", metavar="B", default="50%,25%", help="of every policy (default: 50%%,25%%)")
+    quality.add_argument("--items", type=int, metavar="N", default=20, help="of each task (default 20)")
+    quality.add_argument("--longest", type=int, metavar="N", default=900, help="tokens of a prompt (default 900)")
+    quality.add_argument("--out", metavar="DIR", help="write every number as JSON, and plots as PNG")
+    quality.add_argument("--json", action="store_true", help="a JSON line for each policy and metric")
     return top
 
 
@@ -153,12 +164,41 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """`retain bench speed`."""
+    """`retain bench speed` and `quality`."""
+    if args.bench == "quality":
+        return quality(args)
     from retain.bench import speed
 
     workloads = speed.choose(args.workloads)
     llm, _ = load(args)
     speed.run(llm, workloads, as_json=args.json)
+    return 0
+
+
+def quality(args: argparse.Namespace) -> int:
+    """`retain bench quality`."""
+    from retain.bench import plots, tasks
+    from retain.bench import quality as bench
+
+    if hasattr(args, "kv_policy"):
+        raise ValueError("--kv-policy is one policy: name those to compare by --policies")
+    names = tasks.names() if args.tasks == "all" else [t.strip() for t in args.tasks.split(",")]
+    for name in names:
+        tasks.load(name)
+    chosen_ones = bench.choose(args.policies, args.budgets)
+    if out := Path(args.out) if args.out else None:
+        plots.pyplot()
+        out.mkdir(parents=True, exist_ok=True)
+    args.kv_policy = bench.engine_policy(chosen_ones)
+    llm, _ = load(args)
+    for results in bench.run(llm, names, chosen_ones, Path(args.data), args.items, args.longest, out):
+        if args.json:
+            for line in results.summary():
+                print(json.dumps(line), flush=True)
+        else:
+            print(bench.table(results), flush=True)
+        if out:
+            plots.lines(results, out)
     return 0
 
 

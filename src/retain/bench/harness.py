@@ -1,0 +1,71 @@
+"""An engine with a policy as a model of the lm-eval harness (`pip install lm-eval`, which is not among our extras).
+
+    from lm_eval import simple_evaluate
+    simple_evaluate(model=Harness(LLM("smollm2"), "h2o:budget=50%"), tasks=["piqa"])
+
+What is not known here: tasks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lm_eval.api.model import LM
+
+from retain.engine.request import SamplingParams
+from retain.llm import LLM
+
+
+class Harness(LM):  # type: ignore[misc]
+    """Every request runs under the one policy; `batch` of them together."""
+
+    def __init__(self, llm: LLM, kv_policy: str | None = None, batch: int = 32):
+        super().__init__()
+        self.llm, self.kv_policy, self.batch = llm, kv_policy, batch
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        """Of each (context, continuation): log-probability, and whether greedy decoding would have given it."""
+        return self._score([self._pair(*r.args) for r in requests])
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        """Log-probabilities of whole texts, from their first token on; of a long one, its beginning."""
+        ids = [self.llm.encode(r.args[0])[: self.llm.context] for r in requests]
+        return [found for found, _ in self._score([(i[:1], i[1:] or i) for i in ids])]
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        """Texts, up to the strings that the task names."""
+        found: list[str] = []
+        for start in range(0, len(requests), self.batch):
+            group = [r.args for r in requests[start : start + self.batch]]
+            params = [
+                SamplingParams(
+                    max_tokens=options.get("max_gen_toks", 256),
+                    temperature=options.get("temperature", 0.0) if options.get("do_sample") else 0.0,
+                    stop=tuple(options.get("until", ())),
+                )
+                for _, options in group
+            ]
+            found += [a.text for a in self.llm.generate([text for text, _ in group], params, self.kv_policy)]
+        return found
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids; the blanks between go with the continuation, as tokenizers want it."""
+        stripped = context.rstrip()
+        prompt = self.llm.encode(stripped) if stripped else [next(iter(self.llm.tokenizer.stop_ids))]
+        answer = self.llm.tokenizer.encode(context[len(stripped) :] + continuation, ends=False)
+        return prompt[len(answer) - self.llm.context :], answer
+
+    def _score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        found = []
+        for start in range(0, len(pairs), self.batch):
+            group = pairs[start : start + self.batch]
+            likeliest: list[list[int]] = [[] for _ in group]
+            scores = self.llm.score(
+                [p for p, _ in group],
+                [a for _, a in group],
+                self.kv_policy,
+                lambda i, logits, likeliest=likeliest: likeliest[i].extend(logits.argmax(-1).tolist()),  # type: ignore[misc]
+            )
+            for (_, answer), logprobs, greedy in zip(group, scores, likeliest, strict=True):
+                found.append((sum(logprobs), greedy == answer))
+        return found

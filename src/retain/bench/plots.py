@@ -1,0 +1,85 @@
+"""Pictures, as PNG: quality against budget, and which tokens stay. What is not known here: how they were measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retain.bench.quality import FULL, Results, bootstrap
+from retain.config import Amount
+from retain.kv import policies
+from retain.kv.budget import Budget
+
+
+def pyplot() -> Any:
+    """matplotlib without a screen. Raises ValueError where it is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install 'retain[bench]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def lines(results: Results, out: Path) -> list[Path]:
+    """One picture for each metric: a line for each policy over its budgets, with the interval of its distance."""
+    plt, made = pyplot(), []
+    for metric in results.metrics:
+        whole, _ = results.values(FULL, metric)
+        curves: dict[str, list[tuple[float, float, float, float]]] = {}
+        for policy in results.rows:
+            parsed = policies.parse(policy)
+            a, b = results.values(policy, metric)
+            if len(a) and isinstance(parsed, Budget) and parsed.budget.tokens is None:
+                lo, hi = bootstrap(a - b)
+                name = policies.text(replace(parsed, budget=Amount(share=1))).replace("budget=100%", "").rstrip(":,")
+                curves.setdefault(name.replace(":,", ":"), []).append(
+                    (100 * parsed.budget.share, a.mean(), b.mean() + lo, b.mean() + hi)
+                )
+        if not curves:
+            continue
+        figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
+        for i, (name, points) in enumerate(curves.items()):
+            x, y, lo, hi = np.array(sorted(points)).T
+            axes.errorbar(x, y, (y - lo, hi - y), label=name, marker="osD^v<>pPX*h"[i % 12], markersize=4, capsize=2)
+        axes.axhline(whole.mean(), color="black", linestyle="--", linewidth=1, label=FULL)
+        axes.set(xlabel="budget, % of the prompt", ylabel=metric, title=results.task)
+        axes.legend(fontsize=7)
+        made.append(out / f"{results.task}-{metric.replace(' ', '-')}.png")
+        figure.savefig(made[-1], dpi=120)
+        plt.close(figure)
+    return made
+
+
+def kept(stays: dict[str, list[list[list[int]]]], prompt: int, out: Path) -> list[Path]:
+    """stays[policy][layer][head] = positions that are kept of a prompt of so many tokens: two pictures.
+
+    Layer by position (how many of the layer's heads keep it), and for the layer in the middle head by position.
+    """
+    plt, made = pyplot(), []
+    for title in ("layer", "head"):
+        size = (10, 1 + 1.6 * len(stays))
+        figure, axes = plt.subplots(len(stays), 1, figsize=size, constrained_layout=True, sharex=True, squeeze=False)
+        for (policy, layers), axis in zip(stays.items(), axes[:, 0], strict=True):
+            if title == "layer":
+                image = np.zeros((len(layers), prompt))
+                for i, heads in enumerate(layers):
+                    for positions in heads:
+                        image[i, positions] += 1 / len(heads)
+            else:
+                heads = layers[len(layers) // 2]
+                image = np.zeros((len(heads), prompt))
+                for g, positions in enumerate(heads):
+                    image[g, positions] = 1
+            axis.imshow(image, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0, vmax=1)
+            axis.set(ylabel=title, title=policy)
+        axes[-1, 0].set(xlabel="position")
+        made.append(out / f"kept-{title}.png")
+        figure.savefig(made[-1], dpi=120)
+        plt.close(figure)
+    return made

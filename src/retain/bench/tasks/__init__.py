@@ -1,0 +1,113 @@
+"""What `retain bench quality` asks a model. One task is one file here, found by its name.
+
+A file defines `METRICS`, {name: whether more is better}, `GROUP`, how many items are measured side by side, and
+
+    items(llm, data, n, longest) -> list    n questions out of the files of a folder, of at most so many tokens each
+    measure(llm, items, policy, full) -> (rows, memory)
+
+where rows are {metric: number} for every item, under a policy (its text). `full` is the memory that the same items left
+under the full cache; None when it is that cache's turn. What is not known here: which policies, tables, plots.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retain.config import Amount
+from retain.kv import policies
+from retain.kv.budget import Budget
+from retain.llm import LLM
+
+Row = dict[str, float]
+
+
+def names() -> list[str]:
+    """The tasks in this folder."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+
+
+def load(name: str) -> ModuleType:
+    """The task of that name. Raises ValueError."""
+    if name not in names():
+        raise ValueError(f"unknown task {name!r}: choose from {', '.join(names())}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def records(data: Path, name: str, n: int | None = None) -> list[dict[str, Any]]:
+    """The first n records of data/name.jsonl. Raises OSError or ValueError."""
+    path = data / f"{name}.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; --data names a folder with the files of this task")
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in islice(lines, n)]
+
+
+def ask(llm: LLM, text: str, instruction: str, cue: str) -> list[int]:
+    """Ids of a prompt about a text: a conversation, or where the model has no template the text and a cue."""
+    if llm.tokenizer.template is None:
+        return llm.encode(f"{text}\n\n{cue}")
+    return llm.tokenizer.encode_chat([{"role": "user", "content": f"{instruction}\n\n{text}"}])
+
+
+@dataclass(frozen=True)
+class Given:
+    """A prompt and the answer that is given, as ids. Percentages are of `whole` tokens; of the prompt where it is 0."""
+
+    prompt: list[int]
+    answer: list[int]
+    whole: int = 0
+
+
+def of_tokens(policy: str, whole: int) -> str:
+    """The policy with its percentage made one of so many tokens."""
+    parsed = policies.parse(policy)
+    if not whole or not isinstance(parsed, Budget):
+        return policy
+    return policies.text(replace(parsed, budget=Amount(tokens=parsed.budget.of(whole))))
+
+
+def force(
+    llm: LLM, items: list[Given], policy: str, full: list[Tensor] | None, compare: bool
+) -> tuple[list[Row], list[Tensor]]:
+    """Answers that are given: `loss` in nats a token, `exact` (1 where a greedy model would have given it).
+
+    With `compare` also the distance from the full cache's distributions, a token: `kl` in nats, `top1` as the share
+    of tokens where the likeliest is the same; memory holds those distributions.
+    """
+    likeliest: list[list[Tensor]] = [[] for _ in items]
+    kept: list[list[Tensor]] = [[] for _ in items]
+    kl, same, done = [0.0] * len(items), [0] * len(items), [0] * len(items)
+
+    def read(i: int, logits: Tensor) -> None:
+        likeliest[i].append(logits.argmax(-1))
+        if not compare:
+            return
+        log_p = logits.log_softmax(-1)  # [n, V]
+        if full is None:
+            kept[i].append(log_p.half())
+            return
+        want = full[i][done[i] : done[i] + len(log_p)].float()
+        done[i] += len(log_p)
+        kl[i] += float((want.exp() * (want - log_p)).sum())
+        same[i] += int((want.argmax(-1) == log_p.argmax(-1)).sum())
+
+    (whole,) = {item.whole for item in items}
+    found = llm.score([i.prompt for i in items], [i.answer for i in items], of_tokens(policy, whole), read)
+    rows = []
+    for i, (item, logprobs) in enumerate(zip(items, found, strict=True)):
+        n = len(item.answer)
+        row = {"loss": -sum(logprobs) / n, "exact": float(torch.cat(likeliest[i]).tolist() == item.answer)}
+        if compare:
+            row |= {"kl": kl[i] / n, "top1": 1.0 if full is None else same[i] / n}
+        rows.append(row)
+    return rows, [torch.cat(k) for k in kept if k]

@@ -1,0 +1,80 @@
+"""choice: COPA, PIQA and OpenBookQA, without examples and with five: the likeliest of the answers that are given.
+
+Prompts as the lm-eval harness writes them; an answer's likelihood is the sum over its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retain.bench.tasks import Row, records
+from retain.llm import LLM
+
+Record = dict[str, Any]
+SHOTS = (0, 5)
+GROUP = 12
+
+
+def copa(r: Record) -> tuple[str, list[str]]:
+    """Which is the cause, or the effect?"""
+    link = {"cause": "because", "effect": "therefore"}[r["question"]]
+    choices = [r["choice1"], r["choice2"]]
+    return f"{r['premise'].strip()[:-1]} {link}", [f" {c[0].lower()}{c[1:]}" for c in choices]
+
+
+def piqa(r: Record) -> tuple[str, list[str]]:
+    """Which way reaches the goal?"""
+    return f"Question: {r['goal']}\nAnswer:", [f" {r['sol1']}", f" {r['sol2']}"]
+
+
+def openbookqa(r: Record) -> tuple[str, list[str]]:
+    """Which ending is true?"""
+    return r["question_stem"], [f" {c}" for c in r["choices"]]
+
+
+SETS: dict[str, tuple[str, Callable[[Record], tuple[str, list[str]]]]] = {
+    "copa": ("copa", copa),
+    "piqa": ("piqa_valid", piqa),
+    "openbookqa": ("openbookqa", openbookqa),
+}
+METRICS = {f"{name}-{shots}": True for name in SETS for shots in SHOTS}
+
+
+@dataclass(frozen=True)
+class Question:
+    """`metric` says of which set it is and with how many examples."""
+
+    metric: str
+    prompt: list[int]
+    choices: list[list[int]]
+    label: int
+
+
+def items(llm: LLM, data: Path, n: int, longest: int) -> list[Question]:
+    """n questions: sets and numbers of examples in turn; the first five records are the examples."""
+    found = []
+    each = -(-n // len(METRICS))
+    made = {name: [SETS[name][1](r) for r in records(data, SETS[name][0], 5 + each)] for name in SETS}
+    labels = {name: [r["label"] for r in records(data, SETS[name][0], 5 + each)] for name in SETS}
+    for i in range(5, 5 + each):
+        for name in SETS:
+            for shots in SHOTS:
+                examples = [f"{made[name][j][0]}{made[name][j][1][labels[name][j]]}\n\n" for j in range(shots)]
+                prompt, choices = made[name][i]
+                ids = [llm.tokenizer.encode(c, ends=False) for c in choices]
+                found.append(Question(f"{name}-{shots}", llm.encode("".join(examples) + prompt), ids, labels[name][i]))
+    return found[:n]
+
+
+def measure(llm: LLM, items: list[Question], policy: str, full: Any) -> tuple[list[Row], None]:
+    """1 where the right answer is the likeliest, else 0."""
+    pairs = [(q.prompt, c) for q in items for c in q.choices]
+    sums = iter([sum(x) for x in llm.score([p for p, _ in pairs], [c for _, c in pairs], policy)])
+    rows = []
+    for q in items:
+        likely = [next(sums) for _ in q.choices]
+        rows.append({q.metric: float(likely.index(max(likely)) == q.label)})
+    return rows, None

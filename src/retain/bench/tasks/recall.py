@@ -1,0 +1,60 @@
+"""recall: facts hidden in essays: one sentence (the needle), a pass key, one of several keys.
+
+An answer counts where greedy decoding would have given it. Prompts are raw text that the answer goes on from.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from retain.bench.tasks import Given, Row, force, records
+from retain.llm import LLM
+
+METRICS = {"needle": True, "passkey": True, "keys": True, "loss": False}
+GROUP = 12
+KINDS = ("needle", "passkey", "keys")
+PEOPLE = ("Anna", "Bert", "Carla", "David", "Emma", "Frank", "Greta", "Henry")
+PLACES = ("museum", "library", "station", "harbour", "market", "theatre", "garden", "bakery")
+
+
+def items(llm: LLM, data: Path, n: int, longest: int) -> list[Given]:
+    """n questions, kinds in turn, in haystacks of about `longest` tokens; facts lie at even depths."""
+    essays = llm.encode("\n\n".join(r["text"] for r in records(data, "paul_graham_essays", 12)))
+    rng, found = random.Random(0), []
+    for i in range(n):
+        kind, depth = KINDS[i % 3], (i // 3 % 9 + 0.5) / 9
+        facts, question, answer = _puzzle(kind, rng)
+        room = max(longest - 30 * len(facts) - 40, 1)
+        start = rng.randrange(max(len(essays) - room, 1))
+        hay = llm.tokenizer.decode(essays[start : start + room]).split(". ")
+        for j, fact in enumerate(facts):
+            at = depth if len(facts) == 1 else (j + 0.5) / len(facts)
+            hay.insert(round(at * len(hay)), fact)
+        found.append(Given(llm.encode(". ".join(hay) + question), llm.tokenizer.encode(answer, ends=False)))
+    return found
+
+
+def _puzzle(kind: str, rng: random.Random) -> tuple[list[str], str, str]:
+    """Facts to hide, the beginning of the answer, and its rest."""
+    number = str(rng.randrange(10_000, 100_000))
+    if kind == "passkey":
+        fact = f"The pass key is {number}. Remember it. {number} is the pass key"
+        return [fact], "\n\nWhat is the pass key? The pass key is", f" {number}"
+    if kind == "needle":
+        who, place = rng.choice(PEOPLE), rng.choice(PLACES)
+        return (
+            [f"{who} hid the silver coin behind the {place}"],
+            f"\n\n{who} hid the silver coin behind the",
+            f" {place}",
+        )
+    numbers = {who: str(rng.randrange(10_000, 100_000)) for who in PEOPLE[:4]}
+    who = rng.choice(list(numbers))
+    return [f"The key of {w} is {k}" for w, k in numbers.items()], f"\n\nThe key of {who} is", f" {numbers[who]}"
+
+
+def measure(llm: LLM, items: list[Given], policy: str, full: Any) -> tuple[list[Row], Any]:
+    """Whether the answer would have been given, by kind, and its loss."""
+    rows, memory = force(llm, items, policy, full, compare=False)
+    return [{KINDS[i % 3]: row["exact"], "loss": row["loss"]} for i, row in enumerate(rows)], memory
