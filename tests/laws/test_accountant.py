@@ -59,6 +59,7 @@ class Schedule(RuleBasedStateMachine):
                 "sinks:budget=30%",
                 "h2o:budget=12,prefill=stream,chunk=9",
                 "h2o:budget=30%,share=all",
+                "reread:budget=30%,share=layer,rereads=20",
             ]
         ),
         temperature=st.sampled_from([0.0, 1.0]),
@@ -107,9 +108,10 @@ class Schedule(RuleBasedStateMachine):
         for _ in range(20_000):
             if not self.engine.busy:
                 break
-            before = {r.id: r.computed for r in self.engine.scheduler.running}
+            before = {r.id: (r.computed, r.reread) for r in self.engine.scheduler.running}
             ready = self.engine.step()
-            assert ready or {r.id: r.computed for r in self.engine.scheduler.running} != before  # something was paid
+            after = {r.id: (r.computed, r.reread) for r in self.engine.scheduler.running}
+            assert ready or after != before  # something was paid
         assert not self.engine.busy
         assert all(len(r.answer) == r.max_tokens for r in self.requests if r.why is Why.LENGTH)
         assert all(r.why in (Why.LENGTH, Why.CANCELLED) for r in self.requests)

@@ -59,6 +59,8 @@ class Lists:
 
     def leaves(self, x: Tensor, at: Tensor, layer: int, h: int, p: int) -> Tensor:
         """What a query at p with scores x leaves on the tokens at these positions."""
+        if self.rank == "reread" and p < self.prompt and "mix" not in self.chosen:
+            return torch.zeros_like(x)
         if self.rank == "snapkv" and p < self.prompt - self.chosen["queries"]:
             return torch.zeros_like(x)
         if self.rank != "keyformer":
@@ -108,7 +110,7 @@ class Lists:
         before = {h: list(self.kept[h[0]][h[1]]) for h in heads}
         begins = now == self.prompt - 1 and len(before[heads[0]]) > self.budget
         due = begins or now < self.prompt - 1 or now == self.due
-        if not due or len(before[heads[0]]) <= self.budget:
+        if not due or sum(map(len, before.values())) <= self.budget * len(heads):
             return
         free = {h: [j for j, e in enumerate(before[h]) if self.sinks <= e[0] <= now - self.recent] for h in heads}
         scored = {h: self.scores(*h, free[h]) for h in heads}
@@ -131,6 +133,15 @@ class Lists:
             self.kept[h[0]][h[1]] = [e for j, e in enumerate(before[h]) if j not in lowest]
         self.due = now + self.interval
 
+    def read_again(self, prompt: list[int], n: int) -> None:
+        """The prompt's tokens follow it, n at a time, and are forgotten."""
+        for i in range(0, self.prompt, n):
+            self.pos = torch.arange(self.prompt, self.prompt + len(prompt[i : i + n]))
+            self.model.forward(torch.tensor(prompt[i : i + n]), self.pos, self.attend)
+            for heads in self.kept:
+                for kept in heads:
+                    kept[:] = kept[: self.prompt]
+
     @torch.inference_mode()
     def generate(self, prompt: list[int], n: int, expected: int, seed: int) -> list[int]:
         tokens, self.prompt, self.expected, self.seed = list(prompt), len(prompt), expected, seed
@@ -144,6 +155,8 @@ class Lists:
             self.pos = torch.arange(len(tokens) - len(fresh), len(tokens))
             x = self.model.forward(torch.tensor(fresh), self.pos, self.attend)
             fresh = [int(self.model.logits(x[-1:]).argmax())]
+            if len(tokens) == self.prompt and self.rank == "reread":
+                self.read_again(tokens, self.chosen["rereads"])
             self.forget(len(tokens) - 1)
             tokens += fresh
         return tokens[self.prompt :]
@@ -174,6 +187,11 @@ CASES: dict[str, dict[str, Any]] = {
     "keyformer:budget=40,interval=5,redraw=once": {"rank": "keyformer", "anew": 0, "interval": 5},
     "tova:budget=40,interval=1": {"rank": "tova"},
     "snapkv:budget=40,interval=4,queries=16": {"rank": "snapkv", "queries": 16, "interval": 4},
+    "reread:budget=40,interval=3,rereads=30": {"rank": "reread", "interval": 3, "rereads": 30},
+    "reread:budget=40,interval=3,share=all,mix=h2o,value=norm": {
+        **{"rank": "reread", "interval": 3, "rereads": 1024},
+        **{"share": "all", "mix": 1, "value": 1},
+    },
     "knorm:budget=40,interval=3": {"rank": "knorm", "interval": 3},
     "keydiff:budget=40,interval=3": {"rank": "keydiff", "interval": 3},
     "knorm:budget=40,interval=3,share=all": {"rank": "knorm", "interval": 3, "share": "all"},

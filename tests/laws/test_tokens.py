@@ -18,7 +18,9 @@ BACKENDS = [n for n in kernels.names() if kernels.load_module(n).available() is 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", ["full", "ring:window=24", "h2o:budget=40,prefill=stream,chunk=30"])
+@pytest.mark.parametrize(
+    "policy", ["full", "ring:window=24", "h2o:budget=40,prefill=stream,chunk=30", "reread:budget=50,rereads=40"]
+)
 def test_chunk_size_changes_no_token(family, policy):
     prompt = prompts(1, seed=3)[0] + prompts(1, seed=4)[0]
     whole = alone(family, prompt, policy=policy, step_tokens=400)
@@ -47,7 +49,13 @@ def test_sixty_four_requests_with_preemption(family, pages):
 
 
 @pytest.mark.parametrize(
-    "policy", ["h2o:budget=40,interval=5", "keyformer:budget=30%", "tova:budget=9,prefill=stream,chunk=20"]
+    "policy",
+    [
+        "h2o:budget=40,interval=5",
+        "keyformer:budget=30%",
+        "reread:budget=30%,rereads=40",
+        "tova:budget=9,prefill=stream,chunk=20",
+    ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 def test_who_was_preempted_forgets_again_as_it_did(family, policy):

@@ -125,13 +125,13 @@ def table(results: Results) -> str:
     width = max(map(len, results.rows))
     found = {(s["policy"], s["metric"]): s for s in results.summary()}
     used = [m for m in results.metrics if (FULL, m) in found]
-    lines = [f"{results.task:{width}}  " + "  ".join(f"{m:>26}" for m in used)]
+    lines = [f"{results.task:{width}}  " + "  ".join(f"{m:>34}" for m in used)]
     for policy in results.rows:
         cells = []
         for metric in used:
             s = found[policy, metric]
             lo, hi = s["interval"]
             off = "" if policy == FULL else f" {s['less_full']:+.3f} [{lo:+.3f}, {hi:+.3f}]"
-            cells.append(f"{s['mean']:.3f}{off}".rjust(26))
+            cells.append(f"{s['mean']:.3f}{off}".rjust(34))
         lines.append(f"{policy:{width}}  " + "  ".join(cells))
     return "\n".join(lines)

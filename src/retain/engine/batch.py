@@ -35,11 +35,11 @@ class Batch:
 
 def collect(shares: Sequence[Share], cache: Cache) -> Batch:
     """The batch of these shares; their pages must be owned already (the scheduler sees to it)."""
-    ids = [t for s in shares for t in s.request.tokens[s.request.computed : s.request.computed + s.n]]
+    ids = [t for s in shares for t in s.request.fresh(s.n)]
     counts = np.array([s.n for s in shares], np.int32)
     starts = np.concatenate(([0], counts.cumsum(dtype=np.int32))).astype(np.int32)  # [B + 1]
     rows = np.array([s.request.row for s in shares], np.int32)  # [B]
-    first = np.array([s.request.computed for s in shares], np.int32)
+    first = np.array([s.request.position for s in shares], np.int32)
     pos = np.arange(len(ids), dtype=np.int32) + np.repeat(first - starts[:-1], counts)  # [T]
     split = [s.request.wanted(s.n) for s in shares]
     wanted = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), split, strict=True)]

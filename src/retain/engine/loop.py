@@ -25,6 +25,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError when it could never fit."""
+        request.policy = self.cache.heeded(request.policy)
         self.scheduler.add(request)
 
     def step(self) -> list[Request]:
@@ -34,12 +35,9 @@ class Engine:
             return []
         batch = collect(shares, self.cache)
         logits = self.runner.forward(batch)  # [N, V]
+        ready = [s.request for s in shares if s.request.draws(s.n)]
+        last = [end - 1 for s, end in zip(shares, accumulate(batch.split), strict=True) if s.request.draws(s.n)]
         self._settle(shares, torch.split(logits, batch.split))
-        ready, last = [], []
-        for share, end in zip(shares, accumulate(batch.split), strict=True):
-            if not share.request.owed:
-                ready.append(share.request)
-                last.append(end - 1)
         logits = logits if len(last) == len(logits) else logits[last]
         for request, (token, logprob) in zip(ready, sample(logits, ready), strict=True):
             request.push(token, logprob)
@@ -62,11 +60,15 @@ class Engine:
         """Book what was paid, and show logits to who reads them."""
         for share, rows in zip(shares, logits, strict=True):
             request = share.request
-            request.computed += share.n
-            if request.row is not None:
-                self.cache.settle(request.row, request.computed, request.owed)
             if request.reader and len(rows):
                 request.reader(rows)
+            before = request.rereads
+            request.pay(share.n)
+            assert request.row is not None
+            if before and (request.reread % before == 0 or not request.rereads):
+                self.cache.rewind(request.row, request.computed)
+            if not request.rereads:
+                self.cache.settle(request.row, request.computed, request.owed)
 
     def _end(self, request: Request) -> None:
         if request.row is not None:

@@ -16,6 +16,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from retain.kv.budget import Budget
 from retain.kv.policies import Policy
 
 Watcher = Callable[[int], bool]  # told every new token; True ends the request
@@ -111,11 +112,13 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     watcher: Watcher | None = None
     given: list[int] = field(default_factory=list)
+    context: int = 2**30  # positions that there are
     reader: Reader | None = None
 
     id: int = field(default_factory=itertools.count().__next__)
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
+    reread: int = 0  # tokens of the prompt that were read again; their slots are forgotten
     row: int | None = None  # of the cache, while it runs
     why: Why | None = None
     logprobs: list[Logprob] = field(default_factory=list)
@@ -132,21 +135,53 @@ class Request:
         self.generator = torch.Generator()
         self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
 
+    def draws(self, n: int) -> bool:
+        """Whether its next token can be drawn when n are computed."""
+        return n == self.owed and not self.rereads
+
     @property
     def noise_seed(self) -> int:
         """What a policy's noise is drawn from, 31 bits."""
         return self.generator.initial_seed() & 0x7FFFFFFF
 
     @property
+    def rereads(self) -> int:
+        """How many tokens of the prompt are read again at a time; 0 where none are, or no more."""
+        policy, P = self.policy, len(self.prompt)
+        if not isinstance(policy, Budget) or self.computed != P or self.reread == P or P <= policy.size:
+            return 0
+        return min(policy.rereads, self.context - P)
+
+    @property
     def owed(self) -> int:
-        """Tokens that have no slots yet."""
-        return len(self.tokens) - self.computed
+        """Tokens to be computed before the next one can be drawn."""
+        return len(self.prompt) - self.reread if self.rereads else len(self.tokens) - self.computed
+
+    @property
+    def position(self) -> int:
+        """Of the next fresh token."""
+        return self.computed + (self.reread % self.rereads if self.rereads else 0)
+
+    def fresh(self, n: int) -> list[int]:
+        """The next n tokens to compute."""
+        if self.rereads:
+            return self.prompt[self.reread : self.reread + n]
+        return self.tokens[self.computed : self.computed + n]
+
+    def pay(self, n: int) -> None:
+        """So many are computed."""
+        if self.rereads:
+            self.reread += n
+        else:
+            self.computed += n
 
     def wanted(self, n: int) -> int:
         """Of how many of its next n fresh tokens, the last ones, logits are wanted."""
+        if self.rereads:
+            return 0
         if self.reader:
             return min(n, max(self.computed + n - len(self.prompt) + 1, 0))
-        return int(n == self.owed)
+        return int(self.draws(n))
 
     @property
     def answer(self) -> list[int]:

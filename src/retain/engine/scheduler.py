@@ -68,8 +68,8 @@ class Scheduler:
         while left and (request := next(turn, None)):
             if request.row is None:
                 continue  # preempted by an older one a moment ago
-            n = min(request.owed, left, self.purse.stretch(request.row, request.computed))
-            if self._make_room(request, request.computed + n):
+            n = min(request.owed, left, self._stretch(request))
+            if self._make_room(request, request.position + n):
                 shares.append(Share(request, n))
                 left -= n
         return [s for s in shares if s.request.row is not None]
@@ -90,6 +90,13 @@ class Scheduler:
         cost = self.purse.cost(request.policy, len(request.tokens), request.owed)
         return self.purse.free_rows > 0 and cost + spare <= self.purse.free_pages
 
+    def _stretch(self, request: Request) -> int:
+        """How many tokens it may pay at once: none past a moment of forgetting."""
+        assert request.row is not None
+        if request.rereads:
+            return request.rereads - request.reread % request.rereads
+        return self.purse.stretch(request.row, request.computed)
+
     def _make_room(self, request: Request, upto: int) -> bool:
         """Pages for `request` up to a position, taken from younger ones where there are no others."""
         assert request.row is not None
@@ -103,7 +110,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Back to the queue, without pages; its tokens will be computed again."""
         self._leave(request)
-        request.computed = 0
+        request.computed = request.reread = 0
         request.preempted += 1
         bisect.insort(self.waiting, request, key=lambda r: r.id)
 

@@ -53,6 +53,7 @@ class Budget:
 
     window = None  # nothing is known in closed form
     per_query = False  # whether query heads must be told apart
+    rereads = 0  # tokens of the prompt that are read again at a time, before the budget begins
 
     def __post_init__(self) -> None:
         if self.interval < 1 or self.sinks < 0 or self.chunk < 1:
@@ -90,7 +91,7 @@ class Budget:
         """
         if self.prompt <= self.size:
             return self.slots
-        whole = self.prompt + self.interval
+        whole = self.prompt + max(self.interval, min(self.rereads, self.prompt))
         return whole if self.prefill == "exact" else min(whole, self.size + max(self.chunk, self.interval))
 
     def due(self, computed: int) -> int:

@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels import NO_WINDOW, Tables, page_bytes
+from retain.kv import policies
 from retain.kv.budget import Budget
-from retain.kv.forget import Keeper, compact, punch
+from retain.kv.forget import Keeper
 from retain.kv.policies import Policy
 from retain.kv.pool import Pool
 
@@ -98,6 +99,10 @@ class Cache:
         bound = policy.window or NO_WINDOW
         return np.array([min(w or NO_WINDOW, bound) for w in self.shape.windows], np.int32)
 
+    def heeded(self, policy: Policy) -> Policy:
+        """The policy; or full, where every layer slides: those are rings whatever it says."""
+        return policy if None in self.shape.windows else policies.parse("full")
+
     def capacities(self, windows: Ints, fresh: int) -> Ints:
         """Slots that a head of each layer may own when `fresh` tokens are written at a time. [L]."""
         S = self.page_size
@@ -109,8 +114,9 @@ class Cache:
         windows = self.windows(policy)
         slots = np.minimum(length, self.capacities(windows, min(owed, self.step_tokens)))
         if isinstance(policy, Budget):  # the whole prompt for a moment
-            most = np.minimum(length + policy.interval, policy.slots_of_prompt)
-            slots = np.where(windows == NO_WINDOW, most, slots)
+            sees_all, copies = windows == NO_WINDOW, 1 + (policy.rereads > 0)
+            most = np.minimum(length + max(policy.interval, policy.rereads), policy.slots_of_prompt)
+            slots = np.where(sees_all, most, slots * copies)
         return int((-(-slots // self.page_size)).sum()) * self.shape.kv_heads
 
     @property
@@ -139,9 +145,10 @@ class Cache:
         self.settled[row] = False
         self.spare[row] = 0
         layers = np.flatnonzero(self.window[row] == NO_WINDOW).astype(np.int32)
-        if isinstance(policy, Budget) and len(layers):
-            sizes = np.full((len(layers), self.shape.kv_heads), policy.size, np.int32)
-            self.keepers[row] = Keeper(policy, layers, policy.due(0), sizes)
+        if isinstance(policy, Budget):
+            self.keepers[row] = Keeper(
+                policy, layers, self.kv, self.backend, self.pool, self.pages[row], self.counts[row]
+            )
             self.capacity[row, layers] = policy.slots_of_prompt
             streams = policy.prefill == "stream" and policy.prompt > policy.size
             self.spare[row, layers] = UNBOUNDED if streams else policy.interval  # all at once: chunks come into holes
@@ -153,7 +160,10 @@ class Cache:
         return keeper.due - computed if keeper else UNBOUNDED
 
     def grow(self, row: int, upto: int) -> bool:
-        """Own the pages for all positions below `upto`. False, and nothing taken, when the pool has too few."""
+        """Own the pages for all positions below `upto`. False, and none taken for them, when the pool has too few."""
+        keeper = self.keepers.get(row)
+        if keeper and keeper.tries(upto) and not keeper.save():
+            return False
         if upto <= self.paid[row]:
             return True
         S = self.page_size
@@ -193,8 +203,9 @@ class Cache:
         """So many tokens are computed, so many more owed. Budgets forget what is over them. Where nothing is owed, one
         token a step will follow: rings shrink to their window and give the rest back.
         """
-        if keeper := self.keepers.get(row):
-            self._forget(row, keeper, computed)
+        keeper = self.keepers.get(row)
+        if keeper and keeper.forget(computed):
+            self.capacity[row, keeper.layers] = 1  # where its tokens go is no closed form
         if owed or self.settled[row]:
             return
         self.settled[row] = True
@@ -216,6 +227,10 @@ class Cache:
         if given:
             self.pool.give(np.concatenate(given))
 
+    def rewind(self, row: int, computed: int) -> None:
+        """Everything from position `computed` on was only tried."""
+        self.keepers[row].rewind(computed)
+
     def owned(self, row: int) -> list[int]:
         """For each layer the slots that one head of the row owns now, at most."""
         return [int(n) for n in self.counts[row].max(axis=1) * self.page_size]
@@ -223,50 +238,10 @@ class Cache:
     def close(self, row: int) -> list[int]:
         """Give every page of the row back, and the row. Returns for each layer the most slots that one head owned."""
         self.pool.give(self._held([row]))
-        self.keepers.pop(row, None)
+        self.keepers.pop(row, None)  # after its saved pages were given
         self.counts[row] = 0
         self.rows.append(row)
         return [int(n) for n in self.peaks[row].max(axis=1) * self.page_size]
-
-    def _forget(self, row: int, keeper: Keeper, computed: int) -> None:
-        """At the end of the prompt the budget begins; then its spare slots fill and are emptied, again and again."""
-        policy = keeper.policy
-        if computed < keeper.due:
-            return
-        keeper.due = policy.due(computed)
-        if computed < policy.prompt:  # a streamed chunk
-            owned = self.counts[row, keeper.layers] * np.int32(self.page_size)
-            self._punch(row, keeper, computed, owned, int(owned.min()) - policy.size)
-        elif computed > policy.prompt:
-            self._punch(row, keeper, computed, keeper.sizes + np.int32(policy.interval), policy.interval)
-        elif computed > policy.size:
-            pages = self._looked_at(row, keeper)
-            keeper.sizes, keeper.holes = compact(self.kv, self.backend, pages, policy, computed - 1)
-            keeper.since = computed
-            self._keep(row, keeper, -(-(keeper.sizes + policy.interval) // self.page_size))
-
-    def _punch(self, row: int, keeper: Keeper, computed: int, used: Ints, n: int) -> None:
-        """Holes for the next tokens."""
-        pages = self._looked_at(row, keeper)
-        keeper.holes = punch(self.kv, self.backend, pages, keeper.policy, computed - 1, used, n)
-        keeper.since = computed
-
-    def _looked_at(self, row: int, keeper: Keeper) -> Ints:
-        """The tables [M, G, n] of the layers that a policy looks at; what they do not own is the trash page."""
-        counts = self.counts[row, keeper.layers][..., None]
-        j = np.arange(counts.max())
-        looked: Ints = np.where(j < counts, self.pages[row, keeper.layers][:, :, : len(j)], 0)
-        return looked
-
-    def _keep(self, row: int, keeper: Keeper, counts: Ints) -> None:
-        """Give back all but the first `counts` [M, G] pages; such a layer never grows again."""
-        layers = keeper.layers
-        pages, j = self._looked_at(row, keeper), np.arange(self.counts[row, layers].max())
-        over = (j >= counts[..., None]) & (j < self.counts[row, layers][..., None])
-        self.pool.give(pages[over])
-        self.counts[row, layers] = counts
-        self.capacity[row, layers] = 1  # where its tokens go is no closed form
-        self.paid[row] = UNBOUNDED if len(layers) == len(self.counts[row]) else self.paid[row]
 
     # ---- what the kernels read -----------------------------------------------------------------------------------
 
@@ -283,5 +258,6 @@ class Cache:
     def _held(self, rows: Sequence[int] | set[int]) -> Ints:
         r = np.array(sorted(rows), np.int64)
         owned = np.arange(self.pages.shape[3]) < self.counts[r][..., None]
-        held: Ints = self.pages[r][owned]
+        saved = [k.saved[1] for row, k in self.keepers.items() if row in rows and k.saved]
+        held: Ints = np.concatenate([self.pages[r][owned], *saved])
         return held

@@ -1,8 +1,10 @@
-"""Which slots stay, for policies that have to look (kv/budget.py). What is not known here: who owns pages."""
+"""Budgets carried out: a `Keeper` makes one row forget what its policy (kv/budget.py) values least.
+
+What is not known here: other rows, rings, who is scheduled.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -12,25 +14,11 @@ from torch import Tensor
 
 from retain.kernels import KV
 from retain.kv.budget import Budget
+from retain.kv.pool import Pool
 from retain.kv.view import View
 
 Ints = NDArray[np.int32]
 PROTECTED = 2**32  # in the place of a priority; above all of them
-
-
-@dataclass
-class Keeper:
-    """The state of one row: `layers` forget as `policy` says, next when `due` tokens are computed.
-
-    Where there are holes, fresh tokens come into them: that at position `since` + i into holes[..., i].
-    """
-
-    policy: Budget
-    layers: Ints  # [M]
-    due: int
-    sizes: Ints  # [M, G]: tokens that each head keeps
-    since: int = 0
-    holes: Ints | None = None  # slots [M, G, n]
 
 
 def view(kv: KV, backend: ModuleType, pages: Ints, now: int) -> View:
@@ -100,3 +88,101 @@ def compact(kv: KV, backend: ModuleType, pages: Ints, policy: Budget, now: int) 
     kv.pos.view(-1)[left.flatten(2)[behind].long()] = -1
     spare = sizes[..., None] + torch.arange(policy.interval)
     return sizes.numpy().astype(np.int32), slots(pages, spare, S).numpy()
+
+
+class Keeper:
+    """One row, whose `layers` [M] forget as its policy says, next when `due` tokens are computed.
+
+    `pages` and `counts` are the row's own tables, [L, G, n] and [L, G]: what changes here changes there. Where there
+    are `holes` [M, G, n], fresh tokens come into them: that at position `since` + i into holes[..., i].
+    """
+
+    def __init__(
+        self, policy: Budget, layers: Ints, kv: KV, backend: ModuleType, pool: Pool, pages: Ints, counts: Ints
+    ):
+        self.policy, self.layers = policy, layers
+        self.kv, self.backend, self.pool, self.pages, self.counts = kv, backend, pool, pages, counts
+        self.due = policy.due(0)
+        self.sizes: Ints = np.full((len(layers), counts.shape[1]), policy.size, np.int32)  # tokens of each head
+        self.since = 0
+        self.holes: Ints | None = None
+        self.saved: tuple[Ints, Ints] | None = None  # pages of rings, and copies of what they held
+
+    def forget(self, computed: int) -> bool:
+        """At the end of the prompt the budget begins; then its spare slots fill and are emptied, again and again.
+
+        Whether pages were given back; such a row's layers never grow again.
+        """
+        policy, begins = self.policy, False
+        if computed < self.due:
+            return False
+        self.due = policy.due(computed)
+        if computed < policy.prompt:  # a streamed chunk
+            owned = self.counts[self.layers] * np.int32(self.kv.page_size)
+            self._punch(computed, owned, int(owned.min()) - policy.size)
+        elif computed > policy.prompt:
+            self._punch(computed, self.sizes + np.int32(policy.interval), policy.interval)
+        elif begins := computed > policy.size:
+            if self.saved:
+                self.pool.give(self.saved[1])
+                self.saved = None
+            self.sizes, self.holes = compact(self.kv, self.backend, self._tables(), policy, computed - 1)
+            self.since = computed
+            self._keep(-(-(self.sizes + policy.interval) // self.kv.page_size))
+        return begins
+
+    def tries(self, upto: int) -> bool:
+        """Whether growing so far begins to read the prompt again."""
+        policy = self.policy
+        over = policy.rereads > 0 and policy.prompt > policy.size
+        return over and self.due == policy.prompt < upto and not self.saved
+
+    def save(self) -> bool:
+        """What follows is only tried: remember what rings hold. False when there are no pages for it."""
+        pages = self._rings()
+        if len(pages) > self.pool.free:
+            return False
+        self.saved = pages, self.pool.take(len(pages))
+        self.backend.copy(self.kv, *map(_long, self.saved))
+        return True
+
+    def rewind(self, computed: int) -> None:
+        """Everything from position `computed` on was only tried: it is holes again, and rings are what they were."""
+        assert self.saved
+        tried = _long(self.pages[self._owned()])
+        pos = self.kv.pos[tried]
+        self.kv.pos[tried] = pos.masked_fill_(pos >= computed, -1)
+        self.backend.copy(self.kv, *map(_long, reversed(self.saved)))
+
+    def _punch(self, computed: int, used: Ints, n: int) -> None:
+        """Holes for the next tokens."""
+        self.holes = punch(self.kv, self.backend, self._tables(), self.policy, computed - 1, used, n)
+        self.since = computed
+
+    def _owned(self) -> NDArray[np.bool_]:
+        """Which entries of the row's tables are pages, [L, G, n]."""
+        mine: NDArray[np.bool_] = np.arange(self.pages.shape[-1]) < self.counts[..., None]
+        return mine
+
+    def _tables(self) -> Ints:
+        """Those of the layers, [M, G, n]; what they do not own is the trash page."""
+        n = int(self.counts[self.layers].max())
+        tables: Ints = np.where(self._owned(), self.pages, 0)[self.layers, :, :n]
+        return tables
+
+    def _rings(self) -> Ints:
+        """All pages of the other layers."""
+        others = np.ones(len(self.pages), bool)
+        others[self.layers] = False
+        rings: Ints = self.pages[self._owned() & others[:, None, None]]
+        return rings
+
+    def _keep(self, counts: Ints) -> None:
+        """Give back all but the first `counts` [M, G] pages of each head."""
+        over = self._owned()[self.layers] & (np.arange(self.pages.shape[-1]) >= counts[..., None])
+        self.pool.give(self.pages[self.layers][over])
+        self.counts[self.layers] = counts
+
+
+def _long(pages: Ints) -> Tensor:
+    return torch.from_numpy(pages).long()

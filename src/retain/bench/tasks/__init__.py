@@ -61,11 +61,16 @@ def ask(llm: LLM, text: str, instruction: str, cue: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Given:
-    """A prompt and the answer that is given, as ids. Percentages are of `whole` tokens; of the prompt where it is 0."""
+    """A prompt and the answer that is given, as ids.
+
+    Percentages are of `whole` tokens; of the prompt where it is 0. The last `counts` of the answer count, all where it
+    is 0: its first token is drawn before anything is forgotten.
+    """
 
     prompt: list[int]
     answer: list[int]
     whole: int = 0
+    counts: int = 0
 
 
 def of_tokens(policy: str, whole: int) -> str:
@@ -106,7 +111,9 @@ def force(
     rows = []
     for i, (item, logprobs) in enumerate(zip(items, found, strict=True)):
         n = len(item.answer)
-        row = {"loss": -sum(logprobs) / n, "exact": float(torch.cat(likeliest[i]).tolist() == item.answer)}
+        tail = n - (item.counts or n)
+        said = torch.cat(likeliest[i]).tolist()[tail:] == item.answer[tail:]
+        row = {"loss": -sum(logprobs[tail:]) / (n - tail), "exact": float(said)}
         if compare:
             row |= {"kl": kl[i] / n, "top1": 1.0 if full is None else same[i] / n}
         rows.append(row)

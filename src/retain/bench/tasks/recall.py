@@ -1,6 +1,6 @@
 """recall: facts hidden in essays: one sentence (the needle), a pass key, one of several keys.
 
-An answer counts where greedy decoding would have given it. Prompts are raw text that the answer goes on from.
+An answer counts where greedy decoding would have given it, once it has begun. Prompts are raw text.
 """
 
 from __future__ import annotations
@@ -25,33 +25,38 @@ def items(llm: LLM, data: Path, n: int, longest: int) -> list[Given]:
     rng, found = random.Random(0), []
     for i in range(n):
         kind, depth = KINDS[i % 3], (i // 3 % 9 + 0.5) / 9
-        facts, question, answer = _puzzle(kind, rng)
+        facts, question, answer, told = _puzzle(kind, rng)
         room = max(longest - 30 * len(facts) - 40, 1)
         start = rng.randrange(max(len(essays) - room, 1))
         hay = llm.tokenizer.decode(essays[start : start + room]).split(". ")
         for j, fact in enumerate(facts):
             at = depth if len(facts) == 1 else (j + 0.5) / len(facts)
             hay.insert(round(at * len(hay)), fact)
-        found.append(Given(llm.encode(". ".join(hay) + question), llm.tokenizer.encode(answer, ends=False)))
+        answer_ids, told_ids = (llm.tokenizer.encode(text, ends=False) for text in (answer, told))
+        prompt = llm.encode(". ".join(hay) + f".\n\n{question}\n")
+        found.append(Given(prompt, answer_ids + told_ids, counts=len(told_ids)))
     return found
 
 
-def _puzzle(kind: str, rng: random.Random) -> tuple[list[str], str, str]:
-    """Facts to hide, the beginning of the answer, and its rest."""
+def _puzzle(kind: str, rng: random.Random) -> tuple[list[str], str, str, str]:
+    """Facts to hide, a question, how its answer begins, and what has to be known."""
     number = str(rng.randrange(10_000, 100_000))
     if kind == "passkey":
         fact = f"The pass key is {number}. Remember it. {number} is the pass key"
-        return [fact], "\n\nWhat is the pass key? The pass key is", f" {number}"
+        return [fact], "What is the pass key?", "The pass key is", f" {number}"
     if kind == "needle":
         who, place = rng.choice(PEOPLE), rng.choice(PLACES)
-        return (
-            [f"{who} hid the silver coin behind the {place}"],
-            f"\n\n{who} hid the silver coin behind the",
-            f" {place}",
-        )
+        begun = f"{who} hid the silver coin behind the"
+        return [f"{begun} {place}"], f"Where did {who} hide the silver coin?", begun, f" {place}"
     numbers = {who: str(rng.randrange(10_000, 100_000)) for who in PEOPLE[:4]}
     who = rng.choice(list(numbers))
-    return [f"The key of {w} is {k}" for w, k in numbers.items()], f"\n\nThe key of {who} is", f" {numbers[who]}"
+    begun = f"The key of {who} is"
+    return (
+        [f"The key of {w} is {k}" for w, k in numbers.items()],
+        f"What is the key of {who}?",
+        begun,
+        f" {numbers[who]}",
+    )
 
 
 def measure(llm: LLM, items: list[Given], policy: str, full: Any) -> tuple[list[Row], Any]:
