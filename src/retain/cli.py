@@ -94,6 +94,7 @@ def parser() -> Parser:
     quality.add_argument("--items", type=int, metavar="N", default=20, help="of each task (default 20)")
     quality.add_argument("--longest", type=int, metavar="N", default=900, help="tokens of a prompt (default 900)")
     quality.add_argument("--out", metavar="DIR", help="write every number as JSON, and plots as PNG")
+    quality.add_argument("--kept", action="store_true", help="with --out: pictures of the tokens that stay")
     quality.add_argument("--json", action="store_true", help="a JSON line for each policy and metric")
     return top
 
@@ -182,23 +183,25 @@ def quality(args: argparse.Namespace) -> int:
 
     if hasattr(args, "kv_policy"):
         raise ValueError("--kv-policy is one policy: name those to compare by --policies")
+    if args.kept and not args.out:
+        raise ValueError("--kept draws pictures: say where by --out")
     names = tasks.names() if args.tasks == "all" else [t.strip() for t in args.tasks.split(",")]
-    for name in names:
-        tasks.load(name)
-    chosen_ones = bench.choose(args.policies, args.budgets)
-    if out := Path(args.out) if args.out else None:
+    asked = bench.Asked([tasks.load(n) for n in names], Path(args.data), args.items, args.longest)
+    policies = bench.choose(args.policies, args.budgets)
+    out = Path(args.out) if args.out else None
+    if out:
         plots.pyplot()
         out.mkdir(parents=True, exist_ok=True)
-    args.kv_policy = bench.engine_policy(chosen_ones)
+    args.kv_policy = bench.engine_policy(policies)
     llm, _ = load(args)
-    for results in bench.run(llm, names, chosen_ones, Path(args.data), args.items, args.longest, out):
-        if args.json:
-            for line in results.summary():
-                print(json.dumps(line), flush=True)
-        else:
-            print(bench.table(results), flush=True)
+    for results in bench.run(llm, asked, policies, out):
+        lines = map(json.dumps, results.summary()) if args.json else [bench.table(results)]
+        print("\n".join(lines), flush=True)
         if out:
             plots.lines(results, out)
+    if out and args.kept:
+        prompt = asked.example(llm)
+        plots.kept({p: llm.kept(prompt, p) for p in policies}, len(prompt), out)
     return 0
 
 

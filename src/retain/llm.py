@@ -147,6 +147,18 @@ class LLM:
         self._run(asked)
         return found
 
+    def kept(self, prompt: Prompt, kv_policy: str | None = None) -> list[list[list[int]]]:
+        """Which positions of a prompt every layer and head keeps: [L][G], each in order. Raises ValueError."""
+        request, _ = self._request(prompt, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True), kv_policy, 0)
+        self.engine.add(request)
+        try:
+            while not request.first_token or request.rereads:
+                self.engine.step()
+            assert request.row is not None
+            return self.cache.positions(request.row)
+        finally:
+            self.engine.cancel(request)
+
     def _run(self, requests: Sequence[Request]) -> None:
         """All of them, to their ends."""
         try:

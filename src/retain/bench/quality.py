@@ -10,13 +10,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from retain.bench import tasks
 from retain.bench.tasks import Row
 from retain.kv import policies
 from retain.kv.budget import Budget
@@ -97,19 +97,40 @@ def engine_policy(chosen: Sequence[str]) -> str:
     return wants[0] if wants else FULL
 
 
-def run(
-    llm: LLM, names: Sequence[str], chosen: Sequence[str], data: Path, n: int, longest: int, out: Path | None
-) -> Iterator[Results]:
+@dataclass(frozen=True)
+class Asked:
+    """Tasks, the folder of their files, how many items of each, and how many tokens an item may have."""
+
+    tasks: Sequence[ModuleType]
+    data: Path
+    n: int
+    longest: int
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"items must be at least 1, not {self.n}")
+
+    def items(self, llm: LLM, task: ModuleType) -> list[Any]:
+        """Of one task. Raises ValueError where there is none."""
+        found: list[Any] = task.items(llm, self.data, self.n, self.longest)
+        if not found:
+            raise ValueError(f"{_name(task)}: no item has at most {self.longest} tokens")
+        return found
+
+    def example(self, llm: LLM) -> list[int]:
+        """The prompt of the first item of all."""
+        ids: list[int] = self.items(llm, self.tasks[0])[0].prompt
+        return ids
+
+
+def run(llm: LLM, asked: Asked, chosen: Sequence[str], out: Path | None) -> Iterator[Results]:
     """The results of each task. Where there is a folder `out`, everything measured is in its JSON files at once."""
-    for name in names:
-        task = tasks.load(name)
-        asked = task.items(llm, data, n, longest)
-        if not asked:
-            raise ValueError(f"{name}: no item of at most {longest} tokens")
+    for task in asked.tasks:
+        name, items = _name(task), asked.items(llm, task)
         results = Results(name, task.METRICS, {p: [] for p in (FULL, *chosen)})
-        with tqdm(total=len(asked) * len(results.rows), desc=name, unit="item") as bar:
-            for start in range(0, len(asked), task.GROUP):
-                group, memory = asked[start : start + task.GROUP], None
+        with tqdm(total=len(items) * len(results.rows), desc=name, unit="item") as bar:
+            for start in range(0, len(items), task.GROUP):
+                group, memory = items[start : start + task.GROUP], None
                 for policy in results.rows:
                     rows, kept = task.measure(llm, group, policy, memory)
                     memory = kept if policy == FULL else memory
@@ -118,6 +139,10 @@ def run(
                 if out:
                     (out / f"{name}.json").write_text(json.dumps(results.rows), encoding="utf-8")
         yield results
+
+
+def _name(task: ModuleType) -> str:
+    return task.__name__.rpartition(".")[2]
 
 
 def table(results: Results) -> str:

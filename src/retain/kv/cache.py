@@ -231,6 +231,12 @@ class Cache:
         """Everything from position `computed` on was only tried."""
         self.keepers[row].rewind(computed)
 
+    def positions(self, row: int) -> list[list[list[int]]]:
+        """Those in the slots of every layer and head, [L][G], in order."""
+        tables = zip(self.pages[row], self.counts[row], strict=True)
+        held = [[self.kv.pos[torch.from_numpy(t[:n]).long()] for t, n in zip(*lg, strict=True)] for lg in tables]
+        return [[pos[pos >= 0].sort().values.tolist() for pos in heads] for heads in held]
+
     def owned(self, row: int) -> list[int]:
         """For each layer the slots that one head of the row owns now, at most."""
         return [int(n) for n in self.counts[row].max(axis=1) * self.page_size]
