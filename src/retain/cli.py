@@ -80,10 +80,15 @@ def parser() -> Parser:
     chat = commands.add_parser("chat", parents=[shared, drawing], help="talk in the terminal", allow_abbrev=False)
     chat.add_argument("--system", help="a system message")
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
-    kinds = bench.add_subparsers(dest="bench", required=True, metavar="speed | quality")
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="speed | budget | quality")
     speed = kinds.add_parser("speed", parents=[shared], help="prefill and decoding speed", allow_abbrev=False)
     speed.add_argument("--workloads", help="comma-separated names (default: all)")
     speed.add_argument("--json", action="store_true", help="a JSON line for each workload")
+    budget = kinds.add_parser("budget", parents=[shared], help="what budgets give and take", allow_abbrev=False)
+    budget.add_argument(
+        "--parts", default="scoring,decode", help="of scoring, decode, throughput (default: the first two)"
+    )
+    budget.add_argument("--json", action="store_true", help="a JSON line for each figure")
     quality = kinds.add_parser("quality", parents=[shared], help="what forgetting costs", allow_abbrev=False)
     quality.add_argument("--data", metavar="DIR", default=".", help="folder with the tasks' files")
     quality.add_argument("--tasks", metavar="T", default="fidelity", help="comma-separated, or all (default: fidelity)")
@@ -165,10 +170,17 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """`retain bench speed` and `quality`."""
+    """`retain bench speed`, `budget` and `quality`."""
     if args.bench == "quality":
         return quality(args)
-    from retain.bench import speed
+    from retain.bench import budget, speed
+
+    if args.bench == "budget":
+        parts = [p.strip() for p in args.parts.split(",")]
+        budget.check(parts)
+        llm, _ = load(args)
+        budget.run(llm, parts, as_json=args.json)
+        return 0
 
     workloads = speed.choose(args.workloads)
     llm, _ = load(args)

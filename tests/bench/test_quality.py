@@ -1,4 +1,4 @@
-"""What forgetting costs: a budget that holds everything costs nothing; tables, files and pictures say what was measured."""
+"""What forgetting costs: a budget that holds everything costs nothing; files and pictures say what was measured."""
 
 from __future__ import annotations
 

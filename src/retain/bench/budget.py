@@ -1,0 +1,172 @@
+"""`retain bench budget`: what budgets give in speed, and what scoring takes.
+
+Requests of several kinds are in one cache, each kind with an engine of its own; the engines step in turn, so that all
+see the same machine, and medians are compared. What is not known here: quality.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from retain.engine.loop import Engine
+from retain.engine.request import Request, SamplingParams
+from retain.kv import policies
+from retain.llm import LLM
+
+Line = dict[str, Any]
+NEVER = 10**6  # a budget that is never reached
+SCORED = {
+    "full": "full",
+    "h2o": f"h2o:budget={NEVER}",
+    "keyformer": f"keyformer:budget={NEVER}",
+    "tau=1.5": f"keyformer:budget={NEVER},tau=1.5",
+}
+
+
+def run(llm: LLM, parts: Sequence[str], as_json: bool) -> None:
+    """Print the lines of each part as soon as it is measured."""
+    for name in parts:
+        for line in PARTS[name](llm):
+            text = "  ".join(f"{v}" if k in ("what", "policy") else f"{k} {v}" for k, v in line.items())
+            print(json.dumps({"part": name, **line}) if as_json else f"{name:10} {text}", flush=True)
+
+
+def check(parts: Sequence[str]) -> None:
+    """Raises ValueError for a part that there is not."""
+    for name in parts:
+        if name not in PARTS:
+            raise ValueError(f"unknown part {name!r}: choose from {', '.join(PARTS)}")
+
+
+def scoring(llm: LLM) -> list[Line]:
+    """A decode step over 4096 slots, and a prefill of 4096 tokens, with scores and without; nobody forgets."""
+    lines = []
+    for batch in (1, 8):
+        times = side_by_side(llm, list(SCORED.values()), prompt=4096, batch=batch, steps=48)
+        for name, t in zip(SCORED, times, strict=True):
+            lines.append({"what": f"decode, batch {batch}", "policy": name, **_compared(t, times[0])})
+    times = [[] for _ in SCORED]
+    for seed in range(3):
+        for each, policy in zip(times, SCORED.values(), strict=True):
+            started = perf_counter()
+            engine = _engine(llm, [_request(llm, 4096, policy, seed)])
+            _until(engine, lambda r: bool(r.first_token))
+            each.append(perf_counter() - started)
+            _end(engine)
+    for name, t in list(zip(SCORED, times, strict=True))[:3]:
+        lines.append({"what": "prefill", "policy": name, **_compared(t, times[0])})
+    return lines
+
+
+def decode(llm: LLM, prompt: int = 7000, batch: int = 8) -> list[Line]:
+    """A decode step of 8 requests with prompts of 7000 tokens: everything kept, half, a quarter."""
+    prompt = min(prompt, llm.context - 600)
+    names = [f"{p}:budget={b}" for b in ("50%", "25%") for p in ("h2o", "keyformer")]
+    times = side_by_side(llm, ["full", *names], prompt, batch, steps=160)
+    return [
+        {"what": f"decode, batch {batch}", "policy": name, **_compared(t, times[0])}
+        for name, t in zip(["full", *names], times, strict=True)
+    ]
+
+
+def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> list[Line]:
+    """32 queued requests in memory that holds four full ones: their own tokens a second, all in all and while decoding.
+
+    The pool is as it is: choose it by --kv-memory; how many full requests it holds is printed.
+    """
+    prompt = min(prompt, llm.context - new)
+    lines: list[Line] = []
+    first: dict[str, tuple[float, float]] = {}
+    for policy in ("full", "h2o:budget=25%", "keyformer:budget=25%"):
+        engine = _engine(llm, [_request(llm, prompt, policy, seed, new) for seed in range(n)])
+        started, paid, prefilling = perf_counter(), 0, 0.0
+        requests = list(engine.scheduler.waiting)
+        while engine.busy:
+            step = perf_counter()
+            owing = any(r.computed < len(r.prompt) for r in engine.scheduler.running)
+            engine.step()
+            if owing or any(r.computed < len(r.prompt) for r in engine.scheduler.running):
+                prefilling += perf_counter() - step
+            paid = max(paid, len(engine.scheduler.running))
+        total = perf_counter() - started
+        rate, apart = n * new / total, n * new / max(total - prefilling, 1e-9)
+        first.setdefault("rate", (rate, apart))
+        held = llm.cache.total_pages / llm.cache.cost(policies.parse("full"), prompt + new, prompt)
+        lines.append(
+            {
+                "what": f"{n} requests",
+                "policy": policy,
+                "tok_s": round(rate, 1),
+                "times_full": round(rate / first["rate"][0], 2),
+                "tok_s_but_prefill": round(apart, 1),
+                "times_full_but_prefill": round(apart / first["rate"][1], 2),
+                "at_once": paid,
+                "full_ones_held": round(held, 1),
+                "preempted": sum(r.preempted for r in requests),
+            }
+        )
+    return lines
+
+
+PARTS: dict[str, Callable[[LLM], list[Line]]] = {"scoring": scoring, "decode": decode, "throughput": throughput}
+
+
+def side_by_side(llm: LLM, chosen: Sequence[str], prompt: int, batch: int, steps: int) -> list[list[float]]:
+    """Seconds of each step, for each policy, when all requests of all policies decode; policies in turn."""
+    engines = []
+    for policy in chosen:
+        engine = _engine(llm, [_request(llm, prompt, policy, seed, steps + 8) for seed in range(batch)])
+        _until(engine, lambda r: len(r.answer) > 2)
+        engines.append(engine)
+    times: list[list[float]] = [[] for _ in engines]
+    for _ in range(steps):
+        for engine, each in zip(engines, times, strict=True):
+            started = perf_counter()
+            engine.step()
+            each.append(perf_counter() - started)
+    for engine in engines:
+        _end(engine)
+    return times
+
+
+def _request(llm: LLM, prompt: int, policy: str, seed: int, new: int = 8) -> Request:
+    rng, top = random.Random(seed), min(40000, llm.spec.vocab)
+    params = SamplingParams(temperature=0, ignore_eos=True, seed=seed)
+    return Request([rng.randrange(min(100, top - 1), top) for _ in range(prompt)], params, policies.parse(policy), new)
+
+
+def _engine(llm: LLM, requests: Sequence[Request]) -> Engine:
+    """One more over the same model and cache."""
+    engine = Engine(llm.engine.runner, llm.cache, llm.config.step_tokens)
+    for request in requests:
+        engine.add(request)
+    return engine
+
+
+def _until(engine: Engine, done: Callable[[Request], bool]) -> None:
+    while engine.scheduler.waiting or not all(done(r) for r in engine.scheduler.running):
+        engine.step()
+
+
+def _end(engine: Engine) -> None:
+    for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+        engine.cancel(request)
+
+
+def _compared(times: Sequence[float], full: Sequence[float]) -> Line:
+    """Median and mean in milliseconds, and what part of the full cache's time they are.
+
+    The mean has in it what forgetting takes, now and then.
+    """
+    mid, mean = median(times), sum(times) / len(times)
+    return {
+        "median_ms": round(1e3 * mid, 2),
+        "to_full": round(mid / median(full), 3),
+        "mean_ms": round(1e3 * mean, 2),
+        "mean_to_full": round(mean / (sum(full) / len(full)), 3),
+    }
