@@ -116,3 +116,19 @@ def test_query_heads_are_told_apart_where_the_engine_keeps_their_masses(llm):
     with pytest.raises(ValueError, match="every query head"):
         llm.generate("Once upon a time", GREEDY, kv_policy="h2o:budget=64,heads=kv-max")
     assert idle(llm)
+
+
+def test_a_system_prompt_is_never_forgotten(llm):
+    said = [{"role": "system", "content": "Answer like a pirate."}, {"role": "user", "content": "Count. " * 60}]
+    ids, system = llm.tokenizer.encode_chat(said), llm.tokenizer.system_tokens(said)
+    assert "pirate" in "".join(llm.tokenizer.piece(i).decode() for i in ids[:system])
+    assert llm.tokenizer.system_tokens(said[1:]) == 0
+    policy = "window:budget=40,protect=system"
+    kept = llm.kept(ids, policy, system)
+    n = len(ids)
+    assert kept[7][1] == [*range(system), *range(n - 40 + system, n)]
+    assert llm.kept(ids, policy)[7][1] == list(range(n - 40, n))
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    (a,), (b,) = (llm.generate([ids], params, policy, system=s) for s in (system, 0))
+    assert a.token_ids != b.token_ids and idle(llm)
+    assert list(llm.stream(ids, params, policy, system))[-1].answer.token_ids == a.token_ids

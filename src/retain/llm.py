@@ -97,10 +97,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         kv_policy: str | Sequence[str] | None = None,
+        system: int = 0,
     ) -> list[Answer]:
         """Answer prompts (texts or token ids), `params.n` times each, in their order; all run together.
 
-        Parameters and policies are for all, or one for each; the engine's own policy where none is given.
+        Parameters and policies are for all, or one for each; the engine's own policy where none is given. The first
+        `system` tokens of every prompt are a system prompt: policies with `protect=system` never forget them.
 
         Raises ValueError when one of them cannot be run; then none is.
         """
@@ -111,7 +113,11 @@ class LLM:
         kept = [kv_policy] * len(many) if kv_policy is None or isinstance(kv_policy, str) else list(kv_policy)
         if len(kept) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(kept)} policies")
-        asked = [self._request(p, q, k, i) for p, q, k in zip(many, each, kept, strict=True) for i in range(q.n)]  # type: ignore[arg-type]
+        asked = [
+            self._request(p, q, k, i, system)  # type: ignore[arg-type]
+            for p, q, k in zip(many, each, kept, strict=True)
+            for i in range(q.n)
+        ]
         self._run([r for r, _ in asked])
         return [self._answer(*pair) for pair in asked]
 
@@ -140,16 +146,16 @@ class LLM:
         asked = []
         for i, (prompt, ids) in enumerate(zip(prompts, answers, strict=True)):
             ids = self.encode(ids)
-            request, _ = self._request(
-                prompt, SamplingParams(max_tokens=len(ids), ignore_eos=True, seed=seed), kv_policy, 0
-            )
+            params = SamplingParams(max_tokens=len(ids), ignore_eos=True, seed=seed)
+            request, _ = self._request(prompt, params, kv_policy)
             asked.append(replace(request, given=ids[:-1], reader=partial(listen, i)))
         self._run(asked)
         return found
 
-    def kept(self, prompt: Prompt, kv_policy: str | None = None) -> list[list[list[int]]]:
+    def kept(self, prompt: Prompt, kv_policy: str | None = None, system: int = 0) -> list[list[list[int]]]:
         """Which positions of a prompt every layer and head keeps: [L][G], each in order. Raises ValueError."""
-        request, _ = self._request(prompt, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True), kv_policy, 0)
+        params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        request, _ = self._request(prompt, params, kv_policy, system=system)
         self.engine.add(request)
         try:
             while not request.first_token or request.rereads:
@@ -171,13 +177,13 @@ class LLM:
                 self.engine.cancel(request)  # after an error or Ctrl-C: nothing stays behind
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, kv_policy: str | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, kv_policy: str | None = None, system: int = 0
     ) -> Iterator[Piece]:
         """One answer, piece by piece as its tokens come, the whole of it with the last piece.
 
         Closing the stream cancels the request.
         """
-        request, text = self._request(prompt, params or SamplingParams(), kv_policy, 0)
+        request, text = self._request(prompt, params or SamplingParams(), kv_policy, 0, system)
         self.engine.add(request)
         return self._pieces(request, text)
 
@@ -204,7 +210,9 @@ class LLM:
             raise ValueError("the prompt is empty: give at least one token")
         return ids
 
-    def _request(self, prompt: Prompt, params: SamplingParams, kv_policy: str | None, i: int) -> tuple[Request, Stream]:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, kv_policy: str | None, i: int = 0, system: int = 0
+    ) -> tuple[Request, Stream]:
         ids = self.encode(prompt)
         policy = self.policy if kv_policy is None else policies.parse(kv_policy)
         if getattr(policy, "per_query", False) and self.columns == 1 < self.spec.heads // self.spec.kv_heads:
@@ -229,7 +237,8 @@ class LLM:
 
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.stop_ids)
         max_tokens = params.max_tokens or self.longest_answer(len(ids), policy)
-        return Request(ids, params, policy, max_tokens, stop_ids, watch), text
+        request = Request(ids, params, policy, max_tokens, stop_ids, watch, context=self.context, system=system)
+        return request, text
 
     def longest_answer(self, prompt: int, policy: Policy | None = None) -> int:
         """How many tokens can follow a prompt of so many.

@@ -113,6 +113,7 @@ class Request:
     watcher: Watcher | None = None
     given: list[int] = field(default_factory=list)
     context: int = 2**30  # positions that there are
+    system: int = 0  # tokens of the prompt, the first ones, that are a system prompt
     reader: Reader | None = None
 
     id: int = field(default_factory=itertools.count().__next__)
@@ -131,7 +132,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.given]
-        self.policy = self.policy.resolved(len(self.prompt))
+        self.policy = self.policy.resolved(len(self.prompt), self.system)
         self.generator = torch.Generator()
         self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
 

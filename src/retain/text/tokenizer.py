@@ -92,6 +92,16 @@ class Tokenizer:
         """The ids of a conversation. The template writes bos itself, so none is added."""
         return self.encode(self.chat(messages, add_generation_prompt), ends=False)
 
+    def system_tokens(self, messages: Messages) -> int:
+        """How many tokens at the beginning of `encode_chat(messages)` are the system prompt's, whatever is said next.
+
+        Templates differ, so it is asked what stays the same when everything else changes; 0 without a system message.
+        """
+        if not messages or messages[0].get("role") != "system":
+            return 0
+        told = [self.encode_chat([messages[0], {"role": "user", "content": said}]) for said in ("0", "A")]
+        return next(i for i, (a, b) in enumerate(zip(*told, strict=False)) if a != b)
+
 
 @contextmanager
 def checked(path: Path) -> Iterator[None]:
