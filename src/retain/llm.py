@@ -168,8 +168,7 @@ class LLM:
     def _run(self, requests: Sequence[Request]) -> None:
         """All of them, to their ends."""
         try:
-            for request in requests:
-                self.engine.add(request)
+            self.engine.add(*requests)
             while any(r.why is None for r in requests):
                 self.engine.step()
         finally:

@@ -38,6 +38,49 @@ def test_company_changes_no_token(family, backend):
         assert alone(family, prompt, policy=policies[i % 3], backend=backend) == answer
 
 
+TWINS = ["h2o:budget=40", "full", "h2o:budget=25%,share=layer", "window:budget=30", "reread:budget=30,rereads=50"]
+TWINS += ["reread:budget=60", "ring:window=20", "reread:budget=20,rereads=50,value=norm", "knorm:budget=50%", "full"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt"])
+@pytest.mark.parametrize("pages", [100_000, 500])
+def test_equal_prompts_are_computed_once_and_nobody_notices(family, pages):
+    """Whatever their policies, and where the first of them is cancelled, preempted or ends early."""
+    first, second = ([p for p in prompts(30, seed=3) if len(p) > 100][i] for i in (0, 1))
+    texts = [first, second] * len(TWINS)
+    policies = [p for p in TWINS for _ in (0, 1)]
+    lengths = [1 if i in (8, 9) else 20 + i for i in range(len(texts))]
+    want = [alone(family, p, n, backend="cpu", policy=q) for p, n, q in zip(texts, lengths, policies, strict=True)]
+    engine = rig(family, backend="cpu", pages=pages, step_tokens=90)
+    asked = [request(p, n, q) for p, n, q in zip(texts, lengths, policies, strict=True)]
+    engine.add(*asked)
+    steps = 0
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
+        steps += 1
+        if steps == 6:
+            for r in list(engine.scheduler.running)[:2]:
+                engine.scheduler.preempt(r)
+        if steps == 1:
+            engine.cancel(asked[0])
+    assert [r.answer for r in asked[1:]] == want[1:]
+    assert engine.cache.free_pages == engine.cache.total_pages
+
+
+def test_an_equal_prompt_costs_no_computation():
+    engine = rig("llama", step_tokens=100)
+    asked = [request([1, 2, 3] * 50, 5, p) for p in ("h2o:budget=20", "h2o:budget=90", "full", "window:budget=50%")]
+    engine.add(*asked)
+    engine.step()
+    engine.step()
+    assert all(len(r.answer) == 1 for r in asked)  # 150 tokens in two steps of 100
+    with pytest.raises(ValueError, match="pages"):
+        small = rig("llama", pages=30)
+        small.add(request([1, 2], 5), request([1] * 100, 5))
+    assert not small.busy
+
+
 @pytest.mark.parametrize(("family", "pages"), [("llama", 190), ("gemma3_text", 60), ("gpt2", 400)])
 def test_sixty_four_requests_with_preemption(family, pages):
     asked = prompts(64, seed=2, longest=120)

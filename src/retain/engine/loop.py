@@ -23,10 +23,23 @@ class Engine:
         self.runner, self.cache = runner, cache
         self.scheduler = Scheduler(cache, step_tokens)
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError when it could never fit."""
-        request.policy = self.cache.heeded(request.policy)
-        self.scheduler.add(request)
+    def add(self, *requests: Request) -> None:
+        """Queue them; equal prompts among them are computed once, as far as policies allow.
+
+        Raises ValueError when one could never fit; then none is queued.
+        """
+        for request in requests:
+            request.policy = self.cache.heeded(request.policy)
+            self.scheduler.check(request)
+        leaders: dict[tuple[int, ...], list[Request]] = {}
+        for request in sorted(requests, key=lambda r: not r.sees):  # who sees nothing may follow anybody
+            alike = leaders.setdefault(tuple(request.prompt), [])
+            leader = next((r for r in alike if request.may_follow(r)), None)
+            if leader:
+                leader.followers.append(request)
+            else:
+                alike.append(request)
+                self.scheduler.wait(request)
 
     def step(self) -> list[Request]:
         """Pay debts, draw tokens, settle. The requests that got a token; those with a `why` have ended."""
@@ -35,10 +48,14 @@ class Engine:
             return []
         batch = collect(shares, self.cache)
         logits = self.runner.forward(batch)  # [N, V]
-        ready = [s.request for s in shares if s.request.draws(s.n)]
-        last = [end - 1 for s, end in zip(shares, accumulate(batch.split), strict=True) if s.request.draws(s.n)]
+        ready, last = [], []
+        for share, end in zip(shares, accumulate(batch.split), strict=True):
+            for request in share.request.twins(share.n):
+                if share.request.draws(share.n) if request is share.request else not request.given:
+                    ready.append(request)
+                    last.append(end - 1)
         self._settle(shares, torch.split(logits, batch.split))
-        logits = logits if len(last) == len(logits) else logits[last]
+        logits = logits if last == list(range(len(logits))) else logits[last]
         for request, (token, logprob) in zip(ready, sample(logits, ready), strict=True):
             request.push(token, logprob)
             if request.why:
@@ -59,19 +76,42 @@ class Engine:
     def _settle(self, shares: list[Share], logits: tuple[Tensor, ...]) -> None:
         """Book what was paid, and show logits to who reads them."""
         for share, rows in zip(shares, logits, strict=True):
-            request = share.request
-            if request.reader and len(rows):
-                request.reader(rows)
-            before = request.rereads
+            request, again = share.request, share.request.rereads
+            for twin in request.twins(share.n):
+                if twin.reader and len(rows):
+                    twin.reader(rows)
+                    twin.read += len(rows)
+                if twin is not request:
+                    twin.computed = len(twin.prompt)
             request.pay(share.n)
             assert request.row is not None
-            if before and (request.reread % before == 0 or not request.rereads):
+            if again and (request.reread % again == 0 or not request.rereads):
                 self.cache.rewind(request.row, request.computed)
             if not request.rereads:
+                if request.computed >= len(request.prompt):
+                    self._fork(request)
                 self.cache.settle(request.row, request.computed, request.owed)
+
+    def _fork(self, request: Request) -> None:
+        """Its followers begin, each with a copy of the prompt's slots; or, where there is no room, later and alone."""
+        assert request.row is not None
+        for follower in request.followers:
+            if follower.why is None:
+                follower.row = self.cache.fork(request.row, follower.policy, follower.computed)
+                if follower.row is None:
+                    self.scheduler.wait(follower)
+                    continue
+                follower.reread = request.reread
+                self.scheduler.running.append(follower)
+                self.cache.settle(follower.row, follower.computed, follower.owed)
+        request.followers = []
 
     def _end(self, request: Request) -> None:
         if request.row is not None:
             request.owned = self.cache.owned(request.row)
         self.scheduler.drop(request)
         request.ended = perf_counter()
+        for follower in request.followers:  # it ended before they could begin
+            if follower.why is None:
+                self.scheduler.wait(follower)
+        request.followers = []

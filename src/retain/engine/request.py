@@ -118,7 +118,9 @@ class Request:
 
     id: int = field(default_factory=itertools.count().__next__)
     tokens: list[int] = field(default_factory=list)
+    followers: list[Request] = field(default_factory=list)  # who begin with a copy of its prompt's slots
     computed: int = 0
+    read: int = 0  # tokens of the answer whose logits its reader has seen
     reread: int = 0  # tokens of the prompt that were read again; their slots are forgotten
     row: int | None = None  # of the cache, while it runs
     why: Why | None = None
@@ -140,10 +142,31 @@ class Request:
         """Whether its next token can be drawn when n are computed."""
         return n == self.owed and not self.rereads
 
+    def twins(self, n: int) -> list[Request]:
+        """Itself; and its followers, if n more tokens are the rest of its prompt, for the first time."""
+        ends = self.computed + n == len(self.prompt) and not self.rereads
+        return [self, *(f for f in self.followers if ends and not f.computed)]
+
     @property
     def noise_seed(self) -> int:
         """What a policy's noise is drawn from, 31 bits."""
         return self.generator.initial_seed() & 0x7FFFFFFF
+
+    def may_follow(self, other: Request) -> bool:
+        """Whether the prompt of another, computed under its policy, is as good as one computed under its own."""
+        mine, theirs = self.policy, other.policy
+        if self.prompt != other.prompt or not mine.window == theirs.window == None:  # noqa: E711
+            return False
+        if any(isinstance(p, Budget) and p.prefill != "exact" for p in (mine, theirs)):
+            return False
+        return not self.sees or self.sees == other.sees
+
+    @property
+    def sees(self) -> tuple[object, ...]:
+        """All that masses at the end of its prompt depend on, but for the prompt; empty: there are none."""
+        if not isinstance(self.policy, Budget):
+            return ()
+        return (*self.policy.sees, self.noise_seed) if self.policy.noised else self.policy.sees
 
     @property
     def rereads(self) -> int:
@@ -181,7 +204,7 @@ class Request:
         if self.rereads:
             return 0
         if self.reader:
-            return min(n, max(self.computed + n - len(self.prompt) + 1, 0))
+            return min(n, max(self.computed + n - len(self.prompt) + 1 - self.read, 0))
         return int(self.draws(n))
 
     @property

@@ -50,8 +50,8 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError when even the empty pool could not hold it."""
+    def check(self, request: Request) -> None:
+        """Raises ValueError when even the empty pool could not hold it."""
         length = len(request.prompt) + request.max_tokens - 1  # the last token is never written
         cost, total = self.purse.cost(request.policy, length, length), self.purse.total_pages
         if cost > total:
@@ -59,7 +59,6 @@ class Scheduler:
                 f"a request of {len(request.prompt)} + {request.max_tokens} tokens needs {cost} pages of KV memory "
                 f"and the pool has {total}: raise kv_memory, or ask for less"
             )
-        bisect.insort(self.waiting, request, key=lambda r: r.id)
 
     def plan(self) -> list[Share]:
         """The payments of the next step; their pages are owned when this returns."""
@@ -93,6 +92,8 @@ class Scheduler:
     def _stretch(self, request: Request) -> int:
         """How many tokens it may pay at once: none past a moment of forgetting."""
         assert request.row is not None
+        if request.followers and request.computed < len(request.prompt):
+            return len(request.prompt) - request.computed
         if request.rereads:
             return request.rereads - request.reread % request.rereads
         return self.purse.stretch(request.row, request.computed)
@@ -107,12 +108,16 @@ class Scheduler:
                 return False
         return True
 
+    def wait(self, request: Request) -> None:
+        """Into the queue; all of its tokens are to be computed."""
+        request.computed = request.reread = 0
+        bisect.insort(self.waiting, request, key=lambda r: r.id)
+
     def preempt(self, request: Request) -> None:
         """Back to the queue, without pages; its tokens will be computed again."""
         self._leave(request)
-        request.computed = request.reread = 0
         request.preempted += 1
-        bisect.insort(self.waiting, request, key=lambda r: r.id)
+        self.wait(request)
 
     def drop(self, request: Request) -> None:
         """It has ended or is cancelled: its pages go back at once."""

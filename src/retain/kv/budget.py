@@ -8,7 +8,7 @@ prompt of any length takes bounded memory. What is not known here: pages, slots,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 import numpy as np
@@ -52,6 +52,7 @@ class Budget:
     prompt: int = field(default=0, init=False)  # tokens, once it is known
 
     window = None  # nothing is known in closed form
+    noised = False  # whether masses depend on the request's seed
     per_query = False  # whether query heads must be told apart
     rereads = 0  # tokens of the prompt that are read again at a time, before the budget begins
 
@@ -105,6 +106,11 @@ class Budget:
         """Who must stay, bool of the shape of `pos`."""
         return (pos < self.sinks) | (pos > now - self.recent.of(self.size))
 
+    @property
+    def sees(self) -> tuple[object, ...]:
+        """All that masses at the end of a prompt depend on, but for the prompt and the seed; empty: nothing is seen."""
+        return ()
+
     def watch(self, pos: NDArray[np.int32], expected: int) -> Watch | None:
         """What the fresh tokens at these positions leave; None: nothing. `expected` tokens will be generated."""
         return None
@@ -133,6 +139,12 @@ class Scored(Budget):
         one_of("value", self.value, "none", "norm")
         if self.share != "none" and (self.heads == "union" or (self.share == "all" and self.scope == "shared")):
             raise ValueError("share has nothing to divide: heads=union has sizes of its own, scope=shared is one layer")
+
+    @property
+    def sees(self) -> tuple[object, ...]:
+        """The policy, and the options of its own."""
+        common = {f.name for f in fields(Scored)}
+        return type(self), *(getattr(self, f.name) for f in fields(self) if f.name not in common)
 
     @property
     def per_query(self) -> bool:  # type: ignore[override]

@@ -154,6 +154,24 @@ class Cache:
             self.spare[row, layers] = UNBOUNDED if streams else policy.interval  # all at once: chunks come into holes
         return row
 
+    def fork(self, row: int, policy: Policy, computed: int) -> int | None:
+        """A row with copies of what another has computed, its prompt, to go on under a policy of its own.
+
+        None where there are no pages or no row for it.
+        """
+        if not self.rows:
+            return None
+        new = self.open(policy, computed)
+        rings = self.window[new] < NO_WINDOW
+        self.capacity[new, rings] = self.capacity[row, rings]
+        if not self.grow(new, computed):
+            self.close(new)
+            return None
+        held = np.arange(self.pages.shape[3]) < np.minimum(self.counts[new], self.counts[row])[..., None]
+        src, dst = (torch.from_numpy(self.pages[r][held]).long() for r in (row, new))
+        self.backend.copy(self.kv, src, dst)
+        return new
+
     def stretch(self, row: int, computed: int) -> int:
         """How many tokens of the row may be computed at once: no budget may be passed over."""
         keeper = self.keepers.get(row)

@@ -28,7 +28,7 @@ def view(kv: KV, backend: ModuleType, pages: Ints, now: int) -> View:
 
     def read() -> tuple[Tensor, Tensor]:
         k, v = backend.read(kv, p.flatten())  # [M G n, S, D]
-        return k.view(*pos.shape, -1), v.view(*pos.shape, -1)
+        return k.reshape(*pos.shape, -1), v.reshape(*pos.shape, -1)
 
     return View(pos, mass, now, read)
 

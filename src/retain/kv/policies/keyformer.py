@@ -36,6 +36,11 @@ class Policy(Scored):
             raise ValueError(f"keyformer: tau must be above 0 and finite, not {self.tau}")
 
     @property
+    def noised(self) -> bool:  # type: ignore[override]
+        """Unless there is none, or one that changes nothing."""
+        return self.noise in ("gumbel", "gaussian")
+
+    @property
     def taus(self) -> tuple[float, float]:
         """At the first and at the last token of the answer. Raises ValueError."""
         first, _, last = self.tau.partition("..")
