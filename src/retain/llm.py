@@ -125,7 +125,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         answers: Sequence[Sequence[int]],
-        kv_policy: str | None = None,
+        kv_policy: str | Sequence[str] | None = None,
         reader: Callable[[int, Tensor], None] | None = None,
         seed: int = 0,
     ) -> list[list[float]]:
@@ -146,8 +146,9 @@ class LLM:
         asked = []
         for i, (prompt, ids) in enumerate(zip(prompts, answers, strict=True)):
             ids = self.encode(ids)
+            policy = kv_policy if kv_policy is None or isinstance(kv_policy, str) else kv_policy[i]
             params = SamplingParams(max_tokens=len(ids), ignore_eos=True, seed=seed)
-            request, _ = self._request(prompt, params, kv_policy)
+            request, _ = self._request(prompt, params, policy)
             asked.append(replace(request, given=ids[:-1], reader=partial(listen, i)))
         self._run(asked)
         return found

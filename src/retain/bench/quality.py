@@ -7,7 +7,7 @@ Differences from the full cache are paired, item by item; their intervals are bo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -90,6 +90,15 @@ def choose(names: str, budgets: str) -> list[str]:
     return [p for p in dict.fromkeys(found) if p != FULL]
 
 
+def families(chosen: Iterable[str]) -> list[list[str]]:
+    """Policies that can share a prompt's computation, side by side; full alone, and first."""
+    found: dict[Any, list[str]] = {FULL: []}
+    for policy in chosen:
+        parsed = policies.parse(policy)
+        found.setdefault(parsed.sees if isinstance(parsed, Budget) else policy, []).append(policy)
+    return [family for family in found.values() if family]
+
+
 def engine_policy(chosen: Sequence[str]) -> str:
     """The policy to start an engine with, so that it keeps the masses that all of these want."""
     parsed = [policies.parse(p) for p in chosen]
@@ -128,14 +137,17 @@ def run(llm: LLM, asked: Asked, chosen: Sequence[str], out: Path | None) -> Iter
     for task in asked.tasks:
         name, items = _name(task), asked.items(llm, task)
         results = Results(name, task.METRICS, {p: [] for p in (FULL, *chosen)})
+        together = families(results.rows)
+        at_once = max(1, llm.config.max_requests // (task.ROWS * max(map(len, together))))
         with tqdm(total=len(items) * len(results.rows), desc=name, unit="item") as bar:
-            for start in range(0, len(items), task.GROUP):
-                group, memory = items[start : start + task.GROUP], None
-                for policy in results.rows:
-                    rows, kept = task.measure(llm, group, policy, memory)
-                    memory = kept if policy == FULL else memory
-                    results.rows[policy] += rows
-                    bar.update(len(group))
+            for start in range(0, len(items), at_once):
+                group, memory = items[start : start + at_once], None
+                for family in together:
+                    rows, kept = task.measure(llm, group, family, memory)
+                    memory = memory or kept  # the full cache's comes first
+                    for j, policy in enumerate(family):
+                        results.rows[policy] += rows[j * len(group) : (j + 1) * len(group)]
+                    bar.update(len(rows))
                 if out:
                     (out / f"{name}.json").write_text(json.dumps(results.rows), encoding="utf-8")
         yield results

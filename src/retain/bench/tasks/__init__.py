@@ -1,12 +1,13 @@
 """What `retain bench quality` asks a model. One task is one file here, found by its name.
 
-A file defines `METRICS`, {name: whether more is better}, `GROUP`, how many items are measured side by side, and
+A file defines `METRICS`, {name: whether more is better}, `ROWS`, how many requests an item is, and
 
     items(llm, data, n, longest) -> list    n questions out of the files of a folder, of at most so many tokens each
-    measure(llm, items, policy, full) -> (rows, memory)
+    measure(llm, items, chosen, full) -> (rows, memory)
 
-where rows are {metric: number} for every item, under a policy (its text). `full` is the memory that the same items left
-under the full cache; None when it is that cache's turn. What is not known here: which policies, tables, plots.
+where rows are {metric: number} of every item under the first policy, then under the next (their texts; all at once, so
+that prompts are computed once). `full` is the memory that the same items left under the full cache; None when it is
+that cache's turn. What is not known here: which policies, tables, plots.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -82,16 +84,17 @@ def of_tokens(policy: str, whole: int) -> str:
 
 
 def force(
-    llm: LLM, items: list[Given], policy: str, full: list[Tensor] | None, compare: bool
+    llm: LLM, items: list[Given], chosen: Sequence[str], full: list[Tensor] | None, compare: bool
 ) -> tuple[list[Row], list[Tensor]]:
     """Answers that are given: `loss` in nats a token, `exact` (1 where a greedy model would have given it).
 
     With `compare` also the distance from the full cache's distributions, a token: `kl` in nats, `top1` as the share
     of tokens where the likeliest is the same; memory holds those distributions.
     """
-    likeliest: list[list[Tensor]] = [[] for _ in items]
-    kept: list[list[Tensor]] = [[] for _ in items]
-    kl, same, done = [0.0] * len(items), [0] * len(items), [0] * len(items)
+    pairs = [(item, of_tokens(policy, item.whole)) for policy in chosen for item in items]
+    likeliest: list[list[Tensor]] = [[] for _ in pairs]
+    kept: list[list[Tensor]] = [[] for _ in pairs]
+    kl, same, done = [0.0] * len(pairs), [0] * len(pairs), [0] * len(pairs)
 
     def read(i: int, logits: Tensor) -> None:
         likeliest[i].append(logits.argmax(-1))
@@ -101,15 +104,15 @@ def force(
         if full is None:
             kept[i].append(log_p.half())
             return
-        want = full[i][done[i] : done[i] + len(log_p)].float()
+        want = full[i % len(items)][done[i] : done[i] + len(log_p)].float()
         done[i] += len(log_p)
         kl[i] += float((want.exp() * (want - log_p)).sum())
         same[i] += int((want.argmax(-1) == log_p.argmax(-1)).sum())
 
-    (whole,) = {item.whole for item in items}
-    found = llm.score([i.prompt for i in items], [i.answer for i in items], of_tokens(policy, whole), read)
+    prompts, answers = [i.prompt for i, _ in pairs], [i.answer for i, _ in pairs]
+    found = llm.score(prompts, answers, [p for _, p in pairs], read)
     rows = []
-    for i, (item, logprobs) in enumerate(zip(items, found, strict=True)):
+    for i, ((item, _), logprobs) in enumerate(zip(pairs, found, strict=True)):
         n = len(item.answer)
         tail = n - (item.counts or n)
         said = torch.cat(likeliest[i]).tolist()[tail:] == item.answer[tail:]

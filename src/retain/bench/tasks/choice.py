@@ -5,7 +5,7 @@ Prompts as the lm-eval harness writes them; an answer's likelihood is the sum ov
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from retain.llm import LLM
 
 Record = dict[str, Any]
 SHOTS = (0, 5)
-GROUP = 12
+ROWS = 4
 
 
 def copa(r: Record) -> tuple[str, list[str]]:
@@ -69,12 +69,12 @@ def items(llm: LLM, data: Path, n: int, longest: int) -> list[Question]:
     return found[:n]
 
 
-def measure(llm: LLM, items: list[Question], policy: str, full: Any) -> tuple[list[Row], None]:
+def measure(llm: LLM, items: list[Question], chosen: Sequence[str], full: Any) -> tuple[list[Row], None]:
     """1 where the right answer is the likeliest, else 0."""
-    pairs = [(q.prompt, c) for q in items for c in q.choices]
-    sums = iter([sum(x) for x in llm.score([p for p, _ in pairs], [c for _, c in pairs], policy)])
+    asked = [(q.prompt, c, policy) for policy in chosen for q in items for c in q.choices]
+    sums = iter([sum(x) for x in llm.score(*map(list, zip(*asked, strict=True)))])  # type: ignore[arg-type]
     rows = []
-    for q in items:
+    for q in [*items] * len(chosen):
         likely = [next(sums) for _ in q.choices]
         rows.append({q.metric: float(likely.index(max(likely)) == q.label)})
     return rows, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from retain.bench.tasks import Given, Row, ask, force, records
 from retain.llm import LLM
 
 METRICS = {"loss": False, "kl": False, "top1": True}
-GROUP = 8
+ROWS = 1
 ANSWER = 128  # tokens at most
 
 
@@ -24,7 +25,7 @@ def items(llm: LLM, data: Path, n: int, longest: int) -> list[Given]:
     return found
 
 
-def measure(llm: LLM, items: list[Given], policy: str, full: Any) -> tuple[list[Row], Any]:
+def measure(llm: LLM, items: list[Given], chosen: Sequence[str], full: Any) -> tuple[list[Row], Any]:
     """Loss, and the distance from the full cache."""
-    rows, memory = force(llm, items, policy, full, compare=True)
+    rows, memory = force(llm, items, chosen, full, compare=True)
     return [{name: row[name] for name in METRICS} for row in rows], memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from retain.bench.tasks import Given, Row, force, records
 from retain.llm import LLM
 
 METRICS = {"loss": False}
-GROUP = 4
+ROWS = 1
 PROMPT = 16  # tokens: the text itself is the answer
 
 
@@ -25,7 +26,7 @@ def items(llm: LLM, data: Path, n: int, longest: int) -> list[Given]:
     return found
 
 
-def measure(llm: LLM, items: list[Given], policy: str, full: Any) -> tuple[list[Row], Any]:
+def measure(llm: LLM, items: list[Given], chosen: Sequence[str], full: Any) -> tuple[list[Row], Any]:
     """Loss in nats a token."""
-    rows, memory = force(llm, items, policy, full, compare=False)
+    rows, memory = force(llm, items, chosen, full, compare=False)
     return [{"loss": row["loss"]} for row in rows], memory

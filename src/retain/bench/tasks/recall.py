@@ -6,6 +6,8 @@ An answer counts where greedy decoding would have given it, once it has begun. P
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,20 @@ from retain.bench.tasks import Given, Row, force, records
 from retain.llm import LLM
 
 METRICS = {"needle": True, "passkey": True, "keys": True, "loss": False}
-GROUP = 12
+ROWS = 1
 KINDS = ("needle", "passkey", "keys")
 PEOPLE = ("Anna", "Bert", "Carla", "David", "Emma", "Frank", "Greta", "Henry")
 PLACES = ("museum", "library", "station", "harbour", "market", "theatre", "garden", "bakery")
 
 
-def items(llm: LLM, data: Path, n: int, longest: int) -> list[Given]:
+@dataclass(frozen=True)
+class Question(Given):
+    """What was hidden."""
+
+    kind: str = ""
+
+
+def items(llm: LLM, data: Path, n: int, longest: int) -> list[Question]:
     """n questions, kinds in turn, in haystacks of about `longest` tokens; facts lie at even depths."""
     essays = llm.encode("\n\n".join(r["text"] for r in records(data, "paul_graham_essays", 12)))
     rng, found = random.Random(0), []
@@ -34,7 +43,7 @@ def items(llm: LLM, data: Path, n: int, longest: int) -> list[Given]:
             hay.insert(round(at * len(hay)), fact)
         answer_ids, told_ids = (llm.tokenizer.encode(text, ends=False) for text in (answer, told))
         prompt = llm.encode(". ".join(hay) + f".\n\n{question}\n")
-        found.append(Given(prompt, answer_ids + told_ids, counts=len(told_ids)))
+        found.append(Question(prompt, answer_ids + told_ids, counts=len(told_ids), kind=kind))
     return found
 
 
@@ -59,7 +68,7 @@ def _puzzle(kind: str, rng: random.Random) -> tuple[list[str], str, str, str]:
     )
 
 
-def measure(llm: LLM, items: list[Given], policy: str, full: Any) -> tuple[list[Row], Any]:
+def measure(llm: LLM, items: list[Question], chosen: Sequence[str], full: Any) -> tuple[list[Row], Any]:
     """Whether the answer would have been given, by kind, and its loss."""
-    rows, memory = force(llm, items, policy, full, compare=False)
-    return [{KINDS[i % 3]: row["exact"], "loss": row["loss"]} for i, row in enumerate(rows)], memory
+    rows, memory = force(llm, list(items), chosen, full, compare=False)
+    return [{items[i % len(items)].kind: row["exact"], "loss": row["loss"]} for i, row in enumerate(rows)], memory

@@ -5,6 +5,7 @@ ROUGE (Lin, 2004) by the `rouge-score` package, F measures with stemming, as the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from retain.engine.request import SamplingParams
 from retain.llm import LLM
 
 METRICS = {"R-1": True, "R-2": True, "R-L": True, "R-1 to full": True, "R-2 to full": True, "R-L to full": True}
-GROUP = 16
+ROWS = 1
 ANSWER = 100  # tokens at most
 KINDS = {"R-1": "rouge1", "R-2": "rouge2", "R-L": "rougeL"}
 
@@ -36,17 +37,20 @@ def items(llm: LLM, data: Path, n: int, longest: int) -> list[Article]:
     return found
 
 
-def measure(llm: LLM, items: list[Article], policy: str, full: list[str] | None) -> tuple[list[Row], list[str]]:
+def measure(
+    llm: LLM, items: list[Article], chosen: Sequence[str], full: list[str] | None
+) -> tuple[list[Row], list[str]]:
     """ROUGE, 0 to 100. Raises ValueError where the package is missing."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
         raise ValueError("summarize needs the rouge-score package: pip install 'retain[bench]'") from None
     scorer = RougeScorer(list(KINDS.values()), use_stemmer=True)
-    params = [SamplingParams(max_tokens=ANSWER, temperature=0, seed=i) for i in range(len(items))]
-    texts = [a.text for a in llm.generate([i.prompt for i in items], params, kv_policy=policy)]
+    params = SamplingParams(max_tokens=ANSWER, temperature=0, seed=0)
+    each = [policy for policy in chosen for _ in items]
+    texts = [a.text for a in llm.generate([i.prompt for i in items] * len(chosen), params, each)]
     rows = []
-    for item, text, own in zip(items, texts, full or texts, strict=True):
+    for item, text, own in zip([*items] * len(chosen), texts, [*(full or texts)] * len(chosen), strict=True):
         true, near = scorer.score(item.reference, text), scorer.score(own, text)
         row = {name: 100 * true[kind].fmeasure for name, kind in KINDS.items()}
         rows.append(row | {f"{name} to full": 100 * near[kind].fmeasure for name, kind in KINDS.items()})
