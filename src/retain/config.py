@@ -112,7 +112,7 @@ KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "Amount": 
 
 
 def options(cls: type, name: str, given: dict[str, str]) -> Any:
-    """An instance of a dataclass of int, float, str and Amount fields from texts.
+    """An instance of a dataclass of int, float, str and Amount (or None) fields from texts.
 
     Raises ValueError with what is allowed.
     """
@@ -121,7 +121,7 @@ def options(cls: type, name: str, given: dict[str, str]) -> Any:
     for key, text in given.items():
         if key not in fields:
             raise ValueError(f"{name} has no option {key!r}: it takes {', '.join(fields) or 'none'}")
-        kind = KINDS.get(str(fields[key].type), str)
+        kind = KINDS.get(str(fields[key].type).removesuffix(" | None"), str)
         try:
             values[key] = kind(text)
         except ValueError:

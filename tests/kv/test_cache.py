@@ -177,6 +177,7 @@ def test_the_cache_carries_out_every_policy_there_is(name):
         "h2o:budget=25%",
         "keyformer:budget=1024,recent=40,sinks=3,interval=1,noise=gaussian,tau=1..3",
         "random:budget=1%,keep=prompt",
+        "h2o:budget=50%,shrink=20%",
     ],
 )
 def test_a_policy_is_its_text(text):
@@ -207,6 +208,8 @@ def test_a_policy_is_short_and_found_by_its_name(name):
         "h2o:budget=10,prompt=5",
         "h2o:budget=10,interval=0",
         "h2o:budget=10,chunk=0",
+        "h2o:budget=10,shrink=0",
+        "h2o:budget=10,shrink=x",
         "keyformer:budget=10,noise=white",
         "keyformer:budget=10,tau=0",
         "keyformer:budget=10,tau=a..b",

@@ -59,6 +59,8 @@ class Schedule(RuleBasedStateMachine):
                 "sinks:budget=30%",
                 "h2o:budget=12,prefill=stream,chunk=9",
                 "h2o:budget=30%,share=all",
+                "h2o:budget=50%,shrink=10,share=all",
+                "tova:budget=40,shrink=20%",
                 "reread:budget=30%,share=layer,rereads=20",
             ]
         ),

@@ -309,3 +309,25 @@ def test_streaming_what_fits_is_full(family: str) -> None:
         rig(family, step_tokens=24, n_rows=8), [request(p, 20, "h2o:budget=90,prefill=stream,chunk=24") for p in asked]
     )
     assert streamed == full
+
+
+@pytest.mark.parametrize("family", ["llama", "mpt"])
+@pytest.mark.parametrize("share", ["none", "all"])
+def test_budgets_shrink_before_anybody_is_preempted(family: str, share: str) -> None:
+    """One that keeps everything grows; the others give way down to their floors, and are right to the end."""
+    asked = [p for p in prompts(40, seed=8) if len(p) > 100][:5]
+    chosen = f"h2o:budget=60%,interval=4,share={share}"
+
+    def go(shrink: str, pages: int) -> list[Request]:
+        engine = rig(family, backend="cpu", pages=pages)
+        made = [request(asked[0], 300), *(request(p, 260, chosen + shrink) for p in asked[1:])]
+        run(engine, made)
+        return made
+
+    # So many that all fit at first, and that the first cannot grow as it wants.
+    shape = rig(family).cache.shape
+    pages = 40 * len(shape.windows) * shape.kv_heads
+    stiff, giving = go("", pages), go(",shrink=16", pages)
+    assert sum(r.preempted for r in stiff) and not sum(r.preempted for r in giving)
+    assert stiff[0].answer == giving[0].answer == go("", 10_000)[0].answer
+    assert min(max(r.owned) for r in giving[1:]) < max(max(r.owned) for r in stiff[1:])

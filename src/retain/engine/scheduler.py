@@ -3,8 +3,8 @@
 There are no phases. A request owes len(tokens) - computed tokens; chunked prefill, decoding, resumption and (later)
 verification are payments of that debt, under `step_tokens` a step and the pages of the pool. Who owes one token is
 paid first, so that long prompts never stop a conversation; `step_tokens` exceeds the number of rows, so that
-conversations never stop a prompt. When pages run out the youngest gives all of its own back and starts again later:
-the oldest always gets on, so nobody starves.
+conversations never stop a prompt. When pages run out, budgets that may shrink do; then the youngest gives all of its
+own back and starts again later: the oldest always gets on, so nobody starves.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Purse(Protocol):
     def grow(self, row: int, upto: int) -> bool: ...  # noqa: D102
     def close(self, row: int) -> list[int]: ...  # noqa: D102
     def stretch(self, row: int, computed: int) -> int: ...  # noqa: D102
+    def shrink(self, row: int, computed: int) -> bool: ...  # noqa: D102
     @property
     def free_pages(self) -> int: ...  # noqa: D102
     @property
@@ -99,14 +100,21 @@ class Scheduler:
         return self.purse.stretch(request.row, request.computed)
 
     def _make_room(self, request: Request, upto: int) -> bool:
-        """Pages for `request` up to a position, taken from younger ones where there are no others."""
+        """Pages for `request` up to a position; where there are none, budgets shrink, or the youngest has to go."""
         assert request.row is not None
         while not self.purse.grow(request.row, upto):
+            if self._shrink():
+                continue
             youngest = max(self.running, key=lambda r: r.id)
             self.preempt(youngest)
             if youngest is request:
                 return False
         return True
+
+    def _shrink(self) -> bool:
+        """Somebody, the youngest that can, gives pages back and goes on with less."""
+        youngest = sorted(self.running, key=lambda r: -r.id)
+        return any(self.purse.shrink(r.row, r.computed) for r in youngest if r.row is not None)
 
     def wait(self, request: Request) -> None:
         """Into the queue; all of its tokens are to be computed."""

@@ -49,6 +49,7 @@ class Budget:
     chunk: int = 256  # of a streamed prompt: tokens between two moments of forgetting
     share: str = "none"  # or layer, or all: whose heads divide the sum of their budgets, by priority
     protect: str = "none"  # or system: the system prompt is among the sinks
+    shrink: Amount | None = None  # how far the budget may fall, by halves, before somebody has to be preempted
     prompt: int = field(default=0, init=False)  # tokens, once it is known
 
     window = None  # nothing is known in closed form
@@ -70,8 +71,19 @@ class Budget:
         sinks = max(self.sinks, system if self.protect == "system" else 0)
         budget = max(self.budget.of(prompt), sinks + 1)
         recent = min(max(self.recent.of(budget), 1), budget - sinks)
-        found = replace(self, budget=Amount(tokens=budget), recent=Amount(tokens=recent), sinks=sinks)
+        floor = self.shrink and Amount(tokens=max(self.shrink.of(prompt), sinks + 1))
+        found = replace(self, budget=Amount(tokens=budget), recent=Amount(tokens=recent), sinks=sinks, shrink=floor)
         object.__setattr__(found, "prompt", prompt)
+        return found
+
+    def shrunk(self) -> Self | None:
+        """The same with half its budget, if it may be so small; resolved."""
+        size = max(self.size // 2, self.shrink.of(self.prompt) if self.shrink else self.size)
+        if size >= self.size:
+            return None
+        recent = max(self.recent.of(self.size) * size // self.size, 1)
+        found = replace(self, budget=Amount(tokens=size), recent=Amount(tokens=min(recent, size - self.sinks)))
+        object.__setattr__(found, "prompt", self.prompt)
         return found
 
     @property

@@ -245,6 +245,11 @@ class Cache:
         if given:
             self.pool.give(np.concatenate(given))
 
+    def shrink(self, row: int, computed: int) -> bool:
+        """Halve the row's budget, where its policy allows it. Whether pages were given back."""
+        keeper = self.keepers.get(row)
+        return keeper is not None and keeper.shrink(computed)
+
     def rewind(self, row: int, computed: int) -> None:
         """Everything from position `computed` on was only tried."""
         self.keepers[row].rewind(computed)

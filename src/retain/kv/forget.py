@@ -68,14 +68,17 @@ def divide(rank: Tensor, size: int, among: str) -> Tensor:
     return torch.bincount(best.flatten() // S, minlength=M * G).view(M, G)
 
 
-def compact(kv: KV, backend: ModuleType, pages: Ints, policy: Budget, now: int) -> tuple[Ints, Ints]:
-    """Keep what the policy wants of each head, and move it to the front of its table; all other slots are holes.
+def compact(
+    kv: KV, backend: ModuleType, pages: Ints, policy: Budget, now: int, sizes: Tensor | None = None
+) -> tuple[Ints, Ints]:
+    """Keep `sizes` [M, G] tokens of each head, or what the policy says, at the front of its table; behind are holes.
 
     How many tokens each head kept, [M, G], and the slots behind them, [M, G, interval].
     """
     seen, S = view(kv, backend, pages, now), kv.page_size
     rank = ranks(seen, policy)
-    sizes = policy.sizes(seen) if policy.share == "none" else divide(rank, policy.size, policy.share)  # [M, G]
+    if sizes is None:
+        sizes = policy.sizes(seen) if policy.share == "none" else divide(rank, policy.size, policy.share)
     most = int(sizes.max())
     places = torch.arange(most)
     mine = places < sizes[..., None]  # [M, G, most]; the rest is padding: nobody's slot, onto itself
@@ -126,10 +129,27 @@ class Keeper:
             if self.saved:
                 self.pool.give(self.saved[1])
                 self.saved = None
-            self.sizes, self.holes = compact(self.kv, self.backend, self._tables(), policy, computed - 1)
-            self.since = computed
-            self._keep(-(-(self.sizes + policy.interval) // self.kv.page_size))
+            self._compact(computed, None)
         return begins
+
+    def shrink(self, computed: int) -> bool:
+        """Halve the budget, where the policy allows it. Whether pages were given back."""
+        smaller = self.policy.shrunk()
+        if smaller is None or self.holes is None or computed < self.policy.prompt:
+            return False
+        held = int(self.counts.sum())
+        least = smaller.sinks + smaller.recent.of(smaller.size)
+        sizes = torch.from_numpy(self.sizes).long() * smaller.size // self.policy.size
+        self.policy = smaller
+        self._compact(computed, sizes.clamp(min=least))
+        self.due = computed + smaller.interval
+        return int(self.counts.sum()) < held
+
+    def _compact(self, computed: int, sizes: Tensor | None) -> None:
+        tables, policy = self._tables(), self.policy
+        self.sizes, self.holes = compact(self.kv, self.backend, tables, policy, computed - 1, sizes)
+        self.since = computed
+        self._keep(-(-(self.sizes + policy.interval) // self.kv.page_size))
 
     def tries(self, upto: int) -> bool:
         """Whether growing so far begins to read the prompt again."""
