@@ -53,11 +53,11 @@ class Lists:
                         x = x + s.slopes[g * R + r] * (at - p)
                     x = x.masked_fill(~seen, -torch.inf)
                     o[t, g * R + r] = x.softmax(0) @ values
-                    for e, y in zip(kept, self.leaves(x, at, layer, g * R + r, p).tolist(), strict=True):
+                    for e, y in zip(kept, self.leaves(x, at, layer, g, p).tolist(), strict=True):
                         e[3][r] = e[3][r] * fade + y
         return o
 
-    def leaves(self, x: Tensor, at: Tensor, layer: int, h: int, p: int) -> Tensor:
+    def leaves(self, x: Tensor, at: Tensor, layer: int, g: int, p: int) -> Tensor:
         """What a query at p with scores x leaves on the tokens at these positions."""
         if self.rank == "reread" and p < self.prompt and "mix" not in self.chosen:
             return torch.zeros_like(x)
@@ -67,7 +67,7 @@ class Lists:
             return x.softmax(0)
         tau = 1 + max(p - self.prompt + 1, 0) / self.expected
         step = torch.tensor(p if self.chosen["anew"] else -1)
-        return ((x + noise(GUMBEL, key(torch.tensor(self.seed), layer, h, step), at)) / tau).softmax(0)
+        return ((x + noise(GUMBEL, key(torch.tensor(self.seed), layer, g, step), at)) / tau).softmax(0)
 
     def masses(self, layer: int, g: int) -> list[list[float]]:
         """Of each token, each query head's."""

@@ -111,8 +111,8 @@ class Observe:
     algorithm 1). Requests with a window are not observed: what they forget is known. Nor are those
     without fresh tokens. An observed request shares no page.
 
-    The noise is a hash of (seed, layer, query head, position of the slot) and, where it is drawn `anew`, of the query's
-    position: nothing is stored, and every backend draws the same.
+    The noise is a hash of (seed, layer, kv head, position of the slot) and, where it is drawn `anew`, of the query's
+    position: nothing is stored, and every backend draws the same. Query heads that share a kv head share it.
     """
 
     weights: Tensor  # float32 [T]

@@ -79,7 +79,7 @@ struct Soon {
 template <class T>
 struct Left {
   Leave leave;
-  const int32_t* const* pos;
+  const float* noise;
   const int* places;
   T* to;
 };
@@ -98,7 +98,7 @@ INLINE void weigh(float* x, int r, int n, int S, float top, const Soon& soon, co
       total += w;
       store_as(to + j * S + s, w);
       if constexpr (WAY != Way::nothing) {
-        const F y = leave_on<T, WAY>(left->leave, d, w, left->pos[j] + s);
+        const F y = leave_on<T, WAY>(left->leave, d, w, left->noise + j * S + s);
         all += y;
         store_as(left->to + int64_t(left->places[j]) * S + s, y);
       }
@@ -164,19 +164,24 @@ bool look_at(const Attend& a, const Tile& t, int span, float* scratch, float* re
   const int size = record_size(D), vectors = rows * S / WIDTH;
   Soon soon = {{}, rows > FEW_ROWS ? 0 : S * D * int(sizeof(T)) / 64 / vectors};
   for (int j = 0; j < n; ++j) soon.page[j] = static_cast<const char*>(next_keys(j));
-  for (int r = 0; r < rows; ++r) {
+  alignas(64) float noise[SCORES];
+  Leave leave = {Way::nothing, 1};
+  for (int r = 0, drawn = -1; r < rows; ++r) {
     float *record = records + r * size, *row = x + r * SCORES;
     F most = splat(NOTHING);
     for (int s = 0; s < n * S; s += WIDTH) most = max(most, load<WIDTH>(row + s));
     const float top = record_max(record, D) = highest<WIDTH>(most);
     const int token = a.tables.starts[t.b] + (t.begin + r) / a.R, at = seen ? r * seen->spans + span : 0;
-    const Leave leave = seen ? leave_of(a, t, r, token) : Leave{Way::nothing, 0, 1};
-    const Left<T> left = {leave, pos, places, seen ? reinterpret_cast<T*>(seen->weights) + r * seen->slots : nullptr};
+    if (seen && token != drawn) {
+      drawn = token, leave = leave_of(a, t, token);
+      if (leave.way >= Way::noised) draw<T>(a, t, token, leave.by, n, pos, noise);
+    }
+    const Left<T> left = {leave, noise, places, seen ? reinterpret_cast<T*>(seen->weights) + r * seen->slots : nullptr};
     float sums[2];
     switch (leave.way) {
 #define WAY(which) \
   case Way::which: weigh<T, Way::which>(row, r, n, S, top, soon, &left, sums); break;
-      WAY(nothing) WAY(as_it_is) WAY(tempered) WAY(gumbel) WAY(tempered_gumbel) WAY(gaussian)
+      WAY(nothing) WAY(as_it_is) WAY(tempered) WAY(noised) WAY(tempered_noised)
 #undef WAY
     }
     record_sum(record, D) = sums[0];

@@ -39,36 +39,48 @@ INLINE F uniform(uint32_t key, I pos) {
   return (__builtin_convertvector((I)(h >> 9), F) + 0.5f) * 0x1p-23f;
 }
 
-// What a query leaves on slots: the weight w = e^d that it attends by, or that of its score tempered and noised, all
-// relative to the score's own maximum in the span. A constant changes no softmax.
-enum class Way { nothing, as_it_is, tempered, gumbel, tempered_gumbel, gaussian };
+// What a query leaves on slots: the weight w = e^d that it attends by, or that of its score tempered, e^(d / tau), and
+// either times e^(noise / tau). All are relative to the score's own maximum in the span. A constant changes no softmax.
+enum class Way { nothing, as_it_is, tempered, noised, tempered_noised };
 
 struct Leave {
   Way way;
-  uint32_t key;
   float by;  // 1 / tau
 };
 
 template <class T, Way WAY>
-INLINE F leave_on(const Leave& l, F d, F w, const int32_t* pos) {
+INLINE F leave_on(const Leave& l, F d, F w, const float* noise) {
   if constexpr (WAY == Way::as_it_is) return w;
   if constexpr (WAY == Way::tempered) return exp<T>(d * l.by);
-  const F u = uniform(l.key, load_ints(pos));
-  if constexpr (WAY == Way::gaussian)
-    return exp<T>((d + (0.5772157f + 1.2825498f * 1.41421356f * erfinv(2.0f * u - 1.0f))) * l.by);
-  const F e = -log<T>(u);  // e^noise = 1 / e, so at tau 1 nothing else is needed
-  return WAY == Way::gumbel ? w * reciprocal<T>(e) : exp<T>((d - log<T>(e)) * l.by);
+  return (WAY == Way::noised ? w : exp<T>(d * l.by)) * load<WIDTH>(noise);
 }
 
-INLINE Leave leave_of(const Attend& a, const Tile& t, int r, int token) {
+INLINE Leave leave_of(const Attend& a, const Tile& t, int token) {
   const Observe& o = a.observe;
-  if (o.weights[token] == 0) return {Way::nothing, 0, 1};
-  const int head = t.g * a.R + (t.begin + r) % a.R;
-  const bool one = o.tau[token] == 1.0f;
-  Way way = one ? Way::as_it_is : Way::tempered;
-  if (Noise(o.noise[t.b]) == Noise::gumbel) way = one ? Way::gumbel : Way::tempered_gumbel;
-  if (Noise(o.noise[t.b]) == Noise::gaussian) way = Way::gaussian;
-  return {way, noise_key(o.seed[t.b], o.layer, head, o.anew[t.b] ? a.q_pos[token] : -1), 1 / o.tau[token]};
+  if (o.weights[token] == 0) return {Way::nothing, 1};
+  const Noise kind = Noise(o.noise[t.b]);
+  const bool one = o.tau[token] == 1.0f, noised = kind == Noise::gumbel || kind == Noise::gaussian;
+  return {noised ? (one ? Way::noised : Way::tempered_noised) : (one ? Way::as_it_is : Way::tempered), 1 / o.tau[token]};
+}
+
+// e^(noise / tau) for all slots of n pages: drawn for a query and a kv head, and so the same for the query heads there.
+template <class T>
+void draw(const Attend& a, const Tile& t, int token, float by, int n, const int32_t* const* pos, float* to) {
+  const Observe& o = a.observe;
+  const uint32_t key = noise_key(o.seed[t.b], o.layer, t.g, o.anew[t.b] ? a.q_pos[token] : -1);
+  const int S = a.kv.S;
+  for (int j = 0; j < n; ++j)
+    for (int s = 0; s < S; s += WIDTH) {
+      const F u = uniform(key, load_ints(pos[j] + s));
+      F y;
+      if (Noise(o.noise[t.b]) == Noise::gaussian) {
+        y = exp<T>((0.5772157f + 1.2825498f * 1.41421356f * erfinv(2.0f * u - 1.0f)) * by);
+      } else {
+        const F e = -log<T>(u);  // e^noise = 1 / e
+        y = by == 1.0f ? reciprocal<T>(e) : exp<T>(-log<T>(e) * by);
+      }
+      store<WIDTH>(to + j * S + s, y);
+    }
 }
 
 // Sums over a tile's rows of factor * weight, [columns, slots]; or, without a place for them, straight into the masses

@@ -88,7 +88,7 @@ def attend(
                 o[fresh, h] = (w @ v).to(q.dtype)
                 if asked:
                     step = torch.where(asked.anew[b] == 1, p, -1)  # [t, 1]
-                    x = x + noise(int(asked.noise[b]), key(asked.seed[b], layer, h, step), pos)
+                    x = x + noise(int(asked.noise[b]), key(asked.seed[b], layer, g, step), pos)
                     w = torch.softmax(x / asked.tau[fresh, None], dim=-1).nan_to_num(0.0)  # [t, S]
                     column = h - g * R if kv.mass.shape[1] > 1 else 0
                     kv.mass[pages, column] += (asked.weights[fresh] @ w).view(-1, kv.page_size)
