@@ -118,17 +118,20 @@ PARTS: dict[str, Callable[[LLM], list[Line]]] = {"scoring": scoring, "decode": d
 
 def side_by_side(llm: LLM, chosen: Sequence[str], prompt: int, batch: int, steps: int) -> list[list[float]]:
     """Seconds of each step, for each policy, when all requests of all policies decode; policies in turn."""
-    engines = []
-    for policy in chosen:
-        engine = _engine(llm, [_request(llm, prompt, policy, seed, steps + 8) for seed in range(batch)])
-        _until(engine, lambda r: len(r.answer) > 2)
-        engines.append(engine)
+    new = min(steps + 8 + 2 * batch * len(chosen) * (prompt // llm.config.step_tokens + 1), llm.context - prompt)
+    kinds = [[_request(llm, prompt, policy, seed, new) for seed in range(batch)] for policy in chosen]
+    whole = _engine(llm, [r for kind in kinds for r in kind])  # equal prompts are computed once
+    _until(whole, lambda r: bool(r.first_token))
+    engines = [_engine(llm, []) for _ in kinds]
+    for engine, kind in zip(engines, kinds, strict=True):
+        engine.scheduler.running = kind
     times: list[list[float]] = [[] for _ in engines]
     for _ in range(steps):
         for engine, each in zip(engines, times, strict=True):
             started = perf_counter()
             engine.step()
             each.append(perf_counter() - started)
+    assert not any(r.why for kind in kinds for r in kind), "somebody ended before the last step"
     for engine in engines:
         _end(engine)
     return times
@@ -143,8 +146,7 @@ def _request(llm: LLM, prompt: int, policy: str, seed: int, new: int = 8) -> Req
 def _engine(llm: LLM, requests: Sequence[Request]) -> Engine:
     """One more over the same model and cache."""
     engine = Engine(llm.engine.runner, llm.cache, llm.config.step_tokens)
-    for request in requests:
-        engine.add(request)
+    engine.add(*requests)
     return engine
 
 
