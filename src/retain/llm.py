@@ -245,7 +245,8 @@ class LLM:
 
         To the end of the context, or as far as the empty pool reaches.
         """
-        policy, lo, hi = (policy or self.policy).resolved(prompt), 1, max(self.context - prompt, 1)
+        policy = self.cache.heeded((policy or self.policy).resolved(prompt))
+        lo, hi = 1, max(self.context - prompt, 1)
         while lo < hi:
             mid = (lo + hi + 1) // 2
             length = prompt + mid - 1  # the last token is never written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -89,6 +90,10 @@ class Lists:
             return {j: kept[j][0] for j in free}
         if rank == "dilated":
             return {j: kept[j][0] - 10**6 * (kept[j][0] % 2) for j in free}
+        if rank == "random":  # a number of its own for each layer, head and position
+            rng, shape = torch.Generator().manual_seed(0), (len(self.full), self.spec.kv_heads)
+            factor = 12.9898 + float(torch.rand(*shape, generator=rng, dtype=torch.float64)[self.full.index(layer), g])
+            return {j: abs(math.fmod(math.sin((kept[j][0] + 1) * factor) * 43758.5453, 1)) for j in free}
         if rank == "knorm":
             return {j: -float(kept[j][1].norm()) for j in free}
         if rank == "keydiff":
@@ -198,6 +203,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks:budget=40,interval=3": {"rank": "sinks", "sinks": 4, "interval": 3},
     "dilated:budget=40,interval=3": {"rank": "dilated", "interval": 3},
     "window:budget=40,interval=1": {"rank": "window"},
+    "random:budget=40,interval=2": {"rank": "random", "interval": 2},
     "h2o:budget=30,prefill=stream,chunk=13": {"rank": "h2o", "budget": 30, "recent": 9, "interval": 16, "chunk": 13},
     "keyformer:budget=30,prefill=stream,chunk=25": {
         **{"rank": "keyformer", "anew": 1, "budget": 30},
@@ -331,3 +337,14 @@ def test_budgets_shrink_before_anybody_is_preempted(family: str, share: str) -> 
     assert sum(r.preempted for r in stiff) and not sum(r.preempted for r in giving)
     assert stiff[0].answer == giving[0].answer == go("", 10_000)[0].answer
     assert min(max(r.owned) for r in giving[1:]) < max(max(r.owned) for r in stiff[1:])
+
+
+@pytest.mark.parametrize(
+    "chosen", ["h2o:budget=50%", "h2o:budget=480", "reread:budget=50%", "tova:budget=9,prefill=stream"]
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_texts_may_fill_the_context(family: str, chosen: str) -> None:
+    """However many spare slots a policy asks for: none lies beyond the table."""
+    for n, interval in ((505, 16), (505, 5000), (511, 1), (500, 7)):
+        asked = request([i % 128 for i in range(n)], 513 - n, f"{chosen},interval={interval}")
+        assert len(run(rig(family, backend="cpu"), [asked])[0]) == 513 - n

@@ -30,6 +30,7 @@ class Engine:
         """
         for request in requests:
             request.policy = self.cache.heeded(request.policy)
+            request.context = min(request.context, self.cache.context)
             self.scheduler.check(request)
         leaders: dict[tuple[int, ...], list[Request]] = {}
         for request in sorted(requests, key=lambda r: not r.sees):  # who sees nothing may follow anybody

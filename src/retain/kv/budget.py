@@ -9,7 +9,7 @@ prompt of any length takes bounded memory. What is not known here: pages, slots,
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -76,15 +76,19 @@ class Budget:
         object.__setattr__(found, "prompt", prompt)
         return found
 
+    def but(self, **changes: Any) -> Self:
+        """The same, resolved for the same prompt, with other options."""
+        found = replace(self, **changes)
+        object.__setattr__(found, "prompt", self.prompt)
+        return found
+
     def shrunk(self) -> Self | None:
         """The same with half its budget, if it may be so small; resolved."""
         size = max(self.size // 2, self.shrink.of(self.prompt) if self.shrink else self.size)
         if size >= self.size:
             return None
         recent = max(self.recent.of(self.size) * size // self.size, 1)
-        found = replace(self, budget=Amount(tokens=size), recent=Amount(tokens=min(recent, size - self.sinks)))
-        object.__setattr__(found, "prompt", self.prompt)
-        return found
+        return self.but(budget=Amount(tokens=size), recent=Amount(tokens=min(recent, size - self.sinks)))
 
     @property
     def size(self) -> int:

@@ -68,7 +68,7 @@ class Cache:
         columns: int = 1,
     ):
         L, G, n = len(shape.windows), shape.kv_heads, -(-context // page_size)
-        self.shape, self.page_size, self.step_tokens = shape, page_size, step_tokens
+        self.shape, self.page_size, self.step_tokens, self.context = shape, page_size, step_tokens, context
         self.page_bytes = page_bytes(page_size, shape.head_dim, dtype, columns)
         self.pool = Pool(
             1 + min(max(kv_memory // self.page_bytes - 1, 0), n_rows * L * G * n)
@@ -100,8 +100,15 @@ class Cache:
         return np.array([min(w or NO_WINDOW, bound) for w in self.shape.windows], np.int32)
 
     def heeded(self, policy: Policy) -> Policy:
-        """The policy; or full, where every layer slides: those are rings whatever it says."""
-        return policy if None in self.shape.windows else policies.parse("full")
+        """The policy as far as it means something here; resolved.
+
+        Where every layer slides it is full, for those are rings whatever it says. No answer is longer than the context.
+        """
+        if None not in self.shape.windows:
+            return policies.parse("full")
+        if isinstance(policy, Budget):
+            return policy.but(interval=min(policy.interval, max(self.context - policy.prompt, 1)))
+        return policy
 
     def capacities(self, windows: Ints, fresh: int) -> Ints:
         """Slots that a head of each layer may own when `fresh` tokens are written at a time. [L]."""
@@ -115,7 +122,8 @@ class Cache:
         slots = np.minimum(length, self.capacities(windows, min(owed, self.step_tokens)))
         if isinstance(policy, Budget):  # the whole prompt for a moment
             sees_all, copies = windows == NO_WINDOW, 1 + (policy.rereads > 0)
-            most = np.minimum(length + max(policy.interval, policy.rereads), policy.slots_of_prompt)
+            beyond = policy.interval if length < policy.prompt else max(policy.interval, policy.rereads)
+            most = np.minimum(length + beyond, min(policy.slots_of_prompt, self.pages.shape[3] * self.page_size))
             slots = np.where(sees_all, most, slots * copies)
         return int((-(-slots // self.page_size)).sum()) * self.shape.kv_heads
 
@@ -149,9 +157,9 @@ class Cache:
             self.keepers[row] = Keeper(
                 policy, layers, self.kv, self.backend, self.pool, self.pages[row], self.counts[row]
             )
-            self.capacity[row, layers] = policy.slots_of_prompt
-            streams = policy.prefill == "stream" and policy.prompt > policy.size
-            self.spare[row, layers] = UNBOUNDED if streams else policy.interval  # all at once: chunks come into holes
+            self.capacity[row, layers] = min(policy.slots_of_prompt, self.pages.shape[3] * self.page_size)
+            if policy.prompt > policy.size:  # streams all at once: chunks come into holes
+                self.spare[row, layers] = UNBOUNDED if policy.prefill == "stream" else policy.interval
         return row
 
     def fork(self, row: int, policy: Policy, computed: int) -> int | None:
