@@ -38,7 +38,14 @@ def test_company_changes_no_token(family, backend):
         assert alone(family, prompt, policy=policies[i % 3], backend=backend) == answer
 
 
-TWINS = ["h2o:budget=40", "full", "h2o:budget=25%,share=layer", "window:budget=30", "reread:budget=30,rereads=50"]
+TWINS = [
+    "reread:budget=400,rereads=50",
+    "h2o:budget=40",
+    "full",
+    "h2o:budget=25%,share=layer",
+    "window:budget=30",
+    "reread:budget=30,rereads=50",
+]
 TWINS += ["reread:budget=60", "ring:window=20", "reread:budget=20,rereads=50,value=norm", "knorm:budget=50%", "full"]
 
 

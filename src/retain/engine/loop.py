@@ -104,7 +104,8 @@ class Engine:
                     continue
                 follower.reread = request.reread
                 self.scheduler.running.append(follower)
-                self.cache.settle(follower.row, follower.computed, follower.owed)
+                if not follower.rereads:
+                    self.cache.settle(follower.row, follower.computed, follower.owed)
         request.followers = []
 
     def _end(self, request: Request) -> None:

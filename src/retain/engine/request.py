@@ -155,7 +155,7 @@ class Request:
     def may_follow(self, other: Request) -> bool:
         """Whether the prompt of another, computed under its policy, is as good as one computed under its own."""
         mine, theirs = self.policy, other.policy
-        if self.prompt != other.prompt or not mine.window == theirs.window == None:  # noqa: E711
+        if self.prompt != other.prompt or mine.window is not None or theirs.window is not None:
             return False
         if any(isinstance(p, Budget) and p.prefill != "exact" for p in (mine, theirs)):
             return False
