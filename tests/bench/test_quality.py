@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retain import LLM, SamplingParams, cli
-from retain.bench import plots, quality, tasks
+from retain.bench import budget, plots, quality, tasks
 
 STORY = "The miller's son set out at dawn with a loaf and a lantern. He walked north, past the weir and the burnt oak. "
 
@@ -92,6 +92,7 @@ def test_every_number_and_picture_is_written(data: Path, tmp_path: Path, capsys:
         ["--longest", "3"],
         ["--kv-policy", "full"],
         ["--items", "0"],
+        ["--tasks", "summarize", "--longest", "2"],
     ],
 )
 def test_bad_questions_are_refused_in_one_line(
@@ -158,3 +159,26 @@ def test_the_harness_scores_and_writes_as_the_engine_does(llm: LLM, monkeypatch:
     assert whole < -20
     (text,) = harness.generate_until([types.SimpleNamespace(args=(STORY, {"max_gen_toks": 5, "until": []}))])
     assert text == llm.generate(STORY, greedy, policy)[0].text
+
+
+def test_records_that_are_not_what_they_should_be_are_named(
+    llm: LLM, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "copa.jsonl").write_text("{}\n" * 9)
+    with pytest.raises(ValueError, match=r"choice: a record in .* has no 'question'"):
+        quality.Asked([tasks.load("choice")], tmp_path, 3, 300).items(llm, tasks.load("choice"))
+    (tmp_path / "books.jsonl").write_text("{")
+    with pytest.raises(ValueError):
+        quality.Asked([tasks.load("perplexity")], tmp_path, 3, 300).items(llm, tasks.load("perplexity"))
+    assert len(quality.Asked([tasks.load("choice")], data, 10**4, 300).items(llm, tasks.load("choice"))) == 18
+
+
+def test_budgets_are_timed(llm: LLM) -> None:
+    names = ["full", "h2o:budget=50%", "h2o:budget=90"]
+    times = budget.side_by_side(llm, names, prompt=100, batch=2, steps=20)
+    assert [len(t) for t in times] == [20] * 3 and all(t > 0 for each in times for t in each)
+    assert llm.cache.free_pages == llm.cache.total_pages
+    assert cli.main(["bench", "budget", "--model", "smollm2", "--parts", "colour"]) == 2
+    lines = budget.throughput(llm, prompt=100, new=8, n=5)
+    assert lines[0]["policy"] == "full" and all(line["tok_s"] > 0 for line in lines)
+    assert llm.cache.free_pages == llm.cache.total_pages

@@ -121,7 +121,10 @@ class Asked:
 
     def items(self, llm: LLM, task: ModuleType) -> list[Any]:
         """Of one task. Raises ValueError where there is none."""
-        found: list[Any] = task.items(llm, self.data, self.n, self.longest)
+        try:
+            found: list[Any] = task.items(llm, self.data, self.n, self.longest)
+        except KeyError as key:
+            raise ValueError(f"{_name(task)}: a record in {self.data} has no {key}") from None
         if not found:
             raise ValueError(f"{_name(task)}: no item has at most {self.longest} tokens")
         return found

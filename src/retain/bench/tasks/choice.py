@@ -59,7 +59,7 @@ def items(llm: LLM, data: Path, n: int, longest: int) -> list[Question]:
     each = -(-n // len(METRICS))
     made = {name: [SETS[name][1](r) for r in records(data, SETS[name][0], 5 + each)] for name in SETS}
     labels = {name: [r["label"] for r in records(data, SETS[name][0], 5 + each)] for name in SETS}
-    for i in range(5, 5 + each):
+    for i in range(5, min(5 + each, *map(len, made.values()))):
         for name in SETS:
             for shots in SHOTS:
                 examples = [f"{made[name][j][0]}{made[name][j][1][labels[name][j]]}\n\n" for j in range(shots)]
