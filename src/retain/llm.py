@@ -292,6 +292,7 @@ class LLM:
         return {
             "policy": policies.text(request.policy),
             "bytes_peak": sum(g["bytes_peak"] for g in groups),
+            "bytes_end": request.held * cache.page_bytes,
             "bytes_if_full": sum(g["bytes_if_full"] for g in groups),
             "groups": groups,
         }

@@ -110,7 +110,7 @@ class Engine:
 
     def _end(self, request: Request) -> None:
         if request.row is not None:
-            request.owned = self.cache.owned(request.row)
+            request.owned, request.held = self.cache.owned(request.row), self.cache.held(request.row)
         self.scheduler.drop(request)
         request.ended = perf_counter()
         for follower in request.followers:  # it ended before they could begin

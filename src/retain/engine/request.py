@@ -128,6 +128,7 @@ class Request:
     preempted: int = 0  # times
     peaks: list[int] = field(default_factory=list)  # slots, one a layer: the most that one head of it owned
     owned: list[int] = field(default_factory=list)  # the same at its end: a budget holds from the end of the prompt on
+    held: int = 0  # pages at its end
     arrived: float = field(default_factory=perf_counter)  # seconds
     first_token: float = 0.0
     ended: float = 0.0

@@ -272,6 +272,10 @@ class Cache:
         """For each layer the slots that one head of the row owns now, at most."""
         return [int(n) for n in self.counts[row].max(axis=1) * self.page_size]
 
+    def held(self, row: int) -> int:
+        """Pages that the row owns now, of all layers and heads."""
+        return len(self._held([row]))
+
     def close(self, row: int) -> list[int]:
         """Give every page of the row back, and the row. Returns for each layer the most slots that one head owned."""
         self.pool.give(self._held([row]))
