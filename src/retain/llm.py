@@ -16,7 +16,6 @@ from time import perf_counter
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from retain.engine.loop import Engine
 from retain.engine.request import Logprob, Request, SamplingParams, Why
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
+from retain.kv.account import account
 from retain.kv.cache import Cache, Shape
 from retain.kv.policies import Policy
 from retain.models.decoder import Spec
@@ -266,36 +266,10 @@ class LLM:
             ttft_s=request.first_token - request.arrived,
             decode_tok_s=(len(request.answer) - 1) / decoding if decoding > 0 else 0.0,
             preempted=request.preempted,
-            kv=self._kv(request),
+            kv=account(
+                *(self.cache, request.policy, len(request.tokens) - 1, request.peaks, request.owned, request.held)
+            ),
         )
-
-    def _kv(self, request: Request) -> dict[str, Any]:
-        """What the request cost, by groups of layers with the same policy, and what full caches would have cost."""
-        cache, S, G = self.cache, self.config.page_size, self.spec.kv_heads
-        windows = cache.windows(request.policy)
-        full = -(-(len(request.tokens) - 1) // S) * cache.page_bytes * G  # a layer's
-        looks = policies.text(request.policy) if request.policy.window is None else "full"
-        groups = []
-        for window in sorted(set(windows.tolist()), reverse=True):
-            layers = np.flatnonzero(windows == window).tolist()
-            peaks = [request.peaks[i] for i in layers]
-            groups.append(
-                {
-                    "layers": layers,
-                    "policy": f"ring:window={window}" if window != kernels.NO_WINDOW else looks,
-                    "slots_peak": max(peaks),
-                    "slots_end": max(request.owned[i] for i in layers) if request.owned else 0,
-                    "bytes_peak": sum(peaks) // S * cache.page_bytes * G,
-                    "bytes_if_full": full * len(layers),
-                }
-            )
-        return {
-            "policy": policies.text(request.policy),
-            "bytes_peak": sum(g["bytes_peak"] for g in groups),
-            "bytes_end": request.held * cache.page_bytes,
-            "bytes_if_full": sum(g["bytes_if_full"] for g in groups),
-            "groups": groups,
-        }
 
 
 def _model(
