@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -74,13 +74,12 @@ def decode(llm: LLM, prompt: int = 7000, batch: int = 8) -> list[Line]:
     ]
 
 
-def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> list[Line]:
+def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> Iterator[Line]:
     """32 queued requests in memory that holds four full ones: their own tokens a second, all in all and while decoding.
 
     The pool is as it is: choose it by --kv-memory; how many full requests it holds is printed.
     """
     prompt = min(prompt, llm.context - new)
-    lines: list[Line] = []
     first: dict[str, tuple[float, float]] = {}
     for policy in ("full", "h2o:budget=25%", "h2o:budget=25%,prefill=stream,chunk=512"):
         engine = _engine(llm, [_request(llm, prompt, policy, seed, new) for seed in range(n)])
@@ -97,23 +96,20 @@ def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> lis
         rate, apart = n * new / total, n * new / max(total - prefilling, 1e-9)
         first.setdefault("rate", (rate, apart))
         held = llm.cache.total_pages / llm.cache.cost(policies.parse("full"), prompt + new, prompt)
-        lines.append(
-            {
-                "what": f"{n} requests",
-                "policy": policy,
-                "tok_s": round(rate, 1),
-                "times_full": round(rate / first["rate"][0], 2),
-                "tok_s_but_prefill": round(apart, 1),
-                "times_full_but_prefill": round(apart / first["rate"][1], 2),
-                "at_once": paid,
-                "full_ones_held": round(held, 1),
-                "preempted": sum(r.preempted for r in requests),
-            }
-        )
-    return lines
+        yield {
+            "what": f"{n} requests",
+            "policy": policy,
+            "tok_s": round(rate, 1),
+            "times_full": round(rate / first["rate"][0], 2),
+            "tok_s_but_prefill": round(apart, 1),
+            "times_full_but_prefill": round(apart / first["rate"][1], 2),
+            "at_once": paid,
+            "full_ones_held": round(held, 1),
+            "preempted": sum(r.preempted for r in requests),
+        }
 
 
-PARTS: dict[str, Callable[[LLM], list[Line]]] = {"scoring": scoring, "decode": decode, "throughput": throughput}
+PARTS: dict[str, Callable[[LLM], Iterable[Line]]] = {"scoring": scoring, "decode": decode, "throughput": throughput}
 
 
 def side_by_side(llm: LLM, chosen: Sequence[str], prompt: int, batch: int, steps: int) -> list[list[float]]:
