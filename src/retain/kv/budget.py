@@ -46,7 +46,7 @@ class Budget:
     sinks: int = 0  # of them the first of the text
     interval: int = 16
     prefill: str = "exact"  # or stream
-    chunk: int = 256  # of a streamed prompt: tokens between two moments of forgetting
+    chunk: int = 448  # of a streamed prompt: forget after so many; a step has room for it beside 64 answers
     share: str = "none"  # or layer, or all: whose heads divide the sum of their budgets, by priority
     protect: str = "none"  # or system: the system prompt is among the sinks
     shrink: Amount | None = None  # how far the budget may fall, by halves, before somebody has to be preempted
