@@ -171,6 +171,8 @@ def chat(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """`retain bench speed`, `budget` and `quality`."""
+    if args.bench != "speed" and hasattr(args, "kv_policy"):
+        raise ValueError(f"bench {args.bench} compares policies: --kv-policy is for bench speed")
     if args.bench == "quality":
         return quality(args)
     from retain.bench import budget, speed
@@ -193,8 +195,6 @@ def quality(args: argparse.Namespace) -> int:
     from retain.bench import plots, tasks
     from retain.bench import quality as bench
 
-    if hasattr(args, "kv_policy"):
-        raise ValueError("--kv-policy is one policy: name those to compare by --policies")
     if args.kept and not args.out:
         raise ValueError("--kept draws pictures: say where by --out")
     names = tasks.names() if args.tasks == "all" else [t.strip() for t in args.tasks.split(",")]

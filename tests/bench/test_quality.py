@@ -179,6 +179,7 @@ def test_budgets_are_timed(llm: LLM) -> None:
     assert [len(t) for t in times] == [20] * 3 and all(t > 0 for each in times for t in each)
     assert llm.cache.free_pages == llm.cache.total_pages
     assert cli.main(["bench", "budget", "--model", "smollm2", "--parts", "colour"]) == 2
+    assert cli.main(["bench", "budget", "--model", "smollm2", "--kv-policy", "full"]) == 2
     lines = list(budget.throughput(llm, prompt=100, new=8, n=5))
     assert lines[0]["policy"] == "full" and all(line["tok_s"] > 0 for line in lines)
     assert llm.cache.free_pages == llm.cache.total_pages
