@@ -31,7 +31,7 @@ class Results:
     """Rows of one task: rows[policy][item] = {metric: number}; `budgets` says what each policy text stands for."""
 
     task: str
-    metrics: dict[str, bool]  # whether more is better
+    metrics: tuple[str, ...]
     rows: dict[str, list[Row]] = field(default_factory=dict)
 
     def values(self, policy: str, metric: str) -> tuple[Floats, Floats]:

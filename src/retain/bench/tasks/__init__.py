@@ -1,6 +1,6 @@
 """What `retain bench quality` asks a model. One task is one file here, found by its name.
 
-A file defines `METRICS`, {name: whether more is better}, `ROWS`, how many requests an item is, and
+A file defines `METRICS`, the names of its numbers, `ROWS`, how many requests an item is, and
 
     items(llm, data, n, longest) -> list    n questions out of the files of a folder, of at most so many tokens each
     measure(llm, items, chosen, full) -> (rows, memory)
@@ -59,6 +59,16 @@ def ask(llm: LLM, text: str, instruction: str, cue: str) -> list[int]:
     if llm.tokenizer.template is None:
         return llm.encode(f"{text}\n\n{cue}")
     return llm.tokenizer.encode_chat([{"role": "user", "content": f"{instruction}\n\n{text}"}])
+
+
+def articles(llm: LLM, data: Path, n: int, longest: int) -> list[tuple[list[int], str]]:
+    """Up to n news articles as prompts of at most `longest` tokens, each with the summary of its editors."""
+    found: list[tuple[list[int], str]] = []
+    for record in records(data, "cnn_dailymail"):
+        prompt = ask(llm, record["article"], "Summarize the following news article:", "Summary:")
+        if len(prompt) <= longest and len(found) < n:
+            found.append((prompt, record["highlights"]))
+    return found
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ SETS: dict[str, tuple[str, Callable[[Record], tuple[str, list[str]]]]] = {
     "piqa": ("piqa_valid", piqa),
     "openbookqa": ("openbookqa", openbookqa),
 }
-METRICS = {f"{name}-{shots}": True for name in SETS for shots in SHOTS}
+METRICS = tuple(f"{name}-{shots}" for name in SETS for shots in SHOTS)
 
 
 @dataclass(frozen=True)

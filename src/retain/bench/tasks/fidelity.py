@@ -6,23 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retain.bench.tasks import Given, Row, ask, force, records
+from retain.bench.tasks import Given, Row, articles, force
 from retain.llm import LLM
 
-METRICS = {"loss": False, "kl": False, "top1": True}
+METRICS = ("loss", "kl", "top1")
 ROWS = 1
 ANSWER = 128  # tokens at most
 
 
 def items(llm: LLM, data: Path, n: int, longest: int) -> list[Given]:
     """Articles that are no longer than `longest` tokens, and their reference summaries."""
-    found: list[Given] = []
-    for record in records(data, "cnn_dailymail"):
-        prompt = ask(llm, record["article"], "Summarize the following news article:", "Summary:")
-        answer = llm.tokenizer.encode(record["highlights"], ends=False)[:ANSWER]
-        if len(prompt) <= longest and len(found) < n:
-            found.append(Given(prompt, answer))
-    return found
+    encode = llm.tokenizer.encode
+    return [Given(p, encode(told, ends=False)[:ANSWER]) for p, told in articles(llm, data, n, longest)]
 
 
 def measure(llm: LLM, items: list[Given], chosen: Sequence[str], full: Any) -> tuple[list[Row], Any]:

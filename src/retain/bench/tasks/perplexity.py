@@ -9,7 +9,7 @@ from typing import Any
 from retain.bench.tasks import Given, Row, force, records
 from retain.llm import LLM
 
-METRICS = {"loss": False}
+METRICS = ("loss",)
 ROWS = 1
 PROMPT = 16  # tokens: the text itself is the answer
 

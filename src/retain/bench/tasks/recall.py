@@ -14,7 +14,7 @@ from typing import Any
 from retain.bench.tasks import Given, Row, force, records
 from retain.llm import LLM
 
-METRICS = {"needle": True, "passkey": True, "keys": True, "loss": False}
+METRICS = ("needle", "passkey", "keys", "loss")
 ROWS = 1
 KINDS = ("needle", "passkey", "keys")
 PEOPLE = ("Anna", "Bert", "Carla", "David", "Emma", "Frank", "Greta", "Henry")
