@@ -80,7 +80,7 @@ def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> Ite
     The pool is as it is: choose it by --kv-memory; how many full requests it holds is printed.
     """
     prompt = min(prompt, llm.context - new)
-    first: dict[str, tuple[float, float]] = {}
+    full: tuple[float, float] | None = None
     for policy in ("full", "h2o:budget=25%", "h2o:budget=25%,prefill=stream,chunk=512"):
         engine = _engine(llm, [_request(llm, prompt, policy, seed, new) for seed in range(n)])
         started, paid, prefilling = perf_counter(), 0, 0.0
@@ -94,15 +94,15 @@ def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> Ite
             paid = max(paid, len(engine.scheduler.running))
         total = perf_counter() - started
         rate, apart = n * new / total, n * new / max(total - prefilling, 1e-9)
-        first.setdefault("rate", (rate, apart))
+        full = full or (rate, apart)  # whose turn is first
         held = llm.cache.total_pages / llm.cache.cost(policies.parse("full"), prompt + new, prompt)
         yield {
             "what": f"{n} requests",
             "policy": policy,
             "tok_s": round(rate, 1),
-            "times_full": round(rate / first["rate"][0], 2),
+            "times_full": round(rate / full[0], 2),
             "tok_s_but_prefill": round(apart, 1),
-            "times_full_but_prefill": round(apart / first["rate"][1], 2),
+            "times_full_but_prefill": round(apart / full[1], 2),
             "at_once": paid,
             "full_ones_held": round(held, 1),
             "preempted": sum(r.preempted for r in requests),

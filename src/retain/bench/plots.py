@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from retain.bench.quality import FULL, Results, bootstrap
-from retain.config import Amount
 from retain.kv import policies
 from retain.kv.budget import Budget
 
@@ -37,10 +36,8 @@ def lines(results: Results, out: Path) -> list[Path]:
             a, b = results.values(policy, metric)
             if len(a) and isinstance(parsed, Budget) and parsed.budget.tokens is None:
                 lo, hi = bootstrap(a - b)
-                name = policies.text(replace(parsed, budget=Amount(share=1))).replace("budget=100%", "").rstrip(":,")
-                curves.setdefault(name.replace(":,", ":"), []).append(
-                    (100 * parsed.budget.share, a.mean(), b.mean() + lo, b.mean() + hi)
-                )
+                name = re.sub("budget=[^,]*,?", "", policy).rstrip(":")
+                curves.setdefault(name, []).append((100 * parsed.budget.share, a.mean(), b.mean() + lo, b.mean() + hi))
         if not curves:
             continue
         figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
