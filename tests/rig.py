@@ -12,7 +12,8 @@ from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.engine.runner import ProgramRunner, TorchRunner
 from retain.kv import policies
-from retain.kv.cache import Cache, Shape
+from retain.kv.cache import Cache
+from retain.kv.needs import Shape
 from retain.models.weights import Weights
 from tests.tiny import tiny_source
 
@@ -36,7 +37,8 @@ def rig(
     model = models.build(Weights(tiny_source(family), torch.float32), program)
     shape = Shape(model.spec.kv_heads, model.spec.head_dim, model.spec.windows)
     memory = (pages + 1) * kernels.page_bytes(page_size, shape.head_dim, torch.float32, columns)
-    cache = Cache(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns)
+    turn = model.ropes[0].moved if model.ropes else None
+    cache = Cache(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn)
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     return Engine(runner, cache, step_tokens)
 

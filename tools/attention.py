@@ -16,7 +16,8 @@ import torch
 
 from retain import kernels
 from retain.kv import policies
-from retain.kv.cache import Cache, Shape
+from retain.kv.cache import Cache
+from retain.kv.needs import Shape
 
 SLOTS, CHUNK = 4096, 512
 

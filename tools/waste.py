@@ -21,7 +21,8 @@ from retain import kernels
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.kv import policies
-from retain.kv.cache import Cache, Shape
+from retain.kv.cache import Cache
+from retain.kv.needs import Shape
 
 SHAPES = {  # layers, kv heads and head dim of the embedded models; windows as in their files
     "smollm2": Shape(3, 64, (None,) * 30),

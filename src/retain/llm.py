@@ -26,7 +26,9 @@ from retain.engine.request import Logprob, Request, SamplingParams, Why
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
 from retain.kv.account import account
-from retain.kv.cache import Cache, Shape
+from retain.kv.cache import Cache
+from retain.kv.forget import Turn
+from retain.kv.needs import Shape
 from retain.kv.policies import Policy
 from retain.models.decoder import Spec
 from retain.models.find import find
@@ -74,7 +76,7 @@ class LLM:
         backend = kernels.load(c.backend)
         dtype: torch.dtype = getattr(torch, c.dtype)
         path = find(model)
-        self.spec, self.weight_bytes, runner = _model(path, backend, dtype, c.weights, progress)
+        self.spec, self.weight_bytes, runner, turn = _model(path, backend, dtype, c.weights, progress)
         spec = self.spec
         self.tokenizer = Tokenizer.open(path)
         if c.context and c.context > spec.context:
@@ -87,7 +89,8 @@ class LLM:
             whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype, self.columns)
         )
         self.cache = Cache(
-            *(shape, backend, dtype, memory, c.page_size, c.max_requests, self.context, c.step_tokens, self.columns)
+            *(shape, backend, dtype, memory, c.page_size, c.max_requests, self.context, c.step_tokens, self.columns),
+            turn=turn,
         )
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens)
         self.load_s = perf_counter() - started
@@ -274,8 +277,9 @@ class LLM:
 
 def _model(
     path: Path, backend: ModuleType, dtype: torch.dtype, weights: str, progress: bool
-) -> tuple[Spec, int, Callable[[Cache], Runner]]:
-    """A model's spec, the bytes of its packed weights (0 where torch computes), and its runner, given a cache.
+) -> tuple[Spec, int, Callable[[Cache], Runner], Turn | None]:
+    """A model's spec, the bytes of its packed weights (0 where torch computes), its runner, given a cache, and what
+    moves its keys, if they are turned.
 
     Where a program computes, nothing of the file outlives this call: room for the cache comes after.
     """
@@ -283,9 +287,10 @@ def _model(
     # torch wants a bias or a norm of its input's dtype; a program keeps rows in float32.
     vectors = torch.float32 if program else None
     decoder = models.build(open_weights(path, dtype, weights, progress, vectors), program)
+    turn = decoder.ropes[0].moved if decoder.ropes else None
     if program:
-        return decoder.spec, program.weight_bytes, partial(ProgramRunner, program)
-    return decoder.spec, 0, partial(TorchRunner, decoder, backend)
+        return decoder.spec, program.weight_bytes, partial(ProgramRunner, program), turn
+    return decoder.spec, 0, partial(TorchRunner, decoder, backend), turn
 
 
 def affordable_memory(whole: int) -> int:

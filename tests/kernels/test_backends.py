@@ -286,6 +286,31 @@ def test_move(backend: ModuleType, dtype: torch.dtype) -> None:
     assert_close(backend.attend(q, kv, t, q_pos, 1.0), before, 2**-7 if dtype == BF16 else 1e-5)
 
 
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_lowest(backend: ModuleType, data: st.DataObject) -> None:
+    """Among equal priorities, holes, minus zeros, infinities and those that must stay, the same slots in one order."""
+    N, S = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3000))
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    pos = torch.stack([torch.randperm(2 * S, generator=g)[:S] for _ in range(N)]).int()
+    pos[torch.rand(N, S, generator=g) < data.draw(st.sampled_from([0.0, 0.3, 1.0]))] = -1
+    few = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 1e-40, 2.0, torch.inf])
+    priority = (
+        few[torch.randint(7, (N, S), generator=g)] if data.draw(st.booleans()) else torch.randn(N, S, generator=g)
+    )
+    used = torch.randint(1, S + 1, (N,), generator=g).int()
+    n = data.draw(st.integers(0, min(int(used.min()), 40)))
+    args = priority, pos, used, data.draw(st.integers(0, 4)), data.draw(st.integers(0, 2 * S)), n
+    places = backend.lowest(*args)
+    assert places.tolist() == reference.lowest(*args).tolist()
+    assert all(len(set(line)) == n and all(p < u for p in line) for line, u in zip(places.tolist(), used, strict=True))
+
+
+def test_lowest_refuses_what_it_could_not_find(backend: ModuleType) -> None:
+    with pytest.raises(ValueError, match="too few"):
+        backend.lowest(torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.int32), torch.tensor([2]).int(), 0, 9, 3)
+
+
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
     B, G = draw(st.integers(1, 4)), draw(st.integers(1, 3))

@@ -13,7 +13,8 @@ from retain.config import Amount
 from retain.kernels import NO_WINDOW, load
 from retain.kv import policies
 from retain.kv.budget import Budget
-from retain.kv.cache import Cache, Shape
+from retain.kv.cache import Cache
+from retain.kv.needs import Shape
 from retain.kv.view import View
 
 FULL = policies.parse("full")

@@ -13,7 +13,8 @@ from retain import kernels
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams, Why
 from retain.kv import policies
-from retain.kv.cache import Cache, Shape
+from retain.kv.cache import Cache
+from retain.kv.needs import Shape
 
 
 class Blind:
@@ -25,19 +26,21 @@ class Blind:
     def forward(self, batch):
         S = self.cache.page_size
         rows = np.repeat(batch.rows.numpy(), np.diff(batch.starts.numpy()))
-        slots = batch.slots.numpy()
-        assert len(np.unique(slots)) == slots.size  # layers, heads and tokens never share a slot
-        for layer, head, t in np.ndindex(slots.shape):
-            owned = self.cache.pages[rows[t], layer, head, : self.cache.counts[rows[t], layer, head]]
-            assert slots[layer, head, t] // S in owned
-        self.cache.kv.pos.view(-1)[batch.slots.long()] = batch.pos
+        for layer, slots in enumerate(batch.slots.numpy()):
+            assert len(np.unique(slots)) == slots.size  # heads and tokens never share a slot
+            for head, t in np.ndindex(slots.shape):
+                owned = self.cache.pages[rows[t], layer, head, : self.cache.counts[rows[t], layer, head]]
+                assert slots[head, t] // S in owned
+            self.cache.kv.pos.view(-1)[batch.slots[layer].long()] = batch.pos
+            if batch.after:
+                batch.after(layer)
         return torch.randn(len(batch.wanted), 16)
 
 
 class Schedule(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(40, 120),
-        step_tokens=st.integers(5, 40),
+        step_tokens=st.integers(5, 40) | st.integers(80, 150),
         windows=st.lists(st.one_of(st.none(), st.integers(1, 60)), min_size=1, max_size=3),
     )
     def start(self, pages, step_tokens, windows):
@@ -59,6 +62,8 @@ class Schedule(RuleBasedStateMachine):
                 "sinks:budget=30%",
                 "h2o:budget=12,prefill=stream,chunk=9",
                 "h2o:budget=30%,share=all",
+                "tova:budget=5,interval=2",  # layer by layer, where steps are long enough
+                "h2o:budget=20,interval=3,positions=new",
                 "h2o:budget=50%,shrink=10,share=all",
                 "tova:budget=40,shrink=20%",
                 "reread:budget=30%,share=layer,rereads=20",
@@ -72,7 +77,9 @@ class Schedule(RuleBasedStateMachine):
         try:
             self.engine.add(request)
             self.requests.append(request)
-        except ValueError:
+        except ValueError as error:
+            if "positions=new" in str(error):
+                return  # not where some layers slide
             length = prompt + new - 1
             assert self.cache.cost(request.policy, length, length) > self.cache.total_pages
 

@@ -19,7 +19,14 @@ BACKENDS = [n for n in kernels.names() if kernels.load_module(n).available() is 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "policy", ["full", "ring:window=24", "h2o:budget=40,prefill=stream,chunk=30", "reread:budget=50,rereads=40"]
+    "policy",
+    [
+        "full",
+        "ring:window=24",
+        "h2o:budget=40,prefill=stream,chunk=30",
+        "reread:budget=50,rereads=40",
+        "h2o:budget=25%",  # in one step layer by layer
+    ],
 )
 def test_chunk_size_changes_no_token(family, policy):
     prompt = prompts(1, seed=3)[0] + prompts(1, seed=4)[0]

@@ -15,7 +15,8 @@ from retain.engine.batch import Batch
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kernels import cpu, reference
 from retain.kv import policies
-from retain.kv.cache import Cache, Shape
+from retain.kv.cache import Cache
+from retain.kv.needs import Shape
 from retain.models.decoder import Spec
 from retain.models.weights import Weights
 from tests.tiny import Tiny, tiny_source

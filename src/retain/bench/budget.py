@@ -77,11 +77,15 @@ def decode(llm: LLM, prompt: int = 7000, batch: int = 8) -> list[Line]:
 def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> Iterator[Line]:
     """32 queued requests in memory that holds four full ones: their own tokens a second, all in all and while decoding.
 
-    The pool is as it is: choose it by --kv-memory; how many full requests it holds is printed.
+    The pool is as it is: choose it by --kv-memory; how many full requests it holds is printed. `bound` is what
+    `times_full` would be if answers cost nothing, only the prompts, one after the other.
     """
     prompt = min(prompt, llm.context - new)
     full: tuple[float, float] | None = None
-    for policy in ("full", "h2o:budget=25%", "h2o:budget=25%,prefill=stream,chunk=512"):
+    for policy in ("full", "h2o:budget=25%", "h2o:budget=25%,prefill=stream", "keyformer:budget=25%"):
+        alone, started = _engine(llm, [_request(llm, prompt, policy, n, 1)]), perf_counter()
+        _until(alone, lambda r: bool(r.first_token))
+        prompts = n * (perf_counter() - started)  # seconds
         engine = _engine(llm, [_request(llm, prompt, policy, seed, new) for seed in range(n)])
         started, paid, prefilling = perf_counter(), 0, 0.0
         requests = list(engine.scheduler.waiting)
@@ -101,6 +105,7 @@ def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> Ite
             "policy": policy,
             "tok_s": round(rate, 1),
             "times_full": round(rate / full[0], 2),
+            "bound": round(n * new / prompts / full[0], 2),
             "tok_s_but_prefill": round(apart, 1),
             "times_full_but_prefill": round(apart / full[1], 2),
             "at_once": paid,

@@ -5,7 +5,7 @@ What is not known here: why these requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ class Batch:
     wanted: Tensor  # int64 [N]: fresh tokens whose logits are
     split: list[int]  # [B]: how many of them each request has
     observe: Observe | None = None
+    after: Callable[[int], None] | None = None  # told of every layer when it has looked
 
 
 def collect(shares: Sequence[Share], cache: Cache) -> Batch:
@@ -40,25 +41,26 @@ def collect(shares: Sequence[Share], cache: Cache) -> Batch:
     starts = np.concatenate(([0], counts.cumsum(dtype=np.int32))).astype(np.int32)  # [B + 1]
     rows = np.array([s.request.row for s in shares], np.int32)  # [B]
     first = np.array([s.request.position for s in shares], np.int32)
-    pos = np.arange(len(ids), dtype=np.int32) + np.repeat(first - starts[:-1], counts)  # [T]
+    places = np.arange(len(ids), dtype=np.int32) + np.repeat(first - starts[:-1], counts)  # [T], in their texts
     split = [s.request.wanted(s.n) for s in shares]
     wanted = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), split, strict=True)]
     return Batch(
         ids=torch.tensor(ids),
-        pos=torch.from_numpy(pos),
+        pos=torch.from_numpy(places - np.repeat(cache.shift[rows], counts)),
         rows=torch.from_numpy(rows),
         starts=torch.from_numpy(starts),
-        slots=torch.from_numpy(cache.place(np.repeat(rows, counts), pos)),
+        slots=torch.from_numpy(cache.place(np.repeat(rows, counts), places)),
         wanted=torch.from_numpy(np.concatenate(wanted)),
         split=split,
-        observe=observe(shares, pos, starts),
+        observe=observe(shares, places, starts),
+        after=cache.lend(rows.tolist()),
     )
 
 
-def observe(shares: Sequence[Share], pos: NDArray[np.int32], starts: NDArray[np.int32]) -> Observe | None:
+def observe(shares: Sequence[Share], places: NDArray[np.int32], starts: NDArray[np.int32]) -> Observe | None:
     """What the policies of these requests want fresh queries to leave; None where none wants anything."""
     asked = [
-        s.request.policy.watch(pos[starts[b] : starts[b + 1]], s.request.max_tokens)
+        s.request.policy.watch(places[starts[b] : starts[b + 1]], s.request.max_tokens)
         if isinstance(s.request.policy, Budget)
         else None
         for b, s in enumerate(shares)

@@ -31,16 +31,20 @@ class Engine:
         for request in requests:
             request.policy = self.cache.heeded(request.policy)
             request.context = min(request.context, self.cache.context)
-            self.scheduler.check(request)
         leaders: dict[tuple[int, ...], list[Request]] = {}
         for request in sorted(requests, key=lambda r: not r.sees):  # who sees nothing may follow anybody
             alike = leaders.setdefault(tuple(request.prompt), [])
             leader = next((r for r in alike if request.may_follow(r)), None)
             if leader:
                 leader.followers.append(request)
+                leader.whole()
+                request.whole()
             else:
                 alike.append(request)
-                self.scheduler.wait(request)
+        for request in requests:
+            self.scheduler.check(request)
+        for request in (r for alike in leaders.values() for r in alike):
+            self.scheduler.wait(request)
 
     def step(self) -> list[Request]:
         """Pay debts, draw tokens, settle. The requests that got a token; those with a `why` have ended."""

@@ -158,9 +158,14 @@ class Request:
         mine, theirs = self.policy, other.policy
         if self.prompt != other.prompt or mine.window is not None or theirs.window is not None:
             return False
-        if any(isinstance(p, Budget) and p.prefill != "exact" for p in (mine, theirs)):
+        if any(isinstance(p, Budget) and p.prefill == "stream" for p in (mine, theirs)):
             return False
         return not self.sees or self.sees == other.sees
+
+    def whole(self) -> None:
+        """Its prompt is to be copied: there must be a moment at which all of it is there."""
+        if isinstance(self.policy, Budget) and self.policy.prefill == "layers":
+            self.policy = self.policy.but(prefill="exact")
 
     @property
     def sees(self) -> tuple[object, ...]:

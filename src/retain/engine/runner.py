@@ -34,7 +34,8 @@ class ProgramRunner:
     def forward(self, batch: Batch) -> Tensor:
         """See Runner."""
         tables = self.cache.tables(batch.rows, batch.starts)
-        return self.program.run(self.cache.kv, tables, batch.slots, batch.ids, batch.pos, batch.wanted, batch.observe)
+        b = batch
+        return self.program.run(self.cache.kv, tables, b.slots, b.ids, b.pos, b.wanted, b.observe, b.after)
 
 
 class TorchRunner:
@@ -53,7 +54,12 @@ class TorchRunner:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.backend.write(kv, batch.slots[layer], k, v, batch.pos)
-            return self.backend.attend(q, kv, tables.of(layer), batch.pos, scale, self.slopes, batch.observe, layer)
+            o: Tensor = self.backend.attend(
+                *(q, kv, tables.of(layer), batch.pos, scale, self.slopes, batch.observe, layer)
+            )
+            if batch.after:
+                batch.after(layer)
+            return o
 
         x = self.model.forward(batch.ids, batch.pos.long(), attend)  # [T, E]
         return self.model.logits(x[batch.wanted])

@@ -26,6 +26,7 @@ class Purse(Protocol):
     def grow(self, row: int, upto: int) -> bool: ...  # noqa: D102
     def close(self, row: int) -> list[int]: ...  # noqa: D102
     def stretch(self, row: int, computed: int) -> int: ...  # noqa: D102
+    def whole(self, row: int) -> bool: ...  # noqa: D102
     def shrink(self, row: int, computed: int) -> bool: ...  # noqa: D102
     @property
     def free_pages(self) -> int: ...  # noqa: D102
@@ -69,6 +70,8 @@ class Scheduler:
             if request.row is None:
                 continue  # preempted by an older one a moment ago
             n = min(request.owed, left, self._stretch(request))
+            if n < self._stretch(request) and self.purse.whole(request.row):
+                continue  # until a step has room for all of it
             if self._make_room(request, request.position + n):
                 shares.append(Share(request, n))
                 left -= n

@@ -1,6 +1,6 @@
 """Kernels: the only rooms that touch the bytes of keys and values.
 
-A backend is a folder here and is found by its name: `load("cpu")`. It is a module with eight functions, which
+A backend is a folder here and is found by its name: `load("cpu")`. It is a module with nine functions, which
 `reference` (plain torch) defines and every other backend must equal:
 
     allocate(n_pages, page_size, head_dim, dtype, columns) -> KV    room for a pool of pages
@@ -9,6 +9,7 @@ A backend is a folder here and is found by its name: `load("cpu")`. It is a modu
     read(kv, pages)                                        -> k, v  what they hold, in float32
     copy(kv, src, dst)                                              copy whole pages
     move(kv, src, dst)                                              move slots
+    lowest(priority, pos, used, sinks, after, n)           -> places which slots go first
     available()                                     -> str | None   why this backend cannot run here, or None
     program()                                       -> Program | None
 
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Protocol
@@ -193,11 +195,12 @@ class Program(Protocol):
         pos: Tensor,
         wanted: Tensor,
         observe: Observe | None = None,
+        after: Callable[[int], None] | None = None,
     ) -> Tensor:
         """A step: ids int64 [T], pos int32 [T], slots int32 [L, G, T], wanted int64 [N] -> logits float32 [N, V].
 
         `tables` are those of all layers: pages [L, N, G, n], counts [L, N, G], windows [L, N]. The next step overwrites
-        the logits.
+        the logits. `after(layer)` is called when a layer has looked, before the next one writes.
         """
         ...
 

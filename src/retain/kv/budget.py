@@ -2,8 +2,9 @@
 
 A head keeps `budget` tokens: the first `sinks`, the last `recent`, and of the rest those with the highest priority. It
 fills `interval` more slots before it forgets as many at once (1 is the papers'; more costs less). The prompt is
-computed exactly and the budget begins behind it; or, with `prefill=stream`, it holds after every `chunk`, so that a
-prompt of any length takes bounded memory. What is not known here: pages, slots, who carries it out.
+computed exactly and the budget begins behind it: in all layers at once, or, where it is paid in one step (`layers`),
+in one after the other, so that only one is whole at a time. Or, with `prefill=stream`, it holds after every `chunk`, so
+that a prompt of any length takes bounded memory. What is not known here: pages, slots, who carries it out.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ class Budget:
     recent: Amount = THIRTY_PERCENT  # of them the newest, in tokens or as a percentage of the budget
     sinks: int = 0  # of them the first of the text
     interval: int = 16
-    prefill: str = "exact"  # or stream
+    prefill: str = "exact"  # or stream; the cache makes layers of exact where that takes less
     chunk: int = 448  # of a streamed prompt: forget after so many; a step has room for it beside 64 answers
     share: str = "none"  # or layer, or all: whose heads divide the sum of their budgets, by priority
+    positions: str = "original"  # or new: what stays is numbered from 0 and turned along (an ablation, and slow)
     protect: str = "none"  # or system: the system prompt is among the sinks
     shrink: Amount | None = None  # how far the budget may fall, by halves, before somebody has to be preempted
     prompt: int = field(default=0, init=False)  # tokens, once it is known
@@ -60,11 +62,14 @@ class Budget:
     def __post_init__(self) -> None:
         if self.interval < 1 or self.sinks < 0 or self.chunk < 1:
             raise ValueError("interval and chunk must be at least 1, sinks 0")
-        one_of("prefill", self.prefill, "exact", "stream")
+        one_of("prefill", self.prefill, "exact", "stream", "layers")
         one_of("share", self.share, "none", "layer", "all")
         one_of("protect", self.protect, "none", "system")
+        one_of("positions", self.positions, "original", "new")
         if self.share != "none" and self.prefill == "stream":
             raise ValueError("share divides a whole prompt's budget: it does not go with prefill=stream")
+        if self.positions == "new" and self.ragged:
+            raise ValueError("positions=new wants heads that keep equally many tokens: not with share or heads=union")
 
     def resolved(self, prompt: int, system: int = 0) -> Self:
         """The same for a prompt of so many tokens, the first `system` a system prompt; its amounts in tokens."""
@@ -106,7 +111,7 @@ class Budget:
 
         Room for the answer's first tokens is there already: when the prompt is paid a row only gives pages back.
         """
-        if self.prompt <= self.size:
+        if self.prompt <= self.size or self.prefill == "layers":
             return self.slots
         whole = self.prompt + max(self.interval, min(self.rereads, self.prompt))
         return whole if self.prefill == "exact" else min(whole, self.size + max(self.chunk, self.interval))
@@ -115,12 +120,27 @@ class Budget:
         """How many tokens are computed when the row next forgets, if `computed` are; resolved."""
         if computed < self.prompt:
             streamed = max(computed, self.size) + self.chunk
-            return self.prompt if self.prefill == "exact" else min(streamed, self.prompt)
+            return min(streamed, self.prompt) if self.prefill == "stream" else self.prompt
         return max(computed, self.size) + self.interval
+
+    def between(self, now: int) -> tuple[int, int]:
+        """Who is before the first of these positions, or behind the second, must stay."""
+        return self.sinks, now - self.recent.of(self.size)
 
     def protected(self, pos: Tensor, now: int) -> Tensor:
         """Who must stay, bool of the shape of `pos`."""
-        return (pos < self.sinks) | (pos > now - self.recent.of(self.size))
+        sinks, after = self.between(now)
+        return (pos < sinks) | (pos > after)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads keep different numbers of tokens."""
+        return self.share != "none"
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether a layer can forget as soon as it has seen the prompt."""
+        return not (self.ragged or self.rereads or self.positions == "new")
 
     @property
     def sees(self) -> tuple[object, ...]:
@@ -128,7 +148,7 @@ class Budget:
         return ()
 
     def watch(self, pos: NDArray[np.int32], expected: int) -> Watch | None:
-        """What the fresh tokens at these positions leave; None: nothing. `expected` tokens will be generated."""
+        """What fresh tokens leave, of whom this is the place in the text; None: nothing. `expected` are generated."""
         return None
 
     def priority(self, view: View) -> Tensor:
@@ -161,6 +181,16 @@ class Scored(Budget):
         """The policy, and the options of its own."""
         common = {f.name for f in fields(Scored)}
         return type(self), *(getattr(self, f.name) for f in fields(self) if f.name not in common)
+
+    @property
+    def ragged(self) -> bool:
+        """See Budget."""
+        return super().ragged or self.heads == "union"
+
+    @property
+    def by_layer(self) -> bool:
+        """See Budget."""
+        return super().by_layer and self.scope == "layer"
 
     @property
     def per_query(self) -> bool:  # type: ignore[override]

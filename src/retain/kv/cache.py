@@ -20,8 +20,7 @@ back). What is not known here: what K and V look like, who is scheduled and why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import numpy as np
@@ -30,29 +29,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels import NO_WINDOW, Tables, page_bytes
-from retain.kv import policies
 from retain.kv.budget import Budget
-from retain.kv.forget import Keeper
+from retain.kv.forget import Turn
+from retain.kv.keeper import Keeper
+from retain.kv.needs import UNBOUNDED, Needs, Shape
 from retain.kv.policies import Policy
 from retain.kv.pool import Pool
 
-UNBOUNDED = 2**30  # a capacity that no text reaches
 Ints = NDArray[np.int32]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What the cache must know of a model: kv heads G, head dim D, and a window (or None) for each of the L layers."""
-
-    kv_heads: int
-    head_dim: int
-    windows: tuple[int | None, ...]
-
-
-class Cache:
+class Cache(Needs):
     """Rows of tables over one pool of pages. `n_rows` requests may run at once, each up to `context` tokens long.
 
-    `columns`: of masses, one for each query head of a kv head, or one for all.
+    `columns`: of masses, one for each query head of a kv head, or one for all. `turn`: keys to other positions, where
+    the model turns them.
     """
 
     def __init__(
@@ -66,9 +57,10 @@ class Cache:
         context: int,
         step_tokens: int,
         columns: int = 1,
+        turn: Turn | None = None,
     ):
         L, G, n = len(shape.windows), shape.kv_heads, -(-context // page_size)
-        self.shape, self.page_size, self.step_tokens, self.context = shape, page_size, step_tokens, context
+        super().__init__(shape, page_size, n_rows, context, step_tokens)
         self.page_bytes = page_bytes(page_size, shape.head_dim, dtype, columns)
         self.pool = Pool(
             1 + min(max(kv_memory // self.page_bytes - 1, 0), n_rows * L * G * n)
@@ -83,49 +75,17 @@ class Cache:
         self.window: Ints = np.full((n_rows, L), NO_WINDOW, np.int32)
         self.paid = [0] * n_rows  # positions below this have their pages in every layer
         self.settled = [False] * n_rows
+        self.shift: Ints = np.zeros(n_rows, np.int32)  # position = place in the text - shift
         self.rows = list(range(n_rows - 1, -1, -1))  # free rows
         self.keepers: dict[int, Keeper] = {}  # of rows with a budget
-        self.backend = backend
+        self.backend, self.turn = backend, turn
         # The same memory as tensors [L, N, ...], for the kernels; never copied.
         self._pages = torch.from_numpy(self.pages).transpose(0, 1)
         self._counts = torch.from_numpy(self.counts).transpose(0, 1)
         self._windows = torch.from_numpy(self.window).T
         self._sinks = torch.zeros(n_rows, dtype=torch.int32)  # no policy here has sinks
 
-    # ---- what a request would cost -------------------------------------------------------------------------------
-
-    def windows(self, policy: Policy) -> Ints:
-        """How far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
-        bound = policy.window or NO_WINDOW
-        return np.array([min(w or NO_WINDOW, bound) for w in self.shape.windows], np.int32)
-
-    def heeded(self, policy: Policy) -> Policy:
-        """The policy as far as it means something here; resolved.
-
-        Where every layer slides it is full, for those are rings whatever it says. No answer is longer than the context.
-        """
-        if None not in self.shape.windows:
-            return policies.parse("full")
-        if isinstance(policy, Budget):
-            return policy.but(interval=min(policy.interval, max(self.context - policy.prompt, 1)))
-        return policy
-
-    def capacities(self, windows: Ints, fresh: int) -> Ints:
-        """Slots that a head of each layer may own when `fresh` tokens are written at a time. [L]."""
-        S = self.page_size
-        slots = windows.astype(np.int64) + max(fresh, S) - 1
-        return np.minimum(-(-slots // S) * S, UNBOUNDED).astype(np.int32)
-
-    def cost(self, policy: Policy, length: int, owed: int) -> int:
-        """Pages that a request owns at most on the way to `length` tokens when it starts owing `owed`."""
-        windows = self.windows(policy)
-        slots = np.minimum(length, self.capacities(windows, min(owed, self.step_tokens)))
-        if isinstance(policy, Budget):  # the whole prompt for a moment
-            sees_all, copies = windows == NO_WINDOW, 1 + (policy.rereads > 0)
-            beyond = policy.interval if length < policy.prompt else max(policy.interval, policy.rereads)
-            most = np.minimum(length + beyond, min(policy.slots_of_prompt, self.pages.shape[3] * self.page_size))
-            slots = np.where(sees_all, most, slots * copies)
-        return int((-(-slots // self.page_size)).sum()) * self.shape.kv_heads
+    # ---- what there is ---------------------------------------------------------------------------------------------
 
     @property
     def free_pages(self) -> int:
@@ -151,11 +111,11 @@ class Cache:
         self.capacity[row] = self.capacities(self.window[row], min(owed, self.step_tokens))
         self.base[row] = self.counts[row] = self.peaks[row] = self.paid[row] = 0
         self.settled[row] = False
-        self.spare[row] = 0
+        self.spare[row] = self.shift[row] = 0
         layers = np.flatnonzero(self.window[row] == NO_WINDOW).astype(np.int32)
         if isinstance(policy, Budget):
             self.keepers[row] = Keeper(
-                policy, layers, self.kv, self.backend, self.pool, self.pages[row], self.counts[row]
+                *(policy, layers, self.kv, self.backend, self.pool, self.pages[row], self.counts[row], self.turn)
             )
             self.capacity[row, layers] = min(policy.slots_of_prompt, self.pages.shape[3] * self.page_size)
             if policy.prompt > policy.size:  # streams all at once: chunks come into holes
@@ -185,10 +145,17 @@ class Cache:
         keeper = self.keepers.get(row)
         return keeper.due - computed if keeper else UNBOUNDED
 
+    def whole(self, row: int) -> bool:
+        """Whether what the row owes up to its next moment of forgetting must be computed in one step."""
+        keeper = self.keepers.get(row)
+        return keeper is not None and keeper.layered
+
     def grow(self, row: int, upto: int) -> bool:
         """Own the pages for all positions below `upto`. False, and none taken for them, when the pool has too few."""
         keeper = self.keepers.get(row)
         if keeper and keeper.tries(upto) and not keeper.save():
+            return False
+        if keeper and keeper.layered and not keeper.borrow():
             return False
         if upto <= self.paid[row]:
             return True
@@ -207,23 +174,40 @@ class Cache:
             self.pages[row, :, :, : len(j)][new] = np.sort(taken)  # a head's pages side by side, as far as they go
             self.counts[row] = want
             np.maximum(self.peaks[row], self.counts[row], out=self.peaks[row])
+        if keeper and keeper.lent is not None:  # in one layer at a time
+            layer = keeper.layers[0]
+            self.peaks[row, layer] = self.counts[row, layer] + keeper.lent.shape[1]
         owned = want[:, 0] * S
         paid = np.where(owned >= self.capacity[row], UNBOUNDED, self.base[row] + owned - self.spare[row])
         self.paid[row] = int(paid.min())
         return True
 
     def place(self, rows: Ints, pos: Ints) -> Ints:
-        """The slots of fresh tokens of these rows at these positions, both [T] -> [L, G, T]."""
+        """The slots of fresh tokens of these rows at these places in their texts, both [T] -> [L, G, T]."""
         S = self.page_size
         places = ((pos[:, None] - self.base[rows]) % self.capacity[rows]).T  # [L, T]
         L = len(places)
         pages = self.pages[rows, np.arange(L)[:, None], :, places // S]  # [L, T, G]
         slots = (pages * np.int32(S) + (places % S)[:, :, None].astype(np.int32)).transpose(0, 2, 1)  # [L, G, T]
         for row, keeper in self.keepers.items():
-            if keeper.holes is not None:
-                mine = np.flatnonzero(rows == row)
-                slots[keeper.layers[:, None], :, mine] = keeper.holes[:, :, pos[mine] - keeper.since].transpose(0, 2, 1)
+            mine = np.flatnonzero(rows == row)
+            if len(mine) and (holes := keeper.places(pos[mine])) is not None:
+                slots[keeper.layers[:, None], :, mine] = holes.transpose(0, 2, 1)
         return slots
+
+    def lend(self, rows: Sequence[int]) -> Callable[[int], None] | None:
+        """Before a step: whose prompt goes layer by layer looks at borrowed pages. Who computes calls what this returns
+        when a layer has looked; None: there is no need.
+        """
+        keepers = [k for row in rows if (k := self.keepers.get(row)) and k.layered]
+
+        def after(layer: int) -> None:
+            for keeper in keepers:
+                keeper.looked(layer)
+
+        for keeper in keepers:
+            keeper.lend()
+        return after if keepers else None
 
     def settle(self, row: int, computed: int, owed: int) -> None:
         """So many tokens are computed, so many more owed. Budgets forget what is over them. Where nothing is owed, one
@@ -232,6 +216,7 @@ class Cache:
         keeper = self.keepers.get(row)
         if keeper and keeper.forget(computed):
             self.capacity[row, keeper.layers] = 1  # where its tokens go is no closed form
+        self.shift[row] = keeper.shift if keeper else 0
         if owed or self.settled[row]:
             return
         self.settled[row] = True
@@ -256,7 +241,9 @@ class Cache:
     def shrink(self, row: int, computed: int) -> bool:
         """Halve the row's budget, where its policy allows it. Whether pages were given back."""
         keeper = self.keepers.get(row)
-        return keeper is not None and keeper.shrink(computed)
+        given = keeper is not None and keeper.shrink(computed)
+        self.shift[row] = keeper.shift if keeper else 0
+        return given
 
     def rewind(self, row: int, computed: int) -> None:
         """Everything from position `computed` on was only tried."""
@@ -279,7 +266,7 @@ class Cache:
     def close(self, row: int) -> list[int]:
         """Give every page of the row back, and the row. Returns for each layer the most slots that one head owned."""
         self.pool.give(self._held([row]))
-        self.keepers.pop(row, None)  # after its saved pages were given
+        self.keepers.pop(row, None)  # after its other pages were given
         self.counts[row] = 0
         self.rows.append(row)
         return [int(n) for n in self.peaks[row].max(axis=1) * self.page_size]
@@ -299,6 +286,6 @@ class Cache:
     def _held(self, rows: Sequence[int] | set[int]) -> Ints:
         r = np.array(sorted(rows), np.int64)
         owned = np.arange(self.pages.shape[3]) < self.counts[r][..., None]
-        saved = [k.saved[1] for row, k in self.keepers.items() if row in rows and k.saved]
-        held: Ints = np.concatenate([self.pages[r][owned], *saved])
+        besides = [k.besides() for row, k in self.keepers.items() if row in rows]
+        held: Ints = np.concatenate([self.pages[r][owned], *besides])
         return held

@@ -8,7 +8,7 @@ What is not known here: layers and the cache. Keys are turned before they are ca
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,10 @@ class Rope:
         other = y.view(*y.shape[:-1], -1, 2).flip(-1).flatten(-2) if self.pairs else y.roll(n // 2, -1)
         turned = torch.addcmul(y * cos, other, sin)
         return turned if n == x.shape[-1] else torch.cat((turned, x[..., n:]), -1)
+
+    def moved(self, keys: Tensor, by: Tensor) -> Tensor:
+        """Keys [n, D] that were turned already, so many positions [n] further on."""
+        return self.turn(keys[:, None], replace(self, gain=1.0).angles(by, keys.dtype))[:, 0]
 
 
 def parameters(config: dict[str, Any], kind: str | None = None, theta: float = 10000.0) -> dict[str, Any]:

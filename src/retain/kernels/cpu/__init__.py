@@ -165,6 +165,19 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     _C.move(told.pool(kv), src.data_ptr(), dst.data_ptr(), *src.shape)
 
 
+def lowest(priority: Tensor, pos: Tensor, used: Tensor, sinks: int, after: int, n: int) -> Tensor:
+    """The n slots that go first of each list, in order: places int64 [N, n]; see `reference`."""
+    N, S = pos.shape
+    if priority.shape != (N, S) or used.shape != (N,) or not 0 <= n <= S:
+        raise ValueError(f"lowest: shapes disagree: {_shapes(priority=priority, pos=pos, used=used)}, n {n}")
+    if pos.dtype != torch.int32 or used.dtype != torch.int32:
+        raise TypeError(f"lowest: pos and used must be int32, not {pos.dtype} and {used.dtype}")
+    priority, pos, used = priority.float().contiguous(), pos.contiguous(), used.contiguous()
+    places = torch.empty(N, n, dtype=torch.int64)
+    _C.lowest(priority.data_ptr(), pos.data_ptr(), used.data_ptr(), N, S, sinks, after, n, places.data_ptr())
+    return places
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return aligned(math.prod(shape) * dtype.itemsize, zero=True).view(dtype).view(shape)
 

@@ -78,14 +78,15 @@ static void bind_program(nb::module_& m) {
              p.attend(qkv, out, layer, {H, G, D}, scale, at<float>(slopes));
            })
       .def("pick", &Program::pick)
+      .def("size", &Program::size)
       .def(
           "run",
           [](Program& p, const Pool& kv, const Tables& tables, int layers, int64_t page_layer, int64_t count_layer,
              int64_t window_layer, Address ids, Address pos, Address wanted, Address logits, int T, int N, Address slots,
-             int64_t slot_layer, int64_t slot_head, int64_t slot_token, const Observe& observe) {
+             int64_t slot_layer, int64_t slot_head, int64_t slot_token, const Observe& observe, int begin, int end) {
             p.run({T, N, at<int64_t>(ids), at<int32_t>(pos), at<int64_t>(wanted), at<float>(logits), kv,
                    at<int32_t>(slots), slot_layer, slot_head, slot_token, tables, page_layer, count_layer, window_layer,
-                   layers, observe});
+                   layers, observe}, begin, end);
           },
           nb::call_guard<nb::gil_scoped_release>());
 }
@@ -144,6 +145,14 @@ NB_MODULE(_C, m) {
       "move",
       [](const Pool& kv, Address src, Address dst, int64_t lists, int64_t n) {
         move(kv, at<int32_t>(src), at<int32_t>(dst), lists, n);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "lowest",
+      [](Address priority, Address pos, Address used, int64_t N, int64_t S, int32_t sinks, int32_t after, int n,
+         Address places) {
+        lowest({at<float>(priority), at<int32_t>(pos), at<int32_t>(used), N, S, sinks, after}, n, at<int64_t>(places));
       },
       nb::call_guard<nb::gil_scoped_release>());
 

@@ -6,6 +6,7 @@ bfloat16 weights and to 8 bits, in groups of 32, for int8 and int4 ones. What is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import ref
 
@@ -62,6 +63,7 @@ class CpuProgram:
         self._arena = Arena()
         self._packed: dict[int, tuple[ref[Matrix], Packed]] = {}  # by id of the matrix
         self._kept: list[Tensor] = []  # C++ holds addresses of these
+        self._looked: list[tuple[int, int]] = []  # layers, and the operations up to there
         self._logits = torch.empty(0, 0)  # [most N so far, V]
 
     # ---- the operations ------------------------------------------------------------------------------------------
@@ -126,6 +128,7 @@ class CpuProgram:
         _fit("the heads' output", H * D, self._widths[out])
         _fit("slopes", H if slopes is None else slopes.numel(), H)
         self._c.attend(qkv, out, layer, H, G, D, scale, self._keep(slopes))
+        self._looked.append((layer, self._c.size()))
 
     def pick(self, x: int, out: int) -> None:  # noqa: D102
         _fit("the last rows", self._widths[x], self._widths[out])
@@ -149,6 +152,7 @@ class CpuProgram:
         pos: Tensor,
         wanted: Tensor,
         observe: Observe | None = None,
+        after: Callable[[int], None] | None = None,
     ) -> Tensor:
         N, T, B = len(wanted), len(ids), len(tables.rows)
         layers, _, G, _ = tables.pages.shape
@@ -157,12 +161,19 @@ class CpuProgram:
         told.check_observe(observe, T, B)
         if len(self._logits) < N:
             self._logits = torch.empty(N, self._widths[LOGITS])
-        self._c.run(
+        step = (
             told.pool(kv), told.tables(tables), layers,
             tables.pages.stride(0), tables.counts.stride(0), tables.windows.stride(0),
             ids.data_ptr(), pos.data_ptr(), wanted.data_ptr(), self._logits.data_ptr(), T, N,
             slots.data_ptr(), *slots.stride(), told.observe(observe),
         )  # fmt: skip
+        begin = 0
+        if after:
+            for layer, end in self._looked:
+                self._c.run(*step, begin, end)
+                after(layer)
+                begin = end
+        self._c.run(*step, begin, self._c.size())
         return self._logits[:N]
 
     # ---- what C++ points to --------------------------------------------------------------------------------------

@@ -70,6 +70,15 @@ void write(const Write&);
 void copy(const Pool&, const int64_t* src, const int64_t* dst, int64_t n);
 void move(const Pool&, const int32_t* src, const int32_t* dst, int64_t lists, int64_t n);
 
+// Lists of S slots, of each of which the first `used` are asked which n go first (lowest.cpp).
+struct Lists {
+  const float* priority;  // [N, S]
+  const int32_t *pos, *used;
+  int64_t N, S;
+  int32_t sinks, after;  // positions before and behind which everybody stays
+};
+void lowest(const Lists&, int n, int64_t* places);
+
 // Matrices as a file has them, to be packed (pack.cpp). For dense ones `numbers` is [out, in]; else uint8 quanta with
 // float16 scales, and for int4 shifts, [out, in / 32].
 struct Loose {

@@ -255,14 +255,16 @@ void Program::angles(const Step& s, Team::Member& me) {
   }
 }
 
-void Program::run(const Step& step) {
-  reserve(std::max(step.T, step.N));
-  for (const auto& check : checks_) check({step, *this, step.T});
+void Program::run(const Step& step, int begin, int end) {
+  if (begin == 0) {
+    reserve(std::max(step.T, step.N));
+    for (const auto& check : checks_) check({step, *this, step.T});
+  }
   Team::run(false, [&](Team::Member& me) {
     Now now = {step, *this, step.T};
-    angles(step, me);
-    for (const auto& op : ops_) {
-      op(now, me);
+    if (begin == 0) angles(step, me);
+    for (int i = begin; i < end; ++i) {
+      ops_[i](now, me);
       me.barrier();
     }
   });

@@ -48,7 +48,12 @@ class Program {
   void attend(int qkv, int out, int layer, Heads, float scale, const float* slopes);
   void pick(int in, int out);  // the rows whose logits are wanted; what follows sees only these
 
-  void run(const Step&);  // raises std::invalid_argument before anything is touched
+  // How many operations there are so far.
+  int size() const { return int(ops_.size()); }
+
+  // Those from `begin` to `end`; a step is all of them, in stretches or at once. Raises std::invalid_argument before
+  // anything is touched.
+  void run(const Step&, int begin, int end);
 
  private:
   struct Now;  // a step, and where its buffers are

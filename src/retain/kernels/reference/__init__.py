@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels import KV, NO_WINDOW, Observe, Tables
+from retain.kernels.order import order
 from retain.kernels.reference.noise import key, noise
 
 
@@ -116,3 +117,13 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
         x[d] = x[s]
     mass, S = kv.mass.transpose(1, 2), kv.page_size  # [P, S, C]
     mass[d // S, d % S] = mass[s // S, s % S]
+
+
+def lowest(priority: Tensor, pos: Tensor, used: Tensor, sinks: int, after: int, n: int) -> Tensor:
+    """The n slots that go first of each list, in order: places int64 [N, n].
+
+    priority float32 and pos int32 [N, S]; of a list only the first `used` (int32 [N], at least n) are asked. See
+    kernels/order.py for the order.
+    """
+    rank = order(priority, pos, sinks, after)
+    return rank.masked_fill_(torch.arange(pos.shape[-1]) >= used[:, None], 2**63 - 1).topk(n, largest=False).indices

@@ -16,6 +16,8 @@ from retain.kv.view import View
 class Policy(Budget):
     """Any token may go; with `keep=prompt` those of the answer go first."""
 
+    by_layer = False  # its numbers are drawn for all layers
+
     seed: int = 0
     keep: str = "any"  # or prompt: its tokens stay as long as there are others
 
