@@ -29,8 +29,8 @@ class Harness(LM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Log-probabilities of whole texts, from their first token on; of a long one, its beginning."""
-        ids = [self.llm.encode(r.args[0])[: self.llm.context] for r in requests]
-        return [found for found, _ in self._score([(i[:1], i[1:] or i) for i in ids])]
+        pairs = [self._pair("", *r.args) for r in requests]
+        return [found for found, _ in self._score([(start, ids[: self.llm.context - 1]) for start, ids in pairs])]
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         """Texts, up to the strings that the task names."""
@@ -51,7 +51,9 @@ class Harness(LM):  # type: ignore[misc]
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids; the blanks between go with the continuation, as tokenizers want it."""
         stripped = context.rstrip()
-        prompt = self.llm.encode(stripped) if stripped else [next(iter(self.llm.tokenizer.stop_ids))]
+        tokenizer = self.llm.tokenizer
+        nothing = tokenizer.encode("") or [min(tokenizer.stop_ids)]  # what a text begins behind
+        prompt = self.llm.encode(stripped) if stripped else nothing
         answer = self.llm.tokenizer.encode(context[len(stripped) :] + continuation, ends=False)
         return prompt[len(answer) - self.llm.context :], answer
 
