@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from retain import kernels, models
+from retain.engine.drafters import Drafter
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.engine.runner import ProgramRunner, TorchRunner
@@ -30,6 +31,7 @@ def rig(
     backend: str = "reference",
     context: int = 512,
     columns: int = 1,
+    drafter: Drafter | None = None,
 ) -> Engine:
     """An engine on tiny_model(family) in float32, with a pool of so many pages."""
     kernel = kernels.load(backend)
@@ -40,7 +42,7 @@ def rig(
     turn = model.ropes[0].moved if model.ropes else None
     cache = Cache(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn)
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
-    return Engine(runner, cache, step_tokens)
+    return Engine(runner, cache, step_tokens, drafter)
 
 
 def prompts(n: int, seed: int = 0, longest: int = 150) -> list[list[int]]:

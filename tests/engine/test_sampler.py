@@ -113,11 +113,11 @@ def test_sample_mixes_greedy_drawn_and_penalised_rows_and_leaves_the_logits_alon
     greedy = SamplingParams(temperature=0, logprobs=2)
     asked = [greedy, SamplingParams(seed=3, top_k=1), replace(greedy, repetition_penalty=10.0)]
     out = sample(x, [Request([1], p, FULL, 5) for p in asked])
-    assert [t for t, _ in out] == [1, 1, 0]
+    assert [[t for t, _ in drawn] for drawn in out] == [[1], [1], [0]]
     assert torch.equal(x, before)
-    lp = out[2][1]
+    lp = out[2][0][1]
     assert lp.logprob == pytest.approx(x[2].log_softmax(-1)[0].item())  # the model's own opinion, not the penalised one
-    assert [t for t, _ in lp.top] == [1, 0] and out[1][1] is None
+    assert [t for t, _ in lp.top] == [1, 0] and out[1][0][1] is None
 
 
 def test_logprobs_are_those_of_the_whole_distribution():

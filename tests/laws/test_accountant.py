@@ -37,6 +37,17 @@ class Blind:
         return torch.randn(len(batch.wanted), 16)
 
 
+class Wild:
+    """Drafts anything, now and then."""
+
+    def propose(self, asked):
+        for request, n in asked:
+            request.draft([3] * min(n, request.id % 7))
+
+    def drop(self, request):
+        pass
+
+
 class Schedule(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(40, 120),
@@ -47,7 +58,7 @@ class Schedule(RuleBasedStateMachine):
         shape = Shape(kv_heads=2, head_dim=8, windows=tuple(windows))
         memory = (pages + 1) * kernels.page_bytes(16, 8, torch.float32)
         self.cache = Cache(shape, kernels.load("reference"), torch.float32, memory, 16, 4, 200, step_tokens)
-        self.engine = Engine(Blind(self.cache), self.cache, step_tokens)
+        self.engine = Engine(Blind(self.cache), self.cache, step_tokens, Wild())
         self.requests = []
 
     @rule(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retain.engine.scheduler import Share
 from retain.kernels import Observe
-from retain.kv.budget import Budget, Watch
+from retain.kv.budget import Budget, Floats, Watch
 from retain.kv.cache import Cache
 
 
@@ -59,21 +59,28 @@ def collect(shares: Sequence[Share], cache: Cache) -> Batch:
 
 def observe(shares: Sequence[Share], places: NDArray[np.int32], starts: NDArray[np.int32]) -> Observe | None:
     """What the policies of these requests want fresh queries to leave; None where none wants anything."""
+    certain = [s.n - len(s.request.drafts) for s in shares]  # drafts may be rejected: they leave nothing
     asked = [
-        s.request.policy.watch(places[starts[b] : starts[b + 1]], s.request.max_tokens)
+        s.request.policy.watch(places[starts[b] : starts[b] + certain[b]], s.request.max_tokens)
         if isinstance(s.request.policy, Budget)
         else None
         for b, s in enumerate(shares)
     ]
     if not any(asked):
         return None
-    each = [w or Watch(np.zeros(s.n, np.float32)) for w, s in zip(asked, shares, strict=True)]
+    each = [w or Watch(np.zeros(n, np.float32)) for w, n in zip(asked, certain, strict=True)]
+    guessed = [np.zeros(len(s.request.drafts), np.float32) for s in shares]
     taus = [np.ones(len(w.weights), np.float32) if w.tau is None else w.tau for w in each]
     return Observe(
-        weights=torch.from_numpy(np.concatenate([w.weights for w in each])),
-        tau=torch.from_numpy(np.concatenate(taus)),
+        weights=torch.from_numpy(_alternate([w.weights for w in each], guessed)),
+        tau=torch.from_numpy(_alternate(taus, [1 + x for x in guessed])),
         decay=torch.tensor([w.decay for w in each]),
         noise=torch.tensor([w.noise for w in each], dtype=torch.int32),
         seed=torch.tensor([s.request.noise_seed for s in shares], dtype=torch.int32),
         anew=torch.tensor([int(w.anew) for w in each], dtype=torch.int32),
     )
+
+
+def _alternate(a: Sequence[Floats], b: Sequence[Floats]) -> Floats:
+    """a[0], b[0], a[1], b[1], ... as one."""
+    return np.concatenate([x for pair in zip(a, b, strict=True) for x in pair])

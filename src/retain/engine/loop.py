@@ -8,7 +8,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from retain.engine.batch import collect
+from retain.engine.batch import Batch, collect
+from retain.engine.drafters import Drafter
 from retain.engine.request import Request, Why
 from retain.engine.runner import Runner
 from retain.engine.sampler import sample
@@ -19,8 +20,8 @@ from retain.kv.cache import Cache
 class Engine:
     """Requests go in by `add`; every `step` gives the requests that got a token."""
 
-    def __init__(self, runner: Runner, cache: Cache, step_tokens: int):
-        self.runner, self.cache = runner, cache
+    def __init__(self, runner: Runner, cache: Cache, step_tokens: int, drafter: Drafter | None = None):
+        self.runner, self.cache, self.drafter = runner, cache, drafter
         self.scheduler = Scheduler(cache, step_tokens)
 
     def add(self, *requests: Request) -> None:
@@ -48,21 +49,25 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Pay debts, draw tokens, settle. The requests that got a token; those with a `why` have ended."""
+        self._draft()
         shares = self.scheduler.plan()
         if not shares:
             return []
         batch = collect(shares, self.cache)
         logits = self.runner.forward(batch)  # [N, V]
-        ready, last = [], []
+        ready: list[Request] = []
+        rows: list[int] = []
         for share, end in zip(shares, accumulate(batch.split), strict=True):
             for request in share.request.twins(share.n):
                 if share.request.draws(share.n) if request is share.request else not request.given:
                     ready.append(request)
-                    last.append(end - 1)
-        self._settle(shares, torch.split(logits, batch.split))
-        logits = logits if last == list(range(len(logits))) else logits[last]
-        for request, (token, logprob) in zip(ready, sample(logits, ready), strict=True):
-            request.push(token, logprob)
+                    rows += range(end - 1 - len(request.drafts), end)
+        drawn = sample(logits if rows == list(range(len(logits))) else logits[rows], ready)
+        wrong = {r: r.verified(len(tokens)) for r, tokens in zip(ready, drawn, strict=True)}
+        self._reject(batch, shares, wrong)
+        self._settle(shares, torch.split(logits, batch.split), wrong)
+        for request, tokens in zip(ready, drawn, strict=True):
+            request.push(tokens)
             if request.why:
                 self._end(request)
         return ready
@@ -78,8 +83,24 @@ class Engine:
         """Somebody waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
-    def _settle(self, shares: list[Share], logits: tuple[Tensor, ...]) -> None:
-        """Book what was paid, and show logits to who reads them."""
+    def _draft(self) -> None:
+        """Guesses of what comes next, for who owes one token. A step has room for one token of everybody first."""
+        running = self.scheduler.running
+        if self.drafter and running:
+            most = (
+                min(self.scheduler.step_tokens // len(running), self.cache.page_size) - 1
+            )  # a ring has a page to spare
+            self.drafter.propose([(r, n) for r in running if (n := min(r.may_draft, most)) > 0])
+
+    def _reject(self, batch: Batch, shares: list[Share], wrong: dict[Request, int]) -> None:
+        """Drafts that were not accepted are holes."""
+        ends = batch.starts[1:].tolist()
+        gone = [t for s, end in zip(shares, ends, strict=True) for t in range(end - wrong.get(s.request, 0), end)]
+        if gone:
+            self.cache.reject(batch.slots[:, :, gone])
+
+    def _settle(self, shares: list[Share], logits: tuple[Tensor, ...], wrong: dict[Request, int]) -> None:
+        """Book what was paid, but for `wrong` drafts, and show logits to who reads them."""
         for share, rows in zip(shares, logits, strict=True):
             request, again = share.request, share.request.rereads
             for twin in request.twins(share.n):
@@ -88,14 +109,14 @@ class Engine:
                     twin.read += len(rows)
                 if twin is not request:
                     twin.computed = len(twin.prompt)
-            request.pay(share.n)
+            request.pay(share.n - wrong.get(request, 0))
             assert request.row is not None
             if again and (request.reread % again == 0 or not request.rereads):
                 self.cache.rewind(request.row, request.computed)
             if not request.rereads:
                 if request.computed >= len(request.prompt):
                     self._fork(request)
-                self.cache.settle(request.row, request.computed, request.owed)
+                self.cache.settle(request.row, request.computed, max(request.owed, 0))
 
     def _fork(self, request: Request) -> None:
         """Its followers begin, each with a copy of the prompt's slots; or, where there is no room, later and alone."""
@@ -116,6 +137,8 @@ class Engine:
         if request.row is not None:
             request.owned, request.held = self.cache.owned(request.row), self.cache.held(request.row)
         self.scheduler.drop(request)
+        if self.drafter:
+            self.drafter.drop(request)
         request.ended = perf_counter()
         for follower in request.followers:  # it ended before they could begin
             if follower.why is None:

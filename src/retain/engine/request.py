@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
@@ -97,6 +97,27 @@ class Logprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass
+class Rounds:
+    """What became of drafts: `accepted[i]` of the `drafted[i]` in place i."""
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    rounds: int = 0  # steps in which anything was drafted
+    tokens: int = 0  # that those gave
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """One more round."""
+        self.rounds += 1
+        self.tokens += accepted + 1
+        longer = [0] * (drafted - len(self.drafted))
+        self.drafted += longer
+        self.accepted += longer
+        for i in range(drafted):
+            self.drafted[i] += 1
+            self.accepted[i] += i < accepted
+
+
 @dataclass(eq=False)
 class Request:
     """One answer in the making.
@@ -120,6 +141,9 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     followers: list[Request] = field(default_factory=list)  # who begin with a copy of its prompt's slots
     computed: int = 0
+    drafts: list[int] = field(default_factory=list)  # guesses of its next tokens, to be verified in the next step
+    guess: Tensor | None = None  # p [K, V] that they were drawn from; None: they were certain
+    rounds: Rounds = field(default_factory=Rounds)
     read: int = 0  # tokens of the answer whose logits its reader has seen
     reread: int = 0  # tokens of the prompt that were read again; their slots are forgotten
     row: int | None = None  # of the cache, while it runs
@@ -141,12 +165,31 @@ class Request:
 
     def draws(self, n: int) -> bool:
         """Whether its next token can be drawn when n are computed."""
-        return n == self.owed and not self.rereads
+        return n >= self.owed and not self.rereads
+
+    @property
+    def may_draft(self) -> int:
+        """How many tokens may be drafted for it: 0 while it owes more than one, or where its answer is given."""
+        if self.rereads or self.reader or self.owed != 1 or self.computed < len(self.prompt) or self.why:
+            return 0
+        return self.max_tokens - len(self.tokens) + len(self.prompt) - 1
+
+    def draft(self, tokens: list[int], guess: Tensor | None = None) -> None:
+        """What its next tokens may be; `guess` [K, V]: the distributions that they were drawn from."""
+        self.drafts, self.guess = tokens, guess
+
+    def cut(self, n: int) -> None:
+        """There is room for n fresh tokens only, drafts among them."""
+        self.draft(self.drafts[: max(n - self.owed, 0)], self.guess)
 
     def twins(self, n: int) -> list[Request]:
         """Itself; and its followers, if n more tokens are the rest of its prompt, for the first time."""
         ends = self.computed + n == len(self.prompt) and not self.rereads
         return [self, *(f for f in self.followers if ends and not f.computed)]
+
+    def uniform(self) -> float:
+        """The next number in [0, 1) of its own generator."""
+        return float(torch.rand(1, generator=self.generator, dtype=torch.float64))
 
     @property
     def noise_seed(self) -> int:
@@ -196,7 +239,7 @@ class Request:
         """The next n tokens to compute."""
         if self.rereads:
             return self.prompt[self.reread : self.reread + n]
-        return self.tokens[self.computed : self.computed + n]
+        return self.tokens[self.computed : self.computed + n] + self.drafts[: max(n - self.owed, 0)]
 
     def pay(self, n: int) -> None:
         """So many are computed."""
@@ -211,21 +254,32 @@ class Request:
             return 0
         if self.reader:
             return min(n, max(self.computed + n - len(self.prompt) + 1 - self.read, 0))
-        return int(self.draws(n))
+        return 1 + len(self.drafts) if self.draws(n) else 0
 
     @property
     def answer(self) -> list[int]:
         """The generated tokens."""
         return self.tokens[len(self.prompt) :]
 
-    def push(self, token: int, logprob: Logprob | None) -> None:
-        """One more token; decides whether it was the last."""
+    def verified(self, tokens: int) -> int:
+        """Its drafts gave so many tokens, the last of which is the target's own. How many drafts were wrong."""
+        wrong = len(self.drafts) + 1 - tokens
+        if self.drafts:
+            self.rounds.add(len(self.drafts), tokens - 1)
+        self.draft([])
+        return wrong
+
+    def push(self, tokens: Sequence[tuple[int, Logprob | None]]) -> None:
+        """More tokens, up to the last one; decides which that is."""
         if not self.first_token:
             self.first_token = perf_counter()
-        self.tokens.append(token)
-        if logprob:
-            self.logprobs.append(logprob)
-        if token in self.stop_ids or (self.watcher is not None and self.watcher(token)):
-            self.why = Why.STOP
-        elif len(self.tokens) - len(self.prompt) >= self.max_tokens:
-            self.why = Why.LENGTH
+        for token, logprob in tokens:
+            self.tokens.append(token)
+            if logprob:
+                self.logprobs.append(logprob)
+            if token in self.stop_ids or (self.watcher is not None and self.watcher(token)):
+                self.why = Why.STOP
+            elif len(self.tokens) - len(self.prompt) >= self.max_tokens:
+                self.why = Why.LENGTH
+            if self.why:
+                break

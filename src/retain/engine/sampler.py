@@ -1,43 +1,56 @@
 """Logits to tokens, as functions of tensors. What is not known here: requests' lives, slots, text.
 
 `probabilities` is the distribution that a token is drawn from, after every option; greedy is its limit. A draw costs
-one uniform number of the request's own generator, so an answer depends on its seed and not on its company.
+one uniform number of the request's own generator, so an answer depends on its seed and not on its company. A request
+with K drafts has K + 1 rows, and gets from one to K + 1 tokens (speculate.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from retain.engine.request import Logprob, Request, SamplingParams
+from retain.engine.speculate import agree, draw, verify
+
+Drawn = list[tuple[int, Logprob | None]]
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[tuple[int, Logprob | None]]:
-    """The next token of each request, and its log-probabilities where asked for. logits float32 [N, V].
+def sample(logits: Tensor, requests: Sequence[Request]) -> list[Drawn]:
+    """The next tokens of each request, and their log-probabilities where asked for.
 
-    Raises ValueError when a logit is not a number: the weights are damaged.
+    logits float32 [N, V], a row for the token after each draft and one more, request by request. Raises ValueError when
+    a logit is not a number: the weights are damaged.
     """
     if not requests:
         return []
-    raw = logits
+    raw, whose = logits, [r for r in requests for _ in range(len(r.drafts) + 1)]  # [N]
+    starts = [0, *accumulate(len(r.drafts) + 1 for r in requests)]
     if any(r.params.penalised for r in requests):
         logits = logits.clone()
-        for row, r in zip(logits, requests, strict=True):
-            if r.params.penalised:
-                penalise(row, r.tokens, r.answer, r.params)
+        for start, r in zip(starts, requests, strict=False):
+            for i in range(len(r.drafts) + 1) if r.params.penalised else ():
+                penalise(logits[start + i], r.tokens + r.drafts[:i], r.answer + r.drafts[:i], r.params)
     tokens = likeliest(logits)  # [N]
-    drawn = [i for i, r in enumerate(requests) if not r.params.greedy]
-    if drawn:
-        p = probabilities(logits[drawn], [requests[i].params for i in drawn])  # [n, V]
-        u = torch.cat([torch.rand(1, generator=requests[i].generator, dtype=torch.float64) for i in drawn])
-        tokens[drawn] = draw(p, u)
-    return [
-        (token, logprob(raw[i], token, r.params.logprobs) if r.params.logprobs is not None else None)
-        for i, (token, r) in enumerate(zip(tokens.tolist(), requests, strict=True))
-    ]
+    drawn = [i for i, r in enumerate(whose) if not r.params.greedy]
+    q = probabilities(logits[drawn], [whose[i].params for i in drawn]) if drawn else logits[:0]  # [n, V]
+    alone = [k for k, i in enumerate(drawn) if not whose[i].drafts]
+    if alone:
+        u = torch.tensor([whose[drawn[k]].uniform() for k in alone], dtype=torch.float64)
+        tokens[[drawn[k] for k in alone]] = draw(q[alone], u)
+    at, best, found = {i: k for k, i in enumerate(drawn)}, tokens.tolist(), []
+    for start, end, r in zip(starts, starts[1:], requests, strict=False):
+        if r.drafts and not r.params.greedy:
+            chosen = verify(q[at[start] : at[start] + end - start], r.guess, r.drafts, r.uniform)
+        else:
+            chosen = agree(best[start:end], r.drafts)
+        n = r.params.logprobs
+        found.append([(t, None if n is None else logprob(raw[start + i], t, n)) for i, t in enumerate(chosen)])
+    return found
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -89,14 +102,6 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         p = p.masked_fill(p < column([q.min_p for q in params]) * p.amax(-1, keepdim=True), 0)
         p = p / p.sum(-1, keepdim=True)
     return p
-
-
-def draw(p: Tensor, u: Tensor) -> Tensor:
-    """One token for each row of p [n, V], by inverting its distribution at u in [0, 1), float64 [n] -> int64 [n]."""
-    c = p.double().cumsum(-1)
-    tokens = torch.searchsorted(c, (u * c[:, -1])[:, None], right=True)[:, 0]
-    last = p.shape[1] - 1 - p.flip(-1).ne(0).int().argmax(-1)  # rounding must not draw an impossible token
-    return torch.minimum(tokens, last)
 
 
 def logprob(logits: Tensor, token: int, n: int) -> Logprob:

@@ -63,15 +63,18 @@ class Scheduler:
             )
 
     def plan(self) -> list[Share]:
-        """The payments of the next step; their pages are owned when this returns."""
+        """The payments of the next step, drafts among them; their pages are owned when this returns."""
         shares, left = [], self.step_tokens
         turn = self._in_turn()
         while left and (request := next(turn, None)):
             if request.row is None:
                 continue  # preempted by an older one a moment ago
-            n = min(request.owed, left, self._stretch(request))
+            n = min(request.owed + len(request.drafts), left, self._stretch(request))
             if n < self._stretch(request) and self.purse.whole(request.row):
                 continue  # until a step has room for all of it
+            if request.drafts and not self.purse.grow(request.row, request.position + n):
+                n = 1  # nobody has to go for a guess
+            request.cut(n)
             if self._make_room(request, request.position + n):
                 shares.append(Share(request, n))
                 left -= n
@@ -122,6 +125,7 @@ class Scheduler:
     def wait(self, request: Request) -> None:
         """Into the queue; all of its tokens are to be computed."""
         request.computed = request.reread = 0
+        request.draft([])
         bisect.insort(self.waiting, request, key=lambda r: r.id)
 
     def preempt(self, request: Request) -> None:

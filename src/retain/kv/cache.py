@@ -249,6 +249,10 @@ class Cache(Needs):
         """Everything from position `computed` on was only tried."""
         self.keepers[row].rewind(computed)
 
+    def reject(self, slots: Tensor) -> None:
+        """Fresh tokens in these slots were only guesses: they are holes."""
+        self.kv.pos.view(-1)[slots.long()] = -1
+
     def positions(self, row: int) -> list[list[list[int]]]:
         """Those in the slots of every layer and head, [L][G], in order."""
         tables = zip(self.pages[row], self.counts[row], strict=True)

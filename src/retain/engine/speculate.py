@@ -1,0 +1,56 @@
+"""Verification: drafted tokens are accepted or not, so that every token is distributed as the target's (Chen et al.,
+"Accelerating Large Language Model Decoding with Speculative Sampling", arXiv 2302.01318, algorithm 2).
+
+In the paper's letters: K tokens were drafted from p, the target says q. What is not known here: who drafted, and how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Uniform = Callable[[], float]  # numbers in [0, 1)
+
+
+def verify(q: Tensor, p: Tensor | None, drafts: Sequence[int], uniform: Uniform) -> list[int]:
+    """The drafts that are accepted, and one token more.
+
+    q [K + 1, V]: the target's distributions after 0 .. K drafts; p [K, V]: those that the drafts were drawn from. None:
+    they were certain, p = 1 where they are. Then accepting x with probability q(x), and else drawing from q without x,
+    is drawing from q and looking whether it is x: as many uniform numbers as without drafts, and the same tokens.
+    """
+    for i, x in enumerate(drafts):
+        if p is None:
+            if (token := one(q[i], uniform)) != x:
+                return [*drafts[:i], token]
+        elif uniform() * float(p[i, x]) >= float(q[i, x]):  # accepted with probability min(1, q / p)
+            return [*drafts[:i], one(residual(q[i], p[i]), uniform)]
+    return [*drafts, one(q[len(drafts)], uniform)]
+
+
+def agree(likeliest: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """The greedy limit: the drafts that the target would have said, and what it says then. likeliest [K + 1]."""
+    n = next((i for i, x in enumerate(drafts) if x != likeliest[i]), len(drafts))
+    return [*drafts[:n], likeliest[n]]
+
+
+def residual(q: Tensor, p: Tensor) -> Tensor:
+    """(q - p)+, normalised: what the target has left where the draft said more than enough. [V]."""
+    left = (q - p).clamp(min=0)
+    total = left.sum()
+    return left / total if total > 0 else q  # they are equal but for rounding: nothing is ever rejected
+
+
+def one(q: Tensor, uniform: Uniform) -> int:
+    """A token of a distribution [V]."""
+    return int(draw(q[None], torch.tensor([uniform()], dtype=torch.float64))[0])
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """One token for each row of p [n, V], by inverting its distribution at u in [0, 1), float64 [n] -> int64 [n]."""
+    c = p.double().cumsum(-1)
+    tokens = torch.searchsorted(c, (u * c[:, -1])[:, None], right=True)[:, 0]
+    last = p.shape[1] - 1 - p.flip(-1).ne(0).int().argmax(-1)  # rounding must not draw an impossible token
+    return torch.minimum(tokens, last)

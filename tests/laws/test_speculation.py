@@ -1,0 +1,205 @@
+"""Law 3: speculation changes no token and no distribution, whoever guesses, however badly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from retain.engine.drafters import Drafter, ngram
+from retain.engine.request import Request, SamplingParams
+from retain.engine.sampler import penalise, probabilities
+from retain.engine.speculate import agree, residual, verify
+from tests.rig import prompts, request, rig, run
+
+FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text"]
+
+
+@dataclass
+class Seer:
+    """Knows the answers, and says every token wrong with a probability."""
+
+    answers: dict[tuple[int, ...], list[int]]
+    wrong: float
+    most: int = 9
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
+        for r, n in asked:
+            rest = self.answers[tuple(r.prompt)][len(r.answer) :][: self.rng.randint(0, min(n, self.most))]
+            r.draft([self.rng.randrange(128) if self.rng.random() < self.wrong else t for t in rest])
+
+    def drop(self, request: Request) -> None:
+        pass
+
+
+def seer(asked: Sequence[Sequence[int]], answers: Sequence[list[int]], wrong: float) -> Seer:
+    return Seer({tuple(p): a for p, a in zip(asked, answers, strict=True)}, wrong)
+
+
+POLICIES = ["full", "ring:window=24", "sinks:budget=40,interval=3", "window:budget=30%"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+def test_greedy_answers_are_the_plain_ones(family: str, backend: str, wrong: float) -> None:
+    asked = prompts(12, seed=1)
+    chosen = [POLICIES[i % len(POLICIES)] for i in range(len(asked))]
+
+    def go(drafter: Drafter | None) -> tuple[list[list[int]], list[Request]]:
+        made = [request(p, 50, q) for p, q in zip(asked, chosen, strict=True)]
+        return run(rig(family, backend=backend, drafter=drafter), made), made
+
+    plain, _ = go(None)
+    answers, made = go(seer(asked, plain, wrong))
+    assert answers == plain
+    drafted, accepted = (sum(sum(getattr(r.rounds, n)) for r in made) for n in ("drafted", "accepted"))
+    assert drafted > 300
+    if wrong == 0:
+        assert accepted == drafted
+    assert accepted > 0.05 * drafted if wrong < 1 else accepted < 0.05 * drafted
+    assert go(ngram.Drafter())[0] == plain
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_preemption_cancellation_and_company_in_the_middle_of_rounds(family: str) -> None:
+    asked = prompts(20, seed=5, longest=100)
+    plain = run(rig(family, backend="cpu"), [request(p, 40) for p in asked])
+    pages = 190 if family == "llama" else 60
+    engine = rig(family, backend="cpu", pages=pages, drafter=seer(asked, plain, 0.2))
+    made = [request(p, 40) for p in asked]
+    engine.add(*made)
+    for step in range(10**6):
+        if not engine.busy:
+            break
+        engine.step()
+        engine.cache.check()
+        if step == 12:
+            engine.cancel(made[3])
+        if step in (4, 9):
+            engine.scheduler.preempt(engine.scheduler.running[0])
+    assert [r.answer for i, r in enumerate(made) if i != 3] == plain[:3] + plain[4:]
+    assert made[3].answer == plain[3][: len(made[3].answer)]
+    assert engine.cache.free_pages == engine.cache.total_pages and sum(r.preempted for r in made) > 0
+
+
+def test_who_stops_inside_a_round_says_nothing_more() -> None:
+    asked = prompts(10, seed=6)
+    plain = run(rig("llama"), [request(p, 40) for p in asked])
+    for n in (1, 2, 5, 39):
+        made = [request(p, n) for p in asked]
+        assert run(rig("llama", drafter=seer(asked, plain, 0)), made) == [a[:n] for a in plain]
+    stops = [frozenset({a[17]}) for a in plain]
+    made = [replace(request(p, 40), stop_ids=s) for p, s in zip(asked, stops, strict=True)]
+    heard: list[list[int]] = [[] for _ in asked]
+    for r, told in zip(made, heard, strict=True):
+        r.watcher = lambda t, told=told: told.append(t)  # type: ignore[assignment]
+    answers = run(rig("llama", drafter=seer(asked, plain, 0)), made)
+    assert answers == [a[: a.index(a[17]) + 1] for a in plain]
+    assert [a[:-1] for a in answers] == heard  # a stop token is not text
+
+
+def test_certain_drafts_change_no_drawn_token_either() -> None:
+    """A draft of which p is 1 is compared with the token that is drawn anyway, by the same numbers."""
+    asked = prompts(8, seed=7)
+    params = [
+        SamplingParams(temperature=0.8, top_k=20, seed=i, ignore_eos=True, repetition_penalty=1.2) for i in range(8)
+    ]
+    plain = run(rig("llama"), [request(p, 30, params=q) for p, q in zip(asked, params, strict=True)])
+    made = [request(p, 30, params=q) for p, q in zip(asked, params, strict=True)]
+    assert run(rig("llama", drafter=seer(asked, plain, 0.3)), made) == plain
+    assert sum(sum(r.rounds.accepted) for r in made) > 50
+
+
+V, DRAWS = 8, 100_000
+LOGITS = torch.tensor([[0.3, 1.5, -0.4, 2.0, 0.0, 1.1, -2.0, 0.9], [1.0, -1.0, 0.5, 0.0, 2.2, 0.1, 0.3, -0.5]])
+LAST = torch.tensor([0.1, 0.9, -1.0, 0.4, 0.0, 2.0, 0.5, -0.3])
+OPTIONS = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"presence_penalty": 1.0, "repetition_penalty": 1.3}]
+
+
+def targets(options: dict[str, float], prefix: Sequence[int]) -> Tensor:
+    """q after so many drafts, with penalties of what was said before. [3, V]."""
+    params = SamplingParams(**options)  # type: ignore[arg-type]
+    rows = torch.cat((LOGITS, LAST[None])).clone()
+    for i, row in enumerate(rows):
+        penalise(row, [2, *prefix[:i]], prefix[:i], params)
+    return probabilities(rows, [params] * 3)
+
+
+def drafts_of(kind: str, q: Tensor, options: dict[str, float]) -> Tensor:
+    """p, good, bad, or of disjoint support. [V]."""
+    if kind == "good":
+        return (q + 0.1 / V) / (q + 0.1 / V).sum()
+    if kind == "bad":
+        return torch.full((V,), 1 / V)
+    p = (q == q.min()).float()  # what the target never says, or least
+    return p / p.sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [*((o, k) for o, k in zip(OPTIONS, ("good", "bad", "disjoint", "bad", "disjoint"), strict=True)), ({}, "disjoint")],
+)
+def test_drawn_tokens_follow_the_target(options: dict[str, float], kind: str) -> None:
+    """Chi-square of pairs of tokens, 100,000 draws: against the target's own; the bound is far out in the tail."""
+    assert chi_square(tally(options, kind, residual), options) < 140  # 63 degrees of freedom at most: beyond 1 - 1e-7
+
+
+def test_a_wrong_residual_is_noticed() -> None:
+    """Drawing from q where it should be (q - p)+."""
+    assert chi_square(tally({}, "bad", lambda q, p: q, 30_000), {}) > 140
+
+
+def tally(options: dict[str, float], kind: str, rest: object, draws: int = DRAWS) -> Tensor:
+    """How often each pair of tokens came first, [V, V]."""
+    import retain.engine.speculate as rule
+
+    rng, counts = random.Random(1), torch.zeros(V, V)
+    first = targets(options, [])[0]
+    p0 = drafts_of(kind, first, options)
+    q_of = [targets(options, [x]) for x in range(V)]
+    guesses = [torch.stack((p0, drafts_of(kind, q[1], options))) for q in q_of]
+    real = rule.residual
+    try:
+        rule.residual = rest  # type: ignore[assignment]
+        xs = rng.choices(range(V), p0.tolist(), k=draws)
+        for x in xs:
+            q, p = q_of[x], guesses[x]
+            y = rng.choices(range(V), p[1].tolist())[0]
+            tokens = verify(q, p, [x, y], rng.random)
+            if len(tokens) == 1:  # rejected at once: what would have come next is drawn from the target
+                tokens += rng.choices(range(V), targets_next(options, tokens[0]))
+            counts[tokens[0], tokens[1]] += 1
+    finally:
+        rule.residual = real
+    return counts
+
+
+CACHE: dict[tuple[str, int], list[float]] = {}
+
+
+def targets_next(options: dict[str, float], x: int) -> list[float]:
+    key = (str(options), x)
+    if key not in CACHE:
+        CACHE[key] = targets(options, [x])[1].tolist()
+    return CACHE[key]
+
+
+def chi_square(counts: Tensor, options: dict[str, float]) -> float:
+    q = targets(options, [])[0]
+    want = torch.stack([q[x] * targets(options, [x])[1] for x in range(V)]).double() * counts.sum()
+    assert (counts[want == 0] == 0).all()
+    some = want > 0
+    return float(((counts - want)[some].square() / want[some]).sum())
+
+
+def test_equal_distributions_accept_everything_and_greedy_is_the_limit() -> None:
+    q = torch.rand(6, 50).softmax(-1)
+    drafts = [int(i) for i in q[:5].argmax(-1)]
+    assert verify(q, q[:5], drafts, lambda: 0.999999)[:5] == drafts
+    assert agree([1, 2, 3], [1, 2]) == [1, 2, 3] and agree([1, 2, 3], [1, 7]) == [1, 2] and agree([4], []) == [4]
