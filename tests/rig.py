@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
 from retain import kernels, models
-from retain.engine.drafters import Drafter
+from retain.engine.drafters import Drafter, Target
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
-from retain.engine.runner import ProgramRunner, TorchRunner
+from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
@@ -42,7 +43,15 @@ def rig(
     turn = model.ropes[0].moved if model.ropes else None
     cache = Cache(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn)
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
+    if drafter:
+        drafter.join(Target(runner, cache, lambda name, weights: other(family, kernel, context, n_rows)))
     return Engine(runner, cache, step_tokens, drafter)
+
+
+def other(family: str, kernel: ModuleType, context: int, n_rows: int) -> tuple[Runner, Cache]:
+    """The same model once more, with a cache of its own."""
+    engine = rig(family, backend=kernel.__name__.rpartition(".")[2], context=context, n_rows=n_rows)
+    return engine.runner, engine.cache
 
 
 def prompts(n: int, seed: int = 0, longest: int = 150) -> list[list[int]]:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.engine.scheduler import Share
-from retain.kernels import Observe
-from retain.kv.budget import Budget, Floats, Watch
+from retain.kernels import Observe, Tables
+from retain.kv.budget import Floats, Watch
 from retain.kv.cache import Cache
 
 
@@ -31,6 +31,7 @@ class Batch:
     wanted: Tensor  # int64 [N]: fresh tokens whose logits are
     split: list[int]  # [B]: how many of them each request has
     observe: Observe | None = None
+    tables: Tables | None = None  # what they look at, if not at everything that their rows own
     after: Callable[[int], None] | None = None  # told of every layer when it has looked
 
 
@@ -60,12 +61,7 @@ def collect(shares: Sequence[Share], cache: Cache) -> Batch:
 def observe(shares: Sequence[Share], places: NDArray[np.int32], starts: NDArray[np.int32]) -> Observe | None:
     """What the policies of these requests want fresh queries to leave; None where none wants anything."""
     certain = [s.n - len(s.request.drafts) for s in shares]  # drafts may be rejected: they leave nothing
-    asked = [
-        s.request.policy.watch(places[starts[b] : starts[b] + certain[b]], s.request.max_tokens)
-        if isinstance(s.request.policy, Budget)
-        else None
-        for b, s in enumerate(shares)
-    ]
+    asked = [s.request.watch(places[starts[b] : starts[b] + certain[b]]) for b, s in enumerate(shares)]
     if not any(asked):
         return None
     each = [w or Watch(np.zeros(n, np.float32)) for w, n in zip(asked, certain, strict=True)]

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kv.budget import Budget
+from retain.kv.budget import Budget, Watch
 from retain.kv.policies import Policy
 
 Watcher = Callable[[int], bool]  # told every new token; True ends the request
@@ -143,6 +145,7 @@ class Request:
     computed: int = 0
     drafts: list[int] = field(default_factory=list)  # guesses of its next tokens, to be verified in the next step
     guess: Tensor | None = None  # p [K, V] that they were drawn from; None: they were certain
+    fade: float | None = None  # of masses that somebody wants who drafts, where the policy wants none
     rounds: Rounds = field(default_factory=Rounds)
     read: int = 0  # tokens of the answer whose logits its reader has seen
     reread: int = 0  # tokens of the prompt that were read again; their slots are forgotten
@@ -190,6 +193,12 @@ class Request:
     def uniform(self) -> float:
         """The next number in [0, 1) of its own generator."""
         return float(torch.rand(1, generator=self.generator, dtype=torch.float64))
+
+    def watch(self, places: NDArray[np.int32]) -> Watch | None:
+        """What its fresh tokens leave on slots, certain ones at these places in the text."""
+        if isinstance(self.policy, Budget):
+            return self.policy.watch(places, self.max_tokens)
+        return None if self.fade is None else Watch(np.ones(len(places), np.float32), decay=self.fade)
 
     @property
     def noise_seed(self) -> int:

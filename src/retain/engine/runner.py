@@ -33,7 +33,7 @@ class ProgramRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """See Runner."""
-        tables = self.cache.tables(batch.rows, batch.starts)
+        tables = batch.tables or self.cache.tables(batch.rows, batch.starts)
         b = batch
         return self.program.run(self.cache.kv, tables, b.slots, b.ids, b.pos, b.wanted, b.observe, b.after)
 
@@ -50,7 +50,7 @@ class TorchRunner:
     def forward(self, batch: Batch) -> Tensor:
         """See Runner."""
         kv, scale = self.cache.kv, self.model.spec.scale
-        tables = self.cache.tables(batch.rows, batch.starts)
+        tables = batch.tables or self.cache.tables(batch.rows, batch.starts)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.backend.write(kv, batch.slots[layer], k, v, batch.pos)

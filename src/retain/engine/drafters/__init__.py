@@ -1,22 +1,45 @@
 """Drafters: who guesses a request's next tokens. One drafter is one file here, found by its name: `parse("ngram:k=8")`.
 
 A file defines `class Drafter`, a dataclass whose fields are its options on the command line. What is not known here:
-whether the guesses are right (speculate.py).
+whether the guesses are right (speculate.py), and how many are worth their time (pace.py).
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from retain.config import choice, options
 from retain.engine.request import Request
+from retain.engine.runner import Runner
+from retain.kv.cache import Cache
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whose tokens are guessed. `another` loads a model (a name; None is the same), with these weights, beside it."""
+
+    runner: Runner
+    cache: Cache
+    another: Callable[[str | None, str], tuple[Runner, Cache]]
 
 
 class Drafter(Protocol):
     """What the engine asks of it."""
+
+    k: str  # how many tokens at once; auto: as many as are worth it, up to `most`
+
+    @property
+    def most(self) -> int:
+        """See k."""
+        ...
+
+    def join(self, target: Target) -> None:
+        """Before the first step. Raises ValueError where it cannot guess for this one."""
+        ...
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
         """`Request.draft` up to so many tokens for each of these requests, who owe one token."""
@@ -38,4 +61,14 @@ def parse(text: str) -> Drafter:
     if name not in names():
         raise ValueError(f"unknown drafter {name!r}: choose one of {', '.join(names())}")
     drafter: Drafter = options(importlib.import_module(f"{__name__}.{name}").Drafter, name, given)
+    limit(drafter)
     return drafter
+
+
+def limit(drafter: Drafter) -> int | None:
+    """Its fixed number of tokens, or None for auto. Raises ValueError."""
+    if drafter.k == "auto":
+        return None
+    if not drafter.k.isdigit() or not int(drafter.k):
+        raise ValueError(f"k is auto or a number of tokens, not {drafter.k!r}")
+    return int(drafter.k)

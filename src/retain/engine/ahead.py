@@ -1,0 +1,46 @@
+"""A model guesses, token by token: what the drafters `draft` and `self` have in common.
+
+What is not known here: which model it is, and what it looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from retain.engine.request import Request
+from retain.engine.sampler import likeliest, penalise, probabilities
+from retain.engine.speculate import draw
+
+# Logits [n, V] behind these tokens of those that are asked, by number: the i-th that each of them guesses.
+Forward = Callable[[Sequence[int], Sequence[int], int], Tensor]
+
+
+def guess(asked: Sequence[tuple[Request, int]], forward: Forward) -> None:
+    """Draft so many tokens for each request, drawn as it would draw them itself; none behind a stop token."""
+    drafts: list[list[int]] = [[] for _ in asked]
+    rows: list[list[Tensor]] = [[] for _ in asked]
+    going = [j for j, (_, n) in enumerate(asked) if n > 0]
+    while going:
+        i = len(drafts[going[0]])
+        logits = forward(going, [(asked[j][0].tokens + drafts[j])[-1] for j in going], i)  # [n, V]
+        requests = [asked[j][0] for j in going]
+        if any(r.params.penalised for r in requests):
+            logits = logits.clone()
+            for row, j, r in zip(logits, going, requests, strict=True):
+                if r.params.penalised:
+                    penalise(row, r.tokens + drafts[j], r.answer + drafts[j], r.params)
+        tokens = likeliest(logits)  # [n]
+        drawn = [k for k, r in enumerate(requests) if not r.params.greedy]
+        if drawn:
+            p = probabilities(logits[drawn], [requests[k].params for k in drawn])  # [n, V]
+            tokens[drawn] = draw(p, torch.tensor([requests[k].uniform() for k in drawn], dtype=torch.float64))
+            for k, row in zip(drawn, p, strict=True):
+                rows[going[k]].append(row)
+        for j, token in zip(going, tokens.tolist(), strict=True):
+            drafts[j].append(token)
+        going = [j for j in going if len(drafts[j]) < asked[j][1] and drafts[j][-1] not in asked[j][0].stop_ids]
+    for (request, _), tokens_, p_ in zip(asked, drafts, rows, strict=True):
+        request.draft(tokens_, torch.stack(p_) if p_ else None)

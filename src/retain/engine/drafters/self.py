@@ -1,0 +1,123 @@
+"""The model itself, on a few pages of its own cache: those whose slots the last verified tokens looked at most.
+
+Nothing is computed or kept for it. A draft's keys and values come into the slots that verification then writes, and its
+tables name pages that are the request's own: by layer and head the first page, the newest ones, and the best of the
+rest by the mass that verification leaves on full caches for this purpose. (A page is the unit: TriForce, arXiv
+2404.11912, chooses chunks too.) Layers that slide, and requests that forget, are looked at whole: they are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retain.engine.ahead import guess
+from retain.engine.batch import Batch
+from retain.engine.drafters import Target
+from retain.engine.request import Request
+from retain.kernels import NO_WINDOW, Tables
+
+Ints = NDArray[np.int32]
+
+
+@dataclass
+class Drafter:
+    """`budget` slots a head; chosen anew after `refresh` rounds; masses fade by `decay` a round."""
+
+    k: str = "auto"
+    budget: int = 256
+    refresh: int = 8
+    decay: float = 0.9
+    _target: Target | None = field(default=None, init=False)
+    _rounds: dict[Request, int] = field(default_factory=dict, init=False)
+    _best: dict[Request, NDArray[np.int64]] = field(default_factory=dict, init=False)  # [M, G, m], places in tables
+
+    def __post_init__(self) -> None:
+        if self.budget < 1 or self.refresh < 1 or not 0 < self.decay <= 1:
+            raise ValueError("self: budget and refresh are at least 1, decay above 0 and at most 1")
+
+    @property
+    def most(self) -> int:
+        """See Drafter."""
+        return 8
+
+    def join(self, target: Target) -> None:
+        """See Drafter."""
+        self._target, cache = target, target.cache
+        n_rows, L, G, n = cache.pages.shape
+        self._room = min(max(self.budget // cache.page_size, 3) + 1, n)  # one more where drafts cross into a new page
+        self._pages: Ints = np.zeros((n_rows, L, G, n), np.int32)
+        self._counts: Ints = np.zeros((n_rows, L, G), np.int32)
+
+    def drop(self, request: Request) -> None:
+        """See Drafter."""
+        self._rounds.pop(request, None)
+        self._best.pop(request, None)
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
+        """See Drafter."""
+        assert self._target
+        target, cache, ready, written = self._target, self._target.cache, [], []
+        for request, n in asked:
+            assert request.row is not None
+            request.fade = self.decay
+            rounds = self._rounds[request] = self._rounds.get(request, -1) + 1
+            # The first round only leaves masses.
+            if rounds and cache.grow(request.row, request.computed + 1 + n):
+                self._choose(request, n)
+                ready.append((request, min(n, cache.stretch(request.row, request.computed) - 1)))
+
+        def forward(who: Sequence[int], tokens: Sequence[int], i: int) -> Tensor:
+            batch = self._batch([ready[j][0] for j in who], tokens, i)
+            written.append(batch.slots)
+            return target.runner.forward(batch)
+
+        guess(ready, forward)
+        if written:  # who is verified is written again
+            cache.reject(torch.cat(written, -1))
+
+    def _choose(self, request: Request, n: int) -> None:
+        """The row's tables for this round."""
+        assert self._target and request.row is not None
+        cache, row, S = self._target.cache, request.row, self._target.cache.page_size
+        counts = self._counts[row] = cache.counts[row]
+        self._pages[row, :, :, : counts.max()] = cache.pages[row, :, :, : counts.max()]
+        whole = np.flatnonzero(cache.window[row] == NO_WINDOW)
+        newest = np.arange(max(request.computed - 1, 0) // S, (request.computed + n) // S + 1)  # pages
+        m = self._room - len(newest)
+        if row in cache.keepers or not len(whole) or newest[0] <= m or m < 1:
+            return
+        if request not in self._best or self._rounds[request] % self.refresh == 1:
+            table = torch.from_numpy(cache.pages[row, whole, :, : newest[0]]).long()  # [M, G, n]
+            mass = cache.kv.mass.index_select(0, table.flatten()).sum((1, 2)).view(table.shape)
+            mass[..., 0] = torch.inf
+            self._best[request] = mass.topk(m).indices.sort().values.numpy()
+        chosen = np.broadcast_to(newest, (len(whole), counts.shape[1], len(newest)))
+        seen: NDArray[np.int64] = np.concatenate((self._best[request], chosen), -1)  # [M, G, room]
+        self._pages[row, whole, :, : seen.shape[-1]] = np.take_along_axis(cache.pages[row, whole], seen, -1)
+        self._counts[row, whole] = seen.shape[-1]
+
+    def _batch(self, requests: Sequence[Request], tokens: Sequence[int], i: int) -> Batch:
+        """One token of each: the i-th behind what is computed."""
+        assert self._target
+        cache, B = self._target.cache, len(requests)
+        rows = np.array([r.row for r in requests], np.int32)
+        places = np.array([r.computed + i for r in requests], np.int32)
+        starts = torch.arange(B + 1, dtype=torch.int32)
+        every = cache.tables(torch.from_numpy(rows), starts)
+        pages, counts = (torch.from_numpy(x).transpose(0, 1) for x in (self._pages, self._counts))
+        return Batch(
+            ids=torch.tensor(tokens),
+            pos=torch.from_numpy(places - cache.shift[rows]),
+            rows=every.rows,
+            starts=starts,
+            slots=torch.from_numpy(cache.place(rows, places)),
+            wanted=torch.arange(B),
+            split=[1] * B,
+            tables=Tables(pages, counts, every.windows, every.sinks, every.rows, starts),
+        )
