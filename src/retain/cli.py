@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from retain.engine.request import SamplingParams
     from retain.llm import LLM, Answer
 
-ENGINE = ("dtype", "weights", "kv_policy", "kv_memory", "page_size", "step_tokens", "context", "backend")
+ENGINE = ("dtype", "weights", "kv_policy", "speculate", "kv_memory", "page_size", "step_tokens", "context", "backend")
 SAMPLING = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "stop", "ignore_eos", "logprobs"),
@@ -45,6 +45,11 @@ def parser() -> Parser:
         "--kv-policy",
         metavar="P",
         help="full (default), ring:window=N, or a budget such as keyformer:budget=25%% (docs/policies.md)",
+    )
+    shared.add_argument(
+        "--speculate",
+        metavar="S",
+        help="draft tokens and verify them: ngram, draft:weights=int4, draft:model=M, self (docs/speculation.md)",
     )
     shared.add_argument(
         "--kv-memory",
@@ -278,6 +283,8 @@ def report(llm: LLM, answer: Answer) -> dict[str, Any]:
         },
         "kv": answer.kv,
     }
+    if answer.speculate:
+        out["speculate"] = answer.speculate
     if answer.logprobs:
         out["logprobs"] = [{"token": p.token, "logprob": p.logprob, "top": p.top} for p in answer.logprobs]
     return out

@@ -6,6 +6,7 @@ An unknown option is an error, never ignored. What is not known here: what the n
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Config:
     dtype: str = "bfloat16"  # or float32, the mode in which equalities are tested
     weights: str = "auto"  # of matrices: as the file has them; or bf16, int8, int4
     kv_policy: str = "full"  # of layers that see everything; sliding layers are rings always
+    speculate: str | None = None  # who drafts: ngram, draft:weights=int4, self (docs/speculation.md)
     kv_memory: int | None = None  # hard cap of the pool
     page_size: int = 64  # slots of a page
     max_requests: int = 64  # running at once
@@ -45,6 +47,14 @@ class Config:
                 f"step_tokens ({self.step_tokens}) must exceed max_requests ({self.max_requests}), "
                 "or prompts would starve"
             )
+
+
+def affordable_memory(whole: int) -> int:
+    """The pool's cap where none is chosen, in bytes: 4 GiB, or `whole` (one request of the longest context) where that
+    is more, but at most half of the memory that is free now. K and V cost nothing until they are written.
+    """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(free // 2, max(4 * 2**30, whole))
 
 
 def check_weights(weights: str, dtype: str) -> None:

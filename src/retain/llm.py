@@ -7,7 +7,6 @@ for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=20)):
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,9 @@ import torch
 from torch import Tensor
 
 from retain import kernels, models
-from retain.config import Config, size
+from retain.config import Config, affordable_memory, check_weights, size
+from retain.engine import drafters
+from retain.engine.drafters import Target
 from retain.engine.loop import Engine
 from retain.engine.request import Logprob, Request, SamplingParams, Why
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
@@ -51,6 +52,7 @@ class Answer:
     decode_tok_s: float  # after it
     preempted: int
     kv: dict[str, Any]
+    speculate: dict[str, Any] | None = None  # what became of drafts
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class LLM:
         started = perf_counter()
         self.config = c = Config(model, kv_memory=None if kv_memory is None else size(kv_memory), **chosen)
         self.policy = policies.parse(c.kv_policy)
+        drafter = drafters.parse(c.speculate) if c.speculate else None
         backend = kernels.load(c.backend)
         dtype: torch.dtype = getattr(torch, c.dtype)
         path = find(model)
@@ -82,18 +85,31 @@ class LLM:
         if c.context and c.context > spec.context:
             raise ValueError(f"context {c.context} is longer than the model's own, {spec.context}")
         self.context = c.context or spec.context
-        shape = Shape(spec.kv_heads, spec.head_dim, spec.windows)
         self.columns = spec.heads // spec.kv_heads if getattr(self.policy, "per_query", False) else 1  # of masses
         whole = spec.layers * spec.kv_heads * -(-self.context // c.page_size)  # pages
         memory = c.kv_memory or affordable_memory(
             whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype, self.columns)
         )
-        self.cache = Cache(
-            *(shape, backend, dtype, memory, c.page_size, c.max_requests, self.context, c.step_tokens, self.columns),
-            turn=turn,
-        )
-        self.engine = Engine(runner(self.cache), self.cache, c.step_tokens)
+        self.cache = _cache(c, spec, backend, memory, self.context, self.columns, turn)
+        self.engine = Engine(runner(self.cache), self.cache, c.step_tokens, drafter)
+        if drafter:
+            drafter.join(Target(self.engine.runner, self.cache, self._another))
         self.load_s = perf_counter() - started
+
+    def _another(self, name: str | None, weights: str) -> tuple[Runner, Cache]:
+        """A model beside this one, with a cache for as many tokens. Raises ValueError where its tokens are others."""
+        c, path = self.config, find(name or self.config.model)
+        check_weights(weights, c.dtype)
+        if not self.tokenizer.same(Tokenizer.open(path)):
+            raise ValueError(f"draft: {name} has another vocabulary than {c.model}, so it cannot guess its tokens")
+        backend, dtype = self.cache.backend, self.cache.kv.dtype
+        spec, _, runner, _ = _model(path, backend, dtype, weights, False)
+        mine, its = (
+            s.layers * s.kv_heads * kernels.page_bytes(c.page_size, s.head_dim, dtype) for s in (self.spec, spec)
+        )
+        memory = self.cache.pool.n_pages * self.cache.page_bytes * its // mine + its
+        cache = _cache(c, spec, backend, memory, min(self.context, spec.context))
+        return runner(cache), cache
 
     def generate(
         self,
@@ -272,6 +288,7 @@ class LLM:
             kv=account(
                 *(self.cache, request.policy, len(request.tokens) - 1, request.peaks, request.owned, request.held)
             ),
+            speculate=request.rounds.told() if self.engine.drafter else None,
         )
 
 
@@ -293,9 +310,8 @@ def _model(
     return decoder.spec, 0, partial(TorchRunner, decoder, backend), turn
 
 
-def affordable_memory(whole: int) -> int:
-    """The pool's cap where none is chosen, in bytes: 4 GiB, or `whole` (one request of the longest context) where that
-    is more, but at most half of the memory that is free now. K and V cost nothing until they are written.
-    """
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(free // 2, max(4 * 2**30, whole))
+def _cache(
+    c: Config, spec: Spec, backend: ModuleType, memory: int, context: int, columns: int = 1, turn: Turn | None = None
+) -> Cache:
+    shape, dtype = Shape(spec.kv_heads, spec.head_dim, spec.windows), getattr(torch, c.dtype)
+    return Cache(shape, backend, dtype, memory, c.page_size, c.max_requests, context, c.step_tokens, columns, turn)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from retain.engine.batch import Batch, collect
-from retain.engine.drafters import Drafter
+from retain.engine.drafters import Drafter, limit
+from retain.engine.pace import Pace
 from retain.engine.request import Request, Why
 from retain.engine.runner import Runner
-from retain.engine.sampler import sample
+from retain.engine.sampler import Drawn, sample
 from retain.engine.scheduler import Scheduler, Share
 from retain.kv.cache import Cache
 
@@ -22,6 +23,7 @@ class Engine:
 
     def __init__(self, runner: Runner, cache: Cache, step_tokens: int, drafter: Drafter | None = None):
         self.runner, self.cache, self.drafter = runner, cache, drafter
+        self.pace = Pace(drafter.most) if drafter and limit(drafter) is None else None
         self.scheduler = Scheduler(cache, step_tokens)
 
     def add(self, *requests: Request) -> None:
@@ -49,7 +51,7 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Pay debts, draw tokens, settle. The requests that got a token; those with a `why` have ended."""
-        self._draft()
+        began, drafting = perf_counter(), self._draft()
         shares = self.scheduler.plan()
         if not shares:
             return []
@@ -63,6 +65,8 @@ class Engine:
                     ready.append(request)
                     rows += range(end - 1 - len(request.drafts), end)
         drawn = sample(logits if rows == list(range(len(logits))) else logits[rows], ready)
+        took = perf_counter() - began - drafting
+        self._learn(shares, ready, drawn, took, drafting)
         wrong = {r: r.verified(len(tokens)) for r, tokens in zip(ready, drawn, strict=True)}
         self._reject(batch, shares, wrong)
         self._settle(shares, torch.split(logits, batch.split), wrong)
@@ -83,14 +87,35 @@ class Engine:
         """Somebody waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
-    def _draft(self) -> None:
-        """Guesses of what comes next, for who owes one token. A step has room for one token of everybody first."""
+    def _draft(self) -> float:
+        """Guesses of what comes next, for who owes one token; how long they took.
+
+        A step has room for one token of everybody first.
+        """
         running = self.scheduler.running
-        if self.drafter and running:
-            most = (
-                min(self.scheduler.step_tokens // len(running), self.cache.page_size) - 1
-            )  # a ring has a page to spare
-            self.drafter.propose([(r, n) for r in running if (n := min(r.may_draft, most)) > 0])
+        if not (self.drafter and running):
+            return 0.0
+        most = min(self.scheduler.step_tokens // len(running), self.cache.page_size) - 1  # rings spare a page
+        asked = [(r, n) for r in running if (n := min(r.may_draft, most)) > 0]
+        k = limit(self.drafter)
+        chosen = self.pace.choose(asked) if self.pace else [(r, min(n, k or n)) for r, n in asked]
+        began = perf_counter()
+        self.drafter.propose([(r, n) for r, n in chosen if n])
+        return perf_counter() - began
+
+    def _learn(
+        self, shares: list[Share], ready: list[Request], drawn: list[Drawn], took: float, drafting: float
+    ) -> None:
+        """What drafts gave and took; where a prompt is paid too, only what they gave."""
+        for request, tokens in zip(ready, drawn, strict=True):
+            if request.drafts:
+                request.rounds.draft_s += drafting
+                request.rounds.verify_s += took
+            if self.pace:
+                self.pace.saw(request, len(request.drafts), len(tokens) - 1)
+        if self.pace and all(s.n == 1 + len(s.request.drafts) for s in shares):
+            levels = max(len(s.request.drafts) for s in shares)
+            self.pace.took(sum(s.n for s in shares), took, levels, drafting)
 
     def _reject(self, batch: Batch, shares: list[Share], wrong: dict[Request, int]) -> None:
         """Drafts that were not accepted are holes."""

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.engine.rounds import Rounds
 from retain.kv.budget import Budget, Watch
 from retain.kv.policies import Policy
 
@@ -97,27 +98,6 @@ class Logprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass
-class Rounds:
-    """What became of drafts: `accepted[i]` of the `drafted[i]` in place i."""
-
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    rounds: int = 0  # steps in which anything was drafted
-    tokens: int = 0  # that those gave
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """One more round."""
-        self.rounds += 1
-        self.tokens += accepted + 1
-        longer = [0] * (drafted - len(self.drafted))
-        self.drafted += longer
-        self.accepted += longer
-        for i in range(drafted):
-            self.drafted[i] += 1
-            self.accepted[i] += i < accepted
 
 
 @dataclass(eq=False)

@@ -53,6 +53,11 @@ class Tokenizer:
         """How many tokens there are."""
         return self._core.get_vocab_size()
 
+    def same(self, other: Tokenizer) -> bool:
+        """Whether both give every token the same number."""
+        mine: dict[str, int] = self._core.get_vocab()
+        return mine == other._core.get_vocab()
+
     def encode(self, text: str, ends: bool = True) -> list[int]:
         """The ids of a raw text. With `ends`, what the model expects around a text (Gemma's bos) is added.
 

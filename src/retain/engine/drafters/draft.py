@@ -1,0 +1,114 @@
+"""Another model with the same vocabulary, or the same one with smaller weights, and a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retain.engine.ahead import guess
+from retain.engine.batch import Batch
+from retain.engine.drafters import Target
+from retain.engine.request import Request
+from retain.engine.runner import Runner
+from retain.kv import policies
+from retain.kv.cache import Cache
+
+FEW = 16  # tokens that are computed together with the first draft; more are a text that has to be read first
+
+
+@dataclass
+class Seen:
+    """What the draft has computed of a request."""
+
+    row: int
+    tokens: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Drafter:
+    """`model`: a name, as for --model (none: the target's); `weights`: bf16, int8, int4, or as the file has them."""
+
+    k: str = "auto"
+    model: str | None = None
+    weights: str = "auto"
+    _runner: Runner | None = field(default=None, init=False)
+    _cache: Cache | None = field(default=None, init=False)
+    _seen: dict[Request, Seen] = field(default_factory=dict, init=False)
+
+    @property
+    def most(self) -> int:
+        """See Drafter."""
+        return 8
+
+    def join(self, target: Target) -> None:
+        """See Drafter."""
+        if self.model is None and self.weights == "auto":
+            raise ValueError("draft: which model=, or which weights= of the same one?")
+        self._runner, self._cache = target.another(self.model, self.weights)
+
+    def drop(self, request: Request) -> None:
+        """See Drafter."""
+        if (seen := self._seen.pop(request, None)) and self._cache:
+            self._cache.close(seen.row)
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
+        """See Drafter. Whom there is no room for gets no drafts, nor who has a long text to be read first."""
+        able = [(r, n) for r, n in asked if self._ready(r, n)]
+
+        def forward(who: Sequence[int], tokens: Sequence[int], i: int) -> Tensor:
+            whose = [self._seen[able[j][0]] for j in who]
+            if i:
+                return self._forward(whose, [[t] for t in tokens])
+            return self._forward(whose, [able[j][0].tokens[len(s.tokens) :] for j, s in zip(who, whose, strict=True)])
+
+        guess(able, forward)
+
+    def _ready(self, request: Request, n: int) -> bool:
+        """Whether its last few tokens are all that is left to be computed; what was guessed wrong is written over."""
+        assert self._cache
+        cache, tokens = self._cache, request.tokens
+        if len(tokens) + n > cache.context:
+            return False
+        if request not in self._seen:
+            if not cache.free_rows:
+                return False
+            self._seen[request] = Seen(cache.open(policies.parse("full"), len(tokens)))
+        seen = self._seen[request]
+        same = min(len(seen.tokens), len(tokens) - 1)
+        while seen.tokens[:same] != tokens[:same]:  # a few at the end at most
+            same -= 1
+        del seen.tokens[same:]
+        if not cache.grow(seen.row, len(tokens) + n):
+            return False
+        few = len(tokens) - len(seen.tokens) <= FEW
+        while (owed := len(tokens) - 1 - len(seen.tokens)) > 0 and not few:
+            begin = len(seen.tokens)
+            self._forward([seen], [tokens[begin : begin + min(owed, cache.step_tokens)]])
+            cache.settle(seen.row, len(seen.tokens), owed - min(owed, cache.step_tokens))
+        return few
+
+    def _forward(self, whose: Sequence[Seen], fresh: Sequence[Sequence[int]]) -> Tensor:
+        """Logits behind the last of these tokens, [n, V]."""
+        assert self._cache and self._runner
+        counts = np.array([len(f) for f in fresh], np.int32)
+        starts = np.concatenate(([0], counts.cumsum(dtype=np.int32))).astype(np.int32)
+        rows = np.array([s.row for s in whose], np.int32)
+        begins = [len(s.tokens) for s in whose]
+        pos = np.concatenate([np.arange(b, b + n, dtype=np.int32) for b, n in zip(begins, counts, strict=True)])
+        for s, f in zip(whose, fresh, strict=True):
+            s.tokens += f
+        return self._runner.forward(
+            Batch(
+                ids=torch.tensor([t for f in fresh for t in f]),
+                pos=torch.from_numpy(pos),
+                rows=torch.from_numpy(rows),
+                starts=torch.from_numpy(starts),
+                slots=torch.from_numpy(self._cache.place(np.repeat(rows, counts), pos)),
+                wanted=torch.from_numpy(starts[1:].astype(np.int64) - 1),
+                split=[1] * len(whose),
+            )
+        )

@@ -1,0 +1,112 @@
+"""How many drafts are worth their time, by what steps and drafts took and how often they were right.
+
+A step of n fresh tokens is modelled as a + b n seconds, fitted to the latest steps; a draft of all requests by one more
+token costs d. A draft of request r is right with probability alpha_r, whatever its place. So with K_r drafts a round
+gives sum of 1 + alpha_r + ... + alpha_r^K_r tokens in a + b (B + sum of K_r) + d max K_r seconds, and the best is
+chosen; 0 is plain decoding. What is not known here: who drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from retain.engine.request import Request
+
+MEMORY = 0.96  # of a measurement after one more
+EXPLORE = 24  # rounds from one that tries something else to the next
+
+
+@dataclass
+class Line:
+    """The straight line through the latest points, in which older ones count less."""
+
+    w: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        """One more point."""
+        for name, value in (("w", 1.0), ("x", x), ("y", y), ("xx", x * x), ("xy", x * y)):
+            setattr(self, name, getattr(self, name) * MEMORY + value)
+
+    def at(self, x: float) -> float:
+        """Its height there; never falling."""
+        if not self.w:
+            return 1.0  # nothing is known
+        mean, spread = self.x / self.w, self.xx / self.w - (self.x / self.w) ** 2
+        slope = (self.xy / self.w - mean * self.y / self.w) / spread if spread > 0.01 else 0.0
+        return max(self.y / self.w + max(slope, 0.0) * (x - mean), 1e-9)
+
+
+@dataclass
+class Luck:
+    """How often a request's drafts are right; hopeful at first."""
+
+    right: float = 1.5
+    tried: float = 2.0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """One more round. What comes behind the first wrong one was never tried."""
+        self.right = self.right * MEMORY + accepted
+        self.tried = self.tried * MEMORY + min(accepted + 1, drafted)
+
+    @property
+    def alpha(self) -> float:
+        """Of the next one."""
+        return min(self.right / self.tried, 0.99)
+
+
+@dataclass
+class Pace:
+    """Of one engine. `most`: drafts of a request in a round."""
+
+    most: int
+    steps: Line = field(default_factory=Line)  # seconds of fresh tokens
+    drafts: Line = field(default_factory=Line)  # seconds of levels: 0 drafts are 0
+    luck: WeakKeyDictionary[Request, Luck] = field(default_factory=WeakKeyDictionary)
+    rounds: int = 0
+
+    def choose(self, asked: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """How many each shall draft, at most as many as there is room for."""
+        self.rounds += 1
+        best = max(range(self.most + 1), key=lambda k: self.rate(k, asked))
+        if self.rounds <= 4:
+            best = 0 if self.rounds <= 2 else self.most // 2
+        elif self.rounds % EXPLORE == 0:
+            best = 0 if best else 2
+        return [(r, min(n, best, self._worth(self._of(r).alpha))) for r, n in asked]
+
+    def took(self, fresh: int, seconds: float, levels: int, drafting: float) -> None:
+        """A step of so many fresh tokens, before which so many levels were drafted in `drafting` seconds."""
+        self.steps.add(fresh, seconds)
+        if levels:
+            self.drafts.add(1.0, drafting / levels)
+
+    def saw(self, request: Request, drafted: int, accepted: int) -> None:
+        """What became of its drafts."""
+        if drafted:
+            self._of(request).add(drafted, accepted)
+
+    def rate(self, levels: int, asked: Sequence[tuple[Request, int]]) -> float:
+        """Tokens a second that so many drafts of each are expected to give."""
+        B, tokens, fresh = len(asked), 0.0, len(asked)
+        for request, room in asked:
+            alpha, n = self._of(request).alpha, min(room, levels)
+            tokens += (1 - alpha ** (n + 1)) / (1 - alpha)
+            fresh += n
+        return tokens / (self.steps.at(fresh) + (self.drafts.at(1.0) * levels if levels else 0.0)) if B else 0.0
+
+    def _worth(self, alpha: float) -> int:
+        """Drafts of one request, until the next is likely wrong and only makes the step longer."""
+        price = (self.steps.at(101.0) - self.steps.at(100.0)) / self.steps.at(1.0)  # of a token, in steps
+        n = 0
+        while n < self.most and alpha ** (n + 1) > price:
+            n += 1
+        return max(n, 1)
+
+    def _of(self, request: Request) -> Luck:
+        return self.luck.setdefault(request, Luck())
