@@ -85,7 +85,7 @@ def parser() -> Parser:
     chat = commands.add_parser("chat", parents=[shared, drawing], help="talk in the terminal", allow_abbrev=False)
     chat.add_argument("--system", help="a system message")
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
-    kinds = bench.add_subparsers(dest="bench", required=True, metavar="speed | budget | quality")
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="speed | budget | quality | speculate")
     speed = kinds.add_parser("speed", parents=[shared], help="prefill and decoding speed", allow_abbrev=False)
     speed.add_argument("--workloads", help="comma-separated names (default: all)")
     speed.add_argument("--json", action="store_true", help="a JSON line for each workload")
@@ -106,6 +106,16 @@ def parser() -> Parser:
     quality.add_argument("--out", metavar="DIR", help="write every number as JSON, and plots as PNG")
     quality.add_argument("--kept", action="store_true", help="with --out: pictures of the tokens that stay")
     quality.add_argument("--json", action="store_true", help="a JSON line for each policy and metric")
+    drafts = kinds.add_parser("speculate", parents=[shared], help="what drafters give", allow_abbrev=False)
+    drafts.add_argument("--data", metavar="DIR", default=".", help="folder with the workloads' files")
+    drafts.add_argument("--workloads", default="humaneval,summaries", help="comma-separated (default: these two)")
+    drafts.add_argument("--drafters", default="ngram draft:weights=int4 self", help="separated by spaces")
+    drafts.add_argument("--items", type=int, metavar="N", default=8, help="prompts of each workload (default 8)")
+    drafts.add_argument("--batch", type=int, metavar="N", default=1, help="at once (default 1)")
+    drafts.add_argument("--new", type=int, metavar="N", default=128, help="tokens of an answer (default 128)")
+    drafts.add_argument("--contexts", default="4000", help="tokens of books, comma-separated (default 4000)")
+    drafts.add_argument("--out", metavar="DIR", help="write every number as JSON, and plots as PNG")
+    drafts.add_argument("--json", action="store_true", help="a JSON line for each workload and drafter")
     return top
 
 
@@ -180,6 +190,8 @@ def bench(args: argparse.Namespace) -> int:
         raise ValueError(f"bench {args.bench} compares policies: --kv-policy is for bench speed")
     if args.bench == "quality":
         return quality(args)
+    if args.bench == "speculate":
+        return speculate(args)
     from retain.bench import budget, speed
 
     if args.bench == "budget":
@@ -219,6 +231,27 @@ def quality(args: argparse.Namespace) -> int:
     if out and args.kept:
         prompt = asked.example(llm)
         plots.kept({p: llm.kept(prompt, p) for p in policies}, len(prompt), out)
+    return 0
+
+
+def speculate(args: argparse.Namespace) -> int:
+    """`retain bench speculate`."""
+    from retain.bench import speculate as bench
+
+    if hasattr(args, "speculate"):
+        raise ValueError("bench speculate compares drafters: name them by --drafters")
+    if not all(c.strip().isdigit() for c in args.contexts.split(",")):
+        raise ValueError(f"--contexts are numbers of tokens, not {args.contexts!r}")
+    workloads, contexts = [w.strip() for w in args.workloads.split(",")], [int(c) for c in args.contexts.split(",")]
+    asked = bench.Asked(workloads, args.drafters.split(), Path(args.data), args.items, args.batch, args.new, contexts)
+    llm, _ = load(args)
+    lines = []
+    for line in bench.run(llm, asked):
+        lines.append(line)
+        text = "  ".join(f"{v}" if k in ("workload", "drafter") else f"{k} {v}" for k, v in line.items())
+        print(json.dumps(line) if args.json else text, flush=True)
+    if args.out:
+        bench.write(lines, Path(args.out))
     return 0
 
 

@@ -93,10 +93,10 @@ class LLM:
         self.cache = _cache(c, spec, backend, memory, self.context, self.columns, turn)
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens, drafter)
         if drafter:
-            drafter.join(Target(self.engine.runner, self.cache, self._another))
+            drafter.join(Target(self.engine.runner, self.cache, self.another))
         self.load_s = perf_counter() - started
 
-    def _another(self, name: str | None, weights: str) -> tuple[Runner, Cache]:
+    def another(self, name: str | None, weights: str) -> tuple[Runner, Cache]:
         """A model beside this one, with a cache for as many tokens. Raises ValueError where its tokens are others."""
         c, path = self.config, find(name or self.config.model)
         check_weights(weights, c.dtype)

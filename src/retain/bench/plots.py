@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,33 @@ def kept(stays: dict[str, list[list[list[int]]]], prompt: int, out: Path) -> lis
             axis.set(ylabel=title, title=policy)
         axes[-1, 0].set(xlabel="position")
         made.append(out / f"kept-{title}.png")
+        figure.savefig(made[-1], dpi=120)
+        plt.close(figure)
+    return made
+
+
+def speedups(lines: Sequence[dict[str, Any]], out: Path) -> list[Path]:
+    """Times as fast as plain: against k, a line for each drafter and workload; against context, for each drafter."""
+    curves: dict[str, dict[str, list[tuple[int, float]]]] = {"k": {}, "context": {}}
+    for line in lines:
+        name, k = re.sub(r"[:,]k=\d+", "", line["drafter"]), re.search(r"[:,]k=(\d+)", line["drafter"])
+        if k:
+            curves["k"].setdefault(f"{name}, {line['workload']}", []).append((int(k[1]), line["times_plain"]))
+        if line["workload"].startswith("books-"):
+            context = int(line["workload"].partition("-")[2])
+            curves["context"].setdefault(line["drafter"], []).append((context, line["times_plain"]))
+    plt, made = pyplot(), []
+    for axis, found in curves.items():
+        several = {name: sorted(points) for name, points in found.items() if len(points) > 1}
+        if not several:
+            continue
+        figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
+        for i, (name, points) in enumerate(several.items()):
+            axes.plot(*zip(*points, strict=True), label=name, marker="osD^v<>pPX*h"[i % 12], markersize=4)
+        axes.axhline(1, color="black", linestyle="--", linewidth=1, label="plain")
+        axes.set(xlabel=axis if axis == "k" else "tokens of context", ylabel="times as fast as plain decoding")
+        axes.legend(fontsize=7)
+        made.append(out / f"speculate-{axis}.png")
         figure.savefig(made[-1], dpi=120)
         plt.close(figure)
     return made

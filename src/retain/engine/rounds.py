@@ -13,6 +13,7 @@ class Rounds:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     rounds: int = 0  # steps in which anything was drafted
+    full: int = 0  # of them, those in which every draft was right
     tokens: int = 0  # that those gave
     draft_s: float = 0.0  # of those rounds, whoever else was in them
     verify_s: float = 0.0
@@ -33,6 +34,7 @@ class Rounds:
     def add(self, drafted: int, accepted: int) -> None:
         """One more round."""
         self.rounds += 1
+        self.full += drafted == accepted
         self.tokens += accepted + 1
         longer = [0] * (drafted - len(self.drafted))
         self.drafted += longer
