@@ -44,7 +44,7 @@ def rig(
     cache = Cache(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn)
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     if drafter:
-        drafter.join(Target(runner, cache, lambda name, weights: other(family, kernel, context, n_rows)))
+        drafter.join(Target(runner, cache, lambda *_: other(family, kernel, context, n_rows), lambda _: runner))
     return Engine(runner, cache, step_tokens, drafter)
 
 

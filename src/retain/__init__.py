@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from retain.answer import Answer as Answer
+    from retain.answer import Piece as Piece
     from retain.engine.request import SamplingParams as SamplingParams
     from retain.llm import LLM as LLM
-    from retain.llm import Answer as Answer
-    from retain.llm import Piece as Piece
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Answer", "Piece", "SamplingParams"]
@@ -22,8 +22,8 @@ __all__ = ["LLM", "Answer", "Piece", "SamplingParams"]
 def __getattr__(name: str) -> Any:
     homes = {
         "LLM": "retain.llm",
-        "Answer": "retain.llm",
-        "Piece": "retain.llm",
+        "Answer": "retain.answer",
+        "Piece": "retain.answer",
         "SamplingParams": "retain.engine.request",
     }
     if name in homes:

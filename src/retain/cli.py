@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from retain.answer import Answer
     from retain.engine.request import SamplingParams
-    from retain.llm import LLM, Answer
+    from retain.llm import LLM
 
 ENGINE = ("dtype", "weights", "kv_policy", "speculate", "kv_memory", "page_size", "step_tokens", "context", "backend")
 SAMPLING = (
@@ -185,74 +186,10 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """`retain bench speed`, `budget` and `quality`."""
-    if args.bench != "speed" and hasattr(args, "kv_policy"):
-        raise ValueError(f"bench {args.bench} compares policies: --kv-policy is for bench speed")
-    if args.bench == "quality":
-        return quality(args)
-    if args.bench == "speculate":
-        return speculate(args)
-    from retain.bench import budget, speed
+    """`retain bench ...`."""
+    from retain.bench import commands
 
-    if args.bench == "budget":
-        parts = [p.strip() for p in args.parts.split(",")]
-        budget.check(parts)
-        llm, _ = load(args)
-        budget.run(llm, parts, as_json=args.json)
-        return 0
-
-    workloads = speed.choose(args.workloads)
-    llm, _ = load(args)
-    speed.run(llm, workloads, as_json=args.json)
-    return 0
-
-
-def quality(args: argparse.Namespace) -> int:
-    """`retain bench quality`."""
-    from retain.bench import plots, tasks
-    from retain.bench import quality as bench
-
-    if args.kept and not args.out:
-        raise ValueError("--kept draws pictures: say where by --out")
-    names = tasks.names() if args.tasks == "all" else [t.strip() for t in args.tasks.split(",")]
-    asked = bench.Asked([tasks.load(n) for n in names], Path(args.data), args.items, args.longest)
-    policies = bench.choose(args.policies, args.budgets)
-    out = Path(args.out) if args.out else None
-    if out:
-        plots.pyplot()
-        out.mkdir(parents=True, exist_ok=True)
-    args.kv_policy = bench.engine_policy(policies)
-    llm, _ = load(args)
-    for results in bench.run(llm, asked, policies, out):
-        lines = map(json.dumps, results.summary()) if args.json else [bench.table(results)]
-        print("\n".join(lines), flush=True)
-        if out:
-            plots.lines(results, out)
-    if out and args.kept:
-        prompt = asked.example(llm)
-        plots.kept({p: llm.kept(prompt, p) for p in policies}, len(prompt), out)
-    return 0
-
-
-def speculate(args: argparse.Namespace) -> int:
-    """`retain bench speculate`."""
-    from retain.bench import speculate as bench
-
-    if hasattr(args, "speculate"):
-        raise ValueError("bench speculate compares drafters: name them by --drafters")
-    if not all(c.strip().isdigit() for c in args.contexts.split(",")):
-        raise ValueError(f"--contexts are numbers of tokens, not {args.contexts!r}")
-    workloads, contexts = [w.strip() for w in args.workloads.split(",")], [int(c) for c in args.contexts.split(",")]
-    asked = bench.Asked(workloads, args.drafters.split(), Path(args.data), args.items, args.batch, args.new, contexts)
-    llm, _ = load(args)
-    lines = []
-    for line in bench.run(llm, asked):
-        lines.append(line)
-        text = "  ".join(f"{v}" if k in ("workload", "drafter") else f"{k} {v}" for k, v in line.items())
-        print(json.dumps(line) if args.json else text, flush=True)
-    if args.out:
-        bench.write(lines, Path(args.out))
-    return 0
+    return commands.bench(args, lambda: load(args)[0])
 
 
 def read_prompt(args: argparse.Namespace) -> str:

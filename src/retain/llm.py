@@ -8,7 +8,7 @@ for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=20)):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from retain import kernels, models
+from retain.answer import Answer, Piece
 from retain.config import Config, affordable_memory, check_weights, size
 from retain.engine import drafters
 from retain.engine.drafters import Target
 from retain.engine.loop import Engine
-from retain.engine.request import Logprob, Request, SamplingParams, Why
+from retain.engine.request import Request, SamplingParams, Why
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
 from retain.kv.account import account
@@ -37,30 +38,6 @@ from retain.models.weights import open_weights
 from retain.text import Stream, Tokenizer
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer. `token_ids` are the generated ones; times are seconds; `kv` counts bytes and slots."""
-
-    text: str
-    token_ids: list[int]
-    why: str  # stop, length or cancelled
-    prompt_tokens: int
-    logprobs: list[Logprob]
-    ttft_s: float  # from the call to the first token
-    decode_tok_s: float  # after it
-    preempted: int
-    kv: dict[str, Any]
-    speculate: dict[str, Any] | None = None  # what became of drafts
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a stream gives: new text, and with the last piece the whole answer."""
-
-    text: str
-    answer: Answer | None = None
 
 
 class LLM:
@@ -93,22 +70,32 @@ class LLM:
         self.cache = _cache(c, spec, backend, memory, self.context, self.columns, turn)
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens, drafter)
         if drafter:
-            drafter.join(Target(self.engine.runner, self.cache, self.another))
+            drafter.join(self.target)
         self.load_s = perf_counter() - started
 
-    def another(self, name: str | None, weights: str) -> tuple[Runner, Cache]:
-        """A model beside this one, with a cache for as many tokens. Raises ValueError where its tokens are others."""
-        c, path = self.config, find(name or self.config.model)
-        check_weights(weights, c.dtype)
-        if not self.tokenizer.same(Tokenizer.open(path)):
-            raise ValueError(f"draft: {name} has another vocabulary than {c.model}, so it cannot guess its tokens")
-        backend, dtype = self.cache.backend, self.cache.kv.dtype
-        spec, _, runner, _ = _model(path, backend, dtype, weights, False)
-        mine, its = (
-            s.layers * s.kv_heads * kernels.page_bytes(c.page_size, s.head_dim, dtype) for s in (self.spec, spec)
+    @property
+    def target(self) -> Target:
+        """What drafters are told of it."""
+        return Target(
+            self.engine.runner, self.cache, self._another, lambda weights: self._load(None, weights)[1](self.cache)
         )
-        memory = self.cache.pool.n_pages * self.cache.page_bytes * its // mine + its
-        cache = _cache(c, spec, backend, memory, min(self.context, spec.context))
+
+    def _load(self, name: str | None, weights: str) -> tuple[Spec, Callable[[Cache], Runner]]:
+        """Another model, or this one, with these weights. Raises ValueError where its tokens are others."""
+        path = find(name or self.config.model)
+        check_weights(weights, self.config.dtype)
+        if name and not self.tokenizer.same(Tokenizer.open(path)):
+            raise ValueError(f"{name} has another vocabulary than {self.config.model}, so it cannot guess its tokens")
+        spec, _, runner, _ = _model(path, self.cache.backend, self.cache.kv.dtype, weights, False)
+        return spec, runner
+
+    def _another(self, name: str, weights: str) -> tuple[Runner, Cache]:
+        """A model beside this one, with a cache for as many tokens."""
+        c, (spec, runner) = self.config, self._load(name, weights)
+        pages = self.cache.pool.n_pages // (self.spec.layers * self.spec.kv_heads) + 1  # of a head
+        page = kernels.page_bytes(c.page_size, spec.head_dim, self.cache.kv.dtype)
+        memory = pages * spec.layers * spec.kv_heads * page
+        cache = _cache(c, spec, self.cache.backend, memory, min(self.context, spec.context))
         return runner(cache), cache
 
     def generate(

@@ -17,12 +17,13 @@ STOREYS = {
     "server": 1,
     "bench": 1,
     "llm": 2,
-    "text": 3,
-    "engine": 3,
-    "models": 4,
-    "kv": 4,
-    "kernels": 5,
-    "config": 6,
+    "answer": 3,
+    "text": 4,
+    "engine": 4,
+    "models": 5,
+    "kv": 5,
+    "kernels": 6,
+    "config": 7,
 }
 
 

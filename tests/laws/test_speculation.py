@@ -70,7 +70,13 @@ def test_greedy_answers_are_the_plain_ones(family: str, backend: str, wrong: flo
     assert accepted > 0.05 * drafted if wrong < 1 else accepted < 0.05 * drafted
 
 
-REAL = ["ngram:k=5,min=1", "draft:k=4,model=any", "self:k=3,budget=48", "self:k=7,budget=16,refresh=1"]
+REAL = [
+    "ngram:k=5,min=1",
+    "draft:k=4,model=any",
+    "draft:k=5,weights=int4",
+    "self:k=3,budget=48",
+    "self:k=7,budget=16,refresh=1",
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

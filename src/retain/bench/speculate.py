@@ -17,7 +17,6 @@ from typing import Any
 
 from retain.bench.tasks import articles, records
 from retain.engine import drafters
-from retain.engine.drafters import Target
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.kv import policies
@@ -143,7 +142,7 @@ def run(llm: LLM, asked: Asked) -> Iterator[Line]:
 def _engine(llm: LLM, name: str) -> Engine:
     drafter = None if name == PLAIN else drafters.parse(name)
     if drafter:
-        drafter.join(Target(llm.engine.runner, llm.cache, llm.another))
+        drafter.join(llm.target)
     return Engine(llm.engine.runner, llm.cache, llm.config.step_tokens, drafter)
 
 

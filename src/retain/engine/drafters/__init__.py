@@ -20,11 +20,15 @@ from retain.kv.cache import Cache
 
 @dataclass(frozen=True)
 class Target:
-    """Whose tokens are guessed. `another` loads a model (a name; None is the same), with these weights, beside it."""
+    """Whose tokens are guessed.
+
+    `another` loads a model of that name with these weights, beside it; `lighter` itself, on the same cache.
+    """
 
     runner: Runner
     cache: Cache
-    another: Callable[[str | None, str], tuple[Runner, Cache]]
+    another: Callable[[str, str], tuple[Runner, Cache]]
+    lighter: Callable[[str], Runner]
 
 
 class Drafter(Protocol):

@@ -1,4 +1,7 @@
-"""Another model with the same vocabulary, or the same one with smaller weights, and a cache of its own."""
+"""Another model with the same vocabulary and a cache of its own; or the same model with smaller weights.
+
+The same model needs no cache: its keys and values are, but for rounding, those that are there (see self.py).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from retain.engine.ahead import guess
 from retain.engine.batch import Batch
 from retain.engine.drafters import Target
+from retain.engine.drafters.self import Drafter as Same
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.kv import policies
@@ -35,6 +39,7 @@ class Drafter:
     k: str = "auto"
     model: str | None = None
     weights: str = "auto"
+    _self: Same | None = field(default=None, init=False)
     _runner: Runner | None = field(default=None, init=False)
     _cache: Cache | None = field(default=None, init=False)
     _seen: dict[Request, Seen] = field(default_factory=dict, init=False)
@@ -48,15 +53,23 @@ class Drafter:
         """See Drafter."""
         if self.model is None and self.weights == "auto":
             raise ValueError("draft: which model=, or which weights= of the same one?")
-        self._runner, self._cache = target.another(self.model, self.weights)
+        if self.model is None:
+            self._self = Same(k=self.k, budget=target.cache.context, weights=self.weights)
+            self._self.join(target)
+        else:
+            self._runner, self._cache = target.another(self.model, self.weights)
 
     def drop(self, request: Request) -> None:
         """See Drafter."""
+        if self._self:
+            self._self.drop(request)
         if (seen := self._seen.pop(request, None)) and self._cache:
             self._cache.close(seen.row)
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
         """See Drafter. Whom there is no room for gets no drafts, nor who has a long text to be read first."""
+        if self._self:
+            return self._self.propose(asked)
         able = [(r, n) for r, n in asked if self._ready(r, n)]
 
         def forward(who: Sequence[int], tokens: Sequence[int], i: int) -> Tensor:

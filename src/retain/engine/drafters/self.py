@@ -1,4 +1,4 @@
-"""The model itself, on a few pages of its own cache: those whose slots the last verified tokens looked at most.
+"""The model itself, perhaps with smaller weights, on a few pages of its own cache: those that are looked at most.
 
 Nothing is computed or kept for it. A draft's keys and values come into the slots that verification then writes, and its
 tables name pages that are the request's own: by layer and head the first page, the newest ones, and the best of the
@@ -20,6 +20,7 @@ from retain.engine.ahead import guess
 from retain.engine.batch import Batch
 from retain.engine.drafters import Target
 from retain.engine.request import Request
+from retain.engine.runner import Runner
 from retain.kernels import NO_WINDOW, Tables
 
 Ints = NDArray[np.int32]
@@ -27,13 +28,18 @@ Ints = NDArray[np.int32]
 
 @dataclass
 class Drafter:
-    """`budget` slots a head; chosen anew after `refresh` rounds; masses fade by `decay` a round."""
+    """`budget` slots a head, chosen anew after `refresh` rounds, by masses that fade by `decay` a round.
+
+    `weights`: bf16, int8, int4, or auto, the model's own.
+    """
 
     k: str = "auto"
     budget: int = 256
+    weights: str = "auto"
     refresh: int = 8
     decay: float = 0.9
     _target: Target | None = field(default=None, init=False)
+    _runner: Runner | None = field(default=None, init=False)
     _rounds: dict[Request, int] = field(default_factory=dict, init=False)
     _best: dict[Request, NDArray[np.int64]] = field(default_factory=dict, init=False)  # [M, G, m], places in tables
 
@@ -49,6 +55,7 @@ class Drafter:
     def join(self, target: Target) -> None:
         """See Drafter."""
         self._target, cache = target, target.cache
+        self._runner = target.runner if self.weights == "auto" else target.lighter(self.weights)
         n_rows, L, G, n = cache.pages.shape
         self._room = min(max(self.budget // cache.page_size, 3) + 1, n)  # one more where drafts cross into a new page
         self._pages: Ints = np.zeros((n_rows, L, G, n), np.int32)
@@ -61,21 +68,22 @@ class Drafter:
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
         """See Drafter."""
-        assert self._target
-        target, cache, ready, written = self._target, self._target.cache, [], []
+        assert self._target and self._runner
+        runner, cache, ready, written = self._runner, self._target.cache, [], []
         for request, n in asked:
             assert request.row is not None
-            request.fade = self.decay
-            rounds = self._rounds[request] = self._rounds.get(request, -1) + 1
-            # The first round only leaves masses.
-            if rounds and cache.grow(request.row, request.computed + 1 + n):
+            chooses = request.computed // cache.page_size >= self._room
+            request.fade = self.decay if chooses else None
+            rounds = self._rounds[request] = self._rounds.get(request, -1) + chooses
+            # The first round of who has to choose only leaves masses.
+            if (rounds or not chooses) and cache.grow(request.row, request.computed + 1 + n):
                 self._choose(request, n)
                 ready.append((request, min(n, cache.stretch(request.row, request.computed) - 1)))
 
         def forward(who: Sequence[int], tokens: Sequence[int], i: int) -> Tensor:
             batch = self._batch([ready[j][0] for j in who], tokens, i)
             written.append(batch.slots)
-            return target.runner.forward(batch)
+            return runner.forward(batch)
 
         guess(ready, forward)
         if written:  # who is verified is written again

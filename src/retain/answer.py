@@ -1,0 +1,32 @@
+"""What `LLM` gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from retain.engine.request import Logprob
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer. `token_ids` are the generated ones; times are seconds; `kv` counts bytes and slots."""
+
+    text: str
+    token_ids: list[int]
+    why: str  # stop, length or cancelled
+    prompt_tokens: int
+    logprobs: list[Logprob]
+    ttft_s: float  # from the call to the first token
+    decode_tok_s: float  # after it
+    preempted: int
+    kv: dict[str, Any]
+    speculate: dict[str, Any] | None = None  # what became of drafts
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a stream gives: new text, and with the last piece the whole answer."""
+
+    text: str
+    answer: Answer | None = None
