@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 from retain.engine.request import Request
 
 MEMORY = 0.96  # of a measurement after one more
-EXPLORE = 24  # rounds from one that tries something else to the next
+EXPLORE = 24  # rounds at least from one that tries something else to the next
+LOSS = 0.01  # of the time, at most, goes into tries
 
 
 @dataclass
@@ -69,16 +70,20 @@ class Pace:
     drafts: Line = field(default_factory=Line)  # seconds of levels: 0 drafts are 0
     luck: WeakKeyDictionary[Request, Luck] = field(default_factory=WeakKeyDictionary)
     rounds: int = 0
+    explores: int = EXPLORE
 
     def choose(self, asked: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """How many each shall draft, at most as many as there is room for."""
         self.rounds += 1
-        best = max(range(self.most + 1), key=lambda k: self.rate(k, asked))
-        if self.rounds <= 4:
-            best = 0 if self.rounds <= 2 else self.most // 2
-        elif self.rounds % EXPLORE == 0:
-            best = 0 if best else 2
-        return [(r, min(n, best, self._worth(self._of(r).alpha))) for r, n in asked]
+        if self.rounds <= 4:  # nothing is known
+            return [(r, min(n, (0, 0, 1, 2)[self.rounds - 1])) for r, n in asked]
+        room = [(r, min(n, self._worth(r))) for r, n in asked]
+        best = max(range(self.most + 1), key=lambda k: self.rate(k, room))
+        if self.rounds >= self.explores:
+            self.explores = self.rounds + self._patience(asked)
+            other = 0 if best else 1
+            return [(r, min(n, other)) for r, n in asked]
+        return [(r, min(n, best)) for r, n in room]
 
     def took(self, fresh: int, seconds: float, levels: int, drafting: float) -> None:
         """A step of so many fresh tokens, before which so many levels were drafted in `drafting` seconds."""
@@ -92,21 +97,29 @@ class Pace:
             self._of(request).add(drafted, accepted)
 
     def rate(self, levels: int, asked: Sequence[tuple[Request, int]]) -> float:
-        """Tokens a second that so many drafts of each are expected to give."""
-        B, tokens, fresh = len(asked), 0.0, len(asked)
+        """Tokens a second that are expected, if each drafts so many, as far as it has room."""
+        tokens, fresh, most = 0.0, len(asked), 0
         for request, room in asked:
             alpha, n = self._of(request).alpha, min(room, levels)
             tokens += (1 - alpha ** (n + 1)) / (1 - alpha)
-            fresh += n
-        return tokens / (self.steps.at(fresh) + (self.drafts.at(1.0) * levels if levels else 0.0)) if B else 0.0
+            fresh, most = fresh + n, max(most, n)
+        return tokens / (self.steps.at(fresh) + self.drafts.at(1.0) * most)
 
-    def _worth(self, alpha: float) -> int:
+    def _worth(self, request: Request) -> int:
         """Drafts of one request, until the next is likely wrong and only makes the step longer."""
-        price = (self.steps.at(101.0) - self.steps.at(100.0)) / self.steps.at(1.0)  # of a token, in steps
-        n = 0
+        step, alpha, n = self.steps.at(1.0), self._of(request).alpha, 0
+        price = (self.steps.at(2.0) - step) / step  # of a fresh token, in tokens that a step gives
         while n < self.most and alpha ** (n + 1) > price:
             n += 1
-        return max(n, 1)
+        return n
+
+    def _patience(self, asked: Sequence[tuple[Request, int]]) -> int:
+        """Rounds until something else is tried again: the more a try is expected to cost, the more."""
+        plain, tried = self.rate(0, asked), self.rate(1, asked)
+        lost = (
+            max(plain / tried - 1, 0.0) * (self.steps.at(2.0 * len(asked)) + self.drafts.at(1.0)) * tried / len(asked)
+        )
+        return max(EXPLORE, int(lost / LOSS))
 
     def _of(self, request: Request) -> Luck:
         return self.luck.setdefault(request, Luck())

@@ -1,0 +1,92 @@
+"""How many drafts are worth their time, on machines that are made up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from retain.engine.pace import Line, Pace
+from retain.engine.request import Request
+from tests.rig import request
+
+
+def play(alpha: float, draft: float, token: float, n: int, B: int = 1, noise: float = 0.05) -> tuple[float, list[int]]:
+    """Times as fast as plain decoding over n rounds, and the most drafts of each; a plain step takes 1."""
+    rng, pace, requests = random.Random(1), Pace(8), [request([1]) for _ in range(B)]
+    seconds, tokens, chosen = 0.0, 0, []
+    for _ in range(n):
+        ks = [k for _, k in pace.choose([(r, 8) for r in requests])]
+        chosen.append(max(ks))
+        right = []
+        for k in ks:
+            good = 0
+            while good < k and rng.random() < alpha:
+                good += 1
+            right.append(good)
+        wobble = 1 + noise * rng.uniform(-1, 1)
+        step, drafting = wobble * (1 + token * sum(ks) / B), wobble * draft * max(ks)
+        pace.took(B + sum(ks), step, max(ks), drafting)
+        for r, k, good in zip(requests, ks, right, strict=True):
+            pace.saw(r, k, good)
+        seconds += step + drafting
+        tokens += B + sum(right)
+    return tokens / B / seconds, chosen
+
+
+def best(alpha: float, draft: float, token: float) -> float:
+    """The most that a fixed number of drafts gives."""
+    return max(sum(alpha**i for i in range(k + 1)) / (1 + token * k + draft * k) for k in range(9))
+
+
+@pytest.mark.parametrize("B", [1, 8])
+@pytest.mark.parametrize("token", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize("draft", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("alpha", [0.02, 0.5, 0.8, 0.95])
+def test_it_comes_near_the_best_fixed_number_and_never_falls_far_below_plain(
+    alpha: float, draft: float, token: float, B: int
+) -> None:
+    times, _ = play(alpha, draft, token, 600, B)
+    assert times > 0.95
+    assert times > 0.85 * best(alpha, draft, token)
+
+
+def test_requests_are_judged_apart() -> None:
+    pace, lucky, unlucky = Pace(8), request([1]), request([2])
+    for _ in range(200):
+        asked = pace.choose([(lucky, 8), (unlucky, 8)])
+        ks = {id(r): k for r, k in asked}
+        pace.took(2 + sum(ks.values()), 1 + 0.15 * sum(ks.values()), max(ks.values()), 0.0)
+        for r in (lucky, unlucky):
+            pace.saw(r, ks[id(r)], ks[id(r)] if r is lucky else 0)
+    assert dict(_last(pace, lucky, unlucky))[lucky] > 3 * max(dict(_last(pace, lucky, unlucky))[unlucky], 1)
+
+
+def _last(pace: Pace, *requests: Request) -> list[tuple[Request, int]]:
+    pace.rounds = 100  # not one that tries something else
+    return pace.choose([(r, 8) for r in requests])
+
+
+def test_room_is_a_bound() -> None:
+    pace, r = Pace(8), request([1])
+    for _ in range(100):
+        ((_, k),) = pace.choose([(r, 3)])
+        assert k <= 3
+        pace.took(1 + k, 1.0, k, 0.0)
+        pace.saw(r, k, k)
+    assert k == 3
+
+
+def test_a_line_follows_what_is_new() -> None:
+    line = Line()
+    assert line.at(5) == 1.0  # nothing is known
+    for x in range(100):
+        line.add(x % 7, 2 + 3 * (x % 7))
+    assert line.at(10) == pytest.approx(32)
+    for x in range(300):
+        line.add(x % 7, 1)
+    assert line.at(10) == pytest.approx(1, abs=0.01)
+    steady = Line()
+    for _ in range(10):
+        steady.add(4, 2.0)
+    assert steady.at(9) == pytest.approx(2)  # one point is no slope
