@@ -67,6 +67,17 @@ def _last(pace: Pace, *requests: Request) -> list[tuple[Request, int]]:
     return pace.choose([(r, 8) for r in requests])
 
 
+def test_who_seldom_finds_a_draft_is_asked_again() -> None:
+    """As in prompt look-up: nothing at all for a while costs nothing, so there is no reason to stop."""
+    pace, r = Pace(8), request([1])
+    for i in range(100):
+        ((_, k),) = pace.choose([(r, 8)])
+        k = k if i > 20 and i % 3 == 0 else 0
+        pace.took(1 + k, 1.0 + 0.01 * k, k, 1e-5)
+        pace.saw(r, k, k)
+    assert dict(_last(pace, r))[r] > 4
+
+
 def test_room_is_a_bound() -> None:
     pace, r = Pace(8), request([1])
     for _ in range(100):
@@ -79,7 +90,7 @@ def test_room_is_a_bound() -> None:
 
 def test_a_line_follows_what_is_new() -> None:
     line = Line()
-    assert line.at(5) == 1.0  # nothing is known
+    assert line.at(5) == 0.0  # nothing is known
     for x in range(100):
         line.add(x % 7, 2 + 3 * (x % 7))
     assert line.at(10) == pytest.approx(32)

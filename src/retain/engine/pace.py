@@ -35,9 +35,9 @@ class Line:
             setattr(self, name, getattr(self, name) * MEMORY + value)
 
     def at(self, x: float) -> float:
-        """Its height there; never falling."""
+        """Its height there; never falling. 0 where nothing is known."""
         if not self.w:
-            return 1.0  # nothing is known
+            return 0.0
         mean, spread = self.x / self.w, self.xx / self.w - (self.x / self.w) ** 2
         slope = (self.xy / self.w - mean * self.y / self.w) / spread if spread > 0.01 else 0.0
         return max(self.y / self.w + max(slope, 0.0) * (x - mean), 1e-9)
@@ -103,11 +103,11 @@ class Pace:
             alpha, n = self._of(request).alpha, min(room, levels)
             tokens += (1 - alpha ** (n + 1)) / (1 - alpha)
             fresh, most = fresh + n, max(most, n)
-        return tokens / (self.steps.at(fresh) + self.drafts.at(1.0) * most)
+        return tokens / max(self.steps.at(fresh) + self.drafts.at(1.0) * most, 1e-9)
 
     def _worth(self, request: Request) -> int:
         """Drafts of one request, until the next is likely wrong and only makes the step longer."""
-        step, alpha, n = self.steps.at(1.0), self._of(request).alpha, 0
+        step, alpha, n = max(self.steps.at(1.0), 1e-9), self._of(request).alpha, 0
         price = (self.steps.at(2.0) - step) / step  # of a fresh token, in tokens that a step gives
         while n < self.most and alpha ** (n + 1) > price:
             n += 1
