@@ -81,6 +81,7 @@ def test_who_seldom_finds_a_draft_is_asked_again() -> None:
 def test_room_is_a_bound() -> None:
     pace, r = Pace(8), request([1])
     for _ in range(100):
+        assert pace.choose([]) == []
         ((_, k),) = pace.choose([(r, 3)])
         assert k <= 3
         pace.took(1 + k, 1.0, k, 0.0)

@@ -74,6 +74,8 @@ class Pace:
 
     def choose(self, asked: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """How many each shall draft, at most as many as there is room for."""
+        if not asked:
+            return []
         self.rounds += 1
         if self.rounds <= 4:  # nothing is known
             return [(r, min(n, (0, 0, 1, 2)[self.rounds - 1])) for r, n in asked]

@@ -69,6 +69,8 @@ class Drafter:
     def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
         """See Drafter."""
         assert self._target and self._runner
+        for request in self._rounds:
+            request.fade = None  # who is not asked pays for no masses
         runner, cache, ready, written = self._runner, self._target.cache, [], []
         for request, n in asked:
             assert request.row is not None
