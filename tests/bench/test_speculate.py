@@ -16,7 +16,7 @@ STORY = "The miller's son set out at dawn with a loaf and a lantern. He walked n
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     files = {
-        "humaneval": [{"prompt": "def add(a, b):\n"}, {"prompt": "def sub(a, b):\n"}],
+        "humaneval": [{"prompt": f"def {n}(a, b):\n", "canonical_solution": "    return a"} for n in ("add", "sub")],
         "books": [{"text": STORY * 40}] * 2,
         "cnn_dailymail": [{"article": STORY, "highlights": "A son walked."}] * 2,
         "spec_bench": [
@@ -33,12 +33,12 @@ def test_every_workload_and_drafter_has_a_line_and_says_what_plain_says(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["ngram:k=1,min=1", "ngram:k=3,min=1", "self:k=2,budget=64,weights=int4"]
-    workloads = "humaneval,books,summaries,qa,conversation"
+    workloads = "humaneval,editing,books,summaries,qa,conversation"
     asked = ["bench", "speculate", "--model", "smollm2", "--data", str(data), "--workloads", workloads, "--items", "2"]
     asked += ["--batch", "2", "--new", "24", "--contexts", "60,600", "--drafters", " ".join(names), "--json"]
     assert cli.main([*asked, "--out", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    sets = ["humaneval", "books-60", "books-600", "summaries", "qa", "conversation"]
+    sets = ["humaneval", "editing", "books-60", "books-600", "summaries", "qa", "conversation"]
     assert [(x["workload"], x["drafter"]) for x in lines] == [(w, n) for w in sets for n in names]
     assert json.loads((tmp_path / "speculate.json").read_text()) == lines
     for x in lines:

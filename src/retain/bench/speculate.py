@@ -25,7 +25,7 @@ from retain.llm import LLM
 Line = dict[str, Any]
 PLAIN = "plain"
 GROUPS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # of Spec-Bench; all others are conversation
-WORKLOADS = ("humaneval", "summaries", "books", "conversation", *GROUPS)
+WORKLOADS = ("humaneval", "editing", "summaries", "books", "conversation", *GROUPS)
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,10 @@ def prompts(llm: LLM, name: str, data: Path, n: int, context: int) -> list[list[
     """At least n prompts of a workload, where there are as many. Raises OSError or ValueError."""
     if name == "humaneval":
         return [llm.encode(r["prompt"]) for r in records(data, "humaneval", 2 * n)]
+    if name == "editing":
+        ask = "Repeat this Python function in full, with the parameters renamed to x, y and z.\n\n"
+        code = [r["prompt"] + r["canonical_solution"] for r in records(data, "humaneval", 2 * n)]
+        return [llm.tokenizer.encode_chat([{"role": "user", "content": ask + c}]) for c in code]
     if name == "summaries":
         return [p for p, _ in articles(llm, data, n, min(context, 2000))]
     if name == "books":

@@ -70,6 +70,7 @@ class Pace:
     drafts: Line = field(default_factory=Line)  # seconds of levels: 0 drafts are 0
     luck: WeakKeyDictionary[Request, Luck] = field(default_factory=WeakKeyDictionary)
     rounds: int = 0
+    tries: int = 0  # rounds in which anything was drafted
     explores: int = EXPLORE
 
     def choose(self, asked: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
@@ -77,8 +78,9 @@ class Pace:
         if not asked:
             return []
         self.rounds += 1
-        if self.rounds <= 4:  # nothing is known
-            return [(r, min(n, (0, 0, 1, 2)[self.rounds - 1])) for r, n in asked]
+        if self.rounds <= 2 or (self.rounds <= 16 and self.tries <= 3):  # too little is known
+            first = 0 if self.rounds <= 2 else 1 + (self.tries > 1)
+            return [(r, min(n, first)) for r, n in asked]
         room = [(r, min(n, self._worth(r))) for r, n in asked]
         best = max(range(self.most + 1), key=lambda k: self.rate(k, room))
         if self.rounds >= self.explores:
@@ -89,6 +91,9 @@ class Pace:
 
     def took(self, fresh: int, seconds: float, levels: int, drafting: float) -> None:
         """A step of so many fresh tokens, before which so many levels were drafted in `drafting` seconds."""
+        self.tries += levels > 0
+        if levels and self.tries == 1:
+            return  # everything is done for the first time
         self.steps.add(fresh, seconds)
         if levels:
             self.drafts.add(1.0, drafting / levels)
