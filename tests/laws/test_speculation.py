@@ -70,13 +70,8 @@ def test_greedy_answers_are_the_plain_ones(family: str, backend: str, wrong: flo
     assert accepted > 0.05 * drafted if wrong < 1 else accepted < 0.05 * drafted
 
 
-REAL = [
-    "ngram:k=5,min=1",
-    "draft:k=4,model=any",
-    "draft:k=5,weights=int4",
-    "self:k=3,budget=48",
-    "self:k=7,budget=16,refresh=1",
-]
+REAL = ["ngram:k=5,min=1", "draft:model=any", "draft:k=4,model=any", "draft:k=5,weights=int4"]
+REAL += ["self:k=3,budget=48", "self:k=7,budget=16,refresh=1"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,8 +88,9 @@ def test_every_drafter_gives_the_plain_tokens(family: str, name: str) -> None:
 
     plain, made = go(None), go(drafters.parse(name))
     assert [r.answer for r in made] == [r.answer for r in plain]
-    assert sum(sum(r.rounds.drafted) for r in made) > 100
-    if "ngram" not in name:  # random models repeat nothing, but look at pages as they look at all
+    if "k=" in name:
+        assert sum(sum(r.rounds.drafted) for r in made) > 100
+    if "k=" in name and "ngram" not in name:  # random models repeat nothing, but look at pages as they look at all
         assert sum(sum(r.rounds.accepted) for r in made) > 100
     if "draft" in name:  # the same model: all is accepted where nothing is forgotten
         for r in made[::4]:
@@ -121,6 +117,20 @@ def test_preemption_cancellation_and_company_in_the_middle_of_rounds(family: str
     assert [r.answer for i, r in enumerate(made) if i != 3] == plain[:3] + plain[4:]
     assert made[3].answer == plain[3][: len(made[3].answer)]
     assert engine.cache.free_pages == engine.cache.total_pages and sum(r.preempted for r in made) > 0
+
+
+def test_a_draft_that_was_not_asked_for_long_reads_what_it_missed() -> None:
+    """Also where its rings are as small as they get."""
+    asked = request(prompts(1, seed=9)[0], 120)
+    plain = run(rig("gemma3_text", backend="cpu"), [request(asked.prompt, 120)])[0]
+    drafter = drafters.parse("draft:k=3,model=any")
+    engine = rig("gemma3_text", backend="cpu", drafter=drafter)
+    engine.add(asked)
+    while engine.busy:
+        engine.drafter = drafter if len(asked.answer) < 20 or len(asked.answer) > 70 else None
+        engine.step()
+    assert asked.answer == plain and asked.rounds.accepted == asked.rounds.drafted
+    assert sum(asked.rounds.drafted) > 40
 
 
 def test_who_stops_inside_a_round_says_nothing_more() -> None:

@@ -21,7 +21,7 @@ from retain.engine.runner import Runner
 from retain.kv import policies
 from retain.kv.cache import Cache
 
-FEW = 16  # tokens that are computed together with the first draft; more are a text that has to be read first
+FEW = 16  # tokens, no more than a page, that are computed with the first draft; more have to be read first
 
 
 @dataclass
@@ -99,9 +99,9 @@ class Drafter:
             return False
         few = len(tokens) - len(seen.tokens) <= FEW
         while (owed := len(tokens) - 1 - len(seen.tokens)) > 0 and not few:
-            begin = len(seen.tokens)
-            self._forward([seen], [tokens[begin : begin + min(owed, cache.step_tokens)]])
-            cache.settle(seen.row, len(seen.tokens), owed - min(owed, cache.step_tokens))
+            begin, most = len(seen.tokens), cache.page_size if cache.settled[seen.row] else cache.step_tokens
+            self._forward([seen], [tokens[begin : begin + min(owed, most)]])  # a ring that is settled spares a page
+            cache.settle(seen.row, len(seen.tokens), owed - min(owed, most))
         return few
 
     def _forward(self, whose: Sequence[Seen], fresh: Sequence[Sequence[int]]) -> Tensor:
