@@ -1,6 +1,6 @@
 """Every drafter says what plain decoding says, token for token: real prompts, float32, greedy, alone and together.
 
-    python tools/speculation.py --data DIR [--items 50] [--new 32]
+    python tools/speculation.py --data DIR [--items 50] [--new 32] [--only gemma3]
 
 For SmolLM2 with full and sinks caches, and for Gemma 3, whose rings are shorter than its texts.
 """
@@ -41,6 +41,7 @@ def main() -> int:
     """Prints a line for each comparison; 1 where one differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--only", default="", help="smollm2 or gemma3")
     parser.add_argument("--items", type=int, default=50)
     parser.add_argument("--new", type=int, default=32)
     args, bad = parser.parse_args(), 0
@@ -49,6 +50,8 @@ def main() -> int:
         ("smollm2", "sinks:budget=100", "humaneval", 300),
         ("gemma3", "full", "books", 700),
     ):
+        if args.only not in ("", model):
+            continue
         llm = LLM(model, dtype="float32")
         texts = prompts(llm, workload, args.data, args.items, context)[: args.items]
         for batch in (1, 8):
