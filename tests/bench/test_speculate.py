@@ -80,6 +80,13 @@ def test_bad_drafters_are_refused_in_one_line(option: str, said: str, capsys: py
     assert error.count("\n") == 1 and said in error
 
 
+@pytest.mark.parametrize("name", ["budget", "quality"])
+def test_benches_that_draft_nothing_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", name, "--model", "smollm2", "--speculate", "ngram"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--speculate is for bench speed" in error
+
+
 def test_bench_speculate_refuses_what_it_would_ignore(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["bench", "speculate", "--model", "smollm2", "--data", str(data)]
     for more, said in (

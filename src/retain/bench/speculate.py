@@ -92,7 +92,7 @@ class Sum:
     full_rounds: int = 0  # in which every draft was right
     same: bool = True  # tokens as plain's
 
-    def line(self, plain: Sum, batch: int) -> Line:
+    def line(self, plain: Sum) -> Line:
         """What is printed; times in milliseconds, of a step of the whole batch."""
         rounds, plain_ms = max(self.rounds, 1), 1e3 * plain.seconds / max(plain.steps, 1)
         draft, verify = (1e3 * s / rounds for s in (self.draft_s, self.verify_s))
@@ -140,7 +140,7 @@ def run(llm: LLM, asked: Asked) -> Iterator[Line]:
                 llm.engine.cancel(r)
         for name in asked.drafters:
             about = {"workload": workload, "batch": asked.batch, "drafter": name}
-            yield about | sums[name].line(sums[PLAIN], asked.batch)
+            yield about | sums[name].line(sums[PLAIN])
 
 
 def _engine(llm: LLM, name: str) -> Engine:

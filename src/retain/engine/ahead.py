@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.request import Request
-from retain.engine.sampler import likeliest, penalise, probabilities
+from retain.engine.sampler import likeliest, penalised, probabilities
 from retain.engine.speculate import draw
 
 # Logits [n, V] behind these tokens of those that are asked, by number: the i-th that each of them guesses.
@@ -25,13 +25,9 @@ def guess(asked: Sequence[tuple[Request, int]], forward: Forward) -> None:
     going = [j for j, (_, n) in enumerate(asked) if n > 0]
     while going:
         i = len(drafts[going[0]])
-        logits = forward(going, [(asked[j][0].tokens + drafts[j])[-1] for j in going], i)  # [n, V]
         requests = [asked[j][0] for j in going]
-        if any(r.params.penalised for r in requests):
-            logits = logits.clone()
-            for row, j, r in zip(logits, going, requests, strict=True):
-                if r.params.penalised:
-                    penalise(row, r.tokens + drafts[j], r.answer + drafts[j], r.params)
+        logits = forward(going, [drafts[j][-1] if i else asked[j][0].tokens[-1] for j in going], i)
+        logits = penalised(logits, requests, [drafts[j] for j in going])  # [n, V]
         tokens = likeliest(logits)  # [n]
         drawn = [k for k, r in enumerate(requests) if not r.params.greedy]
         if drawn:

@@ -14,7 +14,6 @@ class Rounds:
     accepted: list[int] = field(default_factory=list)
     rounds: int = 0  # steps in which anything was drafted
     full: int = 0  # of them, those in which every draft was right
-    tokens: int = 0  # that those gave
     draft_s: float = 0.0  # of those rounds, whoever else was in them
     verify_s: float = 0.0
 
@@ -26,7 +25,7 @@ class Rounds:
             "drafted": sum(self.drafted),
             "accepted": sum(self.accepted),
             "accepted_by_place": by_place,
-            "tokens_per_round": round(self.tokens / self.rounds, 3) if self.rounds else 0.0,
+            "tokens_per_round": round(1 + sum(self.accepted) / self.rounds, 3) if self.rounds else 0.0,
             "draft_s": round(self.draft_s, 4),
             "verify_s": round(self.verify_s, 4),
         }
@@ -35,7 +34,6 @@ class Rounds:
         """One more round."""
         self.rounds += 1
         self.full += drafted == accepted
-        self.tokens += accepted + 1
         longer = [0] * (drafted - len(self.drafted))
         self.drafted += longer
         self.accepted += longer

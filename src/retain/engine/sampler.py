@@ -30,11 +30,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Drawn]:
         return []
     raw, whose = logits, [r for r in requests for _ in range(len(r.drafts) + 1)]  # [N]
     starts = [0, *accumulate(len(r.drafts) + 1 for r in requests)]
-    if any(r.params.penalised for r in requests):
-        logits = logits.clone()
-        for start, r in zip(starts, requests, strict=False):
-            for i in range(len(r.drafts) + 1) if r.params.penalised else ():
-                penalise(logits[start + i], r.tokens + r.drafts[:i], r.answer + r.drafts[:i], r.params)
+    logits = penalised(logits, whose, [r.drafts[:i] for r in requests for i in range(len(r.drafts) + 1)])
     tokens = likeliest(logits)  # [N]
     drawn = [i for i, r in enumerate(whose) if not r.params.greedy]
     q = probabilities(logits[drawn], [whose[i].params for i in drawn]) if drawn else logits[:0]  # [n, V]
@@ -63,6 +59,17 @@ def likeliest(logits: Tensor) -> Tensor:
     if np.isnan(x[np.arange(len(x)), tokens]).any():
         raise ValueError("the model computes NaN: its weights are damaged, or too large for this dtype")
     return torch.from_numpy(tokens)
+
+
+def penalised(logits: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Tensor:
+    """Logits [N, V] lowered for what was there before: each row's request, and drafts behind it. Copied if need be."""
+    if not any(r.params.penalised for r in requests):
+        return logits
+    logits = logits.clone()
+    for row, r, more in zip(logits, requests, drafts, strict=True):
+        if r.params.penalised:
+            penalise(row, [*r.tokens, *more], [*r.answer, *more], r.params)
+    return logits
 
 
 def penalise(logits: Tensor, tokens: Sequence[int], answer: Sequence[int], params: SamplingParams) -> None:

@@ -69,8 +69,9 @@ class Scheduler:
         while left and (request := next(turn, None)):
             if request.row is None:
                 continue  # preempted by an older one a moment ago
-            n = min(request.owed + len(request.drafts), left, self._stretch(request))
-            if n < self._stretch(request) and self.purse.whole(request.row):
+            stretch = self._stretch(request)
+            n = min(request.owed + len(request.drafts), left, stretch)
+            if n < stretch and self.purse.whole(request.row):
                 continue  # until a step has room for all of it
             if request.drafts and not self.purse.grow(request.row, request.position + n):
                 n = 1  # nobody has to go for a guess
