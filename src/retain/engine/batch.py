@@ -6,11 +6,10 @@ What is not known here: why these requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.engine.scheduler import Share
@@ -37,31 +36,47 @@ class Batch:
 
 def collect(shares: Sequence[Share], cache: Cache) -> Batch:
     """The batch of these shares; their pages must be owned already (the scheduler sees to it)."""
-    ids = [t for s in shares for t in s.request.fresh(s.n)]
-    counts = np.array([s.n for s in shares], np.int32)
+    batch = flat(
+        cache,
+        [s.request.row for s in shares],
+        [s.request.position for s in shares],
+        [s.request.fresh(s.n) for s in shares],
+        [s.request.wanted(s.n) for s in shares],
+    )
+    return replace(batch, observe=observe(shares), after=cache.lend(batch.rows.tolist()))
+
+
+def flat(
+    cache: Cache,
+    rows: Sequence[int | None],
+    first: Sequence[int],
+    fresh: Sequence[Sequence[int]],
+    split: list[int],
+) -> Batch:
+    """Fresh tokens of these rows, from their first places in the text on; logits of the last `split` of each."""
+    counts = np.array([len(f) for f in fresh], np.int32)
     starts = np.concatenate(([0], counts.cumsum(dtype=np.int32))).astype(np.int32)  # [B + 1]
-    rows = np.array([s.request.row for s in shares], np.int32)  # [B]
-    first = np.array([s.request.position for s in shares], np.int32)
-    places = np.arange(len(ids), dtype=np.int32) + np.repeat(first - starts[:-1], counts)  # [T], in their texts
-    split = [s.request.wanted(s.n) for s in shares]
+    mine = np.array(rows, np.int32)  # [B]
+    begins = np.array(first, np.int32) - starts[:-1]
+    places = np.arange(starts[-1], dtype=np.int32) + np.repeat(begins, counts)  # [T], in their texts
     wanted = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), split, strict=True)]
     return Batch(
-        ids=torch.tensor(ids),
-        pos=torch.from_numpy(places - np.repeat(cache.shift[rows], counts)),
-        rows=torch.from_numpy(rows),
+        ids=torch.tensor([t for f in fresh for t in f]),
+        pos=torch.from_numpy(places - np.repeat(cache.shift[mine], counts)),
+        rows=torch.from_numpy(mine),
         starts=torch.from_numpy(starts),
-        slots=torch.from_numpy(cache.place(np.repeat(rows, counts), places)),
+        slots=torch.from_numpy(cache.place(np.repeat(mine, counts), places)),
         wanted=torch.from_numpy(np.concatenate(wanted)),
         split=split,
-        observe=observe(shares, places, starts),
-        after=cache.lend(rows.tolist()),
     )
 
 
-def observe(shares: Sequence[Share], places: NDArray[np.int32], starts: NDArray[np.int32]) -> Observe | None:
+def observe(shares: Sequence[Share]) -> Observe | None:
     """What the policies of these requests want fresh queries to leave; None where none wants anything."""
     certain = [s.n - len(s.request.drafts) for s in shares]  # drafts may be rejected: they leave nothing
-    asked = [s.request.watch(places[starts[b] : starts[b] + certain[b]]) for b, s in enumerate(shares)]
+    begins = [s.request.position for s in shares]
+    places = [np.arange(b, b + n, dtype=np.int32) for b, n in zip(begins, certain, strict=True)]
+    asked = [s.request.watch(p) for s, p in zip(shares, places, strict=True)]
     if not any(asked):
         return None
     each = [w or Watch(np.zeros(n, np.float32)) for w, n in zip(asked, certain, strict=True)]

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from retain.engine.ahead import guess
-from retain.engine.batch import Batch
+from retain.engine.batch import flat
 from retain.engine.drafters import Target
 from retain.engine.drafters.self import Drafter as Same
 from retain.engine.request import Request
@@ -107,21 +105,7 @@ class Drafter:
     def _forward(self, whose: Sequence[Seen], fresh: Sequence[Sequence[int]]) -> Tensor:
         """Logits behind the last of these tokens, [n, V]."""
         assert self._cache and self._runner
-        counts = np.array([len(f) for f in fresh], np.int32)
-        starts = np.concatenate(([0], counts.cumsum(dtype=np.int32))).astype(np.int32)
-        rows = np.array([s.row for s in whose], np.int32)
-        begins = [len(s.tokens) for s in whose]
-        pos = np.concatenate([np.arange(b, b + n, dtype=np.int32) for b, n in zip(begins, counts, strict=True)])
+        batch = flat(self._cache, [s.row for s in whose], [len(s.tokens) for s in whose], fresh, [1] * len(whose))
         for s, f in zip(whose, fresh, strict=True):
             s.tokens += f
-        return self._runner.forward(
-            Batch(
-                ids=torch.tensor([t for f in fresh for t in f]),
-                pos=torch.from_numpy(pos),
-                rows=torch.from_numpy(rows),
-                starts=torch.from_numpy(starts),
-                slots=torch.from_numpy(self._cache.place(np.repeat(rows, counts), pos)),
-                wanted=torch.from_numpy(starts[1:].astype(np.int64) - 1),
-                split=[1] * len(whose),
-            )
-        )
+        return self._runner.forward(batch)

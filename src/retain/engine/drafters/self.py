@@ -9,7 +9,7 @@ rest by the mass that verification leaves on full caches for this purpose. (A pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.engine.ahead import guess
-from retain.engine.batch import Batch
+from retain.engine.batch import Batch, flat
 from retain.engine.drafters import Target
 from retain.engine.request import Request
 from retain.engine.runner import Runner
-from retain.kernels import NO_WINDOW, Tables
+from retain.kernels import NO_WINDOW
 
 Ints = NDArray[np.int32]
 
@@ -115,19 +115,8 @@ class Drafter:
     def _batch(self, requests: Sequence[Request], tokens: Sequence[int], i: int) -> Batch:
         """One token of each: the i-th behind what is computed."""
         assert self._target
-        cache, B = self._target.cache, len(requests)
-        rows = np.array([r.row for r in requests], np.int32)
-        places = np.array([r.computed + i for r in requests], np.int32)
-        starts = torch.arange(B + 1, dtype=torch.int32)
-        every = cache.tables(torch.from_numpy(rows), starts)
+        cache, ids = self._target.cache, [[t] for t in tokens]
+        batch = flat(cache, [r.row for r in requests], [r.computed + i for r in requests], ids, [1] * len(ids))
+        every = cache.tables(batch.rows, batch.starts)
         pages, counts = (torch.from_numpy(x).transpose(0, 1) for x in (self._pages, self._counts))
-        return Batch(
-            ids=torch.tensor(tokens),
-            pos=torch.from_numpy(places - cache.shift[rows]),
-            rows=every.rows,
-            starts=starts,
-            slots=torch.from_numpy(cache.place(rows, places)),
-            wanted=torch.arange(B),
-            split=[1] * B,
-            tables=Tables(pages, counts, every.windows, every.sinks, every.rows, starts),
-        )
+        return replace(batch, tables=replace(every, pages=pages, counts=counts))
