@@ -263,6 +263,7 @@ class LLM:
     def _answer(self, request: Request, text: Stream) -> Answer:
         text.close()
         decoding = request.ended - request.first_token
+        tok_s = (len(request.answer) - 1) / decoding if decoding > 0 else 0.0
         return Answer(
             text=text.text,
             token_ids=request.answer,
@@ -270,12 +271,12 @@ class LLM:
             prompt_tokens=len(request.prompt),
             logprobs=request.logprobs,
             ttft_s=request.first_token - request.arrived,
-            decode_tok_s=(len(request.answer) - 1) / decoding if decoding > 0 else 0.0,
+            decode_tok_s=tok_s,
             preempted=request.preempted,
             kv=account(
                 *(self.cache, request.policy, len(request.tokens) - 1, request.peaks, request.owned, request.held)
             ),
-            speculate=request.rounds.told() if self.engine.drafter else None,
+            speculate=request.rounds.told(tok_s) if self.engine.drafter else None,
         )
 
 

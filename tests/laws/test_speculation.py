@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from retain.engine import drafters
+from retain.engine.batch import Batch
 from retain.engine.drafters import Drafter, Target
+from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
+from retain.engine.runner import Runner
 from retain.engine.sampler import penalise, probabilities
 from retain.engine.speculate import agree, residual, verify
-from tests.rig import prompts, request, rig, run
+from retain.kv import policies
+from tests.rig import GREEDY, other, prompts, request, rig, run
 
 FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text"]
 
@@ -159,6 +163,56 @@ def test_certain_drafts_change_no_drawn_token_either() -> None:
     made = [request(p, 30, params=q) for p, q in zip(asked, params, strict=True)]
     assert run(rig("llama", drafter=seer(asked, plain, 0.3)), made) == plain
     assert sum(sum(r.rounds.accepted) for r in made) > 50
+
+
+@dataclass
+class Blurred:
+    """A model that means something else, by noise of its own for every token of the vocabulary."""
+
+    runner: Runner
+
+    def forward(self, batch: Batch) -> Tensor:
+        logits = self.runner.forward(batch)
+        return logits + torch.randn(logits.shape[1], generator=torch.Generator().manual_seed(3))
+
+
+def test_answers_follow_the_target_through_the_whole_engine() -> None:
+    """Chi-square of answers of four tokens: each place has its own p and q, and requests are in different places."""
+    draws, prompt, params = 3000, [3, 1, 4, 1, 5], SamplingParams(temperature=0.5, top_k=2, ignore_eos=True)
+    want = answers_of(4, prompt, params)
+    drafter = drafters.parse("draft:k=2,model=any")
+    engine = rig("llama", backend="cpu", step_tokens=512)
+    runner, cache = other("llama", engine.cache.backend, 512, 64)
+    drafter.join(Target(engine.runner, engine.cache, lambda *_: (Blurred(runner), cache), lambda _: runner))
+    engine = Engine(engine.runner, engine.cache, 512, drafter)
+    counts = dict.fromkeys(want, 0)
+    drafted = accepted = 0
+    for first in range(0, draws, 50):
+        made = [request(prompt, 4, params=replace(params, seed=s)) for s in range(first, first + 50)]
+        engine.add(*made)
+        while engine.busy:
+            engine.step()
+        for r in made:
+            counts[tuple(r.answer)] += 1
+            drafted += sum(r.rounds.drafted)
+            accepted += sum(r.rounds.accepted)
+    assert 0.2 * drafted < accepted < 0.9 * drafted
+    assert sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in want.items()) < 60  # 15 degrees of freedom
+
+
+def answers_of(n: int, prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """How likely every answer of n tokens is."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(n):
+        for answer in list(found):
+            rows: list[Tensor] = []
+            given = Request(prompt, GREEDY, policies.parse("full"), len(answer) + 1, given=list(answer))
+            given.reader = lambda logits, rows=rows: rows.append(logits.clone())  # type: ignore[misc]
+            run(rig("llama", backend="cpu"), [given])
+            q = probabilities(torch.cat(rows)[-1:], [params])[0]
+            p = found.pop(answer)
+            found |= {(*answer, int(t)): p * float(q[t]) for t in q.nonzero()[:, 0]}
+    return found
 
 
 V, DRAWS = 8, 100_000

@@ -111,6 +111,7 @@ class Engine:
             if request.drafts:
                 request.rounds.draft_s += drafting
                 request.rounds.verify_s += took
+                request.rounds.plain_s += self.pace.steps.at(len(shares)) if self.pace else 0.0
             if self.pace:
                 self.pace.saw(request, len(request.drafts), len(tokens) - 1)
         if self.pace and all(s.n == 1 + len(s.request.drafts) for s in shares):

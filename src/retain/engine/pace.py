@@ -45,7 +45,7 @@ class Line:
 
 @dataclass
 class Luck:
-    """How often a request's drafts are right; hopeful at first."""
+    """How often drafts are right; hopeful at first."""
 
     right: float = 1.5
     tried: float = 2.0
@@ -69,6 +69,7 @@ class Pace:
     steps: Line = field(default_factory=Line)  # seconds of fresh tokens
     drafts: Line = field(default_factory=Line)  # seconds of levels: 0 drafts are 0
     luck: WeakKeyDictionary[Request, Luck] = field(default_factory=WeakKeyDictionary)
+    everyone: Luck = field(default_factory=Luck)  # what a new request is expected to have
     rounds: int = 0
     tries: int = 0  # rounds in which anything was drafted
     explores: int = EXPLORE
@@ -102,6 +103,7 @@ class Pace:
         """What became of its drafts."""
         if drafted:
             self._of(request).add(drafted, accepted)
+            self.everyone.add(drafted, accepted)
 
     def rate(self, levels: int, asked: Sequence[tuple[Request, int]]) -> float:
         """Tokens a second that are expected, if each drafts so many, as far as it has room."""
@@ -129,4 +131,4 @@ class Pace:
         return max(EXPLORE, int(lost / LOSS))
 
     def _of(self, request: Request) -> Luck:
-        return self.luck.setdefault(request, Luck())
+        return self.luck.setdefault(request, Luck(2 * self.everyone.alpha, 2.0))

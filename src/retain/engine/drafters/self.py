@@ -98,7 +98,7 @@ class Drafter:
         counts = self._counts[row] = cache.counts[row]
         self._pages[row, :, :, : counts.max()] = cache.pages[row, :, :, : counts.max()]
         whole = np.flatnonzero(cache.window[row] == NO_WINDOW)
-        newest = np.arange(max(request.computed - 1, 0) // S, (request.computed + n) // S + 1)  # pages
+        newest = np.arange(max(request.computed - S, 0) // S, (request.computed + n) // S + 1)  # pages
         m = self._room - len(newest)
         if row in cache.keepers or not len(whole) or newest[0] <= m or m < 1:
             return
