@@ -19,7 +19,7 @@ class Rounds:
     plain_s: float = 0.0  # that as many steps without drafts would have taken; 0: not known
 
     def told(self, tok_s: float) -> dict[str, Any]:
-        """For people: totals, the share that was accepted of the drafts in each place, and times as fast as plain steps:
+        """For people: totals, the share that was accepted of drafts in each place, and times as fast as plain steps:
         these rounds by what they gave and cost, as section 3 of the paper reckons, and the answer by its `tok_s`.
         """
         by_place = [round(a / d, 3) for a, d in zip(self.accepted, self.drafted, strict=True)]

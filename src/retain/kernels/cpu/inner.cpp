@@ -46,12 +46,12 @@ void write(const Write& w, int g, int begin, int end) {
 
 void prepare(const Packed& w, const float* x, char* row) { prepare_row(w, x, row); }
 
-void multiply(const Packed& w, int tile, const char* prepared, int rows, const Into& into) {
+void multiply(const Packed& w, int begin, int end, const char* prepared, int rows, const Into& into) {
   switch (w.kind) {
-    case Kind::float32: return all_rows<Kind::float32>(w, tile, prepared, rows, into);
-    case Kind::bfloat16: return all_rows<Kind::bfloat16>(w, tile, prepared, rows, into);
-    case Kind::int8: return all_rows<Kind::int8>(w, tile, prepared, rows, into);
-    case Kind::int4: return all_rows<Kind::int4>(w, tile, prepared, rows, into);
+    case Kind::float32: return all_tiles<Kind::float32>(w, begin, end, prepared, rows, into);
+    case Kind::bfloat16: return all_tiles<Kind::bfloat16>(w, begin, end, prepared, rows, into);
+    case Kind::int8: return all_tiles<Kind::int8>(w, begin, end, prepared, rows, into);
+    case Kind::int4: return all_tiles<Kind::int4>(w, begin, end, prepared, rows, into);
   }
 }
 

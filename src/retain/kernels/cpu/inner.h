@@ -233,8 +233,8 @@ struct Isa {
 
   // One row of activations, x [in], made ready for products with w.
   void (*prepare)(const Packed& w, const float* x, char* row);
-  // One tile of outputs for `rows` prepared rows.
-  void (*multiply)(const Packed& w, int tile, const char* prepared, int rows, const Into&);
+  // Tiles begin : end of outputs for `rows` prepared rows.
+  void (*multiply)(const Packed& w, int begin, int end, const char* prepared, int rows, const Into&);
   // Row `index` of a packed matrix, times a factor, or added to what is there.
   void (*lookup)(const Packed& w, int64_t index, float factor, bool add, float* out);
   // Rows of n numbers. `add`: to what `out` holds.

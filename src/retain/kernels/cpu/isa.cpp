@@ -11,7 +11,7 @@ namespace retain {
   void fold(const Attend&, const Tile&, const Seen&, const float* factors, float*);     \
   void write(const Write&, int g, int begin, int end);                                  \
   void prepare(const Packed&, const float* x, char* row);                               \
-  void multiply(const Packed&, int tile, const char* prepared, int rows, const Into&);  \
+  void multiply(const Packed&, int begin, int end, const char* prepared, int rows, const Into&); \
   void lookup(const Packed&, int64_t index, float factor, bool add, float* out);        \
   void normalise(const Norm&, const float* x, int n, bool add, float* out);             \
   void activate(Activation, const float* x, const float* times, int n, float* out);     \

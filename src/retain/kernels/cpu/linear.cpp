@@ -11,7 +11,7 @@ void linear(const Packed& w, const float* x, int64_t ldx, int rows, char* prepar
   });
   me.barrier();
   me.share(w.tiles(), [&](int begin, int end) {
-    for (int tile = begin; tile < end; ++tile) inner.multiply(w, tile, prepared, rows, into);
+    inner.multiply(w, begin, end, prepared, rows, into);
   });
 }
 

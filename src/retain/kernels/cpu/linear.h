@@ -20,7 +20,14 @@
 namespace retain::RETAIN_ISA {
 
 constexpr int PIECES = TILE_OUT / WIDTH;        // vectors of a tile
-constexpr int MAX_ROWS = WIDTH == 16 ? 12 : 4;  // at once, so that their sums stay in registers
+// From how many rows on two tiles at once pay. Fewer wait for the memory only, which gives one stream faster.
+constexpr int pair_rows(Kind kind) { return kind == Kind::int8 ? 12 : 4; }
+
+// Rows at once, so that their sums stay in registers.
+constexpr int max_rows(Kind kind, int tiles) {
+  if (WIDTH < 16) return 4;
+  return tiles == 2 && (kind == Kind::int4 || kind == Kind::int8) ? 6 : 12;
+}
 
 INLINE int8_t* quanta_of(char* row) { return reinterpret_cast<int8_t*>(row); }
 INLINE const GroupFacts* facts_of(const Packed& w, const char* row) {
@@ -63,111 +70,131 @@ INLINE void prepare_row(const Packed& w, const float* x, char* row) {
   }
 }
 
-// ---- the products: sum[r] = row r times the outputs of one piece of a tile --------------------------------------
+// ---- the products: sum[t][r] = row r times the outputs of one piece of tile t -----------------------------------
 
 #define EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < n; ++i)
 
-template <int ROWS>
-INLINE void product_float32(const Packed& w, const char* tile, int piece, const char* rows, F (&sum)[ROWS]) {
+template <int TILES, int ROWS>
+INLINE void product_float32(const Packed& w, const char* tile, int piece, const char* rows, F (&sum)[TILES][ROWS]) {
   const float* b = reinterpret_cast<const float*>(tile) + piece * WIDTH;
-  const int64_t stride = w.row_bytes() / 4;
+  const int64_t stride = w.row_bytes() / 4, next = w.tile_bytes() / 4;
   const float* a = reinterpret_cast<const float*>(rows);
   for (int k = 0; k < w.in; ++k, b += TILE_OUT) {
-    const F x = load<WIDTH>(b);
-    EACH(r, ROWS) sum[r] += a[r * stride + k] * x;
+    F x[TILES];
+    EACH(t, TILES) x[t] = load<WIDTH>(b + t * next);
+    EACH(r, ROWS) EACH(t, TILES) sum[t][r] += a[r * stride + k] * x[t];
   }
 }
 
-template <int ROWS>
-INLINE void product_bfloat16(const Packed& w, const char* tile, int piece, const char* rows, F (&sum)[ROWS]) {
+template <int TILES, int ROWS>
+INLINE void product_bfloat16(const Packed& w, const char* tile, int piece, const char* rows, F (&sum)[TILES][ROWS]) {
   const bf16* b = reinterpret_cast<const bf16*>(tile) + 2 * piece * WIDTH;
-  const int64_t stride = w.row_bytes() / 2;
+  const int64_t stride = w.row_bytes() / 2, next = w.tile_bytes() / 2;
   const bf16* a = reinterpret_cast<const bf16*>(rows);
   for (int k = 0; k < w.in; k += 2, b += 2 * TILE_OUT) {
-    const Pairs<WIDTH> x = load_pairs<WIDTH>(b);
-    EACH(r, ROWS) sum[r] = dot<WIDTH>(sum[r], x, a + r * stride + k);
+    Pairs<WIDTH> x[TILES];
+    EACH(t, TILES) x[t] = load_pairs<WIDTH>(b + t * next);
+    EACH(r, ROWS) EACH(t, TILES) sum[t][r] = dot<WIDTH>(sum[t][r], x[t], a + r * stride + k);
   }
 }
 
-template <Kind KIND, int ROWS>
-INLINE void product_groups(const Packed& w, const char* tile, int piece, const char* rows, F (&sum)[ROWS]) {
+template <Kind KIND, int TILES, int ROWS>
+INLINE void product_groups(const Packed& w, const char* tile, int piece, const char* rows, F (&sum)[TILES][ROWS]) {
   constexpr bool INT4 = KIND == Kind::int4;
   constexpr int STEP = 4 * TILE_OUT, STEPS = number_bytes(KIND) / STEP;  // bytes of a step; steps of a group
   const char* group = tile;
-  const int64_t stride = w.row_bytes();
+  const int64_t stride = w.row_bytes(), next = w.tile_bytes();
   const char* a = rows;
   const GroupFacts* facts = facts_of(w, rows);
   for (int g = 0; g < w.groups(); ++g) {
-    I inside[ROWS];
+    I inside[TILES][ROWS];
     auto facts_of_row = [&](int r) -> const GroupFacts& {
       return *reinterpret_cast<const GroupFacts*>(reinterpret_cast<const char*>(facts + g) + r * stride);
     };
-    EACH(r, ROWS) inside[r] = INT4 ? I{} : splat(facts_of_row(r).offset);
+    EACH(r, ROWS) EACH(t, TILES) inside[t][r] = INT4 ? I{} : splat(facts_of_row(r).offset);
     const uint8_t* b = reinterpret_cast<const uint8_t*>(group) + 4 * piece * WIDTH;
     EACH(i, STEPS) {
-      const Bytes x = load_bytes(b + i * STEP);
+      Bytes x[TILES];
+      EACH(t, TILES) x[t] = load_bytes(b + i * STEP + t * next);
       if constexpr (INT4) {
-        const Bytes low = low_halves(x), high = high_halves(x);
-        EACH(r, ROWS) inside[r] = dot(inside[r], low, a + r * stride + 8 * i);
-        EACH(r, ROWS) inside[r] = dot(inside[r], high, a + r * stride + 8 * i + 4);
+        Bytes low[TILES], high[TILES];
+        EACH(t, TILES) low[t] = low_halves(x[t]), high[t] = high_halves(x[t]);
+        EACH(r, ROWS) EACH(t, TILES) inside[t][r] = dot(inside[t][r], low[t], a + r * stride + 8 * i);
+        EACH(r, ROWS) EACH(t, TILES) inside[t][r] = dot(inside[t][r], high[t], a + r * stride + 8 * i + 4);
       } else {
-        EACH(r, ROWS) inside[r] = dot(inside[r], x, a + r * stride + 4 * i);
+        EACH(r, ROWS) EACH(t, TILES) inside[t][r] = dot(inside[t][r], x[t], a + r * stride + 4 * i);
       }
     }
-    const half* scales = reinterpret_cast<const half*>(group + number_bytes(KIND)) + piece * WIDTH;
-    const F scale = load<WIDTH>(scales);
-    EACH(r, ROWS) sum[r] += __builtin_convertvector(inside[r], F) * (scale * facts_of_row(r).scale);
-    if constexpr (INT4) {
-      const F shift = load<WIDTH>(scales + TILE_OUT);
-      EACH(r, ROWS) sum[r] += shift * facts_of_row(r).sum;
+    EACH(t, TILES) {
+      const half* scales = reinterpret_cast<const half*>(group + number_bytes(KIND) + t * next) + piece * WIDTH;
+      const F scale = load<WIDTH>(scales);
+      EACH(r, ROWS) sum[t][r] += __builtin_convertvector(inside[t][r], F) * (scale * facts_of_row(r).scale);
+      if constexpr (INT4) {
+        const F shift = load<WIDTH>(scales + TILE_OUT);
+        EACH(r, ROWS) sum[t][r] += shift * facts_of_row(r).sum;
+      }
     }
     group += group_bytes(KIND);
     a += GROUP;
   }
 }
 
-template <Kind KIND, int ROWS>
-INLINE void some_rows(const Packed& w, int t, const char* rows, const Into& into) {
-  const char* tile = w.data + t * w.tile_bytes();
-  for (int piece = 0; piece < PIECES; ++piece) {
-    F sum[ROWS] = {};
-    if constexpr (KIND == Kind::float32) product_float32<ROWS>(w, tile, piece, rows, sum);
-    if constexpr (KIND == Kind::bfloat16) product_bfloat16<ROWS>(w, tile, piece, rows, sum);
-    if constexpr (KIND == Kind::int8 || KIND == Kind::int4) product_groups<KIND, ROWS>(w, tile, piece, rows, sum);
-    const int first = t * TILE_OUT + piece * WIDTH, n = w.out - first;
-    float bias[WIDTH] = {};
-    if (into.bias)
-      for (int i = 0; i < WIDTH && i < n; ++i) bias[i] = into.bias[first + i];
-    for (int r = 0; r < ROWS; ++r) {
-      float* y = into.y + r * into.ldy + first;
-      F x = sum[r] + load<WIDTH>(bias);
-      if (n >= WIDTH) {
-        store<WIDTH>(y, into.add ? load<WIDTH>(y) + x : x);
-      } else {
-        for (int i = 0; i < n; ++i) y[i] = into.add ? y[i] + x[i] : x[i];
-      }
+// Outputs first .. of all rows, as far as there are any.
+template <int ROWS>
+INLINE void put(const Packed& w, int first, const Into& into, const F (&sum)[ROWS]) {
+  const int n = w.out - first;
+  float bias[WIDTH] = {};
+  if (into.bias)
+    for (int i = 0; i < WIDTH && i < n; ++i) bias[i] = into.bias[first + i];
+  for (int r = 0; r < ROWS; ++r) {
+    float* y = into.y + r * into.ldy + first;
+    F x = sum[r] + load<WIDTH>(bias);
+    if (n >= WIDTH) {
+      store<WIDTH>(y, into.add ? load<WIDTH>(y) + x : x);
+    } else {
+      for (int i = 0; i < n; ++i) y[i] = into.add ? y[i] + x[i] : x[i];
     }
   }
 }
 
-template <Kind KIND, int ROWS>
-void last_rows_of(const Packed& w, int tile, const char* rows, int n, const Into& into) {
-  if constexpr (ROWS > 0) {
-    if (n == ROWS)
-      some_rows<KIND, ROWS>(w, tile, rows, into);
-    else
-      last_rows_of<KIND, ROWS - 1>(w, tile, rows, n, into);
+template <Kind KIND, int TILES, int ROWS>
+INLINE void some_rows(const Packed& w, int t, const char* rows, const Into& into) {
+  const char* tile = w.data + t * w.tile_bytes();
+  for (int piece = 0; piece < PIECES; ++piece) {
+    F sum[TILES][ROWS] = {};
+    if constexpr (KIND == Kind::float32) product_float32(w, tile, piece, rows, sum);
+    if constexpr (KIND == Kind::bfloat16) product_bfloat16(w, tile, piece, rows, sum);
+    if constexpr (KIND == Kind::int8 || KIND == Kind::int4) product_groups<KIND>(w, tile, piece, rows, sum);
+    for (int i = 0; i < TILES; ++i) put(w, (t + i) * TILE_OUT + piece * WIDTH, into, sum[i]);
   }
 }
 
-template <Kind KIND>
-void all_rows(const Packed& w, int tile, const char* rows, int n, Into into) {
-  for (; n >= MAX_ROWS; n -= MAX_ROWS) {
-    some_rows<KIND, MAX_ROWS>(w, tile, rows, into);
-    rows += MAX_ROWS * w.row_bytes();
-    into.y += MAX_ROWS * into.ldy;
+template <Kind KIND, int TILES, int ROWS>
+void last_rows_of(const Packed& w, int tile, const char* rows, int n, const Into& into) {
+  if constexpr (ROWS > 0) {
+    if (n == ROWS)
+      some_rows<KIND, TILES, ROWS>(w, tile, rows, into);
+    else
+      last_rows_of<KIND, TILES, ROWS - 1>(w, tile, rows, n, into);
   }
-  last_rows_of<KIND, MAX_ROWS - 1>(w, tile, rows, n, into);
+}
+
+template <Kind KIND, int TILES>
+void all_rows(const Packed& w, int tile, const char* rows, int n, Into into) {
+  constexpr int MOST = max_rows(KIND, TILES);
+  for (; n >= MOST; n -= MOST) {
+    some_rows<KIND, TILES, MOST>(w, tile, rows, into);
+    rows += MOST * w.row_bytes();
+    into.y += MOST * into.ldy;
+  }
+  last_rows_of<KIND, TILES, MOST - 1>(w, tile, rows, n, into);
+}
+
+template <Kind KIND>
+void all_tiles(const Packed& w, int begin, int end, const char* rows, int n, const Into& into) {
+  if constexpr (WIDTH == 16)
+    for (; n >= pair_rows(KIND) && end - begin > 1; begin += 2) all_rows<KIND, 2>(w, begin, rows, n, into);
+  for (; begin < end; ++begin) all_rows<KIND, 1>(w, begin, rows, n, into);
 }
 #undef EACH
 
