@@ -17,6 +17,8 @@ from retain.engine.request import Request
 MEMORY = 0.96  # of a measurement after one more
 EXPLORE = 24  # rounds at least from one that tries something else to the next
 LOSS = 0.01  # of the time, at most, goes into tries
+SURE = 1.03  # times plain's rate, from which drafts are believed to pay: less is lost in what measuring misses
+ODD = 1.5  # times what was expected: a step that took longer was held up by somebody else
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Pace:
             first = 0 if self.rounds <= 2 else 1 + (self.tries > 1)
             return [(r, min(n, first)) for r, n in asked]
         room = [(r, min(n, self._worth(r))) for r, n in asked]
-        best = max(range(self.most + 1), key=lambda k: self.rate(k, room))
+        best = max(range(self.most + 1), key=lambda k: self.rate(k, room) * (1 if k else SURE))
         if self.rounds >= self.explores:
             self.explores = self.rounds + self._patience(asked)
             other = 0 if best else 1
@@ -95,7 +97,8 @@ class Pace:
         self.tries += levels > 0
         if levels and self.tries == 1:
             return  # everything is done for the first time
-        self.steps.add(fresh, seconds)
+        expected = self.steps.at(fresh)
+        self.steps.add(fresh, min(seconds, ODD * expected) if expected else seconds)
         if levels:
             self.drafts.add(1.0, drafting / levels)
 
