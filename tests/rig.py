@@ -16,6 +16,7 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
+from retain.kv.prefix import parse
 from retain.models.weights import Weights
 from tests.tiny import tiny_source
 
@@ -33,6 +34,7 @@ def rig(
     context: int = 512,
     columns: int = 1,
     drafter: Drafter | None = None,
+    prefix: str = "off",
 ) -> Engine:
     """An engine on tiny_model(family) in float32, with a pool of so many pages."""
     kernel = kernels.load(backend)
@@ -41,7 +43,9 @@ def rig(
     shape = Shape(model.spec.kv_heads, model.spec.head_dim, model.spec.windows)
     memory = (pages + 1) * kernels.page_bytes(page_size, shape.head_dim, torch.float32, columns)
     turn = model.ropes[0].moved if model.ropes else None
-    cache = Cache(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn)
+    cache = Cache(
+        shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn, parse(prefix)
+    )
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     if drafter:
         drafter.join(Target(runner, cache, lambda *_: other(family, kernel, context, n_rows), lambda _: runner))

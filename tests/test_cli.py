@@ -38,7 +38,8 @@ def test_json_is_one_object_with_the_promised_keys(capsys, tmp_path):
     answer = json.loads(out)
     assert code == 0 and not err
     assert set(answer) == {"text", "token_ids", "finish_reason", "usage", "timings", "kv", "logprobs"}
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": len(answer["token_ids"]), "total_tokens": 17}
+    usage = {"prompt_tokens": 5, "completion_tokens": len(answer["token_ids"]), "total_tokens": 17}
+    assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert set(answer["timings"]) == {"load_s", "ttft_s", "decode_tok_s"}
     (group,) = answer["kv"]["groups"]
     assert group["layers"] == list(range(30)) and group["policy"] == "full"

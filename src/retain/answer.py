@@ -16,6 +16,7 @@ class Answer:
     token_ids: list[int]
     why: str  # stop, length or cancelled
     prompt_tokens: int
+    cached_tokens: int  # of them, that were computed already
     logprobs: list[Logprob]
     ttft_s: float  # from the call to the first token
     decode_tok_s: float  # after it

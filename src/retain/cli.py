@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from retain.engine.request import SamplingParams
     from retain.llm import LLM
 
-ENGINE = ("dtype", "weights", "kv_policy", "speculate", "kv_memory", "page_size", "step_tokens", "context", "backend")
+ENGINE = (
+    *("dtype", "weights", "kv_policy", "speculate", "prefix", "kv_memory", "page_size", "step_tokens", "context"),
+    "backend",
+)
 SAMPLING = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "stop", "ignore_eos", "logprobs"),
@@ -51,6 +54,11 @@ def parser() -> Parser:
         "--speculate",
         metavar="S",
         help="draft tokens and verify them: ngram, draft:weights=int4, draft:model=M, self (docs/speculation.md)",
+    )
+    shared.add_argument(
+        "--prefix",
+        metavar="P",
+        help="what requests leave to others: exact (default), exact:keep=prompt, or off (docs/prefix.md)",
     )
     shared.add_argument(
         "--kv-memory",
@@ -243,6 +251,7 @@ def report(llm: LLM, answer: Answer) -> dict[str, Any]:
         "finish_reason": answer.why,
         "usage": {
             "prompt_tokens": answer.prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
             "completion_tokens": len(answer.token_ids),
             "total_tokens": answer.prompt_tokens + len(answer.token_ids),
         },

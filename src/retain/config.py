@@ -24,6 +24,7 @@ class Config:
     dtype: str = "bfloat16"  # or float32, the mode in which equalities are tested
     weights: str = "auto"  # of matrices: as the file has them; or bf16, int8, int4
     kv_policy: str = "full"  # of layers that see everything; sliding layers are rings always
+    prefix: str = "exact"  # what requests leave to others: all, exact:keep=prompt, or off (docs/prefix.md)
     speculate: str | None = None  # who drafts: ngram, draft:weights=int4, self (docs/speculation.md)
     kv_memory: int | None = None  # hard cap of the pool
     page_size: int = 64  # slots of a page

@@ -10,31 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from time import perf_counter
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from retain import kernels, models
+from retain import build, kernels
 from retain.answer import Answer, Piece
 from retain.config import Config, affordable_memory, check_weights, size
 from retain.engine import drafters
 from retain.engine.drafters import Target
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams, Why
-from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.kv import policies
+from retain.engine.runner import Runner
+from retain.kv import policies, prefix
 from retain.kv.account import account
 from retain.kv.cache import Cache
-from retain.kv.forget import Turn
-from retain.kv.needs import Shape
 from retain.kv.policies import Policy
 from retain.models.decoder import Spec
 from retain.models.find import find
-from retain.models.weights import open_weights
 from retain.text import Stream, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -52,11 +47,12 @@ class LLM:
         started = perf_counter()
         self.config = c = Config(model, kv_memory=None if kv_memory is None else size(kv_memory), **chosen)
         self.policy = policies.parse(c.kv_policy)
+        reused = prefix.parse(c.prefix)
         drafter = drafters.parse(c.speculate) if c.speculate else None
         backend = kernels.load(c.backend)
         dtype: torch.dtype = getattr(torch, c.dtype)
         path = find(model)
-        self.spec, self.weight_bytes, runner, turn = _model(path, backend, dtype, c.weights, progress)
+        self.spec, self.weight_bytes, runner, turn = build.model(path, backend, dtype, c.weights, progress)
         spec = self.spec
         self.tokenizer = Tokenizer.open(path)
         if c.context and c.context > spec.context:
@@ -67,7 +63,7 @@ class LLM:
         memory = c.kv_memory or affordable_memory(
             whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype, self.columns)
         )
-        self.cache = _cache(c, spec, backend, memory, self.context, self.columns, turn)
+        self.cache = build.cache(c, spec, backend, memory, self.context, self.columns, turn, reused)
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens, drafter)
         if drafter:
             drafter.join(self.target)
@@ -86,7 +82,7 @@ class LLM:
         check_weights(weights, self.config.dtype)
         if name and not self.tokenizer.same(Tokenizer.open(path)):
             raise ValueError(f"{name} has another vocabulary than {self.config.model}, so it cannot guess its tokens")
-        spec, _, runner, _ = _model(path, self.cache.backend, self.cache.kv.dtype, weights, False)
+        spec, _, runner, _ = build.model(path, self.cache.backend, self.cache.kv.dtype, weights, False)
         return spec, runner
 
     def _another(self, name: str, weights: str) -> tuple[Runner, Cache]:
@@ -95,7 +91,7 @@ class LLM:
         pages = self.cache.pool.n_pages // (self.spec.layers * self.spec.kv_heads) + 1  # of a head
         page = kernels.page_bytes(c.page_size, spec.head_dim, self.cache.kv.dtype)
         memory = pages * spec.layers * spec.kv_heads * page
-        cache = _cache(c, spec, self.cache.backend, memory, min(self.context, spec.context))
+        cache = build.cache(c, spec, self.cache.backend, memory, min(self.context, spec.context))
         return runner(cache), cache
 
     def generate(
@@ -104,11 +100,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         kv_policy: str | Sequence[str] | None = None,
         system: int = 0,
+        salt: str = "",
     ) -> list[Answer]:
         """Answer prompts (texts or token ids), `params.n` times each, in their order; all run together.
 
         Parameters and policies are for all, or one for each; the engine's own policy where none is given. The first
-        `system` tokens of every prompt are a system prompt: policies with `protect=system` never forget them.
+        `system` tokens of every prompt are a system prompt: policies with `protect=system` never forget them. Texts
+        share prefixes with those of the same `salt` only.
 
         Raises ValueError when one of them cannot be run; then none is.
         """
@@ -120,7 +118,7 @@ class LLM:
         if len(kept) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(kept)} policies")
         asked = [
-            self._request(p, q, k, i, system)  # type: ignore[arg-type]
+            self._request(p, q, k, i, system, salt)  # type: ignore[arg-type]
             for p, q, k in zip(many, each, kept, strict=True)
             for i in range(q.n)
         ]
@@ -183,13 +181,18 @@ class LLM:
                 self.engine.cancel(request)  # after an error or Ctrl-C: nothing stays behind
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, kv_policy: str | None = None, system: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        kv_policy: str | None = None,
+        system: int = 0,
+        salt: str = "",
     ) -> Iterator[Piece]:
         """One answer, piece by piece as its tokens come, the whole of it with the last piece.
 
         Closing the stream cancels the request.
         """
-        request, text = self._request(prompt, params or SamplingParams(), kv_policy, 0, system)
+        request, text = self._request(prompt, params or SamplingParams(), kv_policy, 0, system, salt)
         self.engine.add(request)
         return self._pieces(request, text)
 
@@ -217,7 +220,13 @@ class LLM:
         return ids
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, kv_policy: str | None, i: int = 0, system: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        kv_policy: str | None,
+        i: int = 0,
+        system: int = 0,
+        salt: str = "",
     ) -> tuple[Request, Stream]:
         ids = self.encode(prompt)
         policy = self.policy if kv_policy is None else policies.parse(kv_policy)
@@ -244,6 +253,7 @@ class LLM:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.stop_ids)
         max_tokens = params.max_tokens or self.longest_answer(len(ids), policy)
         request = Request(ids, params, policy, max_tokens, stop_ids, watch, context=self.context, system=system)
+        request.salt = salt
         return request, text
 
     def longest_answer(self, prompt: int, policy: Policy | None = None) -> int:
@@ -269,6 +279,7 @@ class LLM:
             token_ids=request.answer,
             why=(request.why or Why.CANCELLED).value,
             prompt_tokens=len(request.prompt),
+            cached_tokens=request.cached,
             logprobs=request.logprobs,
             ttft_s=request.first_token - request.arrived,
             decode_tok_s=tok_s,
@@ -278,28 +289,3 @@ class LLM:
             ),
             speculate=request.rounds.told(tok_s) if self.engine.drafter else None,
         )
-
-
-def _model(
-    path: Path, backend: ModuleType, dtype: torch.dtype, weights: str, progress: bool
-) -> tuple[Spec, int, Callable[[Cache], Runner], Turn | None]:
-    """A model's spec, the bytes of its packed weights (0 where torch computes), its runner, given a cache, and what
-    moves its keys, if they are turned.
-
-    Where a program computes, nothing of the file outlives this call: room for the cache comes after.
-    """
-    program = backend.program()
-    # torch wants a bias or a norm of its input's dtype; a program keeps rows in float32.
-    vectors = torch.float32 if program else None
-    decoder = models.build(open_weights(path, dtype, weights, progress, vectors), program)
-    turn = decoder.ropes[0].moved if decoder.ropes else None
-    if program:
-        return decoder.spec, program.weight_bytes, partial(ProgramRunner, program), turn
-    return decoder.spec, 0, partial(TorchRunner, decoder, backend), turn
-
-
-def _cache(
-    c: Config, spec: Spec, backend: ModuleType, memory: int, context: int, columns: int = 1, turn: Turn | None = None
-) -> Cache:
-    shape, dtype = Shape(spec.kv_heads, spec.head_dim, spec.windows), getattr(torch, c.dtype)
-    return Cache(shape, backend, dtype, memory, c.page_size, c.max_requests, context, c.step_tokens, columns, turn)

@@ -15,6 +15,7 @@ from retain.engine.request import Request, SamplingParams, Why
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
+from retain.kv.prefix import Prefix
 
 
 class Blind:
@@ -28,6 +29,7 @@ class Blind:
         rows = np.repeat(batch.rows.numpy(), np.diff(batch.starts.numpy()))
         for layer, slots in enumerate(batch.slots.numpy()):
             assert len(np.unique(slots)) == slots.size  # heads and tokens never share a slot
+            assert (self.cache.pool.refs[slots // S] == 1).all()  # nor is a page written that somebody else holds
             for head, t in np.ndindex(slots.shape):
                 owned = self.cache.pages[rows[t], layer, head, : self.cache.counts[rows[t], layer, head]]
                 assert slots[head, t] // S in owned
@@ -58,11 +60,14 @@ class Schedule(RuleBasedStateMachine):
         pages=st.integers(40, 120),
         step_tokens=st.integers(5, 40) | st.integers(80, 150),
         windows=st.lists(st.one_of(st.none(), st.integers(1, 60)), min_size=1, max_size=3),
+        prefix=st.sampled_from([None, Prefix(), Prefix(keep="prompt")]),
     )
-    def start(self, pages, step_tokens, windows):
+    def start(self, pages, step_tokens, windows, prefix):
         shape = Shape(kv_heads=2, head_dim=8, windows=tuple(windows))
         memory = (pages + 1) * kernels.page_bytes(16, 8, torch.float32)
-        self.cache = Cache(shape, kernels.load("reference"), torch.float32, memory, 16, 4, 200, step_tokens)
+        self.cache = Cache(
+            shape, kernels.load("reference"), torch.float32, memory, 16, 4, 200, step_tokens, prefix=prefix
+        )
         self.engine = Engine(Blind(self.cache), self.cache, step_tokens, Wild())
         self.requests = []
 
@@ -106,7 +111,8 @@ class Schedule(RuleBasedStateMachine):
             self.engine.step()
             self.cache.check()
             running = self.engine.scheduler.running
-            assert sum(max(r.computed - paid.get(r.id, 0), 0) for r in running) <= self.engine.scheduler.step_tokens
+            new = sum(max(r.computed - paid.get(r.id, 0), 0) for r in running)
+            assert new <= self.engine.scheduler.step_tokens or self.cache.reuse
 
     @rule(i=st.integers(0, 10**6))
     def cancel(self, i):
@@ -115,7 +121,7 @@ class Schedule(RuleBasedStateMachine):
             free, row = self.cache.free_pages, request.row
             self.engine.cancel(request)
             assert request.why and request.row is None
-            assert self.cache.free_pages > free or row is None
+            assert self.cache.free_pages > free or row is None or self.cache.reuse
 
     @invariant()
     def balanced(self):

@@ -18,6 +18,7 @@ STOREYS = {
     "bench": 1,
     "llm": 2,
     "answer": 3,
+    "build": 3,
     "text": 4,
     "engine": 4,
     "models": 5,

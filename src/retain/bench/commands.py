@@ -16,6 +16,9 @@ def bench(args: Namespace, load: Load) -> int:
     """Whichever was asked for. `load` gives the engine, when arguments are known to be good."""
     if args.bench != "speed" and hasattr(args, "kv_policy"):
         raise ValueError(f"bench {args.bench} compares policies: --kv-policy is for bench speed")
+    if hasattr(args, "prefix"):
+        raise ValueError(f"bench {args.bench} measures work that is done: --prefix is for run and chat")
+    args.prefix = "off"
     if args.bench in ("budget", "quality") and hasattr(args, "speculate"):
         raise ValueError(f"bench {args.bench} drafts nothing: --speculate is for bench speed")
     if args.bench == "quality":

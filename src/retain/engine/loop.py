@@ -135,8 +135,13 @@ class Engine:
                     twin.read += len(rows)
                 if twin is not request:
                     twin.computed = len(twin.prompt)
+            before = request.computed
             request.pay(share.n - wrong.get(request, 0))
             assert request.row is not None
+            if self.cache.reuse and (
+                before < len(request.prompt) <= request.computed or request.computed == request.mark
+            ):
+                self.cache.reuse.leave(request.row, *request.ending, goes_on=True)
             if again and (request.reread % again == 0 or not request.rereads):
                 self.cache.rewind(request.row, request.computed)
             if not request.rereads:

@@ -118,11 +118,14 @@ class Request:
     context: int = 2**30  # positions that there are
     system: int = 0  # tokens of the prompt, the first ones, that are a system prompt
     reader: Reader | None = None
+    salt: str = ""  # whose texts it may share prefixes with
 
     id: int = field(default_factory=itertools.count().__next__)
     tokens: list[int] = field(default_factory=list)
     followers: list[Request] = field(default_factory=list)  # who begin with a copy of its prompt's slots
     computed: int = 0
+    cached: int = 0  # tokens that were computed already when it began
+    mark: int = 0  # where others could go on if it left something there
     drafts: list[int] = field(default_factory=list)  # guesses of its next tokens, to be verified in the next step
     guess: Tensor | None = None  # p [K, V] that they were drawn from; None: they were certain
     fade: float | None = None  # of masses that somebody wants who drafts, where the policy wants none
@@ -145,6 +148,23 @@ class Request:
         self.policy = self.policy.resolved(len(self.prompt), self.system)
         self.generator = torch.Generator()
         self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
+
+    @property
+    def beginning(self) -> tuple[Policy, list[int], int, str]:
+        """What it could begin with: as much as leaves a token to be computed, and logits that its reader wants."""
+        limit = len(self.prompt) + self.read if self.reader else len(self.tokens)
+        return self.policy, self.tokens, limit - 1, self.salt
+
+    @property
+    def ending(self) -> tuple[Policy, list[int], int, str]:
+        """What it leaves to others."""
+        return self.policy, self.tokens[: self.computed], len(self.prompt), self.salt
+
+    def resume(self, computed: int, mark: int) -> None:
+        """So much of it is there already."""
+        self.computed, self.mark = computed, mark
+        if not self.first_token:
+            self.cached = computed
 
     def draws(self, n: int) -> bool:
         """Whether its next token can be drawn when n are computed."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from retain.engine.request import Request
 from retain.kv.policies import Policy
+from retain.kv.reuse import Reuse
 
 
 class Purse(Protocol):
@@ -25,6 +26,8 @@ class Purse(Protocol):
     def open(self, policy: Policy, owed: int) -> int: ...  # noqa: D102
     def grow(self, row: int, upto: int) -> bool: ...  # noqa: D102
     def close(self, row: int) -> list[int]: ...  # noqa: D102
+    @property
+    def reuse(self) -> Reuse | None: ...  # noqa: D102
     def stretch(self, row: int, computed: int) -> int: ...  # noqa: D102
     def whole(self, row: int) -> bool: ...  # noqa: D102
     def shrink(self, row: int, computed: int) -> bool: ...  # noqa: D102
@@ -88,6 +91,8 @@ class Scheduler:
         while self.waiting and len(self.waiting) <= queue and self._admissible(self.waiting[0]):
             request = self.waiting.pop(0)
             request.row = self.purse.open(request.policy, request.owed)
+            if self.purse.reuse:
+                request.resume(*self.purse.reuse.resume(request.row, *request.beginning))
             self.running.append(request)
             yield request
 
@@ -95,7 +100,8 @@ class Scheduler:
         """Its whole debt fits beside one more page for each that runs, so it is seldom preempted at once."""
         spare = len(self.running) * self.purse.cost(request.policy, 1, 1)
         cost = self.purse.cost(request.policy, len(request.tokens), request.owed)
-        return self.purse.free_rows > 0 and cost + spare <= self.purse.free_pages
+        shared = self.purse.reuse.covered(*request.beginning) if self.purse.reuse else 0
+        return self.purse.free_rows > 0 and cost - shared + spare <= self.purse.free_pages
 
     def _stretch(self, request: Request) -> int:
         """How many tokens it may pay at once: none past a moment of forgetting."""
@@ -104,7 +110,8 @@ class Scheduler:
             return len(request.prompt) - request.computed
         if request.rereads:
             return request.rereads - request.reread % request.rereads
-        return self.purse.stretch(request.row, request.computed)
+        stretch = self.purse.stretch(request.row, request.computed)
+        return min(stretch, request.mark - request.computed) if request.mark > request.computed else stretch
 
     def _make_room(self, request: Request, upto: int) -> bool:
         """Pages for `request` up to a position; where there are none, budgets shrink, or the youngest has to go."""
@@ -125,7 +132,7 @@ class Scheduler:
 
     def wait(self, request: Request) -> None:
         """Into the queue; all of its tokens are to be computed."""
-        request.computed = request.reread = 0
+        request.computed = request.reread = request.mark = 0
         request.draft([])
         bisect.insort(self.waiting, request, key=lambda r: r.id)
 
@@ -144,6 +151,8 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         assert request.row is not None
+        if self.purse.reuse:
+            self.purse.reuse.leave(request.row, *request.ending)
         peaks = self.purse.close(request.row)
         request.peaks = [max(p) for p in zip(peaks, request.peaks or peaks, strict=True)]
         self.running.remove(request)

@@ -35,6 +35,8 @@ from retain.kv.keeper import Keeper
 from retain.kv.needs import UNBOUNDED, Needs, Shape
 from retain.kv.policies import Policy
 from retain.kv.pool import Pool
+from retain.kv.prefix import Prefix
+from retain.kv.reuse import Reuse
 
 Ints = NDArray[np.int32]
 
@@ -43,7 +45,7 @@ class Cache(Needs):
     """Rows of tables over one pool of pages. `n_rows` requests may run at once, each up to `context` tokens long.
 
     `columns`: of masses, one for each query head of a kv head, or one for all. `turn`: keys to other positions, where
-    the model turns them.
+    the model turns them. `prefix`: what requests leave to others; None: nothing.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Cache(Needs):
         step_tokens: int,
         columns: int = 1,
         turn: Turn | None = None,
+        prefix: Prefix | None = None,
     ):
         L, G, n = len(shape.windows), shape.kv_heads, -(-context // page_size)
         super().__init__(shape, page_size, n_rows, context, step_tokens)
@@ -79,6 +82,10 @@ class Cache(Needs):
         self.rows = list(range(n_rows - 1, -1, -1))  # free rows
         self.keepers: dict[int, Keeper] = {}  # of rows with a budget
         self.backend, self.turn = backend, turn
+        self.reuse: Reuse | None = None
+        if prefix:
+            self.reuse = Reuse(self, prefix)
+            self.pool.reclaim = self.reuse.tree.evict
         # The same memory as tensors [L, N, ...], for the kernels; never copied.
         self._pages = torch.from_numpy(self.pages).transpose(0, 1)
         self._counts = torch.from_numpy(self.counts).transpose(0, 1)
@@ -90,7 +97,7 @@ class Cache(Needs):
     @property
     def free_pages(self) -> int:
         """Pages that can be taken now."""
-        return self.pool.free
+        return self.pool.free + (self.reuse.tree.spare if self.reuse else 0)
 
     @property
     def total_pages(self) -> int:
@@ -131,7 +138,7 @@ class Cache(Needs):
             return None
         new = self.open(policy, computed)
         rings = self.window[new] < NO_WINDOW
-        self.capacity[new, rings] = self.capacity[row, rings]
+        self.capacity[new, rings], self.base[new, rings] = self.capacity[row, rings], self.base[row, rings]
         if not self.grow(new, computed):
             self.close(new)
             return None
@@ -164,7 +171,7 @@ class Cache(Needs):
         slots = np.minimum(upto - self.base[row] + self.spare[row], self.capacity[row])  # [L]
         want = np.maximum(-(-slots // S)[:, None], had)
         n = int((want - had).sum())
-        if n > self.pool.free:
+        if not self.pool.room(n):
             return False
         if n:
             taken = self.pool.take(n)
@@ -284,8 +291,9 @@ class Cache(Needs):
     # ---- what people and the accountant read ---------------------------------------------------------------------
 
     def check(self) -> None:
-        """The accountant: every page is free or in the tables of open rows. Raises AssertionError."""
-        self.pool.check(self._held(set(range(len(self.paid))) - set(self.rows)))
+        """The accountant: every page is free, or in the tables of open rows or of the tree. Raises AssertionError."""
+        held = self._held(set(range(len(self.paid))) - set(self.rows))
+        self.pool.check(np.concatenate([held, self.reuse.tree.held]) if self.reuse else held)
 
     def _held(self, rows: Sequence[int] | set[int]) -> Ints:
         r = np.array(sorted(rows), np.int64)

@@ -88,7 +88,7 @@ class Keeper:
     def borrow(self) -> bool:
         """Take the pages that it needs besides its own. False when there are none."""
         G, n = self.counts.shape[1], -(-self.policy.prompt // self.kv.page_size)
-        if self.lent is None and G * n <= self.pool.free:
+        if self.lent is None and self.pool.room(G * n):
             self.lent = self.pool.take(G * n).reshape(G, n)
             self.kv.pos[_long(self.lent)] = -1
         return self.lent is not None
@@ -150,7 +150,7 @@ class Keeper:
     def save(self) -> bool:
         """What follows is only tried: remember what rings hold. False when there are no pages for it."""
         pages = self._rings()
-        if len(pages) > self.pool.free:
+        if not self.pool.room(len(pages)):
             return False
         self.saved = pages, self.pool.take(len(pages))
         self.backend.copy(self.kv, *map(_long, self.saved))

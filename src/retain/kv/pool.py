@@ -6,6 +6,8 @@ layers, heads, tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,11 +29,18 @@ class Pool:
         )  # free pages are stack[:free], the last given first out
         self.free = n_pages - 1
         self.peak = 0  # most pages in use at once, since the start
+        self.reclaim: Callable[[int], None] | None = None  # who holds pages that nobody needs, and gives so many back
 
     @property
     def used(self) -> int:
         """Pages held."""
         return self.n_pages - 1 - self.free
+
+    def room(self, n: int) -> bool:
+        """Whether n pages are free, if need be after those were asked that can give some back."""
+        if n > self.free and self.reclaim:
+            self.reclaim(n - self.free)
+        return n <= self.free
 
     def take(self, n: int) -> Pages:
         """n free pages, now held once. Raises OutOfPages and takes none when there are fewer."""

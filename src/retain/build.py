@@ -1,0 +1,55 @@
+"""Rooms that are built from a config: a model with its runner, a cache. What is not known here: text, requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from retain import models
+from retain.config import Config
+from retain.engine.runner import ProgramRunner, Runner, TorchRunner
+from retain.kv.cache import Cache
+from retain.kv.forget import Turn
+from retain.kv.needs import Shape
+from retain.kv.prefix import Prefix
+from retain.models.decoder import Spec
+from retain.models.weights import open_weights
+
+
+def model(
+    path: Path, backend: ModuleType, dtype: torch.dtype, weights: str, progress: bool
+) -> tuple[Spec, int, Callable[[Cache], Runner], Turn | None]:
+    """A model's spec, the bytes of its packed weights (0 where torch computes), its runner, given a cache, and what
+    moves its keys, if they are turned.
+
+    Where a program computes, nothing of the file outlives this call: room for the cache comes after.
+    """
+    program = backend.program()
+    # torch wants a bias or a norm of its input's dtype; a program keeps rows in float32.
+    vectors = torch.float32 if program else None
+    decoder = models.build(open_weights(path, dtype, weights, progress, vectors), program)
+    turn = decoder.ropes[0].moved if decoder.ropes else None
+    if program:
+        return decoder.spec, program.weight_bytes, partial(ProgramRunner, program), turn
+    return decoder.spec, 0, partial(TorchRunner, decoder, backend), turn
+
+
+def cache(
+    c: Config,
+    spec: Spec,
+    backend: ModuleType,
+    memory: int,
+    context: int,
+    columns: int = 1,
+    turn: Turn | None = None,
+    reused: Prefix | None = None,
+) -> Cache:
+    """For a model of this spec, of so many bytes, for texts of at most `context` tokens."""
+    shape, dtype = Shape(spec.kv_heads, spec.head_dim, spec.windows), getattr(torch, c.dtype)
+    return Cache(
+        *(shape, backend, dtype, memory, c.page_size, c.max_requests, context, c.step_tokens, columns, turn, reused)
+    )

@@ -1,0 +1,296 @@
+"""What requests leave behind: a radix tree over pages, so that nobody computes a prefix twice.
+
+A node is a span of a text: whole pages, or, as a leaf, a beginning of one. It holds the pages of the M layers that see
+everything, [M, G, n] (a page is `page_size` slots of one kv head of one layer), and, where sliding layers have to go on
+from its end, those of the last positions in each of them. Keys are chained hashes: the link of a page names all tokens
+up to its end, and what the first link begins with (the tenant's salt, how far layers see). Pages are shared by
+reference: the tree is one more table that holds them. What is not known here: rows, slots, bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retain.config import choice, one_of, options
+from retain.kv.pool import Pool
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What is kept of a request. Raises ValueError."""
+
+    keep: str = "all"  # or prompt: no answers
+
+    def __post_init__(self) -> None:
+        one_of("keep", self.keep, "all", "prompt")
+
+
+def parse(text: str) -> Prefix | None:
+    """`exact`, `exact:keep=prompt`, or `off`, which is None. Raises ValueError."""
+    name, given = choice(text)
+    if name == "off" and not given:
+        return None
+    if name != "exact":
+        raise ValueError(f"unknown prefix {text!r}: choose exact, exact:keep=prompt or off")
+    found: Prefix = options(Prefix, name, given)
+    return found
+
+
+@dataclass(frozen=True)
+class Rings:
+    """Pages of sliding layers: of each, [G, n], those from page `first` of the text on. They serve texts that go on
+    from position `least` or later.
+    """
+
+    first: tuple[int, ...]
+    pages: tuple[Ints, ...]
+    least: int
+
+
+@dataclass(eq=False)
+class Node:
+    """A span from page `begin` of its text on. A node of less than a page is a leaf."""
+
+    begin: int
+    tokens: Ints  # [n * page_size], or fewer than one page
+    links: list[bytes]  # of each of its pages
+    pages: Ints  # [M, G, n]
+    rings: Rings | None = None  # of its end
+    parent: Node | None = None
+    children: dict[bytes, Node] = field(default_factory=dict)  # by their first link
+    used: int = 0  # when, on the tree's clock
+
+    @property
+    def held(self) -> Ints:
+        """All its pages."""
+        rings = [p.ravel() for p in self.rings.pages] if self.rings else []
+        return np.concatenate([self.pages.ravel(), *rings])
+
+
+@dataclass(frozen=True)
+class Hit:
+    """The first `length` tokens of a text are there. `common`: as many agree, but sliding layers cannot go on there."""
+
+    length: int
+    pages: Ints  # [M, G, n], the last one perhaps only in part
+    rings: Rings | None
+    common: int
+
+
+class Tree:
+    """Of one pool."""
+
+    def __init__(self, pool: Pool, page_size: int):
+        self.pool, self.page_size = pool, page_size
+        self.roots: dict[bytes, Node] = {}
+        self.mine = np.zeros(pool.n_pages, bool)  # pages that are held here
+        self.clock = itertools.count(1)
+
+    # ---- finding -------------------------------------------------------------------------------------------------
+
+    def find(self, first: bytes, tokens: Sequence[int], limit: int, sliding: bool) -> Hit | None:
+        """As much of a text as there is, at most `limit` tokens; None where there is nothing.
+
+        `sliding`: some layers slide, and their last positions must be there too.
+        """
+        root = self.roots.get(first)
+        if root is None or limit < 1:
+            return None
+        S, text = self.page_size, np.asarray(tokens[:limit], np.int32)
+        path, whole = self._walk(root, self._links(first, text))
+        (node, n), (tail, same) = path[-1], self._tail(path, whole, text)
+        if tail is node:
+            path[-1] = node, n + 1
+        elif tail:
+            path.append((tail, 1))
+        common = whole * S + same
+        length, rings = common, None
+        if sliding:
+            able = [(min(common, self._end(n)), n.rings) for n, _ in path if n.rings and n.rings.least <= common]
+            length, rings = max(able, key=lambda x: x[0], default=(0, None))
+        self._touch([node for node, _ in path])
+        pages = np.concatenate([node.pages[..., :n] for node, n in path], -1)[..., : -(-length // S)]
+        return Hit(length, pages, rings, common)
+
+    def _walk(self, root: Node, links: Sequence[bytes]) -> tuple[list[tuple[Node, int]], int]:
+        """Nodes from the root on whose pages the text has, with how many of each; and their sum."""
+        path, at = [(root, 0)], 0
+        while at < len(links) and (child := path[-1][0].children.get(links[at])):
+            n = 0
+            while n < len(child.links) and at + n < len(links) and child.links[n] == links[at + n]:
+                n += 1
+            path.append((child, n))
+            at += n
+            if n < len(child.links):
+                break
+        return path, at
+
+    def _tail(self, path: Sequence[tuple[Node, int]], whole: int, text: Ints) -> tuple[Node | None, int]:
+        """Who has most of the page that comes next, and how many of its tokens; None: nobody has any."""
+        S, (node, n), rest = self.page_size, path[-1], text[whole * self.page_size :]
+        inside = n < len(node.links)
+        nexts = [(node, node.tokens[n * S : (n + 1) * S])] if inside else [(c, c.tokens[:S]) for c in _kids(node)]
+        found, same = max(((c, _same(page, rest)) for c, page in nexts), key=lambda x: x[1], default=(node, 0))
+        return (found, same) if same else (None, 0)
+
+    def _end(self, node: Node) -> int:
+        """Tokens of its text up to its end."""
+        return node.begin * self.page_size + len(node.tokens)
+
+    def _touch(self, nodes: Sequence[Node]) -> None:
+        now = next(self.clock)
+        for node in nodes:
+            node.used = now
+
+    def _links(self, first: bytes, text: Ints) -> list[bytes]:
+        """Of its whole pages."""
+        S, link, links = self.page_size, first, []
+        for i in range(0, len(text) - S + 1, S):
+            links.append(link := _link(link, text[i : i + S]))
+        return links
+
+    # ---- keeping -------------------------------------------------------------------------------------------------
+
+    def insert(self, first: bytes, tokens: Sequence[int], pages: Ints, rings: Rings | None = None) -> None:
+        """Keep a text: pages [M, G, n] that hold its tokens, and of sliding layers those of its end.
+
+        What is new is shared; `rings` are taken over, or given back.
+        """
+        S, text = self.page_size, np.asarray(tokens, np.int32)
+        if first not in self.roots:
+            self.roots[first] = Node(0, text[:0], [], pages[..., :0])
+        links = self._links(first, text)
+        path, whole = self._walk(self.roots[first], links)
+        self._touch([n for n, _ in path])
+        if not rings and whole * S + self._tail(path, whole, text)[1] == len(text):
+            return
+        node, n = path[-1]
+        if n < len(node.links):
+            node = self._split(node, n)
+        if whole < len(links):
+            node = self._add(node, whole, text[whole * S : len(links) * S], links[whole:], pages)
+        if len(rest := text[len(links) * S :]):
+            link = _link(links[-1] if links else first, rest)
+            node = node.children.get(link) or self._add(node, len(links), rest, [link], pages)
+        if rings and node.rings:
+            self._give(np.concatenate([p.ravel() for p in rings.pages]))
+        elif rings:
+            node.rings = rings
+            self.mine[node.held] = True
+
+    def _add(self, parent: Node, begin: int, tokens: Ints, links: list[bytes], pages: Ints) -> Node:
+        for kid in _kids(parent):  # who is a beginning of the new one is there twice
+            if not kid.rings and _same(kid.tokens, tokens) == len(kid.tokens) < self.page_size:
+                self._drop(kid)
+        node = Node(begin, tokens, links, pages[..., begin : begin + len(links)].copy(), None, parent)
+        parent.children[links[0]] = node
+        self.pool.share(node.pages.ravel())
+        self.mine[node.pages] = True
+        self._touch([node])
+        return node
+
+    def _split(self, node: Node, n: int) -> Node:
+        """The first n pages of a node become its parent."""
+        assert node.parent
+        cut = n * self.page_size
+        upper = Node(node.begin, node.tokens[:cut], node.links[:n], node.pages[..., :n], None, node.parent)
+        upper.used = node.used
+        node.parent.children[node.links[0]] = upper
+        node.begin, node.tokens, node.links = node.begin + n, node.tokens[cut:], node.links[n:]
+        node.pages, node.parent = node.pages[..., n:], upper
+        upper.children[node.links[0]] = node
+        return upper
+
+    # ---- giving back ---------------------------------------------------------------------------------------------
+
+    @property
+    def spare(self) -> int:
+        """Pages that nobody else holds."""
+        return int(np.count_nonzero(self.pool.refs[self.mine] == 1))
+
+    def evict(self, n: int) -> None:
+        """Give back n pages, or as many as nobody else holds: leaves, the longest unused first.
+
+        Those whose pages are in use give nothing, and go only where they stand between others and the end.
+        """
+        n -= self._evict(n, in_use=False)
+        if n > 0:
+            self._evict(n, in_use=True)
+        self.roots = {first: root for first, root in self.roots.items() if root.children}
+
+    def _evict(self, n: int, in_use: bool) -> int:
+        tie, had = itertools.count(), self.pool.free
+        leaves = [(node.used, next(tie), node) for node in self._nodes() if not node.children]
+        heapq.heapify(leaves)
+        while (left := had + n - self.pool.free) > 0 and leaves:
+            node = heapq.heappop(leaves)[2]
+            parent, frees = node.parent, int(np.count_nonzero(self.pool.refs[node.held] == 1))
+            if frees > left and not node.rings:  # its end is enough
+                each = max(frees // len(node.links), 1)
+                self._cut(node, max(len(node.links) - -(-left // each), 0))
+            elif frees or in_use:
+                self._drop(node)
+            if parent and parent.parent and not parent.children:
+                heapq.heappush(leaves, (parent.used, next(tie), parent))
+        return self.pool.free - had
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for node in list(self._nodes()):
+            self._give(node.held)
+        self.roots.clear()
+
+    def _cut(self, node: Node, n: int) -> None:
+        """Keep the first n pages of a leaf."""
+        if not n:
+            return self._drop(node)
+        self._give(node.pages[..., n:].ravel())
+        node.tokens, node.links, node.pages = node.tokens[: n * self.page_size], node.links[:n], node.pages[..., :n]
+
+    def _drop(self, node: Node) -> None:
+        assert node.parent and not node.children
+        del node.parent.children[node.links[0]]
+        self._give(node.held)
+
+    def _give(self, pages: Ints) -> None:
+        self.mine[pages] = False
+        self.pool.give(pages)
+
+    def _nodes(self) -> Iterator[Node]:
+        """All but the roots."""
+        stack = [kid for root in self.roots.values() for kid in _kids(root)]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += _kids(node)
+
+    @property
+    def held(self) -> Ints:
+        """All pages, for the accountant."""
+        return np.concatenate([np.zeros(0, np.int32), *(n.held for n in self._nodes())])
+
+
+def _kids(node: Node) -> list[Node]:
+    return list(node.children.values())
+
+
+def _same(a: Ints, b: Ints) -> int:
+    """How many first tokens agree."""
+    n = min(len(a), len(b))
+    if not n or a[0] != b[0]:
+        return 0
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def _link(before: bytes, tokens: Ints) -> bytes:
+    return blake2b(before + tokens.tobytes(), digest_size=16).digest()

@@ -1,0 +1,157 @@
+"""Law 4: a prefix that is there changes no token, whoever computed it, wherever it ends, and whatever was evicted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from retain.engine import drafters
+from retain.engine.loop import Engine
+from retain.engine.request import Request, SamplingParams
+from tests.rig import prompts, request, rig, run
+
+FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text", "mistral"]
+POLICIES = [
+    "full",
+    "ring:window=24",
+    "sinks:budget=40,interval=3",
+    "snapkv:budget=40%",
+    "h2o:budget=30%",
+    "reread:budget=50%",
+]
+POLICIES += ["window:budget=30,prefill=stream,chunk=20", "keyformer:budget=40,positions=new", "knorm:budget=30%"]
+
+
+def texts(seed: int, n: int = 14) -> list[list[int]]:
+    """Some that begin alike, cut anywhere, some of whom are others' beginnings, some that are the same."""
+    rng = random.Random(seed)
+    stems = prompts(3, seed, 120)
+    found = []
+    for _ in range(n):
+        stem = rng.choice(stems + found[-3:])
+        cut = rng.choice([len(stem), rng.randint(1, len(stem)), len(stem) // 16 * 16 or 1])
+        found.append(stem[:cut] + [rng.randrange(128) for _ in range(rng.choice([0, 1, 5, 16, 40]))])
+    return found
+
+
+def policy_of(i: int, family: str) -> str:
+    """Half of them full."""
+    allowed = [p for p in POLICIES if "new" not in p or family in ("llama", "gpt2")]
+    return allowed[i // 2 % len(allowed)] if i % 2 else "full"
+
+
+def asked(family: str, seed: int, plain: bool = False) -> list[Request]:
+    """Greedy ones and drawn ones, of all policies, or all of them `plain`."""
+    made = []
+    for i, text in enumerate(texts(seed)):
+        params = SamplingParams(temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
+        made.append(request(text, 5 + i, "full" if plain else policy_of(i + seed, family), params))
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("seed", [0, 2])
+def test_cold_warm_and_without(family: str, backend: str, seed: int) -> None:
+    """One after the other, so that each finds what those before it left; and once more, when everything is there."""
+    plain = run(rig(family, backend=backend), asked(family, seed))
+    engine = rig(family, backend=backend, prefix="exact")
+    for again in range(2):
+        made = asked(family, seed)
+        assert [run(engine, [r])[0] for r in made] == plain
+        assert sum(r.cached for r in made) > (again + 1) * 40
+    whole = made[::2] if family in ("llama", "gpt2", "mpt") else []
+    assert all(r.cached == len(r.prompt) - 1 for r in whole)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefix", ["exact", "exact:keep=prompt"])
+@pytest.mark.parametrize("pages", [1000, 160])
+def test_in_company_and_where_pages_are_short(family: str, prefix: str, pages: int) -> None:
+    """All together, again and again, with a tree that has to give way, preemption and cancellation."""
+    plain = run(rig(family, backend="cpu"), asked(family, 3, plain=True))
+    pages = pages if family != "gemma3_text" else pages * 2 // 5
+    engine = rig(family, backend="cpu", prefix=prefix, pages=pages, n_rows=8, step_tokens=64)
+    rng, cached = random.Random(5), 0
+    for _ in range(3):
+        made = asked(family, 3, plain=True)
+        engine.add(*made)
+        for step in range(10**6):
+            if not engine.busy:
+                break
+            engine.step()
+            engine.cache.check()
+            if step in (3, 9) and engine.scheduler.running:
+                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+            if step == 6:
+                engine.cancel(made[4])
+        assert [r.answer for i, r in enumerate(made) if i != 4] == plain[:4] + plain[5:]
+        cached += sum(r.cached for r in made)
+    assert cached > 100
+    assert engine.cache.free_pages == engine.cache.total_pages
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_with_drafts(family: str) -> None:
+    """Rejected tokens are never in the tree."""
+    plain = run(rig(family, backend="cpu"), asked(family, 1, plain=True)[::2])
+    engine = rig(family, backend="cpu", prefix="exact", drafter=drafters.parse("self:k=5,budget=16,refresh=1"))
+    for _ in range(3):
+        made = asked(family, 1, plain=True)[::2]
+        assert run(engine, made) == plain
+    assert sum(r.cached for r in made) > 60 and sum(sum(r.rounds.drafted) for r in made) > 20
+
+
+def test_a_conversation_computes_only_what_is_new() -> None:
+    """Answers are kept too, to the token; or not, where only prompts are."""
+    for prefix, expected in (("exact", 60 + 30 - 1), ("exact:keep=prompt", 60)):
+        engine, (text,) = rig("llama", prefix=prefix), [list(range(60))]
+        first = request(text, 30)
+        run(engine, [first])
+        then = request([*text, *first.answer, 7, 8, 9], 5)
+        assert run(engine, [then]) == run(rig("llama"), [request(then.prompt, 5)])
+        assert then.cached == expected
+
+
+def test_a_salt_never_matches_another_nor_do_windows() -> None:
+    engine, text = rig("llama", prefix="exact"), list(range(100))
+    run(engine, [salted(text, "a")])
+    for salt, policy, cached in (("b", "full", 0), ("", "full", 0), ("a", "ring:window=30", 0), ("a", "full", 99)):
+        made = salted(text, salt, policy)
+        run(engine, [made])
+        assert made.cached == cached
+
+
+def salted(text: Sequence[int], salt: str, policy: str = "full") -> Request:
+    made = request(text, 4, policy)
+    made.salt = salt
+    return made
+
+
+def test_sliding_layers_go_on_where_texts_part() -> None:
+    """The second one that parts from the first leaves windows there, so that the third begins there."""
+    stem = list(range(1, 101))
+    made = [request([*stem, *[x] * 60], 4) for x in (3, 4, 5, 6)]
+    engine: Engine = rig("gemma3_text", prefix="exact")
+    for r in made:
+        run(engine, [r])
+    assert [r.cached for r in made] == [0, 0, 96, 96]
+    assert [r.answer for r in made] == run(rig("gemma3_text"), [request(r.prompt, 4) for r in made])
+
+
+def test_requests_that_run_share_pages() -> None:
+    """What is there is not there twice: more of them fit."""
+    text = list(range(128))
+    engine = rig("llama", prefix="exact", pages=4 * 2 * 12, n_rows=8)
+    run(engine, [request(text, 2)])
+    made = [request([*text, i], 14) for i in range(8)]
+    engine.add(*made)
+    engine.step()
+    assert len(engine.scheduler.running) >= 3
+    used = [set(engine.cache.pages[r.row, 0, 0, :8]) for r in made if r.row is not None]
+    assert all(u == used[0] for u in used)
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
