@@ -16,7 +16,7 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
-from retain.kv.prefix import parse
+from retain.kv.reuse import parse
 from retain.models.weights import Weights
 from tests.tiny import tiny_source
 

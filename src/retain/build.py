@@ -15,7 +15,7 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv.cache import Cache
 from retain.kv.forget import Turn
 from retain.kv.needs import Shape
-from retain.kv.prefix import Prefix
+from retain.kv.reuse import Prefix
 from retain.models.decoder import Spec
 from retain.models.weights import open_weights
 

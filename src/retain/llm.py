@@ -24,7 +24,7 @@ from retain.engine.drafters import Target
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams, Why
 from retain.engine.runner import Runner
-from retain.kv import policies, prefix
+from retain.kv import policies, reuse
 from retain.kv.account import account
 from retain.kv.cache import Cache
 from retain.kv.policies import Policy
@@ -47,7 +47,7 @@ class LLM:
         started = perf_counter()
         self.config = c = Config(model, kv_memory=None if kv_memory is None else size(kv_memory), **chosen)
         self.policy = policies.parse(c.kv_policy)
-        reused = prefix.parse(c.prefix)
+        reused = reuse.parse(c.prefix)
         drafter = drafters.parse(c.speculate) if c.speculate else None
         backend = kernels.load(c.backend)
         dtype: torch.dtype = getattr(torch, c.dtype)
@@ -169,6 +169,14 @@ class LLM:
             return self.cache.positions(request.row)
         finally:
             self.engine.cancel(request)
+
+    def pin(self, prompt: Prompt, seconds: float, salt: str = "") -> int:
+        """Compute a prompt and let it stay for so long. How many tokens of it are there. Raises ValueError."""
+        if not self.cache.reuse:
+            raise ValueError("prefix=off keeps nothing: there is nothing to pin")
+        request, _ = self._request(prompt, SamplingParams(max_tokens=1, temperature=0), None, salt=salt)
+        self._run([request])
+        return self.cache.reuse.pin(request.policy, request.prompt, salt, seconds)
 
     def _run(self, requests: Sequence[Request]) -> None:
         """All of them, to their ends."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from retain.kv.pool import Pool
-from retain.kv.prefix import Rings, Tree, parse
+from retain.kv.prefix import Rings, Tree
+from retain.kv.reuse import parse
 
 S, W = 4, 6  # page size, window of the sliding layer
 

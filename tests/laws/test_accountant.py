@@ -15,7 +15,7 @@ from retain.engine.request import Request, SamplingParams, Why
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
-from retain.kv.prefix import Prefix
+from retain.kv.reuse import Prefix
 
 
 class Blind:

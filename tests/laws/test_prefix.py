@@ -155,3 +155,50 @@ def test_requests_that_run_share_pages() -> None:
     while engine.busy:
         engine.step()
         engine.cache.check()
+
+
+def test_what_is_pinned_stays_while_others_go_unless_somebody_could_not_run() -> None:
+    engine, text = rig("llama", prefix="exact", pages=4 * 2 * 12, n_rows=4), list(range(64))
+    run(engine, [request(text, 2)])
+    reuse = engine.cache.reuse
+    assert reuse and reuse.pin(request(text).policy, text, "", 1000.0) == 64
+    for i in range(6):
+        run_on(engine, request([i + 1] * 100, 4))
+    again = request(text, 2)
+    run_on(engine, again)
+    assert again.cached == 63
+    run_on(engine, request([99] * 240, 8))  # needs every page
+    again = request(text, 2)
+    run_on(engine, again)
+    assert again.cached == 0 and engine.cache.free_pages == engine.cache.total_pages
+
+
+def test_pins_end() -> None:
+    engine, text = rig("llama", prefix="exact", pages=4 * 2 * 12), list(range(64))
+    run(engine, [request(text, 2)])
+    assert engine.cache.reuse and engine.cache.reuse.pin(request(text).policy, text, "", 0.0) == 64
+    assert engine.cache.free_pages == engine.cache.total_pages
+
+
+def run_on(engine: Engine, made: Request) -> None:
+    engine.add(made)
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
+    assert made.answer == run(rig("llama"), [request(made.prompt, made.max_tokens)])[0]
+
+
+def test_equal_prompts_asked_together_share_whole_pages() -> None:
+    """Whether or not there is a tree."""
+    for prefix in ("off", "exact"):
+        engine, text = rig("llama", prefix=prefix), list(range(100))
+        made = [request(text, 20, params=SamplingParams(seed=i, ignore_eos=True)) for i in range(6)]
+        engine.add(*made)
+        engine.step()
+        tables = [engine.cache.pages[r.row, 0, 0].copy() for r in made]
+        assert all((t[:6] == tables[0][:6]).all() for t in tables) and len({int(t[6]) for t in tables}) == 6
+        while engine.busy:
+            engine.step()
+            engine.cache.check()
+        alone = [request(text, 20, params=SamplingParams(seed=i, ignore_eos=True)) for i in range(6)]
+        assert [run(rig("llama"), [r])[0] for r in alone] == [r.answer for r in made]

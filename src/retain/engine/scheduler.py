@@ -101,7 +101,8 @@ class Scheduler:
         spare = len(self.running) * self.purse.cost(request.policy, 1, 1)
         cost = self.purse.cost(request.policy, len(request.tokens), request.owed)
         shared = self.purse.reuse.covered(*request.beginning) if self.purse.reuse else 0
-        return self.purse.free_rows > 0 and cost - shared + spare <= self.purse.free_pages
+        fits = cost - shared + spare <= self.purse.free_pages or not self.running  # alone it does: see check
+        return self.purse.free_rows > 0 and fits
 
     def _stretch(self, request: Request) -> int:
         """How many tokens it may pay at once: none past a moment of forgetting."""

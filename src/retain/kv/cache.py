@@ -35,8 +35,7 @@ from retain.kv.keeper import Keeper
 from retain.kv.needs import UNBOUNDED, Needs, Shape
 from retain.kv.policies import Policy
 from retain.kv.pool import Pool
-from retain.kv.prefix import Prefix
-from retain.kv.reuse import Reuse
+from retain.kv.reuse import Prefix, Reuse
 
 Ints = NDArray[np.int32]
 
@@ -130,19 +129,26 @@ class Cache(Needs):
         return row
 
     def fork(self, row: int, policy: Policy, computed: int) -> int | None:
-        """A row with copies of what another has computed, its prompt, to go on under a policy of its own.
+        """A row with what another has computed, its prompt, to go on under a policy of its own.
 
-        None where there are no pages or no row for it.
+        Whole pages that neither will write are shared, the others copied. None where there are no pages or no row.
         """
         if not self.rows:
             return None
         new = self.open(policy, computed)
         rings = self.window[new] < NO_WINDOW
         self.capacity[new, rings], self.base[new, rings] = self.capacity[row, rings], self.base[row, rings]
+        shared = np.zeros_like(self.counts[row])  # [L, G]
+        if row not in self.keepers and new not in self.keepers:
+            shared[~rings] = computed // self.page_size
+        places = np.arange(self.pages.shape[3])
+        both = places < shared[..., None]  # [L, G, n]
+        self.pool.share(self.pages[row][both])
+        self.pages[new][both], self.counts[new] = self.pages[row][both], shared
         if not self.grow(new, computed):
             self.close(new)
             return None
-        held = np.arange(self.pages.shape[3]) < np.minimum(self.counts[new], self.counts[row])[..., None]
+        held = (places < np.minimum(self.counts[new], self.counts[row])[..., None]) & ~both
         src, dst = (torch.from_numpy(self.pages[r][held]).long() for r in (row, new))
         self.backend.copy(self.kv, src, dst)
         return new

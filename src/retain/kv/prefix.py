@@ -14,35 +14,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retain.config import choice, one_of, options
 from retain.kv.pool import Pool
 
 Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """What is kept of a request. Raises ValueError."""
-
-    keep: str = "all"  # or prompt: no answers
-
-    def __post_init__(self) -> None:
-        one_of("keep", self.keep, "all", "prompt")
-
-
-def parse(text: str) -> Prefix | None:
-    """`exact`, `exact:keep=prompt`, or `off`, which is None. Raises ValueError."""
-    name, given = choice(text)
-    if name == "off" and not given:
-        return None
-    if name != "exact":
-        raise ValueError(f"unknown prefix {text!r}: choose exact, exact:keep=prompt or off")
-    found: Prefix = options(Prefix, name, given)
-    return found
 
 
 @dataclass(frozen=True)
@@ -94,6 +73,7 @@ class Tree:
         self.roots: dict[bytes, Node] = {}
         self.mine = np.zeros(pool.n_pages, bool)  # pages that are held here
         self.clock = itertools.count(1)
+        self.pins: dict[Node, float] = {}  # who stays, until when (seconds)
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -188,10 +168,12 @@ class Tree:
             self.mine[node.held] = True
 
     def _add(self, parent: Node, begin: int, tokens: Ints, links: list[bytes], pages: Ints) -> Node:
+        node = Node(begin, tokens, links, pages[..., begin : begin + len(links)].copy(), None, parent)
         for kid in _kids(parent):  # who is a beginning of the new one is there twice
             if not kid.rings and _same(kid.tokens, tokens) == len(kid.tokens) < self.page_size:
+                if kid in self.pins:
+                    self.pins[node] = max(self.pins[kid], self.pins.get(node, 0.0))
                 self._drop(kid)
-        node = Node(begin, tokens, links, pages[..., begin : begin + len(links)].copy(), None, parent)
         parent.children[links[0]] = node
         self.pool.share(node.pages.ravel())
         self.mine[node.pages] = True
@@ -204,6 +186,8 @@ class Tree:
         cut = n * self.page_size
         upper = Node(node.begin, node.tokens[:cut], node.links[:n], node.pages[..., :n], None, node.parent)
         upper.used = node.used
+        if node in self.pins:
+            self.pins[upper] = self.pins[node]
         node.parent.children[node.links[0]] = upper
         node.begin, node.tokens, node.links = node.begin + n, node.tokens[cut:], node.links[n:]
         node.pages, node.parent = node.pages[..., n:], upper
@@ -214,32 +198,58 @@ class Tree:
 
     @property
     def spare(self) -> int:
-        """Pages that nobody else holds."""
-        return int(np.count_nonzero(self.pool.refs[self.mine] == 1))
+        """Pages that nobody else holds, and that are not pinned."""
+        self._unpin()
+        return int(np.count_nonzero(self.pool.refs[self.mine] == 1)) - sum(map(self._frees, self.pins))
+
+    def pin(self, first: bytes, tokens: Sequence[int], seconds: float) -> int:
+        """What there is of a text stays for so long, unless somebody could not run at all. How many tokens that is."""
+        text = np.asarray(tokens, np.int32)
+        if first not in self.roots:
+            return 0
+        path, whole = self._walk(self.roots[first], self._links(first, text))
+        tail, same = self._tail(path, whole, text)
+        nodes = [node for node, _ in path[1:]] + ([tail] if tail else [])
+        self.pins |= {node: max(monotonic() + seconds, self.pins.get(node, 0.0)) for node in nodes}
+        return whole * self.page_size + same
+
+    def _unpin(self) -> None:
+        """Forget pins whose time is over."""
+        if self.pins:
+            now = monotonic()
+            self.pins = {node: until for node, until in self.pins.items() if until > now}
+
+    def _frees(self, node: Node) -> int:
+        return int(np.count_nonzero(self.pool.refs[node.held] == 1))
 
     def evict(self, n: int) -> None:
         """Give back n pages, or as many as nobody else holds: leaves, the longest unused first.
 
-        Those whose pages are in use give nothing, and go only where they stand between others and the end.
+        Those whose pages are in use give nothing, and go only where they stand between others and the end. Those that
+        are pinned go last of all.
         """
+        self._unpin()
         n -= self._evict(n, in_use=False)
         if n > 0:
+            n -= self._evict(n, in_use=True)
+        if n > 0 and self.pins:
+            self.pins = {}
             self._evict(n, in_use=True)
         self.roots = {first: root for first, root in self.roots.items() if root.children}
 
     def _evict(self, n: int, in_use: bool) -> int:
         tie, had = itertools.count(), self.pool.free
-        leaves = [(node.used, next(tie), node) for node in self._nodes() if not node.children]
+        leaves = [(node.used, next(tie), node) for node in self._nodes() if not node.children and node not in self.pins]
         heapq.heapify(leaves)
         while (left := had + n - self.pool.free) > 0 and leaves:
             node = heapq.heappop(leaves)[2]
-            parent, frees = node.parent, int(np.count_nonzero(self.pool.refs[node.held] == 1))
+            parent, frees = node.parent, self._frees(node)
             if frees > left and not node.rings:  # its end is enough
                 each = max(frees // len(node.links), 1)
                 self._cut(node, max(len(node.links) - -(-left // each), 0))
             elif frees or in_use:
                 self._drop(node)
-            if parent and parent.parent and not parent.children:
+            if parent and parent.parent and not parent.children and parent not in self.pins:
                 heapq.heappush(leaves, (parent.used, next(tie), parent))
         return self.pool.free - had
 
@@ -248,6 +258,7 @@ class Tree:
         for node in list(self._nodes()):
             self._give(node.held)
         self.roots.clear()
+        self.pins.clear()
 
     def _cut(self, node: Node, n: int) -> None:
         """Keep the first n pages of a leaf."""
@@ -259,6 +270,7 @@ class Tree:
     def _drop(self, node: Node) -> None:
         assert node.parent and not node.children
         del node.parent.children[node.links[0]]
+        self.pins.pop(node, None)
         self._give(node.held)
 
     def _give(self, pages: Ints) -> None:

@@ -9,6 +9,7 @@ here: who is scheduled, how the tree finds and evicts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -17,15 +18,37 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.config import choice, one_of, options
 from retain.kernels import NO_WINDOW
 from retain.kv.budget import Budget
 from retain.kv.policies import Policy
-from retain.kv.prefix import Hit, Prefix, Rings, Tree
+from retain.kv.prefix import Hit, Rings, Tree
 
 if TYPE_CHECKING:
     from retain.kv.cache import Cache
 
 Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What is kept of a request. Raises ValueError."""
+
+    keep: str = "all"  # or prompt: no answers
+
+    def __post_init__(self) -> None:
+        one_of("keep", self.keep, "all", "prompt")
+
+
+def parse(text: str) -> Prefix | None:
+    """`exact`, `exact:keep=prompt`, or `off`, which is None. Raises ValueError."""
+    name, given = choice(text)
+    if name == "off" and not given:
+        return None
+    if name != "exact":
+        raise ValueError(f"unknown prefix {text!r}: choose exact, exact:keep=prompt or off")
+    found: Prefix = options(Prefix, name, given)
+    return found
 
 
 class Reuse:
@@ -40,6 +63,10 @@ class Reuse:
             limit = min(limit, _unseen(policy))
         windows = self.cache.windows(policy)
         return self.tree.find(_first(salt, windows), tokens, limit, bool((windows < NO_WINDOW).any()))
+
+    def pin(self, policy: Policy, tokens: Sequence[int], salt: str, seconds: float) -> int:
+        """What there is of a text stays for so long. How many tokens that is."""
+        return self.tree.pin(_first(salt, self.cache.windows(policy)), tokens, seconds)
 
     def covered(self, policy: Policy, tokens: Sequence[int], limit: int, salt: str) -> int:
         """Pages of what such a row would need that other rows hold already."""
