@@ -94,7 +94,7 @@ def parser() -> Parser:
     chat = commands.add_parser("chat", parents=[shared, drawing], help="talk in the terminal", allow_abbrev=False)
     chat.add_argument("--system", help="a system message")
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
-    kinds = bench.add_subparsers(dest="bench", required=True, metavar="speed | budget | quality | speculate")
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="speed | budget | quality | speculate | prefix")
     speed = kinds.add_parser("speed", parents=[shared], help="prefill and decoding speed", allow_abbrev=False)
     speed.add_argument("--workloads", help="comma-separated names (default: all)")
     speed.add_argument("--json", action="store_true", help="a JSON line for each workload")
@@ -125,6 +125,13 @@ def parser() -> Parser:
     drafts.add_argument("--contexts", default="4000", help="tokens of books, comma-separated (default 4000)")
     drafts.add_argument("--out", metavar="DIR", help="write every number as JSON, and plots as PNG")
     drafts.add_argument("--json", action="store_true", help="a JSON line for each workload and drafter")
+    shares = kinds.add_parser("prefix", parents=[shared], help="what shared prefixes give", allow_abbrev=False)
+    shares.add_argument("--data", metavar="DIR", default=".", help="folder with the workloads' files")
+    shares.add_argument("--workloads", default="copa,document,trace", help="of copa, piqa, openbookqa, document, trace")
+    shares.add_argument("--items", type=int, metavar="N", default=20, help="requests of each workload (default 20)")
+    shares.add_argument("--shared", type=int, metavar="N", default=4000, help="tokens in common (default 4000)")
+    shares.add_argument("--out", metavar="DIR", help="write every number as JSON")
+    shares.add_argument("--json", action="store_true", help="a JSON line for each workload and method")
     return top
 
 

@@ -1,11 +1,12 @@
-"""`retain bench speed`, `budget`, `quality` and `speculate`: arguments to calls, results to lines."""
+"""`retain bench speed`, `budget`, `quality`, `speculate` and `prefix`: arguments to calls, results to lines."""
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from retain.llm import LLM
 
@@ -17,14 +18,16 @@ def bench(args: Namespace, load: Load) -> int:
     if args.bench != "speed" and hasattr(args, "kv_policy"):
         raise ValueError(f"bench {args.bench} compares policies: --kv-policy is for bench speed")
     if hasattr(args, "prefix"):
-        raise ValueError(f"bench {args.bench} measures work that is done: --prefix is for run and chat")
-    args.prefix = "off"
-    if args.bench in ("budget", "quality") and hasattr(args, "speculate"):
+        raise ValueError(f"bench {args.bench} says itself what is kept: --prefix is for run and chat")
+    args.prefix = "exact" if args.bench == "prefix" else "off"
+    if args.bench in ("budget", "quality", "prefix") and hasattr(args, "speculate"):
         raise ValueError(f"bench {args.bench} drafts nothing: --speculate is for bench speed")
     if args.bench == "quality":
         return quality(args, load)
     if args.bench == "speculate":
         return speculate(args, load)
+    if args.bench == "prefix":
+        return prefix(args, load)
     from retain.bench import budget, speed
 
     if args.bench == "budget":
@@ -77,12 +80,25 @@ def speculate(args: Namespace, load: Load) -> int:
         raise ValueError(f"--contexts are numbers of tokens, not {args.contexts!r}")
     workloads, contexts = [w.strip() for w in args.workloads.split(",")], [int(c) for c in args.contexts.split(",")]
     asked = bench.Asked(workloads, args.drafters.split(), Path(args.data), args.items, args.batch, args.new, contexts)
-    llm = load()
+    return _lines(args, bench.run(load(), asked), bench.write)
+
+
+def prefix(args: Namespace, load: Load) -> int:
+    """`retain bench prefix`."""
+    from retain.bench import prefix as bench
+
+    workloads = [w.strip() for w in args.workloads.split(",")]
+    asked = bench.Asked(workloads, Path(args.data), args.items, args.shared)
+    return _lines(args, bench.run(load(), asked), bench.write)
+
+
+def _lines(args: Namespace, found: Iterable[dict[str, Any]], write: Callable[[Sequence[Any], Path], None]) -> int:
+    """Each as it comes; all of them where --out says."""
     lines = []
-    for line in bench.run(llm, asked):
+    for line in found:
         lines.append(line)
-        text = "  ".join(f"{v}" if k in ("workload", "drafter") else f"{k} {v}" for k, v in line.items())
+        text = "  ".join(f"{v}" if isinstance(v, str) else f"{k} {v}" for k, v in line.items())
         print(json.dumps(line) if args.json else text, flush=True)
     if args.out:
-        bench.write(lines, Path(args.out))
+        write(lines, Path(args.out))
     return 0
