@@ -93,6 +93,8 @@ def bad_inputs(tmp_path):
     yield (*RUN, "--kv-policy", "keyformer:budget=lots", hello), "percentage"
     yield (*RUN, "--kv-policy", "keyformer:budget=25%,noise=white", hello), "gumbel"
     yield (*RUN, "--kv-policy", "ring:windw=3", hello), "window"
+    yield (*RUN, "--prefix", "sometimes", hello), "exact"
+    yield (*RUN, "--prefix", "exact:keep=none", hello), "prompt"
     yield (*RUN, "--kv-memory", "lots", hello), "512MiB"
     yield (*RUN, "--kv-memory", "64KiB", hello), "kv_memory"
     yield (*RUN, "--dtype", "float8", hello), "bfloat16"

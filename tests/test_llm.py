@@ -133,3 +133,34 @@ def test_a_system_prompt_is_never_forgotten(llm):
     (a,), (b,) = (llm.generate([ids], params, policy, system=s) for s in (system, 0))
     assert a.token_ids != b.token_ids and idle(llm)
     assert list(llm.stream(ids, params, policy, system))[-1].answer.token_ids == a.token_ids
+
+
+def test_a_conversation_begins_with_what_is_there_but_not_for_another_tenant(llm):
+    ids = llm.encode("Once upon a time there was a lamp that nobody could put out. " * 20)
+    first, again = (llm.generate(ids, GREEDY)[0] for _ in range(2))
+    assert again.cached_tokens == len(ids) - 1 and first.token_ids == again.token_ids
+    (turn,) = llm.generate([*ids, *first.token_ids, *llm.encode(" And then?")], GREEDY)
+    assert turn.cached_tokens == len(ids) + len(first.token_ids) - 1  # the last token was never computed
+    (other,) = llm.generate(ids, GREEDY, salt="somebody else")
+    assert other.cached_tokens == 0 and other.token_ids == first.token_ids and idle(llm)
+    streamed = list(llm.stream(ids, GREEDY, salt="somebody else"))[-1].answer
+    assert streamed.cached_tokens == len(ids) - 1
+
+
+def test_a_pinned_prompt_stays():
+    llm = LLM("smollm2", kv_memory="24MiB", max_requests=8)
+    text = "You are a patient and terse assistant. " * 30
+    n = llm.pin(text, seconds=600)
+    assert n == len(llm.encode(text))
+    for token in range(100, 106):  # as much as there is room for beside it, again and again
+        llm.generate([token] * 300, SamplingParams(max_tokens=1, temperature=0))
+    assert llm.generate(text, GREEDY)[0].cached_tokens == n - 1
+    llm.cache.reuse.tree.pins.clear()
+    for token in range(100, 106):
+        llm.generate([token] * 300, SamplingParams(max_tokens=1, temperature=0))
+    assert llm.generate(text, GREEDY)[0].cached_tokens == 0 and idle(llm)
+
+
+def test_nothing_can_be_pinned_where_nothing_is_kept():
+    with pytest.raises(ValueError, match="off"):
+        LLM("smollm2", kv_memory="64MiB", prefix="off").pin("Hello", 1.0)
