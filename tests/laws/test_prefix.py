@@ -130,6 +130,38 @@ def salted(text: Sequence[int], salt: str, policy: str = "full") -> Request:
     return made
 
 
+def test_equal_prompts_of_two_tenants_asked_together_share_nothing() -> None:
+    engine, text = rig("llama", prefix="exact"), list(range(70))
+    made = [salted(text, s) for s in "aab"]
+    engine.add(*made)
+    engine.step()
+    pages = [set(engine.cache.pages[r.row, :, :, :4].flatten().tolist()) for r in made]
+    assert pages[0] == pages[1] and not pages[0] & pages[2]
+
+
+def test_a_guess_or_a_neighbour_ends_no_pin() -> None:
+    engine, text = rig("llama", prefix="exact", pages=6 * 16, n_rows=4), list(range(64))
+    run(engine, [request(text, 2)])
+    assert engine.cache.reuse and engine.cache.reuse.pin(request(text).policy, text, "", 1000.0) == 64
+    engine.add(*[request([i] * 40, 80) for i in range(3)])
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
+        assert engine.cache.reuse.tree.pins
+    assert engine.cache.reuse.tree.unpin()
+
+
+def test_nodes_that_hold_nothing_go_too() -> None:
+    """Where every layer slides only windows hold pages."""
+    rng, engine = random.Random(0), rig("mistral", prefix="exact", pages=300, n_rows=8)
+    for _ in range(60):
+        stem = [rng.randrange(128) for _ in range(48)]
+        run(engine, [request(stem + [rng.randrange(128) for _ in range(30)], 4) for _ in range(2)])
+    assert engine.cache.reuse
+    leaves = [node for node in engine.cache.reuse.tree._nodes() if not node.children]
+    assert sum(not node.held.size for node in leaves) <= 2
+
+
 def test_sliding_layers_go_on_where_texts_part() -> None:
     """The second one that parts from the first leaves windows there, so that the third begins there."""
     stem = list(range(1, 101))

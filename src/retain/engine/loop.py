@@ -34,9 +34,9 @@ class Engine:
         for request in requests:
             request.policy = self.cache.heeded(request.policy)
             request.context = min(request.context, self.cache.context)
-        leaders: dict[tuple[int, ...], list[Request]] = {}
+        leaders: dict[tuple[str, *tuple[int, ...]], list[Request]] = {}  # of a tenant's prompt
         for request in sorted(requests, key=lambda r: not r.sees):  # who sees nothing may follow anybody
-            alike = leaders.setdefault(tuple(request.prompt), [])
+            alike = leaders.setdefault((request.salt, *request.prompt), [])
             leader = next((r for r in alike if request.may_follow(r)), None)
             if leader:
                 leader.followers.append(request)

@@ -120,6 +120,8 @@ class Scheduler:
         while not self.purse.grow(request.row, upto):
             if self._shrink():
                 continue
+            if len(self.running) == 1 and self.purse.reuse and self.purse.reuse.tree.unpin():
+                continue  # alone it fits: see check
             youngest = max(self.running, key=lambda r: r.id)
             self.preempt(youngest)
             if youngest is request:

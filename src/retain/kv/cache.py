@@ -148,6 +148,7 @@ class Cache(Needs):
         if not self.grow(new, computed):
             self.close(new)
             return None
+        self.peaks[new] = np.maximum(self.peaks[new], self.counts[new])
         held = (places < np.minimum(self.counts[new], self.counts[row])[..., None]) & ~both
         src, dst = (torch.from_numpy(self.pages[r][held]).long() for r in (row, new))
         self.backend.copy(self.kv, src, dst)

@@ -213,6 +213,11 @@ class Tree:
         self.pins |= {node: max(monotonic() + seconds, self.pins.get(node, 0.0)) for node in nodes}
         return whole * self.page_size + same
 
+    def unpin(self) -> bool:
+        """Nothing is pinned any more. Whether anything was."""
+        pinned, self.pins = bool(self.pins), {}
+        return pinned
+
     def _unpin(self) -> None:
         """Forget pins whose time is over."""
         if self.pins:
@@ -225,15 +230,12 @@ class Tree:
     def evict(self, n: int) -> None:
         """Give back n pages, or as many as nobody else holds: leaves, the longest unused first.
 
-        Those whose pages are in use give nothing, and go only where they stand between others and the end. Those that
-        are pinned go last of all.
+        Those whose pages are in use give nothing, and go only where that is enough: they stand between others and the
+        end. Those that are pinned stay.
         """
         self._unpin()
         n -= self._evict(n, in_use=False)
-        if n > 0:
-            n -= self._evict(n, in_use=True)
-        if n > 0 and self.pins:
-            self.pins = {}
+        if 0 < n <= self.spare:
             self._evict(n, in_use=True)
         self.roots = {first: root for first, root in self.roots.items() if root.children}
 
@@ -247,7 +249,7 @@ class Tree:
             if frees > left and not node.rings:  # its end is enough
                 each = max(frees // len(node.links), 1)
                 self._cut(node, max(len(node.links) - -(-left // each), 0))
-            elif frees or in_use:
+            elif frees or in_use or not node.held.size:
                 self._drop(node)
             if parent and parent.parent and not parent.children and parent not in self.pins:
                 heapq.heappush(leaves, (parent.used, next(tie), parent))
