@@ -174,7 +174,7 @@ class LLM:
         """Compute a prompt and let it stay for so long. How many tokens of it are there. Raises ValueError."""
         if not self.cache.reuse:
             raise ValueError("prefix=off keeps nothing: there is nothing to pin")
-        request, _ = self._request(prompt, SamplingParams(max_tokens=1, temperature=0), None, salt=salt)
+        request, _ = self._request(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
         self._run([request])
         return self.cache.reuse.pin(request.policy, request.prompt, salt, seconds)
 

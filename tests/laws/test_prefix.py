@@ -162,6 +162,16 @@ def test_nodes_that_hold_nothing_go_too() -> None:
     assert sum(not node.held.size for node in leaves) <= 2
 
 
+def test_windows_are_found_beside_longer_texts_that_have_none_there() -> None:
+    """Wherever the text ended that left them."""
+    stem = list(range(1, 41))
+    engine = rig("gemma3_text", prefix="exact")
+    for text in ([*stem, *[9] * 80], stem):
+        run(engine, [request(text, 1)])
+    then = request([*stem, 7, 7, 7], 4)
+    assert run(engine, [then]) == run(rig("gemma3_text"), [request(then.prompt, 4)]) and then.cached == 40
+
+
 def test_sliding_layers_go_on_where_texts_part() -> None:
     """The second one that parts from the first leaves windows there, so that the third begins there."""
     stem = list(range(1, 101))

@@ -163,7 +163,7 @@ class Request:
     def resume(self, computed: int, mark: int) -> None:
         """So much of it is there already."""
         self.computed, self.mark = computed, mark
-        if not self.first_token:
+        if not self.preempted:
             self.cached = computed
 
     def draws(self, n: int) -> bool:

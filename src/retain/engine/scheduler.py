@@ -91,18 +91,21 @@ class Scheduler:
         while self.waiting and len(self.waiting) <= queue and self._admissible(self.waiting[0]):
             request = self.waiting.pop(0)
             request.row = self.purse.open(request.policy, request.owed)
+            self.running.append(request)
             if self.purse.reuse:
                 request.resume(*self.purse.reuse.resume(request.row, *request.beginning))
-            self.running.append(request)
             yield request
 
     def _admissible(self, request: Request) -> bool:
         """Its whole debt fits beside one more page for each that runs, so it is seldom preempted at once."""
+        if not self.purse.free_rows:
+            return False
         spare = len(self.running) * self.purse.cost(request.policy, 1, 1)
         cost = self.purse.cost(request.policy, len(request.tokens), request.owed)
-        shared = self.purse.reuse.covered(*request.beginning) if self.purse.reuse else 0
-        fits = cost - shared + spare <= self.purse.free_pages or not self.running  # alone it does: see check
-        return self.purse.free_rows > 0 and fits
+        missing = cost + spare - self.purse.free_pages
+        if missing <= 0 or not self.running:  # alone it fits: see check
+            return True
+        return self.purse.reuse is not None and self.purse.reuse.covered(*request.beginning) >= missing
 
     def _stretch(self, request: Request) -> int:
         """How many tokens it may pay at once: none past a moment of forgetting."""

@@ -87,16 +87,21 @@ class Tree:
             return None
         S, text = self.page_size, np.asarray(tokens[:limit], np.int32)
         path, whole = self._walk(root, self._links(first, text))
-        (node, n), (tail, same) = path[-1], self._tail(path, whole, text)
-        if tail is node:
-            path[-1] = node, n + 1
+        at, tails = whole * S, self._tails(path, whole, text)
+        tail, same = tails[0] if tails else (None, 0)
+        common = length = at + same
+        rings = None
+        if sliding:
+            ends: list[tuple[int, Rings | None, Node | None]] = [
+                (min(at, self._end(n)), n.rings, None) for n, _ in path
+            ]
+            ends += [(min(at + same, self._end(n)), n.rings, n) for n, same in tails]
+            able = [(end, rings, n) for end, rings, n in ends if rings and rings.least <= end]
+            length, rings, tail = max(able, key=lambda x: x[0], default=(0, None, None))
+        if tail is path[-1][0]:
+            path[-1] = tail, path[-1][1] + 1
         elif tail:
             path.append((tail, 1))
-        common = whole * S + same
-        length, rings = common, None
-        if sliding:
-            able = [(min(common, self._end(n)), n.rings) for n, _ in path if n.rings and n.rings.least <= common]
-            length, rings = max(able, key=lambda x: x[0], default=(0, None))
         self._touch([node for node, _ in path])
         pages = np.concatenate([node.pages[..., :n] for node, n in path], -1)[..., : -(-length // S)]
         return Hit(length, pages, rings, common)
@@ -114,13 +119,13 @@ class Tree:
                 break
         return path, at
 
-    def _tail(self, path: Sequence[tuple[Node, int]], whole: int, text: Ints) -> tuple[Node | None, int]:
-        """Who has most of the page that comes next, and how many of its tokens; None: nobody has any."""
+    def _tails(self, path: Sequence[tuple[Node, int]], whole: int, text: Ints) -> list[tuple[Node, int]]:
+        """Who has some of the page that comes next, and how many of its tokens: who has most first."""
         S, (node, n), rest = self.page_size, path[-1], text[whole * self.page_size :]
         inside = n < len(node.links)
         nexts = [(node, node.tokens[n * S : (n + 1) * S])] if inside else [(c, c.tokens[:S]) for c in _kids(node)]
-        found, same = max(((c, _same(page, rest)) for c, page in nexts), key=lambda x: x[1], default=(node, 0))
-        return (found, same) if same else (None, 0)
+        found = [(c, same) for c, page in nexts if (same := _same(page, rest))]
+        return sorted(found, key=lambda x: (-x[1], x[0].rings is None))
 
     def _end(self, node: Node) -> int:
         """Tokens of its text up to its end."""
@@ -151,7 +156,7 @@ class Tree:
         links = self._links(first, text)
         path, whole = self._walk(self.roots[first], links)
         self._touch([n for n, _ in path])
-        if not rings and whole * S + self._tail(path, whole, text)[1] == len(text):
+        if not rings and whole * S + sum(same for _, same in self._tails(path, whole, text)[:1]) == len(text):
             return
         node, n = path[-1]
         if n < len(node.links):
@@ -208,10 +213,10 @@ class Tree:
         if first not in self.roots:
             return 0
         path, whole = self._walk(self.roots[first], self._links(first, text))
-        tail, same = self._tail(path, whole, text)
-        nodes = [node for node, _ in path[1:]] + ([tail] if tail else [])
+        tail = self._tails(path, whole, text)[:1]
+        nodes = [node for node, _ in path[1:] + tail]
         self.pins |= {node: max(monotonic() + seconds, self.pins.get(node, 0.0)) for node in nodes}
-        return whole * self.page_size + same
+        return whole * self.page_size + sum(same for _, same in tail)
 
     def unpin(self) -> bool:
         """Nothing is pinned any more. Whether anything was."""
@@ -228,14 +233,15 @@ class Tree:
         return int(np.count_nonzero(self.pool.refs[node.held] == 1))
 
     def evict(self, n: int) -> None:
-        """Give back n pages, or as many as nobody else holds: leaves, the longest unused first.
+        """Give back n pages, or none where nobody else holds fewer: leaves, the longest unused first.
 
         Those whose pages are in use give nothing, and go only where that is enough: they stand between others and the
         end. Those that are pinned stay.
         """
-        self._unpin()
+        if n > self.spare:
+            return
         n -= self._evict(n, in_use=False)
-        if 0 < n <= self.spare:
+        if n > 0:
             self._evict(n, in_use=True)
         self.roots = {first: root for first, root in self.roots.items() if root.children}
 

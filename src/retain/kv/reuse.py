@@ -83,10 +83,10 @@ class Reuse:
         hit = self.find(policy, tokens, limit, salt)
         if not hit:
             return 0, 0
-        S = self.cache.page_size
-        mark = hit.common // S * S
+        S, copies = self.cache.page_size, isinstance(policy, Budget)
+        mark = 0 if copies else hit.common // S * S  # who copies leaves nothing
         mark = mark if mark > hit.length else 0
-        return (hit.length if hit.length and self._adopt(row, hit, isinstance(policy, Budget)) else 0), mark
+        return (hit.length if hit.length and self._adopt(row, hit, copies) else 0), mark
 
     def _adopt(self, row: int, hit: Hit, copies: bool) -> bool:
         """Put its pages into the row's tables. False where there are no pages for copies."""
@@ -177,7 +177,7 @@ class Reuse:
 
 def _first(salt: str, windows: Ints) -> bytes:
     """What the first link of a text begins with."""
-    return blake2b(salt.encode() + b"\0" + windows.tobytes(), digest_size=16).digest()
+    return blake2b(salt.encode(errors="surrogatepass") + b"\0" + windows.tobytes(), digest_size=16).digest()
 
 
 def _unseen(policy: Budget) -> int:
