@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import torch
@@ -73,11 +74,20 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     """All of them together; the answers. The accountant must balance after every step and end empty."""
     for r in requests:
         engine.add(r)
-    while engine.busy:
-        engine.step()
-        engine.cache.check()
+    for _ in steps(engine):
+        pass
     assert engine.cache.free_pages == engine.cache.total_pages
     return [r.answer for r in requests]
+
+
+def steps(engine: Engine) -> Iterator[int]:
+    """Step until nobody is left, and balance the accounts; after each step its number."""
+    for step in itertools.count():
+        if not engine.busy:
+            return
+        engine.step()
+        engine.cache.check()
+        yield step
 
 
 def alone(family: str, prompt: Sequence[int], n: int = 12, **options: object) -> list[int]:

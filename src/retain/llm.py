@@ -260,8 +260,9 @@ class LLM:
 
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.stop_ids)
         max_tokens = params.max_tokens or self.longest_answer(len(ids), policy)
-        request = Request(ids, params, policy, max_tokens, stop_ids, watch, context=self.context, system=system)
-        request.salt = salt
+        request = Request(
+            ids, params, policy, max_tokens, stop_ids, watch, context=self.context, system=system, salt=salt
+        )
         return request, text
 
     def longest_answer(self, prompt: int, policy: Policy | None = None) -> int:

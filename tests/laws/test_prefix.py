@@ -10,7 +10,7 @@ import pytest
 from retain.engine import drafters
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
-from tests.rig import prompts, request, rig, run
+from tests.rig import prompts, request, rig, run, steps
 
 FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text", "mistral"]
 POLICIES = [
@@ -78,11 +78,7 @@ def test_in_company_and_where_pages_are_short(family: str, prefix: str, pages: i
     for _ in range(3):
         made = asked(family, 3, plain=True)
         engine.add(*made)
-        for step in range(10**6):
-            if not engine.busy:
-                break
-            engine.step()
-            engine.cache.check()
+        for step in steps(engine):
             if step in (3, 9) and engine.scheduler.running:
                 engine.scheduler.preempt(rng.choice(engine.scheduler.running))
             if step == 6:
@@ -144,9 +140,7 @@ def test_a_guess_or_a_neighbour_ends_no_pin() -> None:
     run(engine, [request(text, 2)])
     assert engine.cache.reuse and engine.cache.reuse.pin(request(text).policy, text, "", 1000.0) == 64
     engine.add(*[request([i] * 40, 80) for i in range(3)])
-    while engine.busy:
-        engine.step()
-        engine.cache.check()
+    for _ in steps(engine):
         assert engine.cache.reuse.tree.pins
     assert engine.cache.reuse.tree.unpin()
 
@@ -194,9 +188,8 @@ def test_requests_that_run_share_pages() -> None:
     assert len(engine.scheduler.running) >= 3
     used = [set(engine.cache.pages[r.row, 0, 0, :8]) for r in made if r.row is not None]
     assert all(u == used[0] for u in used)
-    while engine.busy:
-        engine.step()
-        engine.cache.check()
+    for _ in steps(engine):
+        pass
 
 
 def test_what_is_pinned_stays_while_others_go_unless_somebody_could_not_run() -> None:
@@ -224,9 +217,8 @@ def test_pins_end() -> None:
 
 def run_on(engine: Engine, made: Request) -> None:
     engine.add(made)
-    while engine.busy:
-        engine.step()
-        engine.cache.check()
+    for _ in steps(engine):
+        pass
     assert made.answer == run(rig("llama"), [request(made.prompt, made.max_tokens)])[0]
 
 
@@ -239,8 +231,7 @@ def test_equal_prompts_asked_together_share_whole_pages() -> None:
         engine.step()
         tables = [engine.cache.pages[r.row, 0, 0].copy() for r in made]
         assert all((t[:6] == tables[0][:6]).all() for t in tables) and len({int(t[6]) for t in tables}) == 6
-        while engine.busy:
-            engine.step()
-            engine.cache.check()
+        for _ in steps(engine):
+            pass
         alone = [request(text, 20, params=SamplingParams(seed=i, ignore_eos=True)) for i in range(6)]
         assert [run(rig("llama"), [r])[0] for r in alone] == [r.answer for r in made]

@@ -19,7 +19,7 @@ from retain.engine.runner import Runner
 from retain.engine.sampler import penalise, probabilities
 from retain.engine.speculate import agree, residual, verify
 from retain.kv import policies
-from tests.rig import GREEDY, other, prompts, request, rig, run
+from tests.rig import GREEDY, other, prompts, request, rig, run, steps
 
 FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text"]
 
@@ -109,11 +109,7 @@ def test_preemption_cancellation_and_company_in_the_middle_of_rounds(family: str
     engine = rig(family, backend="cpu", pages=pages, drafter=seer(asked, plain, 0.2))
     made = [request(p, 40) for p in asked]
     engine.add(*made)
-    for step in range(10**6):
-        if not engine.busy:
-            break
-        engine.step()
-        engine.cache.check()
+    for step in steps(engine):
         if step == 12:
             engine.cancel(made[3])
         if step in (4, 9):

@@ -56,8 +56,8 @@ class Asked:
             return [t for r in records(self.data, "mooncake_conversation_trace", self.items) if (t := _scaled(llm, r))]
         if name == "document":
             text = llm.encode(max((r["text"] for r in records(self.data, "books")), key=len)[: 8 * self.shared])
-            stem, ends = text[: min(self.shared, room)], [f"\n\nQuestion {i}: {q}" for i, q in _numbered(self.items)]
-            return [stem + llm.tokenizer.encode(q, ends=False) for q in ends]
+            asks = [f"\n\nQuestion {i}: {QUESTIONS[i % len(QUESTIONS)]}" for i in range(self.items)]
+            return [text[: min(self.shared, room)] + llm.tokenizer.encode(q, ends=False) for q in asks]
         file, read = SETS[name]
         found = records(self.data, file)
         shown = [(*read(r), int(r["label"])) for r in found]
@@ -67,10 +67,6 @@ class Asked:
             example = f"{prompt}{choices[label]}\n\n"
             examples, length, i = examples + example, length + len(llm.encode(example)), i + 1
         return [llm.encode(examples + prompt)[:room] for prompt, _, _ in shown[i : i + self.items]]
-
-
-def _numbered(n: int) -> Iterator[tuple[int, str]]:
-    return ((i, QUESTIONS[i % len(QUESTIONS)]) for i in range(n))
 
 
 def _scaled(llm: LLM, r: dict[str, Any]) -> list[int]:
@@ -91,8 +87,10 @@ def run(llm: LLM, asked: Asked) -> Iterator[Line]:
         for method in ("recompute", "memory"):
             reuse.tree.clear()
             llm.cache.reuse = reuse if method == "memory" else None
-            answers = [llm.generate(p, FIRST)[0] for p in prompts]
-            llm.cache.reuse = reuse
+            try:
+                answers = [llm.generate(p, FIRST)[0] for p in prompts]
+            finally:
+                llm.cache.reuse = reuse
             ms = np.array([1e3 * a.ttft_s for a in answers])
             later = ms[1:] if len(ms) > 1 else ms
             said[method], p50[method] = [a.token_ids for a in answers], float(np.median(later))

@@ -122,7 +122,7 @@ class Request:
 
     id: int = field(default_factory=itertools.count().__next__)
     tokens: list[int] = field(default_factory=list)
-    followers: list[Request] = field(default_factory=list)  # who begin with a copy of its prompt's slots
+    followers: list[Request] = field(default_factory=list)  # who begin with its prompt's slots, shared or copied
     computed: int = 0
     cached: int = 0  # tokens that were computed already when it began
     mark: int = 0  # where others could go on if it left something there

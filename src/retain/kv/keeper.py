@@ -15,7 +15,7 @@ from torch import Tensor
 from retain.kernels import KV
 from retain.kv.budget import Budget
 from retain.kv.forget import Turn, compact, punch, renumber
-from retain.kv.pool import Pool
+from retain.kv.pool import Pool, index
 
 Ints = NDArray[np.int32]
 
@@ -90,7 +90,7 @@ class Keeper:
         G, n = self.counts.shape[1], -(-self.policy.prompt // self.kv.page_size)
         if self.lent is None and self.pool.room(G * n):
             self.lent = self.pool.take(G * n).reshape(G, n)
-            self.kv.pos[_long(self.lent)] = -1
+            self.kv.pos[index(self.lent)] = -1
         return self.lent is not None
 
     def lend(self) -> None:
@@ -153,16 +153,16 @@ class Keeper:
         if not self.pool.room(len(pages)):
             return False
         self.saved = pages, self.pool.take(len(pages))
-        self.backend.copy(self.kv, *map(_long, self.saved))
+        self.backend.copy(self.kv, *map(index, self.saved))
         return True
 
     def rewind(self, computed: int) -> None:
         """Everything from position `computed` on was only tried: it is holes again, and rings are what they were."""
         assert self.saved
-        tried = _long(self.pages[self._owned()])
+        tried = index(self.pages[self._owned()])
         pos = self.kv.pos[tried]
         self.kv.pos[tried] = pos.masked_fill_(pos >= computed, -1)
-        self.backend.copy(self.kv, *map(_long, reversed(self.saved)))
+        self.backend.copy(self.kv, *map(index, reversed(self.saved)))
 
     def _punch(self, computed: int, used: Ints, n: int) -> None:
         """Holes for the next tokens."""
@@ -175,7 +175,7 @@ class Keeper:
         if self.policy.positions == "new":
             tables = self._tables()
             renumber(self.kv, self.backend, tables, self.turn)
-            self.shift = computed - 1 - int(self.kv.pos[_long(tables[0, 0])].max())
+            self.shift = computed - 1 - int(self.kv.pos[index(tables[0, 0])].max())
 
     def _owned(self) -> NDArray[np.bool_]:
         """Which entries of the row's tables are pages, [L, G, n]."""
@@ -200,7 +200,3 @@ class Keeper:
         over = self._owned()[self.layers] & (np.arange(self.pages.shape[-1]) >= counts[..., None])
         self.pool.give(self.pages[self.layers][over])
         self.counts[self.layers] = counts
-
-
-def _long(pages: Ints) -> Tensor:
-    return torch.from_numpy(pages).long()

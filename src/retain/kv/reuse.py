@@ -14,14 +14,13 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from retain.config import choice, one_of, options
 from retain.kernels import NO_WINDOW
 from retain.kv.budget import Budget
 from retain.kv.policies import Policy
+from retain.kv.pool import index
 from retain.kv.prefix import Hit, Rings, Tree
 
 if TYPE_CHECKING:
@@ -108,10 +107,10 @@ class Reuse:
             c.pool.give(np.concatenate([kept, src]))
             return False
         dst = c.pool.take(len(src))
-        c.backend.copy(c.kv, _long(src), _long(dst))
-        pos = c.kv.pos[_long(dst)]
-        c.kv.pos[_long(dst)] = pos.masked_fill_(pos >= end, -1)
-        c.kv.mass[_long(dst)] = 0
+        c.backend.copy(c.kv, index(src), index(dst))
+        pos = c.kv.pos[index(dst)]
+        c.kv.pos[index(dst)] = pos.masked_fill_(pos >= end, -1)
+        c.kv.mass[index(dst)] = 0
         c.pool.give(src)
         c.pages[row, sees_all, :, :shared] = hit.pages[..., :shared]
         c.base[row, slide] = [first * S for _, first, _ in here[len(hit.pages) :]]
@@ -157,7 +156,7 @@ class Reuse:
             found.append(pages)
             # Who came later may have written over the oldest; all heads of a ring hold the same positions.
             here = np.arange(first * S, end)
-            there = c.kv.pos[_long(pages[0])].flatten()[: len(here)].numpy()
+            there = c.kv.pos[index(pages[0])].flatten()[: len(here)].numpy()
             lost = here[there != here]
             begin = int(lost[-1]) + 1 if len(lost) else first * S
             least = max(least, begin + W - 1 if begin else 0)
@@ -170,7 +169,7 @@ class Reuse:
         if not c.pool.room(len(pages)):
             return None
         copies = c.pool.take(len(pages))
-        c.backend.copy(c.kv, _long(pages), _long(copies))
+        c.backend.copy(c.kv, index(pages), index(copies))
         each = np.split(copies, np.cumsum([p.size for p in found])[:-1])
         return Rings(tuple(firsts), tuple(x.reshape(p.shape) for x, p in zip(each, found, strict=True)), least)
 
@@ -187,7 +186,3 @@ def _unseen(policy: Budget) -> int:
     watch = policy.watch(np.arange(policy.prompt, dtype=np.int32), 1)
     seen = np.flatnonzero(watch.weights).tolist() if watch else []
     return min([*seen[:1], policy.prompt - 1])
-
-
-def _long(pages: Ints) -> Tensor:
-    return torch.from_numpy(pages).long()
