@@ -18,6 +18,8 @@ from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
 from retain.kv.reuse import parse
+from retain.kv.sleep import Sleep
+from retain.kv.tiers import all_of
 from retain.models.weights import Weights
 from tests.tiny import tiny_source
 
@@ -36,6 +38,7 @@ def rig(
     columns: int = 1,
     drafter: Drafter | None = None,
     prefix: str = "off",
+    tiers: Sequence[str] = (),
 ) -> Engine:
     """An engine on tiny_model(family) in float32, with a pool of so many pages."""
     kernel = kernels.load(backend)
@@ -47,6 +50,9 @@ def rig(
     cache = Cache(
         shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn, parse(prefix)
     )
+    if tiers and cache.reuse:
+        stores = [t.open() for t in all_of(tiers)]
+        cache.reuse.below(Sleep(stores, cache.kv, shape.kv_heads, family.encode()))
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     if drafter:
         drafter.join(Target(runner, cache, lambda *_: other(family, kernel, context, n_rows), lambda _: runner))

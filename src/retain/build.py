@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
+from xxhash import xxh3_128
 
 from retain import models
 from retain.config import Config
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
+from retain.kv import tiers
 from retain.kv.cache import Cache
 from retain.kv.forget import Turn
 from retain.kv.needs import Shape
 from retain.kv.reuse import Prefix
+from retain.kv.sleep import Sleep
 from retain.models.decoder import Spec
 from retain.models.weights import open_weights
 
@@ -53,3 +56,17 @@ def cache(
     return Cache(
         *(shape, backend, dtype, memory, c.page_size, c.max_requests, context, c.step_tokens, columns, turn, reused)
     )
+
+
+def sleep(c: Config, chosen: Sequence[tiers.Tier], cache: Cache, path: Path) -> Sleep:
+    """The tiers below a cache of the model at `path`, memory before disks. Raises ValueError or OSError."""
+    stores = [t.open() for t in chosen]
+    kv, shape = cache.kv, cache.shape
+    made = (c.weights, c.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
+    brand = xxh3_128(repr(made).encode())
+    if any(s.replica for s in stores):  # they outlive the process: other weights have other keys and values
+        for file in [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]:
+            with file.open("rb") as f:
+                while block := f.read(2**24):
+                    brand.update(block)
+    return Sleep(sorted(stores, key=lambda s: s.replica), kv, shape.kv_heads, brand.digest())

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from retain.llm import LLM
 
 ENGINE = (
-    *("dtype", "weights", "kv_policy", "speculate", "prefix", "kv_memory", "page_size", "step_tokens", "context"),
+    *("dtype", "weights", "kv_policy", "speculate", "prefix", "tier", "kv_memory", "page_size", "step_tokens"),
+    "context",
     "backend",
 )
 SAMPLING = (
@@ -59,6 +60,12 @@ def parser() -> Parser:
         "--prefix",
         metavar="P",
         help="what requests leave to others: exact (default), exact:keep=prompt, or off (docs/prefix.md)",
+    )
+    shared.add_argument(
+        "--tier",
+        action="append",
+        metavar="T",
+        help="where pages sleep: ram:capacity=4GiB, disk:path=DIR,capacity=50GiB (may be repeated; docs/prefix.md)",
     )
     shared.add_argument(
         "--kv-memory",

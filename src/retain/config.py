@@ -25,6 +25,7 @@ class Config:
     weights: str = "auto"  # of matrices: as the file has them; or bf16, int8, int4
     kv_policy: str = "full"  # of layers that see everything; sliding layers are rings always
     prefix: str = "exact"  # what requests leave to others: all, exact:keep=prompt, or off (docs/prefix.md)
+    tier: str | tuple[str, ...] = ()  # where pages sleep: ram:capacity=4GiB, disk:path=DIR,capacity=50GiB
     speculate: str | None = None  # who drafts: ngram, draft:weights=int4, self (docs/speculation.md)
     kv_memory: int | None = None  # hard cap of the pool
     page_size: int = 64  # slots of a page
@@ -119,7 +120,9 @@ def amount(text: str) -> Amount:
     return Amount(tokens=int(text))
 
 
-KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "Amount": amount}
+Size = int  # bytes; as a text it has units
+
+KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "Amount": amount, "Size": size}
 
 
 def options(cls: type, name: str, given: dict[str, str]) -> Any:
@@ -135,7 +138,9 @@ def options(cls: type, name: str, given: dict[str, str]) -> Any:
         kind = KINDS.get(str(fields[key].type).removesuffix(" | None"), str)
         try:
             values[key] = kind(text)
-        except ValueError:
+        except ValueError as error:
+            if kind is size:
+                raise ValueError(f"{name}: {key}={error}") from None
             raise ValueError(
                 f"{name}: {key}={text!r} should be a number{' or a percentage' if kind is amount else ''}"
             ) from None

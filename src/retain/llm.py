@@ -24,7 +24,7 @@ from retain.engine.drafters import Target
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams, Why
 from retain.engine.runner import Runner
-from retain.kv import policies, reuse
+from retain.kv import policies, reuse, tiers
 from retain.kv.account import account
 from retain.kv.cache import Cache
 from retain.kv.policies import Policy
@@ -48,6 +48,9 @@ class LLM:
         self.config = c = Config(model, kv_memory=None if kv_memory is None else size(kv_memory), **chosen)
         self.policy = policies.parse(c.kv_policy)
         reused = reuse.parse(c.prefix)
+        below = tiers.all_of([c.tier] if isinstance(c.tier, str) else c.tier)
+        if below and not reused:
+            raise ValueError("prefix=off keeps nothing: there is nothing for a tier")
         drafter = drafters.parse(c.speculate) if c.speculate else None
         backend = kernels.load(c.backend)
         dtype: torch.dtype = getattr(torch, c.dtype)
@@ -64,6 +67,8 @@ class LLM:
             whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype, self.columns)
         )
         self.cache = build.cache(c, spec, backend, memory, self.context, self.columns, turn, reused)
+        if below and self.cache.reuse:
+            self.cache.reuse.below(build.sleep(c, below, self.cache, path))
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens, drafter)
         if drafter:
             drafter.join(self.target)
@@ -177,6 +182,11 @@ class LLM:
         request, _ = self._request(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
         self._run([request])
         return self.cache.reuse.pin(request.policy, request.prompt, salt, seconds)
+
+    def close(self) -> None:
+        """Finish what is being written to tiers, and let others open them. The engine can go on without them."""
+        if self.cache.reuse:
+            self.cache.reuse.close()
 
     def _run(self, requests: Sequence[Request]) -> None:
         """All of them, to their ends."""

@@ -41,8 +41,9 @@ class Rows:
             assert not self.kept.get(who) or limit < 1 or best == 0 or self.evicted
             return 0
         assert hit.length <= hit.common <= min(limit, best)
-        assert hit.pages.shape[-1] == -(-hit.length // S)
-        self.holds_all(text, hit.pages[0, 0] if hit.pages.size else [], 0, range(hit.length))
+        assert hit.pages.shape[-1] in (hit.common // S, -(-hit.common // S))
+        for n in (hit.length, hit.common // S * S):
+            self.holds_all(text, hit.pages[0, 0] if hit.pages.size else [], 0, range(n))
         if not self.sliding and not self.evicted:
             assert hit.length == best
         if self.sliding and hit.length:

@@ -31,7 +31,8 @@ class Batch:
     split: list[int]  # [B]: how many of them each request has
     observe: Observe | None = None
     tables: Tables | None = None  # what they look at, if not at everything that their rows own
-    after: Callable[[int], None] | None = None  # told of every layer when it has looked
+    before: Callable[[int], None] | None = None  # told of every layer before it looks
+    after: Callable[[int], None] | None = None  # and when it has looked
 
 
 def collect(shares: Sequence[Share], cache: Cache) -> Batch:
@@ -43,7 +44,9 @@ def collect(shares: Sequence[Share], cache: Cache) -> Batch:
         [s.request.fresh(s.n) for s in shares],
         [s.request.wanted(s.n) for s in shares],
     )
-    return replace(batch, observe=observe(shares), after=cache.lend(batch.rows.tolist()))
+    rows = batch.rows.tolist()
+    before = cache.reuse.awaited(rows) if cache.reuse else None
+    return replace(batch, observe=observe(shares), before=before, after=cache.lend(rows))
 
 
 def flat(

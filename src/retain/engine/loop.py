@@ -57,16 +57,18 @@ class Engine:
             return []
         batch = collect(shares, self.cache)
         logits = self.runner.forward(batch)  # [N, V]
+        for request in [s.request for s in shares if not self.cache.arrived(s.request.row)]:
+            self.scheduler.again(request)
         ready: list[Request] = []
         rows: list[int] = []
         for share, end in zip(shares, accumulate(batch.split), strict=True):
-            for request in share.request.twins(share.n):
+            for request in share.request.twins(share.n) if share.request.row is not None else []:
                 if share.request.draws(share.n) if request is share.request else not request.given:
                     ready.append(request)
                     rows += range(end - 1 - len(request.drafts), end)
         drawn = sample(logits if rows == list(range(len(logits))) else logits[rows], ready)
         took = perf_counter() - began - drafting
-        self._learn(shares, ready, drawn, took, drafting)
+        self._learn(batch, shares, ready, drawn, took, drafting)
         wrong = {r: r.verified(len(tokens)) for r, tokens in zip(ready, drawn, strict=True)}
         self._reject(batch, shares, wrong)
         self._settle(shares, torch.split(logits, batch.split), wrong)
@@ -104,9 +106,11 @@ class Engine:
         return perf_counter() - began
 
     def _learn(
-        self, shares: list[Share], ready: list[Request], drawn: list[Drawn], took: float, drafting: float
+        self, batch: Batch, shares: list[Share], ready: list[Request], drawn: list[Drawn], took: float, drafting: float
     ) -> None:
-        """What drafts gave and took; where a prompt is paid too, only what they gave."""
+        """What drafts gave and took; where a prompt is paid too, only what they gave. How fast tokens are computed."""
+        if self.cache.reuse and not batch.before:
+            self.cache.reuse.computed(len(batch.ids), took)
         for request, tokens in zip(ready, drawn, strict=True):
             if request.drafts:
                 request.rounds.draft_s += drafting
@@ -129,6 +133,8 @@ class Engine:
         """Book what was paid, but for `wrong` drafts, and show logits to who reads them."""
         for share, rows in zip(shares, logits, strict=True):
             request, again = share.request, share.request.rereads
+            if request.row is None:
+                continue  # what it began with did not come
             for twin in request.twins(share.n):
                 if twin.reader and len(rows):
                     twin.reader(rows)
@@ -137,7 +143,6 @@ class Engine:
                     twin.computed = len(twin.prompt)
             before = request.computed
             request.pay(share.n - wrong.get(request, 0))
-            assert request.row is not None
             if self.cache.reuse and (
                 before < len(request.prompt) <= request.computed or request.computed == request.mark
             ):

@@ -35,7 +35,7 @@ class ProgramRunner:
         """See Runner."""
         tables = batch.tables or self.cache.tables(batch.rows, batch.starts)
         b = batch
-        return self.program.run(self.cache.kv, tables, b.slots, b.ids, b.pos, b.wanted, b.observe, b.after)
+        return self.program.run(self.cache.kv, tables, b.slots, b.ids, b.pos, b.wanted, b.observe, b.before, b.after)
 
 
 class TorchRunner:
@@ -53,6 +53,8 @@ class TorchRunner:
         tables = batch.tables or self.cache.tables(batch.rows, batch.starts)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if batch.before:
+                batch.before(layer)
             self.backend.write(kv, batch.slots[layer], k, v, batch.pos)
             o: Tensor = self.backend.attend(
                 *(q, kv, tables.of(layer), batch.pos, scale, self.slopes, batch.observe, layer)

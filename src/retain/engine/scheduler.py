@@ -148,6 +148,11 @@ class Scheduler:
         request.preempted += 1
         self.wait(request)
 
+    def again(self, request: Request) -> None:
+        """What it began with did not come: it waits, and begins with less."""
+        self._close(request)
+        self.wait(request)
+
     def drop(self, request: Request) -> None:
         """It has ended or is cancelled: its pages go back at once."""
         if request in self.waiting:
@@ -159,6 +164,10 @@ class Scheduler:
         assert request.row is not None
         if self.purse.reuse:
             self.purse.reuse.leave(request.row, *request.ending)
+        self._close(request)
+
+    def _close(self, request: Request) -> None:
+        assert request.row is not None
         peaks = self.purse.close(request.row)
         request.peaks = [max(p) for p in zip(peaks, request.peaks or peaks, strict=True)]
         self.running.remove(request)

@@ -195,12 +195,13 @@ class Program(Protocol):
         pos: Tensor,
         wanted: Tensor,
         observe: Observe | None = None,
+        before: Callable[[int], None] | None = None,
         after: Callable[[int], None] | None = None,
     ) -> Tensor:
         """A step: ids int64 [T], pos int32 [T], slots int32 [L, G, T], wanted int64 [N] -> logits float32 [N, V].
 
         `tables` are those of all layers: pages [L, N, G, n], counts [L, N, G], windows [L, N]. The next step overwrites
-        the logits. `after(layer)` is called when a layer has looked, before the next one writes.
+        the logits. `before(layer)` is called before a layer writes and looks, `after(layer)` when it has looked.
         """
         ...
 

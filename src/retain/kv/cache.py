@@ -223,6 +223,10 @@ class Cache(Needs):
             keeper.lend()
         return after if keepers else None
 
+    def arrived(self, row: int | None) -> bool:
+        """After a step: whether everything has come that the row waited for. If not, it is good for nothing."""
+        return row is None or self.reuse is None or self.reuse.arrived(row)
+
     def settle(self, row: int, computed: int, owed: int) -> None:
         """So many tokens are computed, so many more owed. Budgets forget what is over them. Where nothing is owed, one
         token a step will follow: rings shrink to their window and give the rest back.
@@ -283,6 +287,8 @@ class Cache(Needs):
 
     def close(self, row: int) -> list[int]:
         """Give every page of the row back, and the row. Returns for each layer the most slots that one head owned."""
+        if self.reuse:
+            self.reuse.stop(row)
         self.pool.give(self._held([row]))
         self.keepers.pop(row, None)  # after its other pages were given
         self.counts[row] = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from time import monotonic
@@ -60,7 +60,7 @@ class Hit:
     """The first `length` tokens of a text are there. `common`: as many agree, but sliding layers cannot go on there."""
 
     length: int
-    pages: Ints  # [M, G, n], the last one perhaps only in part
+    pages: Ints  # [M, G, n], of all that agree, the last one perhaps only in part
     rings: Rings | None
     common: int
 
@@ -74,6 +74,7 @@ class Tree:
         self.mine = np.zeros(pool.n_pages, bool)  # pages that are held here
         self.clock = itertools.count(1)
         self.pins: dict[Node, float] = {}  # who stays, until when (seconds)
+        self.evicted: Callable[[Node, int], None] | None = None  # told of a node whose pages from there on must go
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class Tree:
         if root is None or limit < 1:
             return None
         S, text = self.page_size, np.asarray(tokens[:limit], np.int32)
-        path, whole = self._walk(root, self._links(first, text))
+        path, whole = self._walk(root, self.links(first, text))
         at, tails = whole * S, self._tails(path, whole, text)
         tail, same = tails[0] if tails else (None, 0)
         common = length = at + same
@@ -103,7 +104,7 @@ class Tree:
         elif tail:
             path.append((tail, 1))
         self._touch([node for node, _ in path])
-        pages = np.concatenate([node.pages[..., :n] for node, n in path], -1)[..., : -(-length // S)]
+        pages = np.concatenate([node.pages[..., :n] for node, n in path], -1)
         return Hit(length, pages, rings, common)
 
     def _walk(self, root: Node, links: Sequence[bytes]) -> tuple[list[tuple[Node, int]], int]:
@@ -136,8 +137,8 @@ class Tree:
         for node in nodes:
             node.used = now
 
-    def _links(self, first: bytes, text: Ints) -> list[bytes]:
-        """Of its whole pages."""
+    def links(self, first: bytes, text: Ints) -> list[bytes]:
+        """Of its whole pages, in order: they name them wherever they are."""
         S, link, links = self.page_size, first, []
         for i in range(0, len(text) - S + 1, S):
             links.append(link := _link(link, text[i : i + S]))
@@ -153,7 +154,7 @@ class Tree:
         S, text = self.page_size, np.asarray(tokens, np.int32)
         if first not in self.roots:
             self.roots[first] = Node(0, text[:0], [], pages[..., :0])
-        links = self._links(first, text)
+        links = self.links(first, text)
         path, whole = self._walk(self.roots[first], links)
         self._touch([n for n, _ in path])
         if not rings and whole * S + sum(same for _, same in self._tails(path, whole, text)[:1]) == len(text):
@@ -212,7 +213,7 @@ class Tree:
         text = np.asarray(tokens, np.int32)
         if first not in self.roots:
             return 0
-        path, whole = self._walk(self.roots[first], self._links(first, text))
+        path, whole = self._walk(self.roots[first], self.links(first, text))
         tail = self._tails(path, whole, text)[:1]
         nodes = [node for node, _ in path[1:] + tail]
         self.pins |= {node: max(monotonic() + seconds, self.pins.get(node, 0.0)) for node in nodes}
@@ -254,9 +255,9 @@ class Tree:
             parent, frees = node.parent, self._frees(node)
             if frees > left and not node.rings:  # its end is enough
                 each = max(frees // len(node.links), 1)
-                self._cut(node, max(len(node.links) - -(-left // each), 0))
+                self._cut(node, max(len(node.links) - -(-left // each), 0), self.evicted)
             elif frees or in_use or not node.held.size:
-                self._drop(node)
+                self._cut(node, 0, self.evicted)
             if parent and parent.parent and not parent.children and parent not in self.pins:
                 heapq.heappush(leaves, (parent.used, next(tie), parent))
         return self.pool.free - had
@@ -268,8 +269,10 @@ class Tree:
         self.roots.clear()
         self.pins.clear()
 
-    def _cut(self, node: Node, n: int) -> None:
+    def _cut(self, node: Node, n: int, told: Callable[[Node, int], None] | None = None) -> None:
         """Keep the first n pages of a leaf."""
+        if told and len(node.tokens) == len(node.links) * self.page_size:
+            told(node, n)
         if not n:
             return self._drop(node)
         self._give(node.pages[..., n:].ravel())

@@ -8,7 +8,7 @@ here: who is scheduled, how the tree finds and evicts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from retain.config import choice, one_of, options
 from retain.kernels import NO_WINDOW
+from retain.kv.begin import Beginning, adopt
 from retain.kv.budget import Budget
 from retain.kv.policies import Policy
 from retain.kv.pool import index
 from retain.kv.prefix import Hit, Rings, Tree
+from retain.kv.sleep import Fetch, Sleep
 
 if TYPE_CHECKING:
     from retain.kv.cache import Cache
@@ -55,17 +57,40 @@ class Reuse:
 
     def __init__(self, cache: Cache, chosen: Prefix):
         self.cache, self.chosen, self.tree = cache, chosen, Tree(cache.pool, cache.page_size)
+        self.sleep: Sleep | None = None
+        self.fetches: dict[int, Fetch] = {}  # of rows that wait for pages
+
+    def _first(self, salt: str, windows: Ints) -> bytes:
+        """What the first link of a text begins with."""
+        brand = self.sleep.brand if self.sleep else b""
+        text = brand + b"\0" + salt.encode(errors="surrogatepass") + b"\0" + windows.tobytes()
+        return blake2b(text, digest_size=16).digest()
+
+    def below(self, sleep: Sleep) -> None:
+        """From now on there are tiers below the pool."""
+        self.sleep = sleep
+        self.tree.evicted = lambda node, n: sleep.evicted(
+            node.links[n:], node.begin + n, node.pages[..., n:], node.rings
+        )
+
+    def close(self) -> None:
+        """There are no tiers any more; and nothing is in the tree, whose links named them."""
+        if self.sleep:
+            self.tree.evicted = None
+            self.sleep.close()
+            self.tree.clear()
+            self.sleep = None
 
     def find(self, policy: Policy, tokens: Sequence[int], limit: int, salt: str) -> Hit | None:
         """What a row under this policy could begin with: at most `limit` tokens."""
         if isinstance(policy, Budget):
             limit = min(limit, _unseen(policy))
         windows = self.cache.windows(policy)
-        return self.tree.find(_first(salt, windows), tokens, limit, bool((windows < NO_WINDOW).any()))
+        return self.tree.find(self._first(salt, windows), tokens, limit, bool((windows < NO_WINDOW).any()))
 
     def pin(self, policy: Policy, tokens: Sequence[int], salt: str, seconds: float) -> int:
         """What there is of a text stays for so long. How many tokens that is."""
-        return self.tree.pin(_first(salt, self.cache.windows(policy)), tokens, seconds)
+        return self.tree.pin(self._first(salt, self.cache.windows(policy)), tokens, seconds)
 
     def covered(self, policy: Policy, tokens: Sequence[int], limit: int, salt: str) -> int:
         """Pages of what such a row would need that other rows hold already."""
@@ -78,52 +103,83 @@ class Reuse:
     def resume(self, row: int, policy: Policy, tokens: Sequence[int], limit: int, salt: str) -> tuple[int, int]:
         """Begin a row that owns nothing yet. How many tokens are computed; and where more could have been shared, had
         somebody left the windows of its sliding layers there (0: nowhere).
-        """
-        hit = self.find(policy, tokens, limit, salt)
-        if not hit:
-            return 0, 0
-        S, copies = self.cache.page_size, isinstance(policy, Budget)
-        mark = 0 if copies else hit.common // S * S  # who copies leaves nothing
-        mark = mark if mark > hit.length else 0
-        return (hit.length if hit.length and self._adopt(row, hit, copies) else 0), mark
 
-    def _adopt(self, row: int, hit: Hit, copies: bool) -> bool:
-        """Put its pages into the row's tables. False where there are no pages for copies."""
-        c, S, end = self.cache, self.cache.page_size, hit.length
-        sees_all, slide = c.window[row] == NO_WINDOW, np.flatnonzero(c.window[row] < NO_WINDOW)
-        shared = 0 if copies else end // S
-        here: list[tuple[int, int, Ints]] = []  # layer, first page of the text, pages [G, n] to be copied
-        for layer, pages in zip(np.flatnonzero(sees_all).tolist(), hit.pages, strict=True):
-            here.append((layer, shared, pages[:, shared:]))
-        for i, layer in enumerate(slide.tolist()):
-            assert hit.rings
-            first, last = max(end - int(c.window[row, layer]) + 1, 0) // S, -(-end // S)
-            begin = hit.rings.first[i]
-            here.append((layer, first, hit.rings.pages[i][:, first - begin : last - begin]))
-        src = np.concatenate([p.ravel() for _, _, p in here])
-        kept = hit.pages[..., :shared].ravel()
-        c.pool.share(np.concatenate([kept, src]))  # nobody may evict them now
-        if not c.pool.room(len(src)):
-            c.pool.give(np.concatenate([kept, src]))
+        What sleeps in tiers is on its way when this returns: see `awaited`.
+        """
+        S, copies = self.cache.page_size, isinstance(policy, Budget)
+        hit = self.find(policy, tokens, limit, salt)
+        begin = self._asleep(policy, tokens, limit, salt, hit)
+        if hit and not begin:
+            begin = Beginning(hit.length, hit.pages[..., : -(-hit.length // S)], hit.rings)
+        length = begin.length if begin else 0
+        mark = hit.common // S * S if hit and not copies else 0  # who copies leaves nothing
+        mark = mark if mark > length else 0
+        jobs = adopt(self.cache, row, begin, copies) if begin and length else None
+        if jobs and self.sleep:
+            self.fetches[row] = self.sleep.wake(jobs)
+        return (0 if jobs is None else length), mark
+
+    def _asleep(
+        self, policy: Policy, tokens: Sequence[int], limit: int, salt: str, hit: Hit | None
+    ) -> Beginning | None:
+        """A beginning of whole pages that is longer than what the tree has, where tiers have the rest of it, and it is
+        sooner read than computed.
+        """
+        S, windows = self.cache.page_size, self.cache.windows(policy)
+        if not self.sleep:
+            return None
+        if isinstance(policy, Budget):
+            limit = min(limit, _unseen(policy))
+        keys = self.tree.links(self._first(salt, windows), np.asarray(tokens[: max(limit, 0)], np.int32))
+        have, length = (hit.common // S, hit.length) if hit else (0, 0)
+        sees_all = int(np.count_nonzero(windows == NO_WINDOW))
+        upto = have + sum(p.end - p.begin for p in self.sleep.find(keys[have:])) if sees_all else len(keys)
+        rings = None
+        if sees_all < len(windows):
+            there = ((i, self.sleep.windows(keys[i - 1])) for i in range(upto, length // S, -1))
+            upto, rings = next(((i, w) for i, w in there if w and w.span.least <= i * S), (0, None))
+        if upto * S <= length:
+            return None
+        parts = self.sleep.find(keys[have:upto]) if sees_all else []
+        if not self.sleep.worth_it([*parts, rings] if rings else parts, upto * S - length):
+            return None
+        none = np.zeros((sees_all, self.cache.shape.kv_heads, 0), np.int32)
+        return Beginning(upto * S, hit.pages[..., : min(have, upto)] if hit else none, None, parts, rings)
+
+    # ---- what is on its way --------------------------------------------------------------------------------------
+
+    def awaited(self, rows: Sequence[int]) -> Callable[[int], None] | None:
+        """What who computes calls before a layer looks; None: nothing is on its way to these rows."""
+        fetches = [f for row in rows if (f := self.fetches.get(row))]
+
+        def before(layer: int) -> None:
+            for fetch in fetches:
+                fetch.wait(layer)
+
+        return before if fetches else None
+
+    def arrived(self, row: int) -> bool:
+        """After a step: whether everything has come that the row waited for. If not, it is good for nothing."""
+        fetch = self.fetches.pop(row, None)
+        if fetch and not fetch.done():
             return False
-        dst = c.pool.take(len(src))
-        c.backend.copy(c.kv, index(src), index(dst))
-        pos = c.kv.pos[index(dst)]
-        c.kv.pos[index(dst)] = pos.masked_fill_(pos >= end, -1)
-        c.kv.mass[index(dst)] = 0
-        c.pool.give(src)
-        c.pages[row, sees_all, :, :shared] = hit.pages[..., :shared]
-        c.base[row, slide] = [first * S for _, first, _ in here[len(hit.pages) :]]
-        for (layer, first, pages), copied in zip(
-            here, np.split(dst, np.cumsum([p.size for _, _, p in here])[:-1]), strict=True
-        ):
-            at = first - int(c.base[row, layer]) // S
-            end_of = at + pages.shape[1]
-            c.pages[row, layer, :, at:end_of] = copied.reshape(pages.shape)
-            c.counts[row, layer] = end_of
-        c.peaks[row] = c.counts[row]
-        c.paid[row] = end
+        if fetch and row not in self.cache.keepers:  # it will be in the tree, and need not be asleep in memory too
+            for store, span in fetch.woken:
+                if not store.replica and not span.firsts:
+                    store.drop(span)
         return True
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step that waited for nothing took so long."""
+        if self.sleep and tokens >= self.cache.page_size:
+            self.sleep.rates.computed(tokens, seconds)
+
+    def stop(self, row: int) -> None:
+        """Nothing comes into its pages any more."""
+        if fetch := self.fetches.pop(row, None):
+            fetch.stop()
+
+    # ---- leaving -------------------------------------------------------------------------------------------------
 
     def leave(
         self, row: int, policy: Policy, tokens: Sequence[int], prompt: int, salt: str, goes_on: bool = False
@@ -135,13 +191,17 @@ class Reuse:
         c, S = self.cache, self.cache.page_size
         end = len(tokens) if self.chosen.keep == "all" else min(len(tokens), prompt)
         end = end // S * S if goes_on else end
-        if not end or row in c.keepers:
+        if not end or row in c.keepers or row in self.fetches:
             return
         sees_all, slide = c.window[row] == NO_WINDOW, np.flatnonzero(c.window[row] < NO_WINDOW)
         rings = self._rings(row, slide, end, goes_on) if len(slide) else None
         if rings or not len(slide):
             pages = c.pages[row, sees_all, :, : -(-end // S)]
-            self.tree.insert(_first(salt, c.windows(policy)), tokens[:end], pages, rings)
+            first = self._first(salt, c.windows(policy))
+            if self.sleep:
+                links = self.tree.links(first, np.asarray(tokens[:end], np.int32))
+                self.sleep.born(links, 0, pages[..., : len(links)], rings if end % S == 0 else None)
+            self.tree.insert(first, tokens[:end], pages, rings)
 
     def _rings(self, row: int, slide: NDArray[np.intp], end: int, goes_on: bool) -> Rings | None:
         """The pages of the layers that slide, as they are before position `end`. None where they are no more."""
@@ -172,11 +232,6 @@ class Reuse:
         c.backend.copy(c.kv, index(pages), index(copies))
         each = np.split(copies, np.cumsum([p.size for p in found])[:-1])
         return Rings(tuple(firsts), tuple(x.reshape(p.shape) for x, p in zip(each, found, strict=True)), least)
-
-
-def _first(salt: str, windows: Ints) -> bytes:
-    """What the first link of a text begins with."""
-    return blake2b(salt.encode(errors="surrogatepass") + b"\0" + windows.tobytes(), digest_size=16).digest()
 
 
 def _unseen(policy: Budget) -> int:

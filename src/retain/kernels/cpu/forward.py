@@ -63,7 +63,7 @@ class CpuProgram:
         self._arena = Arena()
         self._packed: dict[int, tuple[ref[Matrix], Packed]] = {}  # by id of the matrix
         self._kept: list[Tensor] = []  # C++ holds addresses of these
-        self._looked: list[tuple[int, int]] = []  # layers, and the operations up to there
+        self._looks: list[tuple[int, int]] = []  # layers, and the operations up to the one that looks
         self._logits = torch.empty(0, 0)  # [most N so far, V]
 
     # ---- the operations ------------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ class CpuProgram:
         _fit("q, k and v", (H + 2 * G) * D, self._widths[qkv])
         _fit("the heads' output", H * D, self._widths[out])
         _fit("slopes", H if slopes is None else slopes.numel(), H)
+        self._looks.append((layer, self._c.size()))
         self._c.attend(qkv, out, layer, H, G, D, scale, self._keep(slopes))
-        self._looked.append((layer, self._c.size()))
 
     def pick(self, x: int, out: int) -> None:  # noqa: D102
         _fit("the last rows", self._widths[x], self._widths[out])
@@ -152,6 +152,7 @@ class CpuProgram:
         pos: Tensor,
         wanted: Tensor,
         observe: Observe | None = None,
+        before: Callable[[int], None] | None = None,
         after: Callable[[int], None] | None = None,
     ) -> Tensor:
         N, T, B = len(wanted), len(ids), len(tables.rows)
@@ -168,11 +169,15 @@ class CpuProgram:
             slots.data_ptr(), *slots.stride(), told.observe(observe),
         )  # fmt: skip
         begin = 0
-        if after:
-            for layer, end in self._looked:
-                self._c.run(*step, begin, end)
+        for layer, at in self._looks if before or after else []:
+            if before:
+                self._c.run(*step, begin, at)
+                before(layer)
+                begin = at
+            if after:
+                self._c.run(*step, begin, at + 1)
                 after(layer)
-                begin = end
+                begin = at + 1
         self._c.run(*step, begin, self._c.size())
         return self._logits[:N]
 

@@ -1,0 +1,123 @@
+"""How a row begins with what is there: shared pages, copies, and pages that others fill.
+
+Whole pages of the tree are shared; a page of which only a part is wanted is copied, and so is what will be written
+over: the windows of sliding layers, and everything of a row that forgets. What sleeps gets pages of the row's own, all
+holes until it comes. What is not known here: how any of it was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retain.kernels import NO_WINDOW
+from retain.kv.pool import index
+from retain.kv.prefix import Rings
+from retain.kv.sleep import Job, Part
+
+if TYPE_CHECKING:
+    from retain.kv.cache import Cache
+
+Ints = NDArray[np.int32]
+NOTHING: Ints = np.zeros((0, 0), np.int32)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """`length` tokens that a row can begin with: pages of the tree, then what sleeps, for layers that see everything;
+    for sliding ones windows of the tree, or those that sleep.
+    """
+
+    length: int
+    pages: Ints  # [M, G, n]
+    rings: Rings | None
+    parts: Sequence[Part] = ()
+    windows: Part | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """n pages of every head of a layer, from page `first` of the text on: copies of `src` [G, n], or, where it is
+    empty, what comes from rows of a layer of spans: (part, layer, row, how many), one behind the other.
+    """
+
+    layer: int
+    first: int
+    n: int
+    src: Ints
+    asleep: Sequence[tuple[Part, int, int, int]] = ()
+
+
+def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[Job]] | None:
+    """Put a beginning into a row's tables. What is to come, for each layer; None where there are too few pages."""
+    S, G, had = c.page_size, c.shape.kv_heads, begin.pages.shape[-1]
+    shared = 0 if copies else min(begin.length // S, had)
+    c.base[row] = [_first(begin.length, w, S) * S for w in c.window[row].tolist()]
+    pieces = list(_pieces(c, row, begin, shared))
+    src = np.concatenate([NOTHING.ravel(), *(p.src.ravel() for p in pieces)])
+    held = np.concatenate([begin.pages[..., :shared].ravel(), src])
+    n = sum(p.n for p in pieces) * G
+    c.pool.share(held)  # nobody may evict them now
+    if not c.pool.room(n):
+        c.pool.give(held)
+        return None
+    c.pages[row, c.window[row] == NO_WINDOW, :, :shared] = begin.pages[..., :shared]
+    c.counts[row, c.window[row] == NO_WINDOW] = shared
+    taken = np.sort(c.pool.take(n))
+    c.kv.pos[index(taken)] = -1
+    dst, jobs = [NOTHING], dict[int, list[Job]]()
+    for p in pieces:
+        mine, taken = np.split(taken, [p.n * G])
+        pages = mine.reshape(G, p.n)
+        at = p.first - int(c.base[row, p.layer]) // S
+        c.pages[row, p.layer, :, at : at + p.n] = pages
+        c.counts[row, p.layer] = at + p.n
+        if p.src.size:
+            dst.append(pages)
+        ends = accumulate((k for *_, k in p.asleep), initial=0)
+        for (part, layer, skip, k), i in zip(p.asleep, ends, strict=False):
+            job = Job(part.store, part.span, layer, skip, pages[:, i : i + k].T, (p.first + i) * S)
+            jobs.setdefault(p.layer, []).append(job)
+    _copy(c, src, np.concatenate([d.ravel() for d in dst]), begin.length)
+    c.pool.give(src)
+    c.peaks[row] = c.counts[row]
+    c.paid[row] = begin.length
+    return jobs
+
+
+def _pieces(c: Cache, row: int, begin: Beginning, shared: int) -> Iterator[Piece]:
+    """All pages of the row that are not shared."""
+    S, had, last = c.page_size, begin.pages.shape[-1], -(-begin.length // c.page_size)
+    for m, layer in enumerate(np.flatnonzero(c.window[row] == NO_WINDOW).tolist()):
+        if had > shared:
+            yield Piece(layer, shared, had - shared, begin.pages[m, :, shared:])
+        if last > had:
+            asleep = [(p, m, p.begin, p.end - p.begin) for p in begin.parts]
+            yield Piece(layer, had, last - had, NOTHING, asleep)
+    for i, layer in enumerate(np.flatnonzero(c.window[row] < NO_WINDOW).tolist()):
+        first = _first(begin.length, int(c.window[row, layer]), S)
+        if begin.windows:
+            asleep = [(begin.windows, i, first - begin.windows.span.firsts[i], last - first)]
+            yield Piece(layer, first, last - first, NOTHING, asleep)
+        elif begin.rings:
+            at = begin.rings.first[i]
+            yield Piece(layer, first, last - first, begin.rings.pages[i][:, first - at : last - at])
+
+
+def _first(end: int, window: int, page_size: int) -> int:
+    """The page with the oldest token that somebody at `end` sees."""
+    return max(end - window + 1, 0) // page_size
+
+
+def _copy(c: Cache, src: Ints, dst: Ints, end: int) -> None:
+    """Tokens from position `end` on are left out."""
+    to = index(dst)
+    c.backend.copy(c.kv, index(src), to)
+    pos = c.kv.pos[to]
+    c.kv.pos[to] = pos.masked_fill_(pos >= end, -1)
+    c.kv.mass[to] = 0

@@ -1,0 +1,253 @@
+"""Pages that sleep: out of the pool into tiers, and back into a row, layer by layer while a step computes.
+
+What is not known here: rows, texts, how tiers keep what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retain.kernels import KV
+from retain.kv.pool import index
+from retain.kv.prefix import Rings
+from retain.kv.span import Bytes, Span, blocks, unbound
+from retain.kv.tiers import Damaged, Store
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some keys of a span, from `begin` to `end`: as many rows of each of its layers. Of windows: all rows."""
+
+    store: Store
+    span: Span
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rows of one layer of a span that are to come into pages [rows, G], from position `first` of the text on."""
+
+    store: Store
+    span: Span
+    layer: int  # of the span
+    begin: int
+    pages: Ints
+    first: int
+
+
+class Rates:
+    """What was measured: tokens computed a second, and bytes read, by store."""
+
+    def __init__(self) -> None:
+        self.compute: float | None = None
+        self.read: dict[str, float] = {}
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Half of what we believe is the newest."""
+        rate = tokens / seconds
+        self.compute = rate if self.compute is None else (self.compute + rate) / 2
+
+    def came(self, store: str, size: int, seconds: float) -> None:
+        """The same for a store."""
+        rate = size / seconds
+        self.read[store] = (self.read.get(store, rate) + rate) / 2
+
+    def worth_it(self, sizes: dict[str, int], tokens: int) -> bool:
+        """Whether to read so many bytes is sooner done than to compute so many tokens; so, where it is not known.
+
+        A store that was refused is believed to be a little faster the next time: what was slow once may not be now.
+        """
+        known = {s: n / self.read[s] for s, n in sizes.items() if s in self.read}
+        sooner = self.compute is None or sum(known.values()) < tokens / self.compute
+        if not sooner:
+            self.read |= {s: 1.02 * self.read[s] for s in known}
+        return sooner
+
+
+class Sleep:
+    """The stores of one pool, in the order in which they are asked. `brand`: whose keys and values these are."""
+
+    def __init__(self, stores: Sequence[Store], kv: KV, kv_heads: int, brand: bytes):
+        self.stores, self.kv, self.kv_heads, self.brand = stores, kv, kv_heads, brand
+        self.bytes = [_bytes(kv.k), _bytes(kv.v)]  # [P, bytes of a page's K, or V]
+        self.row_bytes = kv_heads * 2 * self.bytes[0].shape[1]
+        self.rates = Rates()
+        self.readers = ThreadPoolExecutor(2, "retain-read", unbound)
+
+    # ---- finding -------------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes]) -> list[Part]:
+        """Who has the first of these keys, as far as all are there."""
+        parts: list[Part] = []
+        for key in keys:
+            found = self._find(key)
+            if not found:
+                break
+            store, span, i = found
+            if parts and parts[-1].span is span and parts[-1].end == i:
+                parts[-1] = Part(store, span, parts[-1].begin, i + 1)
+            else:
+                parts.append(Part(store, span, i, i + 1))
+        return parts
+
+    def windows(self, key: bytes) -> Part | None:
+        """The windows of sliding layers before the end of this page."""
+        found = self._find(_windows(key))
+        return Part(*found, 1) if found else None
+
+    def _find(self, key: bytes) -> tuple[Store, Span, int] | None:
+        return next(((s, *there) for s in self.stores if (there := s.find(key))), None)
+
+    def worth_it(self, parts: Sequence[Part], tokens: int) -> bool:
+        """Whether they are sooner read than so many tokens computed. Who has them is told that somebody asked."""
+        sizes: dict[str, int] = {}
+        for p in parts:
+            whole = p.span.size if p.span.firsts else p.span.size * (p.end - p.begin) // len(p.span.keys)
+            sizes[p.store.name] = sizes.get(p.store.name, 0) + whole
+        for store in self.stores:
+            store.touch([p.span for p in parts if p.store is store])
+        return self.rates.worth_it(sizes, tokens)
+
+    # ---- going to sleep ------------------------------------------------------------------------------------------
+
+    def born(self, keys: Sequence[bytes], begin: int, pages: Ints, rings: Rings | None) -> None:
+        """Pages [M, G, n] of these keys were computed, from page `begin` of their text on; and windows at their end."""
+        self._keep([s for s in self.stores if s.replica], keys, begin, pages, rings)
+
+    def evicted(self, keys: Sequence[bytes], begin: int, pages: Ints, rings: Rings | None) -> None:
+        """The pool gives them up."""
+        self._keep(self.stores, keys, begin, pages, rings)
+
+    def _keep(
+        self, stores: Sequence[Store], keys: Sequence[bytes], begin: int, pages: Ints, rings: Rings | None
+    ) -> None:
+        rows = pages.transpose(0, 2, 1)  # [M, n, G]
+        for store in stores:
+            i = 0
+            while rows.size and i < len(keys):
+                j = i
+                while j < len(keys) and j - i < store.most and not store.find(keys[j]):
+                    j += 1
+                if j > i:
+                    self._put(store, tuple(keys[i:j]), begin + i, list(rows[:, i:j]))
+                i = max(j, i + 1)
+            if rings:
+                windows = [p.T for p in rings.pages]  # [n, G]
+                self._put(store, (_windows(keys[-1]),), begin + len(keys), windows, rings.first, rings.least)
+
+    def _put(
+        self,
+        store: Store,
+        keys: tuple[bytes, ...],
+        begin: int,
+        rows: list[Ints],
+        firsts: Sequence[int] = (),
+        least: int = 0,
+    ) -> None:
+        span = Span(keys, tuple(map(len, rows)), self.row_bytes, begin, tuple(firsts), least)
+        if not store.wants(keys, span.size):
+            return
+        data = blocks(span.size)
+        for layer, pages in enumerate(rows):
+            out = span.of(data, layer).reshape(*pages.shape, 2, -1)
+            for i, source in enumerate(self.bytes):
+                out[:, :, i] = source[pages]
+        store.keep(span, data)
+
+    # ---- waking --------------------------------------------------------------------------------------------------
+
+    def wake(self, layers: dict[int, list[Job]]) -> Fetch:
+        """Begin to read, the first layers of the model first."""
+        return Fetch(self, layers)
+
+    def put(self, job: Job, rows: Bytes) -> None:
+        """Rows [n, row_bytes] come into their pages."""
+        given = rows.reshape(*job.pages.shape, 2, -1)
+        for i, target in enumerate(self.bytes):
+            target[job.pages] = given[:, :, i]
+        S = self.kv.page_size
+        at = index(job.pages)
+        self.kv.mass[at] = 0
+        n = len(job.pages)
+        self.kv.pos[at] = torch.arange(job.first, job.first + n * S, dtype=torch.int32).view(n, 1, S)
+
+    def told(self) -> list[dict[str, Any]]:
+        """What every store tells."""
+        return [s.told() for s in self.stores]
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        self.readers.shutdown()
+        for store in self.stores:
+            store.close()
+
+
+class Fetch:
+    """What one row waits for. `failed`: something did not come, and will never."""
+
+    def __init__(self, sleep: Sleep, layers: dict[int, list[Job]]):
+        self.sleep, self.failed, self.stopped = sleep, False, False
+        self.came: dict[str, int] = {}  # bytes, by store
+        self.woken: set[tuple[Store, Span]] = set()
+        self.begun = self.ended = perf_counter()
+        self.layers: dict[int, Future[None]] = {
+            layer: sleep.readers.submit(self._run, jobs) for layer, jobs in sorted(layers.items())
+        }
+
+    def _run(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if self.failed or self.stopped:
+                return
+            try:
+                rows = job.store.read(job.span, job.layer, job.begin, job.begin + len(job.pages))
+            except OSError as error:
+                self.failed = True
+                job.store.drop(job.span, damaged=isinstance(error, Damaged))
+                return
+            self.sleep.put(job, rows)
+            self.came[job.store.name] = self.came.get(job.store.name, 0) + rows.size
+            self.woken.add((job.store, job.span))
+        self.ended = perf_counter()
+
+    def wait(self, layer: int) -> None:
+        """Until a layer is there."""
+        if layer in self.layers:
+            self.layers[layer].result()
+
+    def stop(self) -> None:
+        """Nothing is written any more when this returns."""
+        self.stopped = True
+        for future in self.layers.values():
+            if not future.cancel():
+                future.result()
+
+    def done(self) -> bool:
+        """All layers were waited for: whether everything came. What is in the pool now sleeps no more beside it."""
+        if self.failed:
+            return False
+        if len(self.came) == 1:
+            ((name, size),) = self.came.items()
+            self.sleep.rates.came(name, size, max(self.ended - self.begun, 1e-6))
+        return True
+
+
+def _bytes(x: Tensor) -> Bytes:
+    found: Bytes = x.flatten(1).view(torch.uint8).numpy()
+    return found
+
+
+def _windows(key: bytes) -> bytes:
+    return blake2b(key + b"windows", digest_size=16).digest()

@@ -1,0 +1,93 @@
+"""Tiers: where pages sleep that the pool has no room for, or that shall outlive the process. One tier is one file here,
+found by its name: `parse("disk:path=store,capacity=50GiB")`.
+
+A file defines `class Tier`, a frozen dataclass whose fields are its options on the command line, with `open()`, which
+gives a `Store`. What is not known here: texts, requests, what K and V look like.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from retain.config import choice, options
+from retain.kv.span import Bytes, Span
+
+
+class Tier(Protocol):
+    """What can be chosen of a tier."""
+
+    def open(self) -> Store:
+        """The store. Raises ValueError where it cannot be used, OSError where it cannot be reached."""
+        ...
+
+
+class Store(Protocol):
+    """Spans that sleep. Every method may be called while others read; none but `read` raises."""
+
+    name: str  # the tier's
+    most: int  # keys of a span
+    replica: bool  # whether it wants everything as soon as it is computed, or what the pool gives up
+
+    def find(self, key: bytes) -> tuple[Span, int] | None:
+        """The span that has the key, and which of its keys it is."""
+        ...
+
+    def touch(self, spans: Sequence[Span]) -> None:
+        """Somebody wanted them."""
+        ...
+
+    def wants(self, keys: Sequence[bytes], size: int) -> bool:
+        """Whether it would keep a span of these keys and so many bytes."""
+        ...
+
+    def keep(self, span: Span, data: Bytes) -> None:
+        """Keep a span, now or in the background; `data` [span.size] is given away."""
+        ...
+
+    def read(self, span: Span, layer: int, begin: int, end: int) -> Bytes:
+        """Rows of one of its layers, [end - begin, row_bytes]; good until this thread reads again.
+
+        Raises OSError where they cannot be read, and Damaged where they are not what was kept.
+        """
+        ...
+
+    def drop(self, span: Span, damaged: bool = False) -> None:
+        """It is not kept any more."""
+        ...
+
+    def told(self) -> dict[str, Any]:
+        """What there is and what happened, for people: spans, bytes, capacity, and counts since it was opened."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was begun and let others open it."""
+        ...
+
+
+class Damaged(OSError):
+    """What was read is not what was written."""
+
+
+def names() -> list[str]:
+    """The tiers in this folder."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+
+
+def all_of(texts: Sequence[str]) -> list[Tier]:
+    """The tiers that these texts name, one of each. Raises ValueError."""
+    named = [choice(text)[0] for text in texts]
+    if twice := [name for name in named if named.count(name) > 1]:
+        raise ValueError(f"tier {twice[0]!r} is named twice: give one of each")
+    return [parse(text) for text in texts]
+
+
+def parse(text: str) -> Tier:
+    """The tier that a text names. Raises ValueError with what is allowed."""
+    name, given = choice(text)
+    if name not in names():
+        raise ValueError(f"unknown tier {name!r}: choose one of {', '.join(names())}")
+    tier: Tier = options(importlib.import_module(f"{__name__}.{name}").Tier, name, given)
+    return tier

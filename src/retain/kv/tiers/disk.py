@@ -1,0 +1,253 @@
+"""A folder on a disk: everything that was computed, bounded, there again after a restart.
+
+A span's file is written whole, synced and renamed before its row in the index (kv/ledger.py) publishes it: who is
+killed in between leaves a file that nobody knows, and the next to open the store removes it. Files are read and written
+past the page cache, where the file system lets us: what is worth memory has a tier of its own. What is not known here:
+who asks, and for what.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+
+from retain.config import Size, one_of
+from retain.kv.ledger import Filed, Ledger, checksum
+from retain.kv.span import BLOCK, Bytes, Shelf, Span, blocks, unbound
+from retain.kv.tiers import Damaged
+
+QUEUE = 2**29  # bytes that may wait to be written
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Options. Raises ValueError."""
+
+    path: str
+    capacity: Size
+    evict: str = "lru"  # or lfu
+    read: Size | None = None  # bytes a second, at most
+
+    def __post_init__(self) -> None:
+        one_of("evict", self.evict, "lru", "lfu")
+        if self.read is not None and self.read < 1:
+            raise ValueError("read is at least 1 byte a second")
+
+    def open(self) -> Disk:
+        """See `tiers.Tier`."""
+        return Disk(self)
+
+
+class Disk:
+    """See `tiers.Store`. One thread writes, and only it touches the ledger."""
+
+    name, most, replica = "disk", 16, True
+
+    def __init__(self, chosen: Tier):
+        self.chosen, self.shelf = chosen, Shelf(chosen.capacity, chosen.evict)
+        self.counts = dict.fromkeys(("written", "read", "evicted", "damaged", "failed", "skipped"), 0)
+        self.guard = threading.Lock()  # of all that follows, and of the shelf
+        self.queued, self.pending = 0, set[bytes]()
+        self.free_at = 0.0  # when the next read may begin, where they are slowed down
+        self.own = threading.local()  # a buffer for each reader
+        self.ledger = Ledger(Path(chosen.path).expanduser())
+        self.last = 0  # number of a file
+        over = []
+        for span in self.ledger.spans():
+            if span and self.shelf.bytes + span.size <= chosen.capacity:
+                self.shelf.add(span)
+            elif span:
+                over.append(span.number)
+            self.last = max(self.last, span.number if span else 0)
+            self.counts["damaged"] += span is None
+        self.ledger.forget(over)
+        self.writer = ThreadPoolExecutor(1, "retain-disk", _background)
+
+    # ---- what the engine asks ------------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> tuple[Span, int] | None:  # noqa: D102
+        return self.shelf.find(key)
+
+    def touch(self, spans: Sequence[Span]) -> None:  # noqa: D102
+        with self.guard:
+            self.shelf.touch(spans)
+
+    def wants(self, keys: Sequence[bytes], size: int) -> bool:  # noqa: D102
+        if size > self.shelf.capacity or all(k in self.pending or self.shelf.find(k) for k in keys):
+            return False
+        full = self.queued + size > QUEUE
+        self.counts["skipped"] += full
+        return not full
+
+    def keep(self, span: Span, data: Bytes) -> None:  # noqa: D102
+        with self.guard:
+            self.pending |= set(span.keys)
+            self.queued += span.size
+        self.writer.submit(self._write, span, data)
+
+    def read(self, span: Span, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
+        assert isinstance(span, Filed)
+        size, at = (end - begin) * span.row_bytes, span.begins[layer] + begin * span.row_bytes
+        before = at % BLOCK  # direct reads begin and end at blocks
+        whole = -(-(before + size) // BLOCK) * BLOCK
+        buffer = self._buffer(whole)
+        self._wait(whole)
+        fd = _direct(self.ledger.file(span.number), os.O_RDONLY)
+        try:
+            got = os.preadv(fd, [buffer[:whole].data], at - before)
+        finally:
+            os.close(fd)
+        rows = buffer[before : before + size].reshape(end - begin, span.row_bytes)
+        first = sum(span.rows[:layer]) + begin
+        sums = np.frombuffer(span.sums, np.uint64)[first : first + end - begin].tolist()
+        if got < before + size or [checksum(row) for row in rows] != sums:
+            raise Damaged(f"{self.ledger.file(span.number)} is not what was written")
+        with self.guard:
+            self.counts["read"] += whole
+        return rows
+
+    def drop(self, span: Span, damaged: bool = False) -> None:  # noqa: D102
+        assert isinstance(span, Filed)
+        with self.guard:
+            there = self.shelf.remove(span)
+            self.counts["damaged"] += damaged and there
+        if there:
+            self.writer.submit(self._try, lambda: self.ledger.forget([span.number]))
+
+    def told(self) -> dict[str, Any]:  # noqa: D102
+        there = {"spans": len(self.shelf.spans), "bytes": self.shelf.bytes, "capacity": self.shelf.capacity}
+        return {"tier": self.name, **there, **self.counts}
+
+    def sync(self) -> None:
+        """Wait until everything that was kept is written."""
+        self.writer.submit(lambda: None).result()
+
+    def verify(self) -> int:
+        """Read everything; what is damaged goes. How many spans that were."""
+        bad = 0
+        for span in list(self.shelf):
+            try:
+                for layer, rows in enumerate(span.rows):
+                    self.read(span, layer, 0, rows)
+            except OSError:
+                self.drop(span, damaged=True)
+                bad += 1
+        return bad
+
+    def clear(self) -> None:
+        """Drop everything."""
+        for span in list(self.shelf):
+            self.drop(span)
+
+    def close(self) -> None:  # noqa: D102
+        self.writer.submit(self._try, lambda: self.ledger.remember([s for s in self.shelf if isinstance(s, Filed)]))
+        self.writer.shutdown()
+        self.ledger.close()
+
+    # ---- what the writer does ------------------------------------------------------------------------------------
+
+    def _write(self, span: Span, data: Bytes) -> None:
+        self._try(lambda: self._publish(span, data))
+        with self.guard:
+            self.queued -= span.size
+            self.pending -= set(span.keys)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """A disk that is full, or broken, costs what was to be kept, and nothing else."""
+        try:
+            work()
+        except (OSError, sqlite3.Error):
+            self.counts["failed"] += 1
+
+    def _publish(self, span: Span, data: Bytes) -> None:
+        with self.guard:
+            gone = self.shelf.room(span.size)
+        if gone is None:
+            return
+        self.counts["evicted"] += len(gone)
+        self.ledger.forget([s.number for s in gone if isinstance(s, Filed)])
+        self.last += 1
+        sums = [checksum(row) for layer in range(len(span.rows)) for row in span.of(data, layer)]
+        filed = Filed(
+            *(span.keys, span.rows, span.row_bytes, span.begin, span.firsts, span.least, span.hits, span.used),
+            number=self.last,
+            sums=np.array(sums, np.uint64).tobytes(),
+            made=span.used,
+        )
+        file = self.ledger.file(filed.number)
+        draft = file.with_suffix(".tmp")
+        try:
+            _save(draft, data)
+            draft.rename(file)
+            _sync(file.parent)
+            self.ledger.add(filed)
+        except BaseException:
+            for left in (draft, file):
+                with suppress(OSError):
+                    left.unlink(missing_ok=True)
+            raise
+        with self.guard:
+            self.counts["written"] += span.size
+            self.shelf.add(filed)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def _buffer(self, size: int) -> Bytes:
+        """Of this thread."""
+        if len(getattr(self.own, "buffer", ())) < size:
+            self.own.buffer = blocks(size)
+        found: Bytes = self.own.buffer
+        return found
+
+    def _wait(self, size: int) -> None:
+        """Until so many bytes may have been read."""
+        if self.chosen.read:
+            with self.guard:
+                self.free_at = ready = max(monotonic(), self.free_at) + size / self.chosen.read
+            sleep(max(ready - monotonic(), 0))
+
+
+def _background() -> None:
+    """This thread gives way to those that compute."""
+    unbound()
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _direct(path: Path, flags: int) -> int:
+    """Open a file past the page cache, where the file system can."""
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return os.open(path, flags, 0o600)
+
+
+def _save(path: Path, data: Bytes) -> None:
+    fd = _direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        at = 0
+        while at < len(data):
+            at += os.pwritev(fd, [data[at : at + 2**24].data], at)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,72 @@
+"""Memory beside the pool: what the pool gives up sleeps here, until somebody wants it or there is no more room.
+
+What is asleep here is not in the pool too: who wakes it drops it. What is not known here: who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from retain.config import Size, one_of
+from retain.kv.span import Bytes, Shelf, Span
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Options. Raises ValueError."""
+
+    capacity: Size
+    evict: str = "lru"  # or lfu
+
+    def __post_init__(self) -> None:
+        one_of("evict", self.evict, "lru", "lfu")
+
+    def open(self) -> Ram:
+        """See `tiers.Tier`."""
+        return Ram(self)
+
+
+class Ram:
+    """See `tiers.Store`."""
+
+    name, most, replica = "ram", 1, False
+
+    def __init__(self, chosen: Tier):
+        self.shelf, self.evicted = Shelf(chosen.capacity, chosen.evict), 0
+
+    def find(self, key: bytes) -> tuple[Span, int] | None:  # noqa: D102
+        return self.shelf.find(key)
+
+    def touch(self, spans: Sequence[Span]) -> None:  # noqa: D102
+        self.shelf.touch(spans)
+
+    def wants(self, keys: Sequence[bytes], size: int) -> bool:  # noqa: D102
+        return size <= self.shelf.capacity and not all(self.shelf.find(key) for key in keys)
+
+    def keep(self, span: Span, data: Bytes) -> None:  # noqa: D102
+        gone = self.shelf.room(span.size)
+        if gone is not None:
+            self.evicted += len(gone)
+            span.data = data
+            self.shelf.add(span)
+
+    def read(self, span: Span, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
+        assert span.data is not None  # whoever has the span has it, evicted or not
+        return span.of(span.data, layer)[begin:end]
+
+    def drop(self, span: Span, damaged: bool = False) -> None:  # noqa: D102
+        self.shelf.remove(span)
+
+    def told(self) -> dict[str, Any]:  # noqa: D102
+        return {
+            "tier": self.name,
+            "spans": len(self.shelf.spans),
+            "bytes": self.shelf.bytes,
+            "capacity": self.shelf.capacity,
+            "evicted": self.evicted,
+        }
+
+    def close(self) -> None:  # noqa: D102
+        pass
