@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from retain.engine.loop import Engine
-from retain.kv.tiers import Damaged
 from retain.kv.tiers.disk import Disk
 from tests.laws.test_prefix import asked, salted, texts
 from tests.rig import request, rig, run, steps
@@ -46,3 +44,138 @@ def test_after_a_restart(family: str, backend: str, seed: int, tmp_path: Path) -
             assert store(engine).counts["read"] > 0
         assert sum(r.cached for r in made) > (again > 0) * 40
         restart(engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("below", ["ram", "disk", "both"])
+def test_in_company_and_where_pages_are_short(family: str, below: str, tmp_path: Path) -> None:
+    """What the pool gives up sleeps, and comes back; with preemption, cancellation and tiers that are too small."""
+    plain = run(rig(family, backend="cpu"), asked(family, 3, plain=True))
+    tiers = {"ram": ["ram:capacity=400kB"], "disk": [disk(tmp_path, "600kB")]}
+    tiers["both"] = tiers["ram"] + tiers["disk"]
+    pages = 160 if family != "gemma3_text" else 64
+    engine = rig(family, backend="cpu", prefix="exact", pages=pages, n_rows=8, step_tokens=64, tiers=tiers[below])
+    rng, woken = random.Random(5), 0
+    for _ in range(4):
+        made = asked(family, 3, plain=True)
+        engine.add(*made)
+        for step in steps(engine):
+            woken += len(engine.cache.reuse.fetches)
+            if step in (3, 9) and engine.scheduler.running:
+                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+            if step == 6:
+                engine.cancel(made[4])
+        assert [r.answer for i, r in enumerate(made) if i != 4] == plain[:4] + plain[5:]
+    told = engine.cache.reuse.sleep.told()
+    assert all(t["bytes"] <= t["capacity"] for t in told)
+    assert engine.cache.reuse.sleep.rates.read, told
+    restart(engine)
+
+
+def filled(path: Path, family: str = "llama") -> tuple[list[list[int]], list[list[int]]]:
+    """A store that has these texts; and what they give."""
+    engine, made = rig(family, backend="cpu", prefix="exact", tiers=[disk(path)]), texts(7)
+    answers = [run(engine, [request(t)])[0] for t in made]
+    restart(engine)
+    return made, answers
+
+
+def flip(path: Path) -> None:
+    for file in path.glob("*.kv"):
+        data = bytearray(file.read_bytes())
+        data[random.Random(1).randrange(1000)] ^= 4
+        file.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    for file in path.glob("*.kv"):
+        os.truncate(file, file.stat().st_size // 2)
+
+
+def lose(path: Path) -> None:
+    for file in path.glob("*.kv"):
+        file.unlink()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("harm", [flip, cut, lose])
+@pytest.mark.parametrize("when", ["before", "while it runs"])
+def test_what_is_damaged_is_computed_again(family: str, harm, when: str, tmp_path: Path) -> None:
+    made, answers = filled(tmp_path, family)
+    if when == "before":
+        harm(tmp_path)
+    engine = rig(family, backend="cpu", prefix="exact", tiers=[disk(tmp_path)])
+    if when != "before":
+        harm(tmp_path)
+    for r in (requests := [request(t) for t in made]):
+        engine.add(r)
+    for _ in steps(engine):
+        pass
+    assert [r.answer for r in requests] == answers
+    found = store(engine)
+    found.sync()
+    assert harm is lose or found.counts["damaged"] > 0
+    found.verify()  # nobody has asked for all of it
+    assert found.verify() == 0 and len(found.shelf.spans) > 0  # what somebody asked for was stored again
+    restart(engine)
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev", "fsync"])
+def test_a_disk_that_fails_costs_time_only(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full, or broken: what cannot be read is computed, what cannot be written is not kept."""
+    made, answers = filled(tmp_path)
+    engine = rig("llama", backend="cpu", prefix="exact", tiers=[disk(tmp_path)])
+    before = store(engine).shelf.bytes
+
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    others = [[9, *t] for t in made]
+    assert [run(engine, [request(t)])[0] for t in made] == answers
+    run(engine, [request(t) for t in others])
+    store(engine).sync()
+    if call == "preadv":
+        assert all(r.cached == 0 for r in [request(made[0])])
+    else:
+        assert store(engine).counts["failed"] > 0 and store(engine).shelf.bytes == before
+        assert not list(tmp_path.glob("*.tmp"))
+    monkeypatch.undo()
+    run(engine, [request(t) for t in others])  # it works again
+    store(engine).sync()
+    assert store(engine).verify() == 0
+    restart(engine)
+
+
+def test_nothing_is_read_for_another_model_salt_or_window(tmp_path: Path) -> None:
+    made, _ = filled(tmp_path)
+    longest = max(made, key=len)
+    for family, salt, policy in (("mpt", "", "full"), ("llama", "x", "full"), ("llama", "", "ring:window=50")):
+        engine = rig(family, backend="cpu", prefix="exact", tiers=[disk(tmp_path)])
+        run(engine, [salted(longest, salt, policy)])
+        assert store(engine).counts["read"] == 0
+        if family == "llama" and not salt:
+            run(engine, [salted(longest, "")])
+            assert store(engine).counts["read"] > 0
+        restart(engine)
+
+
+def test_layers_that_do_not_come_in_time_are_waited_for(tmp_path: Path) -> None:
+    """A slow disk, and somebody else who goes on meanwhile; who is preempted or cancelled stops reading."""
+    made, answers = filled(tmp_path)
+    engine = rig("llama", backend="cpu", prefix="exact", tiers=[disk(tmp_path) + ",read=3MB"])
+    assert [run(engine, [request(t)])[0] for t in made] == answers
+    longest = max(made, key=len)
+    for end in (engine.scheduler.preempt, engine.cancel):
+        engine.cache.reuse.tree.clear()
+        r = request(longest)
+        engine.add(r)
+        engine.scheduler.plan()
+        assert engine.cache.reuse.fetches
+        end(r)
+        assert not engine.cache.reuse.fetches
+        engine.cache.check()
+        for _ in steps(engine):
+            pass
+        assert r.answer in ([], answers[made.index(longest)])
+    restart(engine)
