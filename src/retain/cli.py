@@ -39,7 +39,7 @@ def parser() -> Parser:
     top = Parser(
         prog="retain", description="An LLM inference engine whose subject is the KV cache.", allow_abbrev=False
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="run | chat | bench")
+    commands = top.add_subparsers(dest="command", required=True, metavar="run | chat | bench | cache")
     shared = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     shared.add_argument(
         "--model", required=True, help="smollm2, gemma3, a .gguf file, a Hugging Face folder, or a hub id"
@@ -135,10 +135,16 @@ def parser() -> Parser:
     shares = kinds.add_parser("prefix", parents=[shared], help="what shared prefixes give", allow_abbrev=False)
     shares.add_argument("--data", metavar="DIR", default=".", help="folder with the workloads' files")
     shares.add_argument("--workloads", default="copa,document,trace", help="of copa, piqa, openbookqa, document, trace")
+    shares.add_argument("--methods", default="recompute,memory,ram,ssd,ssd-200", help="comma-separated; also lru, lfu")
+    shares.add_argument("--store", metavar="DIR", help="where to make stores, for a while (default: /tmp)")
     shares.add_argument("--items", type=int, metavar="N", default=20, help="requests of each workload (default 20)")
     shares.add_argument("--shared", type=int, metavar="N", default=4000, help="tokens in common (default 4000)")
     shares.add_argument("--out", metavar="DIR", help="write every number as JSON")
     shares.add_argument("--json", action="store_true", help="a JSON line for each workload and method")
+    cache = commands.add_parser("cache", help="look after a store of --tier disk", allow_abbrev=False)
+    cache.add_argument("does", choices=("ls", "verify", "clear"), metavar="ls | verify | clear")
+    cache.add_argument("path", metavar="DIR", help="the store")
+    cache.add_argument("--json", action="store_true", help="ls: a JSON line for each span")
     return top
 
 
@@ -148,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Threads that share a core wait for each other's time slice at every product: 100 times slower (docs/log.md).
     os.environ.setdefault("OMP_PROC_BIND", "true")
     try:
-        return {"run": run, "chat": chat, "bench": bench}[args.command](args)
+        return {"run": run, "chat": chat, "bench": bench, "cache": cache}[args.command](args)
     except (ValueError, OSError, MemoryError) as error:
         print(f"retain: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
@@ -183,9 +189,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         (answer,) = llm.generate([ids], params)
         print(json.dumps(report(llm, answer), ensure_ascii=False))
-        return 0
-    answer = show(llm, ids, params)
-    closing_line(answer)
+    else:
+        closing_line(show(llm, ids, params))
+    llm.close()
     return 0
 
 
@@ -197,8 +203,9 @@ def chat(args: argparse.Namespace) -> int:
         try:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
-            return 0
+            line = ""
         if not line.strip():
+            llm.close()
             return 0
         messages.append({"role": "user", "content": line})
         ids = llm.tokenizer.encode_chat(messages)
@@ -212,6 +219,15 @@ def bench(args: argparse.Namespace) -> int:
     from retain.bench import commands
 
     return commands.bench(args, lambda: load(args)[0])
+
+
+def cache(args: argparse.Namespace) -> int:
+    """`retain cache ...`."""
+    from retain import stores
+
+    if args.does == "ls":
+        return stores.ls(Path(args.path), args.json)
+    return stores.verify(Path(args.path)) if args.does == "verify" else stores.clear(Path(args.path))
 
 
 def read_prompt(args: argparse.Namespace) -> str:

@@ -17,6 +17,7 @@ STOREYS = {
     "server": 1,
     "bench": 1,
     "llm": 2,
+    "stores": 3,
     "answer": 3,
     "build": 3,
     "text": 4,

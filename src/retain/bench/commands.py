@@ -88,7 +88,8 @@ def prefix(args: Namespace, load: Load) -> int:
     from retain.bench import prefix as bench
 
     workloads = [w.strip() for w in args.workloads.split(",")]
-    asked = bench.Asked(workloads, Path(args.data), args.items, args.shared)
+    methods, store = [m.strip() for m in args.methods.split(",")], Path(args.store) if args.store else None
+    asked = bench.Asked(workloads, methods, Path(args.data), args.items, args.shared, store)
     return _lines(args, bench.run(load(), asked), bench.write)
 
 

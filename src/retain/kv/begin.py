@@ -68,7 +68,7 @@ def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[
         return None
     c.pages[row, c.window[row] == NO_WINDOW, :, :shared] = begin.pages[..., :shared]
     c.counts[row, c.window[row] == NO_WINDOW] = shared
-    taken = np.sort(c.pool.take(n))
+    fresh = taken = np.sort(c.pool.take(n))
     c.kv.pos[index(taken)] = -1
     dst, jobs = [NOTHING], dict[int, list[Job]]()
     for p in pieces:
@@ -84,6 +84,7 @@ def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[
             job = Job(part.store, part.span, layer, skip, pages[:, i : i + k].T, (p.first + i) * S)
             jobs.setdefault(p.layer, []).append(job)
     _copy(c, src, np.concatenate([d.ravel() for d in dst]), begin.length)
+    c.kv.mass[index(fresh)] = 0
     c.pool.give(src)
     c.peaks[row] = c.counts[row]
     c.paid[row] = begin.length
@@ -120,4 +121,3 @@ def _copy(c: Cache, src: Ints, dst: Ints, end: int) -> None:
     c.backend.copy(c.kv, index(src), to)
     pos = c.kv.pos[to]
     c.kv.pos[to] = pos.masked_fill_(pos >= end, -1)
-    c.kv.mass[to] = 0

@@ -14,7 +14,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,16 @@ class Ledger:
         """Others may open it."""
         self.db.close()
         os.close(self.lock)
+
+
+def listed(path: Path) -> list[Filed]:
+    """What is published in a store, the last used first, also while somebody uses it. Raises OSError."""
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}/index.db?mode=ro", uri=True)) as db:
+            found = (_filed(*row) for row in db.execute("select * from spans order by used desc").fetchall())
+            return [span for span in found if span]
+    except sqlite3.Error as error:
+        raise OSError(f"the index of the store {path} cannot be read: {error}") from None
 
 
 def _filed(

@@ -115,8 +115,8 @@ class Reuse:
         mark = hit.common // S * S if hit and not copies else 0  # who copies leaves nothing
         mark = mark if mark > length else 0
         jobs = adopt(self.cache, row, begin, copies) if begin and length else None
-        if jobs and self.sleep:
-            self.fetches[row] = self.sleep.wake(jobs)
+        if jobs and self.sleep and begin:
+            self.fetches[row] = self.sleep.wake(jobs, begin.parts)
         return (0 if jobs is None else length), mark
 
     def _asleep(

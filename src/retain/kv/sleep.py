@@ -85,6 +85,7 @@ class Sleep:
         self.bytes = [_bytes(kv.k), _bytes(kv.v)]  # [P, bytes of a page's K, or V]
         self.row_bytes = kv_heads * 2 * self.bytes[0].shape[1]
         self.rates = Rates()
+        self.woken = dict.fromkeys((s.name for s in stores), 0)  # tokens, by store
         self.readers = ThreadPoolExecutor(2, "retain-read", unbound)
 
     # ---- finding -------------------------------------------------------------------------------------------------
@@ -169,8 +170,10 @@ class Sleep:
 
     # ---- waking --------------------------------------------------------------------------------------------------
 
-    def wake(self, layers: dict[int, list[Job]]) -> Fetch:
+    def wake(self, layers: dict[int, list[Job]], parts: Sequence[Part]) -> Fetch:
         """Begin to read, the first layers of the model first."""
+        for p in parts:
+            self.woken[p.store.name] += (p.end - p.begin) * self.kv.page_size
         return Fetch(self, layers)
 
     def put(self, job: Job, rows: Bytes) -> None:
@@ -178,11 +181,13 @@ class Sleep:
         given = rows.reshape(*job.pages.shape, 2, -1)
         for i, target in enumerate(self.bytes):
             target[job.pages] = given[:, :, i]
+
+    def fill(self, jobs: Sequence[Job]) -> None:
+        """Pages that have come hold the positions of their text."""
         S = self.kv.page_size
-        at = index(job.pages)
-        self.kv.mass[at] = 0
-        n = len(job.pages)
-        self.kv.pos[at] = torch.arange(job.first, job.first + n * S, dtype=torch.int32).view(n, 1, S)
+        pages = np.concatenate([job.pages for job in jobs])  # [n, G]
+        firsts = np.concatenate([job.first + S * np.arange(len(job.pages), dtype=np.int32) for job in jobs])
+        self.kv.pos[index(pages)] = (torch.from_numpy(firsts)[:, None] + torch.arange(S, dtype=torch.int32))[:, None]
 
     def told(self) -> list[dict[str, Any]]:
         """What every store tells."""
@@ -201,7 +206,7 @@ class Fetch:
     def __init__(self, sleep: Sleep, layers: dict[int, list[Job]]):
         self.sleep, self.failed, self.stopped = sleep, False, False
         self.came: dict[str, int] = {}  # bytes, by store
-        self.woken: set[tuple[Store, Span]] = set()
+        self.woken: set[tuple[Store, Span]] = set()  # that came whole
         self.begun = self.ended = perf_counter()
         self.layers: dict[int, Future[None]] = {
             layer: sleep.readers.submit(self._run, jobs) for layer, jobs in sorted(layers.items())
@@ -219,7 +224,9 @@ class Fetch:
                 return
             self.sleep.put(job, rows)
             self.came[job.store.name] = self.came.get(job.store.name, 0) + rows.size
-            self.woken.add((job.store, job.span))
+            if len(job.pages) == job.span.rows[job.layer]:
+                self.woken.add((job.store, job.span))
+        self.sleep.fill(jobs)
         self.ended = perf_counter()
 
     def wait(self, layer: int) -> None:

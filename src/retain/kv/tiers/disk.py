@@ -57,7 +57,7 @@ class Disk:
         self.chosen, self.shelf = chosen, Shelf(chosen.capacity, chosen.evict)
         self.counts = dict.fromkeys(("written", "read", "evicted", "damaged", "failed", "skipped"), 0)
         self.guard = threading.Lock()  # of all that follows, and of the shelf
-        self.queued, self.pending = 0, set[bytes]()
+        self.queued, self.pending, self.wanted = 0, set[bytes](), set[Filed]()
         self.free_at = 0.0  # when the next read may begin, where they are slowed down
         self.own = threading.local()  # a buffer for each reader
         self.ledger = Ledger(Path(chosen.path).expanduser())
@@ -81,6 +81,7 @@ class Disk:
     def touch(self, spans: Sequence[Span]) -> None:  # noqa: D102
         with self.guard:
             self.shelf.touch(spans)
+            self.wanted |= {s for s in spans if isinstance(s, Filed)}
 
     def wants(self, keys: Sequence[bytes], size: int) -> bool:  # noqa: D102
         if size > self.shelf.capacity or all(k in self.pending or self.shelf.find(k) for k in keys):
@@ -133,7 +134,7 @@ class Disk:
         self.writer.submit(lambda: None).result()
 
     def verify(self) -> int:
-        """Read everything; what is damaged goes. How many spans that were."""
+        """Read everything; what is not whole goes. How many spans that were."""
         bad = 0
         for span in list(self.shelf):
             try:
@@ -150,7 +151,7 @@ class Disk:
             self.drop(span)
 
     def close(self) -> None:  # noqa: D102
-        self.writer.submit(self._try, lambda: self.ledger.remember([s for s in self.shelf if isinstance(s, Filed)]))
+        self.writer.submit(self._try, self._remember)
         self.writer.shutdown()
         self.ledger.close()
 
@@ -161,6 +162,12 @@ class Disk:
         with self.guard:
             self.queued -= span.size
             self.pending -= set(span.keys)
+        self._try(self._remember)
+
+    def _remember(self) -> None:
+        with self.guard:
+            wanted, self.wanted = self.wanted, set()
+        self.ledger.remember(list(wanted))
 
     def _try(self, work: Callable[[], None]) -> None:
         """A disk that is full, or broken, costs what was to be kept, and nothing else."""

@@ -31,7 +31,7 @@ class Tier:
 class Ram:
     """See `tiers.Store`."""
 
-    name, most, replica = "ram", 1, False
+    name, most, replica = "ram", 4, False
 
     def __init__(self, chosen: Tier):
         self.shelf, self.evicted = Shelf(chosen.capacity, chosen.evict), 0
