@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels import KV
-from retain.kv.pool import index
 from retain.kv.prefix import Rings
 from retain.kv.span import Bytes, Span, blocks, unbound
 from retain.kv.tiers import Damaged, Store
@@ -187,7 +186,8 @@ class Sleep:
         S = self.kv.page_size
         pages = np.concatenate([job.pages for job in jobs])  # [n, G]
         firsts = np.concatenate([job.first + S * np.arange(len(job.pages), dtype=np.int32) for job in jobs])
-        self.kv.pos[index(pages)] = (torch.from_numpy(firsts)[:, None] + torch.arange(S, dtype=torch.int32))[:, None]
+        # By numpy: torch would wake threads of its own in every thread that calls it.
+        self.kv.pos.numpy()[pages] = (firsts[:, None] + np.arange(S, dtype=np.int32))[:, None]
 
     def told(self) -> list[dict[str, Any]]:
         """What every store tells."""
