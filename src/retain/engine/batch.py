@@ -31,7 +31,7 @@ class Batch:
     split: list[int]  # [B]: how many of them each request has
     observe: Observe | None = None
     tables: Tables | None = None  # what they look at, if not at everything that their rows own
-    before: Callable[[int], None] | None = None  # told of every layer before it looks
+    before: Callable[[int, Tensor], None] | None = None  # told of every layer, with its queries, before it looks
     after: Callable[[int], None] | None = None  # and when it has looked
 
 
@@ -45,7 +45,7 @@ def collect(shares: Sequence[Share], cache: Cache) -> Batch:
         [s.request.wanted(s.n) for s in shares],
     )
     rows = batch.rows.tolist()
-    before = cache.reuse.awaited(rows) if cache.reuse else None
+    before = cache.reuse.awaited(rows, batch.starts.tolist()) if cache.reuse else None
     return replace(batch, observe=observe(shares), before=before, after=cache.lend(rows))
 
 

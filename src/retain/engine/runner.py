@@ -54,7 +54,7 @@ class TorchRunner:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if batch.before:
-                batch.before(layer)
+                batch.before(layer, q)
             self.backend.write(kv, batch.slots[layer], k, v, batch.pos)
             o: Tensor = self.backend.attend(
                 *(q, kv, tables.of(layer), batch.pos, scale, self.slopes, batch.observe, layer)

@@ -195,13 +195,14 @@ class Program(Protocol):
         pos: Tensor,
         wanted: Tensor,
         observe: Observe | None = None,
-        before: Callable[[int], None] | None = None,
+        before: Callable[[int, Tensor], None] | None = None,
         after: Callable[[int], None] | None = None,
     ) -> Tensor:
         """A step: ids int64 [T], pos int32 [T], slots int32 [L, G, T], wanted int64 [N] -> logits float32 [N, V].
 
         `tables` are those of all layers: pages [L, N, G, n], counts [L, N, G], windows [L, N]. The next step overwrites
-        the logits. `before(layer)` is called before a layer writes and looks, `after(layer)` when it has looked.
+        the logits. `before(layer, q)` is called before a layer writes and looks, with its queries [T, H, D], good
+        until it returns; `after(layer)` when it has looked.
         """
         ...
 

@@ -27,7 +27,7 @@ FORMAT = 1
 TABLE = """
 create table if not exists spans (
     number integer primary key, keys blob, rows text, row_bytes integer, begin integer, firsts text, least integer,
-    sums blob, hits integer, used real, made real, checksum integer)
+    notes integer, packed integer, sums blob, hits integer, used real, made real, checksum integer)
 """
 
 
@@ -43,7 +43,8 @@ class Filed(Span):
     def row(self) -> tuple[Any, ...]:
         """Of the table, but for what changes and the checksum."""
         rows, firsts = json.dumps(self.rows), json.dumps(self.firsts)
-        return self.number, b"".join(self.keys), rows, self.row_bytes, self.begin, firsts, self.least, self.sums
+        shape = rows, self.row_bytes, self.begin, firsts, self.least, self.notes, int(self.packed)
+        return self.number, b"".join(self.keys), *shape, self.sums
 
     @property
     def checksum(self) -> int:
@@ -96,11 +97,14 @@ class Ledger:
             if file.suffix in (".kv", ".tmp") and file not in whole:
                 file.unlink(missing_ok=True)
 
-    def add(self, span: Filed) -> None:
-        """Publish a span."""
+    def add(self, span: Filed, instead: int | None = None) -> None:
+        """Publish a span, instead of another."""
         row = (*span.row, span.hits, span.used, span.made, span.checksum)
         with self.db:
             self.db.execute(f"insert into spans values ({','.join('?' * len(row))})", row)
+            self.db.execute("delete from spans where number = ?", (instead,))
+        if instead is not None:
+            self.file(instead).unlink(missing_ok=True)
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Rows first: a file without a row is nothing."""
@@ -139,6 +143,8 @@ def _filed(
     begin: int,
     firsts: str,
     least: int,
+    notes: int,
+    packed: int,
     sums: bytes,
     hits: int,
     used: float,
@@ -148,7 +154,7 @@ def _filed(
     """A row's span; None where it is not what was written."""
     try:
         names = tuple(keys[i : i + 16] for i in range(0, len(keys), 16))
-        shape = tuple(json.loads(rows)), row_bytes, begin, tuple(json.loads(firsts)), least
+        shape = tuple(json.loads(rows)), row_bytes, begin, tuple(json.loads(firsts)), least, notes, bool(packed)
         span = Filed(names, *shape, hits, used, number=number, sums=sums, made=made)
         return span if span.checksum == checked else None
     except (TypeError, ValueError):

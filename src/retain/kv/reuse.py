@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from retain.config import choice, one_of, options
 from retain.kernels import NO_WINDOW
@@ -148,13 +149,17 @@ class Reuse:
 
     # ---- what is on its way --------------------------------------------------------------------------------------
 
-    def awaited(self, rows: Sequence[int]) -> Callable[[int], None] | None:
-        """What who computes calls before a layer looks; None: nothing is on its way to these rows."""
-        fetches = [f for row in rows if (f := self.fetches.get(row))]
+    def awaited(self, rows: Sequence[int], starts: Sequence[int]) -> Callable[[int, Tensor], None] | None:
+        """What who computes calls before a layer looks; None: nothing is on its way to these rows.
 
-        def before(layer: int) -> None:
-            for fetch in fetches:
-                fetch.wait(layer)
+        Fresh queries starts[b] : starts[b + 1] are those of rows[b].
+        """
+        ends = zip(rows, starts, starts[1:], strict=False)
+        fetches = [(f, begin, end) for row, begin, end in ends if (f := self.fetches.get(row))]
+
+        def before(layer: int, q: Tensor) -> None:
+            for fetch, begin, end in fetches:
+                fetch.wait(layer, q[begin:end])
 
         return before if fetches else None
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from retain.kernels import KV
 from retain.kv.prefix import Rings
 from retain.kv.span import Bytes, Span, blocks, unbound
-from retain.kv.tiers import Damaged, Store
+from retain.kv.tiers import Damaged, Reader, Store
 
 Ints = NDArray[np.int32]
 
@@ -208,6 +208,13 @@ class Fetch:
         self.came: dict[str, int] = {}  # bytes, by store
         self.woken: set[tuple[Store, Span]] = set()  # that came whole
         self.begun = self.ended = perf_counter()
+        self.readers: dict[Span, Reader] = {}
+        for job in (job for jobs in layers.values() for job in jobs if job.span not in self.readers):
+            try:
+                self.readers[job.span] = job.store.open(job.span)
+            except OSError as error:
+                self._fail(job.store, job.span, error)
+                break
         self.layers: dict[int, Future[None]] = {
             layer: sleep.readers.submit(self._run, jobs) for layer, jobs in sorted(layers.items())
         }
@@ -217,11 +224,9 @@ class Fetch:
             if self.failed or self.stopped:
                 return
             try:
-                rows = job.store.read(job.span, job.layer, job.begin, job.begin + len(job.pages))
+                rows = self.readers[job.span].rows(job.layer, job.begin, job.begin + len(job.pages))
             except OSError as error:
-                self.failed = True
-                job.store.drop(job.span, damaged=isinstance(error, Damaged))
-                return
+                return self._fail(job.store, job.span, error)
             self.sleep.put(job, rows)
             self.came[job.store.name] = self.came.get(job.store.name, 0) + rows.size
             if len(job.pages) == job.span.rows[job.layer]:
@@ -229,8 +234,13 @@ class Fetch:
         self.sleep.fill(jobs)
         self.ended = perf_counter()
 
-    def wait(self, layer: int) -> None:
-        """Until a layer is there."""
+    def _fail(self, store: Store, span: Span, error: OSError) -> None:
+        """A span did not come: whoever has it has it no more."""
+        self.failed = True
+        store.drop(span, damaged=isinstance(error, Damaged))
+
+    def wait(self, layer: int, q: Tensor) -> None:
+        """Until a layer is there. (Who loads everything does not ask for what.)"""
         if layer in self.layers:
             self.layers[layer].result()
 
@@ -240,11 +250,18 @@ class Fetch:
         for future in self.layers.values():
             if not future.cancel():
                 future.result()
+        self._close()
+
+    def _close(self) -> None:
+        for reader in self.readers.values():
+            reader.close()
 
     def done(self) -> bool:
         """All layers were waited for: whether everything came. What is in the pool now sleeps no more beside it."""
         if self.failed:
+            self.stop()
             return False
+        self._close()
         if len(self.came) == 1:
             ((name, size),) = self.came.items()
             self.sleep.rates.came(name, size, max(self.ended - self.begun, 1e-6))

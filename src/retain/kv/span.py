@@ -33,14 +33,16 @@ class Span:
     begin: int = 0  # pages of its text before it
     firsts: tuple[int, ...] = ()  # windows: the page of the text with which each layer begins
     least: int = 0  # windows: the first position from which texts can go on
+    notes: int = 0  # bytes, behind the layers: see kv/importance.py
+    packed: bool = False  # tokens of a layer lie in the order that the notes say, not in that of the text
     hits: int = 1  # how often somebody wanted it
     used: float = 0.0  # when, the last time (seconds since 1970)
     data: Bytes | None = None  # all of it, where it is in memory
 
     def __post_init__(self) -> None:
         self.used = self.used or time()
-        blocks = (-(-n * self.row_bytes // BLOCK) * BLOCK for n in self.rows)
-        self.begins = [0, *accumulate(blocks)]  # of layers, and the end
+        sizes = [*(n * self.row_bytes for n in self.rows), self.notes]
+        self.begins = [0, *accumulate(-(-n // BLOCK) * BLOCK for n in sizes)]  # of layers, of the notes, and the end
 
     @property
     def size(self) -> int:
@@ -51,6 +53,24 @@ class Span:
         """The rows of a layer in all its bytes: a view, [rows, row_bytes]."""
         begin, n = self.begins[layer], self.rows[layer]
         return data[begin : begin + n * self.row_bytes].reshape(n, self.row_bytes)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A span in memory, to be read. See `tiers.Reader`."""
+
+    span: Span
+    data: Bytes
+
+    def rows(self, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
+        return self.span.of(self.data, layer)[begin:end]
+
+    def notes(self) -> Bytes:  # noqa: D102
+        at = self.span.begins[-2]
+        return self.data[at : at + self.span.notes]
+
+    def close(self) -> None:  # noqa: D102
+        pass
 
 
 def blocks(size: int) -> Bytes:

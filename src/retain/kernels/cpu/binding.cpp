@@ -78,6 +78,7 @@ static void bind_program(nb::module_& m) {
              p.attend(qkv, out, layer, {H, G, D}, scale, at<float>(slopes));
            })
       .def("pick", &Program::pick)
+      .def("rows", [](const Program& p, int buffer) { return reinterpret_cast<Address>(p.rows(buffer)); })
       .def("size", &Program::size)
       .def(
           "run",

@@ -6,6 +6,7 @@ bfloat16 weights and to 8 bits, in groups of 32, for int8 and int4 ones. What is
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import ref
@@ -52,6 +53,17 @@ def pack(matrix: Matrix, arena: Arena) -> Packed:
     return Packed(rows, columns, kind, data)
 
 
+@dataclass(frozen=True)
+class Look:
+    """Where a layer looks: the operations up to there, and the buffer with its queries."""
+
+    layer: int
+    at: int
+    qkv: int
+    heads: int
+    dim: int
+
+
 class CpuProgram:
     """See `Program`: operations over buffers of rows; `run` goes through all of them."""
 
@@ -63,7 +75,7 @@ class CpuProgram:
         self._arena = Arena()
         self._packed: dict[int, tuple[ref[Matrix], Packed]] = {}  # by id of the matrix
         self._kept: list[Tensor] = []  # C++ holds addresses of these
-        self._looks: list[tuple[int, int]] = []  # layers, and the operations up to the one that looks
+        self._looks: list[Look] = []
         self._logits = torch.empty(0, 0)  # [most N so far, V]
 
     # ---- the operations ------------------------------------------------------------------------------------------
@@ -127,7 +139,7 @@ class CpuProgram:
         _fit("q, k and v", (H + 2 * G) * D, self._widths[qkv])
         _fit("the heads' output", H * D, self._widths[out])
         _fit("slopes", H if slopes is None else slopes.numel(), H)
-        self._looks.append((layer, self._c.size()))
+        self._looks.append(Look(layer, self._c.size(), qkv, H, D))
         self._c.attend(qkv, out, layer, H, G, D, scale, self._keep(slopes))
 
     def pick(self, x: int, out: int) -> None:  # noqa: D102
@@ -152,7 +164,7 @@ class CpuProgram:
         pos: Tensor,
         wanted: Tensor,
         observe: Observe | None = None,
-        before: Callable[[int], None] | None = None,
+        before: Callable[[int, Tensor], None] | None = None,
         after: Callable[[int], None] | None = None,
     ) -> Tensor:
         N, T, B = len(wanted), len(ids), len(tables.rows)
@@ -169,17 +181,24 @@ class CpuProgram:
             slots.data_ptr(), *slots.stride(), told.observe(observe),
         )  # fmt: skip
         begin = 0
-        for layer, at in self._looks if before or after else []:
+        for look in self._looks if before or after else []:
             if before:
-                self._c.run(*step, begin, at)
-                before(layer)
-                begin = at
+                self._c.run(*step, begin, look.at)
+                before(look.layer, self._queries(look, T))
+                begin = look.at
             if after:
-                self._c.run(*step, begin, at + 1)
-                after(layer)
-                begin = at + 1
+                self._c.run(*step, begin, look.at + 1)
+                after(look.layer)
+                begin = look.at + 1
         self._c.run(*step, begin, self._c.size())
         return self._logits[:N]
+
+    def _queries(self, look: Look, T: int) -> Tensor:
+        """[T, H, D], where C++ has them."""
+        width = self._widths[look.qkv]
+        rows = (ctypes.c_float * (T * width)).from_address(self._c.rows(look.qkv))
+        every = torch.frombuffer(rows, dtype=torch.float32).view(T, -1, look.dim)  # q, k and v
+        return every[:, : look.heads]
 
     # ---- what C++ points to --------------------------------------------------------------------------------------
 

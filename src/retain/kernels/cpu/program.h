@@ -48,6 +48,9 @@ class Program {
   void attend(int qkv, int out, int layer, Heads, float scale, const float* slopes);
   void pick(int in, int out);  // the rows whose logits are wanted; what follows sees only these
 
+  // A buffer's rows as the last `run` left them; good until the next that begins at 0.
+  const float* rows(int buffer) const { return at_.at(buffer); }
+
   // How many operations there are so far.
   int size() const { return int(ops_.size()); }
 

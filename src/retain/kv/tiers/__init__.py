@@ -25,7 +25,7 @@ class Tier(Protocol):
 
 
 class Store(Protocol):
-    """Spans that sleep. Every method may be called while others read; none but `read` raises."""
+    """Spans that sleep. Every method may be called while others read; none but `open` raises."""
 
     name: str  # the tier's
     most: int  # keys of a span
@@ -43,15 +43,15 @@ class Store(Protocol):
         """Whether it would keep a span of these keys and so many bytes."""
         ...
 
-    def keep(self, span: Span, data: Bytes) -> None:
-        """Keep a span, now or in the background; `data` [span.size] is given away."""
+    def keep(self, span: Span, data: Bytes, instead: Span | None = None) -> None:
+        """Keep a span, now or in the background, `instead` of another with its keys; `data` [span.size] is given away.
+
+        Who reads the other goes on.
+        """
         ...
 
-    def read(self, span: Span, layer: int, begin: int, end: int) -> Bytes:
-        """Rows of one of its layers, [end - begin, row_bytes]; good until this thread reads again.
-
-        Raises OSError where they cannot be read, and Damaged where they are not what was kept.
-        """
+    def open(self, span: Span) -> Reader:
+        """Its bytes, whatever becomes of it meanwhile. Raises OSError."""
         ...
 
     def drop(self, span: Span, damaged: bool = False) -> None:
@@ -64,6 +64,22 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Finish what was begun and let others open it."""
+        ...
+
+
+class Reader(Protocol):
+    """An open span. Raises OSError where it cannot be read, and Damaged where it is not what was kept."""
+
+    def rows(self, layer: int, begin: int, end: int) -> Bytes:
+        """Of one of its layers, [end - begin, row_bytes]; good until this thread reads again."""
+        ...
+
+    def notes(self) -> Bytes:
+        """Good until this thread reads again."""
+        ...
+
+    def close(self) -> None:
+        """It is not read any more."""
         ...
 
 

@@ -13,8 +13,9 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 
 from retain.config import Size, one_of
 from retain.kv.ledger import Filed, Ledger, checksum
-from retain.kv.span import BLOCK, Bytes, Shelf, Span, blocks, unbound
+from retain.kv.span import BLOCK, Bytes, Held, Shelf, Span, blocks, unbound
 from retain.kv.tiers import Damaged
 
 QUEUE = 2**29  # bytes that may wait to be written
@@ -59,7 +60,6 @@ class Disk:
         self.guard = threading.Lock()  # of all that follows, and of the shelf
         self.queued, self.pending, self.wanted = 0, set[bytes](), set[Filed]()
         self.free_at = 0.0  # when the next read may begin, where they are slowed down
-        self.own = threading.local()  # a buffer for each reader
         self.ledger = Ledger(Path(chosen.path).expanduser())
         self.last = 0  # number of a file
         over = []
@@ -90,32 +90,15 @@ class Disk:
         self.counts["skipped"] += full
         return not full
 
-    def keep(self, span: Span, data: Bytes) -> None:  # noqa: D102
+    def keep(self, span: Span, data: Bytes, instead: Span | None = None) -> None:  # noqa: D102
         with self.guard:
             self.pending |= set(span.keys)
             self.queued += span.size
-        self.writer.submit(self._write, span, data)
+        self.writer.submit(self._write, span, data, instead)
 
-    def read(self, span: Span, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
+    def open(self, span: Span) -> File:  # noqa: D102
         assert isinstance(span, Filed)
-        size, at = (end - begin) * span.row_bytes, span.begins[layer] + begin * span.row_bytes
-        before = at % BLOCK  # direct reads begin and end at blocks
-        whole = -(-(before + size) // BLOCK) * BLOCK
-        buffer = self._buffer(whole)
-        self._wait(whole)
-        fd = _direct(self.ledger.file(span.number), os.O_RDONLY)
-        try:
-            got = os.preadv(fd, [buffer[:whole].data], at - before)
-        finally:
-            os.close(fd)
-        rows = buffer[before : before + size].reshape(end - begin, span.row_bytes)
-        first = sum(span.rows[:layer]) + begin
-        sums = np.frombuffer(span.sums, np.uint64)[first : first + end - begin].tolist()
-        if got < before + size or [checksum(row) for row in rows] != sums:
-            raise Damaged(f"{self.ledger.file(span.number)} is not what was written")
-        with self.guard:
-            self.counts["read"] += whole
-        return rows
+        return File(self, span, _direct(self.ledger.file(span.number), os.O_RDONLY))
 
     def drop(self, span: Span, damaged: bool = False) -> None:  # noqa: D102
         assert isinstance(span, Filed)
@@ -138,8 +121,10 @@ class Disk:
         bad = 0
         for span in list(self.shelf):
             try:
-                for layer, rows in enumerate(span.rows):
-                    self.read(span, layer, 0, rows)
+                with closing(self.open(span)) as file:
+                    for layer, rows in enumerate(span.rows):
+                        file.rows(layer, 0, rows)
+                    file.notes()
             except OSError:
                 self.drop(span, damaged=True)
                 bad += 1
@@ -157,8 +142,8 @@ class Disk:
 
     # ---- what the writer does ------------------------------------------------------------------------------------
 
-    def _write(self, span: Span, data: Bytes) -> None:
-        self._try(lambda: self._publish(span, data))
+    def _write(self, span: Span, data: Bytes, instead: Span | None) -> None:
+        self._try(lambda: self._publish(span, data, instead))
         with self.guard:
             self.queued -= span.size
             self.pending -= set(span.keys)
@@ -176,7 +161,7 @@ class Disk:
         except (OSError, sqlite3.Error):
             self.counts["failed"] += 1
 
-    def _publish(self, span: Span, data: Bytes) -> None:
+    def _publish(self, span: Span, data: Bytes, instead: Span | None) -> None:
         with self.guard:
             gone = self.shelf.room(span.size)
         if gone is None:
@@ -185,19 +170,16 @@ class Disk:
         self.ledger.forget([s.number for s in gone if isinstance(s, Filed)])
         self.last += 1
         sums = [checksum(row) for layer in range(len(span.rows)) for row in span.of(data, layer)]
-        filed = Filed(
-            *(span.keys, span.rows, span.row_bytes, span.begin, span.firsts, span.least, span.hits, span.used),
-            number=self.last,
-            sums=np.array(sums, np.uint64).tobytes(),
-            made=span.used,
-        )
+        sums.append(checksum(Held(span, data).notes()))
+        given = {f.name: getattr(span, f.name) for f in fields(Span) if f.name != "data"}
+        filed = Filed(**given, number=self.last, sums=np.array(sums, np.uint64).tobytes(), made=span.used)
         file = self.ledger.file(filed.number)
         draft = file.with_suffix(".tmp")
         try:
             _save(draft, data)
             draft.rename(file)
             _sync(file.parent)
-            self.ledger.add(filed)
+            self.ledger.add(filed, instead.number if isinstance(instead, Filed) else None)
         except BaseException:
             for left in (draft, file):
                 with suppress(OSError):
@@ -206,22 +188,57 @@ class Disk:
         with self.guard:
             self.counts["written"] += span.size
             self.shelf.add(filed)
+            if instead:
+                self.shelf.remove(instead)
 
-    # ---- reading -------------------------------------------------------------------------------------------------
+    def slow(self, size: int) -> None:
+        """Wait until so many bytes may have been read, and count them."""
+        with self.guard:
+            self.counts["read"] += size
+            if not self.chosen.read:
+                return
+            self.free_at = ready = max(monotonic(), self.free_at) + size / self.chosen.read
+        sleep(max(ready - monotonic(), 0))
 
-    def _buffer(self, size: int) -> Bytes:
-        """Of this thread."""
-        if len(getattr(self.own, "buffer", ())) < size:
-            self.own.buffer = blocks(size)
-        found: Bytes = self.own.buffer
+
+class File:
+    """See `tiers.Reader`."""
+
+    own = threading.local()  # a buffer for each thread
+
+    def __init__(self, disk: Disk, span: Filed, fd: int):
+        self.disk, self.span, self.fd = disk, span, fd
+        self.sums = np.frombuffer(span.sums, np.uint64)
+        self.firsts = [0, *accumulate(span.rows)]
+
+    def rows(self, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
+        size, first = self.span.row_bytes, self.firsts[layer]
+        found = self._read(self.span.begins[layer] + begin * size, (end - begin) * size).reshape(-1, size)
+        return self._checked(found, first + begin)
+
+    def notes(self) -> Bytes:  # noqa: D102
+        found: Bytes = self._checked(self._read(self.span.begins[-2], self.span.notes)[None], self.firsts[-1])[0]
         return found
 
-    def _wait(self, size: int) -> None:
-        """Until so many bytes may have been read."""
-        if self.chosen.read:
-            with self.guard:
-                self.free_at = ready = max(monotonic(), self.free_at) + size / self.chosen.read
-            sleep(max(ready - monotonic(), 0))
+    def close(self) -> None:  # noqa: D102
+        os.close(self.fd)
+
+    def _read(self, at: int, size: int) -> Bytes:
+        before = at % BLOCK  # direct reads begin and end at blocks
+        whole = -(-(before + size) // BLOCK) * BLOCK
+        if len(getattr(self.own, "buffer", ())) < whole:
+            self.own.buffer = blocks(whole)
+        buffer: Bytes = self.own.buffer
+        self.disk.slow(whole)
+        if os.preadv(self.fd, [buffer[:whole].data], at - before) < before + size:
+            raise Damaged(f"file {self.span.number} was cut")
+        return buffer[before : before + size]
+
+    def _checked(self, found: Bytes, first: int) -> Bytes:
+        """Rows, if they are what was written."""
+        if [checksum(row) for row in found] != self.sums[first : first + len(found)].tolist():
+            raise Damaged(f"file {self.span.number} is not what was written")
+        return found
 
 
 def _background() -> None:

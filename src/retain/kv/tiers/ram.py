@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from retain.config import Size, one_of
-from retain.kv.span import Bytes, Shelf, Span
+from retain.kv.span import Bytes, Held, Shelf, Span
+from retain.kv.tiers import Reader
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,18 @@ class Ram:
     def wants(self, keys: Sequence[bytes], size: int) -> bool:  # noqa: D102
         return size <= self.shelf.capacity and not all(self.shelf.find(key) for key in keys)
 
-    def keep(self, span: Span, data: Bytes) -> None:  # noqa: D102
+    def keep(self, span: Span, data: Bytes, instead: Span | None = None) -> None:  # noqa: D102
+        if instead:
+            self.shelf.remove(instead)
         gone = self.shelf.room(span.size)
         if gone is not None:
             self.evicted += len(gone)
             span.data = data
             self.shelf.add(span)
 
-    def read(self, span: Span, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
+    def open(self, span: Span) -> Reader:  # noqa: D102
         assert span.data is not None  # whoever has the span has it, evicted or not
-        return span.of(span.data, layer)[begin:end]
+        return Held(span, span.data)
 
     def drop(self, span: Span, damaged: bool = False) -> None:  # noqa: D102
         self.shelf.remove(span)
