@@ -17,8 +17,10 @@ from retain.kv import tiers
 from retain.kv.cache import Cache
 from retain.kv.forget import Turn
 from retain.kv.needs import Shape
-from retain.kv.reuse import Prefix
+from retain.kv.packing import Probes
+from retain.kv.reuse import Important, Prefix
 from retain.kv.sleep import Sleep
+from retain.kv.tiers import disk
 from retain.models.decoder import Spec
 from retain.models.weights import open_weights
 
@@ -58,15 +60,20 @@ def cache(
     )
 
 
-def sleep(c: Config, chosen: Sequence[tiers.Tier], cache: Cache, path: Path) -> Sleep:
+def sleep(c: Config, reused: Prefix, chosen: Sequence[tiers.Tier], cache: Cache, spec: Spec, path: Path) -> Sleep:
     """The tiers below a cache of the model at `path`, memory before disks. Raises ValueError or OSError."""
+    probes = None
+    if isinstance(reused, Important):
+        probes = Probes(reused.ratio, spec.scale, spec.kv_heads, cache.backend)
+        if len(chosen) != 1 or not isinstance(chosen[0], disk.Tier):
+            raise ValueError("prefix=important loads from a disk alone: give --tier disk:path=DIR,capacity=SIZE")
     stores = [t.open() for t in chosen]
     kv, shape = cache.kv, cache.shape
-    made = (c.weights, c.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
+    made = (c.weights, c.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows, bool(probes))
     brand = xxh3_128(repr(made).encode())
     if any(s.replica for s in stores):  # they outlive the process: other weights have other keys and values
         for file in [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]:
             with file.open("rb") as f:
                 while block := f.read(2**24):
                     brand.update(block)
-    return Sleep(sorted(stores, key=lambda s: s.replica), kv, shape.kv_heads, brand.digest())
+    return Sleep(sorted(stores, key=lambda s: s.replica), kv, shape.kv_heads, brand.digest(), probes)

@@ -67,8 +67,8 @@ class LLM:
             whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype, self.columns)
         )
         self.cache = build.cache(c, spec, backend, memory, self.context, self.columns, turn, reused)
-        if below and self.cache.reuse:
-            self.cache.reuse.below(build.sleep(c, below, self.cache, path))
+        if self.cache.reuse and reused and (below or isinstance(reused, reuse.Important)):
+            self.cache.reuse.below(build.sleep(c, reused, below, self.cache, spec, path))
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens, drafter)
         if drafter:
             drafter.join(self.target)

@@ -38,6 +38,7 @@ class Beginning:
     rings: Rings | None
     parts: Sequence[Part] = ()
     windows: Part | None = None
+    selective: bool = False  # of what sleeps only some will come: there are pages for all rows of its spans
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ def _pieces(c: Cache, row: int, begin: Beginning, shared: int) -> Iterator[Piece
     for m, layer in enumerate(np.flatnonzero(c.window[row] == NO_WINDOW).tolist()):
         if had > shared:
             yield Piece(layer, shared, had - shared, begin.pages[m, :, shared:])
-        if last > had:
+        if begin.selective:
+            yield Piece(layer, had, sum(len(p.span.keys) for p in begin.parts), NOTHING)
+        elif last > had:
             asleep = [(p, m, p.begin, p.end - p.begin) for p in begin.parts]
             yield Piece(layer, had, last - had, NOTHING, asleep)
     for i, layer in enumerate(np.flatnonzero(c.window[row] < NO_WINDOW).tolist()):

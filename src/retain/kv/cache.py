@@ -131,9 +131,10 @@ class Cache(Needs):
     def fork(self, row: int, policy: Policy, computed: int) -> int | None:
         """A row with what another has computed, its prompt, to go on under a policy of its own.
 
-        Whole pages that neither will write are shared, the others copied. None where there are no pages or no row.
+        Whole pages that neither will write are shared, the others copied. None where there are no pages or no row, or
+        where the row was born evicted.
         """
-        if not self.rows:
+        if not self.rows or (self.reuse and row in self.reuse.thin):
             return None
         new = self.open(policy, computed)
         rings = self.window[new] < NO_WINDOW
@@ -222,6 +223,16 @@ class Cache(Needs):
         for keeper in keepers:
             keeper.lend()
         return after if keepers else None
+
+    def cut(self, row: int, layer: int, begin: int, end: int) -> None:
+        """Pages of the row's tables of a layer, from place `begin` to `end`, go back; those behind them move up."""
+        n, pages = int(self.counts[row, layer, 0]), self.pages[row, layer]
+        if end > begin:
+            gone = pages[:, begin:end].ravel()
+            pages[:, begin : n - end + begin] = pages[:, end:n].copy()
+            self.counts[row, layer] -= end - begin
+            self.base[row, layer] += (end - begin) * self.page_size
+            self.pool.give(gone)
 
     def arrived(self, row: int | None) -> bool:
         """After a step: whether everything has come that the row waited for. If not, it is good for nothing."""

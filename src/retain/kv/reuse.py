@@ -24,7 +24,8 @@ from retain.kv.budget import Budget
 from retain.kv.policies import Policy
 from retain.kv.pool import index
 from retain.kv.prefix import Hit, Rings, Tree
-from retain.kv.sleep import Fetch, Sleep
+from retain.kv.selective import Selective
+from retain.kv.sleep import Fetch, Job, Sleep
 
 if TYPE_CHECKING:
     from retain.kv.cache import Cache
@@ -42,14 +43,26 @@ class Prefix:
         one_of("keep", self.keep, "all", "prompt")
 
 
+@dataclass(frozen=True)
+class Important(Prefix):
+    """Of what comes from tiers only so much is loaded, what is looked at most. Raises ValueError."""
+
+    ratio: float = 0.25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"important: ratio is above 0 and at most 1, not {self.ratio:g}")
+
+
 def parse(text: str) -> Prefix | None:
-    """`exact`, `exact:keep=prompt`, or `off`, which is None. Raises ValueError."""
+    """`exact`, `exact:keep=prompt`, `important:ratio=0.25`, or `off`, which is None. Raises ValueError."""
     name, given = choice(text)
     if name == "off" and not given:
         return None
-    if name != "exact":
-        raise ValueError(f"unknown prefix {text!r}: choose exact, exact:keep=prompt or off")
-    found: Prefix = options(Prefix, name, given)
+    if name not in ("exact", "important"):
+        raise ValueError(f"unknown prefix {text!r}: choose exact, exact:keep=prompt, important:ratio=0.25 or off")
+    found: Prefix = options(Important if name == "important" else Prefix, name, given)
     return found
 
 
@@ -60,6 +73,7 @@ class Reuse:
         self.cache, self.chosen, self.tree = cache, chosen, Tree(cache.pool, cache.page_size)
         self.sleep: Sleep | None = None
         self.fetches: dict[int, Fetch] = {}  # of rows that wait for pages
+        self.thin = set[int]()  # rows that were born evicted: they leave nothing
 
     def _first(self, salt: str, windows: Ints) -> bytes:
         """What the first link of a text begins with."""
@@ -116,8 +130,9 @@ class Reuse:
         mark = hit.common // S * S if hit and not copies else 0  # who copies leaves nothing
         mark = mark if mark > length else 0
         jobs = adopt(self.cache, row, begin, copies) if begin and length else None
-        if jobs and self.sleep and begin:
-            self.fetches[row] = self.sleep.wake(jobs, begin.parts)
+        if jobs is not None and self.sleep and begin and (begin.parts or begin.windows):
+            self.fetches[row] = self._choose(row, begin, jobs) if begin.selective else Fetch(self.sleep, jobs)
+            self.sleep.wake(begin.parts)
         return (0 if jobs is None else length), mark
 
     def _asleep(
@@ -127,8 +142,8 @@ class Reuse:
         sooner read than computed.
         """
         S, windows = self.cache.page_size, self.cache.windows(policy)
-        if not self.sleep:
-            return None
+        if not self.sleep or (self.sleep.probes and isinstance(policy, Budget)):
+            return None  # who forgets would choose among what was chosen
         if isinstance(policy, Budget):
             limit = min(limit, _unseen(policy))
         keys = self.tree.links(self._first(salt, windows), np.asarray(tokens[: max(limit, 0)], np.int32))
@@ -145,7 +160,25 @@ class Reuse:
         if not self.sleep.worth_it([*parts, rings] if rings else parts, upto * S - length):
             return None
         none = np.zeros((sees_all, self.cache.shape.kv_heads, 0), np.int32)
-        return Beginning(upto * S, hit.pages[..., : min(have, upto)] if hit else none, None, parts, rings)
+        pages, selective = hit.pages[..., : min(have, upto)] if hit else none, bool(self.sleep.probes and parts)
+        return Beginning(upto * S, pages, None, parts, rings, selective)
+
+    def _choose(self, row: int, begin: Beginning, jobs: dict[int, list[Job]]) -> Fetch:
+        """A row that will have only what is important to it. Its table is shorter than its text is."""
+        c, S, had = self.cache, self.cache.page_size, begin.pages.shape[-1]
+        assert self.sleep and self.sleep.probes
+        layers = np.flatnonzero(c.window[row] == NO_WINDOW)
+        upto = had + sum(len(p.span.keys) for p in begin.parts)
+        c.base[row, layers] = begin.length - upto * S
+        self.thin.add(row)
+        pages = c.pages[row, layers, :, had:upto].copy()
+
+        def cut(layer: int, n: int) -> None:
+            c.cut(row, layer, had + n, upto)
+
+        return Selective(
+            *(self.sleep, self.sleep.probes, begin.parts, layers.tolist(), pages, had * S, begin.length, cut, jobs)
+        )
 
     # ---- what is on its way --------------------------------------------------------------------------------------
 
@@ -168,7 +201,9 @@ class Reuse:
         fetch = self.fetches.pop(row, None)
         if fetch and not fetch.done():
             return False
-        if fetch and row not in self.cache.keepers:  # it will be in the tree, and need not be asleep in memory too
+        if (
+            fetch and row not in self.cache.keepers and row not in self.thin
+        ):  # it will be in the tree, and need not be asleep in memory too
             for store, span in fetch.woken:
                 if not store.replica and not span.firsts:
                     store.drop(span)
@@ -181,6 +216,7 @@ class Reuse:
 
     def stop(self, row: int) -> None:
         """Nothing comes into its pages any more."""
+        self.thin.discard(row)
         if fetch := self.fetches.pop(row, None):
             fetch.stop()
 
@@ -196,7 +232,7 @@ class Reuse:
         c, S = self.cache, self.cache.page_size
         end = len(tokens) if self.chosen.keep == "all" else min(len(tokens), prompt)
         end = end // S * S if goes_on else end
-        if not end or row in c.keepers or row in self.fetches:
+        if not end or row in c.keepers or row in self.fetches or row in self.thin:
             return
         sees_all, slide = c.window[row] == NO_WINDOW, np.flatnonzero(c.window[row] < NO_WINDOW)
         rings = self._rings(row, slide, end, goes_on) if len(slide) else None

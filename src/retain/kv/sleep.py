@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from hashlib import blake2b
 from time import perf_counter
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels import KV
+from retain.kv.packing import Probes, packed
 from retain.kv.prefix import Rings
 from retain.kv.span import Bytes, Span, blocks, unbound
 from retain.kv.tiers import Damaged, Reader, Store
 
 Ints = NDArray[np.int32]
+AGAIN = 16  # wakings of a span after which it is packed anew, and that its running averages remember
 
 
 @dataclass(frozen=True)
@@ -77,15 +80,19 @@ class Rates:
 
 
 class Sleep:
-    """The stores of one pool, in the order in which they are asked. `brand`: whose keys and values these are."""
+    """The stores of one pool, in the order in which they are asked. `brand`: whose keys and values these are.
 
-    def __init__(self, stores: Sequence[Store], kv: KV, kv_heads: int, brand: bytes):
+    `probes`: only what is important wakes, and spans are packed for it; None: everything does.
+    """
+
+    def __init__(self, stores: Sequence[Store], kv: KV, kv_heads: int, brand: bytes, probes: Probes | None = None):
         self.stores, self.kv, self.kv_heads, self.brand = stores, kv, kv_heads, brand
         self.bytes = [_bytes(kv.k), _bytes(kv.v)]  # [P, bytes of a page's K, or V]
         self.row_bytes = kv_heads * 2 * self.bytes[0].shape[1]
         self.rates = Rates()
         self.woken = dict.fromkeys((s.name for s in stores), 0)  # tokens, by store
         self.readers = ThreadPoolExecutor(2, "retain-read", unbound)
+        self.probes, self.packs = probes, Packs(self)
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -116,6 +123,8 @@ class Sleep:
         sizes: dict[str, int] = {}
         for p in parts:
             whole = p.span.size if p.span.firsts else p.span.size * (p.end - p.begin) // len(p.span.keys)
+            if self.probes and p.span.packed:
+                whole = int(self.probes.ratio * whole)
             sizes[p.store.name] = sizes.get(p.store.name, 0) + whole
         for store in self.stores:
             store.touch([p.span for p in parts if p.store is store])
@@ -157,7 +166,8 @@ class Sleep:
         firsts: Sequence[int] = (),
         least: int = 0,
     ) -> None:
-        span = Span(keys, tuple(map(len, rows)), self.row_bytes, begin, tuple(firsts), least)
+        notes = self.probes.size(len(rows), len(keys), self.kv) if self.probes and not firsts else 0
+        span = Span(keys, tuple(map(len, rows)), self.row_bytes, begin, tuple(firsts), least, notes)
         if not store.wants(keys, span.size):
             return
         data = blocks(span.size)
@@ -165,15 +175,16 @@ class Sleep:
             out = span.of(data, layer).reshape(*pages.shape, 2, -1)
             for i, source in enumerate(self.bytes):
                 out[:, :, i] = source[pages]
+        if self.probes and notes:
+            data[span.begins[-2] : span.begins[-2] + notes] = self.probes.born(self.kv, rows).bytes
         store.keep(span, data)
 
     # ---- waking --------------------------------------------------------------------------------------------------
 
-    def wake(self, layers: dict[int, list[Job]], parts: Sequence[Part]) -> Fetch:
-        """Begin to read, the first layers of the model first."""
+    def wake(self, parts: Sequence[Part]) -> None:
+        """Somebody begins with them."""
         for p in parts:
             self.woken[p.store.name] += (p.end - p.begin) * self.kv.page_size
-        return Fetch(self, layers)
 
     def put(self, job: Job, rows: Bytes) -> None:
         """Rows [n, row_bytes] come into their pages."""
@@ -195,13 +206,51 @@ class Sleep:
 
     def close(self) -> None:
         """Finish what was begun."""
+        self.packs.close()
         self.readers.shutdown()
         for store in self.stores:
             store.close()
 
 
+class Packs:
+    """What queries looked at in spans; and spans that are packed anew by it, in the background."""
+
+    def __init__(self, sleep: Sleep):
+        self.sleep = sleep
+        self.seen: dict[Span, tuple[NDArray[np.float32], int]] = {}  # running averages [M, n S], of how many
+        self.packer = ThreadPoolExecutor(1, "retain-pack", unbound)
+        self.running: set[Span] = set()
+
+    def saw(self, part: Part, before: NDArray[np.float32], mass: NDArray[np.float32]) -> None:
+        """Some queries left this mass on the tokens of a span [M, n S]; `before`: what its notes say."""
+        average, n = self.seen.get(part.span, (before, AGAIN if part.span.packed else 0))
+        weight = 1 / min(n + 1, AGAIN)
+        n = n + 1
+        self.seen[part.span] = (1 - weight) * average + weight * mass, n
+        if part.span not in self.running and (not part.span.packed or n >= 2 * AGAIN):
+            self.running.add(part.span)
+            self.packer.submit(self._pack, part.store, part.span)
+
+    def _pack(self, store: Store, span: Span) -> None:
+        mass, _ = self.seen.pop(span)
+        assert self.sleep.probes
+        try:
+            with closing(store.open(span)) as reader:
+                store.keep(*packed(self.sleep.probes, self.sleep.kv, span, reader, mass), instead=span)
+        except OSError as error:
+            store.drop(span, damaged=isinstance(error, Damaged))
+        self.running.discard(span)
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        self.packer.shutdown()
+
+
 class Fetch:
-    """What one row waits for. `failed`: something did not come, and will never."""
+    """What one row waits for: all of it is on its way at once, the first layers of the model first.
+
+    `failed`: something did not come, and will never.
+    """
 
     def __init__(self, sleep: Sleep, layers: dict[int, list[Job]]):
         self.sleep, self.failed, self.stopped = sleep, False, False
@@ -228,7 +277,7 @@ class Fetch:
             except OSError as error:
                 return self._fail(job.store, job.span, error)
             self.sleep.put(job, rows)
-            self.came[job.store.name] = self.came.get(job.store.name, 0) + rows.size
+            self._count(job.store, rows.size)
             if len(job.pages) == job.span.rows[job.layer]:
                 self.woken.add((job.store, job.span))
         self.sleep.fill(jobs)
@@ -252,6 +301,14 @@ class Fetch:
                 future.result()
         self._close()
 
+    def _count(self, store: Store, size: int) -> None:
+        self.came[store.name] = self.came.get(store.name, 0) + size
+
+    @property
+    def took(self) -> float:
+        """Seconds that reading took."""
+        return self.ended - self.begun
+
     def _close(self) -> None:
         for reader in self.readers.values():
             reader.close()
@@ -264,7 +321,7 @@ class Fetch:
         self._close()
         if len(self.came) == 1:
             ((name, size),) = self.came.items()
-            self.sleep.rates.came(name, size, max(self.ended - self.begun, 1e-6))
+            self.sleep.rates.came(name, size, max(self.took, 1e-6))
         return True
 
 

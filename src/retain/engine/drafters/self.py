@@ -100,7 +100,8 @@ class Drafter:
         whole = np.flatnonzero(cache.window[row] == NO_WINDOW)
         newest = np.arange(max(request.computed - S, 0) // S, (request.computed + n) // S + 1)  # pages
         m = self._room - len(newest)
-        if row in cache.keepers or not len(whole) or newest[0] <= m or m < 1:
+        thin = cache.reuse is not None and row in cache.reuse.thin
+        if thin or row in cache.keepers or not len(whole) or newest[0] <= m or m < 1:
             return
         if request not in self._best or self._rounds[request] % self.refresh == 1:
             table = torch.from_numpy(cache.pages[row, whole, :, : newest[0]]).long()  # [M, G, n]

@@ -1,0 +1,109 @@
+"""Which tokens of a prefix that sleeps are important to those that come: IMPRESS (FAST'25).
+
+A few probe heads, the first ones of every layer, say it for all: their keys are kept once more, as sketches, and read
+before anything else. The newest queries look at them; what they look at most is important. Where the probe heads do not
+agree more than chance would, a layer is loaded whole (the paper's test: mean Jaccard of their sets against j^0.6).
+
+A sketch of a page of keys is, for every channel, the mean, the mean deviation, and a bit a token: above or below. That
+is a tenth of the keys, and finds 98 % of the attention that whole keys would find (docs/log.md). What is not known
+here: spans, files, tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retain.kv.span import Bytes
+
+Ints = NDArray[np.int32]
+PROBES = 3  # heads, or all where there are fewer
+QUERIES = 16  # of the fresh ones, the last: the question
+
+
+def sketches(k: Tensor) -> Bytes:
+    """Of keys [..., S, D], float32: [..., S D / 8 + 4 D]: signs, means, deviations (float16)."""
+    mean = k.mean(-2, keepdim=True)
+    dev = (k - mean).abs().mean(-2, keepdim=True)
+    signs = np.packbits((k > mean).flatten(-2).numpy(), axis=-1)
+    numbers = torch.cat((mean, dev), -1).squeeze(-2).half().numpy().view(np.uint8)
+    return np.concatenate((signs, numbers), -1)
+
+
+def keys(sketch: Bytes, page_size: int, head_dim: int) -> NDArray[np.float32]:
+    """What is left of the keys, [..., S, D]."""
+    S, D = page_size, head_dim
+    bits = np.unpackbits(sketch[..., : S * D // 8], axis=-1).reshape(*sketch.shape[:-1], S, D)
+    numbers = np.ascontiguousarray(sketch[..., S * D // 8 :]).view(np.float16).astype(np.float32)
+    mean, dev = numbers[..., None, :D], numbers[..., None, D:]
+    found: NDArray[np.float32] = bits * (2 * dev) + (mean - dev)
+    return found
+
+
+def masses(q: Tensor, k: Tensor, scale: float, heads: int) -> Tensor:
+    """Attention that keys [P, N, D] of the first kv heads, of `heads`, get from queries [T, H, D], on average: [P, N].
+
+    Of the newest queries only; among these keys only.
+    """
+    P, T = len(k), min(len(q), QUERIES)
+    mine = q[-T:].reshape(T, heads, -1, q.shape[-1])[:, :P].float()  # [T, P, R, D]
+    x = scale * mine.permute(1, 0, 2, 3).flatten(1, 2) @ k.mT  # [P, T R, N]
+    return torch.softmax(x, -1).mean(1)
+
+
+def alike(mass: Tensor, n: int) -> tuple[float, float]:
+    """How alike the heads' n most important tokens are, masses [P, N]: mean Jaccard of pairs; and what it should be."""
+    P, N = mass.shape
+    best = mass.topk(n, -1).indices
+    sets = torch.zeros(P, N, dtype=torch.bool).scatter_(1, best, True)
+    both = [float((sets[a] & sets[b]).sum() / (sets[a] | sets[b]).sum()) for a, b in combinations(range(P), 2)]
+    ratio = n / N
+    return (sum(both) / len(both) if both else 1.0), (ratio / (2 - ratio)) ** 0.6
+
+
+def choose(mass: Tensor, page_size: int, ratio: float) -> Ints | None:
+    """Rows of a page of tokens each that are to be loaded, in order, by masses [P, N]; None: all of them."""
+    N = mass.shape[1]
+    found, least = alike(mass, max(int(ratio * N), 1))
+    if found < least:
+        return None
+    rows = mass.sum(0).view(-1, page_size).sum(-1)
+    best: Ints = rows.topk(max(round(ratio * len(rows)), 1)).indices.sort().values.int().numpy()
+    return best
+
+
+@dataclass
+class Notes:
+    """What lies behind the layers of a span: of M layers of n rows of S tokens the sketches of P heads, which token of
+    the span lies where, and the average mass of each, in the order of the text.
+    """
+
+    sketches: Bytes  # [M, n, P, bytes]
+    order: NDArray[np.uint16]  # [M, n S]
+    mass: NDArray[np.float32]  # [M, n S]
+
+    @property
+    def bytes(self) -> Bytes:
+        """As they are kept."""
+        parts: Sequence[NDArray[np.generic]] = (self.sketches, self.order, self.mass)
+        return np.concatenate([np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in parts])
+
+
+def size(layers: int, rows: int, probes: int, page_size: int, head_dim: int) -> int:
+    """Of notes, in bytes."""
+    return layers * rows * (probes * (page_size * head_dim // 8 + 4 * head_dim) + 6 * page_size)
+
+
+def read(data: Bytes, layers: int, rows: int, probes: int, page_size: int, head_dim: int) -> Notes:
+    """Notes from their bytes."""
+    n = layers * rows
+    ends = np.cumsum([n * probes * (page_size * head_dim // 8 + 4 * head_dim), n * page_size * 2])
+    a, b, c = np.split(data.copy(), ends)
+    order, mass = b.view(np.uint16).reshape(layers, -1), c.view(np.float32).reshape(layers, -1)
+    return Notes(a.reshape(layers, rows, probes, -1), order, mass)
