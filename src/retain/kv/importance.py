@@ -24,7 +24,9 @@ from retain.kv.span import Bytes
 
 Ints = NDArray[np.int32]
 PROBES = 3  # heads, or all where there are fewer
-QUERIES = 16  # of the fresh ones, the last: the question
+QUERIES = 8  # of the fresh ones, the last: the question
+SURE = 0.75  # of what is loaded: what was looked at most until now, read ahead of the queries
+SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32) * 2 - 1  # of a byte's bits
 
 
 def sketches(k: Tensor) -> Bytes:
@@ -36,20 +38,24 @@ def sketches(k: Tensor) -> Bytes:
     return np.concatenate((signs, numbers), -1)
 
 
-def keys(sketch: Bytes, page_size: int, head_dim: int) -> NDArray[np.float32]:
-    """What is left of the keys, [..., S, D]."""
+def keys(sketch: Bytes, page_size: int, head_dim: int, out: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What is left of the keys, [..., S, D]; in `out`, which has room for as many numbers: fresh memory costs more."""
     S, D = page_size, head_dim
-    bits = np.unpackbits(sketch[..., : S * D // 8], axis=-1).reshape(*sketch.shape[:-1], S, D)
+    shape = sketch.shape[:-1]
     numbers = np.ascontiguousarray(sketch[..., S * D // 8 :]).view(np.float16).astype(np.float32)
     mean, dev = numbers[..., None, :D], numbers[..., None, D:]
-    found: NDArray[np.float32] = bits * (2 * dev) + (mean - dev)
+    found = out[: int(np.prod(shape)) * S * D]
+    np.take(SIGNS, sketch[..., : S * D // 8], axis=0, out=found.reshape(*shape, -1, 8), mode="clip")
+    found = found.reshape(*shape, S, D)
+    found *= dev
+    found += mean
     return found
 
 
 def masses(q: Tensor, k: Tensor, scale: float, heads: int) -> Tensor:
-    """Attention that keys [P, N, D] of the first kv heads, of `heads`, get from queries [T, H, D], on average: [P, N].
+    """Attention that keys [P, N, D] of the first kv heads, of `heads`, get from queries [T, H, D]: [P, N].
 
-    Of the newest queries only; among these keys only.
+    On average, from the newest queries only, among these keys only.
     """
     P, T = len(k), min(len(q), QUERIES)
     mine = q[-T:].reshape(T, heads, -1, q.shape[-1])[:, :P].float()  # [T, P, R, D]
@@ -57,25 +63,35 @@ def masses(q: Tensor, k: Tensor, scale: float, heads: int) -> Tensor:
     return torch.softmax(x, -1).mean(1)
 
 
-def alike(mass: Tensor, n: int) -> tuple[float, float]:
+def alike(mass: NDArray[np.float32], n: int) -> tuple[float, float]:
     """How alike the heads' n most important tokens are, masses [P, N]: mean Jaccard of pairs; and what it should be."""
     P, N = mass.shape
-    best = mass.topk(n, -1).indices
-    sets = torch.zeros(P, N, dtype=torch.bool).scatter_(1, best, True)
+    sets = mass >= np.partition(mass, N - n, axis=1)[:, N - n, None]
     both = [float((sets[a] & sets[b]).sum() / (sets[a] | sets[b]).sum()) for a, b in combinations(range(P), 2)]
     ratio = n / N
     return (sum(both) / len(both) if both else 1.0), (ratio / (2 - ratio)) ** 0.6
 
 
-def choose(mass: Tensor, page_size: int, ratio: float) -> Ints | None:
-    """Rows of a page of tokens each that are to be loaded, in order, by masses [P, N]; None: all of them."""
-    N = mass.shape[1]
-    found, least = alike(mass, max(int(ratio * N), 1))
-    if found < least:
-        return None
-    rows = mass.sum(0).view(-1, page_size).sum(-1)
-    best: Ints = rows.topk(max(round(ratio * len(rows)), 1)).indices.sort().values.int().numpy()
-    return best
+def agree(mass: NDArray[np.float32], ratio: float) -> bool:
+    """Whether the heads agree on what is important, more than chance would, masses [P, N]."""
+    found, least = alike(mass, max(int(ratio * mass.shape[1]), 1))
+    return found >= least
+
+
+def choose(mass: NDArray[np.float32], page_size: int, ratio: float, sure: Ints) -> Ints:
+    """Rows of a page of tokens each that are to be loaded, by masses [P, N]: those that were `sure`, then others."""
+    rows = mass.sum(0).reshape(-1, page_size).sum(-1)
+    others: Ints = np.delete(np.arange(len(rows), dtype=np.int32), sure)
+    if agree(mass, ratio):
+        n = max(round(ratio * len(rows)), 1) - len(sure)
+        others = np.sort(others[np.argsort(-rows[others], kind="stable")[:n]])
+    return np.concatenate((sure, others))
+
+
+def certain(mass: NDArray[np.float32], order: NDArray[np.uint16], page_size: int) -> NDArray[np.float32]:
+    """What a span's rows were looked at on average, by masses [n S] of its tokens and where they lie: [n]."""
+    found: NDArray[np.float32] = mass[order].reshape(-1, page_size).sum(-1)
+    return found
 
 
 @dataclass

@@ -7,9 +7,10 @@ what is important lies scattered there. What is not known here: how spans are fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import groupby
+from threading import Event
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +26,7 @@ from retain.kv.sleep import Fetch, Job, Part, Sleep
 from retain.kv.tiers import Reader
 
 Ints = NDArray[np.int32]
+NOTHING = np.zeros(0, np.float32)
 
 
 class Selective(Fetch):
@@ -48,11 +50,13 @@ class Selective(Fetch):
         self.probes, self.parts, self.begin, self.end, self.pages, self.cut = probes, parts, begin, end, pages, cut
         self.index = {layer: m for m, layer in enumerate(layers)}
         self.chosen: dict[int, int] = {}  # pages, by layer
-        self.seen: list[Tensor] = []  # masses [N] of each layer
+        self.seen: list[NDArray[np.float32]] = []  # masses [N] of each layer
         self.opened: list[Reader] = []
         self.notes: list[Future[Notes | None]] = []
-        self.ready: dict[int, Future[tuple[Tensor, Ints] | None]] = {}
+        self.sure: dict[int, Future[Ints]] = {}
         self.read_s = 0.0
+        self.calm = Event()  # nobody waits
+        self.calm.set()
         for p in parts:
             try:
                 self.opened.append(p.store.open(p.span))
@@ -60,7 +64,8 @@ class Selective(Fetch):
                 self._fail(p.store, p.span, error)
                 return
         self.notes = [sleep.readers.submit(self._notes, i) for i in range(len(parts))]
-        self.ready = {m: sleep.readers.submit(self._keys, m) for m in self.index.values()}
+        if all(p.span.packed for p in parts):
+            self.sure = {m: sleep.readers.submit(self._begin, m) for m in self.index.values()}
 
     def _notes(self, i: int) -> Notes | None:
         part = self.parts[i]
@@ -70,63 +75,66 @@ class Selective(Fetch):
             self._fail(part.store, part.span, error)
             return None
 
-    def _keys(self, m: int) -> tuple[Tensor, Ints] | None:
-        """What is left of the probe heads' keys in a layer, [P, N, D], and the tokens' positions [N]."""
-        kv = self.sleep.kv
-        notes = [f.result() for f in self.notes]
-        if self.failed or self.stopped:
-            return None
-        sketches = np.concatenate([n.sketches[m] for n in notes if n])  # [rows, P, bytes]
-        k = (
-            importance.keys(sketches, kv.page_size, kv.head_dim)
-            .swapaxes(0, 1)
-            .reshape(self.probes.probes, -1, kv.head_dim)
-        )
-        begins = [p.span.begin * kv.page_size for p in self.parts]
-        pos = np.concatenate([b + n.order[m].astype(np.int32) for b, n in zip(begins, notes, strict=True) if n])
-        return torch.from_numpy(k), pos
+    def _begin(self, m: int) -> Ints:
+        """Most of what will be loaded of a layer is what was looked at most until now, and comes ahead of the queries;
+        but who waits already goes first.
+        """
+        S = self.sleep.kv.page_size
+        found = [importance.certain(n.mass[m], n.order[m], S) for f in self.notes if (n := f.result())]
+        rows = np.concatenate([NOTHING, *found])
+        sure = np.sort(np.argsort(-rows)[: round(importance.SURE * self.probes.ratio * len(rows))]).astype(np.int32)
+        for part, job in self._jobs(m, sure, 0):
+            self.calm.wait()
+            self._read(part, job)
+        return sure
 
     def wait(self, layer: int, q: Tensor) -> None:
         """Until what is important in a layer is there."""
         super().wait(layer, q)
+        notes = [f.result() for f in self.notes]
         m = self.index.get(layer)
         if m is None or self.failed:
             return
-        ready = self.ready[m].result()
-        if ready is None:
-            return
-        k, pos = ready
-        S, probes = self.sleep.kv.page_size, self.probes
-        mass = importance.masses(q, k, probes.scale, probes.heads)
+        kv, probes, S = self.sleep.kv, self.probes, self.sleep.kv.page_size
+        sketches = np.concatenate([n.sketches[m] for n in notes if n]).swapaxes(0, 1)  # [P, rows, bytes]
+        room = self.sleep.scratch(sketches.shape[0] * sketches.shape[1])
+        k = torch.from_numpy(importance.keys(sketches, S, kv.head_dim, room))  # [P, rows, S, D]
+        begins = [p.span.begin * S for p in self.parts]
+        pos = np.concatenate([b + n.order[m].astype(np.int32) for b, n in zip(begins, notes, strict=True) if n])
         wanted = (pos >= self.begin) & (pos < self.end)
-        mass[:, torch.from_numpy(~wanted)] = 0
-        rows = importance.choose(mass, S, probes.ratio) if all(p.span.packed for p in self.parts) else None
+        mass = importance.masses(q, k.view(len(k), -1, kv.head_dim), probes.scale, probes.heads).numpy()
+        mass[:, ~wanted] = 0
         self.seen.append(mass.mean(0))
-        rows = np.arange(len(pos) // S, dtype=np.int32) if rows is None else rows
+        rows, sure = np.arange(sketches.shape[1], dtype=np.int32), NOTHING.astype(np.int32)
+        if self.sure:
+            sure = self.sure[m].result()
+            rows = importance.choose(mass, S, probes.ratio, sure)
         self.chosen[m] = len(rows)
-        if self._load(m, rows) and not self.failed:
+        began = perf_counter()
+        self.calm.clear()
+        more = [self.sleep.urgent.submit(self._read, *x) for x in self._jobs(m, rows[len(sure) :], len(sure))]
+        for future in more:
+            future.result()
+        self.calm.set()
+        self.read_s += perf_counter() - began
+        if not self.failed:
             at = self.pages[m][:, : len(rows)]  # [G, n]
-            self.sleep.kv.pos.numpy()[at] = np.where(wanted, pos, -1).reshape(-1, S)[rows][None]
+            kv.pos.numpy()[at] = np.where(wanted, pos, -1).reshape(-1, S)[rows][None]
             self.cut(layer, len(rows))
 
-    def _load(self, m: int, rows: Ints) -> bool:
-        """Rows of all spans, one behind the other, into the first pages of a layer. Whether they came."""
-        began = perf_counter()
+    def _jobs(self, m: int, rows: Ints, first: int) -> Iterator[tuple[int, Job]]:
+        """What reads rows of all spans, one behind the other, in order, into a layer's pages from `first` on."""
         begins = np.cumsum([0, *(p.span.rows[m] for p in self.parts)])
-        futures: list[Future[None]] = []
-        for _, run in groupby(
-            enumerate(rows.tolist()), lambda x: (np.searchsorted(begins, x[1], "right"), x[1] - x[0])
+        parts = np.searchsorted(begins, rows, "right") - 1
+        for part, run in groupby(
+            zip(parts.tolist(), rows.tolist(), range(len(rows)), strict=True), lambda x: (x[0], x[1] - x[2])
         ):
             found = list(run)
-            (i, first), n = found[0], len(found)
-            part = int(np.searchsorted(begins, first, "right")) - 1
-            p, skip = self.parts[part], first - int(begins[part])
-            job = Job(p.store, p.span, m, skip, self.pages[m][:, i : i + n].T, 0)
-            futures.append(self.sleep.readers.submit(self._read, part, job))
-        for future in futures:
-            future.result()
-        self.read_s += perf_counter() - began
-        return not self.failed
+            i, p = first + found[0][2], self.parts[part[0]]
+            yield (
+                part[0],
+                Job(p.store, p.span, m, found[0][1] - int(begins[part[0]]), self.pages[m][:, i : i + len(found)].T, 0),
+            )
 
     def _read(self, part: int, job: Job) -> None:
         if self.failed or self.stopped:
@@ -141,7 +149,7 @@ class Selective(Fetch):
     def stop(self) -> None:
         """See Fetch."""
         self.stopped = True
-        futures: list[Future[Any]] = [*self.notes, *self.ready.values()]
+        futures: list[Future[Any]] = [*self.notes, *self.sure.values()]
         for future in futures:
             if not future.cancel():
                 future.result()
@@ -161,7 +169,7 @@ class Selective(Fetch):
         """See Fetch. What queries looked at is remembered, and packed by."""
         if not super().done():
             return False
-        mass, at = torch.stack(self.seen).numpy(), 0  # [M, N]
+        mass, at = np.stack(self.seen), 0  # [M, N]
         for p, future in zip(self.parts, self.notes, strict=True):
             n = p.span.rows[0] * self.sleep.kv.page_size
             if notes := future.result():

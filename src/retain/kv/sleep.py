@@ -92,7 +92,9 @@ class Sleep:
         self.rates = Rates()
         self.woken = dict.fromkeys((s.name for s in stores), 0)  # tokens, by store
         self.readers = ThreadPoolExecutor(2, "retain-read", unbound)
+        self.urgent = ThreadPoolExecutor(2, "retain-read-now", unbound)  # for what somebody waits for already
         self.probes, self.packs = probes, Packs(self)
+        self.memory = np.empty(0, np.float32)
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -200,6 +202,13 @@ class Sleep:
         # By numpy: torch would wake threads of its own in every thread that calls it.
         self.kv.pos.numpy()[pages] = (firsts[:, None] + np.arange(S, dtype=np.int32))[:, None]
 
+    def scratch(self, pages: int) -> NDArray[np.float32]:
+        """Memory for the keys of so many pages, the same each time."""
+        size = pages * self.kv.page_size * self.kv.head_dim
+        if size > len(self.memory):
+            self.memory = np.empty(size, np.float32)
+        return self.memory
+
     def told(self) -> list[dict[str, Any]]:
         """What every store tells."""
         return [s.told() for s in self.stores]
@@ -207,6 +216,7 @@ class Sleep:
     def close(self) -> None:
         """Finish what was begun."""
         self.packs.close()
+        self.urgent.shutdown()
         self.readers.shutdown()
         for store in self.stores:
             store.close()
