@@ -17,7 +17,8 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
-from retain.kv.reuse import parse
+from retain.kv.packing import Probes
+from retain.kv.reuse import Important, parse
 from retain.kv.sleep import Sleep
 from retain.kv.tiers import all_of
 from retain.models.weights import Weights
@@ -52,7 +53,10 @@ def rig(
     )
     if tiers and cache.reuse:
         stores = [t.open() for t in all_of(tiers)]
-        cache.reuse.below(Sleep(stores, cache.kv, shape.kv_heads, family.encode()))
+        chosen = cache.reuse.chosen
+        important = isinstance(chosen, Important)
+        probes = Probes(chosen.ratio, model.spec.scale, shape.kv_heads, kernel) if important else None
+        cache.reuse.below(Sleep(stores, cache.kv, shape.kv_heads, family.encode(), probes))
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     if drafter:
         drafter.join(Target(runner, cache, lambda *_: other(family, kernel, context, n_rows), lambda _: runner))

@@ -228,7 +228,7 @@ class Cache(Needs):
         """Pages of the row's tables of a layer, from place `begin` to `end`, go back; those behind them move up."""
         n, pages = int(self.counts[row, layer, 0]), self.pages[row, layer]
         if end > begin:
-            gone = pages[:, begin:end].ravel()
+            gone = pages[:, begin:end].flatten()  # a copy, whatever its shape
             pages[:, begin : n - end + begin] = pages[:, end:n].copy()
             self.counts[row, layer] -= end - begin
             self.base[row, layer] += (end - begin) * self.page_size

@@ -176,9 +176,7 @@ class Reuse:
         def cut(layer: int, n: int) -> None:
             c.cut(row, layer, had + n, upto)
 
-        return Selective(
-            *(self.sleep, self.sleep.probes, begin.parts, layers.tolist(), pages, had * S, begin.length, cut, jobs)
-        )
+        return Selective(*(self.sleep, self.sleep.probes, begin.parts, layers.tolist(), pages, cut, jobs))
 
     # ---- what is on its way --------------------------------------------------------------------------------------
 

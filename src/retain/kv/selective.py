@@ -30,8 +30,8 @@ NOTHING = np.zeros(0, np.float32)
 
 
 class Selective(Fetch):
-    """What one row waits for. `layers` see everything; `pages` [M, G, n] are the row's, for all rows of the spans;
-    tokens at positions `begin` to `end` are wanted. `cut(layer, n)` gives back all but the first n of a layer's pages.
+    """What one row waits for. `layers` see everything; `pages` [M, G, n] are the row's, for all rows of the spans of
+    `parts`. `cut(layer, n)` gives back all but the first n of a layer's pages.
     """
 
     def __init__(
@@ -41,13 +41,11 @@ class Selective(Fetch):
         parts: Sequence[Part],
         layers: Sequence[int],
         pages: Ints,
-        begin: int,
-        end: int,
         cut: Callable[[int, int], None],
         others: dict[int, list[Job]],
     ):
         super().__init__(sleep, others)
-        self.probes, self.parts, self.begin, self.end, self.pages, self.cut = probes, parts, begin, end, pages, cut
+        self.probes, self.parts, self.pages, self.cut = probes, parts, pages, cut
         self.index = {layer: m for m, layer in enumerate(layers)}
         self.chosen: dict[int, int] = {}  # pages, by layer
         self.seen: list[NDArray[np.float32]] = []  # masses [N] of each layer
@@ -99,9 +97,9 @@ class Selective(Fetch):
         sketches = np.concatenate([n.sketches[m] for n in notes if n]).swapaxes(0, 1)  # [P, rows, bytes]
         room = self.sleep.scratch(sketches.shape[0] * sketches.shape[1])
         k = torch.from_numpy(importance.keys(sketches, S, kv.head_dim, room))  # [P, rows, S, D]
-        begins = [p.span.begin * S for p in self.parts]
-        pos = np.concatenate([b + n.order[m].astype(np.int32) for b, n in zip(begins, notes, strict=True) if n])
-        wanted = (pos >= self.begin) & (pos < self.end)
+        each = [p.span.begin * S + n.order[m].astype(np.int32) for p, n in zip(self.parts, notes, strict=True) if n]
+        pos = np.concatenate(each)
+        wanted = np.concatenate([self._wanted(p, x) for p, x in zip(self.parts, each, strict=True)])
         mass = importance.masses(q, k.view(len(k), -1, kv.head_dim), probes.scale, probes.heads).numpy()
         mass[:, ~wanted] = 0
         self.seen.append(mass.mean(0))
@@ -121,6 +119,12 @@ class Selective(Fetch):
             at = self.pages[m][:, : len(rows)]  # [G, n]
             kv.pos.numpy()[at] = np.where(wanted, pos, -1).reshape(-1, S)[rows][None]
             self.cut(layer, len(rows))
+
+    def _wanted(self, part: Part, pos: Ints) -> NDArray[np.bool_]:
+        """Which of a span's tokens, at these positions. (Spans may overlap, and reach beyond the text.)"""
+        begin, end = ((part.span.begin + i) * self.sleep.kv.page_size for i in (part.begin, part.end))
+        found: NDArray[np.bool_] = (pos >= begin) & (pos < end)
+        return found
 
     def _jobs(self, m: int, rows: Ints, first: int) -> Iterator[tuple[int, Job]]:
         """What reads rows of all spans, one behind the other, in order, into a layer's pages from `first` on."""

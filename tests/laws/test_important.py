@@ -1,0 +1,167 @@
+"""Only what is important is loaded: all of it is everything; less is a choice, and nobody else notices."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from retain.engine.loop import Engine
+from retain.kernels import NO_WINDOW
+from retain.kv.selective import Selective
+from tests.laws.test_prefix import texts
+from tests.laws.test_tiers import disk, flip, restart, store
+from tests.rig import request, rig, run, steps
+
+FAMILIES = ["llama", "mpt", "gemma3_text"]
+
+
+def important(family: str, path: Path, ratio: float, **options: object) -> Engine:
+    tiers = [disk(path)]
+    return rig(family, prefix=f"important:ratio={ratio}", tiers=tiers, **{"backend": "cpu", **options})  # type: ignore
+
+
+def pack(engine: Engine) -> None:
+    """Wait until what was looked at is packed and written."""
+    engine.cache.reuse.sleep.packs.packer.submit(lambda: None).result()
+    store(engine).sync()
+
+
+def forget(engine: Engine) -> None:
+    """What is in the pool goes; what sleeps stays."""
+    engine.cache.reuse.tree.clear()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_all_of_it_is_everything(family: str, backend: str, tmp_path: Path) -> None:
+    """Unpacked, packed, in company, after a restart: with ratio=1 the tokens are those of a full cache."""
+    made = texts(4)
+    plain = run(rig(family, backend=backend), [request(t) for t in made])
+    for _ in range(2):
+        engine = important(family, tmp_path, 1.0, backend=backend)
+        for _ in range(2):
+            forget(engine)
+            assert [run(engine, [request(t)])[0] for t in made] == plain
+            pack(engine)
+            forget(engine)
+            assert run(engine, [request(t) for t in made]) == plain
+        assert family == "gemma3_text" or any(s.packed for s in store(engine).shelf)
+        restart(engine)
+
+
+def test_a_packed_span_has_the_same_tokens_elsewhere(tmp_path: Path) -> None:
+    """Keys and values of every layer and head are those of the pool, in another order: most looked at first."""
+    text = list(range(100))
+    engine = important("llama", tmp_path, 0.5)
+    c = engine.cache
+    r = request(text)
+    run(engine, [r])
+    hit = c.reuse.find(r.policy, text, 96, "")
+    pages = hit.pages[..., :6]  # [L, G, n]
+    k, v = (x.view(*pages.shape, 16, -1) for x in c.backend.read(c.kv, torch.from_numpy(pages).long().flatten()))
+    pack(engine)
+    forget(engine)
+    run(engine, [request(text)])
+    pack(engine)
+    ((span, _),) = {store(engine).find(key) for s in store(engine).shelf for key in s.keys[:1]}
+    assert span.packed
+    sleep = c.reuse.sleep
+    reader = store(engine).open(span)
+    notes = sleep.probes.notes(span, reader.notes(), c.kv)
+    for m in range(len(span.rows)):
+        assert (np.diff(notes.mass[m][notes.order[m]]) <= 0).all()
+        at = c.pool.take(pages[0].size).reshape(-1, pages.shape[1])  # [n, G]
+        from retain.kv.sleep import Job
+
+        sleep.put(Job(store(engine), span, m, 0, at, 0), reader.rows(m, 0, 6))
+        ours = [x.view(6, -1, 16, x.shape[-1]) for x in c.backend.read(c.kv, torch.from_numpy(at).long().flatten())]
+        for mine, theirs in zip(ours, (k[m], v[m]), strict=True):  # [n, G, S, D], [G, n, S, D]
+            flat = theirs.flatten(1, 2)[:, torch.from_numpy(notes.order[m].astype(np.int64))]
+            assert (mine.transpose(0, 1).flatten(1, 2) == flat).all()
+    reader.close()
+    restart(engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads have what was chosen and what came after; the rest is free; what they have is nobody else's beginning."""
+    stem = [random.Random(1).randrange(128) for _ in range(160)]
+    engine = important(family, tmp_path, 0.3)
+    cache = engine.cache
+    run(engine, [request([*stem, 1, 2])])
+    chosen: list[dict[int, int]] = []
+    done = Selective.done
+    monkeypatch.setattr(Selective, "done", lambda self: chosen.append(self.chosen) or done(self))
+    monkeypatch.setattr("retain.kv.importance.agree", lambda mass, ratio: True)
+    for i in range(3):
+        pack(engine)
+        forget(engine)
+        r = request([*stem, 5, 6, i], 40)
+        engine.add(r)
+        engine.step()
+        kept = cache.positions(r.row)
+        sees_all = np.flatnonzero(cache.window[r.row] == NO_WINDOW)
+        for m, layer in enumerate(sees_all):
+            assert len(kept[layer]) == cache.shape.kv_heads and all(k == kept[layer][0] for k in kept[layer])
+            assert chosen[i][m] == (3 if i else 10) and len(kept[layer][0]) == 16 * chosen[i][m] + 3
+            assert set(range(160, 163)) <= set(kept[layer][0])
+        for _ in steps(engine):
+            pass
+        assert len(r.answer) == 40 and r.cached == 160
+        assert cache.free_pages == cache.total_pages
+        if i:
+            hit = cache.reuse.find(r.policy, r.prompt, 160, "")
+            assert hit is None or hit.length == 0  # it leaves nothing
+    restart(engine)
+
+
+def test_company_budgets_followers_and_preemption(tmp_path: Path) -> None:
+    """Rows that were born evicted beside others, who get what they always get."""
+    rng, made = random.Random(3), texts(9)
+    others = [[7, *t] for t in made]
+    plain = run(rig("llama", backend="cpu"), [request(t) for t in others])
+    engine = important("llama", tmp_path, 0.4, pages=400, n_rows=8, step_tokens=64)
+    run(engine, [request(t) for t in made])
+    pack(engine)
+    for round in range(3):
+        forget(engine)
+        policies = ["full", "h2o:budget=30%", "full", "ring:window=40"]
+        mine = [request(t, 20, policies[i % 4]) for i, t in enumerate(made)]
+        twins = [request(max(made, key=len), 9) for _ in range(3)]
+        theirs = [request(t) for t in others] if not round else []
+        engine.add(*twins, *mine, *theirs)
+        for step in steps(engine):
+            if step in (2, 5, 11) and engine.scheduler.running:
+                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+            if step == 7:
+                engine.cancel(mine[3])
+        assert [r.answer for r in theirs] == (plain if not round else [])
+        assert all(len(r.answer) == r.max_tokens for r in [*mine[:3], *mine[4:], *twins])
+        assert not engine.cache.reuse.thin and not engine.cache.reuse.fetches
+        pack(engine)
+    assert sum(store(engine).counts["read"] for _ in range(1)) > 0
+    restart(engine)
+
+
+def test_damage_is_found_and_computed_again(tmp_path: Path) -> None:
+    made = texts(7)
+    engine = important("llama", tmp_path, 1.0)
+    answers = [run(engine, [request(t)])[0] for t in made]
+    pack(engine)
+    forget(engine)
+    run(engine, [request(t) for t in made])
+    pack(engine)
+    restart(engine)
+    flip(tmp_path)
+    engine = important("llama", tmp_path, 1.0)
+    for r in (requests := [request(t) for t in made]):
+        engine.add(r)
+    for _ in steps(engine):
+        pass
+    assert [r.answer for r in requests] == answers
+    assert store(engine).counts["damaged"] > 0
+    restart(engine)
