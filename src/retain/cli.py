@@ -59,7 +59,7 @@ def parser() -> Parser:
     shared.add_argument(
         "--prefix",
         metavar="P",
-        help="what requests leave to others: exact (default), exact:keep=prompt, or off (docs/prefix.md)",
+        help="what others find: exact (default), exact:keep=prompt, important:ratio=0.25, or off (docs/prefix.md)",
     )
     shared.add_argument(
         "--tier",
@@ -135,7 +135,13 @@ def parser() -> Parser:
     shares = kinds.add_parser("prefix", parents=[shared], help="what shared prefixes give", allow_abbrev=False)
     shares.add_argument("--data", metavar="DIR", default=".", help="folder with the workloads' files")
     shares.add_argument("--workloads", default="copa,document,trace", help="of copa, piqa, openbookqa, document, trace")
-    shares.add_argument("--methods", default="recompute,memory,ram,ssd,ssd-200", help="comma-separated; also lru, lfu")
+    shares.add_argument(
+        "--methods", default="recompute,memory,ram,ssd,ssd-200,important-200", help="comma-separated (docs/prefix.md)"
+    )
+    shares.add_argument(
+        "--ratio", type=float, metavar="R", default=0.25, help="of tokens, important ones (default 0.25)"
+    )
+    shares.add_argument("--accuracy", action="store_true", help="of tasks: choose answers too")
     shares.add_argument("--store", metavar="DIR", help="where to make stores, for a while (default: /tmp)")
     shares.add_argument("--items", type=int, metavar="N", default=20, help="requests of each workload (default 20)")
     shares.add_argument("--shared", type=int, metavar="N", default=4000, help="tokens in common (default 4000)")

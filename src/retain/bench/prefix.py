@@ -2,7 +2,7 @@
 
 Every workload is asked one request after the other, by every method from empty, so the first request of a prefix is
 cold: computing everything, from the pool, from memory beside it, from a disk after a restart (read past the page cache;
-`ssd-200`: at 200 MB/s). What is not known here: how prefixes are found and kept.
+`-200`: at 200 MB/s), everything or what is important. What is not known here: how prefixes are found and kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,25 +19,14 @@ from typing import Any
 import numpy as np
 
 from retain.answer import Answer
+from retain.bench.below import METHODS, Below
 from retain.bench.tasks import records
-from retain.bench.tasks.choice import SETS
+from retain.bench.tasks.choice import SETS, Question
 from retain.engine.request import SamplingParams
-from retain.kv.reuse import Reuse
-from retain.kv.sleep import Sleep
-from retain.kv.tiers import parse
 from retain.llm import LLM
 
 Line = dict[str, Any]
 WORKLOADS = (*SETS, "document", "trace")
-METHODS = {  # what is below the pool
-    "recompute": "",
-    "memory": "",
-    "ram": "ram:capacity=4GiB",
-    "ssd": "disk:path={store},capacity=20GB",
-    "ssd-200": "disk:path={store},capacity=20GB,read=200MB",
-    "lru": "ram:capacity=256MiB disk:path={store},capacity=20GB",
-    "lfu": "ram:capacity=256MiB,evict=lfu disk:path={store},capacity=20GB",
-}
 QUESTIONS = (
     "Who speaks first?",
     "Where does it take place?",
@@ -52,7 +42,7 @@ FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 class Asked:
     """`items` requests of each workload, that have the first `shared` tokens in common (a trace has its own).
 
-    `store`: where stores are made, which go again.
+    `store`: where stores are made, which go again. `ratio`: of tokens, where only the important ones are loaded.
     """
 
     workloads: Sequence[str]
@@ -61,6 +51,8 @@ class Asked:
     items: int = 20
     shared: int = 4000
     store: Path | None = None
+    ratio: float = 0.25
+    accuracy: bool = False
 
     def __post_init__(self) -> None:
         for name in self.workloads:
@@ -69,27 +61,32 @@ class Asked:
         for name in self.methods:
             if name not in METHODS:
                 raise ValueError(f"unknown method {name!r}: choose from {', '.join(METHODS)}")
-        if min(self.items, self.shared) < 1:
-            raise ValueError("items and shared are at least 1")
+        if min(self.items, self.shared) < 1 or not 0 < self.ratio <= 1:
+            raise ValueError("items and shared are at least 1, ratio above 0 and at most 1")
 
-    def prompts(self, llm: LLM, name: str) -> list[list[int]]:
-        """Of a workload. Raises OSError or ValueError."""
+    def questions(self, llm: LLM, name: str) -> list[Question]:
+        """Of a workload; those of a task with the answers that can be chosen. Raises OSError or ValueError."""
         room = llm.context - 64
         if name == "trace":
-            return [t for r in records(self.data, "mooncake_conversation_trace", self.items) if (t := _scaled(llm, r))]
+            found = records(self.data, "mooncake_conversation_trace", self.items)
+            return [Question(name, t, [], 0) for r in found if (t := _scaled(llm, r))]
         if name == "document":
             text = llm.encode(max((r["text"] for r in records(self.data, "books")), key=len)[: 8 * self.shared])
             asks = [f"\n\nQuestion {i}: {QUESTIONS[i % len(QUESTIONS)]}" for i in range(self.items)]
-            return [text[: min(self.shared, room)] + llm.tokenizer.encode(q, ends=False) for q in asks]
+            begin = text[: min(self.shared, room)]
+            return [Question(name, begin + llm.tokenizer.encode(q, ends=False), [], 0) for q in asks]
         file, read = SETS[name]
-        found = records(self.data, file)
-        shown = [(*read(r), int(r["label"])) for r in found]
+        shown = [(*read(r), int(r["label"])) for r in records(self.data, file)]
         examples, length, i = "", 0, 0
         while length < min(self.shared, room) and i < len(shown) - self.items:
             prompt, choices, label = shown[i]
             example = f"{prompt}{choices[label]}\n\n"
             examples, length, i = examples + example, length + len(llm.encode(example)), i + 1
-        return [llm.encode(examples + prompt)[:room] for prompt, _, _ in shown[i : i + self.items]]
+        encode = partial(llm.tokenizer.encode, ends=False)
+        return [
+            Question(name, llm.encode(examples + prompt)[:room], list(map(encode, choices)), label)
+            for prompt, choices, label in shown[i : i + self.items]
+        ]
 
 
 def _scaled(llm: LLM, r: dict[str, Any]) -> list[int]:
@@ -105,68 +102,61 @@ def run(llm: LLM, asked: Asked) -> Iterator[Line]:
     if not reuse or reuse.sleep:
         raise ValueError("bench prefix says itself where prefixes are: not with --prefix off, nor with --tier")
     for name in asked.workloads:
-        prompts, plain = asked.prompts(llm, name), None
+        questions, plain = asked.questions(llm, name), None
         for method in asked.methods:
-            reuse.tree.clear()
             with TemporaryDirectory(dir=asked.store) as store:
-                llm.cache.reuse = None if method == "recompute" else reuse
+                below = Below(llm, reuse, method, asked.ratio, store)
                 try:
-                    answers, told = _ask(llm, reuse, method, prompts, store, name == "trace")
+                    line, said = _ask(llm, below, questions, asked.accuracy)
                 finally:
-                    llm.cache.reuse = reuse
-                    reuse.close()
-            found = _line(name, method, answers, told, len(prompts))
-            plain = plain or (found, [a.token_ids for a in answers])
-            found["sooner"] = round(plain[0]["ttft_p50_ms"] / found["ttft_p50_ms"], 2)
-            found["same"] = [a.token_ids for a in answers] == plain[1]
-            yield found
-    reuse.tree.clear()
+                    below.close()
+            plain = plain or (line["ttft_p50_ms"], said)
+            line["sooner"] = round(plain[0] / line["ttft_p50_ms"], 2)
+            line["same"] = round(float(np.mean([a == b for a, b in zip(said, plain[1], strict=True)])), 3)
+            yield {"workload": name, "method": method, **line}
 
 
-def _ask(
-    llm: LLM, reuse: Reuse, method: str, prompts: Sequence[list[int]], store: str, flows: bool
-) -> tuple[list[Answer], dict[str, Any]]:
-    """One after the other. Before each what is asked for sleeps in the method's tier; unless it `flows`: then the pool
-    gives up what it must, and no more.
+def _ask(llm: LLM, below: Below, questions: Sequence[Question], accuracy: bool) -> tuple[Line, list[list[int]]]:
+    """One after the other; and what was answered. Before each what is asked for goes to sleep, and there is a restart
+    when it was computed, and when it was loaded once: by then it is packed. A trace flows: the pool gives up what it
+    must. Figures are of the requests after the first two (of a trace: of all).
     """
     answers: list[Answer] = []
-    for i, prompt in enumerate(prompts):
-        if i == 0 or (i == 1 and not flows):  # after the first there is a restart, as far as a disk is concerned
-            _below(llm, reuse, METHODS[method].format(store=store), keep=i > 0)
-        if reuse.sleep and i and not flows:
-            reuse.tree.evict(reuse.tree.spare)
-        answers += llm.generate(prompt, FIRST)
-    return answers, {} if reuse.sleep is None else {"woken": reuse.sleep.woken, "stores": reuse.sleep.told()}
-
-
-def _below(llm: LLM, reuse: Reuse, tiers: str, keep: bool) -> None:
-    """Tiers below the pool, anew; a memory tier stays if asked."""
-    if keep and "disk" not in tiers:
-        return
-    reuse.close()
-    if tiers:
-        stores = [parse(t).open() for t in tiers.split()]
-        reuse.below(Sleep(stores, llm.cache.kv, llm.spec.kv_heads, b"bench"))
-
-
-def _line(name: str, method: str, answers: Sequence[Answer], told: dict[str, Any], requests: int) -> Line:
+    read, right, woken = [], [], dict[str, int]()
+    flows = questions[0].metric == "trace"
+    for i, q in enumerate(questions):
+        if i in (1, 2) and not flows:
+            below.restart()
+        if i and not flows:
+            below.sleep()
+        before = below.read
+        answers += llm.generate(q.prompt, FIRST)
+        read.append(below.read - before)
+        if below.reuse.sleep:
+            woken = dict(below.reuse.sleep.woken)
+        if accuracy and q.choices and i > 1:
+            likely = [sum(x) for x in llm.score([q.prompt] * len(q.choices), q.choices)]
+            right.append(likely.index(max(likely)) == q.label)
+        below.settle()
+    later = 0 if flows or len(questions) < 3 else 2
     ms = np.array([1e3 * a.ttft_s for a in answers])
-    later = ms[1:] if len(ms) > 1 else ms
-    tokens, cached = sum(a.prompt_tokens for a in answers), sum(a.cached_tokens for a in answers)
-    woken = told.get("woken", {})
-    return {
-        "workload": name,
-        "method": method,
-        "requests": requests,
-        "prompt_tokens": round(tokens / requests),
+    tokens = [a.prompt_tokens for a in answers]
+    line: Line = {
+        "requests": len(questions),
+        "prompt_tokens": round(sum(tokens) / len(questions)),
         "first_ms": round(ms[0], 1),
-        "ttft_p50_ms": round(float(np.median(later)), 1),
-        "ttft_p99_ms": round(float(np.quantile(later, 0.99)), 1),
-        "ttft_mean_ms": round(float(later.mean()), 1),
-        "hit": round(cached / tokens, 3),
-        **{f"hit_{name}": round(n / tokens, 3) for name, n in woken.items()},
-        **{f"read_{s['tier']}_mb": round(s["read"] / 1e6, 1) for s in told.get("stores", ()) if "read" in s},
+        "ttft_p50_ms": round(float(np.median(ms[later:])), 1),
+        "ttft_p99_ms": round(float(np.quantile(ms[later:], 0.99)), 1),
+        "ttft_mean_ms": round(float(ms[later:].mean()), 1),
+        "hit": round(sum(a.cached_tokens for a in answers[later:]) / sum(tokens[later:]), 3),
     }
+    if flows:
+        line |= {f"hit_{name}": round(n / sum(tokens), 3) for name, n in woken.items()}
+    if below.tiers:
+        line["read_mb"] = round(float(np.mean(read[later:])) / 1e6, 1)  # of a request
+    if right:
+        line["accuracy"] = round(float(np.mean(right)), 3)
+    return line, [a.token_ids for a in answers]
 
 
 def write(lines: Sequence[Line], out: Path) -> None:

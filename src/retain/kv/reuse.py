@@ -74,6 +74,7 @@ class Reuse:
         self.sleep: Sleep | None = None
         self.fetches: dict[int, Fetch] = {}  # of rows that wait for pages
         self.thin = set[int]()  # rows that were born evicted: they leave nothing
+        self.selective: type[Selective] = Selective
 
     def _first(self, salt: str, windows: Ints) -> bytes:
         """What the first link of a text begins with."""
@@ -176,7 +177,7 @@ class Reuse:
         def cut(layer: int, n: int) -> None:
             c.cut(row, layer, had + n, upto)
 
-        return Selective(*(self.sleep, self.sleep.probes, begin.parts, layers.tolist(), pages, cut, jobs))
+        return self.selective(*(self.sleep, self.sleep.probes, begin.parts, layers.tolist(), pages, cut, jobs))
 
     # ---- what is on its way --------------------------------------------------------------------------------------
 

@@ -62,8 +62,13 @@ class Selective(Fetch):
                 self._fail(p.store, p.span, error)
                 return
         self.notes = [sleep.readers.submit(self._notes, i) for i in range(len(parts))]
-        if all(p.span.packed for p in parts):
+        if self.chooses:
             self.sure = {m: sleep.readers.submit(self._begin, m) for m in self.index.values()}
+
+    @property
+    def chooses(self) -> bool:
+        """Or loads everything."""
+        return all(p.span.packed for p in self.parts)
 
     def _notes(self, i: int) -> Notes | None:
         part = self.parts[i]

@@ -251,6 +251,10 @@ class Packs:
             store.drop(span, damaged=isinstance(error, Damaged))
         self.running.discard(span)
 
+    def sync(self) -> None:
+        """Wait until what was to be packed is."""
+        self.packer.submit(lambda: None).result()
+
     def close(self) -> None:
         """Finish what was begun."""
         self.packer.shutdown()

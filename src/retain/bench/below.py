@@ -1,0 +1,105 @@
+"""What is below the pool in `retain bench prefix`: one method, its tiers, and how everything goes to sleep.
+
+What is not known here: workloads, figures.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from retain.kv.packing import Probes
+from retain.kv.reuse import Ints, Reuse
+from retain.kv.selective import Selective
+from retain.kv.sleep import Fetch, Sleep
+from retain.kv.tiers import parse
+from retain.kv.tiers.disk import Disk
+from retain.llm import LLM
+
+DISK, SLOW = "disk:path={store},capacity=20GB", "disk:path={store},capacity=20GB,read=200MB"
+METHODS = {
+    "recompute": "",
+    "memory": "",
+    "ram": "ram:capacity=4GiB",
+    "ssd": DISK,
+    "h2o": DISK,
+    "important": DISK,
+    "ssd-200": SLOW,
+    "h2o-200": SLOW,
+    "important-200": SLOW,
+    "lru": "ram:capacity=256MiB " + DISK,
+    "lfu": "ram:capacity=256MiB,evict=lfu " + DISK,
+}
+
+
+class AllKeys(Selective):
+    """As H2O loads in the paper's comparison: all keys, to find what is important, and then the values of that; spans
+    stay in the order of their text. (As many bytes are read, of whole rows, and in one go: kind to it.)
+    """
+
+    @property
+    def chooses(self) -> bool:
+        """See Selective."""
+        return True
+
+    def _begin(self, m: int) -> Ints:
+        for part, p in enumerate(self.parts):
+            n = round((1 - self.probes.ratio) / 2 * p.span.rows[m])  # the keys of chosen rows come with their values
+            self._count(p.store, self.opened[part].rows(m, 0, n).size)
+        return np.zeros(0, np.int32)
+
+    def done(self) -> bool:
+        """See Selective; nothing is remembered."""
+        return Fetch.done(self)
+
+
+class Below:
+    """The tiers of a method under an engine's pool. `store`: a folder for them."""
+
+    def __init__(self, llm: LLM, reuse: Reuse, method: str, ratio: float, store: str):
+        self.llm, self.reuse, self.method, self.ratio = llm, reuse, method, ratio
+        self.tiers = METHODS[method].format(store=store)
+        self.before = 0  # bytes that were read before the last restart
+        reuse.tree.clear()
+        llm.cache.reuse = None if method == "recompute" else reuse
+        self._open()
+
+    def _open(self) -> None:
+        if self.tiers:
+            kv, spec = self.llm.cache.kv, self.llm.spec
+            chooses = self.method.startswith(("important", "h2o"))
+            probes = Probes(self.ratio, spec.scale, spec.kv_heads, self.llm.cache.backend) if chooses else None
+            stores = [parse(t).open() for t in self.tiers.split()]
+            self.reuse.below(Sleep(stores, kv, spec.kv_heads, b"bench", probes))
+            self.reuse.selective = AllKeys if self.method.startswith("h2o") else Selective
+
+    def restart(self) -> None:
+        """As far as a disk is concerned."""
+        if "disk" in self.tiers:
+            self.before = self.read
+            self.reuse.close()
+            self._open()
+
+    def sleep(self) -> None:
+        """What is in the pool goes to sleep, where there is something below it."""
+        if self.tiers:
+            self.reuse.tree.evict(self.reuse.tree.spare)
+
+    def settle(self) -> None:
+        """Wait until what goes on in the background is done."""
+        if self.reuse.sleep:
+            self.reuse.sleep.packs.sync()
+            for store in self.reuse.sleep.stores:
+                if isinstance(store, Disk):
+                    store.sync()
+
+    @property
+    def read(self) -> int:
+        """Bytes, from disks, so far."""
+        stores = self.reuse.sleep.stores if self.reuse.sleep else ()
+        return self.before + sum(s.counts["read"] for s in stores if isinstance(s, Disk))
+
+    def close(self) -> None:
+        """The engine is as it was."""
+        self.llm.cache.reuse, self.reuse.selective = self.reuse, Selective
+        self.reuse.close()
+        self.reuse.tree.clear()
