@@ -19,12 +19,19 @@ from retain.kv.cache import Cache
 from retain.kv.needs import Shape
 from retain.kv.packing import Probes
 from retain.kv.reuse import Important, parse
-from retain.kv.sleep import Sleep
+from retain.kv.sleep import Rates, Sleep
 from retain.kv.tiers import all_of
 from retain.models.weights import Weights
 from tests.tiny import tiny_source
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+
+
+class Eager(Rates):
+    """Whatever the time: tests read."""
+
+    def worth_it(self, sizes: dict[str, int], tokens: int) -> bool:
+        return True
 
 
 def rig(
@@ -57,6 +64,8 @@ def rig(
         important = isinstance(chosen, Important)
         probes = Probes(chosen.ratio, model.spec.scale, shape.kv_heads, kernel) if important else None
         cache.reuse.below(Sleep(stores, cache.kv, shape.kv_heads, family.encode(), probes))
+        assert cache.reuse.sleep
+        cache.reuse.sleep.rates = Eager()
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     if drafter:
         drafter.join(Target(runner, cache, lambda *_: other(family, kernel, context, n_rows), lambda _: runner))

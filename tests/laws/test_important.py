@@ -75,7 +75,7 @@ def test_a_packed_span_has_the_same_tokens_elsewhere(tmp_path: Path) -> None:
     for m in range(len(span.rows)):
         assert (np.diff(notes.mass[m][notes.order[m]]) <= 0).all()
         at = c.pool.take(pages[0].size).reshape(-1, pages.shape[1])  # [n, G]
-        from retain.kv.sleep import Job
+        from retain.kv.fetch import Job
 
         sleep.put(Job(store(engine), span, m, 0, at, 0), reader.rows(m, 0, 6))
         ours = [x.view(6, -1, 16, x.shape[-1]) for x in c.backend.read(c.kv, torch.from_numpy(at).long().flatten())]

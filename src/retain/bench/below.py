@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from retain.kv.fetch import Fetch
 from retain.kv.packing import Probes
 from retain.kv.reuse import Ints, Reuse
 from retain.kv.selective import Selective
-from retain.kv.sleep import Fetch, Sleep
+from retain.kv.sleep import Sleep
 from retain.kv.tiers import parse
 from retain.kv.tiers.disk import Disk
 from retain.llm import LLM
@@ -87,7 +88,8 @@ class Below:
     def settle(self) -> None:
         """Wait until what goes on in the background is done."""
         if self.reuse.sleep:
-            self.reuse.sleep.packs.sync()
+            if self.reuse.sleep.packs:
+                self.reuse.sleep.packs.sync()
             for store in self.reuse.sleep.stores:
                 if isinstance(store, Disk):
                     store.sync()

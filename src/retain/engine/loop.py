@@ -57,8 +57,7 @@ class Engine:
             return []
         batch = collect(shares, self.cache)
         logits = self.runner.forward(batch)  # [N, V]
-        for request in [s.request for s in shares if not self.cache.arrived(s.request.row)]:
-            self.scheduler.again(request)
+        self._again(shares)
         ready: list[Request] = []
         rows: list[int] = []
         for share, end in zip(shares, accumulate(batch.split), strict=True):
@@ -104,6 +103,12 @@ class Engine:
         began = perf_counter()
         self.drafter.propose([(r, n) for r, n in chosen if n])
         return perf_counter() - began
+
+    def _again(self, shares: list[Share]) -> None:
+        """For whom something did not come that it was to begin with."""
+        reuse = self.cache.reuse
+        for request in [s.request for s in shares if reuse and not reuse.arrived(s.request.row)]:
+            self.scheduler.again(request)
 
     def _learn(
         self, batch: Batch, shares: list[Share], ready: list[Request], drawn: list[Drawn], took: float, drafting: float

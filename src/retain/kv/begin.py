@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.kernels import NO_WINDOW
+from retain.kv.fetch import Job
 from retain.kv.pool import index
 from retain.kv.prefix import Rings
-from retain.kv.sleep import Job, Part
+from retain.kv.sleep import Part
 
 if TYPE_CHECKING:
     from retain.kv.cache import Cache
@@ -90,6 +91,17 @@ def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[
     c.peaks[row] = c.counts[row]
     c.paid[row] = begin.length
     return jobs
+
+
+def cut(c: Cache, row: int, layer: int, begin: int, end: int) -> None:
+    """Pages of a row's tables of a layer, from place `begin` to `end`, go back; those behind them move up."""
+    n, pages = int(c.counts[row, layer, 0]), c.pages[row, layer]
+    if end > begin:
+        gone = pages[:, begin:end].flatten()  # a copy, whatever its shape
+        pages[:, begin : n - end + begin] = pages[:, end:n].copy()
+        c.counts[row, layer] -= end - begin
+        c.base[row, layer] += (end - begin) * c.page_size
+        c.pool.give(gone)
 
 
 def _pieces(c: Cache, row: int, begin: Beginning, shared: int) -> Iterator[Piece]:

@@ -224,20 +224,6 @@ class Cache(Needs):
             keeper.lend()
         return after if keepers else None
 
-    def cut(self, row: int, layer: int, begin: int, end: int) -> None:
-        """Pages of the row's tables of a layer, from place `begin` to `end`, go back; those behind them move up."""
-        n, pages = int(self.counts[row, layer, 0]), self.pages[row, layer]
-        if end > begin:
-            gone = pages[:, begin:end].flatten()  # a copy, whatever its shape
-            pages[:, begin : n - end + begin] = pages[:, end:n].copy()
-            self.counts[row, layer] -= end - begin
-            self.base[row, layer] += (end - begin) * self.page_size
-            self.pool.give(gone)
-
-    def arrived(self, row: int | None) -> bool:
-        """After a step: whether everything has come that the row waited for. If not, it is good for nothing."""
-        return row is None or self.reuse is None or self.reuse.arrived(row)
-
     def settle(self, row: int, computed: int, owed: int) -> None:
         """So many tokens are computed, so many more owed. Budgets forget what is over them. Where nothing is owed, one
         token a step will follow: rings shrink to their window and give the rest back.

@@ -7,6 +7,8 @@ lies side by side, and is read alone. What is not known here: who looks, where s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -18,10 +20,11 @@ from torch import Tensor
 from retain.kernels import KV
 from retain.kv import importance
 from retain.kv.importance import Notes
-from retain.kv.span import Bytes, Span, blocks
-from retain.kv.tiers import Reader
+from retain.kv.span import Bytes, Span, blocks, unbound
+from retain.kv.tiers import Damaged, Reader, Store
 
 Ints = NDArray[np.int32]
+AGAIN = 16  # wakings of a span after which it is packed anew, and that its running averages remember
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,43 @@ class Probes:
     def size(self, layers: int, rows: int, kv: KV) -> int:
         """Of notes, in bytes."""
         return importance.size(layers, rows, self.probes, kv.page_size, kv.head_dim)
+
+
+class Packs:
+    """What queries looked at in spans; and spans that are packed anew by it, in the background."""
+
+    def __init__(self, probes: Probes, kv: KV):
+        self.probes, self.kv = probes, kv
+        self.seen: dict[Span, tuple[NDArray[np.float32], int]] = {}  # running averages [M, n S], of how many
+        self.packer = ThreadPoolExecutor(1, "retain-pack", unbound)
+        self.running: set[Span] = set()
+
+    def saw(self, store: Store, span: Span, before: NDArray[np.float32], mass: NDArray[np.float32]) -> None:
+        """Some queries left this mass on the tokens of a span [M, n S]; `before`: what its notes say."""
+        average, n = self.seen.get(span, (before, AGAIN if span.packed else 0))
+        weight = 1 / min(n + 1, AGAIN)
+        n = n + 1
+        self.seen[span] = (1 - weight) * average + weight * mass, n
+        if span not in self.running and (not span.packed or n >= 2 * AGAIN):
+            self.running.add(span)
+            self.packer.submit(self._pack, store, span)
+
+    def _pack(self, store: Store, span: Span) -> None:
+        mass, _ = self.seen.pop(span)
+        try:
+            with closing(store.open(span)) as reader:
+                store.keep(*packed(self.probes, self.kv, span, reader, mass), instead=span)
+        except OSError as error:
+            store.drop(span, damaged=isinstance(error, Damaged))
+        self.running.discard(span)
+
+    def sync(self) -> None:
+        """Wait until what was to be packed is."""
+        self.packer.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        self.packer.shutdown()
 
 
 def packed(probes: Probes, kv: KV, span: Span, reader: Reader, mass: NDArray[np.float32]) -> tuple[Span, Bytes]:

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from retain.config import choice, one_of, options
 from retain.kernels import NO_WINDOW
-from retain.kv.begin import Beginning, adopt
+from retain.kv.begin import Beginning, adopt, cut
 from retain.kv.budget import Budget
+from retain.kv.fetch import Fetch, Job
 from retain.kv.policies import Policy
 from retain.kv.pool import index
 from retain.kv.prefix import Hit, Rings, Tree
 from retain.kv.selective import Selective
-from retain.kv.sleep import Fetch, Job, Sleep
+from retain.kv.sleep import Sleep
 
 if TYPE_CHECKING:
     from retain.kv.cache import Cache
@@ -133,7 +134,7 @@ class Reuse:
         jobs = adopt(self.cache, row, begin, copies) if begin and length else None
         if jobs is not None and self.sleep and begin and (begin.parts or begin.windows):
             self.fetches[row] = self._choose(row, begin, jobs) if begin.selective else Fetch(self.sleep, jobs)
-            self.sleep.wake(begin.parts)
+            self.sleep.wake(begin.parts, begin.windows)
         return (0 if jobs is None else length), mark
 
     def _asleep(
@@ -174,10 +175,10 @@ class Reuse:
         self.thin.add(row)
         pages = c.pages[row, layers, :, had:upto].copy()
 
-        def cut(layer: int, n: int) -> None:
-            c.cut(row, layer, had + n, upto)
+        def keep(layer: int, n: int) -> None:
+            cut(c, row, layer, had + n, upto)
 
-        return self.selective(*(self.sleep, self.sleep.probes, begin.parts, layers.tolist(), pages, cut, jobs))
+        return self.selective(*(self.sleep, self.sleep.probes, begin.parts, layers.tolist(), pages, keep, jobs))
 
     # ---- what is on its way --------------------------------------------------------------------------------------
 
@@ -195,17 +196,15 @@ class Reuse:
 
         return before if fetches else None
 
-    def arrived(self, row: int) -> bool:
+    def arrived(self, row: int | None) -> bool:
         """After a step: whether everything has come that the row waited for. If not, it is good for nothing."""
-        fetch = self.fetches.pop(row, None)
+        fetch = None if row is None else self.fetches.pop(row, None)
         if fetch and not fetch.done():
             return False
-        if (
-            fetch and row not in self.cache.keepers and row not in self.thin
-        ):  # it will be in the tree, and need not be asleep in memory too
+        if fetch and row not in self.cache.keepers and row not in self.thin:
             for store, span in fetch.woken:
                 if not store.replica and not span.firsts:
-                    store.drop(span)
+                    store.drop(span)  # it will be in the tree
         return True
 
     def computed(self, tokens: int, seconds: float) -> None:

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kv import importance
+from retain.kv.fetch import Fetch, Job
 from retain.kv.importance import Notes
 from retain.kv.packing import Probes
-from retain.kv.sleep import Fetch, Job, Part, Sleep
+from retain.kv.sleep import Part, Sleep
 from retain.kv.tiers import Reader
 
 Ints = NDArray[np.int32]
@@ -31,7 +32,7 @@ NOTHING = np.zeros(0, np.float32)
 
 class Selective(Fetch):
     """What one row waits for. `layers` see everything; `pages` [M, G, n] are the row's, for all rows of the spans of
-    `parts`. `cut(layer, n)` gives back all but the first n of a layer's pages.
+    `parts`. `keep(layer, n)` gives back all but the first n of a layer's pages.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class Selective(Fetch):
         parts: Sequence[Part],
         layers: Sequence[int],
         pages: Ints,
-        cut: Callable[[int, int], None],
+        keep: Callable[[int, int], None],
         others: dict[int, list[Job]],
     ):
         super().__init__(sleep, others)
-        self.probes, self.parts, self.pages, self.cut = probes, parts, pages, cut
+        self.probes, self.parts, self.pages, self.keep = probes, parts, pages, keep
         self.index = {layer: m for m, layer in enumerate(layers)}
         self.chosen: dict[int, int] = {}  # pages, by layer
         self.seen: list[NDArray[np.float32]] = []  # masses [N] of each layer
@@ -123,7 +124,7 @@ class Selective(Fetch):
         if not self.failed:
             at = self.pages[m][:, : len(rows)]  # [G, n]
             kv.pos.numpy()[at] = np.where(wanted, pos, -1).reshape(-1, S)[rows][None]
-            self.cut(layer, len(rows))
+            self.keep(layer, len(rows))
 
     def _wanted(self, part: Part, pos: Ints) -> NDArray[np.bool_]:
         """Which of a span's tokens, at these positions. (Spans may overlap, and reach beyond the text.)"""
@@ -181,8 +182,8 @@ class Selective(Fetch):
         mass, at = np.stack(self.seen), 0  # [M, N]
         for p, future in zip(self.parts, self.notes, strict=True):
             n = p.span.rows[0] * self.sleep.kv.page_size
-            if notes := future.result():
+            if self.sleep.packs and (notes := future.result()):
                 place = notes.order.argsort(axis=1)  # of every token, where it lies
-                self.sleep.packs.saw(p, notes.mass, np.take_along_axis(mass[:, at : at + n], place, 1))
+                self.sleep.packs.saw(p.store, p.span, notes.mass, np.take_along_axis(mass[:, at : at + n], place, 1))
             at += n
         return True

@@ -1,4 +1,4 @@
-"""Pages that sleep: out of the pool into tiers, and back into a row, layer by layer while a step computes.
+"""Pages that sleep: who goes to sleep in which tier, who is found there, and when it is worth waking.
 
 What is not known here: rows, texts, how tiers keep what they are given.
 """
@@ -6,12 +6,10 @@ What is not known here: rows, texts, how tiers keep what they are given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,13 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels import KV
-from retain.kv.packing import Probes, packed
+from retain.kv.packing import Packs, Probes
 from retain.kv.prefix import Rings
 from retain.kv.span import Bytes, Span, blocks, unbound
-from retain.kv.tiers import Damaged, Reader, Store
+from retain.kv.tiers import Store
+
+if TYPE_CHECKING:
+    from retain.kv.fetch import Job
 
 Ints = NDArray[np.int32]
-AGAIN = 16  # wakings of a span after which it is packed anew, and that its running averages remember
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,6 @@ class Part:
     span: Span
     begin: int
     end: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """Rows of one layer of a span that are to come into pages [rows, G], from position `first` of the text on."""
-
-    store: Store
-    span: Span
-    layer: int  # of the span
-    begin: int
-    pages: Ints
-    first: int
 
 
 class Rates:
@@ -93,7 +81,7 @@ class Sleep:
         self.woken = dict.fromkeys((s.name for s in stores), 0)  # tokens, by store
         self.readers = ThreadPoolExecutor(2, "retain-read", unbound)
         self.urgent = ThreadPoolExecutor(2, "retain-read-now", unbound)  # for what somebody waits for already
-        self.probes, self.packs = probes, Packs(self)
+        self.probes, self.packs = probes, Packs(probes, kv) if probes else None
         self.memory = np.empty(0, np.float32)
 
     # ---- finding -------------------------------------------------------------------------------------------------
@@ -183,9 +171,9 @@ class Sleep:
 
     # ---- waking --------------------------------------------------------------------------------------------------
 
-    def wake(self, parts: Sequence[Part]) -> None:
+    def wake(self, parts: Sequence[Part], windows: Part | None) -> None:
         """Somebody begins with them."""
-        for p in parts:
+        for p in parts or ([windows] if windows else []):
             self.woken[p.store.name] += (p.end - p.begin) * self.kv.page_size
 
     def put(self, job: Job, rows: Bytes) -> None:
@@ -215,128 +203,12 @@ class Sleep:
 
     def close(self) -> None:
         """Finish what was begun."""
-        self.packs.close()
+        if self.packs:
+            self.packs.close()
         self.urgent.shutdown()
         self.readers.shutdown()
         for store in self.stores:
             store.close()
-
-
-class Packs:
-    """What queries looked at in spans; and spans that are packed anew by it, in the background."""
-
-    def __init__(self, sleep: Sleep):
-        self.sleep = sleep
-        self.seen: dict[Span, tuple[NDArray[np.float32], int]] = {}  # running averages [M, n S], of how many
-        self.packer = ThreadPoolExecutor(1, "retain-pack", unbound)
-        self.running: set[Span] = set()
-
-    def saw(self, part: Part, before: NDArray[np.float32], mass: NDArray[np.float32]) -> None:
-        """Some queries left this mass on the tokens of a span [M, n S]; `before`: what its notes say."""
-        average, n = self.seen.get(part.span, (before, AGAIN if part.span.packed else 0))
-        weight = 1 / min(n + 1, AGAIN)
-        n = n + 1
-        self.seen[part.span] = (1 - weight) * average + weight * mass, n
-        if part.span not in self.running and (not part.span.packed or n >= 2 * AGAIN):
-            self.running.add(part.span)
-            self.packer.submit(self._pack, part.store, part.span)
-
-    def _pack(self, store: Store, span: Span) -> None:
-        mass, _ = self.seen.pop(span)
-        assert self.sleep.probes
-        try:
-            with closing(store.open(span)) as reader:
-                store.keep(*packed(self.sleep.probes, self.sleep.kv, span, reader, mass), instead=span)
-        except OSError as error:
-            store.drop(span, damaged=isinstance(error, Damaged))
-        self.running.discard(span)
-
-    def sync(self) -> None:
-        """Wait until what was to be packed is."""
-        self.packer.submit(lambda: None).result()
-
-    def close(self) -> None:
-        """Finish what was begun."""
-        self.packer.shutdown()
-
-
-class Fetch:
-    """What one row waits for: all of it is on its way at once, the first layers of the model first.
-
-    `failed`: something did not come, and will never.
-    """
-
-    def __init__(self, sleep: Sleep, layers: dict[int, list[Job]]):
-        self.sleep, self.failed, self.stopped = sleep, False, False
-        self.came: dict[str, int] = {}  # bytes, by store
-        self.woken: set[tuple[Store, Span]] = set()  # that came whole
-        self.begun = self.ended = perf_counter()
-        self.readers: dict[Span, Reader] = {}
-        for job in (job for jobs in layers.values() for job in jobs if job.span not in self.readers):
-            try:
-                self.readers[job.span] = job.store.open(job.span)
-            except OSError as error:
-                self._fail(job.store, job.span, error)
-                break
-        self.layers: dict[int, Future[None]] = {
-            layer: sleep.readers.submit(self._run, jobs) for layer, jobs in sorted(layers.items())
-        }
-
-    def _run(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            if self.failed or self.stopped:
-                return
-            try:
-                rows = self.readers[job.span].rows(job.layer, job.begin, job.begin + len(job.pages))
-            except OSError as error:
-                return self._fail(job.store, job.span, error)
-            self.sleep.put(job, rows)
-            self._count(job.store, rows.size)
-            if len(job.pages) == job.span.rows[job.layer]:
-                self.woken.add((job.store, job.span))
-        self.sleep.fill(jobs)
-        self.ended = perf_counter()
-
-    def _fail(self, store: Store, span: Span, error: OSError) -> None:
-        """A span did not come: whoever has it has it no more."""
-        self.failed = True
-        store.drop(span, damaged=isinstance(error, Damaged))
-
-    def wait(self, layer: int, q: Tensor) -> None:
-        """Until a layer is there. (Who loads everything does not ask for what.)"""
-        if layer in self.layers:
-            self.layers[layer].result()
-
-    def stop(self) -> None:
-        """Nothing is written any more when this returns."""
-        self.stopped = True
-        for future in self.layers.values():
-            if not future.cancel():
-                future.result()
-        self._close()
-
-    def _count(self, store: Store, size: int) -> None:
-        self.came[store.name] = self.came.get(store.name, 0) + size
-
-    @property
-    def took(self) -> float:
-        """Seconds that reading took."""
-        return self.ended - self.begun
-
-    def _close(self) -> None:
-        for reader in self.readers.values():
-            reader.close()
-
-    def done(self) -> bool:
-        """All layers were waited for: whether everything came. What is in the pool now sleeps no more beside it."""
-        if self.failed:
-            self.stop()
-            return False
-        self._close()
-        if len(self.came) == 1:
-            ((name, size),) = self.came.items()
-            self.sleep.rates.came(name, size, max(self.took, 1e-6))
-        return True
 
 
 def _bytes(x: Tensor) -> Bytes:
