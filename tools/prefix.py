@@ -1,4 +1,4 @@
-"""What a prefix tree leaves changes no token: real prompts, float32, greedy, one after the other and together.
+"""What a prefix tree and tiers leave changes no token: real prompts, float32, greedy, one after the other and together.
 
     python tools/prefix.py --data DIR [--items 12]
 
@@ -12,13 +12,42 @@ import argparse
 import random
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from retain.answer import Answer
 from retain.bench.tasks import records
 from retain.engine.request import SamplingParams
+from retain.kv.tiers.disk import Disk
 from retain.llm import LLM
 
 POLICIES = ("full", "sinks:budget=300", "snapkv:budget=30%", "h2o:budget=40%", "knorm:budget=50%")
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+
+
+RAM, DISK = "ram:capacity=4GiB", "disk:path={},capacity=20GB"
+
+
+def ask(llm: LLM, texts: list[list[int]], policy: str, together: bool) -> list[Answer]:
+    """All of them."""
+    return llm.generate(texts, GREEDY, policy) if together else [llm.generate(t, GREEDY, policy)[0] for t in texts]
+
+
+def empty(llm: LLM) -> None:
+    """What is in the pool goes to sleep; what is to be written is."""
+    reuse = llm.cache.reuse
+    assert reuse and reuse.sleep
+    reuse.tree.evict(reuse.tree.spare)
+    for store in reuse.sleep.stores:
+        if isinstance(store, Disk):
+            store.sync()
+
+
+def tell(model: str, policy: str, how: str, answers: list[Answer], expected: dict[str, list[list[int]]]) -> bool:
+    """Whether they are not what was expected."""
+    same = [a.token_ids for a in answers] == expected[policy]
+    share = sum(a.cached_tokens for a in answers) / sum(a.prompt_tokens for a in answers)
+    print(f"{model} {policy} {how}: {'same' if same else 'DIFFERENT'}, {share:.0%} cached", flush=True)
+    return not same
 
 
 def main() -> int:
@@ -36,17 +65,19 @@ def main() -> int:
             at = rng.randint(0, 20_000)
             own = warm.encode(records(args.data, "books", 2)[1]["text"][at : at + 2000])
             texts.append(stem[: rng.randint(40, 2000)] + own[: rng.randint(1, 300)])
+        expected = {p: [a.token_ids for a in cold.generate(texts, GREEDY, p)] for p in POLICIES}
         for policy in POLICIES:
-            expected = [a.token_ids for a in cold.generate(texts, GREEDY, policy)]
             for how in ("one by one", "again", "together"):
-                if how == "together":
-                    answers = warm.generate(texts, GREEDY, policy)
-                else:
-                    answers = [warm.generate(t, GREEDY, policy)[0] for t in texts]
-                same = [a.token_ids for a in answers] == expected
-                wrong += not same
-                share = sum(a.cached_tokens for a in answers) / sum(a.prompt_tokens for a in answers)
-                print(f"{model} {policy} {how}: {'same' if same else 'DIFFERENT'}, {share:.0%} cached", flush=True)
+                wrong += tell(model, policy, how, ask(warm, texts, policy, how == "together"), expected)
+        with TemporaryDirectory() as folder:
+            for how, tier in (("ram", RAM), ("ssd", DISK), ("ssd, after a restart", DISK)):
+                asleep = LLM(model, dtype="float32", kv_memory="3GiB", tier=tier.format(folder))
+                if "restart" not in how:
+                    ask(asleep, texts, "full", False)
+                for policy in POLICIES:
+                    empty(asleep)
+                    wrong += tell(model, policy, how, ask(asleep, texts, policy, False), expected)
+                asleep.close()
     return int(wrong > 0)
 
 

@@ -6,11 +6,12 @@ lies side by side, and is read alone. What is not known here: who looks, where s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from types import ModuleType
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -67,7 +68,8 @@ class Packs:
 
     def __init__(self, probes: Probes, kv: KV):
         self.probes, self.kv = probes, kv
-        self.seen: dict[Span, tuple[NDArray[np.float32], int]] = {}  # running averages [M, n S], of how many
+        # Running averages [M, n S], of how many. Spans that are nowhere any more are forgotten.
+        self.seen: MutableMapping[Span, tuple[NDArray[np.float32], int]] = WeakKeyDictionary()
         self.packer = ThreadPoolExecutor(1, "retain-pack", unbound)
         self.running: set[Span] = set()
 

@@ -116,10 +116,12 @@ class Selective(Fetch):
         self.chosen[m] = len(rows)
         began = perf_counter()
         self.calm.clear()
-        more = [self.sleep.urgent.submit(self._read, *x) for x in self._jobs(m, rows[len(sure) :], len(sure))]
-        for future in more:
-            future.result()
-        self.calm.set()
+        try:
+            more = [self.sleep.urgent.submit(self._read, *x) for x in self._jobs(m, rows[len(sure) :], len(sure))]
+            for future in more:
+                future.result()
+        finally:
+            self.calm.set()
         self.read_s += perf_counter() - began
         if not self.failed:
             at = self.pages[m][:, : len(rows)]  # [G, n]

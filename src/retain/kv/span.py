@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from time import time
 
 import numpy as np
@@ -93,11 +93,13 @@ class Shelf:
     def __init__(self, capacity: int, by: str):
         self.capacity, self.by, self.bytes = capacity, by, 0
         self.places: dict[bytes, tuple[Span, int]] = {}
-        self.spans: set[Span] = set()
-        self.queue: list[tuple[tuple[float, ...], int, Span]] = []  # a heap; worths may be old
+        self.spans: dict[Span, int] = {}  # and their tickets
+        self.tickets: dict[int, Span] = {}
+        self.queue: list[tuple[tuple[float, ...], int]] = []  # a heap of worths, perhaps old ones, and tickets
+        self.count = count()
 
     def __iter__(self) -> Iterator[Span]:
-        return iter(self.spans)
+        return iter(list(self.spans))
 
     def find(self, key: bytes) -> tuple[Span, int] | None:
         """The span that has the key, and which of its keys it is."""
@@ -120,12 +122,11 @@ class Shelf:
             return None
         gone = []
         while self.bytes + size > self.capacity:
-            worth, _, span = heapq.heappop(self.queue)
-            if span not in self.spans:
-                continue
-            if worth != self.worth(span):
-                self._queue(span)
-            else:
+            worth, ticket = heapq.heappop(self.queue)
+            span = self.tickets.get(ticket)
+            if span and worth != self.worth(span):
+                heapq.heappush(self.queue, (self.worth(span), ticket))
+            elif span:
                 self.remove(span)
                 gone.append(span)
         return gone
@@ -133,20 +134,23 @@ class Shelf:
     def add(self, span: Span) -> None:
         """There is room for it."""
         self.places |= {key: (span, i) for i, key in enumerate(span.keys)}
-        self.spans.add(span)
+        self.spans[span] = ticket = next(self.count)
+        self.tickets[ticket] = span
         self.bytes += span.size
-        self._queue(span)
+        if len(self.queue) > 2 * len(self.spans) + 64:  # most of whom are gone
+            self.queue = [(self.worth(s), t) for s, t in self.spans.items()]
+            heapq.heapify(self.queue)
+        else:
+            heapq.heappush(self.queue, (self.worth(span), ticket))
 
     def remove(self, span: Span) -> bool:
         """Whether it was there."""
-        if span not in self.spans:
+        ticket = self.spans.pop(span, None)
+        if ticket is None:
             return False
-        self.spans.remove(span)
+        del self.tickets[ticket]
         self.bytes -= span.size
         for key in span.keys:
             if key in self.places and self.places[key][0] is span:
                 del self.places[key]
         return True
-
-    def _queue(self, span: Span) -> None:
-        heapq.heappush(self.queue, (self.worth(span), id(span), span))

@@ -119,7 +119,7 @@ class Disk:
     def verify(self) -> int:
         """Read everything; what is not whole goes. How many spans that were."""
         bad = 0
-        for span in list(self.shelf):
+        for span in self.shelf:
             try:
                 with closing(self.open(span)) as file:
                     for layer, rows in enumerate(span.rows):
@@ -132,7 +132,7 @@ class Disk:
 
     def clear(self) -> None:
         """Drop everything."""
-        for span in list(self.shelf):
+        for span in self.shelf:
             self.drop(span)
 
     def close(self) -> None:  # noqa: D102
@@ -163,7 +163,10 @@ class Disk:
 
     def _publish(self, span: Span, data: Bytes, instead: Span | None) -> None:
         with self.guard:
-            gone = self.shelf.room(span.size)
+            kept = instead.size if instead in self.shelf.spans else 0  # its place will be free
+            gone = self.shelf.room(span.size - kept)
+            if gone and instead in gone:
+                gone += self.shelf.room(span.size) or []
         if gone is None:
             return
         self.counts["evicted"] += len(gone)
