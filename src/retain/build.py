@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -67,13 +68,15 @@ def sleep(c: Config, reused: Prefix, chosen: Sequence[tiers.Tier], cache: Cache,
         probes = Probes(reused.ratio, spec.scale, spec.kv_heads, cache.backend)
         if len(chosen) != 1 or not isinstance(chosen[0], disk.Tier):
             raise ValueError("prefix=important loads from a disk alone: give --tier disk:path=DIR,capacity=SIZE")
-    stores = [t.open() for t in chosen]
     kv, shape = cache.kv, cache.shape
     made = (c.weights, c.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows, bool(probes))
-    brand = xxh3_128(repr(made).encode())
-    if any(s.replica for s in stores):  # they outlive the process: other weights have other keys and values
+    # What computes decides the last bits: another processor, or another version of us, has other keys and values.
+    who = cache.backend.__name__, torch.backends.cpu.get_cpu_capability(), version("retain")
+    brand = xxh3_128(repr((made, who)).encode())
+    if any(isinstance(t, disk.Tier) for t in chosen):  # outlives the process: other weights have others too
         for file in [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]:
             with file.open("rb") as f:
                 while block := f.read(2**24):
                     brand.update(block)
-    return Sleep(sorted(stores, key=lambda s: s.replica), kv, shape.kv_heads, brand.digest(), probes)
+    stores = sorted((t.open() for t in chosen), key=lambda s: s.replica)
+    return Sleep(stores, kv, shape.kv_heads, brand.digest(), probes)

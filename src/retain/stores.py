@@ -42,6 +42,8 @@ def clear(path: Path) -> int:
     print(f"removed {len(store.shelf.spans)} spans, {store.shelf.bytes / 2**20:.1f} MiB")
     store.clear()
     store.close()
+    if failed := store.counts["failed"]:
+        raise OSError(f"{failed} of them could not be removed")
     return 0
 
 

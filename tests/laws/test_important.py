@@ -165,3 +165,25 @@ def test_damage_is_found_and_computed_again(tmp_path: Path) -> None:
     assert [r.answer for r in requests] == answers
     assert store(engine).counts["damaged"] > 0
     restart(engine)
+
+
+def test_spans_that_are_longer_than_what_is_wanted_of_them(tmp_path: Path) -> None:
+    """A table that is as long as the context, a pool that is as large as the request: it fits, and ends."""
+    rng = random.Random(2)
+    stem = [rng.randrange(128) for _ in range(64)]
+    texts = [stem + [rng.randrange(128) for _ in range(85)] for _ in range(4)]
+    engine = important("llama", tmp_path, 0.5, context=160)
+    for t in texts:
+        run(engine, [request(t, 5)])
+    pack(engine)
+    restart(engine)
+    for pages in (1000, 15 * 3 * 2):
+        engine = important("llama", tmp_path, 0.5, context=240, pages=pages, n_rows=4)
+        for t in texts:
+            r = request(t, 240 - len(t))
+            engine.add(r)
+            for step in steps(engine):
+                assert step < 500
+            assert len(r.answer) == r.max_tokens and r.preempted <= 2
+        pack(engine)
+        restart(engine)

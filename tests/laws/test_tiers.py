@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from retain.engine.loop import Engine
+from retain.kv.begin import adopt
 from retain.kv.tiers.disk import Disk
 from tests.laws.test_prefix import asked, salted, texts
 from tests.rig import request, rig, run, steps
@@ -182,4 +183,33 @@ def test_layers_that_do_not_come_in_time_are_waited_for(tmp_path: Path) -> None:
         for _ in steps(engine):
             pass
         assert r.answer in ([], answers[made.index(longest)])
+    restart(engine)
+
+
+def test_where_there_is_no_room_for_what_sleeps_it_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, answers = filled(tmp_path, "gemma3_text")
+    engine = rig("gemma3_text", backend="cpu", prefix="exact", tiers=[disk(tmp_path)])
+    pool, refused = engine.cache.pool, []
+
+    def none(c: object, *rest: object) -> object:
+        room = pool.room
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(pool, "room", lambda n: refused.append(n) or False if not len(refused) % 2 else room(n))
+            return adopt(c, *rest)
+
+    monkeypatch.setattr("retain.kv.reuse.adopt", none)
+    assert [run(engine, [request(t)])[0] for t in made] == answers and refused
+    restart(engine)
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_whatever_a_reader_meets_costs_nobody_else_anything(error, tmp_path: Path, monkeypatch) -> None:
+    made, answers = filled(tmp_path)
+    engine = rig("llama", backend="cpu", prefix="exact", tiers=[disk(tmp_path)])
+    monkeypatch.setattr(engine.cache.reuse.sleep, "put", lambda *_: (_ for _ in ()).throw(error))
+    for r in (requests := [request(t) for t in made]):
+        engine.add(r)
+    for _ in steps(engine):
+        pass
+    assert [r.answer for r in requests] == answers
     restart(engine)

@@ -93,7 +93,8 @@ class Scheduler:
             request.row = self.purse.open(request.policy, request.owed)
             self.running.append(request)
             if self.purse.reuse:
-                request.resume(*self.purse.reuse.resume(request.row, *request.beginning))
+                again = request.preempted > 0
+                request.resume(*self.purse.reuse.resume(request.row, *request.beginning, again))
             yield request
 
     def _admissible(self, request: Request) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from retain.kv.cache import Cache
 
 Ints = NDArray[np.int32]
+SPARE = 16  # pages that a table has beyond its texts': what is chosen from comes with its spans' other tokens
 NOTHING: Ints = np.zeros((0, 0), np.int32)
 
 
@@ -59,7 +60,6 @@ def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[
     """Put a beginning into a row's tables. What is to come, for each layer; None where there are too few pages."""
     S, G, had = c.page_size, c.shape.kv_heads, begin.pages.shape[-1]
     shared = 0 if copies else min(begin.length // S, had)
-    c.base[row] = [_first(begin.length, w, S) * S for w in c.window[row].tolist()]
     pieces = list(_pieces(c, row, begin, shared))
     src = np.concatenate([NOTHING.ravel(), *(p.src.ravel() for p in pieces)])
     held = np.concatenate([begin.pages[..., :shared].ravel(), src])
@@ -68,6 +68,7 @@ def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[
     if not c.pool.room(n):
         c.pool.give(held)
         return None
+    c.base[row] = [_first(begin.length, w, S) * S for w in c.window[row].tolist()]
     c.pages[row, c.window[row] == NO_WINDOW, :, :shared] = begin.pages[..., :shared]
     c.counts[row, c.window[row] == NO_WINDOW] = shared
     fresh = taken = np.sort(c.pool.take(n))

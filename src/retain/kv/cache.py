@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels import NO_WINDOW, Tables, page_bytes
+from retain.kv.begin import SPARE
 from retain.kv.budget import Budget
 from retain.kv.forget import Turn
 from retain.kv.keeper import Keeper
@@ -68,7 +69,7 @@ class Cache(Needs):
             1 + min(max(kv_memory // self.page_bytes - 1, 0), n_rows * L * G * n)
         )  # page 0 is paid for too
         self.kv = backend.allocate(self.pool.n_pages, page_size, shape.head_dim, dtype, columns)
-        self.pages: Ints = np.zeros((n_rows, L, G, n), np.int32)
+        self.pages: Ints = np.zeros((n_rows, L, G, n + SPARE), np.int32)
         self.counts: Ints = np.zeros((n_rows, L, G), np.int32)
         self.peaks: Ints = np.zeros((n_rows, L, G), np.int32)  # most pages ever owned
         self.base: Ints = np.zeros((n_rows, L), np.int32)
@@ -123,7 +124,7 @@ class Cache(Needs):
             self.keepers[row] = Keeper(
                 *(policy, layers, self.kv, self.backend, self.pool, self.pages[row], self.counts[row], self.turn)
             )
-            self.capacity[row, layers] = min(policy.slots_of_prompt, self.pages.shape[3] * self.page_size)
+            self.capacity[row, layers] = min(policy.slots_of_prompt, (self.pages.shape[3] - SPARE) * self.page_size)
             if policy.prompt > policy.size:  # streams all at once: chunks come into holes
                 self.spare[row, layers] = UNBOUNDED if policy.prefill == "stream" else policy.interval
         return row

@@ -6,9 +6,10 @@ What is not known here: which row, which text, why these spans.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,20 +58,26 @@ class Fetch:
 
     def _run(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            if self.failed or self.stopped:
+            if self.failed or self.stopped or not self._read(self.readers[job.span], job):
                 return
-            try:
-                rows = self.readers[job.span].rows(job.layer, job.begin, job.begin + len(job.pages))
-            except OSError as error:
-                return self._fail(job.store, job.span, error)
-            self.sleep.put(job, rows)
-            self._count(job.store, rows.size)
             if len(job.pages) == job.span.rows[job.layer]:
                 self.woken.add((job.store, job.span))
         self.sleep.fill(jobs)
         self.ended = perf_counter()
 
-    def _fail(self, store: Store, span: Span, error: OSError) -> None:
+    def _read(self, reader: Reader, job: Job) -> bool:
+        """Whether it came. Whatever goes wrong here costs the row what it waits for, and nobody else anything."""
+        if self.failed or self.stopped:
+            return False
+        try:
+            rows = reader.rows(job.layer, job.begin, job.begin + len(job.pages))
+            self.sleep.put(job, rows)
+            self._count(job.store, rows.size)
+        except Exception as error:
+            self._fail(job.store, job.span, error)
+        return not self.failed
+
+    def _fail(self, store: Store, span: Span, error: Exception) -> None:
         """A span did not come: whoever has it has it no more."""
         self.failed = True
         store.drop(span, damaged=isinstance(error, Damaged))
@@ -80,13 +87,18 @@ class Fetch:
         if layer in self.layers:
             self.layers[layer].result()
 
+    @property
+    def futures(self) -> list[Future[Any]]:
+        """All that was begun, what others wait for last."""
+        return list(self.layers.values())
+
     def stop(self) -> None:
         """Nothing is written any more when this returns."""
         self.stopped = True
-        for future in self.layers.values():
-            if not future.cancel():
-                future.result()
-        self._close()
+        try:
+            wait([f for f in self.futures if not f.cancel()])
+        finally:
+            self._close()
 
     def _count(self, store: Store, size: int) -> None:
         self.came[store.name] = self.came.get(store.name, 0) + size

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import time
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -107,11 +108,13 @@ class Ledger:
             self.file(instead).unlink(missing_ok=True)
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Rows first: a file without a row is nothing."""
-        with self.db:
-            self.db.executemany("delete from spans where number = ?", [(n,) for n in numbers])
-        for n in numbers:
-            self.file(n).unlink(missing_ok=True)
+        """Rows first: a file without a row is nothing; and a row without a file is not whole."""
+        try:
+            with self.db:
+                self.db.executemany("delete from spans where number = ?", [(n,) for n in numbers])
+        finally:  # on a full disk there is room for a row only when a file has gone
+            for n in numbers:
+                self.file(n).unlink(missing_ok=True)
 
     def remember(self, spans: Sequence[Filed]) -> None:
         """Who was wanted how often, and when."""
@@ -121,8 +124,10 @@ class Ledger:
 
     def close(self) -> None:
         """Others may open it."""
-        self.db.close()
-        os.close(self.lock)
+        try:
+            self.db.close()
+        finally:
+            os.close(self.lock)
 
 
 def listed(path: Path) -> list[Filed]:
@@ -155,7 +160,9 @@ def _filed(
     try:
         names = tuple(keys[i : i + 16] for i in range(0, len(keys), 16))
         shape = tuple(json.loads(rows)), row_bytes, begin, tuple(json.loads(firsts)), least, notes, bool(packed)
-        span = Filed(names, *shape, hits, used, number=number, sums=sums, made=made)
+        times = (min(float(t or 0), time()) for t in (used, made))
+        used, made = times
+        span = Filed(names, *shape, max(int(hits or 1), 1), used, number=number, sums=sums, made=made)
         return span if span.checksum == checked else None
     except (TypeError, ValueError):
         return None

@@ -84,10 +84,11 @@ class Packs:
             self.packer.submit(self._pack, store, span)
 
     def _pack(self, store: Store, span: Span) -> None:
-        mass, _ = self.seen.pop(span)
+        mass, _ = self.seen.pop(span, (np.zeros(0, np.float32), 0))
         try:
             with closing(store.open(span)) as reader:
-                store.keep(*packed(self.probes, self.kv, span, reader, mass), instead=span)
+                new, data = packed(self.probes, self.kv, span, reader, mass)
+                store.keep(new, data, instead=span)
         except OSError as error:
             store.drop(span, damaged=isinstance(error, Damaged))
         self.running.discard(span)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from retain.config import choice, one_of, options
 from retain.kernels import NO_WINDOW
-from retain.kv.begin import Beginning, adopt, cut
+from retain.kv.begin import SPARE, Beginning, adopt, cut
 from retain.kv.budget import Budget
 from retain.kv.fetch import Fetch, Job
 from retain.kv.policies import Policy
@@ -117,15 +117,19 @@ class Reuse:
         shared = hit.pages[..., : hit.length // self.cache.page_size]
         return int(np.count_nonzero(self.cache.pool.refs[shared] > 1))
 
-    def resume(self, row: int, policy: Policy, tokens: Sequence[int], limit: int, salt: str) -> tuple[int, int]:
+    def resume(
+        self, row: int, policy: Policy, tokens: Sequence[int], limit: int, salt: str, again: bool = False
+    ) -> tuple[int, int]:
         """Begin a row that owns nothing yet. How many tokens are computed; and where more could have been shared, had
         somebody left the windows of its sliding layers there (0: nowhere).
 
-        What sleeps in tiers is on its way when this returns: see `awaited`.
+        What sleeps in tiers is on its way when this returns: see `awaited`. Who begins `again`, having been preempted,
+        chooses nothing: it could take more pages than computing would, and has to fit.
         """
         S, copies = self.cache.page_size, isinstance(policy, Budget)
         hit = self.find(policy, tokens, limit, salt)
-        begin = self._asleep(policy, tokens, limit, salt, hit)
+        chooses = self.sleep is not None and self.sleep.probes is not None
+        begin = None if again and chooses else self._asleep(policy, tokens, limit, salt, hit)
         if hit and not begin:
             begin = Beginning(hit.length, hit.pages[..., : -(-hit.length // S)], hit.rings)
         length = begin.length if begin else 0
@@ -159,6 +163,8 @@ class Reuse:
         if upto * S <= length:
             return None
         parts = self.sleep.find(keys[have:upto]) if sees_all else []
+        if self.sleep.probes and sum(len(p.span.keys) - p.end + p.begin for p in parts) > SPARE:
+            return None
         if not self.sleep.worth_it([*parts, rings] if rings else parts, upto * S - length):
             return None
         none = np.zeros((sees_all, self.cache.shape.kv_heads, 0), np.int32)

@@ -54,7 +54,8 @@ class Selective(Fetch):
         self.notes: list[Future[Notes | None]] = []
         self.sure: dict[int, Future[Ints]] = {}
         self.read_s = 0.0
-        self.calm = Event()  # nobody waits
+        self.now: list[Future[bool]] = []  # what somebody waits for
+        self.calm = Event()  # nobody does
         self.calm.set()
         for p in parts:
             try:
@@ -75,7 +76,7 @@ class Selective(Fetch):
         part = self.parts[i]
         try:
             return self.probes.notes(part.span, self.opened[i].notes(), self.sleep.kv)
-        except OSError as error:
+        except Exception as error:
             self._fail(part.store, part.span, error)
             return None
 
@@ -89,7 +90,7 @@ class Selective(Fetch):
         sure = np.sort(np.argsort(-rows)[: round(importance.SURE * self.probes.ratio * len(rows))]).astype(np.int32)
         for part, job in self._jobs(m, sure, 0):
             self.calm.wait()
-            self._read(part, job)
+            self._read(self.opened[part], job)
         return sure
 
     def wait(self, layer: int, q: Tensor) -> None:
@@ -117,8 +118,9 @@ class Selective(Fetch):
         began = perf_counter()
         self.calm.clear()
         try:
-            more = [self.sleep.urgent.submit(self._read, *x) for x in self._jobs(m, rows[len(sure) :], len(sure))]
-            for future in more:
+            for part, job in self._jobs(m, rows[len(sure) :], len(sure)):
+                self.now.append(self.sleep.urgent.submit(self._read, self.opened[part], job))
+            for future in self.now:
                 future.result()
         finally:
             self.calm.set()
@@ -148,24 +150,10 @@ class Selective(Fetch):
                 Job(p.store, p.span, m, found[0][1] - int(begins[part[0]]), self.pages[m][:, i : i + len(found)].T, 0),
             )
 
-    def _read(self, part: int, job: Job) -> None:
-        if self.failed or self.stopped:
-            return
-        try:
-            rows = self.opened[part].rows(job.layer, job.begin, job.begin + len(job.pages))
-        except OSError as error:
-            return self._fail(job.store, job.span, error)
-        self.sleep.put(job, rows)
-        self._count(job.store, rows.size)
-
-    def stop(self) -> None:
-        """See Fetch."""
-        self.stopped = True
-        futures: list[Future[Any]] = [*self.notes, *self.sure.values()]
-        for future in futures:
-            if not future.cancel():
-                future.result()
-        super().stop()
+    @property
+    def futures(self) -> list[Future[Any]]:
+        """See Fetch. Who waits for notes is cancelled before they are."""
+        return [*self.now, *self.sure.values(), *self.notes, *super().futures]
 
     def _close(self) -> None:
         super()._close()

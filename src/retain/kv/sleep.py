@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -160,7 +161,10 @@ class Sleep:
         span = Span(keys, tuple(map(len, rows)), self.row_bytes, begin, tuple(firsts), least, notes)
         if not store.wants(keys, span.size):
             return
-        data = blocks(span.size)
+        try:
+            data = blocks(span.size)
+        except (OSError, MemoryError):
+            return  # no memory: it is not kept
         for layer, pages in enumerate(rows):
             out = span.of(data, layer).reshape(*pages.shape, 2, -1)
             for i, source in enumerate(self.bytes):
@@ -207,8 +211,9 @@ class Sleep:
             self.packs.close()
         self.urgent.shutdown()
         self.readers.shutdown()
-        for store in self.stores:
-            store.close()
+        with ExitStack() as all_of_them:
+            for store in self.stores:
+                all_of_them.callback(store.close)
 
 
 def _bytes(x: Tensor) -> Bytes:

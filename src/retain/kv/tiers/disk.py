@@ -62,16 +62,24 @@ class Disk:
         self.free_at = 0.0  # when the next read may begin, where they are slowed down
         self.ledger = Ledger(Path(chosen.path).expanduser())
         self.last = 0  # number of a file
+        try:
+            self._recover()
+        except sqlite3.Error as error:
+            self.ledger.close()
+            raise OSError(f"the store {self.ledger.path} cannot be opened: {error}") from None
+        self.writer = ThreadPoolExecutor(1, "retain-disk", _background)
+
+    def _recover(self) -> None:
+        """Know what is there, the last used first, as far as the capacity goes."""
         over = []
         for span in self.ledger.spans():
-            if span and self.shelf.bytes + span.size <= chosen.capacity:
+            if span and self.shelf.bytes + span.size <= self.chosen.capacity:
                 self.shelf.add(span)
             elif span:
                 over.append(span.number)
             self.last = max(self.last, span.number if span else 0)
             self.counts["damaged"] += span is None
         self.ledger.forget(over)
-        self.writer = ThreadPoolExecutor(1, "retain-disk", _background)
 
     # ---- what the engine asks ------------------------------------------------------------------------------------
 
@@ -137,13 +145,15 @@ class Disk:
 
     def close(self) -> None:  # noqa: D102
         self.writer.submit(self._try, self._remember)
-        self.writer.shutdown()
-        self.ledger.close()
+        try:
+            self.writer.shutdown()
+        finally:
+            self.ledger.close()
 
     # ---- what the writer does ------------------------------------------------------------------------------------
 
     def _write(self, span: Span, data: Bytes, instead: Span | None) -> None:
-        self._try(lambda: self._publish(span, data, instead))
+        self._try(lambda: self._publish(span, data, instead))  # whatever happens:
         with self.guard:
             self.queued -= span.size
             self.pending -= set(span.keys)
@@ -158,12 +168,14 @@ class Disk:
         """A disk that is full, or broken, costs what was to be kept, and nothing else."""
         try:
             work()
-        except (OSError, sqlite3.Error):
+        except Exception:
             self.counts["failed"] += 1
 
     def _publish(self, span: Span, data: Bytes, instead: Span | None) -> None:
         with self.guard:
-            kept = instead.size if instead in self.shelf.spans else 0  # its place will be free
+            if instead and instead not in self.shelf.spans:
+                return  # it was dropped, or somebody was here before
+            kept = instead.size if instead else 0  # its place will be free
             gone = self.shelf.room(span.size - kept)
             if gone and instead in gone:
                 gone += self.shelf.room(span.size) or []
