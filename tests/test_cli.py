@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from retain.cli import main
+from retain.kv.ledger import Ledger
 from retain.models.find import find
 
 
@@ -95,6 +96,15 @@ def bad_inputs(tmp_path):
     yield (*RUN, "--kv-policy", "ring:windw=3", hello), "window"
     yield (*RUN, "--prefix", "sometimes", hello), "exact"
     yield (*RUN, "--prefix", "exact:keep=none", hello), "prompt"
+    yield (*RUN, "--prefix", "important", hello), "--tier disk"
+    yield (*RUN, "--prefix", "important:ratio=2", hello), "ratio"
+    yield (*RUN, "--prefix", "off", "--tier", "ram:capacity=1GB", hello), "off"
+    yield (*RUN, "--tier", "tape:capacity=1GB", hello), "disk, ram"
+    yield (*RUN, "--tier", "ram:capacity=lots", hello), "512MiB"
+    yield (*RUN, "--tier", "ram:capacity=1GB", "--tier", "ram:capacity=2GB", hello), "twice"
+    yield (*RUN, "--tier", f"disk:path={tmp_path / 'latin.txt'},capacity=1GB", hello), "latin.txt"
+    yield ("cache", "ls", tmp_path), "no store"
+    yield ("cache", "sell", tmp_path), "ls"
     yield (*RUN, "--kv-memory", "lots", hello), "512MiB"
     yield (*RUN, "--kv-memory", "64KiB", hello), "kv_memory"
     yield (*RUN, "--dtype", "float8", hello), "bfloat16"
@@ -143,3 +153,27 @@ def test_bench_speed_prints_json_lines(capsys, monkeypatch):
         "note",
     }
     assert code == 0 and set(row) == keys and row["decode_tok_s"] > 0
+
+
+def test_a_store_survives_is_listed_verified_and_cleared(capsys, tmp_path):
+    file, store = tmp_path / "prompt.txt", tmp_path / "store"
+    file.write_text("The capital of France is Paris. " * 30)
+    asked = (*RUN, "-f", file, "--json", "--tier", f"disk:path={store},capacity=1GB")
+    answers = [json.loads(call(capsys, *asked)[1]) for _ in range(2)]
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+    assert cached[0] == 0 and cached[1] >= 192 and answers[0]["token_ids"] == answers[1]["token_ids"]
+    lines = [json.loads(x) for x in call(capsys, "cache", "ls", store, "--json")[1].splitlines()]
+    assert sum(x["pages"] for x in lines) * 64 >= cached[1] and all(x["kind"] == "text" for x in lines)
+    code, out, _ = call(capsys, "cache", "ls", store)
+    assert code == 0 and "pages 0-" in out and "MiB" in out.splitlines()[-1]
+    assert "all whole" in call(capsys, "cache", "verify", store)[1]
+    damaged = store / f"{lines[0]['span']}.kv"
+    damaged.write_bytes(damaged.read_bytes()[:-4096] + bytes(4096))
+    code, out, _ = call(capsys, "cache", "verify", store)
+    assert code == 1 and "1 were damaged" in out
+    other = Ledger(store)
+    code, out, err = call(capsys, *asked)
+    assert code == 2 and "in use" in err and len(err.strip().splitlines()) == 1
+    other.close()
+    assert call(capsys, "cache", "clear", store)[0] == 0
+    assert call(capsys, "cache", "ls", store)[1].startswith("0 spans")
