@@ -17,11 +17,12 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import tiers
 from retain.kv.cache import Cache
 from retain.kv.forget import Turn
+from retain.kv.hot import Hot
 from retain.kv.needs import Shape
 from retain.kv.packing import Probes
 from retain.kv.reuse import Important, Prefix
 from retain.kv.sleep import Sleep
-from retain.kv.tiers import disk
+from retain.kv.tiers import disk, ram
 from retain.models.decoder import Spec
 from retain.models.weights import open_weights
 
@@ -63,11 +64,13 @@ def cache(
 
 def sleep(c: Config, reused: Prefix, chosen: Sequence[tiers.Tier], cache: Cache, spec: Spec, path: Path) -> Sleep:
     """The tiers below a cache of the model at `path`, memory before disks. Raises ValueError or OSError."""
-    probes = None
+    probes, hot = None, None
     if isinstance(reused, Important):
         probes = Probes(reused.ratio, spec.scale, spec.kv_heads, cache.backend)
-        if len(chosen) != 1 or not isinstance(chosen[0], disk.Tier):
-            raise ValueError("prefix=important loads from a disk alone: give --tier disk:path=DIR,capacity=SIZE")
+        hot = next((Hot(t.capacity, t.evict) for t in chosen if isinstance(t, ram.Tier)), None)
+        chosen = [t for t in chosen if isinstance(t, disk.Tier)]
+        if not chosen:
+            raise ValueError("prefix=important loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
     kv, shape = cache.kv, cache.shape
     made = (c.weights, c.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows, bool(probes))
     # What computes decides the last bits: another processor, or another version of us, has other keys and values.
@@ -79,4 +82,4 @@ def sleep(c: Config, reused: Prefix, chosen: Sequence[tiers.Tier], cache: Cache,
                 while block := f.read(2**24):
                     brand.update(block)
     stores = sorted((t.open() for t in chosen), key=lambda s: s.replica)
-    return Sleep(stores, kv, shape.kv_heads, brand.digest(), probes)
+    return Sleep(stores, kv, shape.kv_heads, brand.digest(), probes, hot)

@@ -141,6 +141,7 @@ def parser() -> Parser:
     shares.add_argument(
         "--ratio", type=float, metavar="R", default=0.25, help="of tokens, important ones (default 0.25)"
     )
+    shares.add_argument("--hot", metavar="SIZE", default="64MiB", help="memory of important-lru, -lfu and -worth")
     shares.add_argument("--accuracy", action="store_true", help="of tasks: choose answers too")
     shares.add_argument("--store", metavar="DIR", help="where to make stores, for a while (default: /tmp)")
     shares.add_argument("--items", type=int, metavar="N", default=20, help="requests of each workload (default 20)")

@@ -85,7 +85,7 @@ def test_random_operations(by: str, tmp_path: Path) -> None:
         if rng.random() < 0.6:
             for each in (store, ram):
                 span, data = span_of(numbers)
-                if each.wants(span.keys, span.size) and not any(map(each.find, span.keys)):
+                if each.wants(span.size) and not any(map(each.has, span.keys)):
                     each.keep(span, data)
         elif found := store.find(key(i)):
             store.touch([found[0]])
@@ -222,7 +222,7 @@ def test_a_smaller_capacity_keeps_what_was_used_last(tmp_path: Path) -> None:
         ("ram", "needs capacity"),
         ("disk:path=x", "needs capacity"),
         ("ram:capacity=lots", "not a size"),
-        ("ram:capacity=1GB,evict=fifo", "evict is lru or lfu"),
+        ("ram:capacity=1GB,evict=fifo", "evict is lru, lfu or worth"),
         ("ram:capacity=1GB,path=x", "no option 'path'"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 
 from retain.engine.loop import Engine
 from retain.kernels import NO_WINDOW
+from retain.kv.hot import Hot
 from retain.kv.selective import Selective
 from tests.laws.test_prefix import texts
 from tests.laws.test_tiers import disk, flip, restart, store
@@ -187,3 +188,26 @@ def test_spans_that_are_longer_than_what_is_wanted_of_them(tmp_path: Path) -> No
             assert len(r.answer) == r.max_tokens and r.preempted <= 2
         pack(engine)
         restart(engine)
+
+
+@pytest.mark.parametrize("by", ["lru", "lfu", "worth"])
+def test_rows_that_stay_in_memory_change_nothing(by: str, tmp_path: Path) -> None:
+    """The same choices, the same tokens; less is read."""
+    made, answers, read = texts(4), [], []
+    for n, hot in enumerate((None, Hot(150_000, by))):
+        engine = important("llama", tmp_path / str(n), 0.4)
+        for _ in range(2):
+            for t in made:
+                run(engine, [request(t)])
+                pack(engine)  # spans are the same in both
+            forget(engine)
+        before = store(engine).counts["read"]
+        engine.cache.reuse.sleep.hot = hot
+        answers.append([])
+        for t in [*made, *made]:
+            answers[-1] += run(engine, [request(t)])
+            pack(engine)
+            forget(engine)
+        read.append(store(engine).counts["read"] - before)
+        restart(engine)
+    assert answers[0] == answers[1] and read[1] < read[0]

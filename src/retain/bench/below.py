@@ -8,11 +8,12 @@ from __future__ import annotations
 import numpy as np
 
 from retain.kv.fetch import Fetch
+from retain.kv.hot import Hot
 from retain.kv.packing import Probes
 from retain.kv.reuse import Ints, Reuse
 from retain.kv.selective import Selective
 from retain.kv.sleep import Sleep
-from retain.kv.tiers import parse
+from retain.kv.tiers import parse, ram
 from retain.kv.tiers.disk import Disk
 from retain.llm import LLM
 
@@ -27,6 +28,9 @@ METHODS = {
     "ssd-200": SLOW,
     "h2o-200": SLOW,
     "important-200": SLOW,
+    "important-lru": "ram:capacity={hot} " + SLOW,
+    "important-lfu": "ram:capacity={hot},evict=lfu " + SLOW,
+    "important-worth": "ram:capacity={hot},evict=worth " + SLOW,
     "lru": "ram:capacity=256MiB " + DISK,
     "lfu": "ram:capacity=256MiB,evict=lfu " + DISK,
 }
@@ -56,9 +60,9 @@ class AllKeys(Selective):
 class Below:
     """The tiers of a method under an engine's pool. `store`: a folder for them."""
 
-    def __init__(self, llm: LLM, reuse: Reuse, method: str, ratio: float, store: str):
+    def __init__(self, llm: LLM, reuse: Reuse, method: str, ratio: float, store: str, hot: str):
         self.llm, self.reuse, self.method, self.ratio = llm, reuse, method, ratio
-        self.tiers = METHODS[method].format(store=store)
+        self.tiers = METHODS[method].format(store=store, hot=hot)
         self.before = 0  # bytes that were read before the last restart
         reuse.tree.clear()
         llm.cache.reuse = None if method == "recompute" else reuse
@@ -69,8 +73,10 @@ class Below:
             kv, spec = self.llm.cache.kv, self.llm.spec
             chooses = self.method.startswith(("important", "h2o"))
             probes = Probes(self.ratio, spec.scale, spec.kv_heads, self.llm.cache.backend) if chooses else None
-            stores = [parse(t).open() for t in self.tiers.split()]
-            self.reuse.below(Sleep(stores, kv, spec.kv_heads, b"bench", probes))
+            tiers = [parse(t) for t in self.tiers.split()]
+            hot = next((Hot(t.capacity, t.evict) for t in tiers if chooses and isinstance(t, ram.Tier)), None)
+            stores = [t.open() for t in tiers if not (hot and isinstance(t, ram.Tier))]
+            self.reuse.below(Sleep(stores, kv, spec.kv_heads, b"bench", probes, hot))
             self.reuse.selective = AllKeys if self.method.startswith("h2o") else Selective
 
     def restart(self) -> None:

@@ -89,7 +89,7 @@ def prefix(args: Namespace, load: Load) -> int:
 
     workloads = [w.strip() for w in args.workloads.split(",")]
     methods, store = [m.strip() for m in args.methods.split(",")], Path(args.store) if args.store else None
-    data, more = Path(args.data), (args.items, args.shared, store, args.ratio, args.accuracy)
+    data, more = Path(args.data), (args.items, args.shared, store, args.ratio, args.accuracy, args.hot)
     asked = bench.Asked(workloads, methods, data, *more)
     return _lines(args, bench.run(load(), asked), bench.write)
 

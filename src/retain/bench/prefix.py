@@ -26,7 +26,7 @@ from retain.engine.request import SamplingParams
 from retain.llm import LLM
 
 Line = dict[str, Any]
-WORKLOADS = (*SETS, "document", "trace")
+WORKLOADS = (*SETS, "document", "documents", "trace")
 QUESTIONS = (
     "Who speaks first?",
     "Where does it take place?",
@@ -53,6 +53,7 @@ class Asked:
     store: Path | None = None
     ratio: float = 0.25
     accuracy: bool = False
+    hot: str = "64MiB"
 
     def __post_init__(self) -> None:
         for name in self.workloads:
@@ -64,29 +65,37 @@ class Asked:
         if min(self.items, self.shared) < 1 or not 0 < self.ratio <= 1:
             raise ValueError("items and shared are at least 1, ratio above 0 and at most 1")
 
-    def questions(self, llm: LLM, name: str) -> list[Question]:
-        """Of a workload; those of a task with the answers that can be chosen. Raises OSError or ValueError."""
-        room = llm.context - 64
+    def questions(self, llm: LLM, name: str) -> tuple[list[Question], int]:
+        """Of a workload, those of a task with the answers that can be chosen; and how many prefixes they have in common
+        (a trace has none of that kind: 0). Raises OSError or ValueError.
+        """
+        room, encode = llm.context - 64, partial(llm.tokenizer.encode, ends=False)
+        n = min(self.shared, room)
         if name == "trace":
             found = records(self.data, "mooncake_conversation_trace", self.items)
-            return [Question(name, t, [], 0) for r in found if (t := _scaled(llm, r))]
-        if name == "document":
-            text = llm.encode(max((r["text"] for r in records(self.data, "books")), key=len)[: 8 * self.shared])
-            asks = [f"\n\nQuestion {i}: {QUESTIONS[i % len(QUESTIONS)]}" for i in range(self.items)]
-            begin = text[: min(self.shared, room)]
-            return [Question(name, begin + llm.tokenizer.encode(q, ends=False), [], 0) for q in asks]
+            return [Question(name, t, [], 0) for r in found if (t := _scaled(llm, r))], 0
+        if name in ("document", "documents"):
+            books = sorted((r["text"] for r in records(self.data, "books")), key=len, reverse=True)
+            parts = [llm.encode(text[: 16 * n]) for text in (books[:1] if name == "document" else books)]
+            texts = [
+                p[at : at + n] for p in parts for at in ((0,) if name == "document" else (0, n)) if len(p) >= at + n
+            ]
+            # Each is computed, and loaded once; then the first is asked about most, the k-th k times less.
+            each, weights = range(len(texts)), [1 / (k + 1) for k in range(len(texts))]
+            order = [*each, *each, *random.Random(1).choices(each, weights, k=self.items)]
+            asks = [encode(f"\n\nQuestion {i}: {QUESTIONS[i % len(QUESTIONS)]}") for i in range(len(order))]
+            return [Question(name, texts[t] + ask, [], 0) for t, ask in zip(order, asks, strict=True)], len(texts)
         file, read = SETS[name]
         shown = [(*read(r), int(r["label"])) for r in records(self.data, file)]
         examples, length, i = "", 0, 0
-        while length < min(self.shared, room) and i < len(shown) - self.items:
+        while length < n and i < len(shown) - self.items:
             prompt, choices, label = shown[i]
             example = f"{prompt}{choices[label]}\n\n"
             examples, length, i = examples + example, length + len(llm.encode(example)), i + 1
-        encode = partial(llm.tokenizer.encode, ends=False)
         return [
             Question(name, llm.encode(examples + prompt)[:room], list(map(encode, choices)), label)
             for prompt, choices, label in shown[i : i + self.items]
-        ]
+        ], 1
 
 
 def _scaled(llm: LLM, r: dict[str, Any]) -> list[int]:
@@ -102,12 +111,12 @@ def run(llm: LLM, asked: Asked) -> Iterator[Line]:
     if not reuse or reuse.sleep:
         raise ValueError("bench prefix says itself where prefixes are: not with --prefix off, nor with --tier")
     for name in asked.workloads:
-        questions, plain = asked.questions(llm, name), None
+        (questions, prefixes), plain = asked.questions(llm, name), None
         for method in asked.methods:
             with TemporaryDirectory(dir=asked.store) as store:
-                below = Below(llm, reuse, method, asked.ratio, store)
+                below = Below(llm, reuse, method, asked.ratio, store, asked.hot)
                 try:
-                    line, said = _ask(llm, below, questions, asked.accuracy)
+                    line, said = _ask(llm, below, questions, prefixes, asked.accuracy)
                 finally:
                     below.close()
             plain = plain or (line["ttft_p50_ms"], said)
@@ -116,29 +125,30 @@ def run(llm: LLM, asked: Asked) -> Iterator[Line]:
             yield {"workload": name, "method": method, **line}
 
 
-def _ask(llm: LLM, below: Below, questions: Sequence[Question], accuracy: bool) -> tuple[Line, list[list[int]]]:
+def _ask(
+    llm: LLM, below: Below, questions: Sequence[Question], prefixes: int, accuracy: bool
+) -> tuple[Line, list[list[int]]]:
     """One after the other; and what was answered. Before each what is asked for goes to sleep, and there is a restart
-    when it was computed, and when it was loaded once: by then it is packed. A trace flows: the pool gives up what it
-    must. Figures are of the requests after the first two (of a trace: of all).
+    when every prefix was computed, and when it was loaded once: by then it is packed. Figures are of the requests after
+    that. A trace flows: the pool gives up what it must, and figures are of all requests.
     """
     answers: list[Answer] = []
     read, right, woken = [], [], dict[str, int]()
-    flows = questions[0].metric == "trace"
     for i, q in enumerate(questions):
-        if i in (1, 2) and not flows:
+        if prefixes and i in (prefixes, 2 * prefixes):
             below.restart()
-        if i and not flows:
+        if prefixes and i:
             below.sleep()
         before = below.read
         answers += llm.generate(q.prompt, FIRST)
         read.append(below.read - before)
         if below.reuse.sleep:
             woken = dict(below.reuse.sleep.woken)
-        if accuracy and q.choices and i > 1:
+        if accuracy and q.choices and i >= 2 * prefixes:
             likely = [sum(x) for x in llm.score([q.prompt] * len(q.choices), q.choices)]
             right.append(likely.index(max(likely)) == q.label)
         below.settle()
-    later = 0 if flows or len(questions) < 3 else 2
+    later = 2 * prefixes if len(questions) > 2 * prefixes else 0
     ms = np.array([1e3 * a.ttft_s for a in answers])
     tokens = [a.prompt_tokens for a in answers]
     line: Line = {
@@ -150,7 +160,7 @@ def _ask(llm: LLM, below: Below, questions: Sequence[Question], accuracy: bool) 
         "ttft_mean_ms": round(float(ms[later:].mean()), 1),
         "hit": round(sum(a.cached_tokens for a in answers[later:]) / sum(tokens[later:]), 3),
     }
-    if flows:
+    if not prefixes:
         line |= {f"hit_{name}": round(n / sum(tokens), 3) for name, n in woken.items()}
     if below.tiers:
         line["read_mb"] = round(float(np.mean(read[later:])) / 1e6, 1)  # of a request

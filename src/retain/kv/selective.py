@@ -21,6 +21,7 @@ from torch import Tensor
 
 from retain.kv import importance
 from retain.kv.fetch import Fetch, Job
+from retain.kv.hot import Through
 from retain.kv.importance import Notes
 from retain.kv.packing import Probes
 from retain.kv.sleep import Part, Sleep
@@ -59,7 +60,7 @@ class Selective(Fetch):
         self.calm.set()
         for p in parts:
             try:
-                self.opened.append(p.store.open(p.span))
+                self.opened.append(sleep.open(p))
             except OSError as error:
                 self._fail(p.store, p.span, error)
                 return
@@ -75,7 +76,10 @@ class Selective(Fetch):
     def _notes(self, i: int) -> Notes | None:
         part = self.parts[i]
         try:
-            return self.probes.notes(part.span, self.opened[i].notes(), self.sleep.kv)
+            notes, reader = self.probes.notes(part.span, self.opened[i].notes(), self.sleep.kv), self.opened[i]
+            if isinstance(reader, Through):
+                reader.shares = notes.shares(self.sleep.kv.page_size)
+            return notes
         except Exception as error:
             self._fail(part.store, part.span, error)
             return None

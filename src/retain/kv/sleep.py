@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels import KV
+from retain.kv.hot import Hot, Through
+from retain.kv.ledger import Filed
 from retain.kv.packing import Packs, Probes
 from retain.kv.prefix import Rings
 from retain.kv.span import Bytes, Span, blocks, unbound
-from retain.kv.tiers import Store
+from retain.kv.tiers import Reader, Store
 
 if TYPE_CHECKING:
     from retain.kv.fetch import Job
@@ -71,10 +73,19 @@ class Rates:
 class Sleep:
     """The stores of one pool, in the order in which they are asked. `brand`: whose keys and values these are.
 
-    `probes`: only what is important wakes, and spans are packed for it; None: everything does.
+    `probes`: only what is important wakes, and spans are packed for it; None: everything does. `hot`: rows that
+    are not read again.
     """
 
-    def __init__(self, stores: Sequence[Store], kv: KV, kv_heads: int, brand: bytes, probes: Probes | None = None):
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        kv: KV,
+        kv_heads: int,
+        brand: bytes,
+        probes: Probes | None = None,
+        hot: Hot | None = None,
+    ):
         self.stores, self.kv, self.kv_heads, self.brand = stores, kv, kv_heads, brand
         self.bytes = [_bytes(kv.k), _bytes(kv.v)]  # [P, bytes of a page's K, or V]
         self.row_bytes = kv_heads * 2 * self.bytes[0].shape[1]
@@ -83,7 +94,7 @@ class Sleep:
         self.readers = ThreadPoolExecutor(2, "retain-read", unbound)
         self.urgent = ThreadPoolExecutor(2, "retain-read-now", unbound)  # for what somebody waits for already
         self.probes, self.packs = probes, Packs(probes, kv) if probes else None
-        self.memory = np.empty(0, np.float32)
+        self.memory, self.hot = np.empty(0, np.float32), hot
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -139,12 +150,12 @@ class Sleep:
             i = 0
             while rows.size and i < len(keys):
                 j = i
-                while j < len(keys) and j - i < store.most and not store.find(keys[j]):
+                while j < len(keys) and j - i < store.most and not store.has(keys[j]):
                     j += 1
                 if j > i:
                     self._put(store, tuple(keys[i:j]), begin + i, list(rows[:, i:j]))
                 i = max(j, i + 1)
-            if rings:
+            if rings and not store.has(_windows(keys[-1])):
                 windows = [p.T for p in rings.pages]  # [n, G]
                 self._put(store, (_windows(keys[-1]),), begin + len(keys), windows, rings.first, rings.least)
 
@@ -159,7 +170,7 @@ class Sleep:
     ) -> None:
         notes = self.probes.size(len(rows), len(keys), self.kv) if self.probes and not firsts else 0
         span = Span(keys, tuple(map(len, rows)), self.row_bytes, begin, tuple(firsts), least, notes)
-        if not store.wants(keys, span.size):
+        if not store.wants(span.size):
             return
         try:
             data = blocks(span.size)
@@ -194,6 +205,11 @@ class Sleep:
         # By numpy: torch would wake threads of its own in every thread that calls it.
         self.kv.pos.numpy()[pages] = (firsts[:, None] + np.arange(S, dtype=np.int32))[:, None]
 
+    def open(self, part: Part) -> Reader:
+        """A part's span, to be read through what is hot. Raises OSError."""
+        reader, span = part.store.open(part.span), part.span
+        return Through(reader, self.hot, span, span.number) if self.hot and isinstance(span, Filed) else reader
+
     def scratch(self, pages: int) -> NDArray[np.float32]:
         """Memory for the keys of so many pages, the same each time."""
         size = pages * self.kv.page_size * self.kv.head_dim
@@ -203,7 +219,7 @@ class Sleep:
 
     def told(self) -> list[dict[str, Any]]:
         """What every store tells."""
-        return [s.told() for s in self.stores]
+        return [*(s.told() for s in self.stores), *([self.hot.told()] if self.hot else [])]
 
     def close(self) -> None:
         """Finish what was begun."""

@@ -38,6 +38,7 @@ class Span:
     hits: int = 1  # how often somebody wanted it
     used: float = 0.0  # when, the last time (seconds since 1970)
     data: Bytes | None = None  # all of it, where it is in memory
+    share: float = 1.0  # of what was looked at, beside others
 
     def __post_init__(self) -> None:
         self.used = self.used or time()
@@ -87,7 +88,8 @@ def unbound() -> None:
 class Shelf:
     """Which spans a tier has: found by key, bounded in bytes.
 
-    `by`: who goes first when room is wanted: `lru`, the longest unused; `lfu`, the least often used.
+    `by`: who goes first when room is wanted: `lru`, the longest unused; `lfu`, the least often used; `worth`, the
+    lowest product of how often it was used and its share of what was looked at.
     """
 
     def __init__(self, capacity: int, by: str):
@@ -114,19 +116,27 @@ class Shelf:
     def worth(self, span: Span) -> tuple[float, ...]:
         """What is deeper in a text goes before what leads there."""
         recent = (span.used, -span.begin)
+        if self.by == "worth":
+            return (span.hits * span.share, *recent)
         return (span.hits, *recent) if self.by == "lfu" else recent
 
-    def room(self, size: int) -> list[Span] | None:
-        """Who must go before a span of so many bytes fits: removed. None where it never would."""
+    def room(self, size: int, worth: tuple[float, ...] | None = None) -> list[Span] | None:
+        """Who must go before a span of so many bytes fits: removed. None where it never would; or, by worth, where it
+        is worth less than who would have to go.
+        """
         if size > self.capacity:
             return None
         gone = []
         while self.bytes + size > self.capacity:
-            worth, ticket = heapq.heappop(self.queue)
+            old, ticket = self.queue[0]
             span = self.tickets.get(ticket)
-            if span and worth != self.worth(span):
-                heapq.heappush(self.queue, (self.worth(span), ticket))
-            elif span:
+            if span and old != self.worth(span):
+                heapq.heapreplace(self.queue, (self.worth(span), ticket))
+                continue
+            if span and worth and self.by == "worth" and old[0] > worth[0]:
+                return None
+            heapq.heappop(self.queue)
+            if span:
                 self.remove(span)
                 gone.append(span)
         return gone

@@ -39,8 +39,12 @@ class Store(Protocol):
         """Somebody wanted them."""
         ...
 
-    def wants(self, keys: Sequence[bytes], size: int) -> bool:
-        """Whether it would keep a span of these keys and so many bytes."""
+    def has(self, key: bytes) -> bool:
+        """Whether somebody has the key, or will soon."""
+        ...
+
+    def wants(self, size: int) -> bool:
+        """Whether it would keep a span of so many bytes."""
         ...
 
     def keep(self, span: Span, data: Bytes, instead: Span | None = None) -> None:

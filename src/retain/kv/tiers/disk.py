@@ -36,11 +36,11 @@ class Tier:
 
     path: str
     capacity: Size
-    evict: str = "lru"  # or lfu
+    evict: str = "lru"  # or lfu, or worth
     read: Size | None = None  # bytes a second, at most
 
     def __post_init__(self) -> None:
-        one_of("evict", self.evict, "lru", "lfu")
+        one_of("evict", self.evict, "lru", "lfu", "worth")
         if self.read is not None and self.read < 1:
             raise ValueError("read is at least 1 byte a second")
 
@@ -91,8 +91,11 @@ class Disk:
             self.shelf.touch(spans)
             self.wanted |= {s for s in spans if isinstance(s, Filed)}
 
-    def wants(self, keys: Sequence[bytes], size: int) -> bool:  # noqa: D102
-        if size > self.shelf.capacity or all(k in self.pending or self.shelf.find(k) for k in keys):
+    def has(self, key: bytes) -> bool:  # noqa: D102
+        return key in self.pending or self.shelf.find(key) is not None
+
+    def wants(self, size: int) -> bool:  # noqa: D102
+        if size > self.shelf.capacity:
             return False
         full = self.queued + size > QUEUE
         self.counts["skipped"] += full
@@ -186,7 +189,7 @@ class Disk:
         self.last += 1
         sums = [checksum(row) for layer in range(len(span.rows)) for row in span.of(data, layer)]
         sums.append(checksum(Held(span, data).notes()))
-        given = {f.name: getattr(span, f.name) for f in fields(Span) if f.name != "data"}
+        given = {f.name: getattr(span, f.name) for f in fields(Span) if f.name not in ("data", "share")}
         filed = Filed(**given, number=self.last, sums=np.array(sums, np.uint64).tobytes(), made=span.used)
         file = self.ledger.file(filed.number)
         draft = file.with_suffix(".tmp")

@@ -19,10 +19,10 @@ class Tier:
     """Options. Raises ValueError."""
 
     capacity: Size
-    evict: str = "lru"  # or lfu
+    evict: str = "lru"  # or lfu, or worth
 
     def __post_init__(self) -> None:
-        one_of("evict", self.evict, "lru", "lfu")
+        one_of("evict", self.evict, "lru", "lfu", "worth")
 
     def open(self) -> Ram:
         """See `tiers.Tier`."""
@@ -43,8 +43,11 @@ class Ram:
     def touch(self, spans: Sequence[Span]) -> None:  # noqa: D102
         self.shelf.touch(spans)
 
-    def wants(self, keys: Sequence[bytes], size: int) -> bool:  # noqa: D102
-        return size <= self.shelf.capacity and not all(self.shelf.find(key) for key in keys)
+    def has(self, key: bytes) -> bool:  # noqa: D102
+        return self.shelf.find(key) is not None
+
+    def wants(self, size: int) -> bool:  # noqa: D102
+        return size <= self.shelf.capacity
 
     def keep(self, span: Span, data: Bytes, instead: Span | None = None) -> None:  # noqa: D102
         if instead:
