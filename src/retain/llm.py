@@ -70,8 +70,12 @@ class LLM:
         if self.cache.reuse and reused and (below or isinstance(reused, reuse.Important)):
             self.cache.reuse.below(build.sleep(c, reused, below, self.cache, spec, path))
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens, drafter)
-        if drafter:
-            drafter.join(self.target)
+        try:
+            if drafter:
+                drafter.join(self.target)
+        except BaseException:
+            self.close()  # nobody will have this engine, and others want its store
+            raise
         self.load_s = perf_counter() - started
 
     @property
