@@ -6,7 +6,9 @@ An unknown option is an error, never ignored. What is not known here: what the n
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
+import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -148,3 +150,19 @@ def options(cls: type, name: str, given: dict[str, str]) -> Any:
     if missing:
         raise ValueError(f"{name} needs {', '.join(f'{m}=...' for m in missing)}")
     return cls(**values)
+
+
+def files(package: str) -> list[str]:
+    """The modules of a package whose files are named as what they define is chosen."""
+    return sorted(m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__))
+
+
+def named(package: str, cls: str, kind: str, text: str) -> Any:
+    """What a text such as `name:key=value` names: the class `cls` of the module of that name, with its options.
+
+    Raises ValueError with what is allowed; `kind` is what people call it.
+    """
+    name, given = choice(text)
+    if name not in files(package):
+        raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(files(package))}")
+    return options(getattr(importlib.import_module(f"{package}.{name}"), cls), name, given)

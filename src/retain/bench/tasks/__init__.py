@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.config import Amount
+from retain.config import Amount, files
 from retain.kv import policies
 from retain.kv.budget import Budget
 from retain.llm import LLM
@@ -35,7 +34,7 @@ Row = dict[str, float]
 
 def names() -> list[str]:
     """The tasks in this folder."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+    return files(__name__)
 
 
 def load(name: str) -> ModuleType:

@@ -6,13 +6,11 @@ whether the guesses are right (speculate.py), and how many are worth their time 
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from retain.config import choice, options
+from retain.config import files, named
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.kv.cache import Cache
@@ -56,15 +54,12 @@ class Drafter(Protocol):
 
 def names() -> list[str]:
     """The drafters in this folder."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+    return files(__name__)
 
 
 def parse(text: str) -> Drafter:
     """The drafter that a text names. Raises ValueError with what is allowed."""
-    name, given = choice(text)
-    if name not in names():
-        raise ValueError(f"unknown drafter {name!r}: choose one of {', '.join(names())}")
-    drafter: Drafter = options(importlib.import_module(f"{__name__}.{name}").Drafter, name, given)
+    drafter: Drafter = named(__name__, "Drafter", "drafter", text)
     limit(drafter)
     return drafter
 

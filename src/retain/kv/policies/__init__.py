@@ -14,13 +14,11 @@ the cache looks at what they keep.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import pkgutil
 from typing import Protocol
 
 from torch import Tensor
 
-from retain.config import choice, options
+from retain.config import files, named
 from retain.kv.view import View
 
 
@@ -43,15 +41,12 @@ class Policy(Protocol):
 
 def names() -> list[str]:
     """The policies in this folder."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+    return files(__name__)
 
 
 def parse(text: str) -> Policy:
     """The policy that a text names. Raises ValueError with what is allowed."""
-    name, given = choice(text)
-    if name not in names():
-        raise ValueError(f"unknown KV policy {name!r}: choose one of {', '.join(names())}")
-    policy: Policy = options(importlib.import_module(f"{__name__}.{name}").Policy, name, given)
+    policy: Policy = named(__name__, "Policy", "KV policy", text)
     return policy
 
 

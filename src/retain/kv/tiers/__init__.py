@@ -7,12 +7,10 @@ gives a `Store`. What is not known here: texts, requests, what K and V look like
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from retain.config import choice, options
+from retain.config import choice, files, named
 from retain.kv.span import Bytes, Span
 
 
@@ -93,7 +91,7 @@ class Damaged(OSError):
 
 def names() -> list[str]:
     """The tiers in this folder."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+    return files(__name__)
 
 
 def all_of(texts: Sequence[str]) -> list[Tier]:
@@ -106,8 +104,5 @@ def all_of(texts: Sequence[str]) -> list[Tier]:
 
 def parse(text: str) -> Tier:
     """The tier that a text names. Raises ValueError with what is allowed."""
-    name, given = choice(text)
-    if name not in names():
-        raise ValueError(f"unknown tier {name!r}: choose one of {', '.join(names())}")
-    tier: Tier = options(importlib.import_module(f"{__name__}.{name}").Tier, name, given)
+    tier: Tier = named(__name__, "Tier", "tier", text)
     return tier
