@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from retain import kernels, models
+from retain import build, kernels, models
 from retain.engine.drafters import Drafter, Target
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
@@ -17,9 +17,8 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
-from retain.kv.packing import Probes
-from retain.kv.reuse import Important, parse
-from retain.kv.sleep import Rates, Sleep
+from retain.kv.reuse import parse
+from retain.kv.sleep import Rates
 from retain.kv.tiers import all_of
 from retain.models.weights import Weights
 from tests.tiny import tiny_source
@@ -59,13 +58,9 @@ def rig(
         shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn, parse(prefix)
     )
     if tiers and cache.reuse:
-        stores = [t.open() for t in all_of(tiers)]
-        chosen = cache.reuse.chosen
-        important = isinstance(chosen, Important)
-        probes = Probes(chosen.ratio, model.spec.scale, shape.kv_heads, kernel) if important else None
-        cache.reuse.below(Sleep(stores, cache.kv, shape.kv_heads, family.encode(), probes))
-        assert cache.reuse.sleep
-        cache.reuse.sleep.rates = Eager()
+        sleep = build.stores(cache.reuse.chosen, all_of(tiers), cache, model.spec, family.encode())
+        sleep.rates = Eager()
+        cache.reuse.below(sleep)
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     if drafter:
         drafter.join(Target(runner, cache, lambda *_: other(family, kernel, context, n_rows), lambda _: runner))

@@ -103,6 +103,7 @@ def bad_inputs(tmp_path):
     yield (*RUN, "--tier", "ram:capacity=lots", hello), "512MiB"
     yield (*RUN, "--tier", "ram:capacity=1GB", "--tier", "ram:capacity=2GB", hello), "twice"
     yield (*RUN, "--tier", f"disk:path={tmp_path / 'latin.txt'},capacity=1GB", hello), "latin.txt"
+    yield (*RUN, "--tier", "ram:capacity=1GB,evict=worth", hello), "important"
     yield ("cache", "ls", tmp_path), "no store"
     yield ("cache", "sell", tmp_path), "ls"
     yield (*RUN, "--kv-memory", "lots", hello), "512MiB"

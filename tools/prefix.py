@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from retain.answer import Answer
 from retain.bench.tasks import records
 from retain.engine.request import SamplingParams
-from retain.kv.tiers.disk import Disk
 from retain.llm import LLM
 
 POLICIES = ("full", "sinks:budget=300", "snapkv:budget=30%", "h2o:budget=40%", "knorm:budget=50%")
@@ -37,9 +36,7 @@ def empty(llm: LLM) -> None:
     reuse = llm.cache.reuse
     assert reuse and reuse.sleep
     reuse.tree.evict(reuse.tree.spare)
-    for store in reuse.sleep.stores:
-        if isinstance(store, Disk):
-            store.sync()
+    reuse.sleep.sync()
 
 
 def tell(model: str, policy: str, how: str, answers: list[Answer], expected: dict[str, list[list[int]]]) -> bool:

@@ -63,23 +63,32 @@ def cache(
 
 
 def sleep(c: Config, reused: Prefix, chosen: Sequence[tiers.Tier], cache: Cache, spec: Spec, path: Path) -> Sleep:
-    """The tiers below a cache of the model at `path`, memory before disks. Raises ValueError or OSError."""
-    probes, hot = None, None
-    if isinstance(reused, Important):
-        probes = Probes(reused.ratio, spec.scale, spec.kv_heads, cache.backend)
-        hot = next((Hot(t.capacity, t.evict) for t in chosen if isinstance(t, ram.Tier)), None)
-        chosen = [t for t in chosen if isinstance(t, disk.Tier)]
-        if not chosen:
-            raise ValueError("prefix=important loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
+    """The tiers below a cache of the model at `path`. Raises ValueError or OSError."""
     kv, shape = cache.kv, cache.shape
-    made = (c.weights, c.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows, bool(probes))
+    made = (c.weights, c.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
     # What computes decides the last bits: another processor, or another version of us, has other keys and values.
     who = cache.backend.__name__, torch.backends.cpu.get_cpu_capability(), version("retain")
-    brand = xxh3_128(repr((made, who)).encode())
+    brand = xxh3_128(repr((made, isinstance(reused, Important), who)).encode())
     if any(isinstance(t, disk.Tier) for t in chosen):  # outlives the process: other weights have others too
         for file in [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]:
             with file.open("rb") as f:
                 while block := f.read(2**24):
                     brand.update(block)
-    stores = sorted((t.open() for t in chosen), key=lambda s: s.replica)
-    return Sleep(stores, kv, shape.kv_heads, brand.digest(), probes, hot)
+    return stores(reused, chosen, cache, spec, brand.digest())
+
+
+def stores(reused: Prefix, chosen: Sequence[tiers.Tier], cache: Cache, spec: Spec, brand: bytes) -> Sleep:
+    """The same of a brand that is known. Memory is asked before disks; where only what is important is loaded, it keeps
+    what was read.
+    """
+    memory, probes, hot = [t for t in chosen if isinstance(t, ram.Tier)], None, None
+    if isinstance(reused, Important):
+        probes = Probes(reused.ratio, spec.scale, spec.kv_heads, cache.backend)
+        hot = Hot(memory[0].capacity, memory[0].evict) if memory else None
+        chosen = [t for t in chosen if t not in memory]
+        if not chosen:
+            raise ValueError("prefix=important loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
+    elif memory and memory[0].evict == "worth":
+        raise ValueError("evict=worth goes by what is important: it is for --prefix important")
+    opened = sorted((t.open() for t in chosen), key=lambda s: s.replica)
+    return Sleep(opened, cache.kv, spec.kv_heads, brand, probes, hot)

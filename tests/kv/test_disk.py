@@ -223,6 +223,7 @@ def test_a_smaller_capacity_keeps_what_was_used_last(tmp_path: Path) -> None:
         ("disk:path=x", "needs capacity"),
         ("ram:capacity=lots", "not a size"),
         ("ram:capacity=1GB,evict=fifo", "evict is lru, lfu or worth"),
+        ("disk:path=x,capacity=1GB,evict=worth", "evict is lru or lfu"),
         ("ram:capacity=1GB,path=x", "no option 'path'"),
     ],
 )

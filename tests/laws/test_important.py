@@ -27,8 +27,7 @@ def important(family: str, path: Path, ratio: float, **options: object) -> Engin
 
 def pack(engine: Engine) -> None:
     """Wait until what was looked at is packed and written."""
-    engine.cache.reuse.sleep.packs.packer.submit(lambda: None).result()
-    store(engine).sync()
+    engine.cache.reuse.sleep.sync()
 
 
 def forget(engine: Engine) -> None:

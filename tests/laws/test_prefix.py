@@ -76,17 +76,22 @@ def test_in_company_and_where_pages_are_short(family: str, prefix: str, pages: i
     engine = rig(family, backend="cpu", prefix=prefix, pages=pages, n_rows=8, step_tokens=64)
     rng, cached = random.Random(5), 0
     for _ in range(3):
-        made = asked(family, 3, plain=True)
-        engine.add(*made)
-        for step in steps(engine):
-            if step in (3, 9) and engine.scheduler.running:
-                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
-            if step == 6:
-                engine.cancel(made[4])
-        assert [r.answer for i, r in enumerate(made) if i != 4] == plain[:4] + plain[5:]
-        cached += sum(r.cached for r in made)
+        cached += sum(r.cached for r in disturbed(engine, family, rng, plain))
     assert cached > 100
     assert engine.cache.free_pages == engine.cache.total_pages
+
+
+def disturbed(engine: Engine, family: str, rng: random.Random, plain: list[list[int]]) -> list[Request]:
+    """All together; two are preempted and one is cancelled, and the others say what they must."""
+    made = asked(family, 3, plain=True)
+    engine.add(*made)
+    for step in steps(engine):
+        if step in (3, 9) and engine.scheduler.running:
+            engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+        if step == 6:
+            engine.cancel(made[4])
+    assert [r.answer for i, r in enumerate(made) if i != 4] == plain[:4] + plain[5:]
+    return made
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -11,7 +11,7 @@ import pytest
 from retain.engine.loop import Engine
 from retain.kv.begin import adopt
 from retain.kv.tiers.disk import Disk
-from tests.laws.test_prefix import asked, salted, texts
+from tests.laws.test_prefix import asked, disturbed, salted, texts
 from tests.rig import request, rig, run, steps
 
 FAMILIES = ["llama", "mpt", "gemma3_text", "mistral"]
@@ -58,14 +58,7 @@ def test_in_company_and_where_pages_are_short(family: str, below: str, tmp_path:
     engine = rig(family, backend="cpu", prefix="exact", pages=pages, n_rows=8, step_tokens=64, tiers=tiers[below])
     rng = random.Random(5)
     for _ in range(4):
-        made = asked(family, 3, plain=True)
-        engine.add(*made)
-        for step in steps(engine):
-            if step in (3, 9) and engine.scheduler.running:
-                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
-            if step == 6:
-                engine.cancel(made[4])
-        assert [r.answer for i, r in enumerate(made) if i != 4] == plain[:4] + plain[5:]
+        made = disturbed(engine, family, rng, plain)
     told = engine.cache.reuse.sleep.told()
     assert all(t["bytes"] <= t["capacity"] for t in told)
     for text in {tuple(r.prompt) for r in made}:

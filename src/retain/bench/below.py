@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from retain import build
 from retain.kv.fetch import Fetch
-from retain.kv.hot import Hot
-from retain.kv.packing import Probes
-from retain.kv.reuse import Ints, Reuse
+from retain.kv.reuse import Important, Ints, Prefix, Reuse
 from retain.kv.selective import Selective
-from retain.kv.sleep import Sleep
-from retain.kv.tiers import parse, ram
+from retain.kv.tiers import parse
 from retain.kv.tiers.disk import Disk
 from retain.llm import LLM
 
@@ -70,13 +68,10 @@ class Below:
 
     def _open(self) -> None:
         if self.tiers:
-            kv, spec = self.llm.cache.kv, self.llm.spec
             chooses = self.method.startswith(("important", "h2o"))
-            probes = Probes(self.ratio, spec.scale, spec.kv_heads, self.llm.cache.backend) if chooses else None
+            reused = Important(ratio=self.ratio) if chooses else Prefix()
             tiers = [parse(t) for t in self.tiers.split()]
-            hot = next((Hot(t.capacity, t.evict) for t in tiers if chooses and isinstance(t, ram.Tier)), None)
-            stores = [t.open() for t in tiers if not (hot and isinstance(t, ram.Tier))]
-            self.reuse.below(Sleep(stores, kv, spec.kv_heads, b"bench", probes, hot))
+            self.reuse.below(build.stores(reused, tiers, self.llm.cache, self.llm.spec, b"bench"))
             self.reuse.selective = AllKeys if self.method.startswith("h2o") else Selective
 
     def restart(self) -> None:
@@ -94,11 +89,7 @@ class Below:
     def settle(self) -> None:
         """Wait until what goes on in the background is done."""
         if self.reuse.sleep:
-            if self.reuse.sleep.packs:
-                self.reuse.sleep.packs.sync()
-            for store in self.reuse.sleep.stores:
-                if isinstance(store, Disk):
-                    store.sync()
+            self.reuse.sleep.sync()
 
     @property
     def read(self) -> int:

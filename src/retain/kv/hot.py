@@ -53,8 +53,7 @@ class Hot:
 
     def told(self) -> dict[str, Any]:
         """For people."""
-        there = {"spans": len(self.shelf.spans), "bytes": self.shelf.bytes, "capacity": self.shelf.capacity}
-        return {"tier": "ram", **there, **self.counts}
+        return {"tier": "ram", **self.shelf.told(), **self.counts}
 
 
 class Through:

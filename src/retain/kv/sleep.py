@@ -221,6 +221,13 @@ class Sleep:
         """What every store tells."""
         return [*(s.told() for s in self.stores), *([self.hot.told()] if self.hot else [])]
 
+    def sync(self) -> None:
+        """Wait for what goes on in the background: what was looked at is packed, what was kept is written."""
+        if self.packs:
+            self.packs.sync()
+        for store in self.stores:
+            store.sync()
+
     def close(self) -> None:
         """Finish what was begun."""
         if self.packs:

@@ -103,6 +103,10 @@ class Shelf:
     def __iter__(self) -> Iterator[Span]:
         return iter(list(self.spans))
 
+    def told(self) -> dict[str, int]:
+        """For people."""
+        return {"spans": len(self.spans), "bytes": self.bytes, "capacity": self.capacity}
+
     def find(self, key: bytes) -> tuple[Span, int] | None:
         """The span that has the key, and which of its keys it is."""
         return self.places.get(key)

@@ -64,6 +64,10 @@ class Store(Protocol):
         """What there is and what happened, for people: spans, bytes, capacity, and counts since it was opened."""
         ...
 
+    def sync(self) -> None:
+        """Wait until everything that was kept is where it stays."""
+        ...
+
     def close(self) -> None:
         """Finish what was begun and let others open it."""
         ...

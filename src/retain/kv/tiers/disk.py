@@ -36,11 +36,11 @@ class Tier:
 
     path: str
     capacity: Size
-    evict: str = "lru"  # or lfu, or worth
+    evict: str = "lru"  # or lfu
     read: Size | None = None  # bytes a second, at most
 
     def __post_init__(self) -> None:
-        one_of("evict", self.evict, "lru", "lfu", "worth")
+        one_of("evict", self.evict, "lru", "lfu")
         if self.read is not None and self.read < 1:
             raise ValueError("read is at least 1 byte a second")
 
@@ -120,11 +120,9 @@ class Disk:
             self.writer.submit(self._try, lambda: self.ledger.forget([span.number]))
 
     def told(self) -> dict[str, Any]:  # noqa: D102
-        there = {"spans": len(self.shelf.spans), "bytes": self.shelf.bytes, "capacity": self.shelf.capacity}
-        return {"tier": self.name, **there, **self.counts}
+        return {"tier": self.name, **self.shelf.told(), **self.counts}
 
-    def sync(self) -> None:
-        """Wait until everything that was kept is written."""
+    def sync(self) -> None:  # noqa: D102
         self.writer.submit(lambda: None).result()
 
     def verify(self) -> int:

@@ -19,7 +19,7 @@ class Tier:
     """Options. Raises ValueError."""
 
     capacity: Size
-    evict: str = "lru"  # or lfu, or worth
+    evict: str = "lru"  # or lfu; or worth, where only what is important is loaded
 
     def __post_init__(self) -> None:
         one_of("evict", self.evict, "lru", "lfu", "worth")
@@ -66,13 +66,10 @@ class Ram:
         self.shelf.remove(span)
 
     def told(self) -> dict[str, Any]:  # noqa: D102
-        return {
-            "tier": self.name,
-            "spans": len(self.shelf.spans),
-            "bytes": self.shelf.bytes,
-            "capacity": self.shelf.capacity,
-            "evicted": self.evicted,
-        }
+        return {"tier": self.name, **self.shelf.told(), "evicted": self.evicted}
+
+    def sync(self) -> None:  # noqa: D102
+        pass
 
     def close(self) -> None:  # noqa: D102
         pass
