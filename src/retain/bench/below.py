@@ -45,9 +45,9 @@ class AllKeys(Selective):
         return True
 
     def _begin(self, m: int) -> Ints:
-        for part, p in enumerate(self.parts):
+        for p in self.parts:
             n = round((1 - self.probes.ratio) / 2 * p.span.rows[m])  # the keys of chosen rows come with their values
-            self._count(p.store, self.opened[part].rows(m, 0, n).size)
+            self._count(p.store, self.readers[p.span].rows(m, 0, n).size)
         return np.zeros(0, np.int32)
 
     def done(self) -> bool:

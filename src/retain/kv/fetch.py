@@ -5,9 +5,10 @@ What is not known here: which row, which text, why these spans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -46,31 +47,34 @@ class Fetch:
         self.woken: set[tuple[Store, Span]] = set()  # that came whole
         self.begun = self.ended = perf_counter()
         self.readers: dict[Span, Reader] = {}
-        for job in (job for jobs in layers.values() for job in jobs if job.span not in self.readers):
-            try:
-                self.readers[job.span] = job.store.open(job.span)
-            except OSError as error:
-                self._fail(job.store, job.span, error)
-                break
+        for job in chain.from_iterable(layers.values()):
+            self._open(job.store, job.span, job.store.open)
         self.layers: dict[int, Future[None]] = {
             layer: sleep.readers.submit(self._run, jobs) for layer, jobs in sorted(layers.items())
         }
 
+    def _open(self, store: Store, span: Span, opened: Callable[[Span], Reader]) -> None:
+        if not self.failed and span not in self.readers:
+            try:
+                self.readers[span] = opened(span)
+            except OSError as error:
+                self._fail(store, span, error)
+
     def _run(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            if self.failed or self.stopped or not self._read(self.readers[job.span], job):
+            if self.failed or self.stopped or not self._read(job):
                 return
             if len(job.pages) == job.span.rows[job.layer]:
                 self.woken.add((job.store, job.span))
         self.sleep.fill(jobs)
         self.ended = perf_counter()
 
-    def _read(self, reader: Reader, job: Job) -> bool:
+    def _read(self, job: Job) -> bool:
         """Whether it came. Whatever goes wrong here costs the row what it waits for, and nobody else anything."""
         if self.failed or self.stopped:
             return False
         try:
-            rows = reader.rows(job.layer, job.begin, job.begin + len(job.pages))
+            rows = self.readers[job.span].rows(job.layer, job.begin, job.begin + len(job.pages))
             self.sleep.put(job, rows)
             self._count(job.store, rows.size)
         except Exception as error:

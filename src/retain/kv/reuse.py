@@ -155,14 +155,15 @@ class Reuse:
         keys = self.tree.links(self._first(salt, windows), np.asarray(tokens[: max(limit, 0)], np.int32))
         have, length = (hit.common // S, hit.length) if hit else (0, 0)
         sees_all = int(np.count_nonzero(windows == NO_WINDOW))
-        upto = have + sum(p.end - p.begin for p in self.sleep.find(keys[have:])) if sees_all else len(keys)
+        parts = self.sleep.find(keys[have:]) if sees_all else []
+        upto = have + sum(p.end - p.begin for p in parts) if sees_all else len(keys)
         rings = None
         if sees_all < len(windows):
             there = ((i, self.sleep.windows(keys[i - 1])) for i in range(upto, length // S, -1))
             upto, rings = next(((i, w) for i, w in there if w and w.span.least <= i * S), (0, None))
+            parts = self.sleep.find(keys[have:upto]) if sees_all else []
         if upto * S <= length:
             return None
-        parts = self.sleep.find(keys[have:upto]) if sees_all else []
         if self.sleep.probes and sum(len(p.span.keys) - p.end + p.begin for p in parts) > SPARE:
             return None
         if not self.sleep.worth_it([*parts, rings] if rings else parts, upto * S - length):

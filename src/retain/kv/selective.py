@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import groupby
 from threading import Event
 from time import perf_counter
@@ -25,7 +26,6 @@ from retain.kv.hot import Through
 from retain.kv.importance import Notes
 from retain.kv.packing import Probes
 from retain.kv.sleep import Part, Sleep
-from retain.kv.tiers import Reader
 
 Ints = NDArray[np.int32]
 NOTHING = np.zeros(0, np.float32)
@@ -51,7 +51,6 @@ class Selective(Fetch):
         self.index = {layer: m for m, layer in enumerate(layers)}
         self.chosen: dict[int, int] = {}  # pages, by layer
         self.seen: list[NDArray[np.float32]] = []  # masses [N] of each layer
-        self.opened: list[Reader] = []
         self.notes: list[Future[Notes | None]] = []
         self.sure: dict[int, Future[Ints]] = {}
         self.read_s = 0.0
@@ -59,12 +58,10 @@ class Selective(Fetch):
         self.calm = Event()  # nobody does
         self.calm.set()
         for p in parts:
-            try:
-                self.opened.append(sleep.open(p))
-            except OSError as error:
-                self._fail(p.store, p.span, error)
-                return
-        self.notes = [sleep.readers.submit(self._notes, i) for i in range(len(parts))]
+            self._open(p.store, p.span, partial(sleep.open, p.store))
+        if self.failed:
+            return
+        self.notes = [sleep.readers.submit(self._notes, p) for p in parts]
         if self.chooses:
             self.sure = {m: sleep.readers.submit(self._begin, m) for m in self.index.values()}
 
@@ -73,10 +70,10 @@ class Selective(Fetch):
         """Or loads everything."""
         return all(p.span.packed for p in self.parts)
 
-    def _notes(self, i: int) -> Notes | None:
-        part = self.parts[i]
+    def _notes(self, part: Part) -> Notes | None:
         try:
-            notes, reader = self.probes.notes(part.span, self.opened[i].notes(), self.sleep.kv), self.opened[i]
+            reader = self.readers[part.span]
+            notes = self.probes.notes(part.span, reader.notes(), self.sleep.kv)
             if isinstance(reader, Through):
                 reader.shares = notes.shares(self.sleep.kv.page_size)
             return notes
@@ -92,9 +89,9 @@ class Selective(Fetch):
         found = [importance.certain(n.mass[m], n.order[m], S) for f in self.notes if (n := f.result())]
         rows = np.concatenate([NOTHING, *found])
         sure = np.sort(np.argsort(-rows)[: round(importance.SURE * self.probes.ratio * len(rows))]).astype(np.int32)
-        for part, job in self._jobs(m, sure, 0):
+        for job in self._jobs(m, sure, 0):
             self.calm.wait()
-            self._read(self.opened[part], job)
+            self._read(job)
         return sure
 
     def wait(self, layer: int, q: Tensor) -> None:
@@ -122,8 +119,8 @@ class Selective(Fetch):
         began = perf_counter()
         self.calm.clear()
         try:
-            for part, job in self._jobs(m, rows[len(sure) :], len(sure)):
-                self.now.append(self.sleep.urgent.submit(self._read, self.opened[part], job))
+            for job in self._jobs(m, rows[len(sure) :], len(sure)):
+                self.now.append(self.sleep.urgent.submit(self._read, job))
             for future in self.now:
                 future.result()
         finally:
@@ -140,29 +137,22 @@ class Selective(Fetch):
         found: NDArray[np.bool_] = (pos >= begin) & (pos < end)
         return found
 
-    def _jobs(self, m: int, rows: Ints, first: int) -> Iterator[tuple[int, Job]]:
+    def _jobs(self, m: int, rows: Ints, first: int) -> Iterator[Job]:
         """What reads rows of all spans, one behind the other, in order, into a layer's pages from `first` on."""
         begins = np.cumsum([0, *(p.span.rows[m] for p in self.parts)])
         parts = np.searchsorted(begins, rows, "right") - 1
-        for part, run in groupby(
+        for (part, _), run in groupby(
             zip(parts.tolist(), rows.tolist(), range(len(rows)), strict=True), lambda x: (x[0], x[1] - x[2])
         ):
             found = list(run)
-            i, p = first + found[0][2], self.parts[part[0]]
-            yield (
-                part[0],
-                Job(p.store, p.span, m, found[0][1] - int(begins[part[0]]), self.pages[m][:, i : i + len(found)].T, 0),
-            )
+            (_, row, at), p = found[0], self.parts[part]
+            pages = self.pages[m][:, first + at : first + at + len(found)]
+            yield Job(p.store, p.span, m, row - int(begins[part]), pages.T, 0)
 
     @property
     def futures(self) -> list[Future[Any]]:
         """See Fetch. Who waits for notes is cancelled before they are."""
         return [*self.now, *self.sure.values(), *self.notes, *super().futures]
-
-    def _close(self) -> None:
-        super()._close()
-        for reader in self.opened:
-            reader.close()
 
     @property
     def took(self) -> float:

@@ -205,9 +205,9 @@ class Sleep:
         # By numpy: torch would wake threads of its own in every thread that calls it.
         self.kv.pos.numpy()[pages] = (firsts[:, None] + np.arange(S, dtype=np.int32))[:, None]
 
-    def open(self, part: Part) -> Reader:
-        """A part's span, to be read through what is hot. Raises OSError."""
-        reader, span = part.store.open(part.span), part.span
+    def open(self, store: Store, span: Span) -> Reader:
+        """A span, to be read through what is hot. Raises OSError."""
+        reader = store.open(span)
         return Through(reader, self.hot, span, span.number) if self.hot and isinstance(span, Filed) else reader
 
     def scratch(self, pages: int) -> NDArray[np.float32]:
