@@ -1,6 +1,7 @@
 """The cache's closed form against its definition: what a query sees is exactly its window, in every layer and head."""
 
 import dataclasses
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -159,7 +160,7 @@ def test_priority_is_the_definition_of_the_ring():
 @pytest.mark.parametrize("name", policies.names())
 def test_the_cache_carries_out_every_policy_there_is(name):
     """By looking, where it is a Budget; else it must forget the oldest first, as slot = pos mod capacity does."""
-    cls = policies.importlib.import_module(f"retain.kv.policies.{name}").Policy
+    cls = importlib.import_module(f"retain.kv.policies.{name}").Policy
     view = seen(torch.randperm(100).int().view(2, 2, 25))
     if issubclass(cls, Budget):
         policy = cls(budget=Amount(share=0.5)).resolved(100)
@@ -188,7 +189,7 @@ def test_a_policy_is_its_text(text):
 
 @pytest.mark.parametrize("name", policies.names())
 def test_a_policy_is_short_and_found_by_its_name(name):
-    module = policies.importlib.import_module(f"retain.kv.policies.{name}")
+    module = importlib.import_module(f"retain.kv.policies.{name}")
     assert len(Path(module.__file__).read_text().splitlines()) <= 60
     assert module.__doc__.startswith(f"{name}: ")
 
