@@ -19,20 +19,17 @@ from torch import Tensor
 from retain import build, kernels
 from retain.answer import Answer, Piece
 from retain.config import Config, affordable_memory, check_weights, size
+from retain.desk import Ask, Desk, Prompt, Reply
 from retain.engine import drafters
 from retain.engine.drafters import Target
 from retain.engine.loop import Engine
-from retain.engine.request import Request, SamplingParams, Why
+from retain.engine.request import Request, SamplingParams
 from retain.engine.runner import Runner
 from retain.kv import policies, reuse, tiers
-from retain.kv.account import account
 from retain.kv.cache import Cache
-from retain.kv.policies import Policy
 from retain.models.decoder import Spec
 from retain.models.find import find
-from retain.text import Stream, Tokenizer
-
-Prompt = str | Sequence[int]
+from retain.text import Tokenizer
 
 
 class LLM:
@@ -70,6 +67,8 @@ class LLM:
         if self.cache.reuse and reused and (below or isinstance(reused, reuse.Important)):
             self.cache.reuse.below(build.sleep(c, reused, below, self.cache, spec, path))
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens, drafter)
+        rooms = self.tokenizer, spec, self.cache, self.policy, self.context, self.columns
+        self.desk = Desk(*rooms, self.draft, drafter is not None)
         try:
             if drafter:
                 drafter.join(self.target)
@@ -77,6 +76,13 @@ class LLM:
             self.close()  # nobody will have this engine, and others want its store
             raise
         self.load_s = perf_counter() - started
+
+    def draft(self, name: str) -> None:
+        """From now on requests may ask for this drafter. Raises ValueError."""
+        if name not in self.engine.drafting.others:
+            drafter = drafters.parse(name)
+            drafter.join(self.target)
+            self.engine.drafting.others[name] = drafter
 
     @property
     def target(self) -> Target:
@@ -126,13 +132,17 @@ class LLM:
         kept = [kv_policy] * len(many) if kv_policy is None or isinstance(kv_policy, str) else list(kv_policy)
         if len(kept) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(kept)} policies")
-        asked = [
-            self._request(p, q, k, i, system, salt)  # type: ignore[arg-type]
+        asks = [
+            Ask(p, q, k, None, system, salt)  # type: ignore[arg-type]
             for p, q, k in zip(many, each, kept, strict=True)
-            for i in range(q.n)
         ]
-        self._run([r for r, _ in asked])
-        return [self._answer(*pair) for pair in asked]
+        return self.ask(asks)
+
+    def ask(self, asks: Sequence[Ask]) -> list[Answer]:
+        """The same for those who ask for more: `params.n` answers to each, in their order. Raises ValueError."""
+        replies = [reply for ask in asks for reply in self.desk.open(ask)]
+        self._run([reply.request for reply in replies])
+        return [self.desk.answer(reply) for reply in replies]
 
     def score(
         self,
@@ -161,15 +171,16 @@ class LLM:
             ids = self.encode(ids)
             policy = kv_policy if kv_policy is None or isinstance(kv_policy, str) else kv_policy[i]
             params = SamplingParams(max_tokens=len(ids), ignore_eos=True, seed=seed)
-            request, _ = self._request(prompt, params, policy)
-            asked.append(replace(request, given=ids[:-1], reader=partial(listen, i)))
+            (reply,) = self.desk.open(Ask(prompt, params, policy))
+            asked.append(replace(reply.request, given=ids[:-1], reader=partial(listen, i)))
         self._run(asked)
         return found
 
     def kept(self, prompt: Prompt, kv_policy: str | None = None, system: int = 0) -> list[list[list[int]]]:
         """Which positions of a prompt every layer and head keeps: [L][G], each in order. Raises ValueError."""
         params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-        request, _ = self._request(prompt, params, kv_policy, system=system)
+        (reply,) = self.desk.open(Ask(prompt, params, kv_policy, system=system))
+        request = reply.request
         self.engine.add(request)
         try:
             while not request.first_token or request.rereads:
@@ -183,7 +194,8 @@ class LLM:
         """Compute a prompt and let it stay for so long. How many tokens of it are there. Raises ValueError."""
         if not self.cache.reuse:
             raise ValueError("prefix=off keeps nothing: there is nothing to pin")
-        request, _ = self._request(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
+        (reply,) = self.desk.open(Ask(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt))
+        request = reply.request
         self._run([request])
         return self.cache.reuse.pin(request.policy, request.prompt, salt, seconds)
 
@@ -214,101 +226,24 @@ class LLM:
 
         Closing the stream cancels the request.
         """
-        request, text = self._request(prompt, params or SamplingParams(), kv_policy, 0, system, salt)
-        self.engine.add(request)
-        return self._pieces(request, text)
+        (reply,) = self.desk.open(Ask(prompt, replace(params or SamplingParams(), n=1), kv_policy, None, system, salt))
+        self.engine.add(reply.request)
+        return self._pieces(reply)
 
-    def _pieces(self, request: Request, text: Stream) -> Iterator[Piece]:
-        shown = 0
+    def _pieces(self, reply: Reply) -> Iterator[Piece]:
         try:
-            while request.why is None:
+            while reply.request.why is None:
                 self.engine.step()
-                if len(text.text) > shown:
-                    yield Piece(text.text[shown:])
-                    shown = len(text.text)
+                if reply.request.why is None and (text := reply.new()):
+                    yield Piece(text)
         finally:
-            self.engine.cancel(request)
-        answer = self._answer(request, text)
-        yield Piece(answer.text[shown:], answer)
+            self.engine.cancel(reply.request)
+        yield Piece(reply.new(), self.desk.answer(reply))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are checked. Raises ValueError."""
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        vocab = self.spec.vocab
-        if wrong := [t for t in ids if not 0 <= t < vocab]:
-            raise ValueError(f"token id {wrong[0]} is outside the model's vocabulary of {vocab}")
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        return ids
+        return self.desk.encode(prompt)
 
-    def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        kv_policy: str | None,
-        i: int = 0,
-        system: int = 0,
-        salt: str = "",
-    ) -> tuple[Request, Stream]:
-        ids = self.encode(prompt)
-        policy = self.policy if kv_policy is None else policies.parse(kv_policy)
-        if getattr(policy, "per_query", False) and self.columns == 1 < self.spec.heads // self.spec.kv_heads:
-            raise ValueError(
-                f"{policies.text(policy)} needs the masses of every query head: start the engine with such a policy"
-            )
-        room = self.context - len(ids)
-        if room < 1:
-            raise ValueError(f"the prompt has {len(ids)} tokens and the context {self.context}: shorten it")
-        if params.max_tokens and params.max_tokens > room:
-            raise ValueError(
-                f"{len(ids)} prompt tokens and max_tokens {params.max_tokens} exceed the context of {self.context}: "
-                f"at most {room} fit"
-            )
-        if params.seed is not None and i:
-            params = replace(params, seed=params.seed + i)  # n answers must differ
-        text = self.tokenizer.stream(params.stop)
-
-        def watch(token: int) -> bool:
-            text.push(token)
-            return text.stopped
-
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.stop_ids)
-        max_tokens = params.max_tokens or self.longest_answer(len(ids), policy)
-        request = Request(
-            ids, params, policy, max_tokens, stop_ids, watch, context=self.context, system=system, salt=salt
-        )
-        return request, text
-
-    def longest_answer(self, prompt: int, policy: Policy | None = None) -> int:
-        """How many tokens can follow a prompt of so many.
-
-        To the end of the context, or as far as the empty pool reaches.
-        """
-        policy = self.cache.heeded((policy or self.policy).resolved(prompt))
-        lo, hi = 1, max(self.context - prompt, 1)
-        while lo < hi:
-            mid = (lo + hi + 1) // 2
-            length = prompt + mid - 1  # the last token is never written
-            fits = self.cache.cost(policy, length, length) <= self.cache.total_pages
-            lo, hi = (mid, hi) if fits else (lo, mid - 1)
-        return lo
-
-    def _answer(self, request: Request, text: Stream) -> Answer:
-        text.close()
-        decoding = request.ended - request.first_token
-        tok_s = (len(request.answer) - 1) / decoding if decoding > 0 else 0.0
-        return Answer(
-            text=text.text,
-            token_ids=request.answer,
-            why=(request.why or Why.CANCELLED).value,
-            prompt_tokens=len(request.prompt),
-            cached_tokens=request.cached,
-            logprobs=request.logprobs,
-            ttft_s=request.first_token - request.arrived,
-            decode_tok_s=tok_s,
-            preempted=request.preempted,
-            kv=account(
-                *(self.cache, request.policy, len(request.tokens) - 1, request.peaks, request.owned, request.held)
-            ),
-            speculate=request.rounds.told(tok_s) if self.engine.drafter else None,
-        )
+    def longest_answer(self, prompt: int) -> int:
+        """How many tokens can follow a prompt of so many."""
+        return self.desk.longest_answer(prompt)

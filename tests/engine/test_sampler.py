@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.engine.request import Request, SamplingParams
-from retain.engine.sampler import draw, logprob, penalise, probabilities, sample
+from retain.engine.sampler import draw, logprobs, penalise, probabilities, sample
 from retain.kv.policies import parse
 from tests.rig import prompts, request, rig, run
 
@@ -122,7 +122,7 @@ def test_sample_mixes_greedy_drawn_and_penalised_rows_and_leaves_the_logits_alon
 
 def test_logprobs_are_those_of_the_whole_distribution():
     x = torch.randn(50)
-    lp = logprob(x, 7, 50)
+    (lp,) = logprobs(x[None], [7], 50)
     assert sum(math.exp(v) for _, v in lp.top) == pytest.approx(1, abs=1e-5)
     assert dict(lp.top)[7] == lp.logprob
 

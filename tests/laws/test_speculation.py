@@ -127,7 +127,7 @@ def test_a_draft_that_was_not_asked_for_long_reads_what_it_missed() -> None:
     engine = rig("gemma3_text", backend="cpu", drafter=drafter)
     engine.add(asked)
     while engine.busy:
-        engine.drafter = drafter if len(asked.answer) < 20 or len(asked.answer) > 70 else None
+        engine.drafting.own = drafter if len(asked.answer) < 20 or len(asked.answer) > 70 else None
         engine.step()
     assert asked.answer == plain and asked.rounds.accepted == asked.rounds.drafted
     assert sum(asked.rounds.drafted) > 40

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from retain.engine.batch import Batch, collect
-from retain.engine.drafters import Drafter, limit
-from retain.engine.pace import Pace
+from retain.engine.drafters import Drafter
+from retain.engine.drafting import Drafting
 from retain.engine.request import Request, Why
 from retain.engine.runner import Runner
-from retain.engine.sampler import Drawn, sample
+from retain.engine.sampler import sample
 from retain.engine.scheduler import Scheduler, Share
 from retain.kv.cache import Cache
 
@@ -22,8 +22,7 @@ class Engine:
     """Requests go in by `add`; every `step` gives the requests that got a token."""
 
     def __init__(self, runner: Runner, cache: Cache, step_tokens: int, drafter: Drafter | None = None):
-        self.runner, self.cache, self.drafter = runner, cache, drafter
-        self.pace = Pace(drafter.most) if drafter and limit(drafter) is None else None
+        self.runner, self.cache, self.drafting = runner, cache, Drafting(drafter)
         self.scheduler = Scheduler(cache, step_tokens)
 
     def add(self, *requests: Request) -> None:
@@ -67,7 +66,9 @@ class Engine:
                     rows += range(end - 1 - len(request.drafts), end)
         drawn = sample(logits if rows == list(range(len(logits))) else logits[rows], ready)
         took = perf_counter() - began - drafting
-        self._learn(batch, shares, ready, drawn, took, drafting)
+        if self.cache.reuse and not batch.before:
+            self.cache.reuse.computed(len(batch.ids), took)
+        self.drafting.learn(shares, dict(zip(ready, drawn, strict=True)), took, drafting)
         wrong = {r: r.verified(len(tokens)) for r, tokens in zip(ready, drawn, strict=True)}
         self._reject(batch, shares, wrong)
         self._settle(shares, torch.split(logits, batch.split), wrong)
@@ -89,43 +90,16 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def _draft(self) -> float:
-        """Guesses of what comes next, for who owes one token; how long they took.
-
-        A step has room for one token of everybody first.
-        """
+        """A step has room for one token of everybody first."""
         running = self.scheduler.running
-        if not (self.drafter and running):
-            return 0.0
-        most = min(self.scheduler.step_tokens // len(running), self.cache.page_size) - 1  # rings spare a page
-        asked = [(r, n) for r in running if (n := min(r.may_draft, most)) > 0]
-        k = limit(self.drafter)
-        chosen = self.pace.choose(asked) if self.pace else [(r, min(n, k or n)) for r, n in asked]
-        began = perf_counter()
-        self.drafter.propose([(r, n) for r, n in chosen if n])
-        return perf_counter() - began
+        most = min(self.scheduler.step_tokens // max(len(running), 1), self.cache.page_size) - 1  # rings spare a page
+        return self.drafting.propose(running, most)
 
     def _again(self, shares: list[Share]) -> None:
         """For whom something did not come that it was to begin with."""
         reuse = self.cache.reuse
         for request in [s.request for s in shares if reuse and not reuse.arrived(s.request.row)]:
             self.scheduler.again(request)
-
-    def _learn(
-        self, batch: Batch, shares: list[Share], ready: list[Request], drawn: list[Drawn], took: float, drafting: float
-    ) -> None:
-        """What drafts gave and took; where a prompt is paid too, only what they gave. How fast tokens are computed."""
-        if self.cache.reuse and not batch.before:
-            self.cache.reuse.computed(len(batch.ids), took)
-        for request, tokens in zip(ready, drawn, strict=True):
-            if request.drafts:
-                request.rounds.draft_s += drafting
-                request.rounds.verify_s += took
-                request.rounds.plain_s += self.pace.steps.at(len(shares)) if self.pace else 0.0
-            if self.pace:
-                self.pace.saw(request, len(request.drafts), len(tokens) - 1)
-        if self.pace and all(s.n == 1 + len(s.request.drafts) for s in shares):
-            levels = max(len(s.request.drafts) for s in shares)
-            self.pace.took(sum(s.n for s in shares), took, levels, drafting)
 
     def _reject(self, batch: Batch, shares: list[Share], wrong: dict[Request, int]) -> None:
         """Drafts that were not accepted are holes."""
@@ -178,8 +152,7 @@ class Engine:
         if request.row is not None:
             request.owned, request.held = self.cache.owned(request.row), self.cache.held(request.row)
         self.scheduler.drop(request)
-        if self.drafter:
-            self.drafter.drop(request)
+        self.drafting.drop(request)
         request.ended = perf_counter()
         for follower in request.followers:  # it ended before they could begin
             if follower.why is None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,18 @@ Watcher = Callable[[int], bool]  # told every new token; True ends the request
 Reader = Callable[[Tensor], None]  # told logits [n, V] as they are computed; good until it returns
 
 
+class Form(Protocol):
+    """What an answer may be: JSON, say. It follows the answer token by token."""
+
+    def allow(self, logits: Tensor, drafts: Sequence[int]) -> None:
+        """Make -inf, in place, what may not come next, in logits [K + 1, V]; row i comes behind i of K drafts."""
+        ...
+
+    def push(self, token: int) -> bool:
+        """It came. True: nothing can follow."""
+        ...
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn and when to stop. Raises ValueError for a value out of range."""
@@ -38,6 +51,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # of tokens in prompt or answer (CTRL, arXiv 1909.05858)
     presence_penalty: float = 0.0  # subtracted once from tokens in the answer
     frequency_penalty: float = 0.0  # subtracted for each time
+    bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
     seed: int | None = None
     stop: tuple[str, ...] = ()  # strings; the text ends before them
     stop_token_ids: tuple[int, ...] = ()
@@ -79,8 +93,8 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Some token's logit depends on the tokens before."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        """Some token's logit is not the model's own."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.bias) != (1.0, 0, 0, ())
 
 
 class Why(Enum):
@@ -119,6 +133,9 @@ class Request:
     system: int = 0  # tokens of the prompt, the first ones, that are a system prompt
     reader: Reader | None = None
     salt: str = ""  # whose texts it may share prefixes with
+    speculate: str = ""  # who drafts for it, of those that the engine knows by name; "" is its own
+    form: Form | None = None  # what its answer may be
+    scored: bool = False  # its reader sees the logits before every token of the prompt too, but for the first
 
     id: int = field(default_factory=itertools.count().__next__)
     tokens: list[int] = field(default_factory=list)
@@ -130,7 +147,7 @@ class Request:
     guess: Tensor | None = None  # p [K, V] that they were drawn from; None: they were certain
     fade: float | None = None  # of masses that somebody wants who drafts, where the policy wants none
     rounds: Rounds = field(default_factory=Rounds)
-    read: int = 0  # tokens of the answer whose logits its reader has seen
+    read: int = field(default=0, init=False)  # tokens whose logits its reader has seen; below 0: of the prompt
     reread: int = 0  # tokens of the prompt that were read again; their slots are forgotten
     row: int | None = None  # of the cache, while it runs
     why: Why | None = None
@@ -145,6 +162,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.given]
+        self.read = 1 - len(self.prompt) if self.scored else 0
         self.policy = self.policy.resolved(len(self.prompt), self.system)
         self.generator = torch.Generator()
         self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
@@ -210,6 +228,8 @@ class Request:
         mine, theirs = self.policy, other.policy
         if self.prompt != other.prompt or mine.window is not None or theirs.window is not None:
             return False
+        if self.scored or other.scored:
+            return False  # what one reads the others do not
         if any(isinstance(p, Budget) and p.prefill == "stream" for p in (mine, theirs)):
             return False
         return not self.sees or self.sees == other.sees
@@ -286,9 +306,12 @@ class Request:
             self.tokens.append(token)
             if logprob:
                 self.logprobs.append(logprob)
-            if token in self.stop_ids or (self.watcher is not None and self.watcher(token)):
+            if token in self.stop_ids or (self.watcher is not None and self.watcher(token)) or self._formed(token):
                 self.why = Why.STOP
             elif len(self.tokens) - len(self.prompt) >= self.max_tokens:
                 self.why = Why.LENGTH
             if self.why:
                 break
+
+    def _formed(self, token: int) -> bool:
+        return self.form is not None and self.form.push(token)

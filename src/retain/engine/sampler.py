@@ -31,6 +31,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Drawn]:
     raw, whose = logits, [r for r in requests for _ in range(len(r.drafts) + 1)]  # [N]
     starts = [0, *accumulate(len(r.drafts) + 1 for r in requests)]
     logits = penalised(logits, whose, [r.drafts[:i] for r in requests for i in range(len(r.drafts) + 1)])
+    logits = formed(logits, raw, requests, starts)
     tokens = likeliest(logits)  # [N]
     drawn = [i for i, r in enumerate(whose) if not r.params.greedy]
     q = probabilities(logits[drawn], [whose[i].params for i in drawn]) if drawn else logits[:0]  # [n, V]
@@ -45,7 +46,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Drawn]:
         else:
             chosen = agree(best[start:end], r.drafts)
         n = r.params.logprobs
-        found.append([(t, None if n is None else logprob(raw[start + i], t, n)) for i, t in enumerate(chosen)])
+        known = [None] * len(chosen) if n is None else logprobs(raw[start : start + len(chosen)], chosen, n)
+        found.append(list(zip(chosen, known, strict=True)))
     return found
 
 
@@ -72,6 +74,17 @@ def penalised(logits: Tensor, requests: Sequence[Request], drafts: Sequence[Sequ
     return logits
 
 
+def formed(logits: Tensor, raw: Tensor, requests: Sequence[Request], starts: Sequence[int]) -> Tensor:
+    """Logits [N, V] of what requests' forms allow, request i from row starts[i] on. Copied if they are still `raw`."""
+    if not any(r.form for r in requests):
+        return logits
+    logits = logits.clone() if logits is raw else logits
+    for start, end, r in zip(starts, starts[1:], requests, strict=False):
+        if r.form:
+            r.form.allow(logits[start:end], r.drafts)
+    return logits
+
+
 def penalise(logits: Tensor, tokens: Sequence[int], answer: Sequence[int], params: SamplingParams) -> None:
     """Lower, in place, the logits [V] of tokens that were there before."""
     if params.repetition_penalty != 1.0:
@@ -81,6 +94,8 @@ def penalise(logits: Tensor, tokens: Sequence[int], answer: Sequence[int], param
     if answer and (params.presence_penalty or params.frequency_penalty):
         seen, times = torch.unique(torch.tensor(answer), return_counts=True)
         logits[seen] -= params.presence_penalty + params.frequency_penalty * times
+    for token, bias in params.bias:
+        logits[token] += bias
 
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -111,8 +126,9 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return p
 
 
-def logprob(logits: Tensor, token: int, n: int) -> Logprob:
-    """What the model itself thought: logits [V] before any option."""
+def logprobs(logits: Tensor, tokens: Sequence[int], n: int) -> list[Logprob]:
+    """What the model itself thought of tokens, and the n likeliest: logits [T, V] before any option."""
     x = logits.log_softmax(-1)
-    top = x.topk(n)
-    return Logprob(token, float(x[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+    chosen, (best, which) = x[range(len(tokens)), tokens].tolist(), x.topk(n)
+    tops = [tuple(zip(*pair, strict=True)) for pair in zip(which.tolist(), best.tolist(), strict=True)]
+    return [Logprob(*x) for x in zip(tokens, chosen, tops, strict=True)]
