@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from retain.answer import Answer
 from retain.engine.drafting import OFF
-from retain.engine.request import Form, Logprob, Request, SamplingParams, Why
+from retain.engine.request import Logprob, Request, SamplingParams, Why
 from retain.engine.sampler import logprobs
 from retain.kv import policies
 from retain.kv.account import account
@@ -18,6 +19,7 @@ from retain.kv.cache import Cache
 from retain.kv.policies import Policy
 from retain.models.decoder import Spec
 from retain.text import Stream, Tokenizer
+from retain.text.form import Words
 
 Prompt = str | Sequence[int]
 
@@ -28,7 +30,7 @@ class Ask:
 
     `kv_policy` and `speculate` are the engine's own where they are None. The first `system` tokens of the prompt are a
     system prompt: policies with `protect=system` never forget them. Texts share prefixes with those of the same `salt`
-    only. `form`: makes what an answer may be, for each of `params.n`. `scored`: log-probabilities of the prompt too.
+    only. `form`: a grammar of what an answer may be (text/form.py). `scored`: log-probabilities of the prompt too.
     """
 
     prompt: Prompt
@@ -37,7 +39,7 @@ class Ask:
     speculate: str | None = None
     system: int = 0
     salt: str = ""
-    form: Callable[[], Form] | None = None
+    form: str | None = None
     scored: bool = False
 
 
@@ -92,6 +94,11 @@ class Desk:
         self.tokenizer, self.spec, self.cache, self.policy, self.context = tokenizer, spec, cache, policy, context
         self.columns, self.drafts, self.drafted = columns, drafts, drafted
 
+    @cached_property
+    def words(self) -> Words:
+        """The tokens, for forms."""
+        return Words(self.tokenizer, self.spec.vocab)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are checked. Raises ValueError."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
@@ -141,7 +148,7 @@ class Desk:
             system=ask.system,
             salt=ask.salt,
             speculate=ask.speculate or "",
-            form=ask.form() if ask.form else None,
+            form=self.words.form(ask.form) if ask.form else None,
             scored=ask.scored and i == 0,
         )
         drafted = self.drafted if ask.speculate is None else ask.speculate != OFF

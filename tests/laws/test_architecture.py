@@ -26,6 +26,7 @@ STOREYS = {
     "models": 6,
     "kv": 6,
     "kernels": 7,
+    "options": 7,
     "config": 8,
 }
 

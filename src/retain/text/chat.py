@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]  # as OpenAI describes them: {"type": "function", "function": {...}}
 
 
 class Template:
@@ -19,6 +20,7 @@ class Template:
 
     def __init__(self, source: str, tokens: Mapping[str, str]):
         """`tokens` are the texts of bos_token and the like."""
+        from jinja2 import meta
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         env = ImmutableSandboxedEnvironment(
@@ -28,15 +30,18 @@ class Template:
         given = {name: env.globals[name] for name in ("range", "dict", "namespace")}
         env.globals = {**given, "raise_exception": refuse, "strftime_now": strftime_now, **tokens}
         try:
+            self.takes_tools = "tools" in meta.find_undeclared_variables(env.parse(source))
             self._template = env.from_string(source)
         except Exception as e:
             raise ValueError(f"the model's chat template is broken: {_first_line(e)}") from e
 
-    def render(self, messages: Messages, add_generation_prompt: bool) -> str:
+    def render(self, messages: Messages, add_generation_prompt: bool, tools: Tools | None = None) -> str:
         """The messages as the text that the model was trained on. Raises ValueError when the template refuses them."""
+        if tools and not self.takes_tools:
+            raise ValueError("the model's chat template knows no tools")
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None
+                messages=messages, add_generation_prompt=add_generation_prompt, tools=tools, documents=None
             )
         except Exception as e:  # a template can fail in any way that Python can
             raise ValueError(f"the model's chat template fails: {_first_line(e)}") from e

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retain.text.chat import Messages, Template
+from retain.text.chat import Messages, Template, Tools
 from retain.text.stream import Pieces, Stream
 
 if TYPE_CHECKING:
@@ -80,12 +80,12 @@ class Tokenizer:
         """To decode one answer as it comes, up to the first of the `stop` strings."""
         return Stream(self._pieces, stop)
 
-    def chat(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+    def chat(self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None) -> str:
         """A conversation, [{"role": "user", "content": "..."}, ...], as the text that the model knows conversations by.
 
         Raises ValueError where the model has no template, or the template fails.
         """
-        return self._template.render(messages, add_generation_prompt)
+        return self._template.render(messages, add_generation_prompt, tools)
 
     @cached_property
     def _template(self) -> Template:
@@ -93,9 +93,11 @@ class Tokenizer:
             raise ValueError("this model has no chat template: give it raw text")
         return Template(self.template, self._tokens)
 
-    def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+    ) -> list[int]:
         """The ids of a conversation. The template writes bos itself, so none is added."""
-        return self.encode(self.chat(messages, add_generation_prompt), ends=False)
+        return self.encode(self.chat(messages, add_generation_prompt, tools), ends=False)
 
     def system_tokens(self, messages: Messages) -> int:
         """How many tokens at the beginning of `encode_chat(messages)` are the system prompt's, whatever is said next.

@@ -1,0 +1,1 @@
+"""An engine over HTTP, as OpenAI's clients know it: `retain serve`. What is not known here: slots, pages, steps."""

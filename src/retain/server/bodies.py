@@ -1,0 +1,256 @@
+"""What may be asked over HTTP, field by field, and what it means to the engine. An unknown field is an error.
+
+Fields are OpenAI's; those of the class `Extras` are ours or other engines'. What is not known here: templates, limits.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from retain.engine.request import SamplingParams
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class Body(BaseModel):
+    """Exactly these fields, of exactly these types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """Of `stream`."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # accepted: there is nothing to hide from
+
+
+class Extras(Body):
+    """What this engine can and OpenAI's cannot; and fields of OpenAI's that change nothing here."""
+
+    kv_policy: str | None = Field(None, description="What the cache keeps of this request: docs/policies.md")
+    speculate: str | None = Field(None, description="Who drafts: off, or one of the server's (GET /v1/models)")
+    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
+        None, description="Share prefixes only with requests of the same key and salt"
+    )
+    pin: Annotated[float, Field(gt=0)] | None = Field(None, description="Keep the prompt cached for so many seconds")
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    stop_token_ids: Annotated[list[Token], Field(max_length=64)] = Field(default_factory=list)
+    ignore_eos: bool = False
+    user: str | None = Field(None, description="Accepted; changes nothing")
+    safety_identifier: str | None = Field(None, description="Accepted; changes nothing")
+    metadata: dict[str, str] | None = Field(None, description="Accepted; changes nothing")
+    store: Literal[False] | None = Field(None, description="Nothing is stored")
+
+
+class Drawing(Extras):
+    """How tokens are drawn."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: Seed | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
+        None
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> Drawing:
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options go with stream: true")
+        return self
+
+    def params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The same for the engine. Raises ValueError."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            bias=tuple((int(t), x) for t, x in (self.logit_bias or {}).items()),
+            seed=self.seed,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            n=self.n or 1,
+        )
+
+
+class CompletionBody(Drawing):
+    """POST /v1/completions."""
+
+    prompt: Text | Annotated[list[Text], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="The same as n, or absent")
+    suffix: None = Field(None, description="Not supported")
+
+    @model_validator(mode="after")
+    def _completes(self) -> CompletionBody:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of other than n is not supported")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens 0 is for echo")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """As a list."""
+        p = self.prompt
+        return [p] if isinstance(p, str) or isinstance(p[0], int) else p  # type: ignore[return-value]
+
+
+class Function(Body):
+    """What a tool is."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """What a model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Body):
+    """What it called, with arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class Called(Body):
+    """A call that it made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Part(Body):
+    """A part of a message. Only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """What was said."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Called] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+    @model_validator(mode="after")
+    def _says(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("a message without content")
+        return self
+
+
+class NamedFunction(Body):
+    """Of a tool."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """This one must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Schema(Body):
+    """Of `response_format`."""
+
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the answer may be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @model_validator(mode="after")
+    def _has(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("type json_schema and the field json_schema go together")
+        return self
+
+
+class ChatBody(Drawing):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Count | None = Field(None, description="The older name of max_completion_tokens")
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Accepted; a model calls what it calls")
+
+    @model_validator(mode="after")
+    def _chats(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs go with logprobs: true")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice without tools")
+        return self
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, one of them")
+        return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Token]

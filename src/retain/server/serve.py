@@ -1,0 +1,98 @@
+"""`retain serve`: an engine, its worker, the app on uvicorn, how they begin and end. Not known here: routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+
+import uvicorn
+
+from retain.kv.span import unbound
+from retain.llm import LLM
+from retain.server.app import app
+from retain.server.keys import Keys
+from retain.server.limits import Limits
+from retain.server.service import Service
+from retain.server.worker import Worker
+
+log = logging.getLogger("retain")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and for whom to serve. `drafters`: whom requests may ask for."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str = "model"
+    keys: Keys = field(default_factory=lambda: Keys({}))
+    limits: Limits = field(default_factory=Limits)
+    cors: Sequence[str] = ()
+    drafters: Sequence[str] = ()
+    drain_s: int = 300  # for what runs to end, once nobody new is let in
+
+
+def serve(make: Callable[[], LLM], place: Place) -> None:
+    """Until SIGTERM or SIGINT; then what runs is finished, and what waits is refused. Raises what `make` raises."""
+    sys.setswitchinterval(0.001)  # the engine and the event loop take turns; neither waits for the other for long
+    with asyncio.Runner(loop_factory=_loop()) as runner:
+        runner.run(_serve(make, place))
+
+
+def _loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+async def _serve(make: Callable[[], LLM], place: Place) -> None:
+    unbound()  # OpenMP pins threads to cores, and the engine's thread is not this one
+    worker = Worker(make)
+    llm = await worker.start()
+    try:
+        for drafter in place.drafters:
+            await worker.call(partial(llm.draft, drafter))
+        service = Service(llm, worker, place.limits, place.name, place.drafters)
+        config = uvicorn.Config(
+            app(service, place.keys, place.cors),
+            host=place.host,
+            port=place.port,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=place.drain_s,
+        )
+        await Draining(config, service).serve()
+    finally:
+        await worker.stop()
+
+
+class Draining(uvicorn.Server):
+    """Told to end, it lets nobody in, refuses who waits, and finishes what runs. Told twice, it ends."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self.service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came."""
+        if not self.service.gate.closed:
+            self.service.gate.closed = True
+            self.service.worker.refuse()
+        super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """It listens."""
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            print(f"retain: {self.service.name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)

@@ -1,0 +1,247 @@
+"""The engine's own thread: it steps while anybody waits, and everything that touches the engine happens in it.
+
+An `Order` is one call over HTTP: some replies that are made together. After every step the event loop is told once
+which orders have something new. What is not known here: HTTP, JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from time import perf_counter
+from typing import Protocol, TypeVar
+
+from retain.desk import Reply
+from retain.engine.request import Logprob, Request, Why
+from retain.llm import LLM
+
+T = TypeVar("T")
+log = logging.getLogger("retain")
+
+
+class Observer(Protocol):
+    """Who counts what happens. Called in the engine's thread."""
+
+    def stepped(self, took: float, ready: Sequence[Request]) -> None:
+        """A step took so many seconds, and these requests got tokens."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """It has ended, in whatever way."""
+        ...
+
+
+class Failed(Exception):
+    """An order that the engine could not finish, through no fault of whoever gave it."""
+
+
+class News:
+    """What came of one reply: some text, tokens, and why it ended."""
+
+    __slots__ = ("index", "logprobs", "text", "tokens", "why")
+
+    def __init__(self, index: int, text: str, tokens: list[int], logprobs: list[Logprob], why: Why | None):
+        self.index, self.text, self.tokens, self.logprobs, self.why = index, text, tokens, logprobs, why
+
+
+class Order:
+    """Replies that are made together. `news` is theirs, in order; the engine adds, whoever waits takes."""
+
+    def __init__(self, replies: Sequence[Reply], owner: str, pin: float = 0.0):
+        """`owner` is for people who look; the first prompt stays for `pin` seconds once it is computed."""
+        self.replies, self.owner, self.pin = list(replies), owner, pin
+        self.pinned = 0  # tokens
+        self.error: Exception | None = None
+        self._told = [(0, 0)] * len(self.replies)  # tokens and logprobs of each that were told of
+        self._news: deque[News] = deque()  # one thread appends, the other takes
+        self._wake = asyncio.Event()
+
+    def gather(self, i: int) -> None:
+        """What is new of reply i. In the engine's thread."""
+        reply = self.replies[i]
+        r, (tokens, logprobs) = reply.request, self._told[i]
+        begin = len(r.prompt) + tokens
+        news = News(i, reply.new(), r.tokens[begin:], r.logprobs[logprobs:], r.why)
+        self._told[i] = tokens + len(news.tokens), len(r.logprobs)
+        self._news.append(news)
+
+    def wake(self) -> None:
+        """In the event loop: there is news."""
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """In the event loop: who waits gets this instead of news."""
+        self.error = error
+        self._wake.set()
+
+    async def wait(self) -> list[News]:
+        """News. Raises what it failed with."""
+        await self._wake.wait()
+        self._wake.clear()
+        if self.error:
+            raise self.error
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+
+class Worker:
+    """Owns an engine. `start` it from the event loop that shall be told of news."""
+
+    def __init__(self, make: Callable[[], LLM], observer: Callable[[LLM], Observer] | None = None):
+        self._make, self._observe = make, observer
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._orders: dict[Request, tuple[Order, int]] = {}
+        self._thread = threading.Thread(target=self._run, name="retain-engine", daemon=True)
+        self._ready: Future[LLM] = Future()
+        self.observer: Observer | None = None
+        self.broken: str | None = None  # why the engine is not to be trusted any more
+
+    # ---- from the event loop -----------------------------------------------------------------------------------
+
+    async def start(self) -> LLM:
+        """Load the model, in the engine's thread. Raises what that raises."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        return await asyncio.wrap_future(self._ready)
+
+    async def give(self, order: Order) -> None:
+        """Begin an order. Raises ValueError where the pool could never hold it."""
+        await self.call(lambda: self._add(order))
+
+    def cancel(self, order: Order) -> None:
+        """Nobody waits for it any more: its pages are free before the next step."""
+        self._inbox.put(lambda: self._drop(order))
+
+    async def call(self, f: Callable[[], T]) -> T:
+        """Do something in the engine's thread, between two steps."""
+        done: Future[T] = Future()
+
+        def act() -> None:
+            try:
+                result = f()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        self._inbox.put(act)
+        return await asyncio.wrap_future(done)
+
+    def refuse(self) -> None:
+        """Who has not begun is refused: the server is to end."""
+
+        def act() -> None:
+            begun = {r for r in self._orders if r.row is not None or r.first_token}
+            waiting = {order for order, _ in self._orders.values()} - {self._orders[r][0] for r in begun}
+            for order in waiting:
+                self._fail(order, Failed("the server is going away"))
+
+        self._inbox.put(act)
+
+    async def stop(self) -> None:
+        """End the thread; what still runs is cancelled, and tiers are written to their ends."""
+        self._inbox.put(None)
+        while self._thread.is_alive():
+            await asyncio.sleep(0.01)
+
+    # ---- in the engine's thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            llm = self._make()
+            self.observer = self._observe(llm) if self._observe else None
+        except BaseException as error:
+            self._ready.set_exception(error)
+            return
+        self.llm, self._engine = llm, llm.engine
+        self._ready.set_result(llm)
+        while self._obey():
+            self._step()
+        for order in {order for order, _ in self._orders.values()}:
+            self._fail(order, Failed("the server is going away"))
+        llm.close()
+
+    def _obey(self) -> bool:
+        """Whatever was asked for; where there is nothing to step for, wait for it. False: to end."""
+        idle = not self._engine.busy
+        while True:
+            try:
+                act = self._inbox.get() if idle else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if act is None:
+                return False
+            act()
+            idle = False
+
+    def _step(self) -> None:
+        if not self._engine.busy:
+            return
+        began = perf_counter()
+        try:
+            ready = self._engine.step()
+        except Exception as error:
+            self._recover(error)
+            return
+        self._tell(ready)
+        if self.observer:
+            self.observer.stepped(perf_counter() - began, ready)
+
+    def _tell(self, ready: Sequence[Request]) -> None:
+        """Who waits for these, all at once: waking the event loop costs more than what it is told."""
+        orders = set()
+        for request in ready:
+            order, i = self._orders[request]
+            order.gather(i)
+            if order.pin and self.llm.cache.reuse:
+                order.pinned = self.llm.cache.reuse.pin(request.policy, request.prompt, request.salt, order.pin)
+                order.pin = 0
+            orders.add(order)
+            if request.why:
+                self._forget(request)
+        if orders:
+            self._loop.call_soon_threadsafe(_wake, orders)
+
+    def _add(self, order: Order) -> None:
+        if self.broken:
+            raise Failed(self.broken)
+        self._engine.add(*(reply.request for reply in order.replies))
+        self._orders |= {reply.request: (order, i) for i, reply in enumerate(order.replies)}
+
+    def _drop(self, order: Order) -> None:
+        for reply in order.replies:
+            if reply.request in self._orders:
+                self._engine.cancel(reply.request)
+                self._forget(reply.request)
+
+    def _forget(self, request: Request) -> None:
+        del self._orders[request]
+        if self.observer:
+            self.observer.ended(request)
+
+    def _fail(self, order: Order, why: Failed) -> None:
+        self._drop(order)
+        self._loop.call_soon_threadsafe(order.fail, why)
+
+    def _recover(self, error: Exception) -> None:
+        """A step failed: nobody knows for whom. Those that ran end; those that wait go on, if the accounts balance."""
+        log.exception("a step failed", exc_info=error)
+        for request in list(self._engine.scheduler.running):
+            if request in self._orders:
+                self._fail(self._orders[request][0], Failed("the engine failed at this answer, or at one beside it"))
+        try:
+            self._engine.cache.check()
+        except AssertionError as unbalanced:
+            log.critical("the pool's accounts do not balance: %s", unbalanced)
+            self.broken = "the engine has failed and takes no more requests"
+            for order in {order for order, _ in self._orders.values()}:
+                self._fail(order, Failed(self.broken))
+
+
+def _wake(orders: set[Order]) -> None:
+    for order in orders:
+        order.wake()
