@@ -1,8 +1,9 @@
-"""`retain bench speed`, `budget`, `quality`, `speculate` and `prefix`: arguments to calls, results to lines."""
+"""`retain bench speed`, `budget`, `quality`, `speculate`, `prefix`, `serve`: arguments to calls, results to lines."""
 
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ Load = Callable[[], LLM]
 
 def bench(args: Namespace, load: Load) -> int:
     """Whichever was asked for. `load` gives the engine, when arguments are known to be good."""
+    if args.bench == "serve":
+        return serve(args)
     if args.bench != "speed" and hasattr(args, "kv_policy"):
         raise ValueError(f"bench {args.bench} compares policies: --kv-policy is for bench speed")
     if hasattr(args, "prefix"):
@@ -92,6 +95,24 @@ def prefix(args: Namespace, load: Load) -> int:
     data, more = Path(args.data), (args.items, args.shared, store, args.ratio, args.accuracy, args.hot)
     asked = bench.Asked(workloads, methods, data, *more)
     return _lines(args, bench.run(load(), asked), bench.write)
+
+
+def serve(args: Namespace) -> int:
+    """`retain bench serve`."""
+    from retain.bench import serve as bench
+
+    if args.trace and args.rate:
+        raise ValueError("--trace says itself when requests come: --rate is for others")
+    for name in ("items", "prompt", "new", "faster", "shorter"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"--{name} is above 0, not {getattr(args, name)}")
+    if args.trace:
+        calls = bench.trace(Path(args.trace), args.items, args.faster, args.shorter)
+    else:
+        calls = bench.poisson(args.items, args.rate, args.prompt, args.new, args.seed)
+    key = os.environ.get("OPENAI_API_KEY")
+    load = bench.Load(args.url.rstrip("/"), args.model, key, args.ttft / 1e3, args.each / 1e3, args.streams)
+    return _lines(args, [bench.run(load, calls)], bench.write)
 
 
 def _lines(args: Namespace, found: Iterable[dict[str, Any]], write: Callable[[Sequence[Any], Path], None]) -> int:
