@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from retain.kv.node import Rings
 from retain.kv.pool import Pool
-from retain.kv.prefix import Rings, Tree
+from retain.kv.prefix import Tree
 from retain.kv.reuse import parse
 
 S, W = 4, 6  # page size, window of the sliding layer

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from retain.kernels import NO_WINDOW
 from retain.kv.fetch import Job
+from retain.kv.node import Rings
 from retain.kv.pool import index
-from retain.kv.prefix import Rings
 from retain.kv.sleep import Part
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ back). What is not known here: what K and V look like, who is scheduled and why.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels import NO_WINDOW, Tables, page_bytes
+from retain.kv import policies
 from retain.kv.begin import SPARE
 from retain.kv.budget import Budget
 from retain.kv.forget import Turn
@@ -81,6 +83,7 @@ class Cache(Needs):
         self.shift: Ints = np.zeros(n_rows, np.int32)  # position = place in the text - shift
         self.rows = list(range(n_rows - 1, -1, -1))  # free rows
         self.keepers: dict[int, Keeper] = {}  # of rows with a budget
+        self.forgotten: Counter[str] = Counter()  # slots of rows that are closed, by policy
         self.backend, self.turn = backend, turn
         self.reuse: Reuse | None = None
         if prefix:
@@ -288,7 +291,8 @@ class Cache(Needs):
         if self.reuse:
             self.reuse.stop(row)
         self.pool.give(self._held([row]))
-        self.keepers.pop(row, None)  # after its other pages were given
+        if keeper := self.keepers.pop(row, None):  # after its other pages were given
+            self.forgotten[policies.named_by(keeper.policy)] += keeper.forgot
         self.counts[row] = 0
         self.rows.append(row)
         return [int(n) for n in self.peaks[row].max(axis=1) * self.page_size]

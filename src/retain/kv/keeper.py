@@ -47,6 +47,7 @@ class Keeper:
         self.holes: Ints | None = None
         self.saved: tuple[Ints, Ints] | None = None  # pages of rings, and copies of what they held
         self.lent: Ints | None = None  # pages for a prompt in one layer, [G, n]
+        self.forgot = 0  # slots, of all heads, so far
         self.own: tuple[Ints, Ints] | None = None  # tables [M, G, n] and counts that they stand in for in a step
 
     def forget(self, computed: int) -> bool:
@@ -69,6 +70,7 @@ class Keeper:
                 self.saved = None
             if policy.prefill != "layers":
                 self._compact(computed, None)
+        self._count(computed)
         return begins
 
     def places(self, pos: Ints) -> Ints | None:
@@ -132,7 +134,12 @@ class Keeper:
         self.policy = smaller
         self._compact(computed, sizes.clamp(min=least))
         self.due = computed + smaller.interval
+        self._count(computed)
         return int(self.counts.sum()) < held
+
+    def _count(self, computed: int) -> None:
+        """Of so many tokens each head has kept its share."""
+        self.forgot = computed * self.sizes.size - int(np.minimum(self.sizes, computed).sum())
 
     def _compact(self, computed: int, sizes: Tensor | None) -> None:
         tables, policy = self._tables(), self.policy

@@ -11,58 +11,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
+from retain.kv.node import Hit, Life, Node, Rings
 from retain.kv.pool import Pool
 
 Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Rings:
-    """Pages of sliding layers: of each, [G, n], those from page `first` of the text on. They serve texts that go on
-    from position `least` or later.
-    """
-
-    first: tuple[int, ...]
-    pages: tuple[Ints, ...]
-    least: int
-
-
-@dataclass(eq=False)
-class Node:
-    """A span from page `begin` of its text on. A node of less than a page is a leaf."""
-
-    begin: int
-    tokens: Ints  # [n * page_size], or fewer than one page
-    links: list[bytes]  # of each of its pages
-    pages: Ints  # [M, G, n]
-    rings: Rings | None = None  # of its end
-    parent: Node | None = None
-    children: dict[bytes, Node] = field(default_factory=dict)  # by their first link
-    used: int = 0  # when, on the tree's clock
-
-    @property
-    def held(self) -> Ints:
-        """All its pages."""
-        rings = [p.ravel() for p in self.rings.pages] if self.rings else []
-        return np.concatenate([self.pages.ravel(), *rings])
-
-
-@dataclass(frozen=True)
-class Hit:
-    """The first `length` tokens of a text are there. `common`: as many agree, but sliding layers cannot go on there."""
-
-    length: int
-    pages: Ints  # [M, G, n], of all that agree, the last one perhaps only in part
-    rings: Rings | None
-    common: int
 
 
 class Tree:
@@ -75,6 +35,7 @@ class Tree:
         self.clock = itertools.count(1)
         self.pins: dict[Node, float] = {}  # who stays, until when (seconds)
         self.evicted: Callable[[Node, int], None] | None = None  # told of a node whose pages from there on must go
+        self.gone: deque[Life] = deque(maxlen=4096)  # of what was evicted last
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -104,6 +65,8 @@ class Tree:
         elif tail:
             path.append((tail, 1))
         self._touch([node for node, _ in path])
+        for node, _ in path:
+            node.found()
         pages = np.concatenate([node.pages[..., :n] for node, n in path], -1)
         return Hit(length, pages, rings, common)
 
@@ -273,6 +236,7 @@ class Tree:
         """Keep the first n pages of a leaf."""
         if told and len(node.tokens) == len(node.links) * self.page_size:
             told(node, n)
+        self.gone.append(node.life())
         if not n:
             return self._drop(node)
         self._give(node.pages[..., n:].ravel())

@@ -22,9 +22,10 @@ from retain.kernels import NO_WINDOW
 from retain.kv.begin import SPARE, Beginning, adopt, cut
 from retain.kv.budget import Budget
 from retain.kv.fetch import Fetch, Job
+from retain.kv.node import Hit, Rings
 from retain.kv.policies import Policy
 from retain.kv.pool import index
-from retain.kv.prefix import Hit, Rings, Tree
+from retain.kv.prefix import Tree
 from retain.kv.selective import Selective
 from retain.kv.sleep import Sleep
 
@@ -76,6 +77,7 @@ class Reuse:
         self.fetches: dict[int, Fetch] = {}  # of rows that wait for pages
         self.thin = set[int]()  # rows that were born evicted: they leave nothing
         self.selective: type[Selective] = Selective
+        self.resumed = 0  # tokens that rows began with
 
     def _first(self, salt: str, windows: Ints) -> bytes:
         """What the first link of a text begins with."""
@@ -139,6 +141,7 @@ class Reuse:
         if jobs is not None and self.sleep and begin and (begin.parts or begin.windows):
             self.fetches[row] = self._choose(row, begin, jobs) if begin.selective else Fetch(self.sleep, jobs)
             self.sleep.wake(begin.parts, begin.windows)
+        self.resumed += 0 if jobs is None else length
         return (0 if jobs is None else length), mark
 
     def _asleep(

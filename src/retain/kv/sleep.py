@@ -20,8 +20,8 @@ from torch import Tensor
 from retain.kernels import KV
 from retain.kv.hot import Hot, Through
 from retain.kv.ledger import Filed
+from retain.kv.node import Rings
 from retain.kv.packing import Packs, Probes
-from retain.kv.prefix import Rings
 from retain.kv.span import Bytes, Span, blocks, unbound
 from retain.kv.tiers import Reader, Store
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, count
@@ -62,8 +62,11 @@ class Held:
 
     span: Span
     data: Bytes
+    told: Callable[[int], None] | None = None  # how many bytes were read
 
     def rows(self, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
+        if self.told:
+            self.told((end - begin) * self.span.row_bytes)
         return self.span.of(self.data, layer)[begin:end]
 
     def notes(self) -> Bytes:  # noqa: D102

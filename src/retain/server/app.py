@@ -20,6 +20,7 @@ from retain.server.bodies import ChatBody, CompletionBody, DetokenizeBody, Token
 from retain.server.errors import Error, Refused, invalid
 from retain.server.guard import Guard
 from retain.server.keys import Keys
+from retain.server.metrics import Metrics
 from retain.server.service import Service
 
 Json = dict[str, Any]
@@ -35,7 +36,7 @@ WRONG: dict[int | str, Json] = {
 }
 
 
-def app(service: Service, keys: Keys, cors: Sequence[str] = ()) -> FastAPI:
+def app(service: Service, metrics: Metrics, keys: Keys, cors: Sequence[str] = ()) -> FastAPI:
     """All of it, for one model."""
     api = FastAPI(title="retain", version=__version__, description=__doc__.split(":")[0], redoc_url=None)
     desk = service.desk
@@ -111,6 +112,11 @@ def app(service: Service, keys: Keys, cors: Sequence[str] = ()) -> FastAPI:
         """Whether it takes requests."""
         closed = service.gate.closed or bool(service.worker.broken)
         return JSONResponse({"status": "closed" if closed else "ready"}, 503 if closed else 200)
+
+    @api.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, 401: WRONG[401]})
+    async def counted() -> Response:
+        """For Prometheus."""
+        return Response(await service.worker.call(metrics.text), media_type="text/plain; version=0.0.4")
 
     @api.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> JSONResponse:

@@ -18,6 +18,7 @@ from retain.llm import LLM
 from retain.server.app import app
 from retain.server.keys import Keys
 from retain.server.limits import Limits
+from retain.server.metrics import Metrics
 from retain.server.service import Service
 from retain.server.worker import Worker
 
@@ -35,14 +36,23 @@ class Place:
     limits: Limits = field(default_factory=Limits)
     cors: Sequence[str] = ()
     drafters: Sequence[str] = ()
+    metrics_prefix: str = "retain_"  # vllm: makes dashboards for vLLM show us
     drain_s: int = 300  # for what runs to end, once nobody new is let in
 
 
-def serve(make: Callable[[], LLM], place: Place) -> None:
-    """Until SIGTERM or SIGINT; then what runs is finished, and what waits is refused. Raises what `make` raises."""
+def announce(server: Draining) -> None:
+    """Where it listens, on stderr."""
+    print(f"retain: {server.service.name} at {server.url}", file=sys.stderr, flush=True)
+
+
+def serve(make: Callable[[], LLM], place: Place, told: Callable[[Draining], None] = announce) -> None:
+    """Until SIGTERM or SIGINT; then what runs is finished, and what waits is refused. `told` when it listens.
+
+    Raises what `make` raises.
+    """
     sys.setswitchinterval(0.001)  # the engine and the event loop take turns; neither waits for the other for long
     with asyncio.Runner(loop_factory=_loop()) as runner:
-        runner.run(_serve(make, place))
+        runner.run(_serve(make, place, told))
 
 
 def _loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -54,16 +64,18 @@ def _loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-async def _serve(make: Callable[[], LLM], place: Place) -> None:
+async def _serve(make: Callable[[], LLM], place: Place, told: Callable[[Draining], None]) -> None:
     unbound()  # OpenMP pins threads to cores, and the engine's thread is not this one
     worker = Worker(make)
     llm = await worker.start()
     try:
         for drafter in place.drafters:
             await worker.call(partial(llm.draft, drafter))
+        metrics = Metrics(llm, place.metrics_prefix)
+        worker.observers.append(metrics)
         service = Service(llm, worker, place.limits, place.name, place.drafters)
         config = uvicorn.Config(
-            app(service, place.keys, place.cors),
+            app(service, metrics, place.keys, place.cors),
             host=place.host,
             port=place.port,
             log_level="warning",
@@ -71,7 +83,7 @@ async def _serve(make: Callable[[], LLM], place: Place) -> None:
             server_header=False,
             timeout_graceful_shutdown=place.drain_s,
         )
-        await Draining(config, service).serve()
+        await Draining(config, service, told).serve()
     finally:
         await worker.stop()
 
@@ -79,9 +91,9 @@ async def _serve(make: Callable[[], LLM], place: Place) -> None:
 class Draining(uvicorn.Server):
     """Told to end, it lets nobody in, refuses who waits, and finishes what runs. Told twice, it ends."""
 
-    def __init__(self, config: uvicorn.Config, service: Service):
+    def __init__(self, config: uvicorn.Config, service: Service, told: Callable[[Draining], None]):
         super().__init__(config)
-        self.service = service
+        self.service, self.told = service, told
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came."""
@@ -94,5 +106,10 @@ class Draining(uvicorn.Server):
         """It listens."""
         await super().startup(sockets)
         if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            print(f"retain: {self.service.name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
+            self.told(self)
+
+    @property
+    def url(self) -> str:
+        """What clients call its base."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

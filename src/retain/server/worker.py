@@ -91,13 +91,13 @@ class Order:
 class Worker:
     """Owns an engine. `start` it from the event loop that shall be told of news."""
 
-    def __init__(self, make: Callable[[], LLM], observer: Callable[[LLM], Observer] | None = None):
-        self._make, self._observe = make, observer
+    def __init__(self, make: Callable[[], LLM]):
+        self._make = make
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._orders: dict[Request, tuple[Order, int]] = {}
         self._thread = threading.Thread(target=self._run, name="retain-engine", daemon=True)
         self._ready: Future[LLM] = Future()
-        self.observer: Observer | None = None
+        self.observers: list[Observer] = []
         self.broken: str | None = None  # why the engine is not to be trusted any more
 
     # ---- from the event loop -----------------------------------------------------------------------------------
@@ -153,7 +153,6 @@ class Worker:
     def _run(self) -> None:
         try:
             llm = self._make()
-            self.observer = self._observe(llm) if self._observe else None
         except BaseException as error:
             self._ready.set_exception(error)
             return
@@ -188,8 +187,9 @@ class Worker:
             self._recover(error)
             return
         self._tell(ready)
-        if self.observer:
-            self.observer.stepped(perf_counter() - began, ready)
+        took = perf_counter() - began
+        for observer in self.observers:
+            observer.stepped(took, ready)
 
     def _tell(self, ready: Sequence[Request]) -> None:
         """Who waits for these, all at once: waking the event loop costs more than what it is told."""
@@ -220,8 +220,8 @@ class Worker:
 
     def _forget(self, request: Request) -> None:
         del self._orders[request]
-        if self.observer:
-            self.observer.ended(request)
+        for observer in self.observers:
+            observer.ended(request)
 
     def _fail(self, order: Order, why: Failed) -> None:
         self._drop(order)

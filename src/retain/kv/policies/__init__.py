@@ -50,6 +50,11 @@ def parse(text: str) -> Policy:
     return policy
 
 
+def named_by(policy: Policy) -> str:
+    """The name of its file."""
+    return type(policy).__module__.rpartition(".")[2]
+
+
 def text(policy: Policy) -> str:
     """What `parse` makes it of, options at their defaults left out."""
     given = [
@@ -57,5 +62,5 @@ def text(policy: Policy) -> str:
         for f in dataclasses.fields(policy)  # type: ignore[arg-type]
         if f.init and getattr(policy, f.name) != f.default
     ]
-    name = type(policy).__module__.rpartition(".")[2]
+    name = named_by(policy)
     return f"{name}:{','.join(given)}" if given else name

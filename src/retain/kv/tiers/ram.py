@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from retain.config import Size, one_of
@@ -35,7 +36,9 @@ class Ram:
     name, most, replica = "ram", 4, False
 
     def __init__(self, chosen: Tier):
-        self.shelf, self.evicted = Shelf(chosen.capacity, chosen.evict), 0
+        self.shelf = Shelf(chosen.capacity, chosen.evict)
+        self.counts = dict.fromkeys(("written", "read", "evicted"), 0)
+        self.guard = Lock()  # of the counts: many read at once
 
     def find(self, key: bytes) -> tuple[Span, int] | None:  # noqa: D102
         return self.shelf.find(key)
@@ -54,19 +57,24 @@ class Ram:
             self.shelf.remove(instead)
         gone = self.shelf.room(span.size)
         if gone is not None:
-            self.evicted += len(gone)
+            self.counts["evicted"] += len(gone)
+            self.counts["written"] += span.size
             span.data = data
             self.shelf.add(span)
 
     def open(self, span: Span) -> Reader:  # noqa: D102
         assert span.data is not None  # whoever has the span has it, evicted or not
-        return Held(span, span.data)
+        return Held(span, span.data, self._read)
+
+    def _read(self, size: int) -> None:
+        with self.guard:
+            self.counts["read"] += size
 
     def drop(self, span: Span, damaged: bool = False) -> None:  # noqa: D102
         self.shelf.remove(span)
 
     def told(self) -> dict[str, Any]:  # noqa: D102
-        return {"tier": self.name, **self.shelf.told(), "evicted": self.evicted}
+        return {"tier": self.name, **self.shelf.told(), **self.counts}
 
     def sync(self) -> None:  # noqa: D102
         pass
