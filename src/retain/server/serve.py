@@ -97,10 +97,10 @@ class Draining(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came."""
-        if not self.service.gate.closed:
-            self.service.gate.closed = True
+        self.force_exit = self.should_exit
+        if not self.should_exit:
+            self.should_exit = self.service.gate.closed = True
             self.service.worker.refuse()
-        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """It listens."""

@@ -30,17 +30,17 @@ class Words:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError:
             raise ValueError("answers in a form need llguidance: pip install 'retain[serve]'") from None
-        self._tokenizer, self._stops = tokenizer, sorted(tokenizer.stop_ids)
+        self.tokenizer, stops = tokenizer, sorted(tokenizer.stop_ids)
         self.vocab = vocab
         self._known: LLTokenizer = LLTokenizer(
-            TokenizerWrapper(_Wrapped(tokenizer, vocab)), n_vocab=vocab, eos_token=self._stops or None
+            TokenizerWrapper(_Wrapped(tokenizer, vocab)), n_vocab=vocab, eos_token=stops or None
         )
 
     def form(self, grammar: str) -> Form:
         """A grammar's beginning. Raises ValueError where it is none, or too large."""
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._known, grammar)
+        matcher = LLMatcher(self._known, grammar, log_level=0)
         if matcher.is_error():
             raise ValueError(f"the form of the answer: {_line(matcher.get_error())}")
         return Form(matcher, self.vocab)

@@ -93,6 +93,8 @@ static void bind_program(nb::module_& m) {
 }
 
 NB_MODULE(_C, m) {
+  nb::set_leak_warnings(false);  // a thread that outlives main may hold a program: nothing is lost
+
   bind_structs(m);
   bind_program(m);
   m.def(

@@ -1,0 +1,117 @@
+"""Tool calls: what is said and what is called, however an answer is cut into pieces; and a grammar that makes calls."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retain.server.calls import Ear, way
+from retain.text.chat import Template
+from retain.text.form import lark
+
+HERMES = """{%- if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>
+Answer in <tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}
+{%- for m in messages %}{{ m.role }}: {{ m.content }}
+{% endfor %}"""
+MISTRAL = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]{% endif %}"
+)
+LLAMA = (
+    '{% if tools %}Respond {"name": function, "parameters": arguments}{{ tools }}{% endif %}{{ messages[0].content }}'
+)
+TEMPLATES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
+WRITTEN = {
+    "hermes": 'I look. <tool_call>\n{"name": "find", "arguments": {"q": "</b> é"}}\n</tool_call> and '
+    '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+    "mistral": "I look. [TOOL_CALLS] "
+    '[{"name": "find", "arguments": {"q": "</b> é"}}, {"name": "now", "arguments": {}}]',
+    "llama": '[{"name": "find", "parameters": {"q": "</b> é"}}, {"name": "now", "parameters": {}}]',
+}
+TOOL = {
+    "name": "find",
+    "parameters": {
+        "type": "object",
+        "properties": {"q": {"type": "string"}},
+        "required": ["q"],
+        "additionalProperties": False,
+    },
+}
+
+
+def heard(kind, pieces):
+    ear, said, calls = Ear(way(TEMPLATES[kind])), "", []
+    for piece in pieces:
+        text, more = ear.hear(piece)
+        said, calls = said + text, calls + more
+    text, more = ear.close()
+    return said + text, [(c.name, json.loads(c.arguments)) for c in calls + more]
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+@given(st.data())
+def test_however_it_is_cut(kind, data):
+    text = WRITTEN[kind]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    said, calls = heard(kind, pieces)
+    assert calls == [("find", {"q": "</b> é"}), ("now", {})]
+    assert said == {"hermes": "I look.  and ", "mistral": "I look. ", "llama": ""}[kind]
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+@given(st.text(st.sampled_from('<tool_cal>/[TOL_CS]{}"name :,argumentsé\n'), max_size=60), st.integers(0, 60))
+def test_what_is_no_call_is_said_whole(kind, text, cut):
+    """Nothing of an answer is lost, and it does not matter where it is cut."""
+    said, calls = heard(kind, [text[:cut], text[cut:]])
+    assert (said, calls) == heard(kind, [text])
+    if not calls:
+        assert said == text
+
+
+def test_a_template_without_tools_knows_none():
+    assert way("{{ messages[0].content }}") is None
+    with pytest.raises(ValueError, match="knows no tools"):
+        Template("{{ messages[0].content }}", {}).render([{"content": "x"}], True, [TOOL])
+    shown = Template(HERMES, {}).render(
+        [{"role": "user", "content": "x"}], True, [{"type": "function", "function": TOOL}]
+    )
+    assert '"find"' in shown and Template(HERMES, {}).takes_tools
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_grammar_makes_calls(kind, words):
+    """Drawn at random from what it allows: a call of one of the tools, as this way of writing reads it."""
+    import torch
+
+    form = words.form(lark(way(TEMPLATES[kind]).grammar([TOOL, {"name": "now"}])))
+    rng, ids = torch.Generator().manual_seed(3), []
+    for step in range(400):
+        logits = torch.randn(1, words.vocab, generator=rng)
+        for token, piece in ENDS.items() if step > 20 else ():
+            logits[0, token] += 50 * piece
+        form.allow(logits, [])
+        ids.append(int(logits.argmax()))
+        if ids[-1] in words.tokenizer.stop_ids or form.push(ids[-1]):
+            break
+    text = words.tokenizer.decode(ids)
+    said, calls = heard(kind, [text])
+    assert not said.strip() and len(calls) == 1 and calls[0][0] in ("find", "now")
+
+
+ENDS: dict[int, float] = {}
+
+
+@pytest.fixture(scope="module")
+def words():
+    from retain.models.find import find
+    from retain.text import Tokenizer
+    from retain.text.form import Words
+
+    tokenizer = Tokenizer.open(find("smollm2"))
+    for text in ('"', '"}', "}", "}}", "]", "</tool_call>", "<"):
+        for token in tokenizer.encode(text, ends=False)[:1]:
+            ENDS[token] = 1.0
+    found = Words(tokenizer, tokenizer.vocab_size)
+    return found
