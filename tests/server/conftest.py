@@ -43,6 +43,8 @@ def balanced(server: Draining) -> None:
     """The accountant finds nothing, and nobody holds anything."""
     cache = server.service.llm.cache
     cache.check()
+    if cache.reuse:
+        cache.reuse.tree.unpin()
     assert cache.free_pages == cache.total_pages and cache.free_rows == server.service.llm.config.max_requests
     assert server.service.gate.inside == 0
 

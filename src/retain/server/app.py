@@ -14,9 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from retain import __version__
+from retain.engine.drafting import OFF
 from retain.kv import policies
 from retain.server import schemas
-from retain.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from retain.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TalkBody, TextBody
 from retain.server.errors import Error, Refused, invalid
 from retain.server.guard import Guard
 from retain.server.keys import Keys
@@ -83,17 +84,24 @@ def app(service: Service, metrics: Metrics, keys: Keys, cors: Sequence[str] = ()
         return JSONResponse(card())
 
     @api.post("/tokenize", responses=_wrong(200, schemas.Tokenized), response_model=None)
-    async def tokenize(body: TokenizeBody) -> JSONResponse:
+    async def tokenize(body: TextBody | TalkBody) -> JSONResponse:
         """A text, or a conversation, as token ids."""
         service.known(body.model)
 
         def ids() -> list[int]:
-            if body.messages is None:
-                return desk.tokenizer.encode(body.prompt or "", body.add_special_tokens)
+            if isinstance(body, TextBody):
+                return desk.tokenizer.encode(body.prompt, body.add_special_tokens)
             return desk.tokenizer.encode_chat(service.messages(body.messages), body.add_generation_prompt)
 
         found = await asyncio.to_thread(ids)
         return JSONResponse({"tokens": found, "count": len(found), "max_model_len": service.llm.context})
+
+    @api.get("/tokenizer_info", responses=_wrong(200, schemas.TokenizerInfo), response_model=None)
+    async def tokenizer_info() -> JSONResponse:
+        """What lm-eval asks about a tokenizer that it cannot load."""
+        tokens = desk.tokenizer.tokens
+        names = ("bos_token", "eos_token", "pad_token")
+        return JSONResponse({**{n: tokens.get(n) for n in names}, "chat_template": desk.tokenizer.template})
 
     @api.post("/detokenize", responses=_wrong(200, schemas.Detokenized), response_model=None)
     async def detokenize(body: DetokenizeBody) -> JSONResponse:
@@ -147,7 +155,8 @@ def _wrong(status: int, model: Any) -> dict[int | str, Json]:
 
 def _answers(model: Any) -> dict[int | str, Json]:
     """Whole, or, with stream, as events."""
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    events = {"text/event-stream": {"schema": event}}
     return {**WRONG, 200: {"model": model, "content": events}}
 
 
@@ -163,7 +172,15 @@ def described(api: FastAPI, service: Service, keys: bool) -> Json:
     for name in ("HTTPValidationError", "ValidationError"):
         found.pop(name, None)
     for body in ("ChatBody", "CompletionBody"):
-        found[body]["properties"]["model"] = {"type": "string", "enum": [service.name]}
+        fields = found[body]["properties"]
+        fields["model"] = {"type": "string", "enum": [service.name]}
+        for field, most in (("pin", service.limits.pin_s), ("n", service.limits.choices)):
+            fields[field]["anyOf"][0]["maximum"] = most
+        fields["kv_policy"]["anyOf"][0]["pattern"] = f"^({'|'.join(policies.names())})(:|$)"
+        fields["speculate"]["anyOf"][0]["enum"] = [OFF, *service.drafters]
+    if not service.way:  # the model's template knows no tools
+        for field in ("tools", "tool_choice", "parallel_tool_calls"):
+            del found["ChatBody"]["properties"][field]
     if keys:
         doc["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         doc["security"] = [{"key": []}]

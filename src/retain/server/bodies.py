@@ -23,6 +23,18 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _whole(cls, data: Any) -> Any:
+        """JSON does not tell 1.0 from 1."""
+        return {k: _int(v) for k, v in data.items()} if isinstance(data, dict) else data
+
+
+def _int(x: Any) -> Any:
+    if isinstance(x, list):
+        return [_int(y) for y in x]
+    return int(x) if isinstance(x, float) and x.is_integer() else x
+
 
 class StreamOptions(Body):
     """Of `stream`."""
@@ -48,7 +60,7 @@ class Extras(Body):
     user: str | None = Field(None, description="Accepted; changes nothing")
     safety_identifier: str | None = Field(None, description="Accepted; changes nothing")
     metadata: dict[str, str] | None = Field(None, description="Accepted; changes nothing")
-    store: Literal[False] | None = Field(None, description="Nothing is stored")
+    store: bool | None = Field(None, description="Accepted; nothing is stored")
 
 
 class Drawing(Extras):
@@ -68,12 +80,6 @@ class Drawing(Extras):
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
         None
     )
-
-    @model_validator(mode="after")
-    def _together(self) -> Drawing:
-        if self.stream_options and not self.stream:
-            raise ValueError("stream_options go with stream: true")
-        return self
 
     def params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The same for the engine. Raises ValueError."""
@@ -110,8 +116,6 @@ class CompletionBody(Drawing):
     def _completes(self) -> CompletionBody:
         if self.best_of not in (None, self.n or 1):
             raise ValueError("best_of other than n is not supported")
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens 0 is for echo")
         return self
 
     @property
@@ -159,21 +163,26 @@ class Part(Body):
     text: str
 
 
-class Message(Body):
-    """What was said."""
+class Said(Body):
+    """What was said to the model."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "tool"]
+    content: str | list[Part]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+class Answered(Body):
+    """What the model said, or called."""
+
+    role: Literal["assistant"]
     content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[Called] | None = None
-    tool_call_id: str | None = None
     refusal: None = None
 
-    @model_validator(mode="after")
-    def _says(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("a message without content")
-        return self
+
+Message = Annotated[Said | Answered, Field(discriminator="role")]
 
 
 class NamedFunction(Body):
@@ -198,17 +207,20 @@ class Schema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
-    """What the answer may be."""
+class FreeFormat(Body):
+    """Any text, or any JSON object."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: Schema | None = None
+    type: Literal["text", "json_object"]
 
-    @model_validator(mode="after")
-    def _has(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("type json_schema and the field json_schema go together")
-        return self
+
+class SchemaFormat(Body):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+ResponseFormat = Annotated[FreeFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class ChatBody(Drawing):
@@ -218,7 +230,7 @@ class ChatBody(Drawing):
     max_tokens: Count | None = Field(None, description="The older name of max_completion_tokens")
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="Not null: logprobs, and so many")
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -226,27 +238,25 @@ class ChatBody(Drawing):
 
     @model_validator(mode="after")
     def _chats(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs go with logprobs: true")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice without tools")
         return self
 
 
-class TokenizeBody(Body):
-    """POST /tokenize: a text, or a conversation."""
+class TextBody(Body):
+    """POST /tokenize, of a text."""
 
     model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    prompt: str
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
 
-    @model_validator(mode="after")
-    def _one(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages, one of them")
-        return self
+
+class TalkBody(Body):
+    """POST /tokenize, of a conversation."""
+
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool = True
 
 
 class DetokenizeBody(Body):

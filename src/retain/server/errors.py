@@ -65,7 +65,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> Refused:
     first = errors[0]
     if first.get("type") == "json_invalid":
         return Refused(400, "the body is not JSON")
-    where = [str(part) for part in first.get("loc", ()) if part != "body"]
+    where = [str(part) for part in first.get("loc", ()) if part != "body" and not str(part).endswith("Body")]
     param = ".".join(where) or None
     if first.get("type") == "extra_forbidden":
         return Refused(400, f"unknown field {param!r}", param)

@@ -144,3 +144,12 @@ class Detokenized(BaseModel):
     """Of /detokenize."""
 
     prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """Of /tokenizer_info."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None

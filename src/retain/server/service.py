@@ -19,7 +19,7 @@ from retain.desk import Ask, Reply
 from retain.engine.drafting import OFF
 from retain.llm import LLM
 from retain.server import calls
-from retain.server.bodies import ChatBody, CompletionBody, Drawing, Message
+from retain.server.bodies import Answered, ChatBody, CompletionBody, Drawing, Said, SchemaFormat
 from retain.server.calls import Ear, Way
 from retain.server.errors import Refused
 from retain.server.keys import Key
@@ -55,7 +55,7 @@ class Service:
         if model not in (None, self.name):
             raise Refused(404, "there is no such model: see /v1/models", "model", "model_not_found")
 
-    def messages(self, given: Sequence[Message]) -> list[Json]:
+    def messages(self, given: Sequence[Said | Answered]) -> list[Json]:
         """A conversation as templates want it: text, not parts; arguments as objects."""
         out = []
         for m in given:
@@ -63,9 +63,9 @@ class Service:
             parts = m.content if isinstance(m.content, list) else []
             said["content"] = "".join(p.text for p in parts) if parts else m.content or ""
             for field in ("name", "tool_call_id"):
-                if (value := getattr(m, field)) is not None:
+                if (value := getattr(m, field, None)) is not None:
                     said[field] = value
-            if m.tool_calls:
+            if isinstance(m, Answered) and m.tool_calls:
                 called = [c.model_dump() for c in m.tool_calls]
                 for c in called:
                     c["function"]["arguments"] = _object(c["function"]["arguments"])
@@ -82,7 +82,7 @@ class Service:
         ids = self.desk.tokenizer.encode_chat(messages, tools=tools or None)
         params = body.params(
             self._most(body.max_completion_tokens or body.max_tokens, len(ids)),
-            (body.top_logprobs or 0) if body.logprobs else None,
+            body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None,
         )
         kept = body.kv_policy or ""
         system = self.desk.tokenizer.system_tokens(messages) if "protect=system" in kept else 0
@@ -91,7 +91,7 @@ class Service:
         def saying(replies: list[Reply]) -> Saying:
             hear = self.way if tools else None
             choices = [
-                ChatChoice(self.desk.tokenizer, i, bool(body.logprobs), Ear(hear) if hear else None)
+                ChatChoice(self.desk.tokenizer, i, params.logprobs is not None, Ear(hear) if hear else None)
                 for i in range(len(replies))
             ]
             object = "chat.completion"
@@ -119,7 +119,7 @@ class Service:
             return form.lark(self.way.grammar(functions))
         if wanted is None or wanted.type == "text":
             return None
-        return form.schema(wanted.json_schema.schema_ if wanted.json_schema else {"type": "object"})
+        return form.schema(wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else {"type": "object"})
 
     def completion(self, body: CompletionBody, key: Key) -> tuple[list[Ask], Callable[[list[Reply]], Saying]]:
         """Texts that go on. Raises Refused or ValueError."""

@@ -38,7 +38,7 @@ class Tokenizer:
     ):
         """`path` is for complaints, `tokens` are the texts of bos_token and the like; `bos`, `eos` go around a text."""
         self.path, self.stop_ids, self.template = path, stop_ids, template
-        self._core, self._tokens, self._bos, self._eos = core, dict(tokens or {}), list(bos), list(eos)
+        self._core, self.tokens, self._bos, self._eos = core, dict(tokens or {}), list(bos), list(eos)
         self.special_ids = frozenset(i for i, t in core.get_added_tokens_decoder().items() if t.special)
         self._pieces = Pieces(core, self.special_ids, *_decoder(core))
 
@@ -91,7 +91,7 @@ class Tokenizer:
     def _template(self) -> Template:
         if self.template is None:
             raise ValueError("this model has no chat template: give it raw text")
-        return Template(self.template, self._tokens)
+        return Template(self.template, self.tokens)
 
     def encode_chat(
         self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None

@@ -1,0 +1,35 @@
+"""What is promised at /openapi.json is what is done, whatever is sent: schemathesis asks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retain.server.limits import Limits
+from tests.server.conftest import ENGINE, serving
+
+# A schema cannot say which policies, JSON schemas and lengths make sense: those that do not are 400, as it does say.
+UNSAID = "positive_data_acceptance"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One that gives short answers only: long ones show nothing more."""
+    with serving(engine={**ENGINE, "context": 256}, limits=Limits(tokens=8, choices=2)) as up:
+        yield up
+
+
+def test_what_is_promised_is_done(server, tmp_path):
+    command = [Path(sys.executable).parent / "schemathesis", "run", f"{server.url.removesuffix('/v1')}/openapi.json"]
+    options = ["--seed", "1", "--max-examples", "8", "--request-timeout", "60"]
+    options += ["--phases", "examples,coverage,fuzzing", "--exclude-checks", UNSAID, "--generation-database", "none"]
+    done = subprocess.run(
+        [*command, *options],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert "10 passed" in done.stdout
