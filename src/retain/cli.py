@@ -114,6 +114,7 @@ def serve(args: argparse.Namespace) -> int:
         limits=Limits(**chosen(args, LIMITS)),
         cors=args.cors or (),
         drafters=list(dict.fromkeys([*(args.drafter or []), "ngram", "self"])),
+        inspect=args.inspect,
         metrics_prefix=args.metrics_prefix,
         drain_s=args.drain_s,
     )

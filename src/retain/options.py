@@ -166,6 +166,7 @@ def parser() -> Parser:
     limit("--upload-s", type=float, metavar="S", help="for a call to come (default 30)")
     limit("--answer-s", type=float, metavar="S", help="for an answer, from its call to its end (default 600)")
     limit("--pin-s", type=float, metavar="S", help="a prompt may be pinned for (default 3600)")
+    served.add_argument("--inspect", action="store_true", help="a page at /inspect that shows what is kept")
     served.add_argument("--metrics-prefix", default="retain_", metavar="P", help="vllm: is for dashboards of vLLM's")
     served.add_argument("--drain-s", type=int, default=300, metavar="S", help="for what runs, once told to end")
     cache = commands.add_parser("cache", help="look after a store of --tier disk", allow_abbrev=False)

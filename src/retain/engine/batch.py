@@ -46,7 +46,9 @@ def collect(shares: Sequence[Share], cache: Cache) -> Batch:
     )
     rows = batch.rows.tolist()
     before = cache.reuse.awaited(rows, batch.starts.tolist()) if cache.reuse else None
-    return replace(batch, observe=observe(shares), before=before, after=cache.lend(rows))
+    return replace(
+        batch, observe=observe(shares), before=before, after=cache.lend(rows, [s.request.witness for s in shares])
+    )
 
 
 def flat(

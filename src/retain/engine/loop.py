@@ -131,6 +131,8 @@ class Engine:
             if not request.rereads:
                 if request.computed >= len(request.prompt):
                     self._fork(request)
+                if request.witness:
+                    request.witness.told(self.cache, request.row, request.computed)
                 self.cache.settle(request.row, request.computed, max(request.owed, 0))
 
     def _fork(self, request: Request) -> None:
@@ -150,6 +152,8 @@ class Engine:
 
     def _end(self, request: Request) -> None:
         if request.row is not None:
+            if request.witness:
+                request.witness.look(self.cache, request.row, request.computed)
             request.owned, request.held = self.cache.owned(request.row), self.cache.held(request.row)
         self.scheduler.drop(request)
         self.drafting.drop(request)

@@ -22,6 +22,7 @@ from torch import Tensor
 from retain.engine.rounds import Rounds
 from retain.kv.budget import Budget, Watch
 from retain.kv.policies import Policy
+from retain.kv.witness import Witness
 
 Watcher = Callable[[int], bool]  # told every new token; True ends the request
 Reader = Callable[[Tensor], None]  # told logits [n, V] as they are computed; good until it returns
@@ -135,6 +136,7 @@ class Request:
     salt: str = ""  # whose texts it may share prefixes with
     speculate: str = ""  # who drafts for it, of those that the engine knows by name; "" is its own
     form: Form | None = None  # what its answer may be
+    witness: Witness | None = None  # for people who look at what it keeps
     scored: bool = False  # its reader sees the logits before every token of the prompt too, but for the first
 
     id: int = field(default_factory=itertools.count().__next__)
@@ -145,7 +147,7 @@ class Request:
     mark: int = 0  # where others could go on if it left something there
     drafts: list[int] = field(default_factory=list)  # guesses of its next tokens, to be verified in the next step
     guess: Tensor | None = None  # p [K, V] that they were drawn from; None: they were certain
-    fade: float | None = None  # of masses that somebody wants who drafts, where the policy wants none
+    fade: float | None = None  # of masses that somebody wants who drafts or looks, where the policy wants none
     rounds: Rounds = field(default_factory=Rounds)
     read: int = field(default=0, init=False)  # tokens whose logits its reader has seen; below 0: of the prompt
     reread: int = 0  # tokens of the prompt that were read again; their slots are forgotten
@@ -214,9 +216,10 @@ class Request:
 
     def watch(self, places: NDArray[np.int32]) -> Watch | None:
         """What its fresh tokens leave on slots, certain ones at these places in the text."""
-        if isinstance(self.policy, Budget):
-            return self.policy.watch(places, self.max_tokens)
-        return None if self.fade is None else Watch(np.ones(len(places), np.float32), decay=self.fade)
+        watch = self.policy.watch(places, self.max_tokens) if isinstance(self.policy, Budget) else None
+        if watch or self.fade is None:
+            return watch
+        return Watch(np.ones(len(places), np.float32), decay=self.fade)
 
     @property
     def noise_seed(self) -> int:

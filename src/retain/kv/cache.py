@@ -39,6 +39,7 @@ from retain.kv.needs import UNBOUNDED, Needs, Shape
 from retain.kv.policies import Policy
 from retain.kv.pool import Pool
 from retain.kv.reuse import Prefix, Reuse
+from retain.kv.witness import Witness
 
 Ints = NDArray[np.int32]
 
@@ -214,18 +215,17 @@ class Cache(Needs):
                 slots[keeper.layers[:, None], :, mine] = holes.transpose(0, 2, 1)
         return slots
 
-    def lend(self, rows: Sequence[int]) -> Callable[[int], None] | None:
+    def lend(self, rows: Sequence[int], witnesses: Sequence[Witness | None]) -> Callable[[int], None] | None:
         """Before a step: whose prompt goes layer by layer looks at borrowed pages. Who computes calls what this returns
         when a layer has looked; None: there is no need.
         """
-        keepers = [k for row in rows if (k := self.keepers.get(row)) and k.layered]
+        pairs = zip(rows, witnesses, strict=True)
+        keepers = [k.lend(witness) for row, witness in pairs if (k := self.keepers.get(row)) and k.layered]
 
         def after(layer: int) -> None:
             for keeper in keepers:
                 keeper.looked(layer)
 
-        for keeper in keepers:
-            keeper.lend()
         return after if keepers else None
 
     def settle(self, row: int, computed: int, owed: int) -> None:

@@ -16,6 +16,7 @@ from retain.kernels import KV
 from retain.kv.budget import Budget
 from retain.kv.forget import Turn, compact, punch, renumber
 from retain.kv.pool import Pool, index
+from retain.kv.witness import Witness
 
 Ints = NDArray[np.int32]
 
@@ -48,6 +49,7 @@ class Keeper:
         self.saved: tuple[Ints, Ints] | None = None  # pages of rings, and copies of what they held
         self.lent: Ints | None = None  # pages for a prompt in one layer, [G, n]
         self.forgot = 0  # slots, of all heads, so far
+        self.witness: Witness | None = None  # of such a step
         self.own: tuple[Ints, Ints] | None = None  # tables [M, G, n] and counts that they stand in for in a step
 
     def forget(self, computed: int) -> bool:
@@ -95,13 +97,15 @@ class Keeper:
             self.kv.pos[index(self.lent)] = -1
         return self.lent is not None
 
-    def lend(self) -> None:
-        """A step begins: every layer finds these pages in its tables."""
+    def lend(self, witness: Witness | None) -> Keeper:
+        """A step begins: every layer finds these pages in its tables. `witness` sees what is forgotten. Itself."""
         assert self.lent is not None
+        self.witness = witness
         self.own = self.pages[self.layers], self.counts[self.layers]
         self.holes = np.zeros((*self.sizes.shape, self.policy.interval), np.int32)
         self.pages[self.layers, :, : self.lent.shape[1]] = self.lent
         self.counts[self.layers] = self.lent.shape[1]
+        return self
 
     def looked(self, layer: int) -> None:
         """A layer has: what it keeps goes into pages of its own. With the last one, the others go back."""
@@ -109,6 +113,8 @@ class Keeper:
         if not len(where):
             return
         assert self.own and self.lent is not None and self.holes is not None
+        if self.witness:
+            self.witness.lent(self.kv, layer, self.lent)
         i, policy, now = int(where[0]), self.policy, self.policy.prompt - 1
         tables, counts = (x[i : i + 1] for x in self.own)
         to = tables[..., : int(counts.max())]

@@ -16,10 +16,11 @@ from starlette.middleware.cors import CORSMiddleware
 from retain import __version__
 from retain.engine.drafting import OFF
 from retain.kv import policies
-from retain.server import schemas
+from retain.server import looking, schemas
 from retain.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TalkBody, TextBody
 from retain.server.errors import Error, Refused, invalid
 from retain.server.guard import Guard
+from retain.server.inspector import Inspector
 from retain.server.keys import Keys
 from retain.server.metrics import Metrics
 from retain.server.service import Service
@@ -37,7 +38,9 @@ WRONG: dict[int | str, Json] = {
 }
 
 
-def app(service: Service, metrics: Metrics, keys: Keys, cors: Sequence[str] = ()) -> FastAPI:
+def app(
+    service: Service, metrics: Metrics, keys: Keys, cors: Sequence[str] = (), inspector: Inspector | None = None
+) -> FastAPI:
     """All of it, for one model."""
     api = FastAPI(title="retain", version=__version__, description=__doc__.split(":")[0], redoc_url=None)
     desk = service.desk
@@ -142,6 +145,8 @@ def app(service: Service, metrics: Metrics, keys: Keys, cors: Sequence[str] = ()
     async def value(request: Request, error: ValueError) -> JSONResponse:
         return Refused(400, " ".join(str(error).split())).response()
 
+    if inspector:
+        looking.routes(api, service.worker, inspector)
     if cors:
         api.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
     api.add_middleware(Guard, keys=keys, limits=service.limits)

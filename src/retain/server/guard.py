@@ -16,7 +16,8 @@ from retain.server.errors import Refused
 from retain.server.keys import Keys
 from retain.server.limits import Limits
 
-OPEN = ("/health", "/ready", "/docs", "/openapi.json", "/inspect", "/inspect/")  # these tell nothing of anybody
+PAGES = ("/inspect", "/inspect/inspect.css", "/inspect/inspect.js")
+OPEN = ("/health", "/ready", "/docs", "/openapi.json", *PAGES)  # these tell nothing of anybody
 log = logging.getLogger("retain")
 
 

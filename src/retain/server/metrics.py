@@ -57,6 +57,9 @@ class Metrics:
 
     # ---- as it happens, in the engine's thread: see worker.Observer --------------------------------------------------
 
+    def began(self, request: Request, owner: str) -> None:
+        """Nothing is counted before it ends."""
+
     def stepped(self, took: float, ready: Sequence[Request]) -> None:
         """A step took so many seconds, and these requests got tokens."""
         self.steps.observe(took)

@@ -16,6 +16,7 @@ import uvicorn
 from retain.kv.span import unbound
 from retain.llm import LLM
 from retain.server.app import app
+from retain.server.inspector import Inspector
 from retain.server.keys import Keys
 from retain.server.limits import Limits
 from retain.server.metrics import Metrics
@@ -36,6 +37,7 @@ class Place:
     limits: Limits = field(default_factory=Limits)
     cors: Sequence[str] = ()
     drafters: Sequence[str] = ()
+    inspect: bool = False  # /inspect is there; watching costs a little
     metrics_prefix: str = "retain_"  # vllm: makes dashboards for vLLM show us
     drain_s: int = 300  # for what runs to end, once nobody new is let in
 
@@ -73,9 +75,12 @@ async def _serve(make: Callable[[], LLM], place: Place, told: Callable[[Draining
             await worker.call(partial(llm.draft, drafter))
         metrics = Metrics(llm, place.metrics_prefix)
         worker.observers.append(metrics)
+        inspector = Inspector(llm) if place.inspect else None
+        if inspector:
+            worker.observers.append(inspector)
         service = Service(llm, worker, place.limits, place.name, place.drafters)
         config = uvicorn.Config(
-            app(service, metrics, place.keys, place.cors),
+            app(service, metrics, place.keys, place.cors, inspector),
             host=place.host,
             port=place.port,
             log_level="warning",

@@ -25,7 +25,11 @@ log = logging.getLogger("retain")
 
 
 class Observer(Protocol):
-    """Who counts what happens. Called in the engine's thread."""
+    """Who counts or looks at what happens. Called in the engine's thread."""
+
+    def began(self, request: Request, owner: str) -> None:
+        """Somebody asks; it is not in the queue yet."""
+        ...
 
     def stepped(self, took: float, ready: Sequence[Request]) -> None:
         """A step took so many seconds, and these requests got tokens."""
@@ -209,6 +213,9 @@ class Worker:
     def _add(self, order: Order) -> None:
         if self.broken:
             raise Failed(self.broken)
+        for observer in self.observers:
+            for reply in order.replies:
+                observer.began(reply.request, order.owner)
         self._engine.add(*(reply.request for reply in order.replies))
         self._orders |= {reply.request: (order, i) for i, reply in enumerate(order.replies)}
 

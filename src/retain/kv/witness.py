@@ -1,0 +1,78 @@
+"""What the tokens of one text receive, layer by layer and head by head, and which are forgotten: for people who look.
+
+It is told when something may be about to be forgotten, and looks at the slots; what is gone keeps the mass that it had
+when it was last seen. Pages that are shared show what everybody gave to them; layers that slide are not observed, for
+what they forget is known. What is not known here: who looks, what the tokens say.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retain.kernels import KV, NO_WINDOW
+from retain.kv.pool import index
+
+if TYPE_CHECKING:
+    from retain.kv.cache import Cache
+
+OFTEN = 0.2, 16  # seconds, and tokens, from one look to the next, where no budget is about to forget
+
+
+class Witness:
+    """Of a text in a cache of L layers and G kv heads. `mass` float32 and `held` bool are [L, G, T]."""
+
+    def __init__(self, layers: int, heads: int):
+        self.mass = np.zeros((layers, heads, 0), np.float32)
+        self.held = np.zeros((layers, heads, 0), bool)
+        self.observed = np.ones(layers, bool)  # layers
+        self._next = 0.0
+
+    def told(self, cache: Cache, row: int, computed: int) -> None:
+        """So many tokens of this row are computed, and it is to settle."""
+        keeper = cache.keepers.get(row)
+        late = monotonic() >= self._next or computed - self.held.shape[-1] >= OFTEN[1]
+        if late or (keeper is not None and computed >= keeper.due):
+            self.look(cache, row, computed)
+
+    def look(self, cache: Cache, row: int, computed: int) -> None:
+        """What is there now."""
+        self._next = monotonic() + OFTEN[0]
+        n = int(cache.counts[row].max())
+        owned = np.arange(n) < cache.counts[row][..., None]  # [L, G, n]
+        pages = index(cache.pages[row][..., :n][owned])
+        pos = cache.kv.pos[pages].numpy()  # [pages, S]
+        mass = cache.kv.mass[pages].sum(1).numpy()  # [pages, S]
+        layer, head = (np.broadcast_to(x[:, None], pos.shape) for x in np.nonzero(owned)[:2])
+        there = (pos >= 0) & (pos < computed)
+        self._grow(computed)
+        self.mass[layer[there], head[there], pos[there]] = mass[there]
+        there &= computed - 1 - pos < cache.window[row][layer]
+        self.observed = cache.window[row] == NO_WINDOW
+        self.held[:] = False
+        self.held[layer[there], head[there], pos[there]] = True
+
+    def lent(self, kv: KV, layer: int, pages: NDArray[np.int32]) -> None:
+        """What a prompt gave in pages [G, n] that one layer after the other uses; there it soon forgets."""
+        pos = kv.pos[index(pages)].flatten(1).numpy()  # [G, n S]
+        mass = kv.mass[index(pages)].sum(2).flatten(1).numpy()
+        head, place = np.nonzero(pos >= 0)
+        self._grow(int(pos.max(initial=-1)) + 1)
+        self.mass[layer, head, pos[head, place]] = mass[head, place]
+
+    def _grow(self, tokens: int) -> None:
+        more = tokens - self.mass.shape[-1]
+        if more > 0:
+            room = [(0, 0), (0, 0), (0, more)]
+            self.mass, self.held = np.pad(self.mass, room), np.pad(self.held, room)
+
+    def scores(self, layer: int | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Of each token the mass that it received, and the share of heads that hold it, [T]: of a layer, or of all."""
+        chosen = slice(None) if layer is None else slice(layer, layer + 1)
+        seen = self.observed if layer is None and self.observed.any() else chosen
+        mass: NDArray[np.float32] = self.mass[seen].mean((0, 1))
+        held: NDArray[np.float32] = self.held[chosen].mean((0, 1), dtype=np.float32)
+        return mass, held

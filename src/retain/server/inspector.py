@@ -1,0 +1,156 @@
+"""The inspector: what live and finished requests keep, token by token; the pool as a map; tiers; tokens a second.
+
+It watches some requests from their beginning on, and remembers those that ended last. Whoever has a key sees that key's
+requests only; the map tells nothing of texts. What is not known here: HTTP, how it looks (page/).
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import time
+from typing import Any
+
+import numpy as np
+
+from retain.engine.request import Request
+from retain.kv import policies
+from retain.kv.census import STATES, census, kinds
+from retain.kv.witness import Witness
+from retain.llm import LLM
+
+LIVE, ENDED = 16, 16  # requests that are watched at once, and that are remembered
+CELLS = 1024  # of the map
+
+
+@dataclass(eq=False)
+class Watched:
+    """A request, and who asked."""
+
+    request: Request
+    owner: str
+    witness: Witness
+    began: float = field(default_factory=time)
+    pieces: list[str] = field(default_factory=list)  # its tokens as text, as far as they were asked for
+
+
+class Inspector:
+    """Of one engine. All of it is for the engine's thread."""
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self.live: dict[int, Watched] = {}
+        self.ended_: deque[Watched] = deque(maxlen=ENDED)
+        self.tokens = 0  # of answers, since the start
+
+    # ---- as it happens: see worker.Observer ------------------------------------------------------------------------
+
+    def began(self, request: Request, owner: str) -> None:
+        """Watch it, if not too many are watched."""
+        if len(self.live) < LIVE:
+            spec = self.llm.spec
+            request.witness, request.fade = Witness(spec.layers, spec.kv_heads), 1.0
+            self.live[request.id] = Watched(request, owner, request.witness)
+
+    def stepped(self, took: float, ready: Sequence[Request]) -> None:
+        """So many more tokens."""
+        self.tokens += len(ready)
+
+    def ended(self, request: Request) -> None:
+        """It is remembered."""
+        if (watched := self.live.pop(request.id, None)) and request.computed:
+            self.ended_.append(watched)
+
+    # ---- when somebody looks ---------------------------------------------------------------------------------------
+
+    def state(self, owner: str) -> dict[str, Any]:
+        """Everything but texts and scores."""
+        cache, scheduler = self.llm.cache, self.llm.engine.scheduler
+        found, (state, holder) = census(cache), kinds(cache)
+        mine = self._mine(owner)
+        rows = {w.request.row: w.request.id for w in mine if w.request.row is not None}
+        return {
+            "time": time(),
+            "tokens": self.tokens,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "requests": [self._line(w) for w in mine],
+            "states": STATES,
+            "pages": found.pages,
+            "page_bytes": found.page_bytes,
+            "slots": found.slots,
+            "holes": found.holes,
+            "map": _map(state[1:], holder[1:], rows),
+            "tiers": found.tiers,
+            "prefixes": found.prefixes,
+            "layers": self.llm.spec.layers,
+            "heads": self.llm.spec.kv_heads,
+            "windows": [None if w > 2**30 else int(w) for w in cache.windows(self.llm.policy)],
+        }
+
+    def look(self, number: int, owner: str, layer: int | None) -> dict[str, Any] | None:
+        """One request, its tokens as text, the mass that each received and the share of heads that hold it."""
+        watched = self._find(number, owner)
+        if not watched:
+            return None
+        request, witness = watched.request, watched.witness
+        if request.row is not None and request.computed:
+            witness.look(self.llm.cache, request.row, request.computed)
+        tokenizer = self.llm.tokenizer
+        for token in request.tokens[len(watched.pieces) :]:
+            watched.pieces.append(tokenizer.piece(token).decode(errors="replace"))
+        mass, held = witness.scores(layer)
+        return {
+            **self._line(watched),
+            "tokens": watched.pieces,
+            "mass": [round(float(x), 5) for x in mass],
+            "held": [round(float(x), 4) for x in held],
+        }
+
+    def token(self, number: int, owner: str, place: int) -> dict[str, Any] | None:
+        """One token of it: the mass in every layer and head, and where it is held, [L][G]."""
+        watched = self._find(number, owner)
+        if not watched or not 0 <= place < watched.witness.mass.shape[-1]:
+            return None
+        mass, held = watched.witness.mass[..., place], watched.witness.held[..., place]
+        return {"mass": np.round(mass.astype(float), 5).tolist(), "held": held.tolist()}
+
+    def _mine(self, owner: str) -> list[Watched]:
+        """The newest first, live ones before those that ended."""
+        everyone = [*reversed(self.live.values()), *reversed(self.ended_)]
+        return [w for w in everyone if w.owner == owner]
+
+    def _find(self, number: int, owner: str) -> Watched | None:
+        return next((w for w in self._mine(owner) if w.request.id == number), None)
+
+    def _line(self, watched: Watched) -> dict[str, Any]:
+        request = watched.request
+        return {
+            "id": request.id,
+            "began": watched.began,
+            "policy": policies.text(request.policy),
+            "prompt": len(request.prompt),
+            "length": len(request.tokens),
+            "computed": request.computed,
+            "cached": request.cached,
+            "preempted": request.preempted,
+            "state": request.why.value if request.why else "running" if request.row is not None else "waiting",
+            "pages": request.held if request.why or request.row is None else self.llm.cache.held(request.row),
+            "system": request.system,
+        }
+
+
+def _map(state: np.ndarray[Any, Any], holder: np.ndarray[Any, Any], rows: dict[int, int]) -> dict[str, Any]:
+    """Pages [P] in at most CELLS cells: of each the share of pages in every state, 0..255, and who holds most of it."""
+    n = min(CELLS, len(state))
+    cell = np.arange(len(state)) * n // len(state)
+    counts = np.zeros((n, len(STATES)), np.int64)
+    np.add.at(counts, (cell, state), 1)
+    shares = (255 * counts / counts.sum(1, keepdims=True)).round().astype(np.uint8)
+    first = np.full(n, -1, np.int64)
+    held = holder >= 0
+    first[cell[held]] = holder[held]
+    owners = [rows.get(int(row), -1) if row >= 0 else -1 for row in first]
+    return {"cells": n, "shares": b64encode(shares.tobytes()).decode(), "owners": owners}

@@ -1,0 +1,178 @@
+"""The inspector: what it tells of a request is what the cache holds; and the page, in a browser where there is one."""
+
+import shutil
+import threading
+
+import httpx
+import numpy as np
+import pytest
+
+from retain.kv.census import STATES, census, kinds
+from retain.server.keys import Keys
+from tests.rig import prompts, request, rig, steps
+from tests.server.conftest import ENGINE, KEYS, serving
+
+STORY = "Once upon a time there was a lamp that nobody could put out, and the people of the town came to see it. " * 4
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["full", "ring:window=24", "h2o:budget=24,interval=4", "sinks:budget=30", "h2o:budget=24,prefill=stream,chunk=32"],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_witness_sees_what_is_held(family, policy):
+    """After every step: the positions that the slots hold and queries may see; and what is gone keeps its mass."""
+    from retain.kv.witness import Witness
+
+    engine = rig(family, step_tokens=48)
+    asked = [request(p, 30, policy) for p in prompts(3, longest=90)]
+    L, G = len(engine.cache.shape.windows), engine.cache.shape.kv_heads
+    for r in asked:
+        r.witness, r.fade = Witness(L, G), 1.0
+        engine.add(r)
+    before = {r: (np.zeros((L, G, 0), bool), np.zeros((L, G, 0))) for r in asked}
+    for _ in steps(engine):
+        for r in asked:
+            if r.row is None or not r.computed:
+                continue
+            r.witness.look(engine.cache, r.row, r.computed)
+            window = engine.cache.window[r.row]
+            for layer, heads in enumerate(engine.cache.positions(r.row)):
+                for head, there in enumerate(heads):
+                    seen = [p for p in there if r.computed - 1 - p < window[layer]]
+                    assert np.flatnonzero(r.witness.held[layer, head]).tolist() == seen
+            gone, had = before[r]
+            assert (r.witness.mass[..., : gone.shape[-1]][gone] == had[gone]).all(), "what is gone receives no more"
+            before[r] = ~r.witness.held, r.witness.mass.copy()
+    for r in asked:
+        mass, seen = r.witness.mass, r.witness.observed
+        assert mass.shape[-1] == r.computed and mass[seen][..., 0].min(initial=1) > 0 and not mass[~seen].any()
+        assert seen.any() == (not policy.startswith("ring"))
+
+
+def test_a_prompt_that_goes_layer_by_layer_is_seen_whole():
+    from retain.kv.witness import Witness
+
+    engine = rig("llama", step_tokens=128)
+    (text,) = prompts(1, seed=3, longest=1) and [list(range(100))]
+    seen = []
+    for prefill in ("exact", "layers"):
+        r = request(text, 4, f"h2o:budget=20,prefill={prefill}")
+        r.witness = Witness(3, 2)
+        engine.add(r)
+        while not r.first_token:
+            engine.step()
+        seen.append(r.witness.mass[..., :100].copy())
+        engine.cancel(r)
+    assert np.allclose(seen[0], seen[1], rtol=1e-5) and seen[0].min() > 0
+
+
+def test_looking_changes_no_token():
+    from retain.kv.witness import Witness
+
+    answers = []
+    for watched in (False, True):
+        engine = rig("qwen2")
+        asked = [
+            request(p, 20, policy)
+            for p, policy in zip(prompts(3), ["full", "h2o:budget=30", "sinks:budget=30"], strict=True)
+        ]
+        for r in asked:
+            if watched:
+                r.witness, r.fade = Witness(3, 2), 1.0
+            engine.add(r)
+        for _ in steps(engine):
+            pass
+        answers.append([r.answer for r in asked])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("prefix", ["off", "exact"])
+def test_a_census_counts_every_page_once(prefix):
+    engine = rig("gemma3_text", prefix=prefix, n_rows=8, pages=3000)
+    asked = [
+        request(p, 20, q)
+        for p, q in zip(prompts(5), ["full", "h2o:budget=30", "full", "ring:window=20", "sinks:budget=16"], strict=True)
+    ]
+    for r in asked:
+        engine.add(r)
+    kindly = set()
+    for _ in steps(engine):
+        found, (state, holder) = census(engine.cache), kinds(engine.cache)
+        pool = engine.cache.pool
+        assert sum(found.pages.values()) == engine.cache.total_pages
+        assert found.pages["free"] == pool.free
+        assert found.pages["shared"] == int((pool.refs > 1).sum())
+        held = sum(found.slots.values()) + found.holes
+        assert held == engine.cache.total_pages * engine.cache.page_size
+        rows = {r.row for r in asked if r.row is not None}
+        assert set(holder[holder >= 0].tolist()) <= rows
+        kindly |= {STATES[s] for s in np.unique(state)}
+    assert {"free", "full", "ring", "budgeted"} <= kindly and ("cached" in kindly) == (prefix == "exact")
+
+
+# ---- over HTTP -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def open_():
+    with serving(engine={**ENGINE, "dtype": "bfloat16"}, inspect=True) as up:
+        yield up
+
+
+def ask(server, tokens, policy="h2o:budget=40", prompt=STORY):
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "kv_policy": policy}
+    return httpx.post(f"{server.url}/completions", json={**body, "ignore_eos": True}, timeout=60).json()
+
+
+def test_without_being_asked_for_there_is_no_inspector(server):
+    assert httpx.get(f"{server.url.removesuffix('/v1')}/inspect").status_code == 404
+
+
+def test_one_key_does_not_see_anothers_requests():
+    with serving(engine=ENGINE, inspect=True, keys=Keys(KEYS)) as up:
+        root, (ann, bob) = up.url.removesuffix("/v1"), ({"Authorization": f"Bearer {k}"} for k in KEYS.values())
+        body = {"model": "smollm2", "prompt": "A secret", "max_tokens": 2}
+        assert httpx.post(f"{up.url}/completions", json=body, headers=ann, timeout=60).status_code == 200
+        (mine,) = httpx.get(f"{root}/inspect/state", headers=ann).json()["requests"]
+        assert httpx.get(f"{root}/inspect/state", headers=bob).json()["requests"] == []
+        for path in ("", "/tokens/0"):
+            assert httpx.get(f"{root}/inspect/requests/{mine['id']}{path}", headers=ann).status_code == 200
+            assert httpx.get(f"{root}/inspect/requests/{mine['id']}{path}", headers=bob).status_code == 404
+            assert httpx.get(f"{root}/inspect/requests/{mine['id']}{path}").status_code == 401
+        assert httpx.get(f"{root}/inspect").status_code == 200  # the page itself tells nothing
+
+
+def test_the_page(open_, tmp_path):
+    """It loads, goes on while a stream runs, a click on a token shows its scores, and nobody else is asked anything."""
+    sync = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    chromium = shutil.which("chromium") or pytest.skip("no chromium")
+    with sync.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page, root = browser.new_page(), open_.url.removesuffix("/v1")
+        wrong, asked = [], []
+        page.on("console", lambda m: wrong.append(m.text))
+        page.on("pageerror", lambda e: wrong.append(str(e)))
+        page.on("request", lambda r: asked.append(r.url))
+        page.goto(f"{root}/inspect")
+        stream = threading.Thread(target=ask, args=(open_, 700))
+        stream.start()
+        page.wait_for_selector("#text .t.answer")
+        first = page.locator("#text .t").count()
+        page.locator("#text .t").nth(first + 5).wait_for()
+        stream.join()
+        sync.expect(page.locator("#requests button span").first).to_contain_text("length")
+        page.locator("#text .t").nth(5).click()
+        page.wait_for_selector("#token:not([hidden])")
+        assert "heads keep it" in page.locator("#token-says").inner_text()
+        page.locator("#text").focus()
+        page.keyboard.press("ArrowRight")
+        sync.expect(page.locator("#token-name")).to_contain_text("Token 6")
+        struck = page.locator("#text .t").evaluate_all("x => x.filter(t => Number(t.dataset.gone) > 0.9).length")
+        assert struck > 50, "a budget of 40 forgets most of it"
+        page.select_option("#layer", "3")
+        sync.expect(page.locator("#summary")).to_contain_text("In layer 3")
+        page.click("#theme")
+        assert page.evaluate("document.documentElement.dataset.theme") in ("dark", "light")
+        assert not wrong and all(url.startswith(root) for url in asked)
+        browser.close()
