@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/retain/kernels/cpu/*.cpp src/retain/kernels/cpu/*.h)
 PROMPT ?= What is a key-value cache in a language model? Answer in two sentences.
 
-.PHONY: run test lint fmt bench clean
+.PHONY: run test lint fmt bench serve clean
 .DEFAULT_GOAL := run
 
 run: .venv/installed
@@ -15,16 +15,19 @@ test: lint
 	$(BIN)/python -m pytest
 
 lint: .venv/installed-dev
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools examples
+	$(BIN)/ruff format --check src tests tools examples
 	$(BIN)/mypy
 
 fmt: .venv/installed-dev
-	$(BIN)/ruff check --fix src tests tools
-	$(BIN)/ruff format src tests tools
+	$(BIN)/ruff check --fix src tests tools examples
+	$(BIN)/ruff format src tests tools examples
 
 bench: .venv/installed
 	$(BIN)/retain bench speed --model smollm2
+
+serve: .venv/installed-serve
+	$(BIN)/retain serve --model smollm2 --inspect
 
 # torch is pinned here and not in the package: a range would fetch gigabytes of CUDA on a machine that wants none.
 .venv/torch:
@@ -40,6 +43,10 @@ bench: .venv/installed
 
 .venv/installed: .venv/torch .venv/models $(SOURCES)
 	$(PIP) install -e .
+	@touch $@
+
+.venv/installed-serve: .venv/installed
+	$(PIP) install -e '.[serve]'
 	@touch $@
 
 .venv/installed-dev: .venv/installed

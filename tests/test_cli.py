@@ -123,7 +123,10 @@ def bad_inputs(tmp_path):
     yield RUN, "prompt"
     yield ("run", hello), "--model"
     yield ("bench", "speed", "--model", "smollm2", "--workloads", "short-9"), "short-1"
-    yield ("serve",), "serve"
+    yield ("serve",), "--model"
+    yield ("chat", "--url", "nowhere"), "http"
+    yield ("chat", "--url", "http://127.0.0.1:1/v1"), "refused"
+    yield ("chat", "--url", "http://127.0.0.1:1/v1", "--dtype", "float32"), "--dtype"
 
 
 def test_bad_input_gets_one_line_and_exit_code_2(capsys, tmp_path):

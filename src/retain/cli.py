@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,8 @@ def load(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
     """The engine and the parameters that a command asks for. Parameters are checked before the model is loaded."""
     from retain.engine.request import SamplingParams
 
+    if not hasattr(args, "model"):
+        raise ValueError("which model? --model takes smollm2, gemma3, a .gguf file, a Hugging Face folder, or a hub id")
     params = SamplingParams(**chosen(args, SAMPLING))
     from retain.llm import LLM
 
@@ -79,21 +81,54 @@ def run(args: argparse.Namespace) -> int:
 
 def chat(args: argparse.Namespace) -> int:
     """`retain chat`: read a line, stream the answer, remember both. An empty line or Ctrl-D ends it."""
+    if args.url:
+        return chat_with(args)
     llm, params = load(args)
-    messages = [{"role": "system", "content": args.system}] if args.system else []
+
+    def answer(messages: list[dict[str, str]]) -> str:
+        ids = llm.tokenizer.encode_chat(messages)
+        answer = show(llm, ids, fit(llm, params, len(ids)))
+        closing_line(answer)
+        return answer.text
+
+    converse(args.system, answer)
+    llm.close()
+    return 0
+
+
+def chat_with(args: argparse.Namespace) -> int:
+    """The same with a server."""
+    from retain.client import Client
+
+    asked = (*SAMPLING, "kv_policy", "speculate")
+    if wrong := [name for name in ENGINE if hasattr(args, name) and name not in asked]:
+        raise ValueError(f"--{wrong[0].replace('_', '-')} is the server's to choose, not for --url")
+    client, options = Client(args.url, getattr(args, "model", None)), chosen(args, asked)
+
+    def answer(messages: list[dict[str, str]]) -> str:
+        pieces = []
+        for piece in client.stream(messages, options):
+            print(piece, end="", flush=True)
+            pieces.append(piece)
+        print(flush=True)
+        return "".join(pieces)
+
+    converse(args.system, answer)
+    return 0
+
+
+def converse(system: str | None, answer: Callable[[list[dict[str, str]]], str]) -> None:
+    """Line by line, until an empty one or the end."""
+    messages = [{"role": "system", "content": system}] if system else []
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             line = ""
         if not line.strip():
-            llm.close()
-            return 0
+            return
         messages.append({"role": "user", "content": line})
-        ids = llm.tokenizer.encode_chat(messages)
-        answer = show(llm, ids, fit(llm, params, len(ids)))
-        messages.append({"role": "assistant", "content": answer.text})
-        closing_line(answer)
+        messages.append({"role": "assistant", "content": answer(messages)})
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -106,6 +141,8 @@ def serve(args: argparse.Namespace) -> int:
     from retain.server.limits import Limits
     from retain.server.serve import Place, serve
 
+    if not hasattr(args, "model"):
+        raise ValueError("which model? give --model")
     place = Place(
         host=args.host,
         port=args.port,

@@ -24,9 +24,7 @@ def parser() -> Parser:
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="run | chat | serve | bench | cache")
     shared = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    shared.add_argument(
-        "--model", required=True, help="smollm2, gemma3, a .gguf file, a Hugging Face folder, or a hub id"
-    )
+    shared.add_argument("--model", help="smollm2, gemma3, a .gguf file, a Hugging Face folder, or a hub id")
     shared.add_argument("--dtype", help="bfloat16 (default) or float32")
     shared.add_argument("--weights", metavar="W", help="auto (default: as the file has them), bf16, int8 or int4")
     shared.add_argument(
@@ -83,6 +81,7 @@ def parser() -> Parser:
     run.add_argument("--json", action="store_true", help="one JSON object on standard output")
     chat = commands.add_parser("chat", parents=[shared, drawing], help="talk in the terminal", allow_abbrev=False)
     chat.add_argument("--system", help="a system message")
+    chat.add_argument("--url", help="talk to a server, such as http://127.0.0.1:8000/v1 (key: $OPENAI_API_KEY)")
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
     kinds = bench.add_subparsers(
         dest="bench", required=True, metavar="speed | budget | quality | speculate | prefix | serve"

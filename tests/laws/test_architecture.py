@@ -27,6 +27,7 @@ STOREYS = {
     "kv": 6,
     "kernels": 7,
     "options": 7,
+    "client": 7,
     "config": 8,
 }
 

@@ -1,0 +1,41 @@
+"""The dashboard asks for what there is, and every metric is on it."""
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+APART = {
+    "page_bytes",
+    "tier_pages",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "prefix_evicted_idle_seconds",
+}
+APART |= {"pages", "request_time_per_output_token_seconds"}  # the same as another panel, seen otherwise
+
+
+def test_the_dashboard_asks_for_what_there_is(server):
+    httpx.post(f"{server.url}/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 2}, timeout=60)
+    text = httpx.get(f"{server.url.removesuffix('/v1')}/metrics").text
+    there = set(re.findall(r"^# TYPE retain_(\w+) (?:counter|gauge|histogram)", text, re.M))
+    panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
+    asked = {m for p in panels for t in p.get("targets", ()) for m in re.findall(r"retain_(\w+)", t["expr"])}
+    known = there | {f"{m}_bucket" for m in there}
+    assert asked <= known, asked - known
+    bare = {m.removesuffix("_bucket") for m in asked}
+    created = {m for m in there if m.endswith("_created")}
+    assert there - bare - created == APART
+
+
+def test_what_is_deployed_is_what_the_command_takes():
+    """Options in the unit and the image are options of `retain serve`."""
+    from retain.options import parser
+
+    for name in ("retain.service", "Dockerfile"):
+        text = (DEPLOY / name).read_text()
+        command = re.search(r"bin/retain (serve .*)", text)[1]
+        args = parser().parse_args(re.sub(r"\$\{?\w+\}?", "9", command.replace('"', "")).split())
+        assert args.command == "serve" and args.tier[0].startswith("disk:")
