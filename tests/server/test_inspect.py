@@ -159,7 +159,7 @@ def test_the_page(open_, tmp_path):
         stream.start()
         page.wait_for_selector("#text .t.answer")
         first = page.locator("#text .t").count()
-        page.locator("#text .t").nth(first + 5).wait_for()
+        page.locator("#text .t").nth(first + 5).wait_for(state="attached")
         stream.join()
         sync.expect(page.locator("#requests button span").first).to_contain_text("length")
         page.locator("#text .t").nth(5).click()
