@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import os
 import pkgutil
 import re
@@ -117,14 +118,29 @@ def amount(text: str) -> Amount:
         if not 0 < share <= 1:
             raise ValueError(f"{text} is not between 0 and 100%")
         return Amount(share=share)
-    if int(text) < 1:
-        raise ValueError(f"{text} is not at least 1")
+    if not 1 <= int(text) <= MOST:
+        raise ValueError(f"{text} is not from 1 to {MOST}")
     return Amount(tokens=int(text))
 
 
 Size = int  # bytes; as a text it has units
 
-KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "Amount": amount, "Size": size}
+MOST = 2**28  # of what is counted: sums of a few stay in 32 bits
+
+
+def _bounded(text: str) -> int:
+    if not -MOST <= int(text) <= MOST:
+        raise ValueError(text)
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(text)
+    return float(text)
+
+
+KINDS: dict[str, Callable[[str], Any]] = {"int": _bounded, "float": _finite, "Amount": amount, "Size": size}
 
 
 def options(cls: type, name: str, given: dict[str, str]) -> Any:

@@ -101,6 +101,8 @@ class Desk:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are checked. Raises ValueError."""
+        if isinstance(prompt, str) and len(prompt) > self.context * max(self.tokenizer.longest, 4):
+            raise ValueError(f"a text of {len(prompt)} characters exceeds the context of {self.context}: shorten it")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._known(ids)
         if not ids:
@@ -149,7 +151,7 @@ class Desk:
             salt=ask.salt,
             speculate=ask.speculate or "",
             form=self.words.form(ask.form) if ask.form else None,
-            scored=ask.scored and i == 0,
+            scored=ask.scored,
         )
         drafted = self.drafted if ask.speculate is None else ask.speculate != OFF
         return Reply(request, self.tokenizer.stream(params.stop), drafted)

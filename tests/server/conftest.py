@@ -1,6 +1,7 @@
 """A server of SmolLM2 on a port of its own, for all of these tests; and others with options of their own."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,10 @@ def serving(model: str = "smollm2", engine: dict[str, Any] = ENGINE, **place: An
 def balanced(server: Draining) -> None:
     """The accountant finds nothing, and nobody holds anything."""
     cache = server.service.llm.cache
+    deadline = time.monotonic() + 10
+    while server.service.llm.engine.busy or server.service.gate.inside:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     cache.check()
     if cache.reuse:
         cache.reuse.tree.unpin()
@@ -51,7 +56,7 @@ def balanced(server: Draining) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Draining]:
-    with serving() as up:
+    with serving(limits=Limits(tokens=250)) as up:
         yield up
 
 

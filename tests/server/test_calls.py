@@ -41,7 +41,7 @@ TOOL = {
 
 
 def heard(kind, pieces):
-    ear, said, calls = Ear(way(TEMPLATES[kind])), "", []
+    ear, said, calls = Ear(way(TEMPLATES[kind]), {"find", "now"}), "", []
     for piece in pieces:
         text, more = ear.hear(piece)
         said, calls = said + text, calls + more

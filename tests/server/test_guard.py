@@ -238,7 +238,7 @@ def line(server):
         yield client
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bodies())
 def test_what_is_malformed_is_refused_and_costs_nothing(server, line, asked):
     path, text = asked

@@ -205,7 +205,8 @@ def test_tokens_and_back(server, client, llm):
     ("field", "value", "says"),
     [
         ("temperature", 3, "temperature"),
-        ("max_tokens", 10**6, "context"),
+        ("max_tokens", 10**6, "tokens"),
+        ("messages", [{"role": "user", "content": "word " * 5000}], "context"),
         ("kv_policy", "nothing:x=1", "unknown KV policy"),
         ("kv_policy", "h2o", "needs budget"),
         ("speculate", "draft:model=/etc/passwd", "speculate is one of"),

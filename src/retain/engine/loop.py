@@ -138,7 +138,8 @@ class Engine:
     def _fork(self, request: Request) -> None:
         """Its followers begin, each with a copy of the prompt's slots; or, where there is no room, later and alone."""
         assert request.row is not None
-        for follower in request.followers:
+        followers, request.followers = request.followers, []
+        for follower in followers:
             if follower.why is None:
                 follower.row = self.cache.fork(request.row, follower.policy, follower.computed)
                 if follower.row is None:
@@ -148,7 +149,6 @@ class Engine:
                 self.scheduler.running.append(follower)
                 if not follower.rereads:
                     self.cache.settle(follower.row, follower.computed, follower.owed)
-        request.followers = []
 
     def _end(self, request: Request) -> None:
         if request.row is not None:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.engine.form import Form
 from retain.engine.rounds import Rounds
 from retain.kv.budget import Budget, Watch
 from retain.kv.policies import Policy
@@ -26,18 +26,6 @@ from retain.kv.witness import Witness
 
 Watcher = Callable[[int], bool]  # told every new token; True ends the request
 Reader = Callable[[Tensor], None]  # told logits [n, V] as they are computed; good until it returns
-
-
-class Form(Protocol):
-    """What an answer may be: JSON, say. It follows the answer token by token."""
-
-    def allow(self, logits: Tensor, drafts: Sequence[int]) -> None:
-        """Make -inf, in place, what may not come next, in logits [K + 1, V]; row i comes behind i of K drafts."""
-        ...
-
-    def push(self, token: int) -> bool:
-        """It came. True: nothing can follow."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -104,6 +92,7 @@ class Why(Enum):
     STOP = "stop"  # a stop token, a stop string, the end of text
     LENGTH = "length"
     CANCELLED = "cancelled"
+    FAILED = "failed"  # at following its form
 
 
 @dataclass(frozen=True)
@@ -217,9 +206,9 @@ class Request:
     def watch(self, places: NDArray[np.int32]) -> Watch | None:
         """What its fresh tokens leave on slots, certain ones at these places in the text."""
         watch = self.policy.watch(places, self.max_tokens) if isinstance(self.policy, Budget) else None
-        if watch or self.fade is None:
+        if watch or (self.fade is None and not self.witness):
             return watch
-        return Watch(np.ones(len(places), np.float32), decay=self.fade)
+        return Watch(np.ones(len(places), np.float32), decay=self.fade or 1.0)
 
     @property
     def noise_seed(self) -> int:
@@ -309,12 +298,11 @@ class Request:
             self.tokens.append(token)
             if logprob:
                 self.logprobs.append(logprob)
-            if token in self.stop_ids or (self.watcher is not None and self.watcher(token)) or self._formed(token):
+            if token in self.stop_ids or (self.watcher is not None and self.watcher(token)):
                 self.why = Why.STOP
+            elif self.form and self.form.push(token):
+                self.why = Why.FAILED if self.form.broken else Why.STOP
             elif len(self.tokens) - len(self.prompt) >= self.max_tokens:
                 self.why = Why.LENGTH
             if self.why:
                 break
-
-    def _formed(self, token: int) -> bool:
-        return self.form is not None and self.form.push(token)

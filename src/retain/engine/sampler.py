@@ -94,8 +94,9 @@ def penalise(logits: Tensor, tokens: Sequence[int], answer: Sequence[int], param
     if answer and (params.presence_penalty or params.frequency_penalty):
         seen, times = torch.unique(torch.tensor(answer), return_counts=True)
         logits[seen] -= params.presence_penalty + params.frequency_penalty * times
-    for token, bias in params.bias:
-        logits[token] += bias
+    if params.bias:
+        which, bias = zip(*params.bias, strict=True)
+        logits.index_add_(0, torch.tensor(which), torch.tensor(bias))
 
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

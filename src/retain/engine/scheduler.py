@@ -89,8 +89,9 @@ class Scheduler:
         queue = len(self.waiting)
         yield from sorted(self.running, key=lambda r: (r.owed > 1, r.id))
         while self.waiting and len(self.waiting) <= queue and self._admissible(self.waiting[0]):
-            request = self.waiting.pop(0)
+            request = self.waiting[0]
             request.row = self.purse.open(request.policy, request.owed)
+            self.waiting.pop(0)
             self.running.append(request)
             if self.purse.reuse:
                 again = request.preempted > 0
@@ -158,7 +159,7 @@ class Scheduler:
         """It has ended or is cancelled: its pages go back at once."""
         if request in self.waiting:
             self.waiting.remove(request)
-        elif request in self.running:
+        if request in self.running:
             self._leave(request)
 
     def _leave(self, request: Request) -> None:

@@ -117,7 +117,7 @@ class Cache(Needs):
 
     def open(self, policy: Policy, owed: int) -> int:
         """A row for a request that owes `owed` tokens. It owns no pages yet."""
-        row = self.rows.pop()
+        row = self.rows[-1]
         self.window[row] = self.windows(policy)
         self.capacity[row] = self.capacities(self.window[row], min(owed, self.step_tokens))
         self.base[row] = self.counts[row] = self.peaks[row] = self.paid[row] = 0
@@ -131,6 +131,7 @@ class Cache(Needs):
             self.capacity[row, layers] = min(policy.slots_of_prompt, (self.pages.shape[3] - SPARE) * self.page_size)
             if policy.prompt > policy.size:  # streams all at once: chunks come into holes
                 self.spare[row, layers] = UNBOUNDED if policy.prefill == "stream" else policy.interval
+        self.rows.pop()  # nothing has failed
         return row
 
     def fork(self, row: int, policy: Policy, computed: int) -> int | None:

@@ -147,9 +147,15 @@ def app(
 
     if inspector:
         looking.routes(api, service.worker, inspector)
-    if cors:
-        api.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
     api.add_middleware(Guard, keys=keys, limits=service.limits)
+    if cors:  # outermost, so that web pages can read what the guard refuses
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
     api.openapi = lambda: described(api, service, bool(keys))  # type: ignore[method-assign]
     return api
 

@@ -30,10 +30,16 @@ class Body(BaseModel):
         return {k: _int(v) for k, v in data.items()} if isinstance(data, dict) else data
 
 
-def _int(x: Any) -> Any:
-    if isinstance(x, list):
-        return [_int(y) for y in x]
+def _int(x: Any, deep: int = 2) -> Any:
+    if isinstance(x, list) and deep:
+        return [_int(y, deep - 1) for y in x]
     return int(x) if isinstance(x, float) and x.is_integer() else x
+
+
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=1024),
+]
 
 
 class StreamOptions(Body):
@@ -77,9 +83,7 @@ class Drawing(Extras):
     seed: Seed | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
-        None
-    )
+    logit_bias: Biases | None = Field(None, description="By token id")
 
     def params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The same for the engine. Raises ValueError."""

@@ -8,7 +8,7 @@ HTTP, tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Way:
         """The calls that are written between `begin` and `end`; None where it is something else."""
         try:
             found = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         calls = []
         for each in found if isinstance(found, list) else [found]:
@@ -62,7 +62,7 @@ class Way:
                 return None
             given = each.get(self.arguments, each.get("arguments", each.get("parameters", {})))
             calls.append(Call(each["name"], given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)))
-        return calls
+        return calls or None
 
 
 def way(template: str) -> Way | None:
@@ -77,10 +77,10 @@ def way(template: str) -> Way | None:
 
 
 class Ear:
-    """Hears an answer as it comes, and tells what is said from what is called. What is no call after all is said."""
+    """Hears an answer as it comes, and tells what is said from what is called. What calls none of `tools` is said."""
 
-    def __init__(self, way: Way):
-        self._way, self._held, self._inside = way, "", not way.begin
+    def __init__(self, way: Way, tools: Collection[str]):
+        self._way, self._tools, self._held, self._inside = way, tools, "", not way.begin
 
     def hear(self, text: str) -> tuple[str, list[Call]]:
         """More of the answer: what of it is certainly said, and calls that are complete."""
@@ -92,7 +92,7 @@ class Ear:
                     break  # to the end of the answer
                 body, self._held = self._held.split(self._way.end, 1)
                 self._inside = False
-                found = self._way.read(body)
+                found = self._read(body)
                 if found is None:
                     said += self._way.begin + body + self._way.end
                 else:
@@ -112,10 +112,14 @@ class Ear:
         held, self._held = self._held, ""
         if not self._inside:
             return held, []
-        found = self._way.read(held) if held.strip() else None
+        found = self._read(held) if held.strip() else None
         if found is not None:
             return "", found
         return (self._way.begin + held if held else ""), []
+
+    def _read(self, text: str) -> list[Call] | None:
+        calls = self._way.read(text)
+        return calls if calls and all(c.name in self._tools for c in calls) else None
 
 
 def _overlap(text: str, mark: str) -> int:

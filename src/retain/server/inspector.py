@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import time
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class Inspector:
         self.live: dict[int, Watched] = {}
         self.ended_: deque[Watched] = deque(maxlen=ENDED)
         self.tokens = 0  # of answers, since the start
+        self._counted: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     # ---- as it happens: see worker.Observer ------------------------------------------------------------------------
 
@@ -51,12 +53,15 @@ class Inspector:
         """Watch it, if not too many are watched."""
         if len(self.live) < LIVE:
             spec = self.llm.spec
-            request.witness, request.fade = Witness(spec.layers, spec.kv_heads), 1.0
+            request.witness = Witness(spec.layers, spec.kv_heads)
             self.live[request.id] = Watched(request, owner, request.witness)
 
     def stepped(self, took: float, ready: Sequence[Request]) -> None:
         """So many more tokens."""
-        self.tokens += len(ready)
+        for request in ready:
+            answered = len(request.tokens) - len(request.prompt)
+            self.tokens += answered - self._counted.get(request, 0)
+            self._counted[request] = answered
 
     def ended(self, request: Request) -> None:
         """It is remembered."""

@@ -69,8 +69,8 @@ def read(file: Path | None, environment: Mapping[str, str]) -> Keys:
         if name in named:
             raise ValueError(f"two API keys are named {name!r}")
         named[name] = parts[-1]
-    if file and not named:
-        raise ValueError(f"{file} has no API key")
+    if not named and (file or VARIABLE in environment):
+        raise ValueError(f"{file or '$' + VARIABLE} has no API key")
     return Keys(named)
 
 

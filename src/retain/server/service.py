@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from retain.desk import Ask, Reply
 from retain.engine.drafting import OFF
+from retain.kv import policies
 from retain.llm import LLM
 from retain.server import calls
 from retain.server.bodies import Answered, ChatBody, CompletionBody, Drawing, Said, SchemaFormat
@@ -81,7 +82,7 @@ class Service:
         messages = self.messages(body.messages)
         ids = self.desk.tokenizer.encode_chat(messages, tools=tools or None)
         params = body.params(
-            self._most(body.max_completion_tokens or body.max_tokens, len(ids)),
+            self._most(body, body.max_completion_tokens or body.max_tokens, len(ids)),
             body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None,
         )
         kept = body.kv_policy or ""
@@ -89,9 +90,9 @@ class Service:
         ask = replace(self._ask(ids, body, key), params=params, system=system, form=self._form(body, tools))
 
         def saying(replies: list[Reply]) -> Saying:
-            hear = self.way if tools else None
+            hear, names = self.way if tools else None, {t["function"]["name"] for t in tools}
             choices = [
-                ChatChoice(self.desk.tokenizer, i, params.logprobs is not None, Ear(hear) if hear else None)
+                ChatChoice(self.desk.tokenizer, i, params.logprobs is not None, Ear(hear, names) if hear else None)
                 for i in range(len(replies))
             ]
             object = "chat.completion"
@@ -129,7 +130,7 @@ class Service:
         asks = [
             replace(
                 self._ask(ids, body, key),
-                params=body.params(self._most(max(tokens, 1), len(ids), body.max_tokens is None), body.logprobs),
+                params=body.params(self._most(body, max(tokens, 1), len(ids), body.max_tokens is None), body.logprobs),
                 scored=scored,
             )
             for ids in prompts
@@ -170,34 +171,48 @@ class Service:
         salt = f"{key.salt}/{body.cache_salt or ''}" if key.salt or body.cache_salt else ""
         return Ask(ids, kv_policy=body.kv_policy, speculate=body.speculate, salt=salt)
 
-    def _most(self, asked: int | None, prompt: int, fit: bool = False) -> int | None:
+    def _most(self, body: Drawing, asked: int | None, prompt: int, fit: bool = False) -> int | None:
         """New tokens of an answer, under the server's own bound. `fit`: nobody asked for so many, so fewer will do."""
         bound = self.limits.tokens
-        if bound is None and not fit:
+        if asked is not None and not fit:
+            if bound is not None and asked > bound:
+                raise Refused(
+                    400, f"{asked} tokens are more than this server gives in an answer, {bound}", "max_tokens"
+                )
             return asked
-        if asked is not None and not fit and bound is not None and asked > bound:
-            raise Refused(400, f"{asked} tokens are more than this server gives in one answer, {bound}", "max_tokens")
-        longest = self.desk.longest_answer(prompt) if prompt < self.desk.context else 1
+        policy = policies.parse(body.kv_policy) if body.kv_policy else None
+        longest = self.desk.longest_answer(prompt, policy) if prompt < self.desk.context else 1
         return min(x for x in (asked, bound, longest) if x is not None)
 
     async def answer(
         self, body: Drawing, n: int, key: Key, meant: Callable[[], tuple[list[Ask], Callable[[list[Reply]], Saying]]]
     ) -> Response:
         """`n` answers to a call, as `meant` understands it. Raises Refused."""
+        until = asyncio.get_running_loop().time() + self.limits.answer_s
+        order: Order | None = None
         with ExitStack() as inside:
             inside.enter_context(self.gate.enter(key.name, n))
             try:
                 # In another thread: a long text takes a while, and streams must not wait for it.
                 replies, saying = await asyncio.to_thread(self._open, meant)
                 order = Order(replies, key.name, body.pin or 0.0)
-                await self.worker.give(order)
+                async with asyncio.timeout_at(until):
+                    await self.worker.give(order)
             except ValueError as error:
                 raise Refused(400, " ".join(str(error).split())) from None
+            except RecursionError:
+                raise Refused(400, "the body is nested too deep") from None
             except Failed as error:
-                raise Refused(503, str(error)) from None
+                raise Refused(error.status, str(error)) from None
+            except BaseException as error:  # hung up, or told to end
+                if order:
+                    self.worker.cancel(order)
+                if isinstance(error, TimeoutError):
+                    raise Refused(408, "the answer took too long") from None
+                raise
             # From here on the answer lets go of it, however it ends.
-            said, seconds = saying(replies), self.limits.answer_s
-            return Spoken(self.worker, self.name, seconds, order, said, bool(body.stream), inside.pop_all())
+            said = saying(replies)
+            return Spoken(self.worker, self.name, until, order, said, bool(body.stream), inside.pop_all())
 
     def _open(
         self, meant: Callable[[], tuple[list[Ask], Callable[[list[Reply]], Saying]]]
@@ -209,5 +224,5 @@ class Service:
 def _object(arguments: str) -> Any:
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments

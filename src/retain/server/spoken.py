@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from retain.desk import Desk
+from retain.engine.request import Request, Why
 from retain.server.errors import Refused
 from retain.server.shapes import ChatChoice, CompletionChoice, Json
 from retain.server.worker import Failed, News, Order, Worker
@@ -36,6 +37,9 @@ class Saying:
     usage: bool  # at the end of a stream
 
 
+GRACE = 5.0  # seconds to tell somebody that it is too late
+
+
 class Gone(Exception):
     """Who asked does not listen any more."""
 
@@ -44,11 +48,11 @@ class Spoken(Response):
     """An order's answers, whole or as server-sent events. Who hangs up ends it."""
 
     def __init__(
-        self, worker: Worker, model: str, seconds: float, order: Order, saying: Saying, stream: bool, inside: ExitStack
+        self, worker: Worker, model: str, until: float, order: Order, saying: Saying, stream: bool, inside: ExitStack
     ):
-        """`model` is its name; after so many seconds it is too late; `inside` is left when all is said."""
+        """`model` is its name; after `until`, on the loop's clock, it is too late; `inside` is left at the end."""
         super().__init__()
-        self.worker, self.seconds, self.order, self.saying = worker, seconds, order, saying
+        self.worker, self.until, self.order, self.saying = worker, until, order, saying
         self.stream, self.inside = stream, inside
         self.head = {
             "id": f"{saying.prefix}{uuid4().hex}",
@@ -59,19 +63,22 @@ class Spoken(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        loop = asyncio.get_running_loop()
         with self.inside:
-            error = Refused(408, f"no answer in {self.seconds:g} seconds")
-            late = loop.call_later(self.seconds, self.order.fail, error)
+            late = asyncio.get_running_loop().call_at(self.until, self._late)
             left = asyncio.create_task(self._listen(receive))
             try:
-                await (self._stream(scope, receive, send) if self.stream else self._whole(scope, receive, send))
-            except Gone:
+                async with asyncio.timeout_at(self.until + GRACE):  # who does not read is not waited for either
+                    await (self._stream(scope, receive, send) if self.stream else self._whole(scope, receive, send))
+            except (Gone, TimeoutError):
                 pass
             finally:
                 late.cancel()
                 left.cancel()
                 self.worker.cancel(self.order)
+
+    def _late(self) -> None:
+        self.worker.cancel(self.order)
+        self.order.fail(Refused(408, "the answer took too long"))
 
     async def _listen(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -82,6 +89,8 @@ class Spoken(Response):
         left = len(self.order.replies)
         while left:
             news = await self.order.wait()
+            if any(n.why is Why.FAILED for n in news):
+                raise Refused(400, "the form of the answer is too complex to be followed", "response_format")
             yield news
             left -= sum(n.why is not None for n in news)
 
@@ -126,10 +135,12 @@ class Spoken(Response):
 
 def usage(order: Order, saying: Saying) -> Json:
     """Tokens of an order that has ended: each prompt once."""
-    prompts = {id(r.request.prompt): r.request for r in order.replies}
-    asked = sum(len(r.prompt) for r in prompts.values())
+    prompts: dict[int, list[Request]] = {}
+    for reply in order.replies:
+        prompts.setdefault(id(reply.request.prompt), []).append(reply.request)
+    asked = sum(len(rs[0].prompt) for rs in prompts.values())
     said = sum(c.tokens for c in saying.choices)
-    details = {"cached_tokens": sum(r.cached for r in prompts.values())}
+    details = {"cached_tokens": sum(max(r.cached for r in rs) for rs in prompts.values())}
     if order.pinned:
         details["pinned_tokens"] = order.pinned
     return {
@@ -151,4 +162,4 @@ def cost(desk: Desk, order: Order) -> list[Json]:
 
 
 def _refusal(error: Exception) -> Refused:
-    return error if isinstance(error, Refused) else Refused(500, str(error))
+    return error if isinstance(error, Refused) else Refused(getattr(error, "status", 500), str(error))

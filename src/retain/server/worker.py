@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from time import perf_counter
 from typing import Protocol, TypeVar
 
@@ -40,8 +41,16 @@ class Observer(Protocol):
         ...
 
 
+GOING = "the server is going away"
+BROKEN = "the engine has failed and takes no more requests"
+
+
 class Failed(Exception):
-    """An order that the engine could not finish, through no fault of whoever gave it."""
+    """An order that the engine could not finish, through no fault of whoever gave it. `status`: as HTTP says it."""
+
+    def __init__(self, why: str, status: int = 500):
+        super().__init__(why)
+        self.status = status
 
 
 class News:
@@ -103,6 +112,8 @@ class Worker:
         self._ready: Future[LLM] = Future()
         self.observers: list[Observer] = []
         self.broken: str | None = None  # why the engine is not to be trusted any more
+        self.closed: Failed | None = None  # why nobody is let in any more
+        self._over = False  # the thread obeys nobody any more
 
     # ---- from the event loop -----------------------------------------------------------------------------------
 
@@ -125,7 +136,11 @@ class Worker:
         done: Future[T] = Future()
 
         def act() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
+                if self._over:
+                    raise self.closed or Failed(GOING, 503)
                 result = f()
             except BaseException as error:
                 done.set_exception(error)
@@ -133,16 +148,19 @@ class Worker:
                 done.set_result(result)
 
         self._inbox.put(act)
+        if self._over:
+            self._answer()
         return await asyncio.wrap_future(done)
 
     def refuse(self) -> None:
         """Who has not begun is refused: the server is to end."""
 
         def act() -> None:
+            self.closed = Failed(GOING, 503)
             begun = {r for r in self._orders if r.row is not None or r.first_token}
             waiting = {order for order, _ in self._orders.values()} - {self._orders[r][0] for r in begun}
             for order in waiting:
-                self._fail(order, Failed("the server is going away"))
+                self._fail(order, self.closed)
 
         self._inbox.put(act)
 
@@ -156,17 +174,23 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            llm = self._make()
+            self.llm = self._make()
         except BaseException as error:
             self._ready.set_exception(error)
             return
-        self.llm, self._engine = llm, llm.engine
-        self._ready.set_result(llm)
-        while self._obey():
-            self._step()
+        self._engine = self.llm.engine
+        self._ready.set_result(self.llm)
+        try:
+            while self._obey():
+                self._step()
+        except BaseException:
+            log.critical("the engine's thread failed", exc_info=True)
+            self.broken = BROKEN
+        self.closed, self._over = self.closed or Failed(self.broken or GOING, 503), True
         for order in {order for order, _ in self._orders.values()}:
-            self._fail(order, Failed("the server is going away"))
-        llm.close()
+            self._loop.call_soon_threadsafe(order.fail, self.closed)
+        self._answer()
+        self.llm.close()
 
     def _obey(self) -> bool:
         """Whatever was asked for; where there is nothing to step for, wait for it. False: to end."""
@@ -181,6 +205,13 @@ class Worker:
             act()
             idle = False
 
+    def _answer(self) -> None:
+        """Who asked when it was too late is told so."""
+        with suppress(queue.Empty):
+            while True:
+                if act := self._inbox.get_nowait():
+                    act()
+
     def _step(self) -> None:
         if not self._engine.busy:
             return
@@ -191,14 +222,14 @@ class Worker:
             self._recover(error)
             return
         self._tell(ready)
-        took = perf_counter() - began
-        for observer in self.observers:
-            observer.stepped(took, ready)
+        self._observe(lambda observer: observer.stepped(perf_counter() - began, ready))
 
     def _tell(self, ready: Sequence[Request]) -> None:
         """Who waits for these, all at once: waking the event loop costs more than what it is told."""
         orders = set()
         for request in ready:
+            if request not in self._orders:
+                continue
             order, i = self._orders[request]
             order.gather(i)
             if order.pin and self.llm.cache.reuse:
@@ -210,14 +241,21 @@ class Worker:
         if orders:
             self._loop.call_soon_threadsafe(_wake, orders)
 
-    def _add(self, order: Order) -> None:
-        if self.broken:
-            raise Failed(self.broken)
+    def _observe(self, told: Callable[[Observer], None]) -> None:
+        """Whoever counts or looks must not harm who is counted."""
         for observer in self.observers:
-            for reply in order.replies:
-                observer.began(reply.request, order.owner)
+            try:
+                told(observer)
+            except Exception:
+                log.exception("an observer failed")
+
+    def _add(self, order: Order) -> None:
+        if self.closed:
+            raise self.closed
         self._engine.add(*(reply.request for reply in order.replies))
         self._orders |= {reply.request: (order, i) for i, reply in enumerate(order.replies)}
+        for reply in order.replies:
+            self._observe(lambda observer, request=reply.request: observer.began(request, order.owner))  # type: ignore[misc]
 
     def _drop(self, order: Order) -> None:
         for reply in order.replies:
@@ -227,26 +265,31 @@ class Worker:
 
     def _forget(self, request: Request) -> None:
         del self._orders[request]
-        for observer in self.observers:
-            observer.ended(request)
+        self._observe(lambda observer: observer.ended(request))
 
     def _fail(self, order: Order, why: Failed) -> None:
-        self._drop(order)
         self._loop.call_soon_threadsafe(order.fail, why)
+        self._drop(order)
 
     def _recover(self, error: Exception) -> None:
-        """A step failed: nobody knows for whom. Those that ran end; those that wait go on, if the accounts balance."""
+        """A step failed: nobody knows for whom. Those that ran end, and those that it lost; where nobody ran, the next
+        one, so that it goes on. Those that wait go on, if the accounts balance.
+        """
         log.exception("a step failed", exc_info=error)
-        for request in list(self._engine.scheduler.running):
-            if request in self._orders:
-                self._fail(self._orders[request][0], Failed("the engine failed at this answer, or at one beside it"))
+        scheduler = self._engine.scheduler
+        ran = set(scheduler.running) or set(scheduler.waiting[:1])
+        there = {r for held in (*ran, *scheduler.waiting) for r in (held, *held.followers)}
+        gone = {order for r, (order, _) in self._orders.items() if r in ran or r not in there}
+        for order in gone:
+            self._fail(order, Failed("the engine failed at this answer, or at one beside it"))
         try:
             self._engine.cache.check()
         except AssertionError as unbalanced:
             log.critical("the pool's accounts do not balance: %s", unbalanced)
-            self.broken = "the engine has failed and takes no more requests"
+            self.broken = BROKEN
+            self.closed = Failed(BROKEN, 503)
             for order in {order for order, _ in self._orders.values()}:
-                self._fail(order, Failed(self.broken))
+                self._fail(order, self.closed)
 
 
 def _wake(orders: set[Order]) -> None:

@@ -68,14 +68,20 @@ class Form:
 
     def push(self, token: int) -> bool:
         """It came. True: nothing can follow."""
-        return not self._matcher.consume_token(token) or self._matcher.is_stopped()
+        over: bool = not self._matcher.consume_token(token) or self._matcher.is_stopped()
+        return over
+
+    @property
+    def broken(self) -> bool:
+        """It became too much to follow: what was said so far is not of this form."""
+        return bool(self._matcher.is_error())
 
 
 def schema(wanted: Mapping[str, Any] | bool) -> str:
     """The grammar of JSON of this schema. Raises ValueError."""
     from llguidance import LLMatcher
 
-    if _deep(wanted) > DEEP:
+    if _deep(wanted):
         raise ValueError(f"the schema is nested more than {DEEP} deep")
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(wanted))
@@ -105,9 +111,9 @@ class _Wrapped:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode(errors="replace"), ends=False)
 
 
-def _deep(x: Any) -> int:
+def _deep(x: Any, most: int = DEEP) -> bool:
     kids = x.values() if isinstance(x, dict) else x if isinstance(x, list) else ()
-    return 1 + max(map(_deep, kids), default=0)
+    return most < 0 or any(_deep(kid, most - 1) for kid in kids)
 
 
 def _line(text: str) -> str:

@@ -65,12 +65,18 @@ class Tokenizer:
         """
         text.encode()  # a lone surrogate fails here, with a ValueError
         with checked(self.path):  # a tokenizer.json may be damaged in a way that shows only now
-            ids: list[int] = self._core.encode(text, add_special_tokens=ends).ids
+            # One text as a batch: then the library lets other threads run meanwhile.
+            ids: list[int] = self._core.encode_batch([text], add_special_tokens=ends)[0].ids
         return [*self._bos, *ids, *self._eos] if ends else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some tokens; special tokens are left out, broken characters are U+FFFD."""
         return self._pieces.text(b"".join(self._pieces[i] for i in ids))
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max((len(self.piece(i)) for i in range(self.vocab_size)), default=1)
 
     def piece(self, token: int) -> bytes:
         """The bytes that one token stands for, special tokens too. Perhaps not a whole character."""

@@ -1,0 +1,170 @@
+"""The engine's thread bears what one request, one caller or one bug does to it: others never wait for ever."""
+
+import asyncio
+import threading
+
+import httpx
+import pytest
+
+from retain.server.limits import Limits
+from tests.server.conftest import ENGINE, serving
+
+STORY = "Once upon a time there was a lamp that nobody could put out, and the people of the town came to see it. " * 8
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with serving(engine={**ENGINE, "max_requests": 4}, limits=Limits(answer_s=20), inspect=True) as up:
+        yield up
+
+
+def post(server, **more):
+    body = {"model": "smollm2", "prompt": STORY, "max_tokens": 4, "ignore_eos": True, **more}
+    return httpx.post(f"{server.url}/completions", json=body, timeout=60)
+
+
+def within(server, f):
+    worker = server.service.worker
+    return asyncio.run_coroutine_threadsafe(worker.call(f), worker._loop)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        f"random:budget=64,seed={10**20}",
+        f"sinks:budget={10**12}",
+        f"sinks:budget=64,sinks={10**13}",
+        "keyformer:budget=64,tau=nan..nan",
+        f"h2o:budget=64,interval={2**28}",
+        f"h2o:budget=64,recent={2**28}",
+        f"ring:window={2**28}",
+        f"snapkv:budget=64,queries={2**28}",
+        f"h2o:budget={2**28},prefill=stream,chunk={2**28}",
+    ],
+)
+def test_a_policy_of_any_size_harms_nobody(alone, policy):
+    said = post(alone, kv_policy=policy, n=2)
+    assert said.status_code in (200, 400), said.text
+    assert post(alone).status_code == 200
+
+
+def test_a_fork_that_fails_fails_alone(alone, monkeypatch):
+    """Two answers to a prompt, one begins as a copy of the other, and that goes wrong."""
+    cache, settle = alone.service.llm.cache, alone.service.llm.cache.settle
+    calls = []
+
+    def fail(row, computed, owed):
+        calls.append(row)
+        if len(calls) == 2:
+            raise RuntimeError("a bug")
+        settle(row, computed, owed)
+
+    monkeypatch.setattr(cache, "settle", fail)
+    assert post(alone, n=2).status_code == 500
+    monkeypatch.undo()
+    assert post(alone, n=2).status_code == 200 and alone.service.worker.broken is None
+
+
+def test_a_thread_that_dies_says_so(monkeypatch):
+    """Whoever waits is told, nobody new is let in, and the tiers are closed."""
+    with serving(engine=ENGINE) as up:
+        dies(up, monkeypatch)
+
+
+def dies(alone, monkeypatch):
+    worker, found = alone.service.worker, []
+    waits = threading.Thread(target=lambda: found.append(post(alone, max_tokens=1500)))
+    waits.start()
+    while not alone.service.llm.engine.busy:
+        pass
+    monkeypatch.setattr(worker, "_tell", lambda ready: 1 / 0)
+    waits.join(20)
+    assert found[0].status_code == 503
+    root = alone.url.removesuffix("/v1")
+    assert httpx.get(f"{root}/health").status_code == 503 and httpx.get(f"{root}/ready").status_code == 503
+    assert post(alone).status_code == 503 and httpx.get(f"{root}/metrics").status_code in (500, 503)
+    for request in list(alone.service.llm.engine.scheduler.running):
+        alone.service.llm.engine.cancel(request)
+
+
+def test_a_caller_that_is_cancelled_harms_nobody(alone):
+    hold = threading.Event()
+    first = within(alone, hold.wait)
+    second = within(alone, lambda: 1)
+    second.cancel()
+    hold.set()
+    assert first.result(10) and within(alone, lambda: 2).result(10) == 2
+    assert post(alone).status_code == 200
+
+
+def test_an_observer_that_fails_harms_nobody(alone, monkeypatch):
+    for name in ("began", "stepped", "ended"):
+        monkeypatch.setattr(alone.service.worker.observers[0], name, lambda *_: 1 / 0)
+    assert post(alone).status_code == 200
+
+
+def test_who_is_refused_is_not_watched(alone):
+    inspector = alone.service.worker.observers[1]
+    for _ in range(3):
+        assert post(alone, max_tokens=100_000).status_code == 400
+    within(alone, lambda: None).result(10)
+    assert not inspector.live
+
+
+def test_an_answer_that_takes_too_long_is_ended():
+    with serving(engine=ENGINE, limits=Limits(answer_s=0.5)) as up:
+        assert post(up, max_tokens=1700).status_code == 408
+        text = post(up, max_tokens=1700, stream=True).text
+        assert text.count("data: {") > 3 and '"timeout_error"' in text.splitlines()[-2] and "[DONE]" not in text
+
+
+def deep(n):
+    return "[" * n + "]" * n
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completions", f'{{"model": "smollm2", "prompt": {deep(900)}}}'),
+        ("/completions", f'{{"model": "smollm2", "prompt": {deep(100_000)}}}'),
+        (
+            "/chat/completions",
+            '{"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "response_format": {"type": '
+            f'"json_schema", "json_schema": {{"schema": {{"enum": {deep(400)}}}}}}}}}',
+        ),
+    ],
+)
+def test_what_is_deep_is_refused(server, path, body):
+    said = httpx.post(f"{server.url}{path}", content=body, headers={"Content-Type": "application/json"}, timeout=60)
+    assert said.status_code == 400, said.text
+
+
+def test_a_form_that_cannot_be_followed_is_no_answer(server):
+    """llguidance gives up at some expressions; half an object must not look like a whole one."""
+    schema = {"type": "string", "pattern": "((a{1,30}){1,30}){1,30}"}
+    asked = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "aaaa"}],
+        "max_tokens": 200,
+        "temperature": 0,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+    }
+    said = httpx.post(f"{server.url}/chat/completions", json=asked, timeout=60)
+    if said.status_code == 200:
+        (choice,) = said.json()["choices"]
+        assert choice["finish_reason"] == "length" or choice["message"]["content"].endswith('"')
+    else:
+        assert said.status_code == 400 and "form" in said.json()["error"]["message"]
+
+
+def test_usage_of_several_answers(server):
+    asked = {"prompt": STORY + "several", "temperature": 0}
+    post(server, **asked)
+    found = [post(server, **asked, n=n).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for n in (1, 2)]
+    assert found[0] == found[1] > 100
+
+
+def test_every_echo_knows_its_prompt(server):
+    said = post(server, prompt="The sea is wide", echo=True, logprobs=1, n=2, seed=1).json()["choices"]
+    first, second = (c["logprobs"]["token_logprobs"][:4] for c in said)
+    assert first[0] is second[0] is None and first[1:] == pytest.approx(second[1:], abs=1e-4)
