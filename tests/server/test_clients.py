@@ -2,6 +2,7 @@
 
 import io
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_a_load_counts_what_it_sends(server):
 
 def test_calls_come_at_their_rate():
     calls = load.poisson(4000, rate=50, prompt=1, new=1)
-    gaps = [b.due - a.due for a, b in zip(calls, calls[1:], strict=False)]
+    gaps = [b.due - a.due for a, b in pairwise(calls)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.1)
     assert sum((g - mean) ** 2 for g in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.2)  # exponential
