@@ -18,8 +18,13 @@ ENGINE = {"kv_memory": "512MiB", "context": 2048, "dtype": "float32"}
 
 
 @contextmanager
-def serving(model: str = "smollm2", engine: dict[str, Any] = ENGINE, **place: Any) -> Iterator[Draining]:
-    """A server in a thread; all its pages are free when it ends, but for those of the prefix tree."""
+def serving(
+    model: str = "smollm2", engine: dict[str, Any] = ENGINE, template: str | None = None, **place: Any
+) -> Iterator[Draining]:
+    """A server in a thread; all its pages are free when it ends, but for those of the prefix tree.
+
+    `template`: for conversations, instead of the model's own.
+    """
     up: list[Draining] = []
     listening = threading.Event()
 
@@ -27,8 +32,13 @@ def serving(model: str = "smollm2", engine: dict[str, Any] = ENGINE, **place: An
         up.append(server)
         listening.set()
 
+    def make() -> LLM:
+        llm = LLM(model, **engine)
+        llm.tokenizer.template = template or llm.tokenizer.template
+        return llm
+
     options = {"port": 0, "name": "smollm2", "drafters": ("ngram", "self"), **place}
-    thread = threading.Thread(target=serve, args=(lambda: LLM(model, **engine), Place(**options), told), daemon=True)
+    thread = threading.Thread(target=serve, args=(make, Place(**options), told), daemon=True)
     thread.start()
     assert listening.wait(120)
     try:

@@ -162,7 +162,9 @@ def test_an_answer_in_a_form(client, speculate):
         client.chat.completions.create(**asked, temperature=0, extra_body={"speculate": s}).choices[0].message.content
         for s in ("off", speculate)
     ]
-    assert cold[0] == cold[1]
+    chunks = client.chat.completions.create(**asked, temperature=0, stream=True, extra_body={"speculate": speculate})
+    cold.append("".join(c.choices[0].delta.content or "" for c in chunks))
+    assert cold[0] == cold[1] == cold[2]
 
 
 def test_any_object(client):
