@@ -101,7 +101,12 @@ class Desk:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are checked. Raises ValueError."""
-        if isinstance(prompt, str) and len(prompt) > self.context * max(self.tokenizer.longest, 4):
+        # Of a text of ordinary length nobody asks how long the longest token is: that takes a while to find.
+        if (
+            len(prompt) > 4 * self.context
+            and isinstance(prompt, str)
+            and len(prompt) > self.context * self.tokenizer.longest
+        ):
             raise ValueError(f"a text of {len(prompt)} characters exceeds the context of {self.context}: shorten it")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._known(ids)

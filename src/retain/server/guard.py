@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -79,8 +78,3 @@ class Guard:
 
     def _large(self) -> Refused:
         return Refused(413, f"the body is larger than {self.limits.body} bytes")
-
-
-def key_of(scope: Scope) -> Any:
-    """Whose call it is."""
-    return scope["state"]["key"]

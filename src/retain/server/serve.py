@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -22,8 +21,6 @@ from retain.server.limits import Limits
 from retain.server.metrics import Metrics
 from retain.server.service import Service
 from retain.server.worker import Worker
-
-log = logging.getLogger("retain")
 
 
 @dataclass(frozen=True)
