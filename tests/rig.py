@@ -46,16 +46,18 @@ def rig(
     drafter: Drafter | None = None,
     prefix: str = "off",
     tiers: Sequence[str] = (),
+    device: torch.device = kernels.CPU,
 ) -> Engine:
     """An engine on tiny_model(family) in float32, with a pool of so many pages."""
     kernel = kernels.load(backend)
-    program = kernel.program()
+    program = kernel.program(torch.float32, device)
     model = models.build(Weights(tiny_source(family), torch.float32), program)
     shape = Shape(model.spec.kv_heads, model.spec.head_dim, model.spec.windows)
     memory = (pages + 1) * kernels.page_bytes(page_size, shape.head_dim, torch.float32, columns)
     turn = model.ropes[0].moved if model.ropes else None
     cache = Cache(
-        shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn, parse(prefix)
+        *(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn, parse(prefix)),
+        device,
     )
     if tiers and cache.reuse:
         sleep = build.stores(cache.reuse.chosen, all_of(tiers), cache, model.spec, family.encode())
@@ -63,13 +65,15 @@ def rig(
         cache.reuse.below(sleep)
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     if drafter:
-        drafter.join(Target(runner, cache, lambda *_: other(family, kernel, context, n_rows), lambda _: runner))
+        drafter.join(Target(runner, cache, lambda *_: other(family, kernel, context, n_rows, device), lambda _: runner))
     return Engine(runner, cache, step_tokens, drafter)
 
 
-def other(family: str, kernel: ModuleType, context: int, n_rows: int) -> tuple[Runner, Cache]:
+def other(
+    family: str, kernel: ModuleType, context: int, n_rows: int, device: torch.device = kernels.CPU
+) -> tuple[Runner, Cache]:
     """The same model once more, with a cache of its own."""
-    engine = rig(family, backend=kernel.__name__.rpartition(".")[2], context=context, n_rows=n_rows)
+    engine = rig(family, backend=kernel.__name__.rpartition(".")[2], context=context, n_rows=n_rows, device=device)
     return engine.runner, engine.cache
 
 

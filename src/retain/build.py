@@ -14,6 +14,7 @@ from xxhash import xxh3_128
 from retain import models
 from retain.config import Config
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
+from retain.kernels import CPU
 from retain.kv import tiers
 from retain.kv.cache import Cache
 from retain.kv.forget import Turn
@@ -28,14 +29,14 @@ from retain.models.weights import open_weights
 
 
 def model(
-    path: Path, backend: ModuleType, dtype: torch.dtype, weights: str, progress: bool
+    path: Path, backend: ModuleType, dtype: torch.dtype, weights: str, progress: bool, device: torch.device = CPU
 ) -> tuple[Spec, int, Callable[[Cache], Runner], Turn | None]:
     """A model's spec, the bytes of its packed weights (0 where torch computes), its runner, given a cache, and what
     moves its keys, if they are turned.
 
     Where a program computes, nothing of the file outlives this call: room for the cache comes after.
     """
-    program = backend.program()
+    program = backend.program(dtype, device)
     # torch wants a bias or a norm of its input's dtype; a program keeps rows in float32.
     vectors = torch.float32 if program else None
     decoder = models.build(open_weights(path, dtype, weights, progress, vectors), program)
@@ -54,11 +55,13 @@ def cache(
     columns: int = 1,
     turn: Turn | None = None,
     reused: Prefix | None = None,
+    device: torch.device = CPU,
 ) -> Cache:
     """For a model of this spec, of so many bytes, for texts of at most `context` tokens."""
     shape, dtype = Shape(spec.kv_heads, spec.head_dim, spec.windows), getattr(torch, c.dtype)
     return Cache(
-        *(shape, backend, dtype, memory, c.page_size, c.max_requests, context, c.step_tokens, columns, turn, reused)
+        *(shape, backend, dtype, memory, c.page_size, c.max_requests, context, c.step_tokens, columns, turn, reused),
+        device,
     )
 
 
@@ -67,7 +70,8 @@ def sleep(c: Config, reused: Prefix, chosen: Sequence[tiers.Tier], cache: Cache,
     kv, shape = cache.kv, cache.shape
     made = (c.weights, c.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
     # What computes decides the last bits: another processor, or another version of us, has other keys and values.
-    who = cache.backend.__name__, torch.backends.cpu.get_cpu_capability(), version("retain")
+    gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""
+    who = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")
     brand = xxh3_128(repr((made, isinstance(reused, Important), who)).encode())
     if any(isinstance(t, disk.Tier) for t in chosen):  # outlives the process: other weights have others too
         for file in [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]:

@@ -22,6 +22,7 @@ ENGINE = (
     "context",
     "max_requests",
     "backend",
+    "device",
 )
 LIMITS = ("queue", "per_key", "tokens", "choices", "body", "upload_s", "answer_s", "pin_s")
 SAMPLING = (

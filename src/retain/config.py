@@ -36,10 +36,11 @@ class Config:
     step_tokens: int = 512  # fresh tokens of a step, at most
     context: int | None = None  # shorter than the model's own, to plan for less
     backend: str = "auto"
+    device: str = "auto"  # cpu or cuda
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype {self.dtype!r} is not supported: choose float32 or bfloat16")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype {self.dtype!r} is not supported: choose float32, bfloat16 or float16 (on a GPU)")
         check_weights(self.weights, self.dtype)
         for name in ("page_size", "max_requests", "step_tokens", "kv_memory", "context"):
             value = getattr(self, name)
@@ -54,10 +55,15 @@ class Config:
             )
 
 
-def affordable_memory(whole: int) -> int:
-    """The pool's cap where none is chosen, in bytes: 4 GiB, or `whole` (one request of the longest context) where that
-    is more, but at most half of the memory that is free now. K and V cost nothing until they are written.
+def affordable_memory(whole: int, gpu: int | None = None) -> int:
+    """The pool's cap where none is chosen, in bytes. On a GPU 85 % of the memory that is free there, `gpu`: steps want
+    some, and recorded ones keep it.
+
+    On a CPU 4 GiB, or `whole` (one request of the longest context) where that is more, but at most half of the memory
+    that is free now; K and V cost nothing there until they are written.
     """
+    if gpu is not None:
+        return int(0.85 * gpu)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(free // 2, max(4 * 2**30, whole))
 

@@ -49,10 +49,11 @@ class LLM:
         if below and not reused:
             raise ValueError("prefix=off keeps nothing: there is nothing for a tier")
         drafter = drafters.parse(c.speculate) if c.speculate else None
-        backend = kernels.load(c.backend)
+        self.device = kernels.device(c.device)
+        backend = kernels.load(c.backend, self.device)
         dtype: torch.dtype = getattr(torch, c.dtype)
         path = find(model)
-        self.spec, self.weight_bytes, runner, turn = build.model(path, backend, dtype, c.weights, progress)
+        self.spec, self.weight_bytes, runner, turn = build.model(path, backend, dtype, c.weights, progress, self.device)
         spec = self.spec
         self.tokenizer = Tokenizer.open(path)
         if c.context and c.context > spec.context:
@@ -61,9 +62,10 @@ class LLM:
         self.columns = spec.heads // spec.kv_heads if getattr(self.policy, "per_query", False) else 1  # of masses
         whole = spec.layers * spec.kv_heads * -(-self.context // c.page_size)  # pages
         memory = c.kv_memory or affordable_memory(
-            whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype, self.columns)
+            whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype, self.columns),
+            torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None,
         )
-        self.cache = build.cache(c, spec, backend, memory, self.context, self.columns, turn, reused)
+        self.cache = build.cache(c, spec, backend, memory, self.context, self.columns, turn, reused, self.device)
         if self.cache.reuse and reused and (below or isinstance(reused, reuse.Important)):
             self.cache.reuse.below(build.sleep(c, reused, below, self.cache, spec, path))
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens, drafter)
@@ -97,7 +99,7 @@ class LLM:
         check_weights(weights, self.config.dtype)
         if name and not self.tokenizer.same(Tokenizer.open(path)):
             raise ValueError(f"{name} has another vocabulary than {self.config.model}, so it cannot guess its tokens")
-        spec, _, runner, _ = build.model(path, self.cache.backend, self.cache.kv.dtype, weights, False)
+        spec, _, runner, _ = build.model(path, self.cache.backend, self.cache.kv.dtype, weights, False, self.device)
         return spec, runner
 
     def _another(self, name: str, weights: str) -> tuple[Runner, Cache]:
@@ -106,7 +108,7 @@ class LLM:
         pages = self.cache.pool.n_pages // (self.spec.layers * self.spec.kv_heads) + 1  # of a head
         page = kernels.page_bytes(c.page_size, spec.head_dim, self.cache.kv.dtype)
         memory = pages * spec.layers * spec.kv_heads * page
-        cache = build.cache(c, spec, self.cache.backend, memory, min(self.context, spec.context))
+        cache = build.cache(c, spec, self.cache.backend, memory, min(self.context, spec.context), device=self.device)
         return runner(cache), cache
 
     def generate(

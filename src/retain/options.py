@@ -24,8 +24,11 @@ def parser() -> Parser:
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="run | chat | serve | bench | cache")
     shared = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    shared.add_argument("--model", help="smollm2, gemma3, a .gguf file, a Hugging Face folder, or a hub id")
-    shared.add_argument("--dtype", help="bfloat16 (default) or float32")
+    shared.add_argument(
+        "--model", help="smollm2, gemma3, a .gguf file, a Hugging Face folder, a hub id, or random:SHAPE"
+    )
+    shared.add_argument("--device", help="auto (default: a GPU where there is one), cpu or cuda")
+    shared.add_argument("--dtype", help="bfloat16 (default), float32, or float16 on a GPU")
     shared.add_argument("--weights", metavar="W", help="auto (default: as the file has them), bf16, int8 or int4")
     shared.add_argument(
         "--kv-policy",
@@ -51,14 +54,14 @@ def parser() -> Parser:
     shared.add_argument(
         "--kv-memory",
         metavar="SIZE",
-        help="hard cap of the KV pool, such as 512MiB (default: 4GiB, where there is as much)",
+        help="hard cap of the KV pool, such as 512MiB (default: 4GiB, or most of what a GPU has free)",
     )
     shared.add_argument("--page-size", type=int, metavar="N", help="slots of a page (default 64)")
     shared.add_argument("--step-tokens", type=int, metavar="N", help="fresh tokens of a step at most (default 512)")
     shared.add_argument(
         "--context", type=int, metavar="N", help="plan for texts of at most N tokens (default: the model's)"
     )
-    shared.add_argument("--backend", help="kernels: auto (default), cpu or reference")
+    shared.add_argument("--backend", help="kernels: auto (default), cpu, triton or reference")
     drawing = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     drawing.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default 512, or what fits)")
     drawing.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default 1)")

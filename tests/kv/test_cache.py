@@ -31,7 +31,7 @@ def pay(cache, row, computed, n):
     """One payment: own pages, write positions into slots. Returns the slots [L, G, n]."""
     assert cache.grow(row, computed + n)
     pos = np.arange(computed, computed + n, dtype=np.int32)
-    slots = cache.place(np.full(n, row, np.int32), pos)
+    slots = cache.place(np.full(n, row, np.int32), pos).numpy()
     kv = torch.zeros(n, 2, 8)
     for layer in slots:
         load("reference").write(cache.kv, torch.from_numpy(layer), kv, kv, torch.from_numpy(pos))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.request import Request
-from retain.engine.sampler import likeliest, penalised, probabilities
+from retain.engine.sampler import likeliest, penalised, probabilities, rows, said, whole
 from retain.engine.speculate import draw
 
 # Logits [n, V] behind these tokens of those that are asked, by number: the i-th that each of them guesses.
@@ -21,7 +21,7 @@ Forward = Callable[[Sequence[int], Sequence[int], int], Tensor]
 def guess(asked: Sequence[tuple[Request, int]], forward: Forward) -> None:
     """Draft so many tokens for each request, drawn as it would draw them itself; none behind a stop token."""
     drafts: list[list[int]] = [[] for _ in asked]
-    rows: list[list[Tensor]] = [[] for _ in asked]
+    told: list[list[Tensor]] = [[] for _ in asked]
     going = [j for j, (_, n) in enumerate(asked) if n > 0]
     while going:
         i = len(drafts[going[0]])
@@ -31,12 +31,13 @@ def guess(asked: Sequence[tuple[Request, int]], forward: Forward) -> None:
         tokens = likeliest(logits)  # [n]
         drawn = [k for k, r in enumerate(requests) if not r.params.greedy]
         if drawn:
-            p = probabilities(logits[drawn], [requests[k].params for k in drawn])  # [n, V]
-            tokens[drawn] = draw(p, torch.tensor([requests[k].uniform() for k in drawn], dtype=torch.float64))
+            p = probabilities(rows(logits, drawn), [requests[k].params for k in drawn])  # [n, V]
+            u = torch.tensor([requests[k].uniform() for k in drawn], dtype=torch.float64)
+            tokens = tokens.index_copy(0, whole(drawn, tokens), draw(p, u))
             for k, row in zip(drawn, p, strict=True):
-                rows[going[k]].append(row)
-        for j, token in zip(going, tokens.tolist(), strict=True):
+                told[going[k]].append(row)
+        for j, token in zip(going, said(tokens), strict=True):
             drafts[j].append(token)
         going = [j for j in going if len(drafts[j]) < asked[j][1] and drafts[j][-1] not in asked[j][0].stop_ids]
-    for (request, _), tokens_, p_ in zip(asked, drafts, rows, strict=True):
+    for (request, _), tokens_, p_ in zip(asked, drafts, told, strict=True):
         request.draft(tokens_, torch.stack(p_) if p_ else None)

@@ -22,11 +22,11 @@ from retain.kv.cache import Cache
 class Batch:
     """T fresh tokens of B requests."""
 
-    ids: Tensor  # int64 [T]
+    ids: Tensor  # int64 [T]; this and all but `slots` on the host, for it is little
     pos: Tensor  # int32 [T]
     rows: Tensor  # int32 [B]
     starts: Tensor  # int32 [B + 1]
-    slots: Tensor  # int32 [L, G, T]
+    slots: Tensor  # int32 [L, G, T], where the pool is
     wanted: Tensor  # int64 [N]: fresh tokens whose logits are
     split: list[int]  # [B]: how many of them each request has
     observe: Observe | None = None
@@ -70,7 +70,7 @@ def flat(
         pos=torch.from_numpy(places - np.repeat(cache.shift[mine], counts)),
         rows=torch.from_numpy(mine),
         starts=torch.from_numpy(starts),
-        slots=torch.from_numpy(cache.place(np.repeat(mine, counts), places)),
+        slots=cache.place(np.repeat(mine, counts), places),
         wanted=torch.from_numpy(np.concatenate(wanted)),
         split=split,
     )

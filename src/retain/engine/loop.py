@@ -13,7 +13,8 @@ from retain.engine.drafters import Drafter
 from retain.engine.drafting import Drafting
 from retain.engine.request import Request, Why
 from retain.engine.runner import Runner
-from retain.engine.sampler import sample
+from retain.engine.sampler import rows as rows_of
+from retain.engine.sampler import sample, whole
 from retain.engine.scheduler import Scheduler, Share
 from retain.kv.cache import Cache
 
@@ -64,9 +65,11 @@ class Engine:
                 if share.request.draws(share.n) if request is share.request else not request.given:
                     ready.append(request)
                     rows += range(end - 1 - len(request.drafts), end)
-        drawn = sample(logits if rows == list(range(len(logits))) else logits[rows], ready)
+        drawn = sample(rows_of(logits, rows), ready)
         took = perf_counter() - began - drafting
-        if self.cache.reuse and not batch.before:
+        if (
+            self.cache.reuse and not batch.before and (ready or logits.device.type == "cpu")
+        ):  # else nobody waited for it
             self.cache.reuse.computed(len(batch.ids), took)
         self.drafting.learn(shares, dict(zip(ready, drawn, strict=True)), took, drafting)
         wrong = {r: r.verified(len(tokens)) for r, tokens in zip(ready, drawn, strict=True)}
@@ -106,7 +109,7 @@ class Engine:
         ends = batch.starts[1:].tolist()
         gone = [t for s, end in zip(shares, ends, strict=True) for t in range(end - wrong.get(s.request, 0), end)]
         if gone:
-            self.cache.reject(batch.slots[:, :, gone])
+            self.cache.reject(batch.slots.index_select(-1, whole(gone, batch.slots)))
 
     def _settle(self, shares: list[Share], logits: tuple[Tensor, ...], wrong: dict[Request, int]) -> None:
         """Book what was paid, but for `wrong` drafts, and show logits to who reads them."""

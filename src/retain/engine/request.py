@@ -201,7 +201,15 @@ class Request:
 
     def uniform(self) -> float:
         """The next number in [0, 1) of its own generator."""
-        return float(torch.rand(1, generator=self.generator, dtype=torch.float64))
+        return self.ahead(1, take=True)[0]
+
+    def ahead(self, n: int, take: bool = False) -> list[float]:
+        """The next n of them, which will come again unless they are taken."""
+        before = None if take else self.generator.get_state()
+        found: list[float] = [float(torch.rand(1, generator=self.generator, dtype=torch.float64)) for _ in range(n)]
+        if before is not None:
+            self.generator.set_state(before)
+        return found
 
     def watch(self, places: NDArray[np.int32]) -> Watch | None:
         """What its fresh tokens leave on slots, certain ones at these places in the text."""

@@ -33,7 +33,7 @@ class ProgramRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """See Runner."""
-        tables = batch.tables or self.cache.tables(batch.rows, batch.starts)
+        tables = batch.tables or self.cache.mirror.tables(batch.rows, batch.starts)
         b = batch
         return self.program.run(self.cache.kv, tables, b.slots, b.ids, b.pos, b.wanted, b.observe, b.before, b.after)
 
@@ -46,11 +46,11 @@ class TorchRunner:
         slopes = model.spec.slopes
         self.slopes = None if slopes is None else torch.tensor(slopes)  # [H]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
         """See Runner."""
         kv, scale = self.cache.kv, self.model.spec.scale
-        tables = batch.tables or self.cache.tables(batch.rows, batch.starts)
+        tables = batch.tables or self.cache.mirror.tables(batch.rows, batch.starts)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if batch.before:

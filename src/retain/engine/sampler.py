@@ -7,6 +7,7 @@ with K drafts has K + 1 rows, and gets from one to K + 1 tokens (speculate.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.request import Logprob, Request, SamplingParams
-from retain.engine.speculate import agree, draw, verify
+from retain.engine.speculate import agree, certain, draw, verify
 
 Drawn = list[tuple[int, Logprob | None]]
 
@@ -34,15 +35,20 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Drawn]:
     logits = formed(logits, raw, requests, starts)
     tokens = likeliest(logits)  # [N]
     drawn = [i for i, r in enumerate(whose) if not r.params.greedy]
-    q = probabilities(logits[drawn], [whose[i].params for i in drawn]) if drawn else logits[:0]  # [n, V]
+    q = probabilities(rows(logits, drawn), [whose[i].params for i in drawn]) if drawn else logits[:0]  # [n, V]
     alone = [k for k, i in enumerate(drawn) if not whose[i].drafts]
     if alone:
         u = torch.tensor([whose[drawn[k]].uniform() for k in alone], dtype=torch.float64)
-        tokens[[drawn[k] for k in alone]] = draw(q[alone], u)
-    at, best, found = {i: k for k, i in enumerate(drawn)}, tokens.tolist(), []
+        tokens = tokens.index_copy(0, whole([drawn[k] for k in alone], tokens), draw(rows(q, alone), u))
+    at, best, found = {i: k for k, i in enumerate(drawn)}, said(tokens), []
     for start, end, r in zip(starts, starts[1:], requests, strict=False):
         if r.drafts and not r.params.greedy:
-            chosen = verify(q[at[start] : at[start] + end - start], r.guess, r.drafts, r.uniform)
+            wanted = q[at[start] : at[start] + end - start]
+            if r.guess is None:
+                chosen = certain(wanted, r.drafts, r.ahead(len(r.drafts) + 1))
+                r.ahead(len(chosen), take=True)
+            else:
+                chosen = verify(wanted, r.guess, r.drafts, r.uniform)
         else:
             chosen = agree(best[start:end], r.drafts)
         n = r.params.logprobs
@@ -52,15 +58,34 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Drawn]:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The first of the largest of each row [N, V] -> int64 [N]. Raises ValueError when a row holds NaN.
+    """The first of the largest of each row [N, V] -> int64 [N]; -1 where a row holds NaN, which is above everything.
 
-    By numpy, which reads a row ten times as fast as torch, and finds NaN above everything.
+    On a CPU by numpy, which reads a row ten times as fast as torch.
     """
+    if logits.device.type != "cpu":
+        best, tokens = logits.max(-1)
+        return tokens.masked_fill(best.isnan(), -1)
     x = logits.numpy(force=True)
-    tokens = x.argmax(-1)
-    if np.isnan(x[np.arange(len(x)), tokens]).any():
+    found = x.argmax(-1)
+    return torch.from_numpy(np.where(np.isnan(x[np.arange(len(x)), found]), -1, found))
+
+
+def said(tokens: Tensor) -> list[int]:
+    """Tokens [N], brought to the host. Raises ValueError where there was NaN: the weights are damaged."""
+    found: list[int] = tokens.tolist()
+    if -1 in found:
         raise ValueError("the model computes NaN: its weights are damaged, or too large for this dtype")
-    return torch.from_numpy(tokens)
+    return found
+
+
+def rows(x: Tensor, which: list[int]) -> Tensor:
+    """These rows; where they are all, the same memory."""
+    return x if which == list(range(len(x))) else x.index_select(0, whole(which, x))
+
+
+def whole(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """As int64, where `like` is."""
+    return torch.tensor(numbers, dtype=torch.int64).to(like.device, non_blocking=True)
 
 
 def penalised(logits: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Tensor:
@@ -88,15 +113,16 @@ def formed(logits: Tensor, raw: Tensor, requests: Sequence[Request], starts: Seq
 def penalise(logits: Tensor, tokens: Sequence[int], answer: Sequence[int], params: SamplingParams) -> None:
     """Lower, in place, the logits [V] of tokens that were there before."""
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(tokens)))
+        seen = whole(sorted(set(tokens)), logits)
         x = logits[seen]
         logits[seen] = torch.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty)
     if answer and (params.presence_penalty or params.frequency_penalty):
-        seen, times = torch.unique(torch.tensor(answer), return_counts=True)
+        counts = Counter(answer)
+        seen, times = whole(list(counts), logits), whole(list(counts.values()), logits)
         logits[seen] -= params.presence_penalty + params.frequency_penalty * times
     if params.bias:
         which, bias = zip(*params.bias, strict=True)
-        logits.index_add_(0, torch.tensor(which), torch.tensor(bias))
+        logits.index_add_(0, whole(which, logits), torch.tensor(bias).to(logits.device, non_blocking=True))
 
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -106,7 +132,7 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """
 
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32)[:, None]  # [n, 1]
+        return torch.tensor(values, dtype=torch.float32).to(logits.device, non_blocking=True)[:, None]  # [n, 1]
 
     V = logits.shape[1]
     x = logits - logits.amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
@@ -114,7 +140,7 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     if any(0 < p.top_k < V or p.top_p < 1 for p in params):
         x, order = x.sort(stable=True, dim=-1, descending=True)  # ties: the lower token first
         k = column([p.top_k if 0 < p.top_k < V else V for p in params])
-        x = x.masked_fill(torch.arange(V) >= k, -torch.inf)
+        x = x.masked_fill(torch.arange(V, device=x.device) >= k, -torch.inf)
         p_sorted = x.softmax(-1)
         before = p_sorted.cumsum(-1) - p_sorted  # the mass of the likelier ones: the first is always kept
         top_p = column([p.top_p for p in params])
@@ -130,6 +156,6 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def logprobs(logits: Tensor, tokens: Sequence[int], n: int) -> list[Logprob]:
     """What the model itself thought of tokens, and the n likeliest: logits [T, V] before any option."""
     x = logits.log_softmax(-1)
-    chosen, (best, which) = x[range(len(tokens)), tokens].tolist(), x.topk(n)
+    chosen, (best, which) = x.gather(1, whole(tokens, x)[:, None])[:, 0].tolist(), x.topk(n)
     tops = [tuple(zip(*pair, strict=True)) for pair in zip(which.tolist(), best.tolist(), strict=True)]
     return [Logprob(*x) for x in zip(tokens, chosen, tops, strict=True)]

@@ -14,20 +14,26 @@ from torch import Tensor
 Uniform = Callable[[], float]  # numbers in [0, 1)
 
 
-def verify(q: Tensor, p: Tensor | None, drafts: Sequence[int], uniform: Uniform) -> list[int]:
+def verify(q: Tensor, p: Tensor, drafts: Sequence[int], uniform: Uniform) -> list[int]:
     """The drafts that are accepted, and one token more.
 
-    q [K + 1, V]: the target's distributions after 0 .. K drafts; p [K, V]: those that the drafts were drawn from. None:
-    they were certain, p = 1 where they are. Then accepting x with probability q(x), and else drawing from q without x,
-    is drawing from q and looking whether it is x: as many uniform numbers as without drafts, and the same tokens.
+    q [K + 1, V]: the target's distributions after 0 .. K drafts; p [K, V]: those that the drafts were drawn from.
     """
-    for i, x in enumerate(drafts):
-        if p is None:
-            if (token := one(q[i], uniform)) != x:
-                return [*drafts[:i], token]
-        elif uniform() * float(p[i, x]) >= float(q[i, x]):  # accepted with probability min(1, q / p)
+    which = torch.tensor([drafts]).to(q.device, non_blocking=True)
+    target, draft = torch.stack([x[: len(drafts)].gather(1, which.T)[:, 0] for x in (q, p)]).tolist()  # [K] both
+    for i in range(len(drafts)):
+        if uniform() * draft[i] >= target[i]:  # accepted with probability min(1, q / p)
             return [*drafts[:i], one(residual(q[i], p[i]), uniform)]
     return [*drafts, one(q[len(drafts)], uniform)]
+
+
+def certain(q: Tensor, drafts: Sequence[int], ahead: Sequence[float]) -> list[int]:
+    """The same for drafts that were certain: p = 1 where they are.
+
+    Accepting x with probability q(x), and else drawing from q without x, is drawing from q and looking whether it is x:
+    with the uniform numbers that come next, [K + 1], as many as without drafts, and the same tokens.
+    """
+    return agree(draw(q, torch.tensor(ahead, dtype=torch.float64)).tolist(), drafts)
 
 
 def agree(likeliest: Sequence[int], drafts: Sequence[int]) -> list[int]:
@@ -40,7 +46,7 @@ def residual(q: Tensor, p: Tensor) -> Tensor:
     """(q - p)+, normalised: what the target has left where the draft said more than enough. [V]."""
     left = (q - p).clamp(min=0)
     total = left.sum()
-    return left / total if total > 0 else q  # they are equal but for rounding: nothing is ever rejected
+    return torch.where(total > 0, left / total, q)  # else they are equal but for rounding: nothing is ever rejected
 
 
 def one(q: Tensor, uniform: Uniform) -> int:
@@ -51,6 +57,6 @@ def one(q: Tensor, uniform: Uniform) -> int:
 def draw(p: Tensor, u: Tensor) -> Tensor:
     """One token for each row of p [n, V], by inverting its distribution at u in [0, 1), float64 [n] -> int64 [n]."""
     c = p.double().cumsum(-1)
-    tokens = torch.searchsorted(c, (u * c[:, -1])[:, None], right=True)[:, 0]
+    tokens = torch.searchsorted(c, (u.to(p.device, non_blocking=True) * c[:, -1])[:, None], right=True)[:, 0]
     last = p.shape[1] - 1 - p.flip(-1).ne(0).int().argmax(-1)  # rounding must not draw an impossible token
     return torch.minimum(tokens, last)

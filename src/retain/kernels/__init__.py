@@ -3,7 +3,7 @@
 A backend is a folder here and is found by its name: `load("cpu")`. It is a module with nine functions, which
 `reference` (plain torch) defines and every other backend must equal:
 
-    allocate(n_pages, page_size, head_dim, dtype, columns) -> KV    room for a pool of pages
+    allocate(n_pages, page_size, head_dim, dtype, columns, device)  -> KV: room for a pool of pages
     write(kv, slots, k, v, pos)                                     put fresh tokens into their slots
     attend(q, kv, tables, q_pos, scale, slopes, observe)   -> o     look by position, and leave mass where asked
     read(kv, pages)                                        -> k, v  what they hold, in float32
@@ -11,7 +11,7 @@ A backend is a folder here and is found by its name: `load("cpu")`. It is a modu
     move(kv, src, dst)                                              move slots
     lowest(priority, pos, used, sinks, after, n)           -> places which slots go first
     available()                                     -> str | None   why this backend cannot run here, or None
-    program()                                       -> Program | None
+    program(dtype, device)                          -> Program | None
 
 A program is a whole forward pass as a list of operations (see `Program`); a backend that has none computes layer by
 layer in torch, with `write` and `attend` between.
@@ -38,12 +38,16 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.matrix import Matrix
 
 NO_WINDOW = 2**31 - 1  # a window that nothing falls out of
+CPU = torch.device("cpu")
+FASTEST = {"cpu": ("cpu", "reference"), "cuda": ("triton",)}  # backends of a device, in this order
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,15 @@ class KV:
         """P, the trash page among them."""
         return self.pos.shape[0]
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.pos.device
+
+    def index(self, numbers: NDArray[np.int32]) -> Tensor:
+        """Numbers of pages or slots as they are asked for there, int64."""
+        return torch.from_numpy(numbers).long().to(self.device, non_blocking=True)
+
 
 @dataclass(frozen=True)
 class Tables:
@@ -84,6 +97,10 @@ class Tables:
     sinks   [N]        how many first positions it sees anyway
     rows    [B]        the row of each request of this step
     starts  [B + 1]    fresh tokens starts[b] : starts[b + 1] belong to request b
+    dense   [N]        1: place i of every table without a window holds position i or a hole, so nobody has to look
+
+    `rows` and `starts` are the host's, for they say what work there is; the others lie where the pool does. No head of
+    these rows owns more than `most` pages, where that is known.
     """
 
     pages: Tensor
@@ -92,6 +109,8 @@ class Tables:
     sinks: Tensor
     rows: Tensor
     starts: Tensor
+    dense: Tensor | None = None
+    most: int | None = None
 
     def of(self, layer: int) -> Tables:
         """Those of one layer out of those of all."""
@@ -222,17 +241,38 @@ def names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.ispkg)
 
 
-def load(name: str) -> ModuleType:
-    """The backend of that name; `auto` is the fastest that runs here. Raises ValueError where it cannot run."""
+def load(name: str, device: torch.device = CPU) -> ModuleType:
+    """The backend of that name; `auto` is the fastest on that device. Raises ValueError where it cannot run."""
     if name == "auto":
-        able = [n for n in ("cpu", "reference") if load_module(n).available() is None]
-        return load_module(able[0])
+        able = [n for n in FASTEST[device.type] if load_module(n).available() is None]
+        return load_module((able or FASTEST[device.type])[0])
     if name not in names():
         raise ValueError(f"unknown backend {name!r}: choose one of auto, {', '.join(names())}")
     backend = load_module(name)
-    if why := backend.available():
+    why: str | None = backend.available()
+    if not why and device.type not in backend.DEVICES:
+        why = f"it computes on {' or '.join(backend.DEVICES)}, not on {device.type}"
+    if why:
         raise ValueError(f"backend {name!r} cannot run here: {why}")
     return backend
+
+
+def device(name: str) -> torch.device:
+    """`cpu` or `cuda`; `auto` is a GPU where there is one for the triton backend. Raises ValueError.
+
+    Which GPU is for CUDA_VISIBLE_DEVICES to say: kernels are launched on the first that there is.
+    """
+    if name == "auto":
+        return torch.device(
+            "cuda" if torch.cuda.is_available() and load_module("triton").available() is None else "cpu"
+        )
+    if name not in FASTEST:
+        raise ValueError(
+            f"device {name!r} is not supported: choose auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which)"
+        )
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda': there is no NVIDIA GPU here, or torch was built without CUDA")
+    return torch.device(name)
 
 
 def load_module(name: str) -> ModuleType:

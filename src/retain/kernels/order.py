@@ -17,4 +17,4 @@ def order(priority: Tensor, pos: Tensor, sinks: int, after: int) -> Tensor:
     bits = priority.float().contiguous().view(torch.int32).long()
     number = 2**31 + torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # positive, in the order of the floats
     number = torch.where((pos < sinks) | (pos > after), PROTECTED, number)
-    return torch.where(pos < 0, torch.arange(-pos.shape[-1], 0), (number << 30) + pos)
+    return torch.where(pos < 0, torch.arange(-pos.shape[-1], 0, device=pos.device), (number << 30) + pos)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from retain.kernels import NO_WINDOW
 from retain.kv.fetch import Job
 from retain.kv.node import Rings
-from retain.kv.pool import index
+from retain.kv.policies import Policy
 from retain.kv.sleep import Part
 
 if TYPE_CHECKING:
@@ -56,6 +56,27 @@ class Piece:
     asleep: Sequence[tuple[Part, int, int, int]] = ()
 
 
+def fork(c: Cache, row: int, policy: Policy, computed: int) -> int | None:
+    """See Cache.fork: a row is free."""
+    new = c.open(policy, computed)
+    rings = c.window[new] < NO_WINDOW
+    c.capacity[new, rings], c.base[new, rings] = c.capacity[row, rings], c.base[row, rings]
+    shared = np.zeros_like(c.counts[row])  # [L, G]
+    if row not in c.keepers and new not in c.keepers:
+        shared[~rings] = computed // c.page_size
+    places = np.arange(c.pages.shape[3])
+    both = places < shared[..., None]  # [L, G, n]
+    c.pool.share(c.pages[row][both])
+    c.pages[new][both], c.counts[new] = c.pages[row][both], shared
+    if not c.grow(new, computed):
+        c.close(new)
+        return None
+    c.peaks[new] = np.maximum(c.peaks[new], c.counts[new])
+    held = (places < np.minimum(c.counts[new], c.counts[row])[..., None]) & ~both
+    c.backend.copy(c.kv, *(c.kv.index(c.pages[r][held]) for r in (row, new)))
+    return new
+
+
 def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[Job]] | None:
     """Put a beginning into a row's tables. What is to come, for each layer; None where there are too few pages."""
     S, G, had = c.page_size, c.shape.kv_heads, begin.pages.shape[-1]
@@ -72,7 +93,7 @@ def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[
     c.pages[row, c.window[row] == NO_WINDOW, :, :shared] = begin.pages[..., :shared]
     c.counts[row, c.window[row] == NO_WINDOW] = shared
     fresh = taken = np.sort(c.pool.take(n))
-    c.kv.pos[index(taken)] = -1
+    c.kv.pos[c.kv.index(taken)] = -1
     dst, jobs = [NOTHING], dict[int, list[Job]]()
     for p in pieces:
         mine, taken = np.split(taken, [p.n * G])
@@ -87,9 +108,10 @@ def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[
             job = Job(part.store, part.span, layer, skip, pages[:, i : i + k].T, (p.first + i) * S)
             jobs.setdefault(p.layer, []).append(job)
     _copy(c, src, np.concatenate([d.ravel() for d in dst]), begin.length)
-    c.kv.mass[index(fresh)] = 0
+    c.kv.mass[c.kv.index(fresh)] = 0
     c.pool.give(src)
     c.peaks[row] = c.counts[row]
+    c.mirror.touch(row)
     c.paid[row] = begin.length
     return jobs
 
@@ -101,6 +123,7 @@ def cut(c: Cache, row: int, layer: int, begin: int, end: int) -> None:
         gone = pages[:, begin:end].flatten()  # a copy, whatever its shape
         pages[:, begin : n - end + begin] = pages[:, end:n].copy()
         c.counts[row, layer] -= end - begin
+        c.mirror.touch(row)
         c.base[row, layer] += (end - begin) * c.page_size
         c.pool.give(gone)
 
@@ -133,7 +156,7 @@ def _first(end: int, window: int, page_size: int) -> int:
 
 def _copy(c: Cache, src: Ints, dst: Ints, end: int) -> None:
     """Tokens from position `end` on are left out."""
-    to = index(dst)
-    c.backend.copy(c.kv, index(src), to)
+    to = c.kv.index(dst)
+    c.backend.copy(c.kv, c.kv.index(src), to)
     pos = c.kv.pos[to]
     c.kv.pos[to] = pos.masked_fill_(pos >= end, -1)

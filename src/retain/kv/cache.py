@@ -29,12 +29,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels import NO_WINDOW, Tables, page_bytes
+from retain.kernels import CPU, NO_WINDOW, page_bytes
 from retain.kv import policies
-from retain.kv.begin import SPARE
+from retain.kv.begin import SPARE, fork
 from retain.kv.budget import Budget
 from retain.kv.forget import Turn
 from retain.kv.keeper import Keeper
+from retain.kv.mirror import Mirror
 from retain.kv.needs import UNBOUNDED, Needs, Shape
 from retain.kv.policies import Policy
 from retain.kv.pool import Pool
@@ -64,6 +65,7 @@ class Cache(Needs):
         columns: int = 1,
         turn: Turn | None = None,
         prefix: Prefix | None = None,
+        device: torch.device = CPU,
     ):
         L, G, n = len(shape.windows), shape.kv_heads, -(-context // page_size)
         super().__init__(shape, page_size, n_rows, context, step_tokens)
@@ -71,7 +73,7 @@ class Cache(Needs):
         self.pool = Pool(
             1 + min(max(kv_memory // self.page_bytes - 1, 0), n_rows * L * G * n)
         )  # page 0 is paid for too
-        self.kv = backend.allocate(self.pool.n_pages, page_size, shape.head_dim, dtype, columns)
+        self.kv = backend.allocate(self.pool.n_pages, page_size, shape.head_dim, dtype, columns, device)
         self.pages: Ints = np.zeros((n_rows, L, G, n + SPARE), np.int32)
         self.counts: Ints = np.zeros((n_rows, L, G), np.int32)
         self.peaks: Ints = np.zeros((n_rows, L, G), np.int32)  # most pages ever owned
@@ -90,11 +92,7 @@ class Cache(Needs):
         if prefix:
             self.reuse = Reuse(self, prefix)
             self.pool.reclaim = self.reuse.tree.evict
-        # The same memory as tensors [L, N, ...], for the kernels; never copied.
-        self._pages = torch.from_numpy(self.pages).transpose(0, 1)
-        self._counts = torch.from_numpy(self.counts).transpose(0, 1)
-        self._windows = torch.from_numpy(self.window).T
-        self._sinks = torch.zeros(n_rows, dtype=torch.int32)  # no policy here has sinks
+        self.mirror = Mirror(self.pages, self.counts, self.window, device)  # where the kernels read them
 
     # ---- what there is ---------------------------------------------------------------------------------------------
 
@@ -131,6 +129,7 @@ class Cache(Needs):
             self.capacity[row, layers] = min(policy.slots_of_prompt, (self.pages.shape[3] - SPARE) * self.page_size)
             if policy.prompt > policy.size:  # streams all at once: chunks come into holes
                 self.spare[row, layers] = UNBOUNDED if policy.prefill == "stream" else policy.interval
+        self.mirror.touch(row, dense=not isinstance(policy, Budget))
         self.rows.pop()  # nothing has failed
         return row
 
@@ -142,24 +141,7 @@ class Cache(Needs):
         """
         if not self.rows or (self.reuse and row in self.reuse.thin):
             return None
-        new = self.open(policy, computed)
-        rings = self.window[new] < NO_WINDOW
-        self.capacity[new, rings], self.base[new, rings] = self.capacity[row, rings], self.base[row, rings]
-        shared = np.zeros_like(self.counts[row])  # [L, G]
-        if row not in self.keepers and new not in self.keepers:
-            shared[~rings] = computed // self.page_size
-        places = np.arange(self.pages.shape[3])
-        both = places < shared[..., None]  # [L, G, n]
-        self.pool.share(self.pages[row][both])
-        self.pages[new][both], self.counts[new] = self.pages[row][both], shared
-        if not self.grow(new, computed):
-            self.close(new)
-            return None
-        self.peaks[new] = np.maximum(self.peaks[new], self.counts[new])
-        held = (places < np.minimum(self.counts[new], self.counts[row])[..., None]) & ~both
-        src, dst = (torch.from_numpy(self.pages[r][held]).long() for r in (row, new))
-        self.backend.copy(self.kv, src, dst)
-        return new
+        return fork(self, row, policy, computed)
 
     def stretch(self, row: int, computed: int) -> int:
         """How many tokens of the row may be computed at once: no budget may be passed over."""
@@ -189,12 +171,13 @@ class Cache(Needs):
             return False
         if n:
             taken = self.pool.take(n)
-            self.kv.pos[torch.from_numpy(taken).long()] = -1  # whoever had them before left positions behind
+            self.kv.pos[self.kv.index(taken)] = -1  # whoever had them before left positions behind
             j = np.arange(want.max())
             new = (j >= had[..., None]) & (j < want[..., None])  # [L, G, n]
             self.pages[row, :, :, : len(j)][new] = np.sort(taken)  # a head's pages side by side, as far as they go
             self.counts[row] = want
             np.maximum(self.peaks[row], self.counts[row], out=self.peaks[row])
+            self.mirror.touch(row)
         if keeper and keeper.lent is not None:  # in one layer at a time
             layer = keeper.layers[0]
             self.peaks[row, layer] = self.counts[row, layer] + keeper.lent.shape[1]
@@ -203,39 +186,57 @@ class Cache(Needs):
         self.paid[row] = int(paid.min())
         return True
 
-    def place(self, rows: Ints, pos: Ints) -> Ints:
-        """The slots of fresh tokens of these rows at these places in their texts, both [T] -> [L, G, T]."""
+    def place(self, rows: Ints, pos: Ints) -> Tensor:
+        """The slots of fresh tokens of these rows at these places in their texts, both [T] -> int32 [L, G, T]."""
         S = self.page_size
         places = ((pos[:, None] - self.base[rows]) % self.capacity[rows]).T  # [L, T]
         L = len(places)
         pages = self.pages[rows, np.arange(L)[:, None], :, places // S]  # [L, T, G]
         slots = (pages * np.int32(S) + (places % S)[:, :, None].astype(np.int32)).transpose(0, 2, 1)  # [L, G, T]
+        since = np.full(len(self.paid), UNBOUNDED, np.int64)  # from where on tokens of a row come into holes
         for row, keeper in self.keepers.items():
             mine = np.flatnonzero(rows == row)
-            if len(mine) and (holes := keeper.places(pos[mine])) is not None:
-                slots[keeper.layers[:, None], :, mine] = holes.transpose(0, 2, 1)
-        return slots
+            if len(mine) and (lent := keeper.borrowed(pos[mine])) is not None:
+                slots[keeper.layers[:, None], :, mine] = lent.T
+            elif keeper.holes is not None:
+                since[row] = keeper.since
+        whose = np.flatnonzero(pos >= since[rows])
+        forget, inside = rows[whose], self.window[rows[whose]].T == NO_WINDOW
+        return self.mirror.through(slots, whose, forget, pos[whose] - since[forget], inside)
 
     def lend(self, rows: Sequence[int], witnesses: Sequence[Witness | None]) -> Callable[[int], None] | None:
         """Before a step: whose prompt goes layer by layer looks at borrowed pages. Who computes calls what this returns
         when a layer has looked; None: there is no need.
         """
         pairs = zip(rows, witnesses, strict=True)
-        keepers = [k.lend(witness) for row, witness in pairs if (k := self.keepers.get(row)) and k.layered]
+        keepers = {row: k.lend(witness) for row, witness in pairs if (k := self.keepers.get(row)) and k.layered}
+        self.mirror.touched.update(keepers)
 
         def after(layer: int) -> None:
-            for keeper in keepers:
+            for row, keeper in keepers.items():
                 keeper.looked(layer)
+                self.mirror.touch(row)
+                if keeper.lent is None:
+                    self._punched(row)
 
         return after if keepers else None
+
+    def _punched(self, row: int) -> None:
+        """A row's keeper has other holes."""
+        keeper = self.keepers[row]
+        self.mirror.touch(row)
+        if keeper.holes is not None:
+            self.mirror.punched(row, keeper.layers, keeper.holes)
 
     def settle(self, row: int, computed: int, owed: int) -> None:
         """So many tokens are computed, so many more owed. Budgets forget what is over them. Where nothing is owed, one
         token a step will follow: rings shrink to their window and give the rest back.
         """
         keeper = self.keepers.get(row)
-        if keeper and keeper.forget(computed):
-            self.capacity[row, keeper.layers] = 1  # where its tokens go is no closed form
+        if keeper and computed >= keeper.due:
+            if keeper.forget(computed):
+                self.capacity[row, keeper.layers] = 1  # where its tokens go is no closed form
+            self._punched(row)
         self.shift[row] = keeper.shift if keeper else 0
         if owed or self.settled[row]:
             return
@@ -257,11 +258,14 @@ class Cache(Needs):
             self.paid[row] = min(self.paid[row], base + keep * S)
         if given:
             self.pool.give(np.concatenate(given))
+            self.mirror.touch(row)
 
     def shrink(self, row: int, computed: int) -> bool:
         """Halve the row's budget, where its policy allows it. Whether pages were given back."""
         keeper = self.keepers.get(row)
         given = keeper is not None and keeper.shrink(computed)
+        if keeper:
+            self._punched(row)
         self.shift[row] = keeper.shift if keeper else 0
         return given
 
@@ -276,7 +280,7 @@ class Cache(Needs):
     def positions(self, row: int) -> list[list[list[int]]]:
         """Those in the slots of every layer and head, [L][G], in order."""
         tables = zip(self.pages[row], self.counts[row], strict=True)
-        held = [[self.kv.pos[torch.from_numpy(t[:n]).long()] for t, n in zip(*lg, strict=True)] for lg in tables]
+        held = [[self.kv.pos[self.kv.index(t[:n])] for t, n in zip(*lg, strict=True)] for lg in tables]
         return [[pos[pos >= 0].sort().values.tolist() for pos in heads] for heads in held]
 
     def owned(self, row: int) -> list[int]:
@@ -297,12 +301,6 @@ class Cache(Needs):
         self.counts[row] = 0
         self.rows.append(row)
         return [int(n) for n in self.peaks[row].max(axis=1) * self.page_size]
-
-    # ---- what the kernels read -----------------------------------------------------------------------------------
-
-    def tables(self, rows: Tensor, starts: Tensor) -> Tables:
-        """What fresh tokens of these rows (int32 [B], starts int32 [B + 1]) look at in all layers: views, no copies."""
-        return Tables(self._pages, self._counts, self._windows, self._sinks, rows, starts)
 
     # ---- what people and the accountant read ---------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from retain.kernels import NO_WINDOW
 from retain.kv import policies
 from retain.kv.policies import Policy
-from retain.kv.pool import index
 
 if TYPE_CHECKING:
     from retain.kv.cache import Cache
@@ -62,7 +61,7 @@ def census(cache: Cache) -> Census:
     """Between two steps."""
     state, _ = kinds(cache)
     S, used = cache.page_size, (np.flatnonzero(state[1:]) + 1).astype(np.int32)  # page 0 is nobody's
-    holes = (cache.kv.pos[index(used)] < 0).sum(-1).numpy() if len(used) else np.zeros(0, np.int64)
+    holes = (cache.kv.pos[cache.kv.index(used)] < 0).sum(-1).cpu().numpy() if len(used) else np.zeros(0, np.int64)
     pages = np.bincount(state[1:], minlength=len(STATES))
     slots = pages * S
     slots -= np.bincount(state[used], holes, len(STATES)).astype(slots.dtype)

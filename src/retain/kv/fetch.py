@@ -49,7 +49,8 @@ class Fetch:
         self.readers: dict[Span, Reader] = {}
         for job in chain.from_iterable(layers.values()):
             self._open(job.store, job.span, job.store.open)
-        self.layers: dict[int, Future[None]] = {
+        sleep.lane.begin()
+        self.layers: dict[int, Future[Any]] = {
             layer: sleep.readers.submit(self._run, jobs) for layer, jobs in sorted(layers.items())
         }
 
@@ -60,14 +61,20 @@ class Fetch:
             except OSError as error:
                 self._fail(store, span, error)
 
-    def _run(self, jobs: Sequence[Job]) -> None:
+    def _run(self, jobs: Sequence[Job]) -> Any:
+        """What who computes has to wait for."""
         for job in jobs:
             if self.failed or self.stopped or not self._read(job):
-                return
+                return None
             if len(job.pages) == job.span.rows[job.layer]:
                 self.woken.add((job.store, job.span))
-        self.sleep.fill(jobs)
-        self.ended = perf_counter()
+        try:
+            self.sleep.fill(jobs)
+            self.ended = perf_counter()
+            return self.sleep.lane.mark()
+        except Exception as error:
+            self._fail(jobs[0].store, jobs[0].span, error)
+            return None
 
     def _read(self, job: Job) -> bool:
         """Whether it came. Whatever goes wrong here costs the row what it waits for, and nobody else anything."""
@@ -89,7 +96,7 @@ class Fetch:
     def wait(self, layer: int, q: Tensor) -> None:
         """Until a layer is there. (Who loads everything does not ask for what.)"""
         if layer in self.layers:
-            self.layers[layer].result()
+            self.sleep.lane.join(self.layers[layer].result())
 
     @property
     def futures(self) -> list[Future[Any]]:
@@ -101,6 +108,7 @@ class Fetch:
         self.stopped = True
         try:
             wait([f for f in self.futures if not f.cancel()])
+            self.sleep.lane.sync()
         finally:
             self._close()
 
@@ -121,6 +129,7 @@ class Fetch:
         if self.failed:
             self.stop()
             return False
+        self.sleep.lane.sync()  # what it came from may go now
         self._close()
         if len(self.came) == 1:
             ((name, size),) = self.came.items()

@@ -15,7 +15,7 @@ from torch import Tensor
 from retain.kernels import KV
 from retain.kv.budget import Budget
 from retain.kv.forget import Turn, compact, punch, renumber
-from retain.kv.pool import Pool, index
+from retain.kv.pool import Pool
 from retain.kv.witness import Witness
 
 Ints = NDArray[np.int32]
@@ -45,7 +45,7 @@ class Keeper:
         self.due = policy.due(0)
         self.sizes: Ints = np.full((len(layers), counts.shape[1]), policy.size, np.int32)  # tokens of each head
         self.since = 0
-        self.holes: Ints | None = None
+        self.holes: Tensor | None = None
         self.saved: tuple[Ints, Ints] | None = None  # pages of rings, and copies of what they held
         self.lent: Ints | None = None  # pages for a prompt in one layer, [G, n]
         self.forgot = 0  # slots, of all heads, so far
@@ -75,12 +75,10 @@ class Keeper:
         self._count(computed)
         return begins
 
-    def places(self, pos: Ints) -> Ints | None:
-        """The slots [M or 1, G, n] of fresh tokens; None: as the tables say."""
+    def borrowed(self, pos: Ints) -> Ints | None:
+        """The slots [G, n] of fresh tokens in borrowed pages; None: there are none."""
         S = self.kv.page_size
-        if self.lent is not None:
-            return (self.lent[:, pos // S] * np.int32(S) + pos % S)[None]
-        return None if self.holes is None else self.holes[:, :, pos - self.since]
+        return None if self.lent is None else self.lent[:, pos // S] * np.int32(S) + pos % S
 
     # ---- a prompt that goes layer by layer: its tokens come into pages that all layers use in turn ---------------
 
@@ -94,7 +92,7 @@ class Keeper:
         G, n = self.counts.shape[1], -(-self.policy.prompt // self.kv.page_size)
         if self.lent is None and self.pool.room(G * n):
             self.lent = self.pool.take(G * n).reshape(G, n)
-            self.kv.pos[index(self.lent)] = -1
+            self.kv.pos[self.kv.index(self.lent)] = -1
         return self.lent is not None
 
     def lend(self, witness: Witness | None) -> Keeper:
@@ -102,7 +100,8 @@ class Keeper:
         assert self.lent is not None
         self.witness = witness
         self.own = self.pages[self.layers], self.counts[self.layers]
-        self.holes = np.zeros((*self.sizes.shape, self.policy.interval), np.int32)
+        shape = *self.sizes.shape, self.policy.interval
+        self.holes = torch.zeros(shape, dtype=torch.int32, device=self.kv.device)
         self.pages[self.layers, :, : self.lent.shape[1]] = self.lent
         self.counts[self.layers] = self.lent.shape[1]
         return self
@@ -166,16 +165,16 @@ class Keeper:
         if not self.pool.room(len(pages)):
             return False
         self.saved = pages, self.pool.take(len(pages))
-        self.backend.copy(self.kv, *map(index, self.saved))
+        self.backend.copy(self.kv, *map(self.kv.index, self.saved))
         return True
 
     def rewind(self, computed: int) -> None:
         """Everything from position `computed` on was only tried: it is holes again, and rings are what they were."""
         assert self.saved
-        tried = index(self.pages[self._owned()])
+        tried = self.kv.index(self.pages[self._owned()])
         pos = self.kv.pos[tried]
         self.kv.pos[tried] = pos.masked_fill_(pos >= computed, -1)
-        self.backend.copy(self.kv, *map(index, reversed(self.saved)))
+        self.backend.copy(self.kv, *map(self.kv.index, reversed(self.saved)))
 
     def _punch(self, computed: int, used: Ints, n: int) -> None:
         """Holes for the next tokens."""
@@ -188,7 +187,7 @@ class Keeper:
         if self.policy.positions == "new":
             tables = self._tables()
             renumber(self.kv, self.backend, tables, self.turn)
-            self.shift = computed - 1 - int(self.kv.pos[index(tables[0, 0])].max())
+            self.shift = computed - 1 - int(self.kv.pos[self.kv.index(tables[0, 0])].max())
 
     def _owned(self) -> NDArray[np.bool_]:
         """Which entries of the row's tables are pages, [L, G, n]."""

@@ -52,10 +52,10 @@ class Probes:
     def born(self, kv: KV, rows: Sequence[Ints]) -> Notes:
         """Of pages [n, G] of each layer, as they were computed."""
         S, M, n = kv.page_size, len(rows), len(rows[0])
-        pages = torch.from_numpy(np.stack([r[:, : self.probes] for r in rows])).long()  # [M, n, P]
+        pages = kv.index(np.stack([r[:, : self.probes] for r in rows]))  # [M, n, P]
         k, _ = self.backend.read(kv, pages.flatten())
         order = np.broadcast_to(np.arange(n * S, dtype=np.uint16), (M, n * S))
-        found = importance.sketches(k.reshape(*pages.shape, S, -1))
+        found = importance.sketches(k.reshape(*pages.shape, S, -1).cpu())
         return Notes(found, order, np.zeros((M, n * S), np.float32))
 
     def size(self, layers: int, rows: int, kv: KV) -> int:

@@ -9,16 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 Pages = NDArray[np.int32]
-
-
-def index(pages: Pages) -> Tensor:
-    """As kernels and torch name them, int64."""
-    return torch.from_numpy(pages).long()
 
 
 class OutOfPages(ValueError):

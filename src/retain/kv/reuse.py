@@ -24,7 +24,6 @@ from retain.kv.budget import Budget
 from retain.kv.fetch import Fetch, Job
 from retain.kv.node import Hit, Rings
 from retain.kv.policies import Policy
-from retain.kv.pool import index
 from retain.kv.prefix import Tree
 from retain.kv.selective import Selective
 from retain.kv.sleep import Sleep
@@ -183,6 +182,7 @@ class Reuse:
         upto = had + sum(len(p.span.keys) for p in begin.parts)
         c.base[row, layers] = begin.length - upto * S
         self.thin.add(row)
+        c.mirror.touch(row, dense=False)
         pages = c.pages[row, layers, :, had:upto].copy()
 
         def keep(layer: int, n: int) -> None:
@@ -203,6 +203,7 @@ class Reuse:
         def before(layer: int, q: Tensor) -> None:
             for fetch, begin, end in fetches:
                 fetch.wait(layer, q[begin:end])
+            self.cache.mirror.push()  # what was chosen has shortened tables
 
         return before if fetches else None
 
@@ -265,7 +266,7 @@ class Reuse:
             found.append(pages)
             # Who came later may have written over the oldest; all heads of a ring hold the same positions.
             here = np.arange(first * S, end)
-            there = c.kv.pos[index(pages[0])].flatten()[: len(here)].numpy()
+            there = c.kv.pos[c.kv.index(pages[0])].flatten()[: len(here)].cpu().numpy()
             lost = here[there != here]
             begin = int(lost[-1]) + 1 if len(lost) else first * S
             least = max(least, begin + W - 1 if begin else 0)
@@ -278,7 +279,7 @@ class Reuse:
         if not c.pool.room(len(pages)):
             return None
         copies = c.pool.take(len(pages))
-        c.backend.copy(c.kv, index(pages), index(copies))
+        c.backend.copy(c.kv, c.kv.index(pages), c.kv.index(copies))
         each = np.split(copies, np.cumsum([p.size for p in found])[:-1])
         return Rings(tuple(firsts), tuple(x.reshape(p.shape) for x, p in zip(each, found, strict=True)), least)
 

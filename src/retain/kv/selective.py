@@ -108,6 +108,7 @@ class Selective(Fetch):
         each = [p.span.begin * S + n.order[m].astype(np.int32) for p, n in zip(self.parts, notes, strict=True) if n]
         pos = np.concatenate(each)
         wanted = np.concatenate([self._wanted(p, x) for p, x in zip(self.parts, each, strict=True)])
+        q = q[-importance.QUERIES :].cpu()
         mass = importance.masses(q, k.view(len(k), -1, kv.head_dim), probes.scale, probes.heads).numpy()
         mass[:, ~wanted] = 0
         self.seen.append(mass.mean(0))
@@ -128,7 +129,8 @@ class Selective(Fetch):
         self.read_s += perf_counter() - began
         if not self.failed:
             at = self.pages[m][:, : len(rows)]  # [G, n]
-            kv.pos.numpy()[at] = np.where(wanted, pos, -1).reshape(-1, S)[rows][None]
+            self.sleep.lane.place(at, np.where(wanted, pos, -1).reshape(-1, S)[rows][None])
+            self.sleep.lane.join(self.sleep.lane.mark())
             self.keep(layer, len(rows))
 
     def _wanted(self, part: Part, pos: Ints) -> NDArray[np.bool_]:

@@ -13,16 +13,15 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from retain.kernels import KV
 from retain.kv.hot import Hot, Through
+from retain.kv.lane import lane
 from retain.kv.ledger import Filed
 from retain.kv.node import Rings
 from retain.kv.packing import Packs, Probes
-from retain.kv.span import Bytes, Span, blocks, unbound
+from retain.kv.span import Bytes, Span, unbound
 from retain.kv.tiers import Reader, Store
 
 if TYPE_CHECKING:
@@ -87,8 +86,8 @@ class Sleep:
         hot: Hot | None = None,
     ):
         self.stores, self.kv, self.kv_heads, self.brand = stores, kv, kv_heads, brand
-        self.bytes = [_bytes(kv.k), _bytes(kv.v)]  # [P, bytes of a page's K, or V]
-        self.row_bytes = kv_heads * 2 * self.bytes[0].shape[1]
+        self.lane = lane(kv)
+        self.row_bytes = kv_heads * 2 * kv.page_size * kv.head_dim * kv.dtype.itemsize
         self.rates = Rates()
         self.woken = dict.fromkeys((s.name for s in stores), 0)  # tokens, by store
         self.readers = ThreadPoolExecutor(2, "retain-read", unbound)
@@ -173,13 +172,11 @@ class Sleep:
         if not store.wants(span.size):
             return
         try:
-            data = blocks(span.size)
+            data = self.lane.blocks(span.size)
         except (OSError, MemoryError):
             return  # no memory: it is not kept
         for layer, pages in enumerate(rows):
-            out = span.of(data, layer).reshape(*pages.shape, 2, -1)
-            for i, source in enumerate(self.bytes):
-                out[:, :, i] = source[pages]
+            self.lane.take(pages, span.of(data, layer).reshape(*pages.shape, 2, -1))
         if self.probes and notes:
             data[span.begins[-2] : span.begins[-2] + notes] = self.probes.born(self.kv, rows).bytes
         store.keep(span, data)
@@ -193,17 +190,14 @@ class Sleep:
 
     def put(self, job: Job, rows: Bytes) -> None:
         """Rows [n, row_bytes] come into their pages."""
-        given = rows.reshape(*job.pages.shape, 2, -1)
-        for i, target in enumerate(self.bytes):
-            target[job.pages] = given[:, :, i]
+        self.lane.put(job.pages, rows.reshape(*job.pages.shape, 2, -1))
 
     def fill(self, jobs: Sequence[Job]) -> None:
         """Pages that have come hold the positions of their text."""
         S = self.kv.page_size
         pages = np.concatenate([job.pages for job in jobs])  # [n, G]
         firsts = np.concatenate([job.first + S * np.arange(len(job.pages), dtype=np.int32) for job in jobs])
-        # By numpy: torch would wake threads of its own in every thread that calls it.
-        self.kv.pos.numpy()[pages] = (firsts[:, None] + np.arange(S, dtype=np.int32))[:, None]
+        self.lane.place(pages, (firsts[:, None] + np.arange(S, dtype=np.int32))[:, None])
 
     def open(self, store: Store, span: Span) -> Reader:
         """A span, to be read through what is hot. Raises OSError."""
@@ -237,11 +231,6 @@ class Sleep:
         with ExitStack() as all_of_them:
             for store in self.stores:
                 all_of_them.callback(store.close)
-
-
-def _bytes(x: Tensor) -> Bytes:
-    found: Bytes = x.flatten(1).view(torch.uint8).numpy()
-    return found
 
 
 def _windows(key: bytes) -> bytes:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.kernels import KV, NO_WINDOW
-from retain.kv.pool import index
 
 if TYPE_CHECKING:
     from retain.kv.cache import Cache
@@ -43,9 +42,9 @@ class Witness:
         self._next = monotonic() + OFTEN[0]
         n = int(cache.counts[row].max())
         owned = np.arange(n) < cache.counts[row][..., None]  # [L, G, n]
-        pages = index(cache.pages[row][..., :n][owned])
-        pos = cache.kv.pos[pages].numpy()  # [pages, S]
-        mass = cache.kv.mass[pages].sum(1).numpy()  # [pages, S]
+        pages = cache.kv.index(cache.pages[row][..., :n][owned])
+        pos = cache.kv.pos[pages].cpu().numpy()  # [pages, S]
+        mass = cache.kv.mass[pages].sum(1).cpu().numpy()  # [pages, S]
         layer, head = (np.broadcast_to(x[:, None], pos.shape) for x in np.nonzero(owned)[:2])
         there = (pos >= 0) & (pos < computed)
         self._grow(computed)
@@ -57,8 +56,8 @@ class Witness:
 
     def lent(self, kv: KV, layer: int, pages: NDArray[np.int32]) -> None:
         """What a prompt gave in pages [G, n] that one layer after the other uses; there it soon forgets."""
-        pos = kv.pos[index(pages)].flatten(1).numpy()  # [G, n S]
-        mass = kv.mass[index(pages)].sum(2).flatten(1).numpy()
+        pos = kv.pos[kv.index(pages)].flatten(1).cpu().numpy()  # [G, n S]
+        mass = kv.mass[kv.index(pages)].sum(2).flatten(1).cpu().numpy()
         head, place = np.nonzero(pos >= 0)
         self._grow(int(pos.max(initial=-1)) + 1)
         self.mass[layer, head, pos[head, place]] = mass[head, place]

@@ -27,7 +27,7 @@ class Rope:
 
     def angles(self, pos: Tensor, dtype: torch.dtype) -> Angles:
         """cos and signed sin for positions [T]: made once a step, in float32, and used by every layer."""
-        a = pos[:, None, None].float() * self.freqs  # [T, 1, n/2]
+        a = pos[:, None, None].float() * self.freqs.to(pos.device)  # [T, 1, n/2]
         cos, sin = (a.cos() * self.gain).to(dtype), (a.sin() * self.gain).to(dtype)
         if self.pairs:
             return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)  # [T, 1, n] both

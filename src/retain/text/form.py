@@ -59,7 +59,7 @@ class Form:
         for row, draft in zip(logits, [*drafts, None], strict=True):
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
             allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: len(row)]
-            row.masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
+            row.masked_fill_(torch.from_numpy(allowed == 0).to(row.device, non_blocking=True), -torch.inf)
             if draft is None or not allowed[draft] or not self._matcher.consume_token(draft):
                 break  # what comes behind it will not be asked for
             tried += 1

@@ -22,6 +22,7 @@ from retain.engine.drafters import Target
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.kernels import NO_WINDOW
+from retain.kv.mirror import Mirror
 
 Ints = NDArray[np.int32]
 
@@ -60,6 +61,7 @@ class Drafter:
         self._room = min(max(self.budget // cache.page_size, 3) + 1, n)  # one more where drafts cross into a new page
         self._pages: Ints = np.zeros((n_rows, L, G, n), np.int32)
         self._counts: Ints = np.zeros((n_rows, L, G), np.int32)
+        self._mirror = Mirror(self._pages, self._counts, cache.window, cache.kv.device)
 
     def drop(self, request: Request) -> None:
         """See Drafter."""
@@ -96,6 +98,7 @@ class Drafter:
         assert self._target and request.row is not None
         cache, row, S = self._target.cache, request.row, self._target.cache.page_size
         counts = self._counts[row] = cache.counts[row]
+        self._mirror.touch(row)
         self._pages[row, :, :, : counts.max()] = cache.pages[row, :, :, : counts.max()]
         whole = np.flatnonzero(cache.window[row] == NO_WINDOW)
         newest = np.arange(max(request.computed - S, 0) // S, (request.computed + n) // S + 1)  # pages
@@ -104,10 +107,10 @@ class Drafter:
         if thin or row in cache.keepers or not len(whole) or newest[0] <= m or m < 1:
             return
         if request not in self._best or self._rounds[request] % self.refresh == 1:
-            table = torch.from_numpy(cache.pages[row, whole, :, : newest[0]]).long()  # [M, G, n]
+            table = cache.kv.index(cache.pages[row, whole, :, : newest[0]])  # [M, G, n]
             mass = cache.kv.mass.index_select(0, table.flatten()).sum((1, 2)).view(table.shape)
             mass[..., 0] = torch.inf
-            self._best[request] = mass.topk(m).indices.sort().values.numpy()
+            self._best[request] = mass.topk(m).indices.sort().values.cpu().numpy()
         chosen = np.broadcast_to(newest, (len(whole), counts.shape[1], len(newest)))
         seen: NDArray[np.int64] = np.concatenate((self._best[request], chosen), -1)  # [M, G, room]
         self._pages[row, whole, :, : seen.shape[-1]] = np.take_along_axis(cache.pages[row, whole], seen, -1)
@@ -118,6 +121,4 @@ class Drafter:
         assert self._target
         cache, ids = self._target.cache, [[t] for t in tokens]
         batch = flat(cache, [r.row for r in requests], [r.computed + i for r in requests], ids, [1] * len(ids))
-        every = cache.tables(batch.rows, batch.starts)
-        pages, counts = (torch.from_numpy(x).transpose(0, 1) for x in (self._pages, self._counts))
-        return replace(batch, tables=replace(every, pages=pages, counts=counts))
+        return replace(batch, tables=self._mirror.tables(batch.rows, batch.starts))

@@ -28,7 +28,7 @@ from dataclasses import replace
 import torch  # before _C: its libgomp must be the one that both use
 from torch import Tensor
 
-from retain.kernels import KV, Observe, Program, Tables
+from retain.kernels import CPU, KV, Observe, Program, Tables
 from retain.kernels.cpu.memory import aligned
 
 try:
@@ -42,6 +42,7 @@ else:
 MAX_HEAD_DIM = 256
 MAX_PAGE_SIZE = 512
 TYPES = (torch.float32, torch.bfloat16)
+DEVICES = ("cpu",)
 
 
 def available() -> str | None:
@@ -49,14 +50,16 @@ def available() -> str | None:
     return _missing
 
 
-def program() -> Program:
+def program(dtype: torch.dtype, device: torch.device) -> Program:
     """An empty one."""
     from retain.kernels.cpu.forward import CpuProgram
 
     return CpuProgram()
 
 
-def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, columns: int = 1) -> KV:
+def allocate(
+    n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, columns: int = 1, device: torch.device = CPU
+) -> KV:
     """A pool; it takes no memory until it is written."""
     if dtype not in TYPES:
         raise ValueError(f"the cpu backend keeps K and V in float32 or bfloat16, not {dtype}")

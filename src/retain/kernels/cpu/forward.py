@@ -19,10 +19,10 @@ from retain.kernels import KV, Observe, Tables
 from retain.kernels.cpu import told
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.matrix import Int4, Int8, Matrix
+from retain.kernels.widths import LOGITS, Widths, size
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, Int8: 2, Int4: 3}
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
-LOGITS = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +69,7 @@ class CpuProgram:
 
     def __init__(self) -> None:
         self._c = _C.Program()
-        self._buffers: dict[str, int] = {}
-        self._widths: dict[int, int] = {}
+        self._widths = Widths()
         self._ropes: dict[int, int] = {}  # id of freqs -> number
         self._arena = Arena()
         self._packed: dict[int, tuple[ref[Matrix], Packed]] = {}  # by id of the matrix
@@ -81,53 +80,40 @@ class CpuProgram:
     # ---- the operations ------------------------------------------------------------------------------------------
 
     def buffer(self, name: str, width: int) -> int:  # noqa: D102
-        if name not in self._buffers:
-            self._buffers[name] = number = self._c.buffer(width)
-            self._widths[number] = width
-        number = self._buffers[name]
-        _fit(f"buffer {name!r}", width, self._widths[number])
-        return number
+        number = self._widths.number(name, width)
+        return self._widths.add(name, self._c.buffer(width), width) if number is None else number
 
     def logits(self, width: int) -> int:  # noqa: D102
-        self._widths[LOGITS] = width
         self._logits = torch.empty(0, width)
-        return LOGITS
+        return self._widths.add("logits", LOGITS, width)
 
     def lookup(self, out: int, table: Matrix, factor: float = 1.0) -> None:  # noqa: D102
-        _fit("a row of an embedding", table.shape[1], self._widths[out])
+        self._widths.looked_up(out, table.shape[1])
         self._c.lookup(out, *self._pack(table).told, False, 0, factor, False)
 
     def lookup_position(self, out: int, table: Matrix, offset: int = 0) -> None:  # noqa: D102
-        _fit("a row of an embedding", table.shape[1], self._widths[out])
+        self._widths.looked_up(out, table.shape[1])
         self._c.lookup(out, *self._pack(table).told, True, offset, 1.0, True)
 
     def normalise(  # noqa: D102
         self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, add: bool = False
     ) -> None:
-        heads, n = weight.shape if weight.ndim == 2 else (1, *weight.shape)
-        if weight.ndim == 1:
-            _fit("the weight of a norm", n, self._widths[x], self._widths[out])
-        elif heads * n > min(self._widths[x], self._widths[out]):
-            raise ValueError(f"{heads} heads of {n} are normalised in rows of {self._widths[x]}")
-        _fit("the bias of a norm", n if bias is None else bias.numel(), n)
+        heads, n = self._widths.normalised(x, out, weight.shape, size(bias))
         self._c.normalise(x, out, self._keep(weight), self._keep(bias), eps, centred, n, heads, add)
 
     def linear(self, x: int, out: int, weight: Matrix, bias: Tensor | None = None, add: bool = False) -> None:  # noqa: D102
-        rows, columns = weight.shape
-        _fit("the input of a linear layer", columns, self._widths[x])
-        _fit("the output of a linear layer", rows, self._widths[out], rows if bias is None else bias.numel())
+        self._widths.multiplied(x, out, weight.shape, size(bias))
         self._c.linear(x, out, *self._pack(weight).told, self._keep(bias), add)
 
     def activate(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:  # noqa: D102
-        _fit("an activation", n, self._widths[x] // (2 if gated else 1), self._widths[out])
+        self._widths.activated(x, out, n, gated)
         self._c.activate(x, out, ACTIVATIONS[act], n, gated)
 
     def clip(self, x: int, at: float) -> None:  # noqa: D102
         self._c.clip(x, at)
 
     def turn(self, x: int, freqs: Tensor, gain: float, pairs: bool, heads: int, head_dim: int) -> None:  # noqa: D102
-        if heads * head_dim > self._widths[x] or 2 * len(freqs) > head_dim:
-            raise ValueError(f"{heads} heads of {head_dim} are turned in rows of {self._widths[x]}")
+        self._widths.turned(x, heads, head_dim, len(freqs))
         if id(freqs) not in self._ropes:
             self._ropes[id(freqs)] = self._c.rope(self._keep(freqs), len(freqs), gain, pairs)
         self._c.turn(x, self._ropes[id(freqs)], heads, head_dim)
@@ -136,14 +122,12 @@ class CpuProgram:
         self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, slopes: Tensor | None
     ) -> None:
         H, G, D = heads
-        _fit("q, k and v", (H + 2 * G) * D, self._widths[qkv])
-        _fit("the heads' output", H * D, self._widths[out])
-        _fit("slopes", H if slopes is None else slopes.numel(), H)
+        self._widths.attended(qkv, out, heads, size(slopes))
         self._looks.append(Look(layer, self._c.size(), qkv, H, D))
         self._c.attend(qkv, out, layer, H, G, D, scale, self._keep(slopes))
 
     def pick(self, x: int, out: int) -> None:  # noqa: D102
-        _fit("the last rows", self._widths[x], self._widths[out])
+        self._widths.picked(x, out)
         self._c.pick(x, out)
 
     def finish(self) -> None:  # noqa: D102
@@ -173,7 +157,7 @@ class CpuProgram:
             raise ValueError(f"run: {T} ids, positions {list(pos.shape)} and slots {list(slots.shape)} do not fit")
         told.check_observe(observe, T, B)
         if len(self._logits) < N:
-            self._logits = torch.empty(N, self._widths[LOGITS])
+            self._logits = torch.empty(N, self._widths.of[LOGITS])
         step = (
             told.pool(kv), told.tables(tables), layers,
             tables.pages.stride(0), tables.counts.stride(0), tables.windows.stride(0),
@@ -195,7 +179,7 @@ class CpuProgram:
 
     def _queries(self, look: Look, T: int) -> Tensor:
         """[T, H, D], where C++ has them."""
-        width = self._widths[look.qkv]
+        width = self._widths.of[look.qkv]
         rows = (ctypes.c_float * (T * width)).from_address(self._c.rows(look.qkv))
         every = torch.frombuffer(rows, dtype=torch.float32).view(T, -1, look.dim)  # q, k and v
         return every[:, : look.heads]
@@ -221,8 +205,3 @@ class CpuProgram:
 
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
-
-
-def _fit(what: str, *widths: int) -> None:
-    if len(set(widths)) > 1:
-        raise ValueError(f"{what} has {widths[0]} numbers where {', '.join(map(str, widths[1:]))} are wanted")

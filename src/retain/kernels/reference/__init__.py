@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retain.kernels import KV, NO_WINDOW, Observe, Tables
+from retain.kernels import CPU, KV, NO_WINDOW, Observe, Tables
 from retain.kernels.order import order
 from retain.kernels.reference.noise import key, noise
+
+DEVICES = ("cpu",)
 
 
 def available() -> str | None:
@@ -18,12 +20,14 @@ def available() -> str | None:
     return None
 
 
-def program() -> None:
+def program(dtype: torch.dtype, device: torch.device) -> None:
     """There is none: the parts of a model define it in torch."""
     return None
 
 
-def allocate(n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, columns: int = 1) -> KV:
+def allocate(
+    n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, columns: int = 1, device: torch.device = CPU
+) -> KV:
     """A pool. K and V start as zeros, so that a hole's weight of 0 never meets a NaN."""
     k = torch.zeros(n_pages, page_size, head_dim, dtype=dtype)
     v = torch.zeros(n_pages, page_size, head_dim, dtype=dtype)

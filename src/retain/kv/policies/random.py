@@ -29,6 +29,6 @@ class Policy(Budget):
         """A random number of the layer, the head and the position, always the same."""
         L, G, _ = view.pos.shape
         table = torch.Generator().manual_seed(self.seed)
-        factors = torch.rand(L, G, 1, generator=table, dtype=torch.float64)
+        factors = torch.rand(L, G, 1, generator=table, dtype=torch.float64).to(view.pos.device, non_blocking=True)
         x = torch.frac(torch.sin((view.pos.double() + 1) * (12.9898 + factors)) * 43758.5453)
         return x.abs() + (view.pos < self.prompt) * (self.keep == "prompt")
