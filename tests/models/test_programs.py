@@ -13,7 +13,7 @@ from torch import Tensor
 from retain import kernels, models
 from retain.engine.batch import Batch
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.kernels import cpu, reference
+from retain.kernels import CPU, cpu, reference, triton
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.avai
 STEPS = [(20, 3), (1, 10), (0, 9), (18, 1), (1, 0)]  # fresh tokens of two requests
 
 
-def cache(spec: Spec, backend: ModuleType, dtype: torch.dtype) -> Cache:
+def cache(spec: Spec, backend: ModuleType, dtype: torch.dtype, device: torch.device = CPU) -> Cache:
     shape = Shape(spec.kv_heads, spec.head_dim, spec.windows)
-    return Cache(shape, backend, dtype, 2**24, 16, 2, 64, 32)
+    return Cache(shape, backend, dtype, 2**24, 16, 2, 64, 32, device=device)
 
 
 def logits(runner: Runner, room: Cache, vocab: int, steps: list[tuple[int, ...]]) -> Tensor:
@@ -44,20 +44,25 @@ def logits(runner: Runner, room: Cache, vocab: int, steps: list[tuple[int, ...]]
             assert room.grow(rows[b], done[b])
         own = np.array([rows[b] for b in chosen], np.int32)
         n = np.array([counts[b] for b in chosen], np.int32)
-        slots = torch.from_numpy(room.place(np.repeat(own, n), pos))
+        slots = room.place(np.repeat(own, n), pos)
         starts = torch.tensor([0, *n.cumsum()], dtype=torch.int32)
         wanted = torch.arange(len(ids))
         batch = Batch(ids, torch.from_numpy(pos), torch.from_numpy(own), starts, slots, wanted, [])
-        found.append(runner.forward(batch).clone())
+        found.append(runner.forward(batch).cpu().clone())
     return torch.cat(found)
 
 
 def by_program(
-    source: Tiny, steps: list[tuple[int, ...]], weights: str = "auto", dtype: torch.dtype = torch.float32
+    source: Tiny,
+    steps: list[tuple[int, ...]],
+    weights: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    backend: ModuleType = cpu,
 ) -> Tensor:
-    program = cpu.program()
+    there = torch.device("cuda") if backend is triton and not triton.interpreted() else CPU
+    program = backend.program(torch.float32, there)
     spec = models.build(Weights(source, dtype, weights, vectors=torch.float32), program).spec
-    room = cache(spec, cpu, dtype)
+    room = cache(spec, backend, dtype, there)
     return logits(ProgramRunner(program, room), room, spec.vocab, steps)
 
 
@@ -76,6 +81,14 @@ def close(got: Tensor, want: Tensor, tolerance: float) -> None:
 def test_the_program_is_the_decoder(family: str, changes: Changes) -> None:
     source = tiny_source(family, **changes)
     close(by_program(source, STEPS), by_definition(source, STEPS), 2e-5)
+
+
+@pytest.mark.skipif(triton.available() is not None, reason=str(triton.available()))
+@pytest.mark.parametrize("family", models.names())
+def test_the_program_of_triton_is_the_decoder(family: str) -> None:
+    """Some tokens at once, then one of each, twice: what is recorded comes in the third step."""
+    source, steps = tiny_source(family), [(5, 3), (1, 1), (1, 1)]
+    close(by_program(source, steps, backend=triton), by_definition(source, steps), 2e-5)
 
 
 @pytest.mark.parametrize("family", models.names())
@@ -107,4 +120,4 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     source = tiny_source("llama")
     source.shapes["model.layers.1.mlp.down_proj.weight"] = (64, 97)
     with pytest.raises(ValueError, match=r"do not fit|are wanted"):
-        models.build(Weights(source, torch.float32), kernels.load("cpu").program())
+        models.build(Weights(source, torch.float32), kernels.load("cpu").program(torch.float32, CPU))

@@ -1,0 +1,72 @@
+"""The noise of observed scores, as `reference/noise.py` defines it, inside kernels. In base 2, as scores are there."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from retain.kernels import GAUSSIAN, GUMBEL
+
+GOLDEN = tl.constexpr(0x9E3779B9)
+LOG2E = tl.constexpr(1.4426950408889634)
+NONE, ONLY_GUMBEL, ONLY_GAUSSIAN, MIXED = (tl.constexpr(i) for i in range(4))  # what a step's requests draw
+_GUMBEL, _GAUSSIAN = tl.constexpr(GUMBEL), tl.constexpr(GAUSSIAN)
+
+
+@triton.jit
+def mix(x):
+    """A permutation of 32 bits; uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    return (x ^ (x >> 15)) * 0x846CA68B
+
+
+@triton.jit
+def key(seed, layer, head, step):
+    """What rows' noise hangs on; seed, layer and head are scalars, step int32 [M], -1 where it is drawn once."""
+    x = mix(seed.to(tl.uint32) + GOLDEN)
+    x = mix(x + GOLDEN * (layer + 1).to(tl.uint32))
+    x = mix(x + GOLDEN * (head + 1).to(tl.uint32))
+    return mix(x + GOLDEN * (step + 1).to(tl.uint32))
+
+
+@triton.jit
+def erfinv(x):
+    """The inverse of the error function (Giles, "Approximating the erfinv function", single precision)."""
+    w = -tl.log((1.0 - x) * (1.0 + x))
+    a = w - 2.5
+    p = a * 2.81022636e-08 + 3.43273939e-07
+    p = p * a - 3.5233877e-06
+    p = p * a - 4.39150654e-06
+    p = p * a + 0.00021858087
+    p = p * a - 0.00125372503
+    p = p * a - 0.00417768164
+    p = p * a + 0.246640727
+    p = p * a + 1.50140941
+    b = tl.sqrt(tl.maximum(w, 0.0)) - 3.0
+    q = b * -0.000200214257 + 0.000100950558
+    q = q * b + 0.00134934322
+    q = q * b - 0.00367342844
+    q = q * b + 0.00573950773
+    q = q * b - 0.0076224613
+    q = q * b + 0.00943887047
+    q = q * b + 1.00167406
+    q = q * b + 2.83297682
+    return tl.where(w < 5.0, p, q) * x
+
+
+@triton.jit
+def noised(x, kind, keys, pos, NOISE: tl.constexpr):
+    """Scores [M, N] in base 2 with the noise of their request: keys uint32 [M], pos int32 [N]. A constant changes no
+    softmax, so it is left out.
+    """
+    if NOISE != NONE:
+        u = mix(keys[:, None] + GOLDEN * pos[None, :].to(tl.uint32)) >> 9
+        u = (u.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23: neither 0 nor 1
+        if NOISE != ONLY_GAUSSIAN:
+            y = -tl.log(-tl.log(u))
+        if NOISE == ONLY_GAUSSIAN:
+            y = 1.2825498 * 1.4142135623730951 * erfinv(2.0 * u - 1.0)
+        if NOISE == MIXED:
+            y = tl.where(kind == _GAUSSIAN, 1.2825498 * 1.4142135623730951 * erfinv(2.0 * u - 1.0), y)
+        x += tl.where((kind == _GUMBEL) | (kind == _GAUSSIAN), y * LOG2E, 0.0)
+    return x

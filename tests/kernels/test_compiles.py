@@ -1,0 +1,40 @@
+"""Where there is no GPU, Triton's own compiler still says whether it would take the kernels; and who has no Triton."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retain.kernels import triton
+
+WITHOUT = """
+import sys
+sys.modules["triton"] = None
+from retain import LLM, SamplingParams, kernels
+answer = LLM("random:tiny").generate("hello", SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))[0]
+assert len(answer.token_ids) == 3 and "not installed" in kernels.load_module("triton").available()
+"""
+
+TOOL = Path(__file__).parents[2] / "tools" / "gpu.py"
+
+
+@pytest.mark.skipif(not triton.interpreted(), reason="a GPU compiles what it runs")
+def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)} | {"TRITON_INTERPRET": "0"}
+    run = subprocess.run([sys.executable, str(TOOL), "compile", "--quick"], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    kernels = {line["kernel"] for line in lines}
+    assert kernels >= {"look", "merge", "deposit", "write", "copy", "lowest", "norm", "activate", "turn"}
+    assert all(line["mma"] for line in lines if line["kernel"] == "look"), "products without tensor cores"
+    assert max(line["spilled"] for line in lines) <= 64
+
+
+def test_nobody_needs_triton() -> None:
+    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]

@@ -1,0 +1,181 @@
+"""The laws in small on a device that is not the CPU: the triton backend on a pretended one (tests/pretend.py).
+
+Equal to the definition, and the host waits for nothing but tokens. On a GPU the same tests run on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retain.engine import drafters
+from retain.engine.loop import Engine
+from retain.engine.request import Request, SamplingParams
+from retain.kernels import triton
+from tests.laws.test_tiers import disk
+from tests.rig import request, rig, run
+
+pytestmark = pytest.mark.skipif(triton.available() is not None, reason=str(triton.available()))
+GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=3)
+TEXTS = [list(range(3, 3 + n)) for n in (17, 7, 20)]
+TOKENS = "said"  # the function that brings a step's tokens
+
+
+def far(work: Callable[[Callable[..., Engine]], Any]) -> tuple[Any, list[str]]:
+    """What work gives, with engines there; and where the host waited for the device, but for tokens."""
+    if not triton.interpreted():
+        return work(lambda family, **more: rig(family, backend="triton", device=torch.device("cuda"), **more)), []
+    from tests.pretend import DEVICE, Pretend
+
+    def made(family: str, **more: Any) -> Engine:
+        with there.asleep():  # weights may take their time
+            return rig(family, backend="triton", device=DEVICE, **more)
+
+    with Pretend() as there:
+        found = work(made)
+    return found, [w for w in there.waits if TOKENS not in w]
+
+
+def steps(engine: Engine, made: Sequence[Request]) -> list[list[int]]:
+    """Run them to the end. (The accountant would wait for nothing, but looking costs.)"""
+    engine.add(*made)
+    while engine.busy:
+        engine.step()
+    engine.cache.check()
+    return [r.answer for r in made]
+
+
+def same(family: str, policies: Sequence[str], n: int = 6, params: SamplingParams = GREEDY, **more: Any) -> None:
+    def made() -> list[Request]:
+        return [request(t, n, p, params) for t, p in zip(TEXTS, policies, strict=True)]
+
+    want = run(rig(family, backend="reference", **more), made())
+    got, waits = far(lambda rig: steps(rig(family, **more), made()))
+    assert got == want
+    assert waits == []
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mpt"])
+def test_families(family: str) -> None:
+    same(family, ["full", "sinks:budget=12,interval=2", "ring:window=10"], n=3)
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        ["h2o:budget=12,interval=2", "keyformer:budget=6,interval=1", "snapkv:budget=6,interval=2"],
+        ["tova:budget=9,interval=2,prefill=stream,chunk=8", "knorm:budget=6", "reread:budget=12"],
+        ["random:budget=10", "dilated:budget=6,interval=2", "keydiff:budget=10,prefill=layers"],
+    ],
+)
+def test_policies(policies: list[str]) -> None:
+    same("llama", policies, n=3)
+
+
+def test_chunks_and_preemption() -> None:
+    same("llama", ["full", "h2o:budget=12,interval=2", "ring:window=10"], n=3, pages=30, step_tokens=16, n_rows=4)
+
+
+def test_heads_that_differ() -> None:
+    """Budgets shared among heads are counted on the host, and so are new positions: there it has to wait."""
+    policies = ["h2o:budget=10,share=layer,value=norm", "h2o:budget=8,share=all", "h2o:budget=8,positions=new"]
+    want = run(rig("llama", backend="reference"), [request(t, 3, p) for t, p in zip(TEXTS, policies, strict=True)])
+    got, _ = far(lambda rig: steps(rig("llama"), [request(t, 3, p) for t, p in zip(TEXTS, policies, strict=True)]))
+    assert got == want
+
+
+def test_sampled() -> None:
+    """Every option, and the uniform numbers of the request: the tokens that the definition draws."""
+    params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=5,
+                            presence_penalty=0.3, ignore_eos=True, bias=((7, 2.0),))  # fmt: skip
+    same("llama", ["full"] * 3, n=3, params=params)
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [("ngram:k=3,min=1", 0.0), ("ngram:k=3,min=1", 0.7), ("self:k=3,budget=16,refresh=1", 0.7)],
+)
+def test_drafts(name: str, temperature: float) -> None:
+    text = [5, 6, 7, 8] * 12
+    likely = tuple((t, 9.0) for t in text[:4])  # or there would be nothing to guess
+    params = SamplingParams(temperature=temperature, ignore_eos=True, seed=4, bias=likely)
+
+    def go(engine: Engine) -> tuple[list[list[int]], int]:
+        made = [request(text[i:], 5, params=params) for i in range(2)]
+        return steps(engine, made), sum(sum(r.rounds.drafted) for r in made)
+
+    want = go(rig("llama", backend="reference", drafter=drafters.parse(name)))
+    got, waits = far(lambda rig: go(rig("llama", drafter=drafters.parse(name))))
+    assert got == want and got[1] > 0
+    if temperature == 0:
+        assert got[0] == go(rig("llama", backend="reference"))[0]
+    assert {w.split()[1] for w in waits} <= {
+        "verify:",
+        "one:",
+        "certain:",
+        "_choose:",
+    }  # tokens too, and what is looked at
+
+
+@pytest.mark.parametrize(("family", "tier"), [("llama", "disk"), ("gemma3_text", "ram")])
+def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
+    """Cold, warm, and woken from memory or from a disk."""
+    texts = [[*range(40), 3, 4], [*range(40), 9]]
+    want = run(rig(family, backend="reference"), [request(t, 3) for t in texts])
+
+    def go(rig: Callable[..., Engine]) -> tuple[list[list[int]], int]:
+        engine = rig(
+            family, prefix="exact", tiers=[disk(tmp_path) if tier == "disk" else "ram:capacity=10MB"], pages=64
+        )
+        found = [steps(engine, [request(t, 3)])[0] for t in texts]
+        tree = engine.cache.reuse.tree
+        tree.evict(tree.spare)
+        engine.cache.reuse.sleep.sync()
+        again = request(texts[0], 3)
+        found += steps(engine, [again])
+        engine.cache.reuse.close()
+        return found, again.cached
+
+    (found, woken), _ = far(go)
+    assert found == [*want, want[0]] and woken >= 32
+
+
+def test_only_what_is_important(tmp_path: Path) -> None:
+    text = [*range(60), 3, 4]
+    want = run(rig("llama", backend="reference"), [request(text, 2)])
+
+    def go(rig: Callable[..., Engine]) -> list[list[int]]:
+        engine = rig("llama", prefix="important:ratio=1", tiers=[disk(tmp_path)])
+        found = []
+        for _ in range(3):  # computed, woken, woken from what was packed
+            engine.cache.reuse.tree.clear()
+            found += steps(engine, [request(text, 2)])
+            engine.cache.reuse.sleep.sync()
+        assert sum(engine.cache.reuse.sleep.woken.values()) > 60
+        return found
+
+    assert far(go)[0] == want * 3
+
+
+def test_what_would_wait_is_seen() -> None:
+    """The pretence itself: mixing is refused, and asking is written down."""
+    if not triton.interpreted():
+        pytest.skip("a GPU needs no pretence")
+    from tests.pretend import DEVICE, Pretend
+
+    with Pretend() as there, nullcontext():
+        x = torch.ones(3, device=DEVICE)
+        assert x.device == DEVICE and there.waits == []
+        for wrong in (lambda: x + torch.ones(3), lambda: torch.cat((x, torch.ones(1))), lambda: x.numpy()):
+            with pytest.raises((RuntimeError, TypeError)):
+                wrong()
+        assert there.waits == []
+        (x + 1).sum().tolist(), x[torch.tensor([0])], x[x > 0], x.cpu(), torch.ones(2).to(DEVICE)
+        assert len(there.waits) == 5
+        torch.ones(2).to(DEVICE, non_blocking=True)
+        assert len(there.waits) == 5
