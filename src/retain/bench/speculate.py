@@ -15,8 +15,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from retain.bench.tasks import articles, records
 from retain.engine import drafters
 from retain.engine.loop import Engine
@@ -172,7 +170,7 @@ def _copy(llm: LLM, leader: Request, new: int) -> Request:
     copy.row = llm.cache.fork(leader.row, copy.policy, copy.computed)
     if copy.row is None:
         raise ValueError("the pool is too small for a copy of every prompt: raise --kv-memory, or lower --batch")
-    pages = torch.from_numpy(llm.cache.pages[copy.row].ravel()).long()
+    pages = llm.cache.kv.index(llm.cache.pages[copy.row].ravel())
     llm.cache.kv.mass[pages] = 0  # whole pages are shared with who ran before
     llm.cache.settle(copy.row, copy.computed, 0)
     return copy

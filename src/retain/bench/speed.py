@@ -55,7 +55,7 @@ def choose(names: str | None) -> list[Workload]:
 
 def run(llm: LLM, workloads: list[Workload], as_json: bool) -> None:
     """Print a line for each workload as soon as it is measured."""
-    bandwidth = read_bandwidth()
+    bandwidth = read_bandwidth(llm.device)
     seconds(llm, Workload("warm-up", 128, 8, 1), seed=0, new=8)
     if not as_json:
         print(
@@ -75,13 +75,15 @@ def run(llm: LLM, workloads: list[Workload], as_json: bool) -> None:
             )
 
 
-def read_bandwidth() -> float:
-    """Bytes a second that all threads together read from memory: the best of five sums over 512 MiB."""
-    x = torch.ones(2**27)
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a device reads from its memory, with all of its threads: the best of five sums over 512 MiB
+    (on a GPU 4 GiB).
+    """
+    x = torch.ones(2**30 if device.type == "cuda" else 2**27, device=device)
     times = []
     for _ in range(5):
         started = perf_counter()
-        x.sum()
+        x.sum().item()
         times.append(perf_counter() - started)
     return x.nbytes / min(times)
 
@@ -112,7 +114,7 @@ def measure(llm: LLM, w: Workload, bandwidth: float) -> dict[str, Any]:
         "decode_step_ms": round(1e3 * decode / w.new, 2),
         "read_mb": round(read / 1e6, 1),
         "bandwidth": round(read / (decode / w.new) / bandwidth, 3),
-        "note": f"{llm.config.dtype}, weights {llm.config.weights}, kv {llm.config.kv_policy}",
+        "note": f"{llm.device.type}, {llm.config.dtype}, weights {llm.config.weights}, kv {llm.config.kv_policy}",
     }
 
 

@@ -23,6 +23,10 @@ def find(model: str) -> Path:
     """The .gguf file or the folder that `model` names. Raises ValueError, saying what to do, where there is none."""
     if model in EMBEDDED:
         return EMBEDDED[model]()
+    if model.startswith("random:"):
+        from retain.models.shapes import folder
+
+        return folder(model.removeprefix("random:"), cache_folder())
     try:
         path = Path(model).expanduser()
         if model and path.exists():

@@ -116,7 +116,10 @@ def open_source(path: Path) -> Source:
     """The model file or folder at a path. Raises ValueError when it is missing, damaged or not supported."""
     if path.is_dir():
         from retain.models.folder import Folder
+        from retain.models.shapes import MARK, Random
 
+        if (path / MARK).is_file():
+            return Random(path)
         return Folder(path)
     if path.is_file():
         from retain.models.gguf import GGUF

@@ -106,14 +106,14 @@ def force(
     kl, same, done = [0.0] * len(pairs), [0] * len(pairs), [0] * len(pairs)
 
     def read(i: int, logits: Tensor) -> None:
-        likeliest[i].append(logits.argmax(-1))
+        likeliest[i].append(logits.argmax(-1).cpu())
         if not compare:
             return
         log_p = logits.log_softmax(-1)  # [n, V]
         if full is None:
-            kept[i].append(log_p.half())
+            kept[i].append(log_p.half().cpu())
             return
-        want = full[i % len(items)][done[i] : done[i] + len(log_p)].float()
+        want = full[i % len(items)][done[i] : done[i] + len(log_p)].to(log_p.device).float()
         done[i] += len(log_p)
         kl[i] += float((want.exp() * (want - log_p)).sum())
         same[i] += int((want.argmax(-1) == log_p.argmax(-1)).sum())

@@ -1,0 +1,379 @@
+"""What only a GPU can show, and what can be shown of it without one. See docs/gpu.md.
+
+    python tools/gpu.py compile                 every kernel, by Triton's compiler for sm_90: no GPU is needed
+    python tools/gpu.py attention mass          decode attention: share of the memory's bandwidth, peers, masses
+    python tools/gpu.py decode --model random:mpt-7b
+    python tools/gpu.py speculate --model random:llama-3.1-8b
+    python tools/gpu.py peer --model random:llama-3.1-8b
+
+Every figure is a JSON line. Times are medians, by CUDA's events; what is compared runs in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+Line = dict[str, Any]
+HEADS = {"llama-3.1-8b": (32, 8, 128), "mpt-7b": (32, 32, 128)}  # H, G, D
+SLOTS = (4096, 8192, 16384, 32768, 65536)
+BF16 = torch.bfloat16
+
+
+# ---- without a GPU -----------------------------------------------------------------------------------------------
+
+
+def compiled(arch: int, quick: bool) -> Iterator[Line]:
+    """Registers, spills and shared memory of every kernel that some scenes launch."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class NoGPU:
+        """A driver that only knows what it would compile for."""
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", arch, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    driver.set_active(NoGPU())
+    found: dict[int, Line] = {}
+    run = JITFunction.run
+
+    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **more)
+        if id(kernel) not in found:
+            found[id(kernel)] = {
+                "kernel": self.fn.__name__,
+                **usage(kernel, Path(triton.__file__).parent),
+                **told(more),
+            }
+
+    JITFunction.run = only_compile
+    for scene in SCENES[: 2 if quick else None]:
+        launch(*scene)
+    yield from found.values()
+
+
+def told(more: dict[str, Any]) -> Line:
+    """What a kernel was made for."""
+    return {k: v for k, v in more.items() if k in ("D", "M", "R", "SPLIT", "OBSERVE", "NOISE", "TURN", "num_warps")}
+
+
+def usage(kernel: Any, triton: Path) -> Line:
+    """What it takes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(kernel.asm["cubin"])
+        f.flush()
+        tool = triton / "backends/nvidia/bin/cuobjdump"
+        out = subprocess.run([str(tool), "-res-usage", f.name], capture_output=True, text=True, check=True)
+    used = re.search(r"REG:(\d+) STACK:(\d+)", out.stdout + out.stderr)
+    assert used, out
+    ptx = kernel.asm["ptx"]
+    return {
+        "registers": int(used[1]), "spilled": int(used[2]), "shared": kernel.metadata.shared,
+        "mma": len(re.findall(r"\bw?g?mma\.", ptx)), "async copies": ptx.count("cp.async.c"),
+    }  # fmt: skip
+
+
+# D, R, dtype, fresh tokens, masses, ALiBi, turned
+SCENES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool]] = [
+    (128, 4, BF16, (1, 1), True, False),
+    (128, 4, BF16, (200, 1), False, False),
+    (128, 1, BF16, (1, 200), True, True),
+    (128, 4, BF16, (200, 9), True, False),
+    (256, 4, BF16, (200, 9), False, False),
+    (64, 3, torch.float32, (200, 9), True, False),
+    (80, 1, torch.float16, (200, 9), False, False),
+]
+
+
+def launch(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], observed: bool, alibi: bool) -> None:
+    """A step of two kv heads, and everything else that there is a kernel for."""
+    from retain.kernels import Tables, triton
+    from retain.kernels.triton import attention, forward
+
+    G, B, T, n = 2, len(fresh), sum(fresh), 40
+    kv = triton.allocate(1 + B * G * n, 64, D, dtype)
+    i = torch.ones(B, dtype=torch.int32)
+    pages = torch.arange(1, 1 + B * G * n, dtype=torch.int32).view(B, G, n)
+    starts = torch.tensor([0, *fresh]).cumsum(0).int()
+    tables = Tables(
+        pages, i[:, None] * torch.full((G,), n).int(), i * 2**30, i * 0, i.cumsum(0).int() - 1, starts, i, n
+    )
+    q, pos = torch.ones(T, G * R, D, dtype=dtype), torch.ones(T, dtype=torch.int32)
+    asked = noise(T, B) if observed else None
+    triton.attend(q, kv, tables, pos, 0.1, torch.ones(G * R) if alibi else None, asked, 1)
+    turn = attention.Turn(torch.ones(D // 2), 1.0, alibi)
+    attention.write(kv, torch.ones(G, T, dtype=torch.int32), q[:, :G], q[:, :G], pos, None if alibi else turn)
+    triton.copy(kv, torch.tensor([1]), torch.tensor([2]))
+    triton.lowest(
+        torch.ones(3, 4096), torch.ones(3, 4096, dtype=torch.int32), torch.full((3,), 4096).int(), 4, 4000, 16
+    )
+    p = forward.TritonProgram(dtype, torch.device("cpu"))
+    x, y = p.buffer("x", 4096), p.buffer("y", 2048)
+    p.normalise(x, x, torch.ones(4096), None, 1e-5, centred=False)
+    p.normalise(x, x, torch.ones(4096), torch.ones(4096), 1e-5, centred=True)
+    p.activate(x, y, "silu", 2048, gated=True)
+    p.activate(y, y, "gelu_tanh", 2048)
+    qkv, out = p.buffer("qkv", (R + 2) * G * D), p.buffer("o", R * G * D)
+    if not alibi:
+        p.turn(qkv, torch.ones(D // 2), 1.0, False, (R + 1) * G, D)
+    p.attend(qkv, out, 0, (R * G, G, D), 0.1, torch.ones(R * G) if alibi else None)
+    work, every = attention.plan(tables, R, D, kv, None), torch.ones(1, G, T, dtype=torch.int32)
+    step = forward.Step(kv, layers(tables), work, every, pos, pos, None)
+    step.rows[x], step.rows[qkv] = torch.ones(T, 4096, dtype=dtype), torch.ones(T, (R + 2) * G * D, dtype=dtype)
+    for op in p._ops:
+        op(step)
+
+
+def layers(t: Any) -> Any:
+    """The same tables for all of one layer."""
+    return replace(t, pages=t.pages[None], counts=t.counts[None], windows=t.windows[None])
+
+
+def noise(T: int, B: int, device: str = "cpu") -> Any:
+    """Keyformer's, of every query."""
+    from retain.kernels import GUMBEL, Observe
+
+    i = torch.ones(B, dtype=torch.int32)
+    parts = torch.ones(T), torch.full((T,), 1.5), torch.ones(B), i * GUMBEL, i, i
+    return Observe(*(x.to(device) for x in parts))
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+
+def timed(works: Sequence[Callable[[], Any]], n: int = 20) -> list[float]:
+    """Milliseconds of each, as a graph, in turns."""
+    graphs = []
+    for work in works:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(4):
+                work()
+        graphs.append(graph)
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(n):
+        for graph, each in zip(graphs, times, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            each.append(begin.elapsed_time(end) / 4)
+    return [median(each) for each in times]
+
+
+def bandwidth() -> float:
+    """Bytes a second that the device reads."""
+    x = torch.ones(2**30, device="cuda")
+    (ms,) = timed([lambda: x.sum()])
+    return x.nbytes / ms * 1e3
+
+
+def attention(masses: bool) -> Iterator[Line]:
+    """A decode step of one layer, over caches that are larger than what stays near the cores."""
+    from retain.kernels import NO_WINDOW, Tables, triton
+    from retain.kernels.triton import attention as a
+
+    device, peak = torch.device("cuda"), bandwidth()
+    yield {"bandwidth_gb_s": peak / 1e9, "gpu": torch.cuda.get_device_name()}
+    for name, (H, G, D) in HEADS.items():
+        for slots in SLOTS:
+            B = max(2**31 // (slots * G * D * 4), 1)  # 2 GiB of K and V
+            n = slots // 64
+            kv = triton.allocate(1 + B * G * n, 64, D, BF16, 1, device)
+            for x in (kv.k, kv.v):
+                x.normal_()
+            pages = 1 + torch.randperm(B * G * n, device=device).int().view(B, G, n)
+            kv.pos[pages.long()] = torch.arange(slots, device=device, dtype=torch.int32).view(n, 64)
+            full = torch.full((B, G), n, dtype=torch.int32, device=device)
+            one, rows = torch.ones(B, dtype=torch.int32, device=device), torch.arange(B, dtype=torch.int32)
+            starts = torch.arange(B + 1, dtype=torch.int32)
+            sparse = Tables(pages, full, one * NO_WINDOW, one * 0, rows, starts, None, n)
+            dense = replace(sparse, dense=one)
+            q, pos = torch.randn(B, H, D, device=device, dtype=BF16), one * (slots - 1)
+            size, line = 2 * B * slots * G * D * 2, {"shape": name, "slots": slots, "batch": B}
+
+            def ours(tables: Tables, asked: Any = None, q: Any = q, kv: Any = kv, pos: Any = pos) -> Callable[[], Any]:
+                work = a.plan(tables, q.shape[1] // tables.pages.shape[1], q.shape[2], kv, asked)
+                return lambda: a.attend(q, kv, tables, work, pos, 0.1, None, 0)
+
+            if masses:
+                names, works = ["plain", "h2o", "keyformer"], [ours(sparse)]
+                for asked in (noise(B, B), noise(B, B)):
+                    h2o = len(works) == 1
+                    asked = replace(asked, noise=asked.noise * 0, tau=asked.tau * 0 + 1) if h2o else asked
+                    works.append(ours(sparse, asked))
+                times = timed(works)
+                yield {**line, **{f"{k}_over_plain": t / times[0] for k, t in zip(names, times, strict=True)}}
+                continue
+            peers = others(q, kv, pages, slots, G)
+            times = timed([ours(dense), ours(sparse), *peers.values()])
+            for k, t in zip(["dense", "positions", *peers], times, strict=True):
+                yield {**line, "kernel": k, "ms": t, "gb_s": size / t / 1e6, "of_bandwidth": size / t * 1e3 / peak}
+
+
+def others(q: Any, kv: Any, pages: Any, slots: int, G: int) -> dict[str, Callable[[], Any]]:
+    """The same work by those who are there: torch over memory without pages, FlashInfer over pages of all heads."""
+    (B, H, D), found = q.shape, {}
+    k, v = (torch.randn(B, G, slots, D, device="cuda", dtype=BF16) for _ in range(2))
+    found["torch"] = lambda: torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=H > G)
+    try:
+        import flashinfer
+    except ImportError:
+        return found
+    n, room = slots // 64, torch.empty(2**27, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "HND", use_tensor_cores=H > G)
+    starts = torch.arange(B + 1, dtype=torch.int32) * n
+    last = torch.full((B,), 64, dtype=torch.int32)
+    wrapper.plan(starts, torch.randperm(B * n).int(), last, H, G, D, 64, q_data_type=BF16, kv_data_type=BF16)
+    both = torch.randn(B * n, 2, G, 64, D, device="cuda", dtype=BF16)
+    found["flashinfer"] = lambda: wrapper.run(q, both)
+    return found
+
+
+# ---- models ------------------------------------------------------------------------------------------------------
+
+
+def decode(model: str, prompt: int, new: int) -> Iterator[Line]:
+    """Tokens a second of answers of `new` tokens, by steps at their beginning and their end: steps grow evenly.
+
+    Everything kept, and budgets of half and a fifth; each with the largest batch for which the full cache has room, and
+    budgets with their own.
+    """
+    from retain.llm import LLM
+
+    llm = LLM(model, device="cuda", context=prompt + new, max_requests=256, step_tokens=2048, prefix="off")
+    whole = llm.cache.total_pages // (llm.spec.layers * llm.spec.kv_heads * -(-(prompt + new) // 64))
+    plain = 0.0
+    for policy in ("full", "keyformer:budget=50%", "keyformer:budget=20%", "h2o:budget=50%", "h2o:budget=20%"):
+        share = 1.0 if policy == "full" else (prompt * int(policy[-3:-1]) / 100 + 80) / (prompt + new)
+        for batch in sorted({whole, min(int(whole / share), 256) - (policy != "full")}):
+            speeds = [batch / step(llm, policy, length, batch) for length in (prompt, prompt + new - 80)]
+            speed = 2 / sum(1 / s for s in speeds)
+            plain = plain or speed
+            yield {"model": model, "policy": policy, "batch": batch, "tok_s": speed, "over_full": speed / plain}
+
+
+def step(llm: Any, policy: str, length: int, batch: int, steps: int = 32) -> float:
+    """Seconds of a decoding step of so many requests, each with a prompt so long."""
+    from retain.engine.request import SamplingParams
+
+    params = SamplingParams(max_tokens=steps + 8, temperature=0, ignore_eos=True, seed=0)
+    replies = [llm.desk.open(ask)[0] for ask in asks(llm, length, batch, params, policy)]
+    llm.engine.add(*(r.request for r in replies))
+    times: list[float] = []
+    while llm.engine.busy:
+        began = perf_counter()
+        got = llm.engine.step()
+        if len(got) == batch:
+            times.append(perf_counter() - began)
+    return median(times[4:])
+
+
+def asks(llm: Any, length: int, batch: int, params: Any, policy: str) -> list[Any]:
+    """Random texts."""
+    from retain.desk import Ask
+
+    ids = torch.randint(300, llm.spec.vocab, (batch, length), generator=torch.Generator().manual_seed(0)).tolist()
+    return [Ask(p, params, policy) for p in ids]
+
+
+def speculate(model: str, prompt: int) -> Iterator[Line]:
+    """A long text, answered with and without drafts of the model itself on a few pages."""
+    from retain.engine.request import SamplingParams
+    from retain.llm import LLM
+
+    params, plain = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True), 0.0
+    for drafter in (None, "self:k=4", "self:k=4,budget=1024", "self"):
+        llm = LLM(model, device="cuda", context=prompt + 256, max_requests=2, speculate=drafter, prefix="off")
+        (ask,) = asks(llm, prompt, 1, params, "full")
+        answer = llm.ask([ask])[0]
+        speed = answer.timings["decode_tok_s"]
+        plain = plain or speed
+        line = {"model": model, "prompt": prompt, "drafter": drafter or "none", "tok_s": speed, "over": speed / plain}
+        yield line | {k: getattr(answer.speculate, k) for k in ("drafted", "accepted") if answer.speculate}
+        llm.close()
+        del llm
+        gc.collect()  # its rooms know each other
+        torch.cuda.empty_cache()
+
+
+def peer(model: str, prompt: int, new: int) -> Iterator[Line]:
+    """transformers' own generation on the same shape."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from retain.models.find import find
+
+    config = AutoConfig.from_pretrained(find(model))
+    with torch.device("cuda"):
+        theirs = AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+    for batch in (1, 4):
+        ids = torch.randint(300, config.vocab_size, (batch, prompt), device="cuda")
+        times = []
+        for n in (1, new + 1):
+            torch.cuda.synchronize()
+            began = perf_counter()
+            with torch.no_grad():
+                theirs.generate(ids, max_new_tokens=n, min_new_tokens=n, do_sample=False)
+            torch.cuda.synchronize()
+            times.append(perf_counter() - began)
+        speed = batch * new / (times[1] - times[0])
+        yield {"engine": "transformers", "model": model, "prompt": prompt, "batch": batch, "tok_s": speed}
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="+", choices=("compile", "attention", "mass", "decode", "speculate", "peer"))
+    parser.add_argument("--model", default="random:llama-3.1-8b")
+    parser.add_argument("--prompt", type=int, default=8192)
+    parser.add_argument("--new", type=int, default=8192)
+    parser.add_argument("--long", type=int, default=32768, help="of speculate")
+    parser.add_argument("--arch", type=int, default=90, help="of compile: 80, 86, 89, 90, ...")
+    parser.add_argument("--quick", action="store_true", help="compile: what decoding and prefill need, no more")
+    args = parser.parse_args()
+    works: dict[str, Callable[[], Iterator[Line]]] = {
+        "compile": lambda: compiled(args.arch, args.quick),
+        "attention": lambda: attention(False),
+        "mass": lambda: attention(True),
+        "decode": lambda: decode(args.model, args.prompt, args.new),
+        "speculate": lambda: speculate(args.model, args.long),
+        "peer": lambda: peer(args.model, args.prompt, 64),
+    }
+    if args.what != ["compile"] and not torch.cuda.is_available():
+        sys.exit("gpu.py: there is no NVIDIA GPU here; `compile` needs none")
+    for what in args.what:
+        for line in works[what]():
+            print(json.dumps({"what": what, **line}), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    main()
