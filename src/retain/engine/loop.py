@@ -67,9 +67,8 @@ class Engine:
                     rows += range(end - 1 - len(request.drafts), end)
         drawn = sample(rows_of(logits, rows), ready)
         took = perf_counter() - began - drafting
-        if (
-            self.cache.reuse and not batch.before and (ready or logits.device.type == "cpu")
-        ):  # else nobody waited for it
+        waited = bool(ready) or logits.device.type == "cpu"  # else the device may still compute
+        if self.cache.reuse and waited and not batch.before:
             self.cache.reuse.computed(len(batch.ids), took)
         self.drafting.learn(shares, dict(zip(ready, drawn, strict=True)), took, drafting)
         wrong = {r: r.verified(len(tokens)) for r, tokens in zip(ready, drawn, strict=True)}

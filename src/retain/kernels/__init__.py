@@ -1,7 +1,7 @@
 """Kernels: the only rooms that touch the bytes of keys and values.
 
-A backend is a folder here and is found by its name: `load("cpu")`. It is a module with nine functions, which
-`reference` (plain torch) defines and every other backend must equal:
+A backend is a folder here and is found by its name: `load("cpu")`. It is a module with `DEVICES`, the types of device
+that it computes on, and nine functions, which `reference` (plain torch) defines and every other backend must equal:
 
     allocate(n_pages, page_size, head_dim, dtype, columns, device)  -> KV: room for a pool of pages
     write(kv, slots, k, v, pos)                                     put fresh tokens into their slots
@@ -219,9 +219,10 @@ class Program(Protocol):
     ) -> Tensor:
         """A step: ids int64 [T], pos int32 [T], slots int32 [L, G, T], wanted int64 [N] -> logits float32 [N, V].
 
-        `tables` are those of all layers: pages [L, N, G, n], counts [L, N, G], windows [L, N]. The next step overwrites
-        the logits. `before(layer, q)` is called before a layer writes and looks, with its queries [T, H, D], good
-        until it returns; `after(layer)` when it has looked.
+        `tables` are those of all layers: pages [L, N, G, n], counts [L, N, G], windows [L, N]. `ids`, `pos`, `wanted`
+        and `observe` are the host's; the rest, and the logits, lie where the pool does. The next step overwrites the
+        logits. `before(layer, q)` is called before a layer writes and looks, with its queries [T, H, D], good until it
+        returns; `after(layer)` when it has looked.
         """
         ...
 

@@ -56,10 +56,8 @@ def divide(rank: Tensor, size: int, among: str) -> Tensor:
     """Tokens of each head, int64 [M, G], where the heads of a layer, or all, divide a sum of budgets by rank."""
     M, G, S = rank.shape
     groups = rank.view(M if among == "layer" else 1, -1)
-    best = (
-        groups.topk(size * M * G // len(groups)).indices
-        + groups.shape[1] * torch.arange(len(groups), device=rank.device)[:, None]
-    )
+    first = groups.shape[1] * torch.arange(len(groups), device=rank.device)
+    best = groups.topk(size * M * G // len(groups)).indices + first[:, None]
     return torch.bincount(best.flatten() // S, minlength=M * G).view(M, G)
 
 

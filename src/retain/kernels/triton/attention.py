@@ -1,9 +1,8 @@
 """A step's attention as launches: which kernels (look.py, observe.py, slots.py) run over which jobs.
 
 A job is (request b, its row in the tables, its first fresh token, how many tokens, the first of its query rows, the
-place of its first token among those that leave weights).
-Requests with few query rows are one job each, in stretches; those with many are cut into tiles of rows, a job each.
-What is not known here: layers, graphs.
+place of its first token among those that leave weights). Requests with few query rows are one job each, in stretches;
+those with many are cut into tiles of rows, a job each. What is not known here: layers, graphs.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ def attend(
         _look(q, o, kv, tables, work, jobs, q_pos, scale, slopes, layer)
     s = work.seen
     shape = {"G": G, "R": H // G, "S": kv.page_size, "N": work.block, "C": kv.mass.shape[1]}
-    blocks = work.most * (kv.page_size // work.block)
+    blocks = max(work.most, 1) * (kv.page_size // work.block)
     for jobs in work.few if s else []:
         assert s
         observe.deposit[(len(jobs.told), G, blocks)](

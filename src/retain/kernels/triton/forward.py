@@ -197,7 +197,7 @@ class TritonProgram:
         if pos.shape != (T,) or slots.shape != (layers, G, T) or tables.starts.shape != (len(tables.rows) + 1,):
             raise ValueError(f"run: {T} ids, positions {list(pos.shape)} and slots {list(slots.shape)} do not fit")
         if not (before or after):
-            found = self._graphs.run(kv, tables, slots, ids, pos, wanted, observe, self._heads, self._dim)
+            found = self._graphs.run(kv, tables, slots, ids, pos, wanted, observe, self._heads)
             if found is not None:
                 return found
         work = attention.plan(tables, self._heads, self._dim, kv, observe)

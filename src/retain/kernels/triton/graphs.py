@@ -122,7 +122,6 @@ class Graphs:
         wanted: Tensor,
         observe: Observe | None,
         R: int,
-        D: int,
     ) -> Tensor | None:
         """The logits [T, V], good until the next step; None: this step is no such step, or came too seldom."""
         T, B = len(ids), len(tables.rows)
