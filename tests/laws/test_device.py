@@ -13,14 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+from retain import LLM, kernels
+from retain.desk import Ask
 from retain.engine import drafters
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.kernels import triton
+from retain.text.form import lark
 from tests.laws.test_tiers import disk
 from tests.rig import request, rig, run
 
 pytestmark = pytest.mark.skipif(triton.available() is not None, reason=str(triton.available()))
+GREEDY_SHORT = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3)
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=3)
 TEXTS = [list(range(3, 3 + n)) for n in (17, 7, 20)]
 TOKENS = "said"  # the function that brings a step's tokens
@@ -160,6 +164,31 @@ def test_only_what_is_important(tmp_path: Path) -> None:
         return found
 
     assert far(go)[0] == want * 3
+
+
+def test_the_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several answers, log-probabilities, a form, scores and a draft model, as LLM gives them."""
+
+    def go(**there: str) -> list[Any]:
+        llm = LLM("random:tiny", dtype="float32", kv_memory="8MiB", max_requests=8, **there)
+        params = SamplingParams(max_tokens=3, temperature=0.7, seed=1, n=2, logprobs=2, ignore_eos=True)
+        drafts = LLM("random:tiny", dtype="float32", kv_memory="8MiB", speculate="draft:model=random:tiny,k=2", **there)
+        answers = [*llm.generate("hello there", params), *drafts.generate([[5, 6, 7, 8] * 5], GREEDY_SHORT)]
+        (form,) = llm.ask([Ask("x", SamplingParams(max_tokens=2, temperature=0), form=lark('start: "a" "b"'))])
+        tops = [t for a in answers for p in a.logprobs or () for t in (p.token, *(token for token, _ in p.top))]
+        scores = [round(x, 3) for x in llm.score([[5, 6, 7, 8]], [[9, 10]])[0]]
+        return [[a.token_ids for a in answers], tops, form.text, scores]
+
+    want = go(backend="reference", device="cpu")
+    if triton.interpreted():
+        from tests.pretend import DEVICE, Pretend
+
+        monkeypatch.setattr(triton, "DEVICES", (DEVICE.type,))
+        monkeypatch.setattr(kernels, "device", lambda name: DEVICE)
+        with Pretend():
+            assert go(backend="triton") == want
+    else:
+        assert go(backend="triton", device="cuda") == want
 
 
 def test_what_would_wait_is_seen() -> None:
