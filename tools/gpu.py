@@ -6,7 +6,8 @@
     python tools/gpu.py speculate --model random:llama-3.1-8b
     python tools/gpu.py peer --model random:llama-3.1-8b
 
-Every figure is a JSON line. Times are medians, by CUDA's events; what is compared runs in turns.
+Every figure is a JSON line. Kernels' times are medians, by CUDA's events; what is compared runs in turns. What runs a
+whole model can be tried without a GPU: `--device cpu --model random:tiny --prompt 256 --new 256 --long 512`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ Line = dict[str, Any]
 HEADS = {"llama-3.1-8b": (32, 8, 128), "mpt-7b": (32, 32, 128)}  # H, G, D
 SLOTS = (4096, 8192, 16384, 32768, 65536)
 BF16 = torch.bfloat16
+SLACK = 80  # tokens that an answer may be longer than is measured
 
 
 # ---- without a GPU -----------------------------------------------------------------------------------------------
@@ -261,88 +263,108 @@ def others(q: Any, kv: Any, pages: Any, slots: int, G: int) -> dict[str, Callabl
 # ---- models ------------------------------------------------------------------------------------------------------
 
 
-def decode(model: str, prompt: int, new: int) -> Iterator[Line]:
-    """Tokens a second of answers of `new` tokens, by steps at their beginning and their end: steps grow evenly.
+def decode(model: str, device: str, memory: str | None, prompt: int, new: int) -> Iterator[Line]:
+    """Tokens a second of answers of `new` tokens, by steps at their beginning and their end: steps grow evenly, and
+    those of a budget, which is a share of the prompt, do not.
 
-    Everything kept, and budgets of half and a fifth; each with the largest batch for which the full cache has room, and
-    budgets with their own.
+    Everything kept, and budgets of half and a fifth: alone, with the largest batch for which the full cache has room,
+    and with their own largest.
     """
     from retain.llm import LLM
 
-    llm = LLM(model, device="cuda", context=prompt + new, max_requests=256, step_tokens=2048, prefix="off")
-    whole = llm.cache.total_pages // (llm.spec.layers * llm.spec.kv_heads * -(-(prompt + new) // 64))
-    plain = 0.0
+    sizes = {"context": prompt + new, "max_requests": 256, "step_tokens": min(8192, prompt), "kv_memory": memory}
+    llm = LLM(model, device=device, prefix="off", **sizes)
+    heads, total = llm.spec.layers * llm.spec.kv_heads, llm.cache.total_pages
+    pages = heads * -(-(prompt + new) // llm.cache.page_size)  # of one answer, when everything is kept
+    whole, plain = min(total // pages, 256), {}
+    if not whole:
+        sys.exit(f"gpu.py: no room for one answer of {prompt} + {new} tokens")
     for policy in ("full", "keyformer:budget=50%", "keyformer:budget=20%", "h2o:budget=50%", "h2o:budget=20%"):
-        share = 1.0 if policy == "full" else (prompt * int(policy[-3:-1]) / 100 + 80) / (prompt + new)
-        for batch in sorted({whole, min(int(whole / share), 256) - (policy != "full")}):
-            speeds = [batch / step(llm, policy, length, batch) for length in (prompt, prompt + new - 80)]
-            speed = 2 / sum(1 / s for s in speeds)
-            plain = plain or speed
-            yield {"model": model, "policy": policy, "batch": batch, "tok_s": speed, "over_full": speed / plain}
+        lengths = (prompt, prompt + new - 2 * SLACK) if policy == "full" else (prompt,)
+        batches = [1, whole]
+        while batches:
+            batch = batches.pop(0)
+            times, held = zip(*(step(llm, policy, length, batch) for length in lengths), strict=True)
+            speed = batch * len(times) / sum(times)
+            plain.setdefault(batch, speed)
+            line = {"model": model, "policy": policy, "batch": batch, "tok_s": speed}
+            yield line | {"over_full": speed / plain[min(batch, whole)], "pages": max(held)}
+            if (
+                batch == 1 and policy != "full"
+            ):  # the scheduler keeps a page more for each, and two are in their prompts
+                own = min((total - 2 * pages) // (max(held) + heads), 256)
+                batches += [own] if own > whole else []
 
 
-def step(llm: Any, policy: str, length: int, batch: int, steps: int = 32) -> float:
-    """Seconds of a decoding step of so many requests, each with a prompt so long."""
+def step(llm: Any, policy: str, length: int, batch: int, steps: int = 32) -> tuple[float, int]:
+    """Seconds of a decoding step of so many requests of about `length` tokens each; pages that each of them holds.
+
+    Who is read first has answered most when the last has been read, so its prompt is shorter by as much.
+    """
+    from retain.desk import Ask
     from retain.engine.request import SamplingParams
 
-    params = SamplingParams(max_tokens=steps + 8, temperature=0, ignore_eos=True, seed=0)
-    replies = [llm.desk.open(ask)[0] for ask in asks(llm, length, batch, params, policy)]
+    most, cache, replies = llm.engine.scheduler.step_tokens, llm.cache, []
+    for i in range(batch):
+        ahead = min(round(sum(length / (most - j) for j in range(i + 1, batch))), length // 2)
+        params = SamplingParams(max_tokens=ahead + steps + SLACK, temperature=0, ignore_eos=True, seed=0)
+        replies += llm.desk.open(Ask(random_text(llm, length - ahead, i), params, policy))
     llm.engine.add(*(r.request for r in replies))
     times: list[float] = []
-    while llm.engine.busy:
+    while llm.engine.busy and len(times) < steps:
         began = perf_counter()
         got = llm.engine.step()
         if len(got) == batch:
             times.append(perf_counter() - began)
-    return median(times[4:])
+    held = -(-(cache.total_pages - cache.free_pages) // batch)
+    for r in replies:
+        llm.engine.cancel(r.request)
+    if len(times) < steps:
+        sys.exit(f"gpu.py: {batch} answers with {policy} never ran together: there is no room for them")
+    return median(times[4:]), held
 
 
-def asks(llm: Any, length: int, batch: int, params: Any, policy: str) -> list[Any]:
-    """Random texts."""
-    from retain.desk import Ask
-
-    ids = torch.randint(300, llm.spec.vocab, (batch, length), generator=torch.Generator().manual_seed(0)).tolist()
-    return [Ask(p, params, policy) for p in ids]
+def random_text(llm: Any, length: int, seed: int) -> list[int]:
+    """Tokens that stand for one."""
+    return torch.randint(300, llm.spec.vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def speculate(model: str, prompt: int) -> Iterator[Line]:
+def speculate(model: str, device: str, prompt: int) -> Iterator[Line]:
     """A long text, answered with and without drafts of the model itself on a few pages."""
+    from retain.desk import Ask
     from retain.engine.request import SamplingParams
     from retain.llm import LLM
 
     params, plain = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True), 0.0
     for drafter in (None, "self:k=4", "self:k=4,budget=1024", "self"):
-        llm = LLM(model, device="cuda", context=prompt + 256, max_requests=2, speculate=drafter, prefix="off")
-        (ask,) = asks(llm, prompt, 1, params, "full")
-        answer = llm.ask([ask])[0]
-        speed = answer.timings["decode_tok_s"]
-        plain = plain or speed
+        llm = LLM(model, device=device, context=prompt + 256, max_requests=2, speculate=drafter, prefix="off")
+        answer = llm.ask([Ask(random_text(llm, prompt, 0), params)])[0]
+        speed, plain = answer.decode_tok_s, plain or answer.decode_tok_s
         line = {"model": model, "prompt": prompt, "drafter": drafter or "none", "tok_s": speed, "over": speed / plain}
-        yield line | {k: getattr(answer.speculate, k) for k in ("drafted", "accepted") if answer.speculate}
+        yield line | (answer.speculate or {})
         llm.close()
         del llm
         gc.collect()  # its rooms know each other
-        torch.cuda.empty_cache()
+        if device == "cuda":
+            torch.cuda.empty_cache()
 
 
-def peer(model: str, prompt: int, new: int) -> Iterator[Line]:
+def peer(model: str, device: str, prompt: int, new: int) -> Iterator[Line]:
     """transformers' own generation on the same shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from retain.models.find import find
 
     config = AutoConfig.from_pretrained(find(model))
-    with torch.device("cuda"):
+    with torch.device(device):
         theirs = AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
     for batch in (1, 4):
-        ids = torch.randint(300, config.vocab_size, (batch, prompt), device="cuda")
+        ids = torch.randint(300, config.vocab_size, (batch, prompt), device=device)
         times = []
         for n in (1, new + 1):
-            torch.cuda.synchronize()
             began = perf_counter()
             with torch.no_grad():
-                theirs.generate(ids, max_new_tokens=n, min_new_tokens=n, do_sample=False)
-            torch.cuda.synchronize()
+                theirs.generate(ids, max_new_tokens=n, min_new_tokens=n, do_sample=False).tolist()  # waits for it
             times.append(perf_counter() - began)
         speed = batch * new / (times[1] - times[0])
         yield {"engine": "transformers", "model": model, "prompt": prompt, "batch": batch, "tok_s": speed}
@@ -353,6 +375,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=("compile", "attention", "mass", "decode", "speculate", "peer"))
     parser.add_argument("--model", default="random:llama-3.1-8b")
+    parser.add_argument("--device", default="cuda", help="of decode, speculate and peer")
+    parser.add_argument("--kv-memory", help="of decode: as much as there is, or a size such as 8GiB")
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--new", type=int, default=8192)
     parser.add_argument("--long", type=int, default=32768, help="of speculate")
@@ -363,11 +387,12 @@ def main() -> None:
         "compile": lambda: compiled(args.arch, args.quick),
         "attention": lambda: attention(False),
         "mass": lambda: attention(True),
-        "decode": lambda: decode(args.model, args.prompt, args.new),
-        "speculate": lambda: speculate(args.model, args.long),
-        "peer": lambda: peer(args.model, args.prompt, 64),
+        "decode": lambda: decode(args.model, args.device, args.kv_memory, args.prompt, args.new),
+        "speculate": lambda: speculate(args.model, args.device, args.long),
+        "peer": lambda: peer(args.model, args.device, args.prompt, 64),
     }
-    if args.what != ["compile"] and not torch.cuda.is_available():
+    needs = {"attention", "mass"} | ({"decode", "speculate", "peer"} if args.device == "cuda" else set())
+    if needs & set(args.what) and not torch.cuda.is_available():
         sys.exit("gpu.py: there is no NVIDIA GPU here; `compile` needs none")
     for what in args.what:
         for line in works[what]():
