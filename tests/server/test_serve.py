@@ -32,6 +32,13 @@ class Process:
         body = {"model": "smollm2", "prompt": STORY, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **more}
         return httpx.post(f"{self.url}/completions", json=body, timeout=120)
 
+    def until(self, says):
+        """Wait for a line of its metrics that begins so."""
+        deadline, root = time.monotonic() + 60, self.url.removesuffix("/v1")
+        while not re.search(f"^{says}", httpx.get(f"{root}/metrics").text, re.MULTILINE):
+            assert time.monotonic() < deadline, says
+            time.sleep(0.05)
+
     def end(self, sig):
         self.process.send_signal(sig)
         code = self.process.wait(60)
@@ -50,11 +57,9 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest():
             texts[i] = "".join(said.iter_text())
 
     threads = [threading.Thread(target=stream, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-        time.sleep(0.3)  # in this order
-    root = server.url.removesuffix("/v1")
-    assert "retain_num_requests_waiting 2.0" in httpx.get(f"{root}/metrics").text
+    for t, says in zip(threads, ("running 1.0", "running 2.0", "waiting 1.0", "waiting 2.0"), strict=True):
+        t.start()  # in this order
+        server.until(f"retain_num_requests_{says}")
     assert server.end(signal.SIGTERM) == 0
     for t in threads:
         t.join()
@@ -71,11 +76,7 @@ def test_a_store_outlives_its_server(tmp_path):
     first = Process(*tier)
     said = first.post().json()
     assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    deadline = time.monotonic() + 20
-    root = first.url.removesuffix("/v1")
-    while 'retain_tier_total{tier="disk",what="written"} 0.0' in httpx.get(f"{root}/metrics").text:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    first.until(r'retain_tier_total{tier="disk",what="written"} [1-9]')
     time.sleep(1)  # every span of it
     first.end(signal.SIGKILL)
     again = Process(*tier)
