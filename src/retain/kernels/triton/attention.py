@@ -81,8 +81,7 @@ def plan(tables: Tables, R: int, D: int, kv: KV, asked: Observe | None) -> Work:
     for b, row in enumerate(rows):
         first, tokens = starts[b], starts[b + 1] - starts[b]
         if tokens * R <= FEW:
-            width = max(16, triton.next_power_of_2(max(tokens * R, 1)))
-            few.setdefault(width, []).append((b, row, first, tokens, 0, left))
+            few.setdefault(rows_of(tokens * R), []).append((b, row, first, tokens, 0, left))
             left += tokens
         else:
             many += [(b, row, first, tokens, m, 0) for m in range(0, tokens * R, tile)]
@@ -101,6 +100,11 @@ def plan(tables: Tables, R: int, D: int, kv: KV, asked: Observe | None) -> Work:
     )
 
 
+def rows_of(width: int) -> int:
+    """Query rows of a program that has so many: tensor cores want 16 at least."""
+    return max(16, int(triton.next_power_of_2(max(width, 1))))
+
+
 def stretches_of(blocks: int) -> int:
     """Of a table of so many blocks, at most, and of all shorter ones. (257 blocks are 52 stretches, 256 are 64.)"""
     return max(min(-(-blocks // look.LEAST.value), look.STRETCHES.value), 1)
@@ -115,8 +119,7 @@ def drawn(asked: Observe) -> int:
 
 def seen(asked: Observe, kv: KV, most: int, T: int, H: int, few: int) -> Seen:
     """What is asked, brought to the device, and room for what it takes."""
-    parts = (asked.weights, asked.tau, asked.decay, asked.noise, asked.seed, asked.anew)
-    there = Observe(*(x.to(kv.device, non_blocking=True) for x in parts))
+    there = Observe(**{name: x.to(kv.device, non_blocking=True) for name, x in vars(asked).items()})
     return Seen(there, drawn(asked), *room(kv, most, T, H, few))
 
 

@@ -8,7 +8,6 @@ not known here: layers, families.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from weakref import ref
 
 import torch
@@ -19,26 +18,10 @@ from torch import Tensor
 from retain.kernels import KV, Observe, Tables
 from retain.kernels.matrix import Matrix
 from retain.kernels.triton import attention, rows
-from retain.kernels.triton.attention import Turn, Work, tile
+from retain.kernels.triton.attention import Turn, tile
 from retain.kernels.triton.graphs import Graphs
+from retain.kernels.triton.step import Call, Step
 from retain.kernels.widths import LOGITS, Widths, size
-
-
-@dataclass
-class Step:
-    """One, on the device. `rows`: what buffers hold."""
-
-    kv: KV
-    tables: Tables  # of all layers
-    work: Work
-    slots: Tensor  # int32 [L, G, T]
-    ids: Tensor  # [T]
-    pos: Tensor  # int32 [T]
-    wanted: Tensor | None  # int64 [N]; None: all
-    before: Callable[[int, Tensor], None] | None = None
-    after: Callable[[int], None] | None = None
-    rows: dict[int, Tensor] = field(default_factory=dict)
-
 
 Op = Callable[[Step], None]
 
@@ -197,7 +180,7 @@ class TritonProgram:
         if pos.shape != (T,) or slots.shape != (layers, G, T) or tables.starts.shape != (len(tables.rows) + 1,):
             raise ValueError(f"run: {T} ids, positions {list(pos.shape)} and slots {list(slots.shape)} do not fit")
         if not (before or after):
-            found = self._graphs.run(kv, tables, slots, ids, pos, wanted, observe, self._heads)
+            found = self._graphs.run(Call(kv, tables, slots, ids, pos, wanted, observe), self._heads)
             if found is not None:
                 return found
         work = attention.plan(tables, self._heads, self._dim, kv, observe)

@@ -9,8 +9,8 @@ What is not known here: what a step computes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import triton
@@ -19,9 +19,7 @@ from torch import Tensor
 from retain.kernels import KV, Observe, Tables
 from retain.kernels.triton import attention
 from retain.kernels.triton.attention import FEW, Jobs, Seen, Work
-
-if TYPE_CHECKING:
-    from retain.kernels.triton.forward import Step
+from retain.kernels.triton.step import Call, Step
 
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 OFTEN = 2  # a step is recorded when it comes for this time; before, it goes one operation at a time
@@ -32,6 +30,22 @@ Key = tuple[Any, ...]
 def rung(n: int) -> int | None:
     """The number of requests that n are padded to; None: there is none so large."""
     return next((r for r in LADDER if r >= n), None)
+
+
+def ints(n: int, value: int = 0) -> Tensor:
+    """int32 [n], all of them this."""
+    return torch.full((n,), value, dtype=torch.int32)
+
+
+def nothing(T: int, B: int) -> Observe:
+    """What padding leaves."""
+    return Observe(torch.zeros(T), torch.ones(T), torch.ones(B), ints(B), ints(B), ints(B))
+
+
+def cut(words: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """32-bit words as tensors of these lengths and types."""
+    parts = words.split([len(x) for x in like.values()])
+    return {name: part.view(x.dtype) for (name, x), part in zip(like.items(), parts, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -57,34 +71,28 @@ class Inputs:
     """What varies from step to step: 32-bit words on the host, and the same on the device."""
 
     def __init__(self, s: Shape, device: torch.device):
-        words = {"ids": s.T, "pos": s.T, "jobs": 6 * s.B}
-        if s.drawn is not None:
-            words |= {"weights": s.T, "tau": s.T} | dict.fromkeys(("decay", "noise", "seed", "anew"), s.B)
+        told = {"ids": ints(s.T), "pos": ints(s.T, -1), "jobs": ints(6 * s.B)}
+        told |= {} if s.drawn is None else vars(nothing(s.T, s.B))
         cuda = device.type == "cuda"
-        self.host = torch.zeros(sum(words.values()), dtype=torch.int32, pin_memory=cuda)
+        self.host = torch.cat([x.view(torch.int32) for x in told.values()])
+        self.host = self.host.pin_memory() if cuda else self.host
         self.device = torch.zeros_like(self.host, device=device)
         self.slots = torch.zeros(s.L, s.G, s.T, dtype=torch.int32, device=device)
         self.copied = torch.cuda.Event() if cuda else None
-        self.here, self.there = (self._named(x, words) for x in (self.host, self.device))
-        self.here["pos"].fill_(-1)
-        for x in ("tau", "decay") if s.drawn is not None else ():
-            self.here[x].fill_(1)
+        self.here, self.there = (cut(words, told) for words in (self.host, self.device))
         self._send()
 
-    @staticmethod
-    def _named(x: Tensor, words: dict[str, int]) -> dict[str, Tensor]:
-        parts = dict(zip(words, x.split(list(words.values())), strict=True))
-        return {k: v.view(torch.float32) if k in ("weights", "tau", "decay") else v for k, v in parts.items()}
+    @property
+    def asked(self) -> Observe:
+        """What is left, on the device."""
+        return Observe(**{f.name: self.there[f.name] for f in fields(Observe)})
 
-    def fill(self, tables: Tables, slots: Tensor, ids: Tensor, pos: Tensor, observe: Observe | None) -> None:
+    def fill(self, c: Call) -> None:
         """Those of a step; who pads has none."""
         if self.copied:
             self.copied.synchronize()
-        B, T, here = len(tables.rows), len(ids), self.here
-        told = {"ids": ids, "pos": pos}
-        if observe:
-            told |= {k: getattr(observe, k) for k in ("weights", "tau", "decay", "noise", "seed", "anew")}
-        for name, x in told.items():
+        tables, B, T, here = c.tables, len(c.tables.rows), len(c.ids), self.here
+        for name, x in {"ids": c.ids, "pos": c.pos, **(vars(c.observe) if c.observe else {})}.items():
             here[name][: len(x)] = x
         here["pos"][T:] = -1
         jobs = here["jobs"].view(-1, 6)
@@ -93,7 +101,7 @@ class Inputs:
         jobs[:B, 2], jobs[:B, 3] = tables.starts[:-1], tables.starts[1:] - tables.starts[:-1]
         jobs[:B, 5] = tables.starts[:-1]
         self._send()
-        self.slots[..., :T].copy_(slots, non_blocking=True)
+        self.slots[..., :T].copy_(c.slots, non_blocking=True)
         self.slots[..., T:] = 0
 
     def _send(self) -> None:
@@ -112,28 +120,18 @@ class Graphs:
         self.pool: Any = None  # of memory: graphs run one at a time, and share it
         self.side: torch.cuda.Stream | None = None  # where they are tried first
 
-    def run(
-        self,
-        kv: KV,
-        tables: Tables,
-        slots: Tensor,
-        ids: Tensor,
-        pos: Tensor,
-        wanted: Tensor,
-        observe: Observe | None,
-        R: int,
-    ) -> Tensor | None:
+    def run(self, c: Call, R: int) -> Tensor | None:
         """The logits [T, V], good until the next step; None: this step is no such step, or came too seldom."""
-        T, B = len(ids), len(tables.rows)
+        kv, tables, T, B = c.kv, c.tables, len(c.ids), len(c.tables.rows)
         fresh = tables.starts.diff()
         padded = rung(B)
-        if not B or T % B or padded is None or len(wanted) != T or not bool((fresh == T // B).all()):
+        if not B or T % B or padded is None or len(c.wanted) != T or not bool((fresh == T // B).all()):
             return None
         if T // B * R > FEW:
             return None
         layers, _, G, n = tables.pages.shape
         most = min(triton.next_power_of_2(tables.most or n), n)
-        shape = Shape(padded, T // B, layers, G, most, attention.drawn(observe) if observe else None)
+        shape = Shape(padded, T // B, layers, G, most, attention.drawn(c.observe) if c.observe else None)
         where = (kv.k, tables.pages, tables.counts, tables.windows, tables.sinks, tables.dense)
         key = (shape, *(0 if x is None else x.data_ptr() for x in where))
         if key not in self.recorded:
@@ -150,23 +148,21 @@ class Graphs:
         if found is None:
             return None
         inputs, replay, logits = found
-        inputs.fill(tables, slots, ids, pos, observe)
+        inputs.fill(c)
         replay()
         return logits[:T]
 
     def _record(self, shape: Shape, kv: KV, tables: Tables, R: int) -> tuple[Inputs, Callable[[], None], Tensor]:
-        from retain.kernels.triton.forward import Step
-
         inputs = Inputs(shape, self.device)
         x, blocks = inputs.there, shape.most * (kv.page_size // attention.block_of(kv))
-        M = max(16, triton.next_power_of_2(shape.F * R))
-        jobs = Jobs(x["jobs"].view(-1, 6), M, attention.stretches_of(blocks), shape.F * R)
+        width = shape.F * R
+        jobs = Jobs(x["jobs"].view(-1, 6), attention.rows_of(width), attention.stretches_of(blocks), width)
 
         def compute() -> Tensor:
             seen = None
             if shape.drawn is not None:
-                asked = Observe(*(x[name] for name in ("weights", "tau", "decay", "noise", "seed", "anew")))
-                seen = Seen(asked, shape.drawn, *attention.room(kv, shape.most, shape.T, shape.G * R, shape.T))
+                room = attention.room(kv, shape.most, shape.T, shape.G * R, shape.T)
+                seen = Seen(inputs.asked, shape.drawn, *room)
             work = Work([jobs], None, None, seen, attention.block_of(kv), shape.most)
             step = Step(kv, replace(tables, most=shape.most), work, inputs.slots, x["ids"], x["pos"], None)
             return self.compute(step)
