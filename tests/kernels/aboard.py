@@ -6,6 +6,7 @@ Where the interpreter runs it, it is the backend itself.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from retain.kernels import KV, Tables, triton
 
 HOST = ("rows", "starts")  # of tables: the host's in any case
+WORK = ("write", "attend", "read", "copy", "move", "lowest")
 
 
 class Aboard:
@@ -24,41 +26,22 @@ class Aboard:
         self.device = torch.device(device)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(triton, name)
+        found = getattr(triton, name)
+        return partial(self._there, found) if name in WORK else found
+
+    def _there(self, work: Any, *args: Any) -> Any:
+        up = [self._up(x) for x in args]
+        found = work(*up)
+        for here, there in zip(args, up, strict=True):
+            for part in ("k", "v", "pos", "mass") if isinstance(here, KV) else ():
+                getattr(here, part).copy_(getattr(there, part))
+        return tuple(x.cpu() for x in found) if isinstance(found, tuple) else found.cpu() if found is not None else None
 
     def _up(self, x: Any) -> Any:
         if isinstance(x, (KV, Tables)):
             names = [f.name for f in fields(x) if isinstance(getattr(x, f.name), Tensor) and f.name not in HOST]
             return replace(x, **{n: getattr(x, n).to(self.device) for n in names})
         return x.to(self.device) if isinstance(x, Tensor) else x
-
-    def _call(self, name: str, *args: Any) -> Any:
-        kv = next((x for x in args if isinstance(x, KV)), None)
-        there = [self._up(x) for x in args]
-        found = getattr(triton, name)(*there)
-        for x in there if kv else []:
-            if isinstance(x, KV):
-                for part in ("k", "v", "pos", "mass"):
-                    getattr(kv, part).copy_(getattr(x, part))
-        return tuple(x.cpu() for x in found) if isinstance(found, tuple) else found if found is None else found.cpu()
-
-    def write(self, *args: Any) -> None:
-        self._call("write", *args)
-
-    def attend(self, *args: Any) -> Tensor:
-        return self._call("attend", *args)
-
-    def read(self, *args: Any) -> tuple[Tensor, Tensor]:
-        return self._call("read", *args)
-
-    def copy(self, *args: Any) -> None:
-        self._call("copy", *args)
-
-    def move(self, *args: Any) -> None:
-        self._call("move", *args)
-
-    def lowest(self, priority: Tensor, pos: Tensor, used: Tensor, *args: Any) -> Tensor:
-        return triton.lowest(self._up(priority), self._up(pos), used, *args).cpu()
 
 
 def aboard() -> ModuleType:

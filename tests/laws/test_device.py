@@ -6,7 +6,6 @@ Equal to the definition, and the host waits for nothing but tokens. On a GPU the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +196,7 @@ def test_what_would_wait_is_seen() -> None:
         pytest.skip("a GPU needs no pretence")
     from tests.pretend import DEVICE, Pretend
 
-    with Pretend() as there, nullcontext():
+    with Pretend() as there:
         x = torch.ones(3, device=DEVICE)
         assert x.device == DEVICE and there.waits == []
         for wrong in (lambda: x + torch.ones(3), lambda: torch.cat((x, torch.ones(1))), lambda: x.numpy()):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from retain.engine.request import Request
-from retain.engine.sampler import likeliest, penalised, probabilities, rows, said, whole
-from retain.engine.speculate import draw
+from retain.engine.sampler import likeliest, penalised, pick, probabilities, said
+from retain.engine.speculate import beside, draw
 
 # Logits [n, V] behind these tokens of those that are asked, by number: the i-th that each of them guesses.
 Forward = Callable[[Sequence[int], Sequence[int], int], Tensor]
@@ -31,9 +31,8 @@ def guess(asked: Sequence[tuple[Request, int]], forward: Forward) -> None:
         tokens = likeliest(logits)  # [n]
         drawn = [k for k, r in enumerate(requests) if not r.params.greedy]
         if drawn:
-            p = probabilities(rows(logits, drawn), [requests[k].params for k in drawn])  # [n, V]
-            u = torch.tensor([requests[k].uniform() for k in drawn], dtype=torch.float64)
-            tokens = tokens.index_copy(0, whole(drawn, tokens), draw(p, u))
+            p = probabilities(pick(logits, drawn), [requests[k].params for k in drawn])  # [n, V]
+            tokens = tokens.index_copy(0, beside(tokens, drawn), draw(p, [requests[k].uniform() for k in drawn]))
             for k, row in zip(drawn, p, strict=True):
                 told[going[k]].append(row)
         for j, token in zip(going, said(tokens), strict=True):

@@ -13,9 +13,9 @@ from retain.engine.drafters import Drafter
 from retain.engine.drafting import Drafting
 from retain.engine.request import Request, Why
 from retain.engine.runner import Runner
-from retain.engine.sampler import rows as rows_of
-from retain.engine.sampler import sample, whole
+from retain.engine.sampler import pick, sample
 from retain.engine.scheduler import Scheduler, Share
+from retain.engine.speculate import beside
 from retain.kv.cache import Cache
 
 
@@ -65,7 +65,7 @@ class Engine:
                 if share.request.draws(share.n) if request is share.request else not request.given:
                     ready.append(request)
                     rows += range(end - 1 - len(request.drafts), end)
-        drawn = sample(rows_of(logits, rows), ready)
+        drawn = sample(pick(logits, rows), ready)
         took = perf_counter() - began - drafting
         waited = bool(ready) or logits.device.type == "cpu"  # else the device may still compute
         if self.cache.reuse and waited and not batch.before:
@@ -108,7 +108,7 @@ class Engine:
         ends = batch.starts[1:].tolist()
         gone = [t for s, end in zip(shares, ends, strict=True) for t in range(end - wrong.get(s.request, 0), end)]
         if gone:
-            self.cache.reject(batch.slots.index_select(-1, whole(gone, batch.slots)))
+            self.cache.reject(batch.slots.index_select(-1, beside(batch.slots, gone)))
 
     def _settle(self, shares: list[Share], logits: tuple[Tensor, ...], wrong: dict[Request, int]) -> None:
         """Book what was paid, but for `wrong` drafts, and show logits to who reads them."""

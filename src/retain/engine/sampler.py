@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.request import Logprob, Request, SamplingParams
-from retain.engine.speculate import agree, certain, draw, verify
+from retain.engine.speculate import agree, beside, certain, draw, verify
 
 Drawn = list[tuple[int, Logprob | None]]
 
@@ -35,11 +35,11 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Drawn]:
     logits = formed(logits, raw, requests, starts)
     tokens = likeliest(logits)  # [N]
     drawn = [i for i, r in enumerate(whose) if not r.params.greedy]
-    q = probabilities(rows(logits, drawn), [whose[i].params for i in drawn]) if drawn else logits[:0]  # [n, V]
+    q = probabilities(pick(logits, drawn), [whose[i].params for i in drawn]) if drawn else logits[:0]  # [n, V]
     alone = [k for k, i in enumerate(drawn) if not whose[i].drafts]
     if alone:
-        u = torch.tensor([whose[drawn[k]].uniform() for k in alone], dtype=torch.float64)
-        tokens = tokens.index_copy(0, whole([drawn[k] for k in alone], tokens), draw(rows(q, alone), u))
+        u = [whose[drawn[k]].uniform() for k in alone]
+        tokens = tokens.index_copy(0, beside(tokens, [drawn[k] for k in alone]), draw(pick(q, alone), u))
     at, best, found = {i: k for k, i in enumerate(drawn)}, said(tokens), []
     for start, end, r in zip(starts, starts[1:], requests, strict=False):
         if r.drafts and not r.params.greedy:
@@ -78,14 +78,9 @@ def said(tokens: Tensor) -> list[int]:
     return found
 
 
-def rows(x: Tensor, which: list[int]) -> Tensor:
+def pick(x: Tensor, which: list[int]) -> Tensor:
     """These rows; where they are all, the same memory."""
-    return x if which == list(range(len(x))) else x.index_select(0, whole(which, x))
-
-
-def whole(numbers: Sequence[int], like: Tensor) -> Tensor:
-    """As int64, where `like` is."""
-    return torch.tensor(numbers, dtype=torch.int64).to(like.device, non_blocking=True)
+    return x if which == list(range(len(x))) else x.index_select(0, beside(x, which))
 
 
 def penalised(logits: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Tensor:
@@ -113,16 +108,16 @@ def formed(logits: Tensor, raw: Tensor, requests: Sequence[Request], starts: Seq
 def penalise(logits: Tensor, tokens: Sequence[int], answer: Sequence[int], params: SamplingParams) -> None:
     """Lower, in place, the logits [V] of tokens that were there before."""
     if params.repetition_penalty != 1.0:
-        seen = whole(sorted(set(tokens)), logits)
+        seen = beside(logits, sorted(set(tokens)))
         x = logits[seen]
         logits[seen] = torch.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty)
     if answer and (params.presence_penalty or params.frequency_penalty):
         counts = Counter(answer)
-        seen, times = whole(list(counts), logits), whole(list(counts.values()), logits)
+        seen, times = beside(logits, list(counts)), beside(logits, list(counts.values()))
         logits[seen] -= params.presence_penalty + params.frequency_penalty * times
     if params.bias:
         which, bias = zip(*params.bias, strict=True)
-        logits.index_add_(0, whole(which, logits), torch.tensor(bias).to(logits.device, non_blocking=True))
+        logits.index_add_(0, beside(logits, which), beside(logits, bias, torch.float32))
 
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -132,7 +127,7 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """
 
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).to(logits.device, non_blocking=True)[:, None]  # [n, 1]
+        return beside(logits, values, torch.float32)[:, None]  # [n, 1]
 
     V = logits.shape[1]
     x = logits - logits.amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
@@ -156,6 +151,6 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def logprobs(logits: Tensor, tokens: Sequence[int], n: int) -> list[Logprob]:
     """What the model itself thought of tokens, and the n likeliest: logits [T, V] before any option."""
     x = logits.log_softmax(-1)
-    chosen, (best, which) = x.gather(1, whole(tokens, x)[:, None])[:, 0].tolist(), x.topk(n)
+    chosen, (best, which) = x.gather(1, beside(x, tokens)[:, None])[:, 0].tolist(), x.topk(n)
     tops = [tuple(zip(*pair, strict=True)) for pair in zip(which.tolist(), best.tolist(), strict=True)]
     return [Logprob(*x) for x in zip(tokens, chosen, tops, strict=True)]

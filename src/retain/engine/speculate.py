@@ -19,8 +19,8 @@ def verify(q: Tensor, p: Tensor, drafts: Sequence[int], uniform: Uniform) -> lis
 
     q [K + 1, V]: the target's distributions after 0 .. K drafts; p [K, V]: those that the drafts were drawn from.
     """
-    which = torch.tensor([drafts]).to(q.device, non_blocking=True)
-    target, draft = torch.stack([x[: len(drafts)].gather(1, which.T)[:, 0] for x in (q, p)]).tolist()  # [K] both
+    which = beside(q, drafts)[:, None]
+    target, draft = torch.stack([x[: len(drafts)].gather(1, which)[:, 0] for x in (q, p)]).tolist()  # [K] both
     for i in range(len(drafts)):
         if uniform() * draft[i] >= target[i]:  # accepted with probability min(1, q / p)
             return [*drafts[:i], one(residual(q[i], p[i]), uniform)]
@@ -33,7 +33,7 @@ def certain(q: Tensor, drafts: Sequence[int], ahead: Sequence[float]) -> list[in
     Accepting x with probability q(x), and else drawing from q without x, is drawing from q and looking whether it is x:
     with the uniform numbers that come next, [K + 1], as many as without drafts, and the same tokens.
     """
-    return agree(draw(q, torch.tensor(ahead, dtype=torch.float64)).tolist(), drafts)
+    return agree(draw(q, ahead).tolist(), drafts)
 
 
 def agree(likeliest: Sequence[int], drafts: Sequence[int]) -> list[int]:
@@ -51,12 +51,17 @@ def residual(q: Tensor, p: Tensor) -> Tensor:
 
 def one(q: Tensor, uniform: Uniform) -> int:
     """A token of a distribution [V]."""
-    return int(draw(q[None], torch.tensor([uniform()], dtype=torch.float64))[0])
+    return int(draw(q[None], [uniform()])[0])
 
 
-def draw(p: Tensor, u: Tensor) -> Tensor:
-    """One token for each row of p [n, V], by inverting its distribution at u in [0, 1), float64 [n] -> int64 [n]."""
+def draw(p: Tensor, u: Sequence[float]) -> Tensor:
+    """One token for each row of p [n, V], by inverting its distribution at u [n] in [0, 1) -> int64 [n]."""
     c = p.double().cumsum(-1)
-    tokens = torch.searchsorted(c, (u.to(p.device, non_blocking=True) * c[:, -1])[:, None], right=True)[:, 0]
+    tokens = torch.searchsorted(c, (beside(c, u, c.dtype) * c[:, -1])[:, None], right=True)[:, 0]
     last = p.shape[1] - 1 - p.flip(-1).ne(0).int().argmax(-1)  # rounding must not draw an impossible token
     return torch.minimum(tokens, last)
+
+
+def beside(x: Tensor, numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers of the host where x is; nobody waits."""
+    return torch.tensor(numbers, dtype=dtype).to(x.device, non_blocking=True)

@@ -53,13 +53,10 @@ class Keeper:
         self.own: tuple[Ints, Ints] | None = None  # tables [M, G, n] and counts that they stand in for in a step
 
     def forget(self, computed: int) -> bool:
-        """At the end of the prompt the budget begins; then its spare slots fill and are emptied, again and again.
-
-        Whether pages were given back; such a row's layers never grow again.
+        """What is due. At the end of the prompt the budget begins; then its spare slots fill and are emptied, again and
+        again. Whether pages were given back; such a row's layers never grow again.
         """
         policy, begins = self.policy, False
-        if computed < self.due:
-            return False
         self.due = policy.due(computed)
         if computed < policy.prompt:  # a streamed chunk
             owned = self.counts[self.layers] * np.int32(self.kv.page_size)

@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Iterator, Set
 from functools import cached_property
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def folder(name: str, below: Path) -> Path:
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         core.decoder = decoders.ByteLevel()
         for file, text in (("tokenizer.json", core.to_str()), ("config.json", json.dumps(config)), (MARK, "{}")):
-            write_whole(path / file, lambda f, text=text: f.write(text.encode()) and None)  # type: ignore[misc]
+            write_whole(path / file, methodcaller("write", text.encode()))
     return path
 
 

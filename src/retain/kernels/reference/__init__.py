@@ -29,11 +29,10 @@ def allocate(
     n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, columns: int = 1, device: torch.device = CPU
 ) -> KV:
     """A pool. K and V start as zeros, so that a hole's weight of 0 never meets a NaN."""
-    k = torch.zeros(n_pages, page_size, head_dim, dtype=dtype)
-    v = torch.zeros(n_pages, page_size, head_dim, dtype=dtype)
-    pos = torch.zeros(n_pages, page_size, dtype=torch.int32)
+    k, v = (torch.zeros(n_pages, page_size, head_dim, dtype=dtype, device=device) for _ in range(2))
+    pos = torch.zeros(n_pages, page_size, dtype=torch.int32, device=device)
     pos[0] = -1
-    mass = torch.zeros(n_pages, columns, page_size)
+    mass = torch.zeros(n_pages, columns, page_size, device=device)
     return KV(k, v, pos, mass, page_size, head_dim, "plain")
 
 

@@ -111,7 +111,7 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy whole pages, positions too: src, dst int64 [n]; no page is in both."""
     if src.shape != dst.shape or src.dim() != 1 or src.dtype != torch.int64 or dst.dtype != torch.int64:
         raise ValueError(f"copy: wants int64 [n] twice, not {src.dtype}, {dst.dtype}")
-    src, dst = src.to(kv.pos.device).contiguous(), dst.to(kv.pos.device).contiguous()
+    src, dst = src.to(kv.device).contiguous(), dst.to(kv.device).contiguous()
     for x in (kv.k, kv.v, kv.pos, kv.mass) if len(src) else ():
         size = x[0].numel()
         block = min(triton.next_power_of_2(size), 4096)
