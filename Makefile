@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/retain/kernels/cpu/*.cpp src/retain/kernels/cpu/*.h)
+CORES := $(shell getconf _NPROCESSORS_ONLN)
 PROMPT ?= What is a key-value cache in a language model? Answer in two sentences.
 
 .PHONY: run test lint fmt bench serve clean
@@ -12,7 +13,7 @@ run: .venv/installed
 	$(BIN)/retain run --model smollm2 --chat --temperature 0 --max-tokens 128 "$(PROMPT)"
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(CORES)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check src tests tools examples

@@ -2,6 +2,11 @@
 
 import os
 
+if hasattr(os, "sched_getaffinity"):
+    # `pytest -n`: each worker, and what it starts, has a core of its own. Who starts them is bound to one by OpenMP.
+    cores = os.environ.setdefault("TEST_CORES", ",".join(map(str, sorted(os.sched_getaffinity(0))))).split(",")
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        os.sched_setaffinity(0, {int(cores[int(worker.removeprefix("gw")) % len(cores)])})
 os.environ.setdefault("OMP_PROC_BIND", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -18,7 +18,7 @@ APART |= {"pages", "request_time_per_output_token_seconds"}  # the same as anoth
 
 
 def test_the_dashboard_asks_for_what_there_is(server):
-    httpx.post(f"{server.url}/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 2}, timeout=60)
+    httpx.post(f"{server.url}/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 2}, timeout=120)
     text = httpx.get(f"{server.url.removesuffix('/v1')}/metrics").text
     there = set(re.findall(r"^# TYPE retain_(\w+) (?:counter|gauge|histogram)", text, re.M))
     panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]

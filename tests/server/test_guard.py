@@ -24,7 +24,7 @@ TEXT = "It was a bright cold day in April, and the clocks were striking thirteen
 def post(server, path, body, key="ann", **options):
     headers = {"Authorization": f"Bearer {KEYS[key]}"} if key else {}
     root = server.url.removesuffix("/v1")
-    return httpx.post(f"{root}{path}", json=body, headers=headers, timeout=60, **options)
+    return httpx.post(f"{root}{path}", json=body, headers=headers, timeout=120, **options)
 
 
 def complete(server, key="ann", **more):
@@ -234,7 +234,7 @@ def bodies(draw):
 @pytest.fixture(scope="module")
 def line(server):
     """One connection: a thousand bodies in a few seconds."""
-    with httpx.Client(base_url=server.url.removesuffix("/v1"), timeout=60) as client:
+    with httpx.Client(base_url=server.url.removesuffix("/v1"), timeout=120) as client:
         yield client
 
 
@@ -276,4 +276,4 @@ def test_a_step_that_fails_ends_only_who_ran(locked, monkeypatch):
     codes = sorted(r.status_code for r in found)
     assert failed and codes == [200, 500, 500]
     assert all("secret" not in r.text for r in found) and worker.broken is None
-    assert asyncio.run_coroutine_threadsafe(worker.call(lambda: engine.busy), worker._loop).result(5) is False
+    assert asyncio.run_coroutine_threadsafe(worker.call(lambda: engine.busy), worker._loop).result(60) is False

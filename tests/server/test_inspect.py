@@ -122,7 +122,7 @@ def open_():
 
 def ask(server, tokens, policy="h2o:budget=40", prompt=STORY):
     body = {"model": "smollm2", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "kv_policy": policy}
-    return httpx.post(f"{server.url}/completions", json={**body, "ignore_eos": True}, timeout=60).json()
+    return httpx.post(f"{server.url}/completions", json={**body, "ignore_eos": True}, timeout=120).json()
 
 
 def test_without_being_asked_for_there_is_no_inspector(server):
@@ -133,7 +133,7 @@ def test_one_key_does_not_see_anothers_requests():
     with serving(engine=ENGINE, inspect=True, keys=Keys(KEYS)) as up:
         root, (ann, bob) = up.url.removesuffix("/v1"), ({"Authorization": f"Bearer {k}"} for k in KEYS.values())
         body = {"model": "smollm2", "prompt": "A secret", "max_tokens": 2}
-        assert httpx.post(f"{up.url}/completions", json=body, headers=ann, timeout=60).status_code == 200
+        assert httpx.post(f"{up.url}/completions", json=body, headers=ann, timeout=120).status_code == 200
         (mine,) = httpx.get(f"{root}/inspect/state", headers=ann).json()["requests"]
         assert httpx.get(f"{root}/inspect/state", headers=bob).json()["requests"] == []
         for path in ("", "/tokens/0"):

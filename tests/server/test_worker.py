@@ -20,7 +20,7 @@ def alone():
 
 def post(server, **more):
     body = {"model": "smollm2", "prompt": STORY, "max_tokens": 4, "ignore_eos": True, **more}
-    return httpx.post(f"{server.url}/completions", json=body, timeout=60)
+    return httpx.post(f"{server.url}/completions", json=body, timeout=120)
 
 
 def within(server, f):
@@ -78,7 +78,7 @@ def dies(alone, monkeypatch):
     while not alone.service.llm.engine.busy:
         pass
     monkeypatch.setattr(worker, "_tell", lambda ready: 1 / 0)
-    waits.join(20)
+    waits.join(60)
     assert found[0].status_code == 503
     root = alone.url.removesuffix("/v1")
     assert httpx.get(f"{root}/health").status_code == 503 and httpx.get(f"{root}/ready").status_code == 503
@@ -93,7 +93,7 @@ def test_a_caller_that_is_cancelled_harms_nobody(alone):
     second = within(alone, lambda: 1)
     second.cancel()
     hold.set()
-    assert first.result(10) and within(alone, lambda: 2).result(10) == 2
+    assert first.result(60) and within(alone, lambda: 2).result(60) == 2
     assert post(alone).status_code == 200
 
 
@@ -107,7 +107,7 @@ def test_who_is_refused_is_not_watched(alone):
     inspector = alone.service.worker.observers[1]
     for _ in range(3):
         assert post(alone, max_tokens=100_000).status_code == 400
-    within(alone, lambda: None).result(10)
+    within(alone, lambda: None).result(60)
     assert not inspector.live
 
 
@@ -135,7 +135,7 @@ def deep(n):
     ],
 )
 def test_what_is_deep_is_refused(server, path, body):
-    said = httpx.post(f"{server.url}{path}", content=body, headers={"Content-Type": "application/json"}, timeout=60)
+    said = httpx.post(f"{server.url}{path}", content=body, headers={"Content-Type": "application/json"}, timeout=120)
     assert said.status_code == 400, said.text
 
 
@@ -149,7 +149,7 @@ def test_a_form_that_cannot_be_followed_is_no_answer(server):
         "temperature": 0,
         "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
     }
-    said = httpx.post(f"{server.url}/chat/completions", json=asked, timeout=60)
+    said = httpx.post(f"{server.url}/chat/completions", json=asked, timeout=120)
     if said.status_code == 200:
         (choice,) = said.json()["choices"]
         assert choice["finish_reason"] == "length" or choice["message"]["content"].endswith('"')
