@@ -7,7 +7,7 @@
     python tools/gpu.py peer --model random:llama-3.1-8b
 
 Every figure is a JSON line. Kernels' times are medians, by CUDA's events; what is compared runs in turns. What runs a
-whole model can be tried without a GPU: `--device cpu --model random:tiny --prompt 256 --new 256 --long 512`.
+whole model can be tried without a GPU: `--device cpu --model random:tiny --prompt 1024 --new 1024 --long 512`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
@@ -33,7 +33,14 @@ Line = dict[str, Any]
 HEADS = {"llama-3.1-8b": (32, 8, 128), "mpt-7b": (32, 32, 128)}  # H, G, D
 SLOTS = (4096, 8192, 16384, 32768, 65536)
 BF16 = torch.bfloat16
-SLACK = 80  # tokens that an answer may be longer than is measured
+END = 512  # the last tokens of an answer, in which its end is timed
+BUDGETS = {  # and their share of a prompt
+    "full": 0.0,
+    "keyformer:budget=50%": 0.5,
+    "keyformer:budget=20%": 0.2,
+    "h2o:budget=50%": 0.5,
+    "h2o:budget=20%": 0.2,
+}
 
 
 # ---- without a GPU -----------------------------------------------------------------------------------------------
@@ -270,63 +277,28 @@ def decode(model: str, device: str, memory: str | None, prompt: int, new: int) -
     Everything kept, and budgets of half and a fifth: alone, with the largest batch for which the full cache has room,
     and with their own largest.
     """
+    from retain.bench.budget import side_by_side
     from retain.llm import LLM
 
     sizes = {"context": prompt + new, "max_requests": 256, "step_tokens": min(8192, prompt), "kv_memory": memory}
     llm = LLM(model, device=device, prefix="off", **sizes)
-    heads, total = llm.spec.layers * llm.spec.kv_heads, llm.cache.total_pages
-    pages = heads * -(-(prompt + new) // llm.cache.page_size)  # of one answer, when everything is kept
-    whole, plain = min(total // pages, 256), {}
+    S, total = llm.cache.page_size, llm.cache.total_pages // (llm.spec.layers * llm.spec.kv_heads)  # pages of a head
+    pages = -(-(prompt + new) // S)  # of an answer that keeps all
+    whole = min(total // pages, 64)
     if not whole:
         sys.exit(f"gpu.py: no room for one answer of {prompt} + {new} tokens")
-    for policy in ("full", "keyformer:budget=50%", "keyformer:budget=20%", "h2o:budget=50%", "h2o:budget=20%"):
-        lengths = (prompt, prompt + new - 2 * SLACK) if policy == "full" else (prompt,)
-        batches = [1, whole]
-        while batches:
-            batch = batches.pop(0)
-            times, held = zip(*(step(llm, policy, length, batch) for length in lengths), strict=True)
-            speed = batch * len(times) / sum(times)
+    plain: dict[int, float] = {}
+    for policy, share in BUDGETS.items():
+        # Two are in their prompts; each of the others has its budget, a page that fills, and one that is kept for it.
+        own = min(int((total - 2 * pages) / (prompt * share / S + 2)), 256) if share else whole
+        lengths = (prompt,) if share else (prompt, prompt + new - END)
+        for batch in sorted({1, whole, max(own, whole)}):
+            # Without the first steps, which are recorded. Means: what forgetting takes now and then is part of them.
+            times = [mean(side_by_side(llm, [policy], length, batch, 40)[0][8:]) for length in lengths]
+            speed = batch / mean(times)
             plain.setdefault(batch, speed)
             line = {"model": model, "policy": policy, "batch": batch, "tok_s": speed}
-            yield line | {"over_full": speed / plain[min(batch, whole)], "pages": max(held)}
-            if (
-                batch == 1 and policy != "full"
-            ):  # the scheduler keeps a page more for each, and two are in their prompts
-                own = min((total - 2 * pages) // (max(held) + heads), 256)
-                batches += [own] if own > whole else []
-
-
-def step(llm: Any, policy: str, length: int, batch: int, steps: int = 32) -> tuple[float, int]:
-    """Seconds of a decoding step of so many requests of about `length` tokens each; pages that each of them holds.
-
-    Who is read first has answered most when the last has been read, so its prompt is shorter by as much.
-    """
-    from retain.desk import Ask
-    from retain.engine.request import SamplingParams
-
-    most, cache, replies = llm.engine.scheduler.step_tokens, llm.cache, []
-    for i in range(batch):
-        ahead = min(round(sum(length / (most - j) for j in range(i + 1, batch))), length // 2)
-        params = SamplingParams(max_tokens=ahead + steps + SLACK, temperature=0, ignore_eos=True, seed=0)
-        replies += llm.desk.open(Ask(random_text(llm, length - ahead, i), params, policy))
-    llm.engine.add(*(r.request for r in replies))
-    times: list[float] = []
-    while llm.engine.busy and len(times) < steps:
-        began = perf_counter()
-        got = llm.engine.step()
-        if len(got) == batch:
-            times.append(perf_counter() - began)
-    held = -(-(cache.total_pages - cache.free_pages) // batch)
-    for r in replies:
-        llm.engine.cancel(r.request)
-    if len(times) < steps:
-        sys.exit(f"gpu.py: {batch} answers with {policy} never ran together: there is no room for them")
-    return median(times[4:]), held
-
-
-def random_text(llm: Any, length: int, seed: int) -> list[int]:
-    """Tokens that stand for one."""
-    return torch.randint(300, llm.spec.vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+            yield {**line, "over_full": speed / plain[min(batch, whole)]}
 
 
 def speculate(model: str, device: str, prompt: int) -> Iterator[Line]:
@@ -338,7 +310,8 @@ def speculate(model: str, device: str, prompt: int) -> Iterator[Line]:
     params, plain = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True), 0.0
     for drafter in (None, "self:k=4", "self:k=4,budget=1024", "self"):
         llm = LLM(model, device=device, context=prompt + 256, max_requests=2, speculate=drafter, prefix="off")
-        answer = llm.ask([Ask(random_text(llm, prompt, 0), params)])[0]
+        text = torch.randint(300, llm.spec.vocab, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+        answer = llm.ask([Ask(text, params)])[0]
         speed, plain = answer.decode_tok_s, plain or answer.decode_tok_s
         line = {"model": model, "prompt": prompt, "drafter": drafter or "none", "tok_s": speed, "over": speed / plain}
         yield line | (answer.speculate or {})

@@ -51,7 +51,7 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest():
     texts, codes = {}, {}
 
     def stream(i):
-        body = {"model": "smollm2", "prompt": f"{i} {STORY}", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        body = {"model": "smollm2", "prompt": f"{i} {STORY}", "max_tokens": 700, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=120) as said:
             codes[i] = said.status_code
             texts[i] = "".join(said.iter_text())
@@ -64,7 +64,7 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest():
     for t in threads:
         t.join()
     for i in (0, 1):
-        assert texts[i].rstrip().endswith("data: [DONE]") and texts[i].count("data: {") >= 280
+        assert texts[i].rstrip().endswith("data: [DONE]") and texts[i].count("data: {") >= 500
     for i in (2, 3):
         assert "going away" in texts[i] and "[DONE]" not in texts[i]
     with pytest.raises(httpx.ConnectError):
