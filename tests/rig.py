@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 from retain import build, kernels, models
-from retain.engine.drafters import Drafter, Target
+from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
@@ -65,7 +65,7 @@ def rig(
         cache.reuse.below(sleep)
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     if drafter:
-        drafter.join(Target(runner, cache, lambda *_: other(family, kernel, context, n_rows, device), lambda _: runner))
+        drafter.attach(TargetModel(runner, cache, lambda *_: other(family, kernel, context, n_rows, device), lambda _: runner))
     return Engine(runner, cache, step_tokens, drafter)
 
 
@@ -95,13 +95,13 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     for _ in steps(engine):
         pass
     assert engine.cache.free_pages == engine.cache.total_pages
-    return [r.answer for r in requests]
+    return [r.output_tokens for r in requests]
 
 
 def steps(engine: Engine) -> Iterator[int]:
     """Step until nobody is left, and balance the accounts; after each step its number."""
     for step in itertools.count():
-        if not engine.busy:
+        if not engine.has_unfinished_requests:
             return
         engine.step()
         engine.cache.check()

@@ -26,14 +26,14 @@ def answers(llm: LLM, name: str | None, texts: list[list[int]], policy: str, new
     """Of all texts, so many at once."""
     drafter = drafters.parse(name) if name else None
     if drafter:
-        drafter.join(llm.target)
+        drafter.attach(llm.target)
     engine, found = Engine(llm.engine.runner, llm.cache, llm.config.step_tokens, drafter), []
     for i in range(0, len(texts), batch):
         made = [Request(t, GREEDY, policies.parse(policy), new) for t in texts[i : i + batch]]
         engine.add(*made)
-        while engine.busy:
+        while engine.has_unfinished_requests:
             engine.step()
-        found += [r.answer for r in made]
+        found += [r.output_tokens for r in made]
     return found
 
 

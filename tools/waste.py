@@ -67,14 +67,14 @@ def main() -> None:
         engine.add(Request([0] * min(max(1, int(prompt * scale)), a.longest - new), params, policy, new))
     owned = holding = alive = steps = 0
     started = perf_counter()
-    while engine.busy:
+    while engine.has_unfinished_requests:
         engine.step()
         steps += 1
         for r in engine.scheduler.running:
             slots = cache.counts[r.row].astype(np.int64) * a.page_size  # [L, G]
             owned += int(slots.sum())
-            holding += int(np.minimum(slots, r.computed - cache.base[r.row][:, None]).sum())
-            alive += int(np.minimum(slots, np.minimum(r.computed, cache.window[r.row][:, None])).sum())
+            holding += int(np.minimum(slots, r.num_computed_tokens - cache.base[r.row][:, None]).sum())
+            alive += int(np.minimum(slots, np.minimum(r.num_computed_tokens, cache.window[r.row][:, None])).sum())
     cache.check()
     assert cache.free_pages == cache.total_pages
     print(

@@ -241,7 +241,7 @@ def report(llm: LLM, answer: Answer) -> dict[str, Any]:
     if answer.speculate:
         out["speculate"] = answer.speculate
     if answer.logprobs:
-        out["logprobs"] = [{"token": p.token, "logprob": p.logprob, "top": p.top} for p in answer.logprobs]
+        out["logprobs"] = [{"token": p.token_id, "logprob": p.logprob, "top": p.top_logprobs} for p in answer.logprobs]
     return out
 
 

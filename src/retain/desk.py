@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from retain.answer import Answer
-from retain.engine.drafting import OFF
-from retain.engine.request import Logprob, Request, SamplingParams, Why
-from retain.engine.sampler import logprobs
+from retain.engine.drafting import NO_SPECULATION
+from retain.engine.request import Logprob, Request, SamplingParams, FinishReason
+from retain.engine.sampler import compute_logprobs
 from retain.kv import policies
 from retain.kv.account import account
 from retain.kv.cache import Cache
@@ -51,13 +51,13 @@ class Reply:
         self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens but for the first, where it is scored
         self._new: list[str] = []
         self._closed = False
-        request.watcher = self._watch
-        if request.scored:
-            request.reader = self._read
+        request.token_callback = self._watch
+        if request.needs_prompt_logits:
+            request.logits_callback = self._read
 
     def new(self) -> str:
         """The text that came since this was asked last; with the last token all the rest of it."""
-        if self.request.why and not self._closed:
+        if self.request.finish_reason and not self._closed:
             self._closed = True
             self._new.append(self.text.close())
         text = "".join(self._new)
@@ -72,7 +72,7 @@ class Reply:
         """Rows [n, V] before the next tokens of the prompt, and then of the answer."""
         begin = len(self.prompt_logprobs) + 1
         tokens = self.request.prompt[begin : begin + len(logits)]
-        self.prompt_logprobs += logprobs(logits[: len(tokens)], tokens, self.request.params.logprobs or 0)
+        self.prompt_logprobs += compute_logprobs(logits[: len(tokens)], tokens, self.request.params.logprobs or 0)
 
 
 class Desk:
@@ -122,7 +122,7 @@ class Desk:
     def open(self, ask: Ask) -> list[Reply]:
         """The requests for a prompt, `params.n` of them. Raises ValueError where it cannot be run."""
         ids, params = self.encode(ask.prompt), ask.params
-        self._known([*params.stop_token_ids, *(t for t, _ in params.bias)])
+        self._known([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])
         policy = self.policy if ask.kv_policy is None else policies.parse(ask.kv_policy)
         if getattr(policy, "per_query", False) and self.columns == 1 < self.spec.heads // self.spec.kv_heads:
             raise ValueError(
@@ -136,7 +136,7 @@ class Desk:
                 f"{len(ids)} prompt tokens and max_tokens {params.max_tokens} exceed the context of {self.context}: "
                 f"at most {room} fit"
             )
-        if ask.speculate not in (None, OFF):
+        if ask.speculate not in (None, NO_SPECULATION):
             self.drafts(ask.speculate)
         return [self._reply(ask, ids, policy, i) for i in range(params.n)]
 
@@ -151,14 +151,14 @@ class Desk:
             policy=policy,
             max_tokens=params.max_tokens or self.longest_answer(len(ids), policy),
             stop_ids=stop_ids,
-            context=self.context,
-            system=ask.system,
+            max_model_len=self.context,
+            num_system_tokens=ask.system,
             salt=ask.salt,
-            speculate=ask.speculate or "",
-            form=self.words.form(ask.form) if ask.form else None,
-            scored=ask.scored,
+            drafter_name=ask.speculate or "",
+            grammar=self.words.form(ask.form) if ask.form else None,
+            needs_prompt_logits=ask.scored,
         )
-        drafted = self.drafted if ask.speculate is None else ask.speculate != OFF
+        drafted = self.drafted if ask.speculate is None else ask.speculate != NO_SPECULATION
         return Reply(request, self.tokenizer.stream(params.stop), drafted)
 
     def longest_answer(self, prompt: int, policy: Policy | None = None) -> int:
@@ -179,24 +179,24 @@ class Desk:
         """What came of it."""
         request, text = reply.request, reply.text
         reply.new()
-        decoding = request.ended - request.first_token
-        tok_s = (len(request.answer) - 1) / decoding if decoding > 0 else 0.0
+        decoding = request.finish_time - request.first_token_time
+        tok_s = (len(request.output_tokens) - 1) / decoding if decoding > 0 else 0.0
         return Answer(
             text=text.text,
-            token_ids=request.answer,
-            why=(request.why or Why.CANCELLED).value,
+            token_ids=request.output_tokens,
+            why=(request.finish_reason or FinishReason.CANCELLED).value,
             prompt_tokens=len(request.prompt),
-            cached_tokens=request.cached,
+            cached_tokens=request.num_cached_tokens,
             logprobs=request.logprobs,
-            ttft_s=request.first_token - request.arrived,
+            ttft_s=request.first_token_time - request.arrival_time,
             decode_tok_s=tok_s,
-            preempted=request.preempted,
+            preempted=request.num_preemptions,
             kv=self.cost(request),
-            speculate=request.rounds.told(tok_s) if reply.drafted else None,
+            speculate=request.spec_decode_stats.summarize(tok_s) if reply.drafted else None,
         )
 
     def cost(self, request: Request) -> dict[str, Any]:
         """Bytes and slots of a request that has ended."""
         return account(
-            *(self.cache, request.policy, len(request.tokens) - 1, request.peaks, request.owned, request.held)
+            *(self.cache, request.policy, len(request.tokens) - 1, request.peak_slots, request.final_slots, request.num_final_pages)
         )

@@ -21,7 +21,7 @@ from retain.answer import Answer, Piece
 from retain.config import Config, affordable_memory, check_weights, size
 from retain.desk import Ask, Desk, Prompt, Reply
 from retain.engine import drafters
-from retain.engine.drafters import Target
+from retain.engine.drafters import TargetModel
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.engine.runner import Runner
@@ -73,7 +73,7 @@ class LLM:
         self.desk = Desk(*rooms, self.draft, drafter is not None)
         try:
             if drafter:
-                drafter.join(self.target)
+                drafter.attach(self.target)
         except BaseException:
             self.close()  # nobody will have this engine, and others want its store
             raise
@@ -81,15 +81,15 @@ class LLM:
 
     def draft(self, name: str) -> None:
         """From now on requests may ask for this drafter. Raises ValueError."""
-        if name not in self.engine.drafting.others:
+        if name not in self.engine.speculator.named:
             drafter = drafters.parse(name)
-            drafter.join(self.target)
-            self.engine.drafting.others[name] = drafter
+            drafter.attach(self.target)
+            self.engine.speculator.named[name] = drafter
 
     @property
-    def target(self) -> Target:
+    def target(self) -> TargetModel:
         """What drafters are told of it."""
-        return Target(
+        return TargetModel(
             self.engine.runner, self.cache, self._another, lambda weights: self._load(None, weights)[1](self.cache)
         )
 
@@ -185,7 +185,7 @@ class LLM:
         request = reply.request
         self.engine.add(request)
         try:
-            while not request.first_token or request.rereads:
+            while not request.first_token_time or request.reread_chunk:
                 self.engine.step()
             assert request.row is not None
             return self.cache.positions(request.row)
@@ -210,7 +210,7 @@ class LLM:
         """All of them, to their ends."""
         try:
             self.engine.add(*requests)
-            while any(r.why is None for r in requests):
+            while any(r.finish_reason is None for r in requests):
                 self.engine.step()
         finally:
             for request in requests:
@@ -234,9 +234,9 @@ class LLM:
 
     def _pieces(self, reply: Reply) -> Iterator[Piece]:
         try:
-            while reply.request.why is None:
+            while reply.request.finish_reason is None:
                 self.engine.step()
-                if reply.request.why is None and (text := reply.new()):
+                if reply.request.finish_reason is None and (text := reply.new()):
                     yield Piece(text)
         finally:
             self.engine.cancel(reply.request)

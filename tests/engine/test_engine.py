@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from retain.engine.request import SamplingParams, Why
+from retain.engine.request import SamplingParams, FinishReason
 from tests.rig import GREEDY, alone, prompts, request, rig, run
 
 
@@ -16,10 +16,10 @@ def test_a_request_ends_at_a_stop_token_at_its_length_or_when_its_watcher_says_s
     stopped = request(prompt)
     stopped.stop_ids = frozenset({token})
     watched = request(prompt)
-    watched.watcher = lambda t: t == token
+    watched.token_callback = lambda t: t == token
     whole = request(prompt)
     assert run(rig("llama"), [stopped, watched, whole]) == [free[: first + 1], free[: first + 1], free]
-    assert [r.why for r in (stopped, watched, whole)] == [Why.STOP, Why.STOP, Why.LENGTH]
+    assert [r.finish_reason for r in (stopped, watched, whole)] == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
 
 
 def test_cancelling_frees_the_pages_now_and_disturbs_nobody():
@@ -33,18 +33,18 @@ def test_cancelling_frees_the_pages_now_and_disturbs_nobody():
     engine.cancel(c)  # it was still waiting
     engine.cancel(a)
     assert engine.cache.pool.used < held and a.row is None
-    while engine.busy:
+    while engine.has_unfinished_requests:
         engine.step()
         engine.cache.check()
-    assert [r.why for r in (a, b, c)] == [Why.CANCELLED, Why.LENGTH, Why.CANCELLED]
-    assert b.answer == alone("llama", b.prompt, 20) and c.answer == []
+    assert [r.finish_reason for r in (a, b, c)] == [FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.CANCELLED]
+    assert b.output_tokens == alone("llama", b.prompt, 20) and c.output_tokens == []
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once():
     engine = rig("llama", pages=36)  # 3 layers of 2 heads: 6 page lists, so 96 tokens
     with pytest.raises(ValueError, match="needs 42 pages of KV memory and the pool has 36"):
         engine.add(request([1] * 80, 18))
-    assert not engine.busy
+    assert not engine.has_unfinished_requests
     (answer,) = run(engine, [request([1] * 80, 17)])
     assert len(answer) == 17
 
@@ -55,10 +55,10 @@ def test_one_token_steps_go_on_while_a_long_prompt_is_paid():
     engine.add(short)
     engine.step()
     engine.add(long)
-    while not long.first_token:
-        before = len(short.answer)
+    while not long.first_token_time:
+        before = len(short.output_tokens)
         engine.step()
-        assert len(short.answer) == before + 1 or short.why
+        assert len(short.output_tokens) == before + 1 or short.finish_reason
 
 
 def test_the_oldest_always_gets_on_and_the_queue_is_served_in_order():
@@ -67,13 +67,13 @@ def test_the_oldest_always_gets_on_and_the_queue_is_served_in_order():
     ended = []
     for r in asked:
         engine.add(r)
-    while engine.busy:
-        oldest = min((r for r in asked if not r.why), key=lambda r: r.id)
-        before = oldest.computed
+    while engine.has_unfinished_requests:
+        oldest = min((r for r in asked if not r.finish_reason), key=lambda r: r.id)
+        before = oldest.num_computed_tokens
         engine.step()
-        assert oldest.why or oldest.computed > before
-        ended += [r.id for r in asked if r.why and r.id not in ended]
-    assert sum(r.preempted for r in asked) > 0 and len(ended) == 12
+        assert oldest.finish_reason or oldest.num_computed_tokens > before
+        ended += [r.id for r in asked if r.finish_reason and r.id not in ended]
+    assert sum(r.num_preemptions for r in asked) > 0 and len(ended) == 12
     assert ended[0] == asked[0].id
 
 

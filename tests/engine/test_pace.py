@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from retain.engine.pace import Line, Pace
+from retain.engine.pace import LinearFit, DraftLengthController
 from retain.engine.request import Request
 from tests.rig import request
 
 
 def play(alpha: float, draft: float, token: float, n: int, B: int = 1, noise: float = 0.05) -> tuple[float, list[int]]:
     """Times as fast as plain decoding over n rounds, and the most drafts of each; a plain step takes 1."""
-    rng, pace, requests = random.Random(1), Pace(8), [request([1]) for _ in range(B)]
+    rng, pace, requests = random.Random(1), DraftLengthController(8), [request([1]) for _ in range(B)]
     seconds, tokens, chosen = 0.0, 0, []
     for _ in range(n):
-        ks = [k for _, k in pace.choose([(r, 8) for r in requests])]
+        ks = [k for _, k in pace.choose_lengths([(r, 8) for r in requests])]
         chosen.append(max(ks))
         right = []
         for k in ks:
@@ -26,9 +26,9 @@ def play(alpha: float, draft: float, token: float, n: int, B: int = 1, noise: fl
             right.append(good)
         wobble = 1 + noise * rng.uniform(-1, 1)
         step, drafting = wobble * (1 + token * sum(ks) / B), wobble * draft * max(ks)
-        pace.took(B + sum(ks), step, max(ks), drafting)
+        pace.record_step(B + sum(ks), step, max(ks), drafting)
         for r, k, good in zip(requests, ks, right, strict=True):
-            pace.saw(r, k, good)
+            pace.record_acceptance(r, k, good)
         seconds += step + drafting
         tokens += B + sum(right)
     return tokens / B / seconds, chosen
@@ -52,53 +52,53 @@ def test_it_comes_near_the_best_fixed_number_and_never_falls_far_below_plain(
 
 
 def test_requests_are_judged_apart() -> None:
-    pace, lucky, unlucky = Pace(8), request([1]), request([2])
+    pace, lucky, unlucky = DraftLengthController(8), request([1]), request([2])
     for _ in range(200):
-        asked = pace.choose([(lucky, 8), (unlucky, 8)])
+        asked = pace.choose_lengths([(lucky, 8), (unlucky, 8)])
         ks = {id(r): k for r, k in asked}
-        pace.took(2 + sum(ks.values()), 1 + 0.15 * sum(ks.values()), max(ks.values()), 0.0)
+        pace.record_step(2 + sum(ks.values()), 1 + 0.15 * sum(ks.values()), max(ks.values()), 0.0)
         for r in (lucky, unlucky):
-            pace.saw(r, ks[id(r)], ks[id(r)] if r is lucky else 0)
+            pace.record_acceptance(r, ks[id(r)], ks[id(r)] if r is lucky else 0)
     assert dict(_last(pace, lucky, unlucky))[lucky] > 3 * max(dict(_last(pace, lucky, unlucky))[unlucky], 1)
 
 
-def _last(pace: Pace, *requests: Request) -> list[tuple[Request, int]]:
-    pace.rounds = 100  # not one that tries something else
-    return pace.choose([(r, 8) for r in requests])
+def _last(pace: DraftLengthController, *requests: Request) -> list[tuple[Request, int]]:
+    pace.num_rounds = 100  # not one that tries something else
+    return pace.choose_lengths([(r, 8) for r in requests])
 
 
 def test_who_seldom_finds_a_draft_is_asked_again() -> None:
     """As in prompt look-up: nothing at all for a while costs nothing, so there is no reason to stop."""
-    pace, r = Pace(8), request([1])
+    pace, r = DraftLengthController(8), request([1])
     for i in range(100):
-        ((_, k),) = pace.choose([(r, 8)])
+        ((_, k),) = pace.choose_lengths([(r, 8)])
         k = k if i > 20 and i % 3 == 0 else 0
-        pace.took(1 + k, 1.0 + 0.01 * k, k, 1e-5)
-        pace.saw(r, k, k)
+        pace.record_step(1 + k, 1.0 + 0.01 * k, k, 1e-5)
+        pace.record_acceptance(r, k, k)
     assert dict(_last(pace, r))[r] > 4
 
 
 def test_room_is_a_bound() -> None:
-    pace, r = Pace(8), request([1])
+    pace, r = DraftLengthController(8), request([1])
     for _ in range(100):
-        assert pace.choose([]) == []
-        ((_, k),) = pace.choose([(r, 3)])
+        assert pace.choose_lengths([]) == []
+        ((_, k),) = pace.choose_lengths([(r, 3)])
         assert k <= 3
-        pace.took(1 + k, 1.0, k, 0.0)
-        pace.saw(r, k, k)
+        pace.record_step(1 + k, 1.0, k, 0.0)
+        pace.record_acceptance(r, k, k)
     assert k == 3
 
 
 def test_a_line_follows_what_is_new() -> None:
-    line = Line()
-    assert line.at(5) == 0.0  # nothing is known
+    line = LinearFit()
+    assert line.predict(5) == 0.0  # nothing is known
     for x in range(100):
-        line.add(x % 7, 2 + 3 * (x % 7))
-    assert line.at(10) == pytest.approx(32)
+        line.add_point(x % 7, 2 + 3 * (x % 7))
+    assert line.predict(10) == pytest.approx(32)
     for x in range(300):
-        line.add(x % 7, 1)
-    assert line.at(10) == pytest.approx(1, abs=0.01)
-    steady = Line()
+        line.add_point(x % 7, 1)
+    assert line.predict(10) == pytest.approx(1, abs=0.01)
+    steady = LinearFit()
     for _ in range(10):
-        steady.add(4, 2.0)
-    assert steady.at(9) == pytest.approx(2)  # one point is no slope
+        steady.add_point(4, 2.0)
+    assert steady.predict(9) == pytest.approx(2)  # one point is no slope

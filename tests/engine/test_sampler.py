@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.engine.request import Request, SamplingParams
-from retain.engine.sampler import draw, logprobs, penalise, probabilities, sample
+from retain.engine.sampler import sample_inverse_cdf, compute_logprobs, penalize_row, compute_probs, sample
 from retain.kv.policies import parse
 from tests.rig import prompts, request, rig, run
 
@@ -43,7 +43,7 @@ def plain(x: list[float], p: SamplingParams) -> list[float]:
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(logits, params), min_size=1, max_size=4))
 def test_every_row_has_the_distribution_of_its_own_parameters(rows):
-    got = probabilities(torch.tensor([x for x, _ in rows]), [p for _, p in rows])
+    got = compute_probs(torch.tensor([x for x, _ in rows]), [p for _, p in rows])
     assert torch.allclose(got.sum(-1), torch.ones(len(rows)))
     for row, (x, p) in zip(got.tolist(), rows, strict=True):
         want = plain(x, p)
@@ -69,14 +69,14 @@ def test_every_row_has_the_distribution_of_its_own_parameters(rows):
 def test_draws_follow_the_distribution(options):
     """Chi-square over 40,000 draws; the bound is the 1 - 1e-6 quantile for 7 degrees of freedom."""
     x = torch.tensor([0.3, 1.5, -0.4, 2.0, 0.0, 1.1, -2.0, 0.9])
-    p = probabilities(x[None], [SamplingParams(**options)])
+    p = compute_probs(x[None], [SamplingParams(**options)])
     n, generator = 40_000, torch.Generator().manual_seed(1)
-    tokens = draw(p.expand(n, -1), torch.rand(n, generator=generator, dtype=torch.float64).tolist())
+    tokens = sample_inverse_cdf(p.expand(n, -1), torch.rand(n, generator=generator, dtype=torch.float64).tolist())
     counts = tokens.bincount(minlength=8).double()
     assert (counts[p[0] == 0] == 0).all()
     possible, expected = p[0] > 0, n * p[0].double()
     assert ((counts - expected)[possible].square() / expected[possible]).sum() < 40
-    wrong = probabilities(x[None] + torch.eye(8)[3] * 0.2, [SamplingParams(**options)])[0].double() * n
+    wrong = compute_probs(x[None] + torch.eye(8)[3] * 0.2, [SamplingParams(**options)])[0].double() * n
     assert ((counts - wrong)[possible].square() / wrong[possible]).sum() > 40  # the test can fail
 
 
@@ -85,7 +85,7 @@ def test_an_impossible_token_is_never_drawn(weights, u):
     p = torch.tensor(weights) / max(sum(weights), 1e-30)
     if p.sum() > 0:
         for v in (u, 0.0, 1 - 2**-53):
-            assert p[draw(p[None], [v])] > 0
+            assert p[sample_inverse_cdf(p[None], [v])] > 0
 
 
 @given(
@@ -99,7 +99,7 @@ def test_an_impossible_token_is_never_drawn(weights, u):
 def test_penalties(x, tokens, cut, repetition, presence, frequency):
     p = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
     answer, got = tokens[cut:], torch.tensor(x)
-    penalise(got, tokens, answer, p)
+    penalize_row(got, tokens, answer, p)
     for i, v in enumerate(x):
         if i in tokens:
             v = v / repetition if v > 0 else v * repetition
@@ -117,14 +117,14 @@ def test_sample_mixes_greedy_drawn_and_penalised_rows_and_leaves_the_logits_alon
     assert torch.equal(x, before)
     lp = out[2][0][1]
     assert lp.logprob == pytest.approx(x[2].log_softmax(-1)[0].item())  # the model's own opinion, not the penalised one
-    assert [t for t, _ in lp.top] == [1, 0] and out[1][0][1] is None
+    assert [t for t, _ in lp.top_logprobs] == [1, 0] and out[1][0][1] is None
 
 
 def test_logprobs_are_those_of_the_whole_distribution():
     x = torch.randn(50)
-    (lp,) = logprobs(x[None], [7], 50)
-    assert sum(math.exp(v) for _, v in lp.top) == pytest.approx(1, abs=1e-5)
-    assert dict(lp.top)[7] == lp.logprob
+    (lp,) = compute_logprobs(x[None], [7], 50)
+    assert sum(math.exp(v) for _, v in lp.top_logprobs) == pytest.approx(1, abs=1e-5)
+    assert dict(lp.top_logprobs)[7] == lp.logprob
 
 
 def test_nan_is_an_error_and_not_an_answer():
@@ -142,4 +142,4 @@ def test_a_seed_decides_and_company_does_not():
     assert twice[0] == twice[1] != twice[2]
     preempted = [request(q, 15, params=replace(p, seed=i)) for i, q in enumerate(asked)]
     assert run(rig("llama", pages=75), preempted) == together
-    assert sum(r.preempted for r in preempted) > 0
+    assert sum(r.num_preemptions for r in preempted) > 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.engine.batch import collect
+from retain.engine.batch import build_batch
 from retain.engine.loop import Engine
 from tests.rig import request, rig
 
@@ -17,7 +17,7 @@ from tests.rig import request, rig
 def test_stops_change_nothing_and_queries_are_those_of_the_definition(family: str, after: bool) -> None:
     def forward(engine: Engine, stops: bool) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
         engine.add(request(list(range(3, 40))), request([5, 6, 7]))
-        batch, seen, told = collect(engine.scheduler.plan(), engine.cache), [], list[int]()
+        batch, seen, told = build_batch(engine.scheduler.schedule(), engine.cache), [], list[int]()
         if stops:
             batch = replace(batch, before=lambda layer, q: seen.append(q.clone()), after=told.append if after else None)
         return engine.runner.forward(batch).clone(), seen, told

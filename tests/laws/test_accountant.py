@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from retain import kernels
 from retain.engine.loop import Engine
-from retain.engine.request import Request, SamplingParams, Why
+from retain.engine.request import Request, SamplingParams, FinishReason
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
@@ -42,16 +42,16 @@ class Blind:
 class Wild:
     """Drafts anything, now and then."""
 
-    k, most = "9", 9
+    k, max_draft_tokens = "9", 9
 
-    def join(self, target):
+    def attach(self, target):
         pass
 
-    def propose(self, asked):
-        for request, n in asked:
+    def propose(self, draft_limits):
+        for request, n in draft_limits:
             request.draft([3] * min(n, request.id % 7))
 
-    def drop(self, request):
+    def remove_request(self, request):
         pass
 
 
@@ -107,12 +107,12 @@ class Schedule(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 12))
     def step(self, steps):
         for _ in range(steps):
-            paid = {r.id: r.computed for r in self.engine.scheduler.running}
+            paid = {r.id: r.num_computed_tokens for r in self.engine.scheduler.running}
             self.engine.step()
             self.cache.check()
             running = self.engine.scheduler.running
-            new = sum(max(r.computed - paid.get(r.id, 0), 0) for r in running)
-            assert new <= self.engine.scheduler.step_tokens or self.cache.reuse
+            new = sum(max(r.num_computed_tokens - paid.get(r.id, 0), 0) for r in running)
+            assert new <= self.engine.scheduler.max_batched_tokens or self.cache.reuse
 
     @rule(i=st.integers(0, 10**6))
     def cancel(self, i):
@@ -129,7 +129,7 @@ class Schedule(RuleBasedStateMachine):
             self.cache.check()
             waiting, running = self.engine.scheduler.waiting, self.engine.scheduler.running
             assert {r.id for r in waiting + running} == {r.id for r in self.requests if not r.why}
-            assert all(r.row is None and r.computed == 0 for r in waiting)
+            assert all(r.row is None and r.num_computed_tokens == 0 for r in waiting)
             assert len({r.row for r in running}) == len(running)
 
     def teardown(self):
@@ -137,15 +137,15 @@ class Schedule(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         for _ in range(20_000):
-            if not self.engine.busy:
+            if not self.engine.has_unfinished_requests:
                 break
-            before = {r.id: (r.computed, r.reread) for r in self.engine.scheduler.running}
+            before = {r.id: (r.num_computed_tokens, r.num_reread_tokens) for r in self.engine.scheduler.running}
             ready = self.engine.step()
-            after = {r.id: (r.computed, r.reread) for r in self.engine.scheduler.running}
+            after = {r.id: (r.num_computed_tokens, r.num_reread_tokens) for r in self.engine.scheduler.running}
             assert ready or after != before  # something was paid
-        assert not self.engine.busy
-        assert all(len(r.answer) == r.max_tokens for r in self.requests if r.why is Why.LENGTH)
-        assert all(r.why in (Why.LENGTH, Why.CANCELLED) for r in self.requests)
+        assert not self.engine.has_unfinished_requests
+        assert all(len(r.answer) == r.max_tokens for r in self.requests if r.why is FinishReason.LENGTH)
+        assert all(r.why in (FinishReason.LENGTH, FinishReason.CANCELLED) for r in self.requests)
         self.cache.check()
         assert self.cache.free_pages == self.cache.total_pages
 

@@ -257,9 +257,9 @@ def test_lists_keep_the_same_tokens(family: str, policy: str) -> None:
     asked = request([7 * i % 128 for i in range(70)], 201, policy)
     want = plain.generate(asked.prompt, 200, 201, asked.noise_seed)
     engine.add(asked)
-    while len(asked.answer) < 200:
+    while len(asked.output_tokens) < 200:
         engine.step()
-    assert asked.answer == want
+    assert asked.output_tokens == want
     for layer, heads in enumerate(plain.kept):
         for g, kept in enumerate(heads):
             if plain.spec.windows[layer] is None:
@@ -329,7 +329,7 @@ def test_what_is_forgotten_comes_back_as_pages() -> None:
     heads = 3 * 2
     after = engine.cache.total_pages - engine.cache.free_pages
     assert after == heads * 3  # 40 slots
-    while len(asked.answer) < 149:
+    while len(asked.output_tokens) < 149:
         engine.step()
         assert engine.cache.total_pages - engine.cache.free_pages == heads * 3  # 48 slots
         engine.cache.check()
@@ -360,7 +360,7 @@ def test_a_prompt_longer_than_memory_streams_through_its_budget() -> None:
     with pytest.raises(ValueError, match="pages"):
         engine.add(request(text, 40, chosen))
     asked = request(text, 40, f"{chosen},prefill=stream,chunk=24")
-    assert len(run(engine, [asked])[0]) == 40 and max(asked.peaks) == 64 and max(asked.owned) == 48
+    assert len(run(engine, [asked])[0]) == 40 and max(asked.peak_slots) == 64 and max(asked.final_slots) == 48
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -390,9 +390,9 @@ def test_budgets_shrink_before_anybody_is_preempted(family: str, share: str) -> 
     shape = rig(family).cache.shape
     pages = 40 * len(shape.windows) * shape.kv_heads
     stiff, giving = go("", pages), go(",shrink=16", pages)
-    assert sum(r.preempted for r in stiff) and not sum(r.preempted for r in giving)
-    assert stiff[0].answer == giving[0].answer == go("", 10_000)[0].answer
-    assert min(max(r.owned) for r in giving[1:]) < max(max(r.owned) for r in stiff[1:])
+    assert sum(r.num_preemptions for r in stiff) and not sum(r.num_preemptions for r in giving)
+    assert stiff[0].output_tokens == giving[0].output_tokens == go("", 10_000)[0].output_tokens
+    assert min(max(r.final_slots) for r in giving[1:]) < max(max(r.final_slots) for r in stiff[1:])
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,10 @@ def far(work: Callable[[Callable[..., Engine]], Any]) -> tuple[Any, list[str]]:
 def steps(engine: Engine, made: Sequence[Request]) -> list[list[int]]:
     """Run them to the end. (The accountant would wait for nothing, but looking costs.)"""
     engine.add(*made)
-    while engine.busy:
+    while engine.has_unfinished_requests:
         engine.step()
     engine.cache.check()
-    return [r.answer for r in made]
+    return [r.output_tokens for r in made]
 
 
 def same(family: str, policies: Sequence[str], n: int = 6, params: SamplingParams = GREEDY, **more: Any) -> None:
@@ -95,7 +95,7 @@ def test_heads_that_differ() -> None:
 def test_sampled() -> None:
     """Every option, and the uniform numbers of the request: the tokens that the definition draws."""
     params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=5,
-                            presence_penalty=0.3, ignore_eos=True, bias=((7, 2.0),))  # fmt: skip
+                            presence_penalty=0.3, ignore_eos=True, logit_bias=((7, 2.0),))  # fmt: skip
     same("llama", ["full"] * 3, n=3, params=params)
 
 
@@ -106,11 +106,11 @@ def test_sampled() -> None:
 def test_drafts(name: str, temperature: float) -> None:
     text = [5, 6, 7, 8] * 12
     likely = tuple((t, 9.0) for t in text[:4])  # or there would be nothing to guess
-    params = SamplingParams(temperature=temperature, ignore_eos=True, seed=4, bias=likely)
+    params = SamplingParams(temperature=temperature, ignore_eos=True, seed=4, logit_bias=likely)
 
     def go(engine: Engine) -> tuple[list[list[int]], int]:
         made = [request(text[i:], 5, params=params) for i in range(2)]
-        return steps(engine, made), sum(sum(r.rounds.drafted) for r in made)
+        return steps(engine, made), sum(sum(r.spec_decode_stats.num_drafted_per_position) for r in made)
 
     want = go(rig("llama", backend="reference", drafter=drafters.parse(name)))
     got, waits = far(lambda rig: go(rig("llama", drafter=drafters.parse(name))))
@@ -142,7 +142,7 @@ def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
         again = request(texts[0], 3)
         found += steps(engine, [again])
         engine.cache.reuse.close()
-        return found, again.cached
+        return found, again.num_cached_tokens
 
     (found, woken), _ = far(go)
     assert found == [*want, want[0]] and woken >= 32
@@ -174,7 +174,7 @@ def test_the_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
         drafts = LLM("random:tiny", dtype="float32", kv_memory="8MiB", speculate="draft:model=random:tiny,k=2", **there)
         answers = [*llm.generate("hello there", params), *drafts.generate([[5, 6, 7, 8] * 5], GREEDY_SHORT)]
         (form,) = llm.ask([Ask("x", SamplingParams(max_tokens=2, temperature=0), form=lark('start: "a" "b"'))])
-        tops = [t for a in answers for p in a.logprobs or () for t in (p.token, *(token for token, _ in p.top))]
+        tops = [t for a in answers for p in a.logprobs or () for t in (p.token_id, *(token for token, _ in p.top_logprobs))]
         scores = [round(x, 3) for x in llm.score([[5, 6, 7, 8]], [[9, 10]])[0]]
         return [[a.token_ids for a in answers], tops, form.text, scores]
 

@@ -111,7 +111,7 @@ def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pyte
             assert set(range(160, 163)) <= set(kept[layer][0])
         for _ in steps(engine):
             pass
-        assert len(r.answer) == 40 and r.cached == 160
+        assert len(r.output_tokens) == 40 and r.num_cached_tokens == 160
         assert cache.free_pages == cache.total_pages
         if i:
             hit = cache.reuse.find(r.policy, r.prompt, 160, "")
@@ -139,8 +139,8 @@ def test_company_budgets_followers_and_preemption(tmp_path: Path) -> None:
                 engine.scheduler.preempt(rng.choice(engine.scheduler.running))
             if step == 7:
                 engine.cancel(mine[3])
-        assert [r.answer for r in theirs] == (plain if not round else [])
-        assert all(len(r.answer) == r.max_tokens for r in [*mine[:3], *mine[4:], *twins])
+        assert [r.output_tokens for r in theirs] == (plain if not round else [])
+        assert all(len(r.output_tokens) == r.max_tokens for r in [*mine[:3], *mine[4:], *twins])
         assert not engine.cache.reuse.thin and not engine.cache.reuse.fetches
         pack(engine)
     assert sum(store(engine).counts["read"] for _ in range(1)) > 0
@@ -162,7 +162,7 @@ def test_damage_is_found_and_computed_again(tmp_path: Path) -> None:
         engine.add(r)
     for _ in steps(engine):
         pass
-    assert [r.answer for r in requests] == answers
+    assert [r.output_tokens for r in requests] == answers
     assert store(engine).counts["damaged"] > 0
     restart(engine)
 
@@ -184,7 +184,7 @@ def test_spans_that_are_longer_than_what_is_wanted_of_them(tmp_path: Path) -> No
             engine.add(r)
             for step in steps(engine):
                 assert step < 500
-            assert len(r.answer) == r.max_tokens and r.preempted <= 2
+            assert len(r.output_tokens) == r.max_tokens and r.num_preemptions <= 2
         pack(engine)
         restart(engine)
 

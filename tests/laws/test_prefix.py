@@ -61,9 +61,9 @@ def test_cold_warm_and_without(family: str, backend: str, seed: int) -> None:
     for again in range(2):
         made = asked(family, seed)
         assert [run(engine, [r])[0] for r in made] == plain
-        assert sum(r.cached for r in made) > (again + 1) * 40
+        assert sum(r.num_cached_tokens for r in made) > (again + 1) * 40
     whole = made[::2] if family in ("llama", "gpt2", "mpt") else []
-    assert all(r.cached == len(r.prompt) - 1 for r in whole)
+    assert all(r.num_cached_tokens == len(r.prompt) - 1 for r in whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,7 +76,7 @@ def test_in_company_and_where_pages_are_short(family: str, prefix: str, pages: i
     engine = rig(family, backend="cpu", prefix=prefix, pages=pages, n_rows=8, step_tokens=64)
     rng, cached = random.Random(5), 0
     for _ in range(3):
-        cached += sum(r.cached for r in disturbed(engine, family, rng, plain))
+        cached += sum(r.num_cached_tokens for r in disturbed(engine, family, rng, plain))
     assert cached > 100
     assert engine.cache.free_pages == engine.cache.total_pages
 
@@ -90,7 +90,7 @@ def disturbed(engine: Engine, family: str, rng: random.Random, plain: list[list[
             engine.scheduler.preempt(rng.choice(engine.scheduler.running))
         if step == 6:
             engine.cancel(made[4])
-    assert [r.answer for i, r in enumerate(made) if i != 4] == plain[:4] + plain[5:]
+    assert [r.output_tokens for i, r in enumerate(made) if i != 4] == plain[:4] + plain[5:]
     return made
 
 
@@ -102,7 +102,7 @@ def test_with_drafts(family: str) -> None:
     for _ in range(3):
         made = asked(family, 1, plain=True)[::2]
         assert run(engine, made) == plain
-    assert sum(r.cached for r in made) > 60 and sum(sum(r.rounds.drafted) for r in made) > 20
+    assert sum(r.num_cached_tokens for r in made) > 60 and sum(sum(r.spec_decode_stats.num_drafted_per_position) for r in made) > 20
 
 
 def test_a_conversation_computes_only_what_is_new() -> None:
@@ -111,9 +111,9 @@ def test_a_conversation_computes_only_what_is_new() -> None:
         engine, (text,) = rig("llama", prefix=prefix), [list(range(60))]
         first = request(text, 30)
         run(engine, [first])
-        then = request([*text, *first.answer, 7, 8, 9], 5)
+        then = request([*text, *first.output_tokens, 7, 8, 9], 5)
         assert run(engine, [then]) == run(rig("llama"), [request(then.prompt, 5)])
-        assert then.cached == expected
+        assert then.num_cached_tokens == expected
 
 
 def test_a_salt_never_matches_another_nor_do_windows() -> None:
@@ -122,7 +122,7 @@ def test_a_salt_never_matches_another_nor_do_windows() -> None:
     for salt, policy, cached in (("b", "full", 0), ("", "full", 0), ("a", "ring:window=30", 0), ("a", "full", 99)):
         made = salted(text, salt, policy)
         run(engine, [made])
-        assert made.cached == cached
+        assert made.num_cached_tokens == cached
 
 
 def salted(text: Sequence[int], salt: str, policy: str = "full") -> Request:
@@ -168,7 +168,7 @@ def test_windows_are_found_beside_longer_texts_that_have_none_there() -> None:
     for text in ([*stem, *[9] * 80], stem):
         run(engine, [request(text, 1)])
     then = request([*stem, 7, 7, 7], 4)
-    assert run(engine, [then]) == run(rig("gemma3_text"), [request(then.prompt, 4)]) and then.cached == 40
+    assert run(engine, [then]) == run(rig("gemma3_text"), [request(then.prompt, 4)]) and then.num_cached_tokens == 40
 
 
 def test_sliding_layers_go_on_where_texts_part() -> None:
@@ -178,8 +178,8 @@ def test_sliding_layers_go_on_where_texts_part() -> None:
     engine: Engine = rig("gemma3_text", prefix="exact")
     for r in made:
         run(engine, [r])
-    assert [r.cached for r in made] == [0, 0, 96, 96]
-    assert [r.answer for r in made] == run(rig("gemma3_text"), [request(r.prompt, 4) for r in made])
+    assert [r.num_cached_tokens for r in made] == [0, 0, 96, 96]
+    assert [r.output_tokens for r in made] == run(rig("gemma3_text"), [request(r.prompt, 4) for r in made])
 
 
 def test_requests_that_run_share_pages() -> None:
@@ -206,11 +206,11 @@ def test_what_is_pinned_stays_while_others_go_unless_somebody_could_not_run() ->
         run_on(engine, request([i + 1] * 100, 4))
     again = request(text, 2)
     run_on(engine, again)
-    assert again.cached == 63
+    assert again.num_cached_tokens == 63
     run_on(engine, request([99] * 240, 8))  # needs every page
     again = request(text, 2)
     run_on(engine, again)
-    assert again.cached == 0 and engine.cache.free_pages == engine.cache.total_pages
+    assert again.num_cached_tokens == 0 and engine.cache.free_pages == engine.cache.total_pages
 
 
 def test_pins_end() -> None:
@@ -224,7 +224,7 @@ def run_on(engine: Engine, made: Request) -> None:
     engine.add(made)
     for _ in steps(engine):
         pass
-    assert made.answer == run(rig("llama"), [request(made.prompt, made.max_tokens)])[0]
+    assert made.output_tokens == run(rig("llama"), [request(made.prompt, made.max_tokens)])[0]
 
 
 def test_equal_prompts_asked_together_share_whole_pages() -> None:
@@ -239,4 +239,4 @@ def test_equal_prompts_asked_together_share_whole_pages() -> None:
         for _ in steps(engine):
             pass
         alone = [request(text, 20, params=SamplingParams(seed=i, ignore_eos=True)) for i in range(6)]
-        assert [run(rig("llama"), [r])[0] for r in alone] == [r.answer for r in made]
+        assert [run(rig("llama"), [r])[0] for r in alone] == [r.output_tokens for r in made]

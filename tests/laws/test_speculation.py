@@ -12,12 +12,12 @@ from torch import Tensor
 
 from retain.engine import drafters
 from retain.engine.batch import Batch
-from retain.engine.drafters import Drafter, Target
+from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.engine.runner import Runner
-from retain.engine.sampler import penalise, probabilities
-from retain.engine.speculate import agree, residual, verify
+from retain.engine.sampler import penalize_row, compute_probs
+from retain.engine.speculate import verify_greedy, residual, rejection_sample
 from retain.kv import policies
 from tests.rig import GREEDY, other, prompts, request, rig, run, steps
 
@@ -30,19 +30,19 @@ class Seer:
 
     answers: dict[tuple[int, ...], list[int]]
     wrong: float
-    most: int = 9
+    max_draft_tokens: int = 9
     k: str = "9"
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
-        for r, n in asked:
-            rest = self.answers[tuple(r.prompt)][len(r.answer) :][: self.rng.randint(0, min(n, self.most))]
-            r.draft([self.rng.randrange(128) if self.rng.random() < self.wrong else t for t in rest])
+    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
+        for r, n in draft_limits:
+            rest = self.answers[tuple(r.prompt)][len(r.output_tokens) :][: self.rng.randint(0, min(n, self.max_draft_tokens))]
+            r.set_drafts([self.rng.randrange(128) if self.rng.random() < self.wrong else t for t in rest])
 
-    def join(self, target: Target) -> None:
+    def attach(self, target: TargetModel) -> None:
         pass
 
-    def drop(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         pass
 
 
@@ -67,7 +67,7 @@ def test_greedy_answers_are_the_plain_ones(family: str, backend: str, wrong: flo
     plain, _ = go(None)
     answers, made = go(seer(asked, plain, wrong))
     assert answers == plain
-    drafted, accepted = (sum(sum(getattr(r.rounds, n)) for r in made) for n in ("drafted", "accepted"))
+    drafted, accepted = (sum(sum(getattr(r.spec_decode_stats, n)) for r in made) for n in ("drafted", "accepted"))
     assert drafted > 300
     if wrong == 0:
         assert accepted == drafted
@@ -91,14 +91,14 @@ def test_every_drafter_gives_the_plain_tokens(family: str, name: str) -> None:
         return made
 
     plain, made = go(None), go(drafters.parse(name))
-    assert [r.answer for r in made] == [r.answer for r in plain]
+    assert [r.output_tokens for r in made] == [r.output_tokens for r in plain]
     if "k=" in name:
-        assert sum(sum(r.rounds.drafted) for r in made) > 100
+        assert sum(sum(r.spec_decode_stats.num_drafted_per_position) for r in made) > 100
     if "k=" in name and "ngram" not in name:  # random models repeat nothing, but look at pages as they look at all
-        assert sum(sum(r.rounds.accepted) for r in made) > 100
+        assert sum(sum(r.spec_decode_stats.num_accepted_per_position) for r in made) > 100
     if "draft" in name:  # the same model: all is accepted where nothing is forgotten
         for r in made[::4]:
-            assert r.rounds.accepted == r.rounds.drafted
+            assert r.spec_decode_stats.num_accepted_per_position == r.spec_decode_stats.num_drafted_per_position
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -114,9 +114,9 @@ def test_preemption_cancellation_and_company_in_the_middle_of_rounds(family: str
             engine.cancel(made[3])
         if step in (4, 9):
             engine.scheduler.preempt(engine.scheduler.running[0])
-    assert [r.answer for i, r in enumerate(made) if i != 3] == plain[:3] + plain[4:]
-    assert made[3].answer == plain[3][: len(made[3].answer)]
-    assert engine.cache.free_pages == engine.cache.total_pages and sum(r.preempted for r in made) > 0
+    assert [r.output_tokens for i, r in enumerate(made) if i != 3] == plain[:3] + plain[4:]
+    assert made[3].output_tokens == plain[3][: len(made[3].output_tokens)]
+    assert engine.cache.free_pages == engine.cache.total_pages and sum(r.num_preemptions for r in made) > 0
 
 
 def test_a_draft_that_was_not_asked_for_long_reads_what_it_missed() -> None:
@@ -126,11 +126,11 @@ def test_a_draft_that_was_not_asked_for_long_reads_what_it_missed() -> None:
     drafter = drafters.parse("draft:k=3,model=any")
     engine = rig("gemma3_text", backend="cpu", drafter=drafter)
     engine.add(asked)
-    while engine.busy:
-        engine.drafting.own = drafter if len(asked.answer) < 20 or len(asked.answer) > 70 else None
+    while engine.has_unfinished_requests:
+        engine.speculator.default = drafter if len(asked.output_tokens) < 20 or len(asked.output_tokens) > 70 else None
         engine.step()
-    assert asked.answer == plain and asked.rounds.accepted == asked.rounds.drafted
-    assert sum(asked.rounds.drafted) > 40
+    assert asked.output_tokens == plain and asked.spec_decode_stats.num_accepted_per_position == asked.spec_decode_stats.num_drafted_per_position
+    assert sum(asked.spec_decode_stats.num_drafted_per_position) > 40
 
 
 def test_who_stops_inside_a_round_says_nothing_more() -> None:
@@ -143,7 +143,7 @@ def test_who_stops_inside_a_round_says_nothing_more() -> None:
     made = [replace(request(p, 40), stop_ids=s) for p, s in zip(asked, stops, strict=True)]
     heard: list[list[int]] = [[] for _ in asked]
     for r, told in zip(made, heard, strict=True):
-        r.watcher = lambda t, told=told: told.append(t)  # type: ignore[assignment]
+        r.token_callback = lambda t, told=told: told.append(t)  # type: ignore[assignment]
     answers = run(rig("llama", drafter=seer(asked, plain, 0)), made)
     assert answers == [a[: a.index(a[17]) + 1] for a in plain]
     assert [a[:-1] for a in answers] == heard  # a stop token is not text
@@ -158,7 +158,7 @@ def test_certain_drafts_change_no_drawn_token_either() -> None:
     plain = run(rig("llama"), [request(p, 30, params=q) for p, q in zip(asked, params, strict=True)])
     made = [request(p, 30, params=q) for p, q in zip(asked, params, strict=True)]
     assert run(rig("llama", drafter=seer(asked, plain, 0.3)), made) == plain
-    assert sum(sum(r.rounds.accepted) for r in made) > 50
+    assert sum(sum(r.spec_decode_stats.num_accepted_per_position) for r in made) > 50
 
 
 @dataclass
@@ -179,19 +179,19 @@ def test_answers_follow_the_target_through_the_whole_engine() -> None:
     drafter = drafters.parse("draft:k=2,model=any")
     engine = rig("llama", backend="cpu", step_tokens=512)
     runner, cache = other("llama", engine.cache.backend, 512, 64)
-    drafter.join(Target(engine.runner, engine.cache, lambda *_: (Blurred(runner), cache), lambda _: runner))
+    drafter.attach(TargetModel(engine.runner, engine.cache, lambda *_: (Blurred(runner), cache), lambda _: runner))
     engine = Engine(engine.runner, engine.cache, 512, drafter)
     counts = dict.fromkeys(want, 0)
     drafted = accepted = 0
     for first in range(0, draws, 50):
         made = [request(prompt, 4, params=replace(params, seed=s)) for s in range(first, first + 50)]
         engine.add(*made)
-        while engine.busy:
+        while engine.has_unfinished_requests:
             engine.step()
         for r in made:
-            counts[tuple(r.answer)] += 1
-            drafted += sum(r.rounds.drafted)
-            accepted += sum(r.rounds.accepted)
+            counts[tuple(r.output_tokens)] += 1
+            drafted += sum(r.spec_decode_stats.num_drafted_per_position)
+            accepted += sum(r.spec_decode_stats.num_accepted_per_position)
     assert 0.2 * drafted < accepted < 0.9 * drafted
     assert sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in want.items()) < 60  # 15 degrees of freedom
 
@@ -202,10 +202,10 @@ def answers_of(n: int, prompt: list[int], params: SamplingParams) -> dict[tuple[
     for _ in range(n):
         for answer in list(found):
             rows: list[Tensor] = []
-            given = Request(prompt, GREEDY, policies.parse("full"), len(answer) + 1, given=list(answer))
-            given.reader = lambda logits, rows=rows: rows.append(logits.clone())  # type: ignore[misc]
+            given = Request(prompt, GREEDY, policies.parse("full"), len(answer) + 1, forced_tokens=list(answer))
+            given.logits_callback = lambda logits, rows=rows: rows.append(logits.clone())  # type: ignore[misc]
             run(rig("llama", backend="cpu"), [given])
-            q = probabilities(torch.cat(rows)[-1:], [params])[0]
+            q = compute_probs(torch.cat(rows)[-1:], [params])[0]
             p = found.pop(answer)
             found |= {(*answer, int(t)): p * float(q[t]) for t in q.nonzero()[:, 0]}
     return found
@@ -222,8 +222,8 @@ def targets(options: dict[str, float], prefix: Sequence[int]) -> Tensor:
     params = SamplingParams(**options)  # type: ignore[arg-type]
     rows = torch.cat((LOGITS, LAST[None])).clone()
     for i, row in enumerate(rows):
-        penalise(row, [2, *prefix[:i]], prefix[:i], params)
-    return probabilities(rows, [params] * 3)
+        penalize_row(row, [2, *prefix[:i]], prefix[:i], params)
+    return compute_probs(rows, [params] * 3)
 
 
 def drafts_of(kind: str, q: Tensor, options: dict[str, float]) -> Tensor:
@@ -266,7 +266,7 @@ def tally(options: dict[str, float], kind: str, rest: object, draws: int = DRAWS
         for x in xs:
             q, p = q_of[x], guesses[x]
             y = rng.choices(range(V), p[1].tolist())[0]
-            tokens = verify(q, p, [x, y], rng.random)
+            tokens = rejection_sample(q, p, [x, y], rng.random)
             if len(tokens) == 1:  # rejected at once: what would have come next is drawn from the target
                 tokens += rng.choices(range(V), targets_next(options, tokens[0]))
             counts[tokens[0], tokens[1]] += 1
@@ -296,5 +296,5 @@ def chi_square(counts: Tensor, options: dict[str, float]) -> float:
 def test_equal_distributions_accept_everything_and_greedy_is_the_limit() -> None:
     q = torch.rand(6, 50).softmax(-1)
     drafts = [int(i) for i in q[:5].argmax(-1)]
-    assert verify(q, q[:5], drafts, lambda: 0.999999)[:5] == drafts
-    assert agree([1, 2, 3], [1, 2]) == [1, 2, 3] and agree([1, 2, 3], [1, 7]) == [1, 2] and agree([4], []) == [4]
+    assert rejection_sample(q, q[:5], drafts, lambda: 0.999999)[:5] == drafts
+    assert verify_greedy([1, 2, 3], [1, 2]) == [1, 2, 3] and verify_greedy([1, 2, 3], [1, 7]) == [1, 2] and verify_greedy([4], []) == [4]

@@ -43,7 +43,7 @@ def test_after_a_restart(family: str, backend: str, seed: int, tmp_path: Path) -
         assert [run(engine, [r])[0] for r in made] == plain
         if again:
             assert store(engine).counts["read"] > 0
-        assert sum(r.cached for r in made) > (again > 0) * 40
+        assert sum(r.num_cached_tokens for r in made) > (again > 0) * 40
         restart(engine)
 
 
@@ -109,7 +109,7 @@ def test_what_is_damaged_is_computed_again(family: str, harm, when: str, tmp_pat
         engine.add(r)
     for _ in steps(engine):
         pass
-    assert [r.answer for r in requests] == answers
+    assert [r.output_tokens for r in requests] == answers
     found = store(engine)
     found.sync()
     assert harm is lose or found.counts["damaged"] > 0
@@ -134,7 +134,7 @@ def test_a_disk_that_fails_costs_time_only(call: str, tmp_path: Path, monkeypatc
     run(engine, [request(t) for t in others])
     store(engine).sync()
     if call == "preadv":
-        assert all(r.cached == 0 for r in [request(made[0])])
+        assert all(r.num_cached_tokens == 0 for r in [request(made[0])])
     else:
         assert store(engine).counts["failed"] > 0 and store(engine).shelf.bytes == before
         assert not list(tmp_path.glob("*.tmp"))
@@ -168,14 +168,14 @@ def test_layers_that_do_not_come_in_time_are_waited_for(tmp_path: Path) -> None:
         engine.cache.reuse.tree.clear()
         r = request(longest)
         engine.add(r)
-        engine.scheduler.plan()
+        engine.scheduler.schedule()
         assert engine.cache.reuse.fetches
         end(r)
         assert not engine.cache.reuse.fetches
         engine.cache.check()
         for _ in steps(engine):
             pass
-        assert r.answer in ([], answers[made.index(longest)])
+        assert r.output_tokens in ([], answers[made.index(longest)])
     restart(engine)
 
 
@@ -203,5 +203,5 @@ def test_whatever_a_reader_meets_costs_nobody_else_anything(error, tmp_path: Pat
         engine.add(r)
     for _ in steps(engine):
         pass
-    assert [r.answer for r in requests] == answers
+    assert [r.output_tokens for r in requests] == answers
     restart(engine)

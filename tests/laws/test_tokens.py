@@ -69,7 +69,7 @@ def test_equal_prompts_are_computed_once_and_nobody_notices(family, pages):
     asked = [request(p, n, q) for p, n, q in zip(texts, lengths, policies, strict=True)]
     engine.add(*asked)
     steps = 0
-    while engine.busy:
+    while engine.has_unfinished_requests:
         engine.step()
         engine.cache.check()
         steps += 1
@@ -78,7 +78,7 @@ def test_equal_prompts_are_computed_once_and_nobody_notices(family, pages):
                 engine.scheduler.preempt(r)
         if steps == 1:
             engine.cancel(asked[0])
-    assert [r.answer for r in asked[1:]] == want[1:]
+    assert [r.output_tokens for r in asked[1:]] == want[1:]
     assert engine.cache.free_pages == engine.cache.total_pages
 
 
@@ -88,11 +88,11 @@ def test_an_equal_prompt_costs_no_computation():
     engine.add(*asked)
     engine.step()
     engine.step()
-    assert all(len(r.answer) == 1 for r in asked)  # 150 tokens in two steps of 100
+    assert all(len(r.output_tokens) == 1 for r in asked)  # 150 tokens in two steps of 100
     with pytest.raises(ValueError, match="pages"):
         small = rig("llama", pages=30)
         small.add(request([1, 2], 5), request([1] * 100, 5))
-    assert not small.busy
+    assert not small.has_unfinished_requests
 
 
 @pytest.mark.parametrize(("family", "pages"), [("llama", 190), ("gemma3_text", 60), ("gpt2", 400)])
@@ -102,7 +102,7 @@ def test_sixty_four_requests_with_preemption(family, pages):
     assert run(rig(family, backend="cpu"), [request(p, 30) for p in asked]) == plenty
     few = [request(p, 30) for p in asked]
     assert run(rig(family, backend="cpu", pages=pages), few) == plenty
-    assert sum(r.preempted for r in few) > 0
+    assert sum(r.num_preemptions for r in few) > 0
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_who_was_preempted_forgets_again_as_it_did(family, policy):
     for r in again:
         engine.add(r)
     for step in range(10**6):
-        if not engine.busy:
+        if not engine.has_unfinished_requests:
             break
         engine.step()
         if step % 31 == 30 and step < 140:
             for r in list(engine.scheduler.running):
                 engine.scheduler.preempt(r)
-    assert [r.answer for r in again] == undisturbed and all(r.preempted for r in again)
+    assert [r.output_tokens for r in again] == undisturbed and all(r.num_preemptions for r in again)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt", "gpt2"])

@@ -54,7 +54,7 @@ def balanced(server: Draining) -> None:
     """The accountant finds nothing, and nobody holds anything."""
     cache = server.service.llm.cache
     deadline = time.monotonic() + 60
-    while server.service.llm.engine.busy or server.service.gate.inside:
+    while server.service.llm.engine.has_unfinished_requests or server.service.gate.inside:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     cache.check()

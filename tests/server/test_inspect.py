@@ -28,25 +28,25 @@ def test_a_witness_sees_what_is_held(family, policy):
     asked = [request(p, 30, policy) for p in prompts(3, longest=90)]
     L, G = len(engine.cache.shape.windows), engine.cache.shape.kv_heads
     for r in asked:
-        r.witness, r.fade = Witness(L, G), 1.0
+        r.attention_trace, r.score_decay = Witness(L, G), 1.0
         engine.add(r)
     before = {r: (np.zeros((L, G, 0), bool), np.zeros((L, G, 0))) for r in asked}
     for _ in steps(engine):
         for r in asked:
-            if r.row is None or not r.computed:
+            if r.row is None or not r.num_computed_tokens:
                 continue
-            r.witness.look(engine.cache, r.row, r.computed)
+            r.attention_trace.look(engine.cache, r.row, r.num_computed_tokens)
             window = engine.cache.window[r.row]
             for layer, heads in enumerate(engine.cache.positions(r.row)):
                 for head, there in enumerate(heads):
-                    seen = [p for p in there if r.computed - 1 - p < window[layer]]
-                    assert np.flatnonzero(r.witness.held[layer, head]).tolist() == seen
+                    seen = [p for p in there if r.num_computed_tokens - 1 - p < window[layer]]
+                    assert np.flatnonzero(r.attention_trace.held[layer, head]).tolist() == seen
             gone, had = before[r]
-            assert (r.witness.mass[..., : gone.shape[-1]][gone] == had[gone]).all(), "what is gone receives no more"
-            before[r] = ~r.witness.held, r.witness.mass.copy()
+            assert (r.attention_trace.mass[..., : gone.shape[-1]][gone] == had[gone]).all(), "what is gone receives no more"
+            before[r] = ~r.attention_trace.held, r.attention_trace.mass.copy()
     for r in asked:
-        mass, seen = r.witness.mass, r.witness.observed
-        assert mass.shape[-1] == r.computed and mass[seen][..., 0].min(initial=1) > 0 and not mass[~seen].any()
+        mass, seen = r.attention_trace.mass, r.attention_trace.observed
+        assert mass.shape[-1] == r.num_computed_tokens and mass[seen][..., 0].min(initial=1) > 0 and not mass[~seen].any()
         assert seen.any() == (not policy.startswith("ring"))
 
 
@@ -58,11 +58,11 @@ def test_a_prompt_that_goes_layer_by_layer_is_seen_whole():
     seen = []
     for prefill in ("exact", "layers"):
         r = request(text, 4, f"h2o:budget=20,prefill={prefill}")
-        r.witness = Witness(3, 2)
+        r.attention_trace = Witness(3, 2)
         engine.add(r)
-        while not r.first_token:
+        while not r.first_token_time:
             engine.step()
-        seen.append(r.witness.mass[..., :100].copy())
+        seen.append(r.attention_trace.mass[..., :100].copy())
         engine.cancel(r)
     assert np.allclose(seen[0], seen[1], rtol=1e-5) and seen[0].min() > 0
 
@@ -79,11 +79,11 @@ def test_looking_changes_no_token():
         ]
         for r in asked:
             if watched:
-                r.witness, r.fade = Witness(3, 2), 1.0
+                r.attention_trace, r.score_decay = Witness(3, 2), 1.0
             engine.add(r)
         for _ in steps(engine):
             pass
-        answers.append([r.answer for r in asked])
+        answers.append([r.output_tokens for r in asked])
     assert answers[0] == answers[1]
 
 

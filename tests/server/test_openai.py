@@ -92,7 +92,7 @@ def test_what_draws_tokens(client, server):
     said = client.completions.create(
         model="smollm2", prompt=STORY, max_tokens=20, logit_bias={"260": -100.0}, **names, extra_body=ours
     )
-    params = SamplingParams(max_tokens=20, bias=((260, -100.0),), **names, **ours)
+    params = SamplingParams(max_tokens=20, logit_bias=((260, -100.0),), **names, **ours)
     assert said.choices[0].text == ask(server, prompt=STORY, params=params)[0].text
     plain = ask(server, prompt=STORY, params=SamplingParams(max_tokens=20, **names, **ours))[0]
     assert 260 in plain.token_ids, "the bias would show nothing"

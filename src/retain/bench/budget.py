@@ -55,7 +55,7 @@ def scoring(llm: LLM) -> list[Line]:
         for each, policy in zip(times, SCORED.values(), strict=True):
             started = perf_counter()
             engine = _engine(llm, [_request(llm, prompt, policy, seed)])
-            _until(engine, lambda r: bool(r.first_token))
+            _until(engine, lambda r: bool(r.first_token_time))
             each.append(perf_counter() - started)
             _end(engine)
     for name, t in list(zip(SCORED, times, strict=True))[:3]:
@@ -84,16 +84,16 @@ def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> Ite
     full: tuple[float, float] | None = None
     for policy in ("full", "h2o:budget=25%", "h2o:budget=25%,prefill=stream", "keyformer:budget=25%"):
         alone, started = _engine(llm, [_request(llm, prompt, policy, n, 1)]), perf_counter()
-        _until(alone, lambda r: bool(r.first_token))
+        _until(alone, lambda r: bool(r.first_token_time))
         prompts = n * (perf_counter() - started)  # seconds
         engine = _engine(llm, [_request(llm, prompt, policy, seed, new) for seed in range(n)])
         started, paid, prefilling = perf_counter(), 0, 0.0
         requests = list(engine.scheduler.waiting)
-        while engine.busy:
+        while engine.has_unfinished_requests:
             step = perf_counter()
-            owing = any(r.computed < len(r.prompt) for r in engine.scheduler.running)
+            owing = any(r.num_computed_tokens < len(r.prompt) for r in engine.scheduler.running)
             engine.step()
-            if owing or any(r.computed < len(r.prompt) for r in engine.scheduler.running):
+            if owing or any(r.num_computed_tokens < len(r.prompt) for r in engine.scheduler.running):
                 prefilling += perf_counter() - step
             paid = max(paid, len(engine.scheduler.running))
         total = perf_counter() - started
@@ -110,7 +110,7 @@ def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> Ite
             "times_full_but_prefill": round(apart / full[1], 2),
             "at_once": paid,
             "full_ones_held": round(held, 1),
-            "preempted": sum(r.preempted for r in requests),
+            "preempted": sum(r.num_preemptions for r in requests),
         }
 
 
@@ -122,7 +122,7 @@ def side_by_side(llm: LLM, chosen: Sequence[str], prompt: int, batch: int, steps
     new = min(steps + 8 + 2 * batch * len(chosen) * (prompt // llm.config.step_tokens + 1), llm.context - prompt)
     kinds = [[_request(llm, prompt, policy, seed, new) for seed in range(batch)] for policy in chosen]
     whole = _engine(llm, [r for kind in kinds for r in kind])  # equal prompts are computed once
-    _until(whole, lambda r: bool(r.first_token))
+    _until(whole, lambda r: bool(r.first_token_time))
     engines = [_engine(llm, []) for _ in kinds]
     for engine, kind in zip(engines, kinds, strict=True):
         engine.scheduler.running = kind
@@ -132,7 +132,7 @@ def side_by_side(llm: LLM, chosen: Sequence[str], prompt: int, batch: int, steps
             started = perf_counter()
             engine.step()
             each.append(perf_counter() - started)
-    assert not any(r.why for kind in kinds for r in kind), "somebody ended before the last step"
+    assert not any(r.finish_reason for kind in kinds for r in kind), "somebody ended before the last step"
     for engine in engines:
         _end(engine)
     return times

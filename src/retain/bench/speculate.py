@@ -129,11 +129,11 @@ def run(llm: LLM, asked: Asked) -> Iterator[Line]:
             for name, engine in engines.items():
                 made = [_copy(llm, r, asked.new) for r in leaders]
                 engine.scheduler.running, started = made.copy(), perf_counter()
-                while engine.busy:
+                while engine.has_unfinished_requests:
                     engine.step()
                     sums[name].steps += 1
-                seconds, tokens = perf_counter() - started, sum(len(r.answer) - 1 for r in made)
-                said[name], speed[name] = [r.answer for r in made], tokens / seconds
+                seconds, tokens = perf_counter() - started, sum(len(r.output_tokens) - 1 for r in made)
+                said[name], speed[name] = [r.output_tokens for r in made], tokens / seconds
                 _add(sums[name], made, seconds, tokens, speed[name] / speed[PLAIN], said[name] == said[PLAIN])
             llm.engine.scheduler.running = leaders.copy()
             for r in leaders:
@@ -146,7 +146,7 @@ def run(llm: LLM, asked: Asked) -> Iterator[Line]:
 def _engine(llm: LLM, name: str) -> Engine:
     drafter = None if name == PLAIN else drafters.parse(name)
     if drafter:
-        drafter.join(llm.target)
+        drafter.attach(llm.target)
     return Engine(llm.engine.runner, llm.cache, llm.config.step_tokens, drafter)
 
 
@@ -156,7 +156,7 @@ def _prefill(llm: LLM, texts: Sequence[list[int]], new: int) -> list[Request]:
     for text in texts:  # one by one: nobody goes on while others are read
         request = Request(text, SamplingParams(temperature=0, ignore_eos=True), policies.parse("full"), new + 1)
         llm.engine.add(request)
-        while not request.first_token:
+        while not request.first_token_time:
             llm.engine.step()
         llm.engine.scheduler.running.remove(request)  # it waits as it is, to be copied
         made.append(request)
@@ -166,13 +166,13 @@ def _prefill(llm: LLM, texts: Sequence[list[int]], new: int) -> list[Request]:
 def _copy(llm: LLM, leader: Request, new: int) -> Request:
     assert leader.row is not None
     copy = Request(leader.prompt, leader.params, leader.policy, new + 1)
-    copy.tokens, copy.computed, copy.first_token = list(leader.tokens), leader.computed, perf_counter()
-    copy.row = llm.cache.fork(leader.row, copy.policy, copy.computed)
+    copy.tokens, copy.num_computed_tokens, copy.first_token_time = list(leader.tokens), leader.num_computed_tokens, perf_counter()
+    copy.row = llm.cache.fork(leader.row, copy.policy, copy.num_computed_tokens)
     if copy.row is None:
         raise ValueError("the pool is too small for a copy of every prompt: raise --kv-memory, or lower --batch")
     pages = llm.cache.kv.index(llm.cache.pages[copy.row].ravel())
     llm.cache.kv.mass[pages] = 0  # whole pages are shared with who ran before
-    llm.cache.settle(copy.row, copy.computed, 0)
+    llm.cache.settle(copy.row, copy.num_computed_tokens, 0)
     return copy
 
 
@@ -182,12 +182,12 @@ def _add(to: Sum, made: Sequence[Request], seconds: float, tokens: int, times: f
     to.tokens += tokens
     to.same = to.same and same
     for r in made:
-        to.rounds += r.rounds.rounds
-        to.full_rounds += r.rounds.full
-        to.drafted += sum(r.rounds.drafted)
-        to.accepted += sum(r.rounds.accepted)
-        to.draft_s += r.rounds.draft_s
-        to.verify_s += r.rounds.verify_s
+        to.rounds += r.spec_decode_stats.num_rounds
+        to.full_rounds += r.spec_decode_stats.num_fully_accepted
+        to.drafted += sum(r.spec_decode_stats.num_drafted_per_position)
+        to.accepted += sum(r.spec_decode_stats.num_accepted_per_position)
+        to.draft_s += r.spec_decode_stats.draft_s
+        to.verify_s += r.spec_decode_stats.verify_s
 
 
 def write(lines: Sequence[Line], out: Path) -> None:

@@ -11,32 +11,32 @@ import torch
 from torch import Tensor
 
 from retain.engine.request import Request
-from retain.engine.sampler import likeliest, penalised, pick, probabilities, said
-from retain.engine.speculate import beside, draw
+from retain.engine.sampler import argmax_tokens, apply_penalties, select_rows, compute_probs, tokens_to_host
+from retain.engine.speculate import to_device_like, sample_inverse_cdf
 
 # Logits [n, V] behind these tokens of those that are asked, by number: the i-th that each of them guesses.
-Forward = Callable[[Sequence[int], Sequence[int], int], Tensor]
+DraftForward = Callable[[Sequence[int], Sequence[int], int], Tensor]
 
 
-def guess(asked: Sequence[tuple[Request, int]], forward: Forward) -> None:
+def draft_autoregressive(draft_limits: Sequence[tuple[Request, int]], forward: DraftForward) -> None:
     """Draft so many tokens for each request, drawn as it would draw them itself; none behind a stop token."""
-    drafts: list[list[int]] = [[] for _ in asked]
-    told: list[list[Tensor]] = [[] for _ in asked]
-    going = [j for j, (_, n) in enumerate(asked) if n > 0]
+    drafts: list[list[int]] = [[] for _ in draft_limits]
+    told: list[list[Tensor]] = [[] for _ in draft_limits]
+    going = [j for j, (_, n) in enumerate(draft_limits) if n > 0]
     while going:
         i = len(drafts[going[0]])
-        requests = [asked[j][0] for j in going]
-        logits = forward(going, [drafts[j][-1] if i else asked[j][0].tokens[-1] for j in going], i)
-        logits = penalised(logits, requests, [drafts[j] for j in going])  # [n, V]
-        tokens = likeliest(logits)  # [n]
+        requests = [draft_limits[j][0] for j in going]
+        logits = forward(going, [drafts[j][-1] if i else draft_limits[j][0].tokens[-1] for j in going], i)
+        logits = apply_penalties(logits, requests, [drafts[j] for j in going])  # [n, V]
+        tokens = argmax_tokens(logits)  # [n]
         drawn = [k for k, r in enumerate(requests) if not r.params.greedy]
         if drawn:
-            p = probabilities(pick(logits, drawn), [requests[k].params for k in drawn])  # [n, V]
-            tokens = tokens.index_copy(0, beside(tokens, drawn), draw(p, [requests[k].uniform() for k in drawn]))
+            p = compute_probs(select_rows(logits, drawn), [requests[k].params for k in drawn])  # [n, V]
+            tokens = tokens.index_copy(0, to_device_like(tokens, drawn), sample_inverse_cdf(p, [requests[k].next_uniform() for k in drawn]))
             for k, row in zip(drawn, p, strict=True):
                 told[going[k]].append(row)
-        for j, token in zip(going, said(tokens), strict=True):
+        for j, token in zip(going, tokens_to_host(tokens), strict=True):
             drafts[j].append(token)
-        going = [j for j in going if len(drafts[j]) < asked[j][1] and drafts[j][-1] not in asked[j][0].stop_ids]
-    for (request, _), tokens_, p_ in zip(asked, drafts, told, strict=True):
-        request.draft(tokens_, torch.stack(p_) if p_ else None)
+        going = [j for j in going if len(drafts[j]) < draft_limits[j][1] and drafts[j][-1] not in draft_limits[j][0].stop_ids]
+    for (request, _), tokens_, p_ in zip(draft_limits, drafts, told, strict=True):
+        request.set_drafts(tokens_, torch.stack(p_) if p_ else None)

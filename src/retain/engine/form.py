@@ -8,18 +8,18 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Form(Protocol):
+class Grammar(Protocol):
     """What an answer may be: JSON, say. It follows the answer token by token."""
 
-    def allow(self, logits: Tensor, drafts: Sequence[int]) -> None:
+    def mask_logits(self, logits: Tensor, drafts: Sequence[int]) -> None:
         """Make -inf, in place, what may not come next, in logits [K + 1, V]; row i comes behind i of K drafts."""
         ...
 
-    def push(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         """It came. True: nothing can follow."""
         ...
 
     @property
-    def broken(self) -> bool:
+    def failed(self) -> bool:
         """It cannot be followed any more."""
         ...

@@ -14,15 +14,15 @@ from weakref import WeakKeyDictionary
 
 from retain.engine.request import Request
 
-MEMORY = 0.96  # of a measurement after one more
-EXPLORE = 24  # rounds at least from one that tries something else to the next
-LOSS = 0.01  # of the time, at most, goes into tries
-SURE = 1.03  # times plain's rate, from which drafts are believed to pay: less is lost in what measuring misses
-ODD = 1.5  # times what was expected: a step that took longer was held up by somebody else
+EMA_DECAY = 0.96  # of a measurement after one more
+EXPLORE_INTERVAL = 24  # rounds at least from one that tries something else to the next
+EXPLORE_BUDGET = 0.01  # of the time, at most, goes into tries
+MIN_GAIN = 1.03  # times plain's rate, from which drafts are believed to pay: less is lost in what measuring misses
+OUTLIER_FACTOR = 1.5  # times what was expected: a step that took longer was held up by somebody else
 
 
 @dataclass
-class Line:
+class LinearFit:
     """The straight line through the latest points, in which older ones count less."""
 
     w: float = 0.0
@@ -31,12 +31,12 @@ class Line:
     xx: float = 0.0
     xy: float = 0.0
 
-    def add(self, x: float, y: float) -> None:
+    def add_point(self, x: float, y: float) -> None:
         """One more point."""
         for name, value in (("w", 1.0), ("x", x), ("y", y), ("xx", x * x), ("xy", x * y)):
-            setattr(self, name, getattr(self, name) * MEMORY + value)
+            setattr(self, name, getattr(self, name) * EMA_DECAY + value)
 
-    def at(self, x: float) -> float:
+    def predict(self, x: float) -> float:
         """Its height there; never falling. 0 where nothing is known."""
         if not self.w:
             return 0.0
@@ -46,92 +46,92 @@ class Line:
 
 
 @dataclass
-class Luck:
+class AcceptanceRate:
     """How often drafts are right; hopeful at first."""
 
-    right: float = 1.5
-    tried: float = 2.0
+    decayed_accepted: float = 1.5
+    decayed_tried: float = 2.0
 
-    def add(self, drafted: int, accepted: int) -> None:
+    def update(self, num_drafted: int, num_accepted: int) -> None:
         """One more round. What comes behind the first wrong one was never tried."""
-        self.right = self.right * MEMORY + accepted
-        self.tried = self.tried * MEMORY + min(accepted + 1, drafted)
+        self.decayed_accepted = self.decayed_accepted * EMA_DECAY + num_accepted
+        self.decayed_tried = self.decayed_tried * EMA_DECAY + min(num_accepted + 1, num_drafted)
 
     @property
     def alpha(self) -> float:
         """Of the next one."""
-        return min(self.right / self.tried, 0.99)
+        return min(self.decayed_accepted / self.decayed_tried, 0.99)
 
 
 @dataclass
-class Pace:
+class DraftLengthController:
     """Of one engine. `most`: drafts of a request in a round."""
 
-    most: int
-    steps: Line = field(default_factory=Line)  # seconds of fresh tokens
-    drafts: Line = field(default_factory=Line)  # seconds of levels: 0 drafts are 0
-    luck: WeakKeyDictionary[Request, Luck] = field(default_factory=WeakKeyDictionary)
-    everyone: Luck = field(default_factory=Luck)  # what a new request is expected to have
-    rounds: int = 0
-    tries: int = 0  # rounds in which anything was drafted
-    explores: int = EXPLORE
+    max_draft_tokens: int
+    step_time: LinearFit = field(default_factory=LinearFit)  # seconds of fresh tokens
+    draft_time: LinearFit = field(default_factory=LinearFit)  # seconds of levels: 0 drafts are 0
+    acceptance_rates: WeakKeyDictionary[Request, AcceptanceRate] = field(default_factory=WeakKeyDictionary)
+    overall_acceptance_rate: AcceptanceRate = field(default_factory=AcceptanceRate)  # what a new request is expected to have
+    num_rounds: int = 0
+    num_drafting_rounds: int = 0  # rounds in which anything was drafted
+    next_exploration: int = EXPLORE_INTERVAL
 
-    def choose(self, asked: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
+    def choose_lengths(self, draft_limits: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """How many each shall draft, at most as many as there is room for."""
-        if not asked:
+        if not draft_limits:
             return []
-        self.rounds += 1
-        if self.rounds <= 2 or (self.rounds <= 16 and self.tries <= 3):  # too little is known
-            first = 0 if self.rounds <= 2 else 1 + (self.tries > 1)
-            return [(r, min(n, first)) for r, n in asked]
-        room = [(r, min(n, self._worth(r))) for r, n in asked]
-        best = max(range(self.most + 1), key=lambda k: self.rate(k, room) * (1 if k else SURE))
-        if self.rounds >= self.explores:
-            self.explores = self.rounds + self._patience(asked)
+        self.num_rounds += 1
+        if self.num_rounds <= 2 or (self.num_rounds <= 16 and self.num_drafting_rounds <= 3):  # too little is known
+            first = 0 if self.num_rounds <= 2 else 1 + (self.num_drafting_rounds > 1)
+            return [(r, min(n, first)) for r, n in draft_limits]
+        room = [(r, min(n, self._compute_max_drafts(r))) for r, n in draft_limits]
+        best = max(range(self.max_draft_tokens + 1), key=lambda k: self.estimate_throughput(k, room) * (1 if k else MIN_GAIN))
+        if self.num_rounds >= self.next_exploration:
+            self.next_exploration = self.num_rounds + self._compute_explore_interval(draft_limits)
             other = 0 if best else 1
-            return [(r, min(n, other)) for r, n in asked]
+            return [(r, min(n, other)) for r, n in draft_limits]
         return [(r, min(n, best)) for r, n in room]
 
-    def took(self, fresh: int, seconds: float, levels: int, drafting: float) -> None:
+    def record_step(self, num_tokens: int, step_s: float, depth: int, draft_s: float) -> None:
         """A step of so many fresh tokens, before which so many levels were drafted in `drafting` seconds."""
-        self.tries += levels > 0
-        if levels and self.tries == 1:
+        self.num_drafting_rounds += depth > 0
+        if depth and self.num_drafting_rounds == 1:
             return  # everything is done for the first time
-        expected = self.steps.at(fresh)
-        self.steps.add(fresh, min(seconds, ODD * expected) if expected else seconds)
-        if levels:
-            self.drafts.add(1.0, drafting / levels)
+        expected = self.step_time.predict(num_tokens)
+        self.step_time.add_point(num_tokens, min(step_s, OUTLIER_FACTOR * expected) if expected else step_s)
+        if depth:
+            self.draft_time.add_point(1.0, draft_s / depth)
 
-    def saw(self, request: Request, drafted: int, accepted: int) -> None:
+    def record_acceptance(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """What became of its drafts."""
-        if drafted:
-            self._of(request).add(drafted, accepted)
-            self.everyone.add(drafted, accepted)
+        if num_drafted:
+            self._get_acceptance_rate(request).update(num_drafted, num_accepted)
+            self.overall_acceptance_rate.update(num_drafted, num_accepted)
 
-    def rate(self, levels: int, asked: Sequence[tuple[Request, int]]) -> float:
+    def estimate_throughput(self, depth: int, draft_limits: Sequence[tuple[Request, int]]) -> float:
         """Tokens a second that are expected, if each drafts so many, as far as it has room."""
-        tokens, fresh, most = 0.0, len(asked), 0
-        for request, room in asked:
-            alpha, n = self._of(request).alpha, min(room, levels)
+        tokens, fresh, most = 0.0, len(draft_limits), 0
+        for request, room in draft_limits:
+            alpha, n = self._get_acceptance_rate(request).alpha, min(room, depth)
             tokens += (1 - alpha ** (n + 1)) / (1 - alpha)
             fresh, most = fresh + n, max(most, n)
-        return tokens / max(self.steps.at(fresh) + self.drafts.at(1.0) * most, 1e-9)
+        return tokens / max(self.step_time.predict(fresh) + self.draft_time.predict(1.0) * most, 1e-9)
 
-    def _worth(self, request: Request) -> int:
+    def _compute_max_drafts(self, request: Request) -> int:
         """Drafts of one request, until the next is likely wrong and only makes the step longer."""
-        step, alpha, n = max(self.steps.at(1.0), 1e-9), self._of(request).alpha, 0
-        price = (self.steps.at(2.0) - step) / step  # of a fresh token, in tokens that a step gives
-        while n < self.most and alpha ** (n + 1) > price:
+        step, alpha, n = max(self.step_time.predict(1.0), 1e-9), self._get_acceptance_rate(request).alpha, 0
+        price = (self.step_time.predict(2.0) - step) / step  # of a fresh token, in tokens that a step gives
+        while n < self.max_draft_tokens and alpha ** (n + 1) > price:
             n += 1
         return n
 
-    def _patience(self, asked: Sequence[tuple[Request, int]]) -> int:
+    def _compute_explore_interval(self, draft_limits: Sequence[tuple[Request, int]]) -> int:
         """Rounds until something else is tried again: the more a try is expected to cost, the more."""
-        plain, tried = self.rate(0, asked), self.rate(1, asked)
+        plain, tried = self.estimate_throughput(0, draft_limits), self.estimate_throughput(1, draft_limits)
         lost = (
-            max(plain / tried - 1, 0.0) * (self.steps.at(2.0 * len(asked)) + self.drafts.at(1.0)) * tried / len(asked)
+            max(plain / tried - 1, 0.0) * (self.step_time.predict(2.0 * len(draft_limits)) + self.draft_time.predict(1.0)) * tried / len(draft_limits)
         )
-        return max(EXPLORE, int(lost / LOSS))
+        return max(EXPLORE_INTERVAL, int(lost / EXPLORE_BUDGET))
 
-    def _of(self, request: Request) -> Luck:
-        return self.luck.setdefault(request, Luck(2 * self.everyone.alpha, 2.0))
+    def _get_acceptance_rate(self, request: Request) -> AcceptanceRate:
+        return self.acceptance_rates.setdefault(request, AcceptanceRate(2 * self.overall_acceptance_rate.alpha, 2.0))

@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.engine.form import Form
-from retain.engine.rounds import Rounds
+from retain.engine.form import Grammar
+from retain.engine.rounds import SpecDecodeStats
 from retain.kv.budget import Budget, Watch
 from retain.kv.policies import Policy
 from retain.kv.witness import Witness
 
-Watcher = Callable[[int], bool]  # told every new token; True ends the request
-Reader = Callable[[Tensor], None]  # told logits [n, V] as they are computed; good until it returns
+TokenCallback = Callable[[int], bool]  # told every new token; True ends the request
+LogitsCallback = Callable[[Tensor], None]  # told logits [n, V] as they are computed; good until it returns
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # of tokens in prompt or answer (CTRL, arXiv 1909.05858)
     presence_penalty: float = 0.0  # subtracted once from tokens in the answer
     frequency_penalty: float = 0.0  # subtracted for each time
-    bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
     seed: int | None = None
     stop: tuple[str, ...] = ()  # strings; the text ends before them
     stop_token_ids: tuple[int, ...] = ()
@@ -81,12 +81,12 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def penalised(self) -> bool:
+    def has_penalties_or_bias(self) -> bool:
         """Some token's logit is not the model's own."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.bias) != (1.0, 0, 0, ())
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.logit_bias) != (1.0, 0, 0, ())
 
 
-class Why(Enum):
+class FinishReason(Enum):
     """Why a request ended."""
 
     STOP = "stop"  # a stop token, a stop string, the end of text
@@ -99,9 +99,9 @@ class Why(Enum):
 class Logprob:
     """Log-probabilities (nats, before temperature and penalties) of a drawn token and of the likeliest ones."""
 
-    token: int
+    token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(eq=False)
@@ -117,200 +117,200 @@ class Request:
     policy: Policy
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
-    watcher: Watcher | None = None
-    given: list[int] = field(default_factory=list)
-    context: int = 2**30  # positions that there are
-    system: int = 0  # tokens of the prompt, the first ones, that are a system prompt
-    reader: Reader | None = None
+    token_callback: TokenCallback | None = None
+    forced_tokens: list[int] = field(default_factory=list)
+    max_model_len: int = 2**30  # positions that there are
+    num_system_tokens: int = 0  # tokens of the prompt, the first ones, that are a system prompt
+    logits_callback: LogitsCallback | None = None
     salt: str = ""  # whose texts it may share prefixes with
-    speculate: str = ""  # who drafts for it, of those that the engine knows by name; "" is its own
-    form: Form | None = None  # what its answer may be
-    witness: Witness | None = None  # for people who look at what it keeps
-    scored: bool = False  # its reader sees the logits before every token of the prompt too, but for the first
+    drafter_name: str = ""  # who drafts for it, of those that the engine knows by name; "" is its own
+    grammar: Grammar | None = None  # what its answer may be
+    attention_trace: Witness | None = None  # for people who look at what it keeps
+    needs_prompt_logits: bool = False  # its reader sees the logits before every token of the prompt too, but for the first
 
     id: int = field(default_factory=itertools.count().__next__)
     tokens: list[int] = field(default_factory=list)
-    followers: list[Request] = field(default_factory=list)  # who begin with its prompt's slots, shared or copied
-    computed: int = 0
-    cached: int = 0  # tokens that were computed already when it began
-    mark: int = 0  # where others could go on if it left something there
+    prompt_sharers: list[Request] = field(default_factory=list)  # who begin with its prompt's slots, shared or copied
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # tokens that were computed already when it began
+    branch_point: int = 0  # where others could go on if it left something there
     drafts: list[int] = field(default_factory=list)  # guesses of its next tokens, to be verified in the next step
-    guess: Tensor | None = None  # p [K, V] that they were drawn from; None: they were certain
-    fade: float | None = None  # of masses that somebody wants who drafts or looks, where the policy wants none
-    rounds: Rounds = field(default_factory=Rounds)
-    read: int = field(default=0, init=False)  # tokens whose logits its reader has seen; below 0: of the prompt
-    reread: int = 0  # tokens of the prompt that were read again; their slots are forgotten
+    draft_probs: Tensor | None = None  # p [K, V] that they were drawn from; None: they were certain
+    score_decay: float | None = None  # of masses that somebody wants who drafts or looks, where the policy wants none
+    spec_decode_stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
+    num_logits_read: int = field(default=0, init=False)  # tokens whose logits its reader has seen; below 0: of the prompt
+    num_reread_tokens: int = 0  # tokens of the prompt that were read again; their slots are forgotten
     row: int | None = None  # of the cache, while it runs
-    why: Why | None = None
+    finish_reason: FinishReason | None = None
     logprobs: list[Logprob] = field(default_factory=list)
-    preempted: int = 0  # times
-    peaks: list[int] = field(default_factory=list)  # slots, one a layer: the most that one head of it owned
-    owned: list[int] = field(default_factory=list)  # the same at its end: a budget holds from the end of the prompt on
-    held: int = 0  # pages at its end
-    arrived: float = field(default_factory=perf_counter)  # seconds
-    first_token: float = 0.0
-    ended: float = 0.0
+    num_preemptions: int = 0  # times
+    peak_slots: list[int] = field(default_factory=list)  # slots, one a layer: the most that one head of it owned
+    final_slots: list[int] = field(default_factory=list)  # the same at its end: a budget holds from the end of the prompt on
+    num_final_pages: int = 0  # pages at its end
+    arrival_time: float = field(default_factory=perf_counter)  # seconds
+    first_token_time: float = 0.0
+    finish_time: float = 0.0
 
     def __post_init__(self) -> None:
-        self.tokens = [*self.prompt, *self.given]
-        self.read = 1 - len(self.prompt) if self.scored else 0
-        self.policy = self.policy.resolved(len(self.prompt), self.system)
+        self.tokens = [*self.prompt, *self.forced_tokens]
+        self.num_logits_read = 1 - len(self.prompt) if self.needs_prompt_logits else 0
+        self.policy = self.policy.resolved(len(self.prompt), self.num_system_tokens)
         self.generator = torch.Generator()
         self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
 
     @property
-    def beginning(self) -> tuple[Policy, list[int], int, str]:
+    def prefix_query(self) -> tuple[Policy, list[int], int, str]:
         """What it could begin with: as much as leaves a token to be computed, and logits that its reader wants."""
-        limit = len(self.prompt) + self.read if self.reader else len(self.tokens)
+        limit = len(self.prompt) + self.num_logits_read if self.logits_callback else len(self.tokens)
         return self.policy, self.tokens, limit - 1, self.salt
 
     @property
-    def ending(self) -> tuple[Policy, list[int], int, str]:
+    def prefix_entry(self) -> tuple[Policy, list[int], int, str]:
         """What it leaves to others."""
-        return self.policy, self.tokens[: self.computed], len(self.prompt), self.salt
+        return self.policy, self.tokens[: self.num_computed_tokens], len(self.prompt), self.salt
 
-    def resume(self, computed: int, mark: int) -> None:
+    def start_from_prefix(self, num_computed_tokens: int, branch_point: int) -> None:
         """So much of it is there already."""
-        self.computed, self.mark = computed, mark
-        if not self.preempted:
-            self.cached = computed
+        self.num_computed_tokens, self.branch_point = num_computed_tokens, branch_point
+        if not self.num_preemptions:
+            self.num_cached_tokens = num_computed_tokens
 
-    def draws(self, n: int) -> bool:
+    def will_sample(self, num_tokens: int) -> bool:
         """Whether its next token can be drawn when n are computed."""
-        return n >= self.owed and not self.rereads
+        return num_tokens >= self.num_uncomputed_tokens and not self.reread_chunk
 
     @property
-    def may_draft(self) -> int:
+    def max_drafts(self) -> int:
         """How many tokens may be drafted for it: 0 while it owes more than one, or where its answer is given."""
-        if self.rereads or self.reader or self.owed != 1 or self.computed < len(self.prompt) or self.why:
+        if self.reread_chunk or self.logits_callback or self.num_uncomputed_tokens != 1 or self.num_computed_tokens < len(self.prompt) or self.finish_reason:
             return 0
         return self.max_tokens - len(self.tokens) + len(self.prompt) - 1
 
-    def draft(self, tokens: list[int], guess: Tensor | None = None) -> None:
+    def set_drafts(self, tokens: list[int], draft_probs: Tensor | None = None) -> None:
         """What its next tokens may be; `guess` [K, V]: the distributions that they were drawn from."""
-        self.drafts, self.guess = tokens, guess
+        self.drafts, self.draft_probs = tokens, draft_probs
 
-    def cut(self, n: int) -> None:
+    def trim_drafts(self, num_tokens: int) -> None:
         """There is room for n fresh tokens only, drafts among them."""
-        self.draft(self.drafts[: max(n - self.owed, 0)], self.guess)
+        self.set_drafts(self.drafts[: max(num_tokens - self.num_uncomputed_tokens, 0)], self.draft_probs)
 
-    def twins(self, n: int) -> list[Request]:
+    def with_prompt_sharers(self, num_tokens: int) -> list[Request]:
         """Itself; and its followers, if n more tokens are the rest of its prompt, for the first time."""
-        ends = self.computed + n == len(self.prompt) and not self.rereads
-        return [self, *(f for f in self.followers if ends and not f.computed)]
+        ends = self.num_computed_tokens + num_tokens == len(self.prompt) and not self.reread_chunk
+        return [self, *(f for f in self.prompt_sharers if ends and not f.num_computed_tokens)]
 
-    def uniform(self) -> float:
+    def next_uniform(self) -> float:
         """The next number in [0, 1) of its own generator."""
-        return self.ahead(1, take=True)[0]
+        return self.peek_uniforms(1, consume=True)[0]
 
-    def ahead(self, n: int, take: bool = False) -> list[float]:
+    def peek_uniforms(self, n: int, consume: bool = False) -> list[float]:
         """The next n of them, which will come again unless they are taken."""
-        before = None if take else self.generator.get_state()
+        before = None if consume else self.generator.get_state()
         found: list[float] = [float(torch.rand(1, generator=self.generator, dtype=torch.float64)) for _ in range(n)]
         if before is not None:
             self.generator.set_state(before)
         return found
 
-    def watch(self, places: NDArray[np.int32]) -> Watch | None:
+    def compute_query_weights(self, positions: NDArray[np.int32]) -> Watch | None:
         """What its fresh tokens leave on slots, certain ones at these places in the text."""
-        watch = self.policy.watch(places, self.max_tokens) if isinstance(self.policy, Budget) else None
-        if watch or (self.fade is None and not self.witness):
+        watch = self.policy.watch(positions, self.max_tokens) if isinstance(self.policy, Budget) else None
+        if watch or (self.score_decay is None and not self.attention_trace):
             return watch
-        return Watch(np.ones(len(places), np.float32), decay=self.fade or 1.0)
+        return Watch(np.ones(len(positions), np.float32), decay=self.score_decay or 1.0)
 
     @property
     def noise_seed(self) -> int:
         """What a policy's noise is drawn from, 31 bits."""
         return self.generator.initial_seed() & 0x7FFFFFFF
 
-    def may_follow(self, other: Request) -> bool:
+    def can_share_prompt(self, other: Request) -> bool:
         """Whether the prompt of another, computed under its policy, is as good as one computed under its own."""
         mine, theirs = self.policy, other.policy
         if self.prompt != other.prompt or mine.window is not None or theirs.window is not None:
             return False
-        if self.scored or other.scored:
+        if self.needs_prompt_logits or other.needs_prompt_logits:
             return False  # what one reads the others do not
         if any(isinstance(p, Budget) and p.prefill == "stream" for p in (mine, theirs)):
             return False
-        return not self.sees or self.sees == other.sees
+        return not self.score_key or self.score_key == other.score_key
 
-    def whole(self) -> None:
+    def require_full_prefill(self) -> None:
         """Its prompt is to be copied: there must be a moment at which all of it is there."""
         if isinstance(self.policy, Budget) and self.policy.prefill == "layers":
             self.policy = self.policy.but(prefill="exact")
 
     @property
-    def sees(self) -> tuple[object, ...]:
+    def score_key(self) -> tuple[object, ...]:
         """All that masses at the end of its prompt depend on, but for the prompt; empty: there are none."""
         if not isinstance(self.policy, Budget):
             return ()
         return (*self.policy.sees, self.noise_seed) if self.policy.noised else self.policy.sees
 
     @property
-    def rereads(self) -> int:
+    def reread_chunk(self) -> int:
         """How many tokens of the prompt are read again at a time; 0 where none are, or no more."""
         policy, P = self.policy, len(self.prompt)
-        if not isinstance(policy, Budget) or self.computed != P or self.reread == P or P <= policy.size:
+        if not isinstance(policy, Budget) or self.num_computed_tokens != P or self.num_reread_tokens == P or P <= policy.size:
             return 0
-        return min(policy.rereads, self.context - P)
+        return min(policy.rereads, self.max_model_len - P)
 
     @property
-    def owed(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens to be computed before the next one can be drawn."""
-        return len(self.prompt) - self.reread if self.rereads else len(self.tokens) - self.computed
+        return len(self.prompt) - self.num_reread_tokens if self.reread_chunk else len(self.tokens) - self.num_computed_tokens
 
     @property
-    def position(self) -> int:
+    def next_position(self) -> int:
         """Of the next fresh token."""
-        return self.computed + (self.reread % self.rereads if self.rereads else 0)
+        return self.num_computed_tokens + (self.num_reread_tokens % self.reread_chunk if self.reread_chunk else 0)
 
-    def fresh(self, n: int) -> list[int]:
+    def next_tokens(self, num_tokens: int) -> list[int]:
         """The next n tokens to compute."""
-        if self.rereads:
-            return self.prompt[self.reread : self.reread + n]
-        return self.tokens[self.computed : self.computed + n] + self.drafts[: max(n - self.owed, 0)]
+        if self.reread_chunk:
+            return self.prompt[self.num_reread_tokens : self.num_reread_tokens + num_tokens]
+        return self.tokens[self.num_computed_tokens : self.num_computed_tokens + num_tokens] + self.drafts[: max(num_tokens - self.num_uncomputed_tokens, 0)]
 
-    def pay(self, n: int) -> None:
+    def advance(self, num_tokens: int) -> None:
         """So many are computed."""
-        if self.rereads:
-            self.reread += n
+        if self.reread_chunk:
+            self.num_reread_tokens += num_tokens
         else:
-            self.computed += n
+            self.num_computed_tokens += num_tokens
 
-    def wanted(self, n: int) -> int:
+    def num_logits(self, num_tokens: int) -> int:
         """Of how many of its next n fresh tokens, the last ones, logits are wanted."""
-        if self.rereads:
+        if self.reread_chunk:
             return 0
-        if self.reader:
-            return min(n, max(self.computed + n - len(self.prompt) + 1 - self.read, 0))
-        return 1 + len(self.drafts) if self.draws(n) else 0
+        if self.logits_callback:
+            return min(num_tokens, max(self.num_computed_tokens + num_tokens - len(self.prompt) + 1 - self.num_logits_read, 0))
+        return 1 + len(self.drafts) if self.will_sample(num_tokens) else 0
 
     @property
-    def answer(self) -> list[int]:
+    def output_tokens(self) -> list[int]:
         """The generated tokens."""
         return self.tokens[len(self.prompt) :]
 
-    def verified(self, tokens: int) -> int:
+    def accept_drafts(self, num_sampled: int) -> int:
         """Its drafts gave so many tokens, the last of which is the target's own. How many drafts were wrong."""
-        wrong = len(self.drafts) + 1 - tokens
+        wrong = len(self.drafts) + 1 - num_sampled
         if self.drafts:
-            self.rounds.add(len(self.drafts), tokens - 1)
-        self.draft([])
+            self.spec_decode_stats.record_round(len(self.drafts), num_sampled - 1)
+        self.set_drafts([])
         return wrong
 
-    def push(self, tokens: Sequence[tuple[int, Logprob | None]]) -> None:
+    def append_tokens(self, tokens: Sequence[tuple[int, Logprob | None]]) -> None:
         """More tokens, up to the last one; decides which that is."""
-        if not self.first_token:
-            self.first_token = perf_counter()
+        if not self.first_token_time:
+            self.first_token_time = perf_counter()
         for token, logprob in tokens:
             self.tokens.append(token)
             if logprob:
                 self.logprobs.append(logprob)
-            if token in self.stop_ids or (self.watcher is not None and self.watcher(token)):
-                self.why = Why.STOP
-            elif self.form and self.form.push(token):
-                self.why = Why.FAILED if self.form.broken else Why.STOP
+            if token in self.stop_ids or (self.token_callback is not None and self.token_callback(token)):
+                self.finish_reason = FinishReason.STOP
+            elif self.grammar and self.grammar.accept_token(token):
+                self.finish_reason = FinishReason.FAILED if self.grammar.failed else FinishReason.STOP
             elif len(self.tokens) - len(self.prompt) >= self.max_tokens:
-                self.why = Why.LENGTH
-            if self.why:
+                self.finish_reason = FinishReason.LENGTH
+            if self.finish_reason:
                 break

@@ -33,9 +33,9 @@ class ProgramRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """See Runner."""
-        tables = batch.tables or self.cache.mirror.tables(batch.rows, batch.starts)
+        tables = batch.tables or self.cache.mirror.tables(batch.rows, batch.query_start_loc)
         b = batch
-        return self.program.run(self.cache.kv, tables, b.slots, b.ids, b.pos, b.wanted, b.observe, b.before, b.after)
+        return self.program.run(self.cache.kv, tables, b.slot_mapping, b.input_ids, b.positions, b.logits_indices, b.attention_scoring, b.before_attention, b.after_attention)
 
 
 class TorchRunner:
@@ -44,24 +44,24 @@ class TorchRunner:
     def __init__(self, model: Decoder, backend: ModuleType, cache: Cache):
         self.model, self.backend, self.cache = model, backend, cache
         slopes = model.spec.slopes
-        self.slopes = None if slopes is None else torch.tensor(slopes)  # [H]
+        self.alibi_slopes = None if slopes is None else torch.tensor(slopes)  # [H]
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
         """See Runner."""
         kv, scale = self.cache.kv, self.model.spec.scale
-        tables = batch.tables or self.cache.mirror.tables(batch.rows, batch.starts)
+        tables = batch.tables or self.cache.mirror.tables(batch.rows, batch.query_start_loc)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if batch.before:
-                batch.before(layer, q)
-            self.backend.write(kv, batch.slots[layer], k, v, batch.pos)
+            if batch.before_attention:
+                batch.before_attention(layer, q)
+            self.backend.write(kv, batch.slot_mapping[layer], k, v, batch.positions)
             o: Tensor = self.backend.attend(
-                *(q, kv, tables.of(layer), batch.pos, scale, self.slopes, batch.observe, layer)
+                *(q, kv, tables.of(layer), batch.positions, scale, self.alibi_slopes, batch.attention_scoring, layer)
             )
-            if batch.after:
-                batch.after(layer)
+            if batch.after_attention:
+                batch.after_attention(layer)
             return o
 
-        x = self.model.forward(batch.ids, batch.pos.long(), attend)  # [T, E]
-        return self.model.logits(x[batch.wanted])
+        x = self.model.forward(batch.input_ids, batch.positions.long(), attend)  # [T, E]
+        return self.model.logits(x[batch.logits_indices])

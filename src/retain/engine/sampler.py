@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from retain.engine.request import Logprob, Request, SamplingParams
-from retain.engine.speculate import agree, beside, certain, draw, verify
+from retain.engine.speculate import verify_greedy, to_device_like, verify_deterministic, sample_inverse_cdf, rejection_sample
 
-Drawn = list[tuple[int, Logprob | None]]
+SampledTokens = list[tuple[int, Logprob | None]]
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[Drawn]:
+def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledTokens]:
     """The next tokens of each request, and their log-probabilities where asked for.
 
     logits float32 [N, V], a row for the token after each draft and one more, request by request. Raises ValueError when
@@ -31,33 +31,33 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Drawn]:
         return []
     raw, whose = logits, [r for r in requests for _ in range(len(r.drafts) + 1)]  # [N]
     starts = [0, *accumulate(len(r.drafts) + 1 for r in requests)]
-    logits = penalised(logits, whose, [r.drafts[:i] for r in requests for i in range(len(r.drafts) + 1)])
-    logits = formed(logits, raw, requests, starts)
-    tokens = likeliest(logits)  # [N]
+    logits = apply_penalties(logits, whose, [r.drafts[:i] for r in requests for i in range(len(r.drafts) + 1)])
+    logits = apply_grammars(logits, raw, requests, starts)
+    tokens = argmax_tokens(logits)  # [N]
     drawn = [i for i, r in enumerate(whose) if not r.params.greedy]
-    q = probabilities(pick(logits, drawn), [whose[i].params for i in drawn]) if drawn else logits[:0]  # [n, V]
+    q = compute_probs(select_rows(logits, drawn), [whose[i].params for i in drawn]) if drawn else logits[:0]  # [n, V]
     alone = [k for k, i in enumerate(drawn) if not whose[i].drafts]
     if alone:
-        u = [whose[drawn[k]].uniform() for k in alone]
-        tokens = tokens.index_copy(0, beside(tokens, [drawn[k] for k in alone]), draw(pick(q, alone), u))
-    at, best, found = {i: k for k, i in enumerate(drawn)}, said(tokens), []
+        u = [whose[drawn[k]].next_uniform() for k in alone]
+        tokens = tokens.index_copy(0, to_device_like(tokens, [drawn[k] for k in alone]), sample_inverse_cdf(select_rows(q, alone), u))
+    at, best, found = {i: k for k, i in enumerate(drawn)}, tokens_to_host(tokens), []
     for start, end, r in zip(starts, starts[1:], requests, strict=False):
         if r.drafts and not r.params.greedy:
             wanted = q[at[start] : at[start] + end - start]
-            if r.guess is None:
-                chosen = certain(wanted, r.drafts, r.ahead(len(r.drafts) + 1))
-                r.ahead(len(chosen), take=True)
+            if r.draft_probs is None:
+                chosen = verify_deterministic(wanted, r.drafts, r.peek_uniforms(len(r.drafts) + 1))
+                r.peek_uniforms(len(chosen), consume=True)
             else:
-                chosen = verify(wanted, r.guess, r.drafts, r.uniform)
+                chosen = rejection_sample(wanted, r.draft_probs, r.drafts, r.next_uniform)
         else:
-            chosen = agree(best[start:end], r.drafts)
+            chosen = verify_greedy(best[start:end], r.drafts)
         n = r.params.logprobs
-        known = [None] * len(chosen) if n is None else logprobs(raw[start : start + len(chosen)], chosen, n)
+        known = [None] * len(chosen) if n is None else compute_logprobs(raw[start : start + len(chosen)], chosen, n)
         found.append(list(zip(chosen, known, strict=True)))
     return found
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def argmax_tokens(logits: Tensor) -> Tensor:
     """The first of the largest of each row [N, V] -> int64 [N]; -1 where a row holds NaN, which is above everything.
 
     On a CPU by numpy, which reads a row ten times as fast as torch.
@@ -70,7 +70,7 @@ def likeliest(logits: Tensor) -> Tensor:
     return torch.from_numpy(np.where(np.isnan(x[np.arange(len(x)), found]), -1, found))
 
 
-def said(tokens: Tensor) -> list[int]:
+def tokens_to_host(tokens: Tensor) -> list[int]:
     """Tokens [N], brought to the host. Raises ValueError where there was NaN: the weights are damaged."""
     found: list[int] = tokens.tolist()
     if -1 in found:
@@ -78,56 +78,56 @@ def said(tokens: Tensor) -> list[int]:
     return found
 
 
-def pick(x: Tensor, which: list[int]) -> Tensor:
+def select_rows(x: Tensor, indices: list[int]) -> Tensor:
     """These rows; where they are all, the same memory."""
-    return x if which == list(range(len(x))) else x.index_select(0, beside(x, which))
+    return x if indices == list(range(len(x))) else x.index_select(0, to_device_like(x, indices))
 
 
-def penalised(logits: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Tensor:
+def apply_penalties(logits: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Tensor:
     """Logits [N, V] lowered for what was there before: each row's request, and drafts behind it. Copied if need be."""
-    if not any(r.params.penalised for r in requests):
+    if not any(r.params.has_penalties_or_bias for r in requests):
         return logits
     logits = logits.clone()
     for row, r, more in zip(logits, requests, drafts, strict=True):
-        if r.params.penalised:
-            penalise(row, [*r.tokens, *more], [*r.answer, *more], r.params)
+        if r.params.has_penalties_or_bias:
+            penalize_row(row, [*r.tokens, *more], [*r.output_tokens, *more], r.params)
     return logits
 
 
-def formed(logits: Tensor, raw: Tensor, requests: Sequence[Request], starts: Sequence[int]) -> Tensor:
+def apply_grammars(logits: Tensor, raw: Tensor, requests: Sequence[Request], starts: Sequence[int]) -> Tensor:
     """Logits [N, V] of what requests' forms allow, request i from row starts[i] on. Copied if they are still `raw`."""
-    if not any(r.form for r in requests):
+    if not any(r.grammar for r in requests):
         return logits
     logits = logits.clone() if logits is raw else logits
     for start, end, r in zip(starts, starts[1:], requests, strict=False):
-        if r.form:
-            r.form.allow(logits[start:end], r.drafts)
+        if r.grammar:
+            r.grammar.mask_logits(logits[start:end], r.drafts)
     return logits
 
 
-def penalise(logits: Tensor, tokens: Sequence[int], answer: Sequence[int], params: SamplingParams) -> None:
+def penalize_row(logits: Tensor, tokens: Sequence[int], output_tokens: Sequence[int], params: SamplingParams) -> None:
     """Lower, in place, the logits [V] of tokens that were there before."""
     if params.repetition_penalty != 1.0:
-        seen = beside(logits, sorted(set(tokens)))
+        seen = to_device_like(logits, sorted(set(tokens)))
         x = logits[seen]
         logits[seen] = torch.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty)
-    if answer and (params.presence_penalty or params.frequency_penalty):
-        counts = Counter(answer)
-        seen, times = beside(logits, list(counts)), beside(logits, list(counts.values()))
+    if output_tokens and (params.presence_penalty or params.frequency_penalty):
+        counts = Counter(output_tokens)
+        seen, times = to_device_like(logits, list(counts)), to_device_like(logits, list(counts.values()))
         logits[seen] -= params.presence_penalty + params.frequency_penalty * times
-    if params.bias:
-        which, bias = zip(*params.bias, strict=True)
-        logits.index_add_(0, beside(logits, which), beside(logits, bias, torch.float32))
+    if params.logit_bias:
+        which, bias = zip(*params.logit_bias, strict=True)
+        logits.index_add_(0, to_device_like(logits, which), to_device_like(logits, bias, torch.float32))
 
 
-def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def compute_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Distributions [n, V] after temperature, top-k, top-p and min-p, in this order; each row by its own parameters.
 
     logits float32 [n, V]; temperatures must be above 0.
     """
 
     def column(values: Sequence[float]) -> Tensor:
-        return beside(logits, values, torch.float32)[:, None]  # [n, 1]
+        return to_device_like(logits, values, torch.float32)[:, None]  # [n, 1]
 
     V = logits.shape[1]
     x = logits - logits.amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
@@ -148,9 +148,9 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return p
 
 
-def logprobs(logits: Tensor, tokens: Sequence[int], n: int) -> list[Logprob]:
+def compute_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
     """What the model itself thought of tokens, and the n likeliest: logits [T, V] before any option."""
     x = logits.log_softmax(-1)
-    chosen, (best, which) = x.gather(1, beside(x, tokens)[:, None])[:, 0].tolist(), x.topk(n)
+    chosen, (best, which) = x.gather(1, to_device_like(x, tokens)[:, None])[:, 0].tolist(), x.topk(num_top)
     tops = [tuple(zip(*pair, strict=True)) for pair in zip(which.tolist(), best.tolist(), strict=True)]
     return [Logprob(*x) for x in zip(tokens, chosen, tops, strict=True)]

@@ -19,18 +19,18 @@ from retain.kv.policies import Policy
 from retain.kv.reuse import Reuse
 
 
-class Purse(Protocol):
+class KVCacheManager(Protocol):
     """The cache, as far as scheduling goes (see kv/cache.py)."""
 
-    def cost(self, policy: Policy, length: int, owed: int) -> int: ...  # noqa: D102
-    def open(self, policy: Policy, owed: int) -> int: ...  # noqa: D102
-    def grow(self, row: int, upto: int) -> bool: ...  # noqa: D102
+    def pages_needed(self, policy: Policy, length: int, num_uncomputed_tokens: int) -> int: ...  # noqa: D102
+    def open(self, policy: Policy, num_uncomputed_tokens: int) -> int: ...  # noqa: D102
+    def reserve(self, row: int, end_position: int) -> bool: ...  # noqa: D102
     def close(self, row: int) -> list[int]: ...  # noqa: D102
     @property
-    def reuse(self) -> Reuse | None: ...  # noqa: D102
-    def stretch(self, row: int, computed: int) -> int: ...  # noqa: D102
-    def whole(self, row: int) -> bool: ...  # noqa: D102
-    def shrink(self, row: int, computed: int) -> bool: ...  # noqa: D102
+    def prefix_cache(self) -> Reuse | None: ...  # noqa: D102
+    def tokens_until_eviction(self, row: int, num_computed_tokens: int) -> int: ...  # noqa: D102
+    def needs_single_step(self, row: int) -> bool: ...  # noqa: D102
+    def shrink(self, row: int, num_computed_tokens: int) -> bool: ...  # noqa: D102
     @property
     def free_pages(self) -> int: ...  # noqa: D102
     @property
@@ -40,92 +40,92 @@ class Purse(Protocol):
 
 
 @dataclass(frozen=True)
-class Share:
+class ScheduledRequest:
     """In this step `request` pays its next `n` tokens."""
 
     request: Request
-    n: int
+    num_tokens: int
 
 
 class Scheduler:
     """Requests that wait and requests that run, both oldest first."""
 
-    def __init__(self, purse: Purse, step_tokens: int):
-        self.purse, self.step_tokens = purse, step_tokens
+    def __init__(self, kv_cache_manager: KVCacheManager, max_batched_tokens: int):
+        self.kv_cache_manager, self.max_batched_tokens = kv_cache_manager, max_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
 
-    def check(self, request: Request) -> None:
+    def check_fits(self, request: Request) -> None:
         """Raises ValueError when even the empty pool could not hold it."""
         length = len(request.prompt) + request.max_tokens - 1  # the last token is never written
-        cost, total = self.purse.cost(request.policy, length, length), self.purse.total_pages
+        cost, total = self.kv_cache_manager.pages_needed(request.policy, length, length), self.kv_cache_manager.total_pages
         if cost > total:
             raise ValueError(
                 f"a request of {len(request.prompt)} + {request.max_tokens} tokens needs {cost} pages of KV memory "
                 f"and the pool has {total}: raise kv_memory, or ask for less"
             )
 
-    def plan(self) -> list[Share]:
+    def schedule(self) -> list[ScheduledRequest]:
         """The payments of the next step, drafts among them; their pages are owned when this returns."""
-        shares, left = [], self.step_tokens
-        turn = self._in_turn()
+        shares, left = [], self.max_batched_tokens
+        turn = self._iter_candidates()
         while left and (request := next(turn, None)):
             if request.row is None:
                 continue  # preempted by an older one a moment ago
-            stretch = self._stretch(request)
-            n = min(request.owed + len(request.drafts), left, stretch)
-            if n < stretch and self.purse.whole(request.row):
+            stretch = self._get_token_limit(request)
+            n = min(request.num_uncomputed_tokens + len(request.drafts), left, stretch)
+            if n < stretch and self.kv_cache_manager.needs_single_step(request.row):
                 continue  # until a step has room for all of it
-            if request.drafts and not self.purse.grow(request.row, request.position + n):
+            if request.drafts and not self.kv_cache_manager.reserve(request.row, request.next_position + n):
                 n = 1  # nobody has to go for a guess
-            request.cut(n)
-            if self._make_room(request, request.position + n):
-                shares.append(Share(request, n))
+            request.trim_drafts(n)
+            if self._reserve_pages(request, request.next_position + n):
+                shares.append(ScheduledRequest(request, n))
                 left -= n
         return [s for s in shares if s.request.row is not None]
 
-    def _in_turn(self) -> Iterator[Request]:
+    def _iter_candidates(self) -> Iterator[Request]:
         """The running ones, who owe one token before who owe more; then, if none of them had to go, admitted ones."""
         queue = len(self.waiting)
-        yield from sorted(self.running, key=lambda r: (r.owed > 1, r.id))
-        while self.waiting and len(self.waiting) <= queue and self._admissible(self.waiting[0]):
+        yield from sorted(self.running, key=lambda r: (r.num_uncomputed_tokens > 1, r.id))
+        while self.waiting and len(self.waiting) <= queue and self._can_admit(self.waiting[0]):
             request = self.waiting[0]
-            request.row = self.purse.open(request.policy, request.owed)
+            request.row = self.kv_cache_manager.open(request.policy, request.num_uncomputed_tokens)
             self.waiting.pop(0)
             self.running.append(request)
-            if self.purse.reuse:
-                again = request.preempted > 0
-                request.resume(*self.purse.reuse.resume(request.row, *request.beginning, again))
+            if self.kv_cache_manager.prefix_cache:
+                again = request.num_preemptions > 0
+                request.start_from_prefix(*self.kv_cache_manager.prefix_cache.resume(request.row, *request.prefix_query, again))
             yield request
 
-    def _admissible(self, request: Request) -> bool:
+    def _can_admit(self, request: Request) -> bool:
         """Its whole debt fits beside one more page for each that runs, so it is seldom preempted at once."""
-        if not self.purse.free_rows:
+        if not self.kv_cache_manager.free_rows:
             return False
-        spare = len(self.running) * self.purse.cost(request.policy, 1, 1)
-        cost = self.purse.cost(request.policy, len(request.tokens), request.owed)
-        missing = cost + spare - self.purse.free_pages
+        spare = len(self.running) * self.kv_cache_manager.pages_needed(request.policy, 1, 1)
+        cost = self.kv_cache_manager.pages_needed(request.policy, len(request.tokens), request.num_uncomputed_tokens)
+        missing = cost + spare - self.kv_cache_manager.free_pages
         if missing <= 0 or not self.running:  # alone it fits: see check
             return True
-        return self.purse.reuse is not None and self.purse.reuse.covered(*request.beginning) >= missing
+        return self.kv_cache_manager.prefix_cache is not None and self.kv_cache_manager.prefix_cache.covered(*request.prefix_query) >= missing
 
-    def _stretch(self, request: Request) -> int:
+    def _get_token_limit(self, request: Request) -> int:
         """How many tokens it may pay at once: none past a moment of forgetting."""
         assert request.row is not None
-        if request.followers and request.computed < len(request.prompt):
-            return len(request.prompt) - request.computed
-        if request.rereads:
-            return request.rereads - request.reread % request.rereads
-        stretch = self.purse.stretch(request.row, request.computed)
-        return min(stretch, request.mark - request.computed) if request.mark > request.computed else stretch
+        if request.prompt_sharers and request.num_computed_tokens < len(request.prompt):
+            return len(request.prompt) - request.num_computed_tokens
+        if request.reread_chunk:
+            return request.reread_chunk - request.num_reread_tokens % request.reread_chunk
+        stretch = self.kv_cache_manager.tokens_until_eviction(request.row, request.num_computed_tokens)
+        return min(stretch, request.branch_point - request.num_computed_tokens) if request.branch_point > request.num_computed_tokens else stretch
 
-    def _make_room(self, request: Request, upto: int) -> bool:
+    def _reserve_pages(self, request: Request, end_position: int) -> bool:
         """Pages for `request` up to a position; where there are none, budgets shrink, or the youngest has to go."""
         assert request.row is not None
-        while not self.purse.grow(request.row, upto):
-            if self._shrink():
+        while not self.kv_cache_manager.reserve(request.row, end_position):
+            if self._shrink_one_budget():
                 continue
-            if len(self.running) == 1 and self.purse.reuse and self.purse.reuse.tree.unpin():
+            if len(self.running) == 1 and self.kv_cache_manager.prefix_cache and self.kv_cache_manager.prefix_cache.tree.unpin():
                 continue  # alone it fits: see check
             youngest = max(self.running, key=lambda r: r.id)
             self.preempt(youngest)
@@ -133,44 +133,44 @@ class Scheduler:
                 return False
         return True
 
-    def _shrink(self) -> bool:
+    def _shrink_one_budget(self) -> bool:
         """Somebody, the youngest that can, gives pages back and goes on with less."""
         youngest = sorted(self.running, key=lambda r: -r.id)
-        return any(self.purse.shrink(r.row, r.computed) for r in youngest if r.row is not None)
+        return any(self.kv_cache_manager.shrink(r.row, r.num_computed_tokens) for r in youngest if r.row is not None)
 
-    def wait(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
         """Into the queue; all of its tokens are to be computed."""
-        request.computed = request.reread = request.mark = 0
-        request.draft([])
+        request.num_computed_tokens = request.num_reread_tokens = request.branch_point = 0
+        request.set_drafts([])
         bisect.insort(self.waiting, request, key=lambda r: r.id)
 
     def preempt(self, request: Request) -> None:
         """Back to the queue, without pages; its tokens will be computed again."""
-        self._leave(request)
-        request.preempted += 1
-        self.wait(request)
+        self._release(request)
+        request.num_preemptions += 1
+        self.enqueue(request)
 
-    def again(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         """What it began with did not come: it waits, and begins with less."""
-        self._close(request)
-        self.wait(request)
+        self._close_row(request)
+        self.enqueue(request)
 
-    def drop(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """It has ended or is cancelled: its pages go back at once."""
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
-            self._leave(request)
+            self._release(request)
 
-    def _leave(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         assert request.row is not None
-        if self.purse.reuse:
-            self.purse.reuse.leave(request.row, *request.ending)
-        self._close(request)
+        if self.kv_cache_manager.prefix_cache:
+            self.kv_cache_manager.prefix_cache.leave(request.row, *request.prefix_entry)
+        self._close_row(request)
 
-    def _close(self, request: Request) -> None:
+    def _close_row(self, request: Request) -> None:
         assert request.row is not None
-        peaks = self.purse.close(request.row)
-        request.peaks = [max(p) for p in zip(peaks, request.peaks or peaks, strict=True)]
+        peaks = self.kv_cache_manager.close(request.row)
+        request.peak_slots = [max(p) for p in zip(peaks, request.peak_slots or peaks, strict=True)]
         self.running.remove(request)
         request.row = None

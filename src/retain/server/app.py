@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from retain import __version__
-from retain.engine.drafting import OFF
+from retain.engine.drafting import NO_SPECULATION
 from retain.kv import policies
 from retain.server import looking, schemas
 from retain.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TalkBody, TextBody
@@ -188,7 +188,7 @@ def described(api: FastAPI, service: Service, keys: bool) -> Json:
         for field, most in (("pin", service.limits.pin_s), ("n", service.limits.choices)):
             fields[field]["anyOf"][0]["maximum"] = most
         fields["kv_policy"]["anyOf"][0]["pattern"] = f"^({'|'.join(policies.names())})(:|$)"
-        fields["speculate"]["anyOf"][0]["enum"] = [OFF, *service.drafters]
+        fields["speculate"]["anyOf"][0]["enum"] = [NO_SPECULATION, *service.drafters]
     if not service.way:  # the model's template knows no tools
         for field in ("tools", "tool_choice", "parallel_tool_calls"):
             del found["ChatBody"]["properties"][field]

@@ -97,7 +97,7 @@ class Drawing(Extras):
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            bias=tuple((int(t), x) for t, x in (self.logit_bias or {}).items()),
+            logit_bias=tuple((int(t), x) for t, x in (self.logit_bias or {}).items()),
             seed=self.seed,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids),

@@ -53,8 +53,8 @@ class Inspector:
         """Watch it, if not too many are watched."""
         if len(self.live) < LIVE:
             spec = self.llm.spec
-            request.witness = Witness(spec.layers, spec.kv_heads)
-            self.live[request.id] = Watched(request, owner, request.witness)
+            request.attention_trace = Witness(spec.layers, spec.kv_heads)
+            self.live[request.id] = Watched(request, owner, request.attention_trace)
 
     def stepped(self, took: float, ready: Sequence[Request]) -> None:
         """So many more tokens."""
@@ -65,7 +65,7 @@ class Inspector:
 
     def ended(self, request: Request) -> None:
         """It is remembered."""
-        if (watched := self.live.pop(request.id, None)) and request.computed:
+        if (watched := self.live.pop(request.id, None)) and request.num_computed_tokens:
             self.ended_.append(watched)
 
     # ---- when somebody looks ---------------------------------------------------------------------------------------
@@ -101,8 +101,8 @@ class Inspector:
         if not watched:
             return None
         request, witness = watched.request, watched.witness
-        if request.row is not None and request.computed:
-            witness.look(self.llm.cache, request.row, request.computed)
+        if request.row is not None and request.num_computed_tokens:
+            witness.look(self.llm.cache, request.row, request.num_computed_tokens)
         tokenizer = self.llm.tokenizer
         for token in request.tokens[len(watched.pieces) :]:
             watched.pieces.append(tokenizer.piece(token).decode(errors="replace"))
@@ -138,12 +138,12 @@ class Inspector:
             "policy": policies.text(request.policy),
             "prompt": len(request.prompt),
             "length": len(request.tokens),
-            "computed": request.computed,
-            "cached": request.cached,
-            "preempted": request.preempted,
-            "state": request.why.value if request.why else "running" if request.row is not None else "waiting",
-            "pages": request.held if request.why or request.row is None else self.llm.cache.held(request.row),
-            "system": request.system,
+            "computed": request.num_computed_tokens,
+            "cached": request.num_cached_tokens,
+            "preempted": request.num_preemptions,
+            "state": request.finish_reason.value if request.finish_reason else "running" if request.row is not None else "waiting",
+            "pages": request.num_final_pages if request.finish_reason or request.row is None else self.llm.cache.held(request.row),
+            "system": request.num_system_tokens,
         }
 
 

@@ -70,27 +70,27 @@ class Metrics:
             if had:
                 self.each.observe((now - last) / max(n - had, 1))
             else:
-                self.first.observe(request.first_token - request.arrived)
+                self.first.observe(request.first_token_time - request.arrival_time)
             self._last[request] = now, n
             tokens += n - had
         self.said.inc(tokens)
 
     def ended(self, request: Request) -> None:
         """It has ended, in whatever way."""
-        assert request.why
-        self.ends.labels(request.why.value).inc()
-        self.preempted.inc(request.preempted)
-        self.asked.inc(len(request.prompt) if request.first_token else request.computed)
-        self.drafted.inc(sum(request.rounds.drafted))
-        self.accepted.inc(sum(request.rounds.accepted))
-        self.slid += slid(self.llm.cache, request.policy, request.computed)
+        assert request.finish_reason
+        self.ends.labels(request.finish_reason.value).inc()
+        self.preempted.inc(request.num_preemptions)
+        self.asked.inc(len(request.prompt) if request.first_token_time else request.num_computed_tokens)
+        self.drafted.inc(sum(request.spec_decode_stats.num_drafted_per_position))
+        self.accepted.inc(sum(request.spec_decode_stats.num_accepted_per_position))
+        self.slid += slid(self.llm.cache, request.policy, request.num_computed_tokens)
         self.lengths.observe(len(request.prompt))
-        if request.first_token:
-            answer = len(request.answer)
+        if request.first_token_time:
+            answer = len(request.output_tokens)
             self.answers.observe(answer)
-            self.whole.observe(request.ended - request.arrived)
+            self.whole.observe(request.finish_time - request.arrival_time)
             if answer > 1:
-                self.per.observe((request.ended - request.first_token) / (answer - 1))
+                self.per.observe((request.finish_time - request.first_token_time) / (answer - 1))
 
     # ---- when somebody asks ----------------------------------------------------------------------------------------
 

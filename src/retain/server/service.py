@@ -16,7 +16,7 @@ from typing import Any
 from starlette.responses import Response
 
 from retain.desk import Ask, Reply
-from retain.engine.drafting import OFF
+from retain.engine.drafting import NO_SPECULATION
 from retain.kv import policies
 from retain.llm import LLM
 from retain.server import calls
@@ -164,8 +164,8 @@ class Service:
 
     def _ask(self, ids: list[int], body: Drawing, key: Key) -> Ask:
         """What both have in common. Raises Refused."""
-        if body.speculate not in (None, OFF, *self.drafters):
-            raise Refused(400, f"speculate is one of {', '.join([OFF, *self.drafters])}", "speculate")
+        if body.speculate not in (None, NO_SPECULATION, *self.drafters):
+            raise Refused(400, f"speculate is one of {', '.join([NO_SPECULATION, *self.drafters])}", "speculate")
         if body.pin and body.pin > self.limits.pin_s:
             raise Refused(400, f"pin is at most {self.limits.pin_s:g} seconds", "pin")
         salt = f"{key.salt}/{body.cache_salt or ''}" if key.salt or body.cache_salt else ""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-from retain.engine.request import Logprob, Why
+from retain.engine.request import Logprob, FinishReason
 from retain.server.calls import Call, Ear
 from retain.server.worker import News
 from retain.text import Tokenizer
@@ -26,7 +26,7 @@ class Choice:
         self.text: list[str] = []
         self.tokens = 0
         self.logprobs: list[Logprob] = []
-        self.why: Why | None = None
+        self.why: FinishReason | None = None
 
     def add(self, news: News) -> None:
         """More of it."""
@@ -110,10 +110,10 @@ class CompletionChoice(Choice):
     def _spelled(self, logprobs: Sequence[Logprob], offset: int) -> Json:
         out: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for p in logprobs:
-            piece = self.piece(p.token)
+            piece = self.piece(p.token_id)
             out["tokens"].append(piece)
             out["token_logprobs"].append(p.logprob)
-            top = {self.piece(t): x for t, x in reversed(p.top)}  # of two that look alike, the likelier one
+            top = {self.piece(t): x for t, x in reversed(p.top_logprobs)}  # of two that look alike, the likelier one
             out["top_logprobs"].append(top or {piece: p.logprob})
             out["text_offset"].append(offset)
             offset += len(piece)
@@ -164,12 +164,12 @@ class ChatChoice(Choice):
 
     def _said(self, what: Json, logprobs: Sequence[Logprob]) -> Json:
         known = {"content": [self._spelled(p) for p in logprobs], "refusal": None} if self.wants_logprobs else None
-        reason = "tool_calls" if self._calls and self.why is Why.STOP else self.reason
+        reason = "tool_calls" if self._calls and self.why is FinishReason.STOP else self.reason
         return {"index": self.index, **what, "logprobs": known, "finish_reason": reason}
 
     def _spelled(self, p: Logprob) -> Json:
-        top = [self._token(t, x) for t, x in p.top]
-        return {**self._token(p.token, p.logprob), "top_logprobs": top}
+        top = [self._token(t, x) for t, x in p.top_logprobs]
+        return {**self._token(p.token_id, p.logprob), "top_logprobs": top}
 
     def _token(self, token: int, logprob: float) -> Json:
         spelled = self.tokenizer.piece(token)

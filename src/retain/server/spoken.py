@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from retain.desk import Desk
-from retain.engine.request import Request, Why
+from retain.engine.request import Request, FinishReason
 from retain.server.errors import Refused
 from retain.server.shapes import ChatChoice, CompletionChoice, Json
 from retain.server.worker import Failed, News, Order, Worker
@@ -89,7 +89,7 @@ class Spoken(Response):
         left = len(self.order.replies)
         while left:
             news = await self.order.wait()
-            if any(n.why is Why.FAILED for n in news):
+            if any(n.why is FinishReason.FAILED for n in news):
                 raise Refused(400, "the form of the answer is too complex to be followed", "response_format")
             yield news
             left -= sum(n.why is not None for n in news)
@@ -140,7 +140,7 @@ def usage(order: Order, saying: Saying) -> Json:
         prompts.setdefault(id(reply.request.prompt), []).append(reply.request)
     asked = sum(len(rs[0].prompt) for rs in prompts.values())
     said = sum(c.tokens for c in saying.choices)
-    details = {"cached_tokens": sum(max(r.cached for r in rs) for rs in prompts.values())}
+    details = {"cached_tokens": sum(max(r.num_cached_tokens for r in rs) for rs in prompts.values())}
     if order.pinned:
         details["pinned_tokens"] = order.pinned
     return {

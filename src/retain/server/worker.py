@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Protocol, TypeVar
 
 from retain.desk import Reply
-from retain.engine.request import Logprob, Request, Why
+from retain.engine.request import Logprob, Request, FinishReason
 from retain.llm import LLM
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class News:
 
     __slots__ = ("index", "logprobs", "text", "tokens", "why")
 
-    def __init__(self, index: int, text: str, tokens: list[int], logprobs: list[Logprob], why: Why | None):
+    def __init__(self, index: int, text: str, tokens: list[int], logprobs: list[Logprob], why: FinishReason | None):
         self.index, self.text, self.tokens, self.logprobs, self.why = index, text, tokens, logprobs, why
 
 
@@ -79,7 +79,7 @@ class Order:
         reply = self.replies[i]
         r, (tokens, logprobs) = reply.request, self._told[i]
         begin = len(r.prompt) + tokens
-        news = News(i, reply.new(), r.tokens[begin:], r.logprobs[logprobs:], r.why)
+        news = News(i, reply.new(), r.tokens[begin:], r.logprobs[logprobs:], r.finish_reason)
         self._told[i] = tokens + len(news.tokens), len(r.logprobs)
         self._news.append(news)
 
@@ -157,7 +157,7 @@ class Worker:
 
         def act() -> None:
             self.closed = Failed(GOING, 503)
-            begun = {r for r in self._orders if r.row is not None or r.first_token}
+            begun = {r for r in self._orders if r.row is not None or r.first_token_time}
             waiting = {order for order, _ in self._orders.values()} - {self._orders[r][0] for r in begun}
             for order in waiting:
                 self._fail(order, self.closed)
@@ -194,7 +194,7 @@ class Worker:
 
     def _obey(self) -> bool:
         """Whatever was asked for; where there is nothing to step for, wait for it. False: to end."""
-        idle = not self._engine.busy
+        idle = not self._engine.has_unfinished_requests
         while True:
             try:
                 act = self._inbox.get() if idle else self._inbox.get_nowait()
@@ -213,7 +213,7 @@ class Worker:
                     act()
 
     def _step(self) -> None:
-        if not self._engine.busy:
+        if not self._engine.has_unfinished_requests:
             return
         began = perf_counter()
         try:
@@ -236,7 +236,7 @@ class Worker:
                 order.pinned = self.llm.cache.reuse.pin(request.policy, request.prompt, request.salt, order.pin)
                 order.pin = 0
             orders.add(order)
-            if request.why:
+            if request.finish_reason:
                 self._forget(request)
         if orders:
             self._loop.call_soon_threadsafe(_wake, orders)
@@ -278,7 +278,7 @@ class Worker:
         log.exception("a step failed", exc_info=error)
         scheduler = self._engine.scheduler
         ran = set(scheduler.running) or set(scheduler.waiting[:1])
-        there = {r for held in (*ran, *scheduler.waiting) for r in (held, *held.followers)}
+        there = {r for held in (*ran, *scheduler.waiting) for r in (held, *held.prompt_sharers)}
         gone = {order for r, (order, _) in self._orders.items() if r in ran or r not in there}
         for order in gone:
             self._fail(order, Failed("the engine failed at this answer, or at one beside it"))

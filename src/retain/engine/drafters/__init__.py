@@ -17,7 +17,7 @@ from retain.kv.cache import Cache
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetModel:
     """Whose tokens are guessed.
 
     `another` loads a model of that name with these weights, beside it; `lighter` itself, on the same cache.
@@ -25,8 +25,8 @@ class Target:
 
     runner: Runner
     cache: Cache
-    another: Callable[[str, str], tuple[Runner, Cache]]
-    lighter: Callable[[str], Runner]
+    load_draft_model: Callable[[str, str], tuple[Runner, Cache]]
+    load_requantized_runner: Callable[[str], Runner]
 
 
 class Drafter(Protocol):
@@ -35,19 +35,19 @@ class Drafter(Protocol):
     k: str  # how many tokens at once; auto: as many as are worth it, up to `most`
 
     @property
-    def most(self) -> int:
+    def max_draft_tokens(self) -> int:
         """See k."""
         ...
 
-    def join(self, target: Target) -> None:
+    def attach(self, target: TargetModel) -> None:
         """Before the first step. Raises ValueError where it cannot guess for this one."""
         ...
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
         """`Request.draft` up to so many tokens for each of these requests, who owe one token."""
         ...
 
-    def drop(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         """It has ended."""
         ...
 
@@ -57,14 +57,14 @@ def names() -> list[str]:
     return files(__name__)
 
 
-def parse(text: str) -> Drafter:
+def parse(spec: str) -> Drafter:
     """The drafter that a text names. Raises ValueError with what is allowed."""
-    drafter: Drafter = named(__name__, "Drafter", "drafter", text)
-    limit(drafter)
+    drafter: Drafter = named(__name__, "Drafter", "drafter", spec)
+    parse_draft_length(drafter)
     return drafter
 
 
-def limit(drafter: Drafter) -> int | None:
+def parse_draft_length(drafter: Drafter) -> int | None:
     """Its fixed number of tokens, or None for auto. Raises ValueError."""
     if drafter.k == "auto":
         return None

@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from retain.engine.ahead import guess
-from retain.engine.batch import flat
-from retain.engine.drafters import Target
+from retain.engine.ahead import draft_autoregressive
+from retain.engine.batch import pack_tokens
+from retain.engine.drafters import TargetModel
 from retain.engine.drafters.self import Drafter as Same
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.kv import policies
 from retain.kv.cache import Cache
 
-FEW = 16  # tokens, no more than a page, that are computed with the first draft; more have to be read first
+MAX_CATCH_UP_TOKENS = 16  # tokens, no more than a page, that are computed with the first draft; more have to be read first
 
 
 @dataclass
-class Seen:
+class DraftState:
     """What the draft has computed of a request."""
 
     row: int
@@ -37,75 +37,75 @@ class Drafter:
     k: str = "auto"
     model: str | None = None
     weights: str = "auto"
-    _self: Same | None = field(default=None, init=False)
+    _self_drafter: Same | None = field(default=None, init=False)
     _runner: Runner | None = field(default=None, init=False)
     _cache: Cache | None = field(default=None, init=False)
-    _seen: dict[Request, Seen] = field(default_factory=dict, init=False)
+    _states: dict[Request, DraftState] = field(default_factory=dict, init=False)
 
     @property
-    def most(self) -> int:
+    def max_draft_tokens(self) -> int:
         """See Drafter."""
         return 8
 
-    def join(self, target: Target) -> None:
+    def attach(self, target: TargetModel) -> None:
         """See Drafter."""
         if self.model is None and self.weights == "auto":
             raise ValueError("draft: which model=, or which weights= of the same one?")
         if self.model is None:
-            self._self = Same(k=self.k, budget=target.cache.context, weights=self.weights)
-            self._self.join(target)
+            self._self_drafter = Same(k=self.k, budget=target.cache.context, weights=self.weights)
+            self._self_drafter.attach(target)
         else:
-            self._runner, self._cache = target.another(self.model, self.weights)
+            self._runner, self._cache = target.load_draft_model(self.model, self.weights)
 
-    def drop(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         """See Drafter."""
-        if self._self:
-            self._self.drop(request)
-        if (seen := self._seen.pop(request, None)) and self._cache:
+        if self._self_drafter:
+            self._self_drafter.remove_request(request)
+        if (seen := self._states.pop(request, None)) and self._cache:
             self._cache.close(seen.row)
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
         """See Drafter. Whom there is no room for gets no drafts, nor who has a long text to be read first."""
-        if self._self:
-            return self._self.propose(asked)
-        able = [(r, n) for r, n in asked if self._ready(r, n)]
+        if self._self_drafter:
+            return self._self_drafter.propose(draft_limits)
+        able = [(r, n) for r, n in draft_limits if self._catch_up(r, n)]
 
         def forward(who: Sequence[int], tokens: Sequence[int], i: int) -> Tensor:
-            whose = [self._seen[able[j][0]] for j in who]
+            whose = [self._states[able[j][0]] for j in who]
             if i:
                 return self._forward(whose, [[t] for t in tokens])
             return self._forward(whose, [able[j][0].tokens[len(s.tokens) :] for j, s in zip(who, whose, strict=True)])
 
-        guess(able, forward)
+        draft_autoregressive(able, forward)
 
-    def _ready(self, request: Request, n: int) -> bool:
+    def _catch_up(self, request: Request, num_drafts: int) -> bool:
         """Whether its last few tokens are all that is left to be computed; what was guessed wrong is written over."""
         assert self._cache
         cache, tokens = self._cache, request.tokens
-        if len(tokens) + n > cache.context:
+        if len(tokens) + num_drafts > cache.context:
             return False
-        if request not in self._seen:
+        if request not in self._states:
             if not cache.free_rows:
                 return False
-            self._seen[request] = Seen(cache.open(policies.parse("full"), len(tokens)))
-        seen = self._seen[request]
+            self._states[request] = DraftState(cache.open(policies.parse("full"), len(tokens)))
+        seen = self._states[request]
         same = min(len(seen.tokens), len(tokens) - 1)
         while seen.tokens[:same] != tokens[:same]:  # a few at the end at most
             same -= 1
         del seen.tokens[same:]
-        if not cache.grow(seen.row, len(tokens) + n):
+        if not cache.grow(seen.row, len(tokens) + num_drafts):
             return False
-        few = len(tokens) - len(seen.tokens) <= FEW
+        few = len(tokens) - len(seen.tokens) <= MAX_CATCH_UP_TOKENS
         while (owed := len(tokens) - 1 - len(seen.tokens)) > 0 and not few:
             begin, most = len(seen.tokens), cache.page_size if cache.settled[seen.row] else cache.step_tokens
             self._forward([seen], [tokens[begin : begin + min(owed, most)]])  # a ring that is settled spares a page
             cache.settle(seen.row, len(seen.tokens), owed - min(owed, most))
         return few
 
-    def _forward(self, whose: Sequence[Seen], fresh: Sequence[Sequence[int]]) -> Tensor:
+    def _forward(self, states: Sequence[DraftState], fresh: Sequence[Sequence[int]]) -> Tensor:
         """Logits behind the last of these tokens, [n, V]."""
         assert self._cache and self._runner
-        batch = flat(self._cache, [s.row for s in whose], [len(s.tokens) for s in whose], fresh, [1] * len(whose))
-        for s, f in zip(whose, fresh, strict=True):
+        batch = pack_tokens(self._cache, [s.row for s in states], [len(s.tokens) for s in states], fresh, [1] * len(states))
+        for s, f in zip(states, fresh, strict=True):
             s.tokens += f
         return self._runner.forward(batch)

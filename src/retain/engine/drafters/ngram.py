@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from retain.engine.drafters import Target
+from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
 
 
 @dataclass
-class Index:
+class NgramIndex:
     """Where each of a text's n-grams was last seen to end."""
 
-    n: int = 0  # tokens that are in it
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    num_tokens: int = 0  # tokens that are in it
+    end_positions: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 @dataclass
@@ -25,36 +25,36 @@ class Drafter:
     k: str = "auto"
     min: int = 2
     max: int = 4
-    _texts: WeakKeyDictionary[Request, Index] = field(default_factory=WeakKeyDictionary, init=False)
+    _indexes: WeakKeyDictionary[Request, NgramIndex] = field(default_factory=WeakKeyDictionary, init=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
             raise ValueError(f"ngram: min and max are from 1 up, not {self.min} and {self.max}")
 
     @property
-    def most(self) -> int:
+    def max_draft_tokens(self) -> int:
         """See Drafter."""
         return 16
 
-    def join(self, target: Target) -> None:
+    def attach(self, target: TargetModel) -> None:
         """See Drafter."""
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
         """See Drafter."""
-        for request, most in asked:
-            request.draft(self._find(request, most))
+        for request, most in draft_limits:
+            request.set_drafts(self._lookup(request, most))
 
-    def drop(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         """See Drafter."""
-        self._texts.pop(request, None)
+        self._indexes.pop(request, None)
 
-    def _find(self, request: Request, most: int) -> list[int]:
-        tokens, index = request.tokens, self._texts.setdefault(request, Index())
-        for end in range(index.n + 1, len(tokens)):  # not the one that ends the text
+    def _lookup(self, request: Request, max_drafts: int) -> list[int]:
+        tokens, index = request.tokens, self._indexes.setdefault(request, NgramIndex())
+        for end in range(index.num_tokens + 1, len(tokens)):  # not the one that ends the text
             for n in range(self.min, min(self.max, end) + 1):
-                index.ends[tuple(tokens[end - n : end])] = end
-        index.n = len(tokens) - 1
+                index.end_positions[tuple(tokens[end - n : end])] = end
+        index.num_tokens = len(tokens) - 1
         for n in range(min(self.max, len(tokens)), self.min - 1, -1):
-            if found := index.ends.get(tuple(tokens[-n:])):
-                return tokens[found : found + most]
+            if found := index.end_positions.get(tuple(tokens[-n:])):
+                return tokens[found : found + max_drafts]
         return []

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.engine.ahead import guess
-from retain.engine.batch import Batch, flat
-from retain.engine.drafters import Target
+from retain.engine.ahead import draft_autoregressive
+from retain.engine.batch import Batch, pack_tokens
+from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.kernels import NO_WINDOW
@@ -39,86 +39,86 @@ class Drafter:
     weights: str = "auto"
     refresh: int = 8
     decay: float = 0.9
-    _target: Target | None = field(default=None, init=False)
+    _target: TargetModel | None = field(default=None, init=False)
     _runner: Runner | None = field(default=None, init=False)
-    _rounds: dict[Request, int] = field(default_factory=dict, init=False)
-    _best: dict[Request, NDArray[np.int64]] = field(default_factory=dict, init=False)  # [M, G, m], places in tables
+    _num_rounds: dict[Request, int] = field(default_factory=dict, init=False)
+    _top_pages: dict[Request, NDArray[np.int64]] = field(default_factory=dict, init=False)  # [M, G, m], places in tables
 
     def __post_init__(self) -> None:
         if self.budget < 1 or self.refresh < 1 or not 0 < self.decay <= 1:
             raise ValueError("self: budget and refresh are at least 1, decay above 0 and at most 1")
 
     @property
-    def most(self) -> int:
+    def max_draft_tokens(self) -> int:
         """See Drafter."""
         return 8
 
-    def join(self, target: Target) -> None:
+    def attach(self, target: TargetModel) -> None:
         """See Drafter."""
         self._target, cache = target, target.cache
-        self._runner = target.runner if self.weights == "auto" else target.lighter(self.weights)
+        self._runner = target.runner if self.weights == "auto" else target.load_requantized_runner(self.weights)
         n_rows, L, G, n = cache.pages.shape
-        self._room = min(max(self.budget // cache.page_size, 3) + 1, n)  # one more where drafts cross into a new page
+        self._page_budget = min(max(self.budget // cache.page_size, 3) + 1, n)  # one more where drafts cross into a new page
         self._pages: Ints = np.zeros((n_rows, L, G, n), np.int32)
         self._counts: Ints = np.zeros((n_rows, L, G), np.int32)
-        self._mirror = Mirror(self._pages, self._counts, cache.window, cache.kv.device)
+        self._device_tables = Mirror(self._pages, self._counts, cache.window, cache.kv.device)
 
-    def drop(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         """See Drafter."""
-        self._rounds.pop(request, None)
-        self._best.pop(request, None)
+        self._num_rounds.pop(request, None)
+        self._top_pages.pop(request, None)
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
         """See Drafter."""
         assert self._target and self._runner
-        for request in self._rounds:
-            request.fade = None  # who is not asked pays for no masses
+        for request in self._num_rounds:
+            request.score_decay = None  # who is not asked pays for no masses
         runner, cache, ready, written = self._runner, self._target.cache, [], []
-        for request, n in asked:
+        for request, n in draft_limits:
             assert request.row is not None
-            chooses = request.computed // cache.page_size >= self._room
-            request.fade = self.decay if chooses else None
-            rounds = self._rounds[request] = self._rounds.get(request, -1) + chooses
+            chooses = request.num_computed_tokens // cache.page_size >= self._page_budget
+            request.score_decay = self.decay if chooses else None
+            rounds = self._num_rounds[request] = self._num_rounds.get(request, -1) + chooses
             # The first round of who has to choose only leaves masses.
-            if (rounds or not chooses) and cache.grow(request.row, request.computed + 1 + n):
-                self._choose(request, n)
-                ready.append((request, min(n, cache.stretch(request.row, request.computed) - 1)))
+            if (rounds or not chooses) and cache.grow(request.row, request.num_computed_tokens + 1 + n):
+                self._select_pages(request, n)
+                ready.append((request, min(n, cache.stretch(request.row, request.num_computed_tokens) - 1)))
 
         def forward(who: Sequence[int], tokens: Sequence[int], i: int) -> Tensor:
-            batch = self._batch([ready[j][0] for j in who], tokens, i)
-            written.append(batch.slots)
+            batch = self._build_batch([ready[j][0] for j in who], tokens, i)
+            written.append(batch.slot_mapping)
             return runner.forward(batch)
 
-        guess(ready, forward)
+        draft_autoregressive(ready, forward)
         if written:  # who is verified is written again
             cache.reject(torch.cat(written, -1))
 
-    def _choose(self, request: Request, n: int) -> None:
+    def _select_pages(self, request: Request, num_drafts: int) -> None:
         """The row's tables for this round."""
         assert self._target and request.row is not None
         cache, row, S = self._target.cache, request.row, self._target.cache.page_size
         counts = self._counts[row] = cache.counts[row]
-        self._mirror.touch(row)
+        self._device_tables.touch(row)
         self._pages[row, :, :, : counts.max()] = cache.pages[row, :, :, : counts.max()]
         whole = np.flatnonzero(cache.window[row] == NO_WINDOW)
-        newest = np.arange(max(request.computed - S, 0) // S, (request.computed + n) // S + 1)  # pages
-        m = self._room - len(newest)
+        newest = np.arange(max(request.num_computed_tokens - S, 0) // S, (request.num_computed_tokens + num_drafts) // S + 1)  # pages
+        m = self._page_budget - len(newest)
         thin = cache.reuse is not None and row in cache.reuse.thin
         if thin or row in cache.keepers or not len(whole) or newest[0] <= m or m < 1:
             return
-        if request not in self._best or self._rounds[request] % self.refresh == 1:
+        if request not in self._top_pages or self._num_rounds[request] % self.refresh == 1:
             table = cache.kv.index(cache.pages[row, whole, :, : newest[0]])  # [M, G, n]
             mass = cache.kv.mass.index_select(0, table.flatten()).sum((1, 2)).view(table.shape)
             mass[..., 0] = torch.inf
-            self._best[request] = mass.topk(m).indices.sort().values.cpu().numpy()
+            self._top_pages[request] = mass.topk(m).indices.sort().values.cpu().numpy()
         chosen = np.broadcast_to(newest, (len(whole), counts.shape[1], len(newest)))
-        seen: NDArray[np.int64] = np.concatenate((self._best[request], chosen), -1)  # [M, G, room]
+        seen: NDArray[np.int64] = np.concatenate((self._top_pages[request], chosen), -1)  # [M, G, room]
         self._pages[row, whole, :, : seen.shape[-1]] = np.take_along_axis(cache.pages[row, whole], seen, -1)
         self._counts[row, whole] = seen.shape[-1]
 
-    def _batch(self, requests: Sequence[Request], tokens: Sequence[int], i: int) -> Batch:
+    def _build_batch(self, requests: Sequence[Request], tokens: Sequence[int], i: int) -> Batch:
         """One token of each: the i-th behind what is computed."""
         assert self._target
         cache, ids = self._target.cache, [[t] for t in tokens]
-        batch = flat(cache, [r.row for r in requests], [r.computed + i for r in requests], ids, [1] * len(ids))
-        return replace(batch, tables=self._mirror.tables(batch.rows, batch.starts))
+        batch = pack_tokens(cache, [r.row for r in requests], [r.num_computed_tokens + i for r in requests], ids, [1] * len(ids))
+        return replace(batch, tables=self._device_tables.tables(batch.rows, batch.query_start_loc))
