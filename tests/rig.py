@@ -17,19 +17,19 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
-from retain.kv.reuse import parse
-from retain.kv.sleep import Rates
-from retain.kv.tiers import all_of
+from retain.kv.reuse import parse_prefix_config
+from retain.kv.sleep import LoadCostModel
+from retain.kv.tiers import parse_all
 from retain.models.weights import Weights
-from tests.tiny import tiny_source
+from tests.tiny import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
-class Eager(Rates):
+class Eager(LoadCostModel):
     """Whatever the time: tests read."""
 
-    def worth_it(self, sizes: dict[str, int], tokens: int) -> bool:
+    def should_load(self, bytes_by_store: dict[str, int], num_tokens: int) -> bool:
         return True
 
 
@@ -51,18 +51,18 @@ def rig(
     """An engine on tiny_model(family) in float32, with a pool of so many pages."""
     kernel = kernels.load(backend)
     program = kernel.program(torch.float32, device)
-    model = models.build(Weights(tiny_source(family), torch.float32), program)
-    shape = Shape(model.spec.kv_heads, model.spec.head_dim, model.spec.windows)
+    model = models.build(Weights(tiny_checkpoint(family), torch.float32), program)
+    shape = Shape(model.spec.num_kv_heads, model.spec.head_dim, model.spec.windows)
     memory = (pages + 1) * kernels.page_bytes(page_size, shape.head_dim, torch.float32, columns)
-    turn = model.ropes[0].moved if model.ropes else None
+    turn = model.ropes[0].shift if model.ropes else None
     cache = Cache(
-        *(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn, parse(prefix)),
+        *(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn, parse_prefix_config(prefix)),
         device,
     )
     if tiers and cache.reuse:
-        sleep = build.stores(cache.reuse.chosen, all_of(tiers), cache, model.spec, family.encode())
-        sleep.rates = Eager()
-        cache.reuse.below(sleep)
+        sleep = build.stores(cache.reuse.config, parse_all(tiers), cache, model.spec, family.encode())
+        sleep.cost_model = Eager()
+        cache.reuse.set_offloader(sleep)
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     if drafter:
         drafter.attach(TargetModel(runner, cache, lambda *_: other(family, kernel, context, n_rows, device), lambda _: runner))

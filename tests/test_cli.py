@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from retain.cli import main
-from retain.kv.ledger import Ledger
-from retain.models.find import find
+from retain.kv.ledger import StoreIndex
+from retain.models.find import resolve_model
 
 
 def call(capsys, *argv):
@@ -66,7 +66,7 @@ def test_standard_input_and_a_pipe_that_closes():
 
 def bad_inputs(tmp_path):
     """(arguments, a word of the line that must come out)."""
-    gguf = find("smollm2").read_bytes()
+    gguf = resolve_model("smollm2").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(gguf[: len(gguf) // 2])
     (tmp_path / "header.gguf").write_bytes(gguf[:1000])
     (tmp_path / "noise.gguf").write_bytes(b"\x00noise" * 1000)
@@ -177,7 +177,7 @@ def test_a_store_survives_is_listed_verified_and_cleared(capsys, tmp_path):
     assert code == 1 and "1 were damaged" in out
     code, _, err = call(capsys, *asked, "--speculate", "draft:model=gemma3")
     assert code == 2 and "vocabulary" in err
-    other = Ledger(store)  # an engine that could not be holds nothing
+    other = StoreIndex(store)  # an engine that could not be holds nothing
     code, out, err = call(capsys, *asked)
     assert code == 2 and "in use" in err and len(err.strip().splitlines()) == 1
     other.close()

@@ -18,20 +18,20 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from retain.models.find import find
+from retain.models.find import resolve_model
 from retain.text import Tokenizer
-from retain.text.vocabulary import _sentencepiece
-from tests.models.ggufs import BYTES, SPM, write
-from tests.tiny import tiny_source
+from retain.text.vocabulary import _build_sentencepiece
+from tests.models.ggufs import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY, write_gguf
+from tests.tiny import tiny_checkpoint
 
-EMBEDDED = ["smollm2", "gemma3"]
-CHAT = [
+BUNDLED = ["smollm2", "gemma3"]
+CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Who are you? <b>&amp;</b>"},
     {"role": "assistant", "content": "Größe 😀"},
     {"role": "user", "content": " spaces \n"},
 ]
-PARTS = [
+TEXT_FRAGMENTS = [
     *("a", "b", "the", "The", " the", "'s", "'LL", "don't", ".", "!", "--", "_", "http://x.org/?a=1", "====", "x2y3"),
     *(
         " ",
@@ -88,69 +88,69 @@ PARTS = [
 ]
 
 
-def texts() -> list[str]:
+def sample_texts() -> list[str]:
     """This project's own files, and all kinds of text strung together at random."""
     here = Path(__file__).parents[1]
     files = [p for pattern in ("src/**/*.py", "tests/**/*.py", "*.toml", "docs/*.md") for p in here.glob(pattern)]
     draw = random.Random(0)
-    mixed = ["".join(draw.choices(PARTS, k=draw.randint(0, 25))) for _ in range(800)]
+    mixed = ["".join(draw.choices(TEXT_FRAGMENTS, k=draw.randint(0, 25))) for _ in range(800)]
     spans = ((0x20, 0x7E), (0, 0x2FF), (0, 0xD7FF), (0xE000, 0x10FFFF))
     drawn = ["".join(chr(draw.randint(*draw.choice(spans))) for _ in range(draw.randint(0, 25))) for _ in range(500)]
     return [p.read_text(encoding="utf-8") for p in sorted(files)[::4]] + mixed + drawn
 
 
 @cache
-def opened(name: str) -> Tokenizer:
-    return Tokenizer.open(find(name))
+def open_tokenizer(name: str) -> Tokenizer:
+    return Tokenizer.open(resolve_model(name))
 
 
 @cache
-def theirs(path: Path) -> Any:
+def transformers_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.mark.parametrize("name", BUNDLED)
 def test_the_ids_and_the_text_are_those_of_transformers(name: str) -> None:
-    ours, right = opened(name), theirs(find(name))
+    ours, right = open_tokenizer(name), transformers_tokenizer(resolve_model(name))
     assert ours.vocab_size == len(right)
-    for text in texts():
+    for text in sample_texts():
         ids = ours.encode(text)
         assert ids == right(text).input_ids, text[:200]
         assert ours.decode(ids) == right.decode(ids, skip_special_tokens=True), text[:200]
 
 
 def test_how_texts_begin() -> None:
-    assert opened("gemma3").encode("") == [2]
-    assert opened("gemma3").encode("", ends=False) == opened("smollm2").encode("") == []
+    assert open_tokenizer("gemma3").encode("") == [2]
+    assert open_tokenizer("gemma3").encode("", add_special_tokens=False) == open_tokenizer("smollm2").encode("") == []
 
 
 def test_what_ends_an_answer() -> None:
-    assert opened("smollm2").stop_ids == {2}  # <|im_end|>
-    assert opened("gemma3").stop_ids == {1, 106}  # <eos>, <end_of_turn>
+    assert open_tokenizer("smollm2").stop_token_ids == {2}  # <|im_end|>
+    assert open_tokenizer("gemma3").stop_token_ids == {1, 106}  # <eos>, <end_of_turn>
 
 
 def test_the_bytes_of_single_tokens() -> None:
-    k = opened("smollm2")
-    assert [k.piece(i) for i in k.encode(" é<|im_end|>")] == [" é".encode(), b"<|im_end|>"]
-    assert b"".join(k.piece(i) for i in k.encode("🦤 dodo")) == "🦤 dodo".encode()
-    g = opened("gemma3")
-    assert [g.piece(i) for i in (2, 106, 108, 138, 248)] == [b"<bos>", b"<end_of_turn>", b"\n\n", b"  ", b"\n"]
+    k = open_tokenizer("smollm2")
+    assert [k.token_bytes(i) for i in k.encode(" é<|im_end|>")] == [" é".encode(), b"<|im_end|>"]
+    assert b"".join(k.token_bytes(i) for i in k.encode("🦤 dodo")) == "🦤 dodo".encode()
+    g = open_tokenizer("gemma3")
+    assert [g.token_bytes(i) for i in (2, 106, 108, 138, 248)] == [b"<bos>", b"<end_of_turn>", b"\n\n", b"  ", b"\n"]
     for nonsense in (-1, 262_144, 1 << 40):
-        assert g.piece(nonsense) == b"" and g.decode([nonsense]) == ""
+        assert g.token_bytes(nonsense) == b"" and g.decode([nonsense]) == ""
 
 
 def test_text_that_is_no_unicode() -> None:
     with pytest.raises(ValueError, match="surrogates"):
-        opened("smollm2").encode("a\ud800")
+        open_tokenizer("smollm2").encode("a\ud800")
 
 
-@pytest.mark.parametrize("vocabulary", [BYTES, SPM, {**SPM, "tokenizer.ggml.add_space_prefix": False}])
+@pytest.mark.parametrize("vocabulary", [BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY, {**SENTENCEPIECE_VOCABULARY, "tokenizer.ggml.add_space_prefix": False}])
 def test_small_vocabularies_too(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
     """SentencePiece puts a space before a text, and takes it away again."""
-    path = write(tmp_path / "m.gguf", tiny_source("llama"), vocabulary=vocabulary)
-    ours, right = Tokenizer.open(path), theirs(path)
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), vocabulary=vocabulary)
+    ours, right = Tokenizer.open(path), transformers_tokenizer(path)
     spaced = vocabulary.get("tokenizer.ggml.add_space_prefix", True)
     words = ["the", " cat", " sat", "  ", "x", "é", "\n", "中", "hello", " world", "<tag>", "</s>", "<|a|>", ",."]
     draw = random.Random(1)
@@ -161,11 +161,11 @@ def test_small_vocabularies_too(tmp_path: Path, vocabulary: dict[str, Any]) -> N
             assert ids == right(text).input_ids, text
             assert ours.decode(ids) == right.decode(ids, skip_special_tokens=True)
         plain = not text.startswith(" ") and "<tag>" not in text  # before and after which spaces come and go
-        if vocabulary is not BYTES and "</s>" not in text and (plain or not spaced):
+        if vocabulary is not BYTE_LEVEL_VOCABULARY and "</s>" not in text and (plain or not spaced):
             assert ours.decode(ids) == text
 
 
-PRE = {
+EXPECTED_WORDS = {
     "llama-bpe": ["I", "'LL", " pay", " ", "123", "45", "\n\n", "  ", " x", "?!\n"],
     "qwen2": ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", "\n\n", "  ", " x", "?!\n"],
     "gpt-2": ["I", "'", "LL", " pay", " 12345", "\n\n  ", " x", "?!", "\n"],
@@ -173,25 +173,25 @@ PRE = {
 }
 
 
-@pytest.mark.parametrize("pre", PRE)
+@pytest.mark.parametrize("pre", EXPECTED_WORDS)
 def test_words_are_cut_as_pre_says(tmp_path: Path, pre: str) -> None:
-    path = write(tmp_path / "m.gguf", tiny_source("llama"), vocabulary=BYTES | {"tokenizer.ggml.pre": pre})
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), vocabulary=BYTE_LEVEL_VOCABULARY | {"tokenizer.ggml.pre": pre})
     core = Tokenizer.open(path)._core
-    text = "".join(PRE[pre])
-    assert [text[a:b] for _, (a, b) in core.pre_tokenizer.pre_tokenize_str(text)] == PRE[pre]
+    text = "".join(EXPECTED_WORDS[pre])
+    assert [text[a:b] for _, (a, b) in core.pre_tokenizer.pre_tokenize_str(text)] == EXPECTED_WORDS[pre]
 
 
 def test_llama3_takes_whole_words(tmp_path: Path) -> None:
-    words = [*BYTES["tokenizer.ggml.tokens"][:-4], "cat", *BYTES["tokenizer.ggml.tokens"][-3:]]  # no merge makes "cat"
+    words = [*BYTE_LEVEL_VOCABULARY["tokenizer.ggml.tokens"][:-4], "cat", *BYTE_LEVEL_VOCABULARY["tokenizer.ggml.tokens"][-3:]]  # no merge makes "cat"
     for pre, length in (("llama-bpe", 2), ("gpt-2", 3)):
-        vocabulary = BYTES | {"tokenizer.ggml.tokens": words, "tokenizer.ggml.pre": pre}
-        path = write(
-            tmp_path / "m.gguf", tiny_source("llama"), vocabulary=vocabulary, extra={"tokenizer.ggml.merges": []}
+        vocabulary = BYTE_LEVEL_VOCABULARY | {"tokenizer.ggml.tokens": words, "tokenizer.ggml.pre": pre}
+        path = write_gguf(
+            tmp_path / "m.gguf", tiny_checkpoint("llama"), vocabulary=vocabulary, extra={"tokenizer.ggml.merges": []}
         )
         assert len(Tokenizer.open(path).encode("cat")) == length  # with Llama 3's bos
 
 
-def merged(text: str, rank: dict[str, int]) -> list[str]:
+def merge_by_rank(text: str, rank: dict[str, int]) -> list[str]:
     """SentencePiece's rule: of all neighbours, always merge the two whose union ranks first, the leftmost of equals."""
     parts = list(text)
     while pairs := [(rank[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in rank]:
@@ -207,19 +207,19 @@ def test_one_merge_for_each_token_is_enough(words: list[str], data: st.DataObjec
     tokens = ["a", "b", "c", *words]
     scores = data.draw(st.permutations(range(len(words))))
     meta = {"tokenizer.ggml.scores": np.array([0, 0, 0, *scores]), "tokenizer.ggml.add_space_prefix": False}
-    core = _sentencepiece(meta, tokens)
+    core = _build_sentencepiece(meta, tokens)
     rank = {w: -s for w, s in zip(words, scores, strict=True)}
     for text in data.draw(st.lists(st.text("abc", max_size=30), min_size=3, max_size=3)):
-        assert core.encode(text).tokens == merged(text, rank)
+        assert core.encode(text).tokens == merge_by_rank(text, rank)
 
 
 def test_llama3_begins_with_bos_although_its_files_do_not_say(tmp_path: Path) -> None:
-    vocabulary = BYTES | {"tokenizer.ggml.pre": "llama-bpe"}
-    path = write(tmp_path / "m.gguf", tiny_source("llama"), vocabulary=vocabulary)
+    vocabulary = BYTE_LEVEL_VOCABULARY | {"tokenizer.ggml.pre": "llama-bpe"}
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), vocabulary=vocabulary)
     assert Tokenizer.open(path).encode("a")[0] == 125
     vocabulary |= {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True}
-    path = write(tmp_path / "m.gguf", tiny_source("llama"), vocabulary=vocabulary)
-    assert Tokenizer.open(path).encode("a") == [BYTES["tokenizer.ggml.tokens"].index("a"), 126]
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), vocabulary=vocabulary)
+    assert Tokenizer.open(path).encode("a") == [BYTE_LEVEL_VOCABULARY["tokenizer.ggml.tokens"].index("a"), 126]
 
 
 # The cache
@@ -227,7 +227,7 @@ def test_llama3_begins_with_bos_although_its_files_do_not_say(tmp_path: Path) ->
 
 def test_a_built_tokenizer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETAIN_CACHE", str(tmp_path / "cache"))
-    path = write(tmp_path / "m.gguf", tiny_source("llama"), vocabulary=SPM)
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), vocabulary=SENTENCEPIECE_VOCABULARY)
     ids = Tokenizer.open(path).encode("the cat sat")
     (kept,) = (tmp_path / "cache/tokenizers").iterdir()
     whole = kept.read_bytes()
@@ -240,15 +240,15 @@ def test_a_built_tokenizer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         kept.write_bytes(damaged)
         assert Tokenizer.open(path).encode("the cat sat") == ids
         assert kept.read_bytes() == whole
-    other = SPM | {"tokenizer.ggml.tokens": [*SPM["tokenizer.ggml.tokens"][:-1], "ö"]}
-    changed = Tokenizer.open(write(tmp_path / "m.gguf", tiny_source("llama"), vocabulary=other))
-    assert changed.encode("ö")[-1] == len(SPM["tokenizer.ggml.tokens"]) - 1
+    other = SENTENCEPIECE_VOCABULARY | {"tokenizer.ggml.tokens": [*SENTENCEPIECE_VOCABULARY["tokenizer.ggml.tokens"][:-1], "ö"]}
+    changed = Tokenizer.open(write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), vocabulary=other))
+    assert changed.encode("ö")[-1] == len(SENTENCEPIECE_VOCABULARY["tokenizer.ggml.tokens"]) - 1
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch(stat.S_IRUSR)
     monkeypatch.setenv("RETAIN_CACHE", str(tmp_path / "file/cache"))
-    path = write(tmp_path / "m.gguf", tiny_source("llama"), vocabulary=SPM)
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), vocabulary=SENTENCEPIECE_VOCABULARY)
     assert Tokenizer.open(path).decode(Tokenizer.open(path).encode("the cat")) == "the cat"
 
 
@@ -256,36 +256,36 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_chat_template_is_rendered_as_transformers_does() -> None:
-    k, right = opened("smollm2"), theirs(find("smollm2"))
-    for turns, generate in ((CHAT, True), (CHAT[1:], False)):
+    k, right = open_tokenizer("smollm2"), transformers_tokenizer(resolve_model("smollm2"))
+    for turns, generate in ((CONVERSATION, True), (CONVERSATION[1:], False)):
         text = right.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
-        assert k.chat(turns, generate) == text
+        assert k.apply_chat_template(turns, generate) == text
         assert k.encode_chat(turns, generate) == right(text, add_special_tokens=False).input_ids
     with pytest.raises(ValueError, match="no chat template"):
-        opened("gemma3").chat(CHAT)
+        open_tokenizer("gemma3").apply_chat_template(CONVERSATION)
 
 
-def with_template(template: str) -> Tokenizer:
-    return Tokenizer(opened("gemma3")._core, Path("x"), template=template, tokens={"bos_token": "<bos>"}, bos=[2])
+def tokenizer_with_template(template: str) -> Tokenizer:
+    return Tokenizer(open_tokenizer("gemma3")._core, Path("x"), chat_template=template, special_tokens_map={"bos_token": "<bos>"}, bos_ids=[2])
 
 
 def test_a_chat_has_one_bos() -> None:
-    k = with_template(
+    k = tokenizer_with_template(
         "{{ bos_token }}{% for m in messages %}\n  {% if true %}{{ m.content | trim }}{% endif %}{% endfor %}"
     )
-    assert k.chat([{"role": "user", "content": " a "}]) == "<bos>a"
+    assert k.apply_chat_template([{"role": "user", "content": " a "}]) == "<bos>a"
     assert k.encode_chat([{"role": "user", "content": " a "}]) == k.encode("a")
 
 
 def test_what_templates_may_use() -> None:
-    assert with_template("{{ {'a': '<é>'} | tojson }}").chat([]) == '{"a": "<é>"}'
-    assert with_template("{{ strftime_now('%Y') }}").chat([]).startswith("20")
+    assert tokenizer_with_template("{{ {'a': '<é>'} | tojson }}").apply_chat_template([]) == '{"a": "<é>"}'
+    assert tokenizer_with_template("{{ strftime_now('%Y') }}").apply_chat_template([]).startswith("20")
     assert (
-        with_template("{% for i in range(9) %}{% if i > 1 %}{% break %}{% endif %}{{ i }}{% endfor %}").chat([]) == "01"
+        tokenizer_with_template("{% for i in range(9) %}{% if i > 1 %}{% break %}{% endif %}{{ i }}{% endfor %}").apply_chat_template([]) == "01"
     )
-    assert with_template("{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}").chat([]) == "2"
+    assert tokenizer_with_template("{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}").apply_chat_template([]) == "2"
     with pytest.raises(ValueError, match=r"fails: roles must alternate$"):
-        with_template("{{ raise_exception('roles must alternate') }}").chat([])
+        tokenizer_with_template("{{ raise_exception('roles must alternate') }}").apply_chat_template([])
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_what_templates_may_use() -> None:
 )
 def test_hostile_and_broken_templates(template: str) -> None:
     try:
-        assert not with_template(template).chat([{"role": "user", "content": "a"}])
+        assert not tokenizer_with_template(template).apply_chat_template([{"role": "user", "content": "a"}])
     except ValueError as e:
         assert str(e).startswith("the model's chat template ") and "\n" not in str(e)
 
@@ -321,10 +321,10 @@ def test_hostile_and_broken_templates(template: str) -> None:
 # Folders
 
 
-def folder(path: Path) -> Path:
+def write_tokenizer_folder(path: Path) -> Path:
     """A byte-level tokenizer that adds bos, as its files say it."""
-    words = BYTES["tokenizer.ggml.tokens"]
-    merges = [tuple(m.split(" ")) for m in BYTES["tokenizer.ggml.merges"]]
+    words = BYTE_LEVEL_VOCABULARY["tokenizer.ggml.tokens"]
+    merges = [tuple(m.split(" ")) for m in BYTE_LEVEL_VOCABULARY["tokenizer.ggml.merges"]]
     core = Core(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -338,41 +338,41 @@ def folder(path: Path) -> Path:
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    k = Tokenizer.open(folder(tmp_path))
+    k = Tokenizer.open(write_tokenizer_folder(tmp_path))
     assert k.encode("hello world<|c|>")[0] == 125
     assert k.decode(k.encode("hello world, in the end<|c|>")) == "hello world, in the end"
-    assert k.stop_ids == {126}
-    assert k.chat([]) == "<|a|><|b|>" and k.encode_chat([]) == [125, 126]
+    assert k.stop_token_ids == {126}
+    assert k.apply_chat_template([]) == "<|a|><|b|>" and k.encode_chat([]) == [125, 126]
 
 
 def test_all_that_a_folder_says_of_ends_and_templates(tmp_path: Path) -> None:
-    folder(tmp_path)
+    write_tokenizer_folder(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [127, 5]}')
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert Tokenizer.open(tmp_path).stop_ids == {126, 127, 5, 7}
+    assert Tokenizer.open(tmp_path).stop_token_ids == {126, 127, 5, 7}
     several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "default"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
-    assert Tokenizer.open(tmp_path).chat([]) == "default"
+    assert Tokenizer.open(tmp_path).apply_chat_template([]) == "default"
     (tmp_path / "chat_template.jinja").write_text("from a file")
-    assert Tokenizer.open(tmp_path).chat([]) == "from a file"
+    assert Tokenizer.open(tmp_path).apply_chat_template([]) == "from a file"
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.mark.parametrize("name", BUNDLED)
 def test_a_folder_that_transformers_saved(tmp_path: Path, name: str) -> None:
-    theirs(find(name)).save_pretrained(tmp_path)
-    ours, right = Tokenizer.open(tmp_path), opened(name)
-    for text in texts()[::20]:
+    transformers_tokenizer(resolve_model(name)).save_pretrained(tmp_path)
+    ours, right = Tokenizer.open(tmp_path), open_tokenizer(name)
+    for text in sample_texts()[::20]:
         assert ours.encode(text) == right.encode(text)
-    assert ours.stop_ids <= right.stop_ids and ours.stop_ids
-    if right.template:
-        assert ours.chat(CHAT) == right.chat(CHAT)
+    assert ours.stop_token_ids <= right.stop_token_ids and ours.stop_token_ids
+    if right.chat_template:
+        assert ours.apply_chat_template(CONVERSATION) == right.apply_chat_template(CONVERSATION)
 
 
 def test_an_older_folder(tmp_path: Path) -> None:
     """vocab.json and merges.txt instead of tokenizer.json: transformers converts it."""
-    words = BYTES["tokenizer.ggml.tokens"]
+    words = BYTE_LEVEL_VOCABULARY["tokenizer.ggml.tokens"]
     (tmp_path / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate([*words, "<|endoftext|>"])}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(BYTES["tokenizer.ggml.merges"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(BYTE_LEVEL_VOCABULARY["tokenizer.ggml.merges"]))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     k = Tokenizer.open(tmp_path)
     assert k.encode("hello world") == [words.index("hello"), words.index("Ġworld")]
@@ -382,7 +382,7 @@ def test_an_older_folder(tmp_path: Path) -> None:
 # What is wrong with a file
 
 
-def complaint(path: Path) -> str:
+def open_error(path: Path) -> str:
     with pytest.raises(ValueError) as e:
         Tokenizer.open(path)
     assert str(e.value).startswith(str(path)) and "\n" not in str(e.value)
@@ -392,59 +392,59 @@ def complaint(path: Path) -> str:
 @pytest.mark.parametrize(
     ("base", "extra", "why"),
     [
-        (BYTES, {"tokenizer.ggml.tokens": None}, "holds no tokenizer"),
-        (BYTES, {"tokenizer.ggml.model": "bert"}, "'bert' are not supported"),
-        (BYTES, {"tokenizer.ggml.pre": "chinese"}, "'chinese' is not supported"),
-        (BYTES, {"tokenizer.ggml.token_type": [1, 2]}, "differ in length"),
-        (BYTES, {"tokenizer.ggml.merges": ["h zz"]}, "zz"),
-        (BYTES, {"tokenizer.ggml.merges": ["hello"]}, "damaged"),
-        (BYTES, {"tokenizer.ggml.eos_token_id": 128}, "128"),
-        (BYTES, {"tokenizer.ggml.bos_token_id": "a"}, "'a'"),
-        (BYTES, {"tokenizer.chat_template": 3}, "template"),
-        (SPM, {"tokenizer.ggml.scores": [1.0]}, "differ in length"),
-        (SPM, {"tokenizer.ggml.scores": "x"}, "differ in length"),
+        (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.tokens": None}, "holds no tokenizer"),
+        (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.model": "bert"}, "'bert' are not supported"),
+        (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.pre": "chinese"}, "'chinese' is not supported"),
+        (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.token_type": [1, 2]}, "differ in length"),
+        (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.merges": ["h zz"]}, "zz"),
+        (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.merges": ["hello"]}, "damaged"),
+        (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.eos_token_id": 128}, "128"),
+        (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.bos_token_id": "a"}, "'a'"),
+        (BYTE_LEVEL_VOCABULARY, {"tokenizer.chat_template": 3}, "template"),
+        (SENTENCEPIECE_VOCABULARY, {"tokenizer.ggml.scores": [1.0]}, "differ in length"),
+        (SENTENCEPIECE_VOCABULARY, {"tokenizer.ggml.scores": "x"}, "differ in length"),
     ],
 )
 def test_metadata_that_makes_no_sense(tmp_path: Path, base: dict[str, Any], extra: dict[str, Any], why: str) -> None:
-    assert why in complaint(write(tmp_path / "m.gguf", tiny_source("llama"), vocabulary=base, extra=extra))
+    assert why in open_error(write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), vocabulary=base, extra=extra))
 
 
 def test_no_token_is_sometimes_all_ones(tmp_path: Path) -> None:
     extra = {"tokenizer.ggml.bos_token_id": 0xFFFFFFFF, "tokenizer.ggml.add_bos_token": True}
-    path = write(tmp_path / "m.gguf", tiny_source("llama"), vocabulary=BYTES, extra=extra)
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), vocabulary=BYTE_LEVEL_VOCABULARY, extra=extra)
     assert len(Tokenizer.open(path).encode("a")) == 1
 
 
 def test_damaged_folders(tmp_path: Path) -> None:
-    whole = (folder(tmp_path) / "tokenizer.json").read_bytes()
+    whole = (write_tokenizer_folder(tmp_path) / "tokenizer.json").read_bytes()
     for damaged in (b"", b"{}", b"\xff", whole[: len(whole) // 2], whole.replace(b"ByteLevel", b"NoLevel")):
         (tmp_path / "tokenizer.json").write_bytes(damaged)
-        complaint(tmp_path)
+        open_error(tmp_path)
     unknown = json.loads(whole) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(unknown))
-    assert "decoders of type WordPiece" in complaint(tmp_path)
+    assert "decoders of type WordPiece" in open_error(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(whole)
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    assert "tokenizer_config.json: damaged" in complaint(tmp_path)
+    assert "tokenizer_config.json: damaged" in open_error(tmp_path)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    complaint(tmp_path)
+    open_error(tmp_path)
 
 
 def test_rust_panics_are_value_errors(tmp_path: Path) -> None:
-    from retain.text.tokenizer import checked
+    from retain.text.tokenizer import wrap_errors
 
     panic = type("PanicException", (BaseException,), {})
-    with pytest.raises(ValueError, match=r"damaged tokenizer: out of bounds$"), checked(tmp_path):
+    with pytest.raises(ValueError, match=r"damaged tokenizer: out of bounds$"), wrap_errors(tmp_path):
         raise panic("out of bounds\nat line 3")
-    with pytest.raises(KeyboardInterrupt), checked(tmp_path):
+    with pytest.raises(KeyboardInterrupt), wrap_errors(tmp_path):
         raise KeyboardInterrupt
 
 
 def test_categories_are_covered() -> None:
     """The texts above hold every general category of Unicode that can be written."""
-    seen = {unicodedata.category(c) for text in texts() for c in text}
+    seen = {unicodedata.category(c) for text in sample_texts() for c in text}
     assert seen >= {
         "Lu",
         "Ll",

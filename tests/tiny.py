@@ -90,17 +90,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Decoder:
     """A tiny model of that family, its config changed so."""
-    return models.build(Weights(tiny_source(model_type, seed, **changes), dtype))
+    return models.build(Weights(tiny_checkpoint(model_type, seed, **changes), dtype))
 
 
-def tiny_source(model_type: str, seed: int = 0, **changes: Any) -> Tiny:
+def tiny_checkpoint(model_type: str, seed: int = 0, **changes: Any) -> TinyCheckpoint:
     """The file of a tiny model of that family, its config changed so (None takes a key away)."""
     config = {"model_type": model_type, **CONFIGS[model_type], **changes}
     config = {k: v for k, v in config.items() if v is not None}
-    return Tiny(config, dict(SHAPES[model_type](config)), seed)
+    return TinyCheckpoint(config, dict(TENSOR_SHAPES[model_type](config)), seed)
 
 
-class Tiny:
+class TinyCheckpoint:
     """A `Source` of random tensors. A tensor depends on the seed and its name alone."""
 
     def __init__(self, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], seed: int):
@@ -122,11 +122,11 @@ class Tiny:
         into = shape[0] if self.config["model_type"] == "gpt2" and name != "lm_head.weight" else shape[1]
         return x * 2 / into**0.5
 
-    def quanta(self, name: str, transposed: bool = False) -> None:
+    def read_quantized(self, name: str, transposed: bool = False) -> None:
         return None
 
 
-def llama(c: dict[str, Any], prefix: str = "model.") -> Shapes:
+def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
     E, F, D, V = c["hidden_size"], c["intermediate_size"], c["head_dim"], c["vocab_size"]
     H, G = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
     kind = c.get("model_type", "gemma3_text")
@@ -157,55 +157,55 @@ def llama(c: dict[str, Any], prefix: str = "model.") -> Shapes:
         yield "lm_head.weight", (V, E)
 
 
-def gemma3(c: dict[str, Any]) -> Shapes:
-    yield from llama(c["text_config"], "model.language_model.")
+def gemma3_shapes(c: dict[str, Any]) -> Shapes:
+    yield from llama_shapes(c["text_config"], "model.language_model.")
 
 
-def norm(name: str, E: int) -> Shapes:
+def norm_shapes(name: str, E: int) -> Shapes:
     yield name + ".weight", (E,)
     yield name + ".bias", (E,)
 
 
-def dense(name: str, out: int, into: int, bias: bool = True) -> Shapes:
+def linear_shapes(name: str, out: int, into: int, bias: bool = True) -> Shapes:
     yield name + ".weight", (out, into)
     if bias:
         yield name + ".bias", (out,)
 
 
-def gpt2(c: dict[str, Any]) -> Shapes:
+def gpt2_shapes(c: dict[str, Any]) -> Shapes:
     E, F, V = c["n_embd"], c.get("n_inner") or 4 * c["n_embd"], c["vocab_size"]
     yield "transformer.wte.weight", (V, E)
     yield "transformer.wpe.weight", (c["n_positions"], E)
     for i in range(c["n_layer"]):
         p = f"transformer.h.{i}."
-        yield from norm(p + "ln_1", E)
+        yield from norm_shapes(p + "ln_1", E)
         sizes = {"attn.c_attn": (E, 3 * E), "attn.c_proj": (E, E), "mlp.c_fc": (E, F), "mlp.c_proj": (F, E)}
         for name, (into, out) in sizes.items():
             yield f"{p}{name}.weight", (into, out)  # the other way round than everywhere else
             yield f"{p}{name}.bias", (out,)
-        yield from norm(p + "ln_2", E)
-    yield from norm("transformer.ln_f", E)
+        yield from norm_shapes(p + "ln_2", E)
+    yield from norm_shapes("transformer.ln_f", E)
     if not c.get("tie_word_embeddings", True):
         yield "lm_head.weight", (V, E)
 
 
-def gptj(c: dict[str, Any]) -> Shapes:
+def gptj_shapes(c: dict[str, Any]) -> Shapes:
     E, F, V = c["n_embd"], c.get("n_inner") or 4 * c["n_embd"], c["vocab_size"]
     yield "transformer.wte.weight", (V, E)
     for i in range(c["n_layer"]):
         p = f"transformer.h.{i}."
-        yield from norm(p + "ln_1", E)
+        yield from norm_shapes(p + "ln_1", E)
         for name in ("q", "k", "v", "out"):
-            yield from dense(f"{p}attn.{name}_proj", E, E, bias=False)
-        yield from dense(p + "mlp.fc_in", F, E)
-        yield from dense(p + "mlp.fc_out", E, F)
-    yield from norm("transformer.ln_f", E)
+            yield from linear_shapes(f"{p}attn.{name}_proj", E, E, bias=False)
+        yield from linear_shapes(p + "mlp.fc_in", F, E)
+        yield from linear_shapes(p + "mlp.fc_out", E, F)
+    yield from norm_shapes("transformer.ln_f", E)
     if not c.get("tie_word_embeddings"):
         yield "lm_head.weight", (V, E)
     yield "lm_head.bias", (V,)
 
 
-def mpt(c: dict[str, Any]) -> Shapes:
+def mpt_shapes(c: dict[str, Any]) -> Shapes:
     E, V = c["d_model"], c["vocab_size"]
     yield "transformer.wte.weight", (V, E)
     for i in range(c["n_layers"]):
@@ -219,7 +219,7 @@ def mpt(c: dict[str, Any]) -> Shapes:
     yield "transformer.norm_f.weight", (E,)
 
 
-def opt(c: dict[str, Any]) -> Shapes:
+def opt_shapes(c: dict[str, Any]) -> Shapes:
     E, F, V, narrow = c["hidden_size"], c["ffn_dim"], c["vocab_size"], c["word_embed_proj_dim"]
     bias, before = c.get("enable_bias", True), c.get("do_layer_norm_before", True)
     yield "model.decoder.embed_tokens.weight", (V, narrow)
@@ -230,43 +230,43 @@ def opt(c: dict[str, Any]) -> Shapes:
     for i in range(c["num_hidden_layers"]):
         p = f"model.decoder.layers.{i}."
         for name in ("q", "k", "v", "out"):
-            yield from dense(f"{p}self_attn.{name}_proj", E, E, bias)
-        yield from norm(p + "self_attn_layer_norm", E)
-        yield from dense(p + "fc1", F, E, bias)
-        yield from dense(p + "fc2", E, F, bias)
-        yield from norm(p + "final_layer_norm", E)
+            yield from linear_shapes(f"{p}self_attn.{name}_proj", E, E, bias)
+        yield from norm_shapes(p + "self_attn_layer_norm", E)
+        yield from linear_shapes(p + "fc1", F, E, bias)
+        yield from linear_shapes(p + "fc2", E, F, bias)
+        yield from norm_shapes(p + "final_layer_norm", E)
     if before and not c.get("_remove_final_layer_norm"):
-        yield from norm("model.decoder.final_layer_norm", E)
+        yield from norm_shapes("model.decoder.final_layer_norm", E)
     if not c.get("tie_word_embeddings", True):
         yield "lm_head.weight", (V, narrow)
 
 
-def gpt_neox(c: dict[str, Any]) -> Shapes:
+def gpt_neox_shapes(c: dict[str, Any]) -> Shapes:
     E, F, V, bias = c["hidden_size"], c["intermediate_size"], c["vocab_size"], c.get("attention_bias", True)
     yield "gpt_neox.embed_in.weight", (V, E)
     for i in range(c["num_hidden_layers"]):
         p = f"gpt_neox.layers.{i}."
-        yield from norm(p + "input_layernorm", E)
-        yield from norm(p + "post_attention_layernorm", E)
-        yield from dense(p + "attention.query_key_value", 3 * E, E, bias)
-        yield from dense(p + "attention.dense", E, E, bias)
-        yield from dense(p + "mlp.dense_h_to_4h", F, E)
-        yield from dense(p + "mlp.dense_4h_to_h", E, F)
-    yield from norm("gpt_neox.final_layer_norm", E)
+        yield from norm_shapes(p + "input_layernorm", E)
+        yield from norm_shapes(p + "post_attention_layernorm", E)
+        yield from linear_shapes(p + "attention.query_key_value", 3 * E, E, bias)
+        yield from linear_shapes(p + "attention.dense", E, E, bias)
+        yield from linear_shapes(p + "mlp.dense_h_to_4h", F, E)
+        yield from linear_shapes(p + "mlp.dense_4h_to_h", E, F)
+    yield from norm_shapes("gpt_neox.final_layer_norm", E)
     if not c.get("tie_word_embeddings"):
         yield "lm_head.weight", (V, E)
 
 
-SHAPES = {
-    "llama": llama,
-    "mistral": llama,
-    "qwen2": llama,
-    "qwen3": llama,
-    "gemma3_text": llama,
-    "gemma3": gemma3,
-    "gpt2": gpt2,
-    "gptj": gptj,
-    "mpt": mpt,
-    "opt": opt,
-    "gpt_neox": gpt_neox,
+TENSOR_SHAPES = {
+    "llama": llama_shapes,
+    "mistral": llama_shapes,
+    "qwen2": llama_shapes,
+    "qwen3": llama_shapes,
+    "gemma3_text": llama_shapes,
+    "gemma3": gemma3_shapes,
+    "gpt2": gpt2_shapes,
+    "gptj": gptj_shapes,
+    "mpt": mpt_shapes,
+    "opt": opt_shapes,
+    "gpt_neox": gpt_neox_shapes,
 }

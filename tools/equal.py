@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from retain.models.find import find
+from retain.models.find import resolve_model
 from retain.text import Tokenizer
 
 LENGTHS = "20,30,40,60,80,100,150,200,250,300,400,500,600,800,1000,1250,1500,2000,2500,3000"
@@ -65,7 +65,7 @@ def main() -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    path = find(a.model)
+    path = resolve_model(a.model)
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     peer = AutoModelForCausalLM.from_pretrained(
         **where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)

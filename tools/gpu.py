@@ -282,7 +282,7 @@ def decode(model: str, device: str, memory: str | None, prompt: int, new: int) -
 
     sizes = {"context": prompt + new, "max_requests": 256, "step_tokens": min(8192, prompt), "kv_memory": memory}
     llm = LLM(model, device=device, prefix="off", **sizes)
-    S, total = llm.cache.page_size, llm.cache.total_pages // (llm.spec.layers * llm.spec.kv_heads)  # pages of a head
+    S, total = llm.cache.page_size, llm.cache.total_pages // (llm.spec.num_layers * llm.spec.num_kv_heads)  # pages of a head
     pages = -(-(prompt + new) // S)  # of an answer that keeps all
     whole = min(total // pages, 64)
     if not whole:
@@ -310,7 +310,7 @@ def speculate(model: str, device: str, prompt: int) -> Iterator[Line]:
     params, plain = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True), 0.0
     for drafter in (None, "self:k=4", "self:k=4,budget=1024", "self"):
         llm = LLM(model, device=device, context=prompt + 256, max_requests=2, speculate=drafter, prefix="off")
-        text = torch.randint(300, llm.spec.vocab, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+        text = torch.randint(300, llm.spec.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
         answer = llm.ask([Ask(text, params)])[0]
         speed, plain = answer.decode_tok_s, plain or answer.decode_tok_s
         line = {"model": model, "prompt": prompt, "drafter": drafter or "none", "tok_s": speed, "over": speed / plain}
@@ -326,9 +326,9 @@ def peer(model: str, device: str, prompt: int, new: int) -> Iterator[Line]:
     """transformers' own generation on the same shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from retain.models.find import find
+    from retain.models.find import resolve_model
 
-    config = AutoConfig.from_pretrained(find(model))
+    config = AutoConfig.from_pretrained(resolve_model(model))
     with torch.device(device):
         theirs = AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
     for batch in (1, 4):

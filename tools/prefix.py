@@ -34,9 +34,9 @@ def ask(llm: LLM, texts: list[list[int]], policy: str, together: bool) -> list[A
 def empty(llm: LLM) -> None:
     """What is in the pool goes to sleep; what is to be written is."""
     reuse = llm.cache.reuse
-    assert reuse and reuse.sleep
-    reuse.tree.evict(reuse.tree.spare)
-    reuse.sleep.sync()
+    assert reuse and reuse.offloader
+    reuse.tree.evict(reuse.tree.num_evictable_pages)
+    reuse.offloader.sync()
 
 
 def tell(model: str, policy: str, how: str, answers: list[Answer], expected: dict[str, list[list[int]]]) -> bool:

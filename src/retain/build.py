@@ -18,19 +18,19 @@ from retain.kernels import CPU
 from retain.kv import tiers
 from retain.kv.cache import Cache
 from retain.kv.forget import Turn
-from retain.kv.hot import Hot
+from retain.kv.hot import BlockCache
 from retain.kv.needs import Shape
-from retain.kv.packing import Probes
-from retain.kv.reuse import Important, Prefix
-from retain.kv.sleep import Sleep
+from retain.kv.packing import ProbeConfig
+from retain.kv.reuse import SelectiveConfig, PrefixConfig
+from retain.kv.sleep import Offloader
 from retain.kv.tiers import disk, ram
-from retain.models.decoder import Spec
+from retain.models.decoder import ModelSpec
 from retain.models.weights import open_weights
 
 
 def model(
     path: Path, backend: ModuleType, dtype: torch.dtype, weights: str, progress: bool, device: torch.device = CPU
-) -> tuple[Spec, int, Callable[[Cache], Runner], Turn | None]:
+) -> tuple[ModelSpec, int, Callable[[Cache], Runner], Turn | None]:
     """A model's spec, the bytes of its packed weights (0 where torch computes), its runner, given a cache, and what
     moves its keys, if they are turned.
 
@@ -40,7 +40,7 @@ def model(
     # torch wants a bias or a norm of its input's dtype; a program keeps rows in float32.
     vectors = torch.float32 if program else None
     decoder = models.build(open_weights(path, dtype, weights, progress, vectors), program)
-    turn = decoder.ropes[0].moved if decoder.ropes else None
+    turn = decoder.ropes[0].shift if decoder.ropes else None
     if program:
         return decoder.spec, program.weight_bytes, partial(ProgramRunner, program), turn
     return decoder.spec, 0, partial(TorchRunner, decoder, backend), turn
@@ -48,31 +48,31 @@ def model(
 
 def cache(
     c: Config,
-    spec: Spec,
+    spec: ModelSpec,
     backend: ModuleType,
     memory: int,
     context: int,
     columns: int = 1,
     turn: Turn | None = None,
-    reused: Prefix | None = None,
+    reused: PrefixConfig | None = None,
     device: torch.device = CPU,
 ) -> Cache:
     """For a model of this spec, of so many bytes, for texts of at most `context` tokens."""
-    shape, dtype = Shape(spec.kv_heads, spec.head_dim, spec.windows), getattr(torch, c.dtype)
+    shape, dtype = Shape(spec.num_kv_heads, spec.head_dim, spec.windows), getattr(torch, c.dtype)
     return Cache(
         *(shape, backend, dtype, memory, c.page_size, c.max_requests, context, c.step_tokens, columns, turn, reused),
         device,
     )
 
 
-def sleep(c: Config, reused: Prefix, chosen: Sequence[tiers.Tier], cache: Cache, spec: Spec, path: Path) -> Sleep:
+def sleep(c: Config, reused: PrefixConfig, chosen: Sequence[tiers.Tier], cache: Cache, spec: ModelSpec, path: Path) -> Offloader:
     """The tiers below a cache of the model at `path`. Raises ValueError or OSError."""
     kv, shape = cache.kv, cache.shape
     made = (c.weights, c.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
     # What computes decides the last bits: another processor, or another version of us, has other keys and values.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""
     who = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")
-    brand = xxh3_128(repr((made, isinstance(reused, Important), who)).encode())
+    brand = xxh3_128(repr((made, isinstance(reused, SelectiveConfig), who)).encode())
     if any(isinstance(t, disk.Tier) for t in chosen):  # outlives the process: other weights have others too
         for file in [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]:
             with file.open("rb") as f:
@@ -81,18 +81,18 @@ def sleep(c: Config, reused: Prefix, chosen: Sequence[tiers.Tier], cache: Cache,
     return stores(reused, chosen, cache, spec, brand.digest())
 
 
-def stores(reused: Prefix, chosen: Sequence[tiers.Tier], cache: Cache, spec: Spec, brand: bytes) -> Sleep:
+def stores(reused: PrefixConfig, chosen: Sequence[tiers.Tier], cache: Cache, spec: ModelSpec, brand: bytes) -> Offloader:
     """The same of a brand that is known. Memory is asked before disks; where only what is important is loaded, it keeps
     what was read.
     """
     memory, probes, hot = [t for t in chosen if isinstance(t, ram.Tier)], None, None
-    if isinstance(reused, Important):
-        probes = Probes(reused.ratio, spec.scale, spec.kv_heads, cache.backend)
-        hot = Hot(memory[0].capacity, memory[0].evict) if memory else None
+    if isinstance(reused, SelectiveConfig):
+        probes = ProbeConfig(reused.ratio, spec.scale, spec.num_kv_heads, cache.backend)
+        hot = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
         chosen = [t for t in chosen if t not in memory]
         if not chosen:
             raise ValueError("prefix=important loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
     elif memory and memory[0].evict == "worth":
         raise ValueError("evict=worth goes by what is important: it is for --prefix important")
-    opened = sorted((t.open() for t in chosen), key=lambda s: s.replica)
-    return Sleep(opened, cache.kv, spec.kv_heads, brand, probes, hot)
+    opened = sorted((t.open() for t in chosen), key=lambda s: s.write_through)
+    return Offloader(opened, cache.kv, spec.num_kv_heads, brand, probes, hot)

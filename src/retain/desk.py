@@ -14,12 +14,12 @@ from retain.engine.drafting import NO_SPECULATION
 from retain.engine.request import Logprob, Request, SamplingParams, FinishReason
 from retain.engine.sampler import compute_logprobs
 from retain.kv import policies
-from retain.kv.account import account
+from retain.kv.account import request_memory_stats
 from retain.kv.cache import Cache
 from retain.kv.policies import Policy
-from retain.models.decoder import Spec
-from retain.text import Stream, Tokenizer
-from retain.text.form import Words
+from retain.models.decoder import ModelSpec
+from retain.text import IncrementalDetokenizer, Tokenizer
+from retain.text.form import GrammarCompiler
 
 Prompt = str | Sequence[int]
 
@@ -46,7 +46,7 @@ class Ask:
 class Reply:
     """An answer in the making: its request, and its text as far as it may be shown."""
 
-    def __init__(self, request: Request, text: Stream, drafted: bool):
+    def __init__(self, request: Request, text: IncrementalDetokenizer, drafted: bool):
         self.request, self.text, self.drafted = request, text, drafted
         self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens but for the first, where it is scored
         self._new: list[str] = []
@@ -59,13 +59,13 @@ class Reply:
         """The text that came since this was asked last; with the last token all the rest of it."""
         if self.request.finish_reason and not self._closed:
             self._closed = True
-            self._new.append(self.text.close())
+            self._new.append(self.text.flush())
         text = "".join(self._new)
         self._new.clear()
         return text
 
     def _watch(self, token: int) -> bool:
-        self._new.append(self.text.push(token))
+        self._new.append(self.text.add_token(token))
         return self.text.stopped
 
     def _read(self, logits: Tensor) -> None:
@@ -83,7 +83,7 @@ class Desk:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        spec: Spec,
+        spec: ModelSpec,
         cache: Cache,
         policy: Policy,
         context: int,
@@ -95,9 +95,9 @@ class Desk:
         self.columns, self.drafts, self.drafted = columns, drafts, drafted
 
     @cached_property
-    def words(self) -> Words:
+    def words(self) -> GrammarCompiler:
         """The tokens, for forms."""
-        return Words(self.tokenizer, self.spec.vocab)
+        return GrammarCompiler(self.tokenizer, self.spec.vocab_size)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are checked. Raises ValueError."""
@@ -105,7 +105,7 @@ class Desk:
         if (
             len(prompt) > 4 * self.context
             and isinstance(prompt, str)
-            and len(prompt) > self.context * self.tokenizer.longest
+            and len(prompt) > self.context * self.tokenizer.max_token_bytes
         ):
             raise ValueError(f"a text of {len(prompt)} characters exceeds the context of {self.context}: shorten it")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
@@ -115,7 +115,7 @@ class Desk:
         return ids
 
     def _known(self, ids: Sequence[int]) -> None:
-        vocab = self.spec.vocab
+        vocab = self.spec.vocab_size
         if wrong := [t for t in ids if not 0 <= t < vocab]:
             raise ValueError(f"token id {wrong[0]} is outside the model's vocabulary of {vocab}")
 
@@ -124,7 +124,7 @@ class Desk:
         ids, params = self.encode(ask.prompt), ask.params
         self._known([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])
         policy = self.policy if ask.kv_policy is None else policies.parse(ask.kv_policy)
-        if getattr(policy, "per_query", False) and self.columns == 1 < self.spec.heads // self.spec.kv_heads:
+        if getattr(policy, "per_query", False) and self.columns == 1 < self.spec.num_heads // self.spec.num_kv_heads:
             raise ValueError(
                 f"{policies.text(policy)} needs the masses of every query head: start the engine with such a policy"
             )
@@ -144,7 +144,7 @@ class Desk:
         params = ask.params
         if params.seed is not None and i:
             params = replace(params, seed=params.seed + i)  # n answers must differ
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.stop_ids)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.stop_token_ids)
         request = Request(
             prompt=ids,
             params=params,
@@ -155,11 +155,11 @@ class Desk:
             num_system_tokens=ask.system,
             salt=ask.salt,
             drafter_name=ask.speculate or "",
-            grammar=self.words.form(ask.form) if ask.form else None,
+            grammar=self.words.compile(ask.form) if ask.form else None,
             needs_prompt_logits=ask.scored,
         )
         drafted = self.drafted if ask.speculate is None else ask.speculate != NO_SPECULATION
-        return Reply(request, self.tokenizer.stream(params.stop), drafted)
+        return Reply(request, self.tokenizer.create_detokenizer(params.stop), drafted)
 
     def longest_answer(self, prompt: int, policy: Policy | None = None) -> int:
         """How many tokens can follow a prompt of so many.
@@ -197,6 +197,6 @@ class Desk:
 
     def cost(self, request: Request) -> dict[str, Any]:
         """Bytes and slots of a request that has ended."""
-        return account(
+        return request_memory_stats(
             *(self.cache, request.policy, len(request.tokens) - 1, request.peak_slots, request.final_slots, request.num_final_pages)
         )

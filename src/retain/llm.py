@@ -27,8 +27,8 @@ from retain.engine.request import Request, SamplingParams
 from retain.engine.runner import Runner
 from retain.kv import policies, reuse, tiers
 from retain.kv.cache import Cache
-from retain.models.decoder import Spec
-from retain.models.find import find
+from retain.models.decoder import ModelSpec
+from retain.models.find import resolve_model
 from retain.text import Tokenizer
 
 
@@ -44,30 +44,30 @@ class LLM:
         started = perf_counter()
         self.config = c = Config(model, kv_memory=None if kv_memory is None else size(kv_memory), **chosen)
         self.policy = policies.parse(c.kv_policy)
-        reused = reuse.parse(c.prefix)
-        below = tiers.all_of([c.tier] if isinstance(c.tier, str) else c.tier)
+        reused = reuse.parse_prefix_config(c.prefix)
+        below = tiers.parse_all([c.tier] if isinstance(c.tier, str) else c.tier)
         if below and not reused:
             raise ValueError("prefix=off keeps nothing: there is nothing for a tier")
         drafter = drafters.parse(c.speculate) if c.speculate else None
         self.device = kernels.device(c.device)
         backend = kernels.load(c.backend, self.device)
         dtype: torch.dtype = getattr(torch, c.dtype)
-        path = find(model)
+        path = resolve_model(model)
         self.spec, self.weight_bytes, runner, turn = build.model(path, backend, dtype, c.weights, progress, self.device)
         spec = self.spec
         self.tokenizer = Tokenizer.open(path)
-        if c.context and c.context > spec.context:
-            raise ValueError(f"context {c.context} is longer than the model's own, {spec.context}")
-        self.context = c.context or spec.context
-        self.columns = spec.heads // spec.kv_heads if getattr(self.policy, "per_query", False) else 1  # of masses
-        whole = spec.layers * spec.kv_heads * -(-self.context // c.page_size)  # pages
+        if c.context and c.context > spec.max_position_embeddings:
+            raise ValueError(f"context {c.context} is longer than the model's own, {spec.max_position_embeddings}")
+        self.context = c.context or spec.max_position_embeddings
+        self.columns = spec.num_heads // spec.num_kv_heads if getattr(self.policy, "per_query", False) else 1  # of masses
+        whole = spec.num_layers * spec.num_kv_heads * -(-self.context // c.page_size)  # pages
         memory = c.kv_memory or affordable_memory(
             whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype, self.columns),
             torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None,
         )
         self.cache = build.cache(c, spec, backend, memory, self.context, self.columns, turn, reused, self.device)
-        if self.cache.reuse and reused and (below or isinstance(reused, reuse.Important)):
-            self.cache.reuse.below(build.sleep(c, reused, below, self.cache, spec, path))
+        if self.cache.reuse and reused and (below or isinstance(reused, reuse.SelectiveConfig)):
+            self.cache.reuse.set_offloader(build.sleep(c, reused, below, self.cache, spec, path))
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens, drafter)
         rooms = self.tokenizer, spec, self.cache, self.policy, self.context, self.columns
         self.desk = Desk(*rooms, self.draft, drafter is not None)
@@ -93,11 +93,11 @@ class LLM:
             self.engine.runner, self.cache, self._another, lambda weights: self._load(None, weights)[1](self.cache)
         )
 
-    def _load(self, name: str | None, weights: str) -> tuple[Spec, Callable[[Cache], Runner]]:
+    def _load(self, name: str | None, weights: str) -> tuple[ModelSpec, Callable[[Cache], Runner]]:
         """Another model, or this one, with these weights. Raises ValueError where its tokens are others."""
-        path = find(name or self.config.model)
+        path = resolve_model(name or self.config.model)
         check_weights(weights, self.config.dtype)
-        if name and not self.tokenizer.same(Tokenizer.open(path)):
+        if name and not self.tokenizer.has_same_vocab(Tokenizer.open(path)):
             raise ValueError(f"{name} has another vocabulary than {self.config.model}, so it cannot guess its tokens")
         spec, _, runner, _ = build.model(path, self.cache.backend, self.cache.kv.dtype, weights, False, self.device)
         return spec, runner
@@ -105,10 +105,10 @@ class LLM:
     def _another(self, name: str, weights: str) -> tuple[Runner, Cache]:
         """A model beside this one, with a cache for as many tokens."""
         c, (spec, runner) = self.config, self._load(name, weights)
-        pages = self.cache.pool.n_pages // (self.spec.layers * self.spec.kv_heads) + 1  # of a head
+        pages = self.cache.pool.n_pages // (self.spec.num_layers * self.spec.num_kv_heads) + 1  # of a head
         page = kernels.page_bytes(c.page_size, spec.head_dim, self.cache.kv.dtype)
-        memory = pages * spec.layers * spec.kv_heads * page
-        cache = build.cache(c, spec, self.cache.backend, memory, min(self.context, spec.context), device=self.device)
+        memory = pages * spec.num_layers * spec.num_kv_heads * page
+        cache = build.cache(c, spec, self.cache.backend, memory, min(self.context, spec.max_position_embeddings), device=self.device)
         return runner(cache), cache
 
     def generate(
@@ -204,7 +204,7 @@ class LLM:
     def close(self) -> None:
         """Finish what is being written to tiers, and let others open them. The engine can go on without them."""
         if self.cache.reuse:
-            self.cache.reuse.close()
+            self.cache.reuse.close_offloader()
 
     def _run(self, requests: Sequence[Request]) -> None:
         """All of them, to their ends."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from retain.kv.ledger import listed
-from retain.kv.tiers.disk import Disk, Tier
+from retain.kv.ledger import list_spans
+from retain.kv.tiers.disk import DiskStore, Tier
 
 AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
@@ -28,7 +28,7 @@ def ls(path: Path, as_json: bool) -> int:
 def verify(path: Path) -> int:
     """Read everything. What is damaged is removed, and the exit code is 1."""
     store = _open(path)
-    spans, size = len(store.shelf.spans), store.shelf.bytes
+    spans, size = len(store.span_index.spans), store.span_index.used_bytes
     store.verify()
     bad = store.counts["damaged"]
     store.close()
@@ -39,7 +39,7 @@ def verify(path: Path) -> int:
 def clear(path: Path) -> int:
     """Remove everything."""
     store = _open(path)
-    print(f"removed {len(store.shelf.spans)} spans, {store.shelf.bytes / 2**20:.1f} MiB")
+    print(f"removed {len(store.span_index.spans)} spans, {store.span_index.used_bytes / 2**20:.1f} MiB")
     store.clear()
     store.close()
     if failed := store.counts["failed"]:
@@ -47,7 +47,7 @@ def clear(path: Path) -> int:
     return 0
 
 
-def _open(path: Path) -> Disk:
+def _open(path: Path) -> DiskStore:
     _there(path)
     return Tier(str(path), capacity=2**62).open()
 
@@ -60,16 +60,16 @@ def _there(path: Path) -> None:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     _there(path)
     now = time()
-    for span in listed(path):
+    for span in list_spans(path):
         yield {
-            "span": span.number,
-            "kind": "windows" if span.firsts else "text",
-            "first_page": span.begin,
+            "span": span.file_number,
+            "kind": "windows" if span.window_starts else "text",
+            "first_page": span.start_page,
             "pages": len(span.keys),
             "bytes": span.size,
             "hits": span.hits,
-            "age_s": round(now - span.made, 1),
-            "unused_s": round(now - span.used, 1),
+            "age_s": round(now - span.created_at, 1),
+            "unused_s": round(now - span.last_used_at, 1),
         }
 
 

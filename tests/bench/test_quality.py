@@ -150,11 +150,11 @@ def test_the_harness_scores_and_writes_as_the_engine_does(llm: LLM, monkeypatch:
     found = harness.loglikelihood(asked)
     for (text, end), (total, _) in zip((r.args for r in asked), found, strict=True):
         blank = text[len(text.rstrip()) :]
-        ids = llm.tokenizer.encode(blank + end, ends=False)
+        ids = llm.tokenizer.encode(blank + end, add_special_tokens=False)
         assert total == pytest.approx(sum(llm.score([text.rstrip()], [ids], policy)[0]), abs=0.05)
     assert [greedy for _, greedy in found] == [False, False, False, True]
     (whole,) = harness.loglikelihood_rolling([types.SimpleNamespace(args=(STORY,))])
-    ids, start = llm.tokenizer.encode(STORY, ends=False), min(llm.tokenizer.stop_ids)
+    ids, start = llm.tokenizer.encode(STORY, add_special_tokens=False), min(llm.tokenizer.stop_token_ids)
     assert whole == pytest.approx(sum(llm.score([[start]], [ids], policy)[0]), abs=0.05)
     (text,) = harness.generate_until([types.SimpleNamespace(args=(STORY, {"max_gen_toks": 5, "until": []}))])
     assert text == llm.generate(STORY, greedy, policy)[0].text

@@ -16,17 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retain.kv.span import Span, blocks
+from retain.kv.span import Span, alloc_aligned
 from retain.kv.tiers import parse
-from retain.kv.tiers.disk import Disk
-from retain.kv.tiers.ram import Ram
+from retain.kv.tiers.disk import DiskStore
+from retain.kv.tiers.ram import RamStore
 
 ROW = 1536
 
 
-def opened(path: Path, capacity: str = "1GB", more: str = "") -> Disk:
+def opened(path: Path, capacity: str = "1GB", more: str = "") -> DiskStore:
     store = parse(f"disk:path={path},capacity={capacity}{more}").open()
-    assert isinstance(store, Disk)
+    assert isinstance(store, DiskStore)
     return store
 
 
@@ -37,9 +37,9 @@ def key(i: int) -> bytes:
 def span_of(numbers: list[int], layers: int = 3) -> tuple[Span, np.ndarray]:
     """Its content follows from its keys."""
     span = Span(tuple(map(key, numbers)), (len(numbers),) * layers, ROW)
-    data = blocks(span.size)
+    data = alloc_aligned(span.size)
     for layer in range(layers):
-        span.of(data, layer)[:] = content(numbers, layer)
+        span.view_layer(data, layer)[:] = content(numbers, layer)
     return span, data
 
 
@@ -47,26 +47,26 @@ def content(numbers: list[int], layer: int) -> np.ndarray:
     return np.stack([np.random.default_rng((n, layer)).integers(0, 256, ROW, np.uint8) for n in numbers])
 
 
-def read(store: Disk | Ram, span: Span, layer: int, begin: int, end: int) -> np.ndarray:
+def read(store: DiskStore | RamStore, span: Span, layer: int, begin: int, end: int) -> np.ndarray:
     with closing(store.open(span)) as reader:
-        return reader.rows(layer, begin, end)
+        return reader.read_blocks(layer, begin, end)
 
 
-def check(store: Disk | Ram, n: int) -> int:
+def check(store: DiskStore | RamStore, n: int) -> int:
     """All that is there of the first n numbers must be right. How many are."""
     there = 0
     for i in range(n):
         if found := store.find(key(i)):
             span, at = found
             there += 1
-            for layer in range(len(span.rows)):
+            for layer in range(len(span.num_blocks)):
                 assert (read(store, span, layer, at, at + 1) == content([i], layer)).all()
     return there
 
 
 def test_a_part_of_a_span_is_read_alone(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    store.keep(*span_of(list(range(9))))
+    store.put(*span_of(list(range(9))))
     store.sync()
     assert check(store, 9) == 9
     span, _ = store.find(key(4))
@@ -85,22 +85,22 @@ def test_random_operations(by: str, tmp_path: Path) -> None:
         if rng.random() < 0.6:
             for each in (store, ram):
                 span, data = span_of(numbers)
-                if each.wants(span.size) and not any(map(each.has, span.keys)):
-                    each.keep(span, data)
+                if each.accepts(span.size) and not any(map(each.contains, span.keys)):
+                    each.put(span, data)
         elif found := store.find(key(i)):
             store.touch([found[0]])
             store.sync()  # or it may be evicted before it is read
             check(store, 3)
         if (found := ram.find(key(i))) and rng.random() < 0.3:
-            ram.drop(found[0])
+            ram.delete(found[0])
         if step % 500 == 499:
             store.sync()
             assert check(store, 300) > 0 and check(ram, 300) > 0
             store.close()
             store = opened(tmp_path, "200kB", f",evict={by}")
-        assert store.shelf.bytes <= capacity and ram.shelf.bytes <= capacity
+        assert store.span_index.used_bytes <= capacity and ram.shelf.bytes <= capacity
     store.sync()
-    assert sum(f.stat().st_size for f in tmp_path.glob("*.kv")) == store.shelf.bytes
+    assert sum(f.stat().st_size for f in tmp_path.glob("*.kv")) == store.span_index.used_bytes
     assert store.counts["damaged"] == store.counts["failed"] == 0
     store.close()
 
@@ -109,14 +109,14 @@ def test_who_is_used_stays(tmp_path: Path) -> None:
     for by, gone in (("lru", 1), ("lfu", 2)):
         store = opened(tmp_path / by, "36864", f",evict={by}")  # three spans
         for i in range(3):
-            store.keep(*span_of([i]))
+            store.put(*span_of([i]))
             store.sync()
         for i in (1, 1, 0, 2):
             store.touch([store.find(key(i))[0]])
             time.sleep(0.002)
         for _ in range(5):
             store.touch([store.find(key(0))[0]])
-        store.keep(*span_of([7]))
+        store.put(*span_of([7]))
         store.sync()
         assert [i for i in (0, 1, 2, 7) if not store.find(key(i))] == [gone]
         store.close()
@@ -149,14 +149,14 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
         store = opened(tmp_path, "3MB")
         assert store.counts["damaged"] == 0 and store.verify() == 0
         most = max(most, check(store, 600))
-        assert {f.name for f in tmp_path.glob("*.[kt]*")} == {f"{s.number}.kv" for s in store.shelf}
+        assert {f.name for f in tmp_path.glob("*.[kt]*")} == {f"{s.number}.kv" for s in store.span_index}
         store.close()
     assert most > 0
 
 
 def test_what_lies_about_is_removed(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    store.keep(*span_of([0]))
+    store.put(*span_of([0]))
     store.close()
     (tmp_path / "9.tmp").write_bytes(b"half")
     (tmp_path / "8.kv").write_bytes(b"nobody knows it")
@@ -168,7 +168,7 @@ def test_what_lies_about_is_removed(tmp_path: Path) -> None:
 def test_an_index_that_lies_is_not_believed(tmp_path: Path) -> None:
     store = opened(tmp_path)
     for i in range(4):
-        store.keep(*span_of([i]))
+        store.put(*span_of([i]))
     store.close()
     db = sqlite3.connect(tmp_path / "index.db")
     db.execute("update spans set keys = ? where number = 2", (key(17),))
@@ -183,7 +183,7 @@ def test_an_index_that_lies_is_not_believed(tmp_path: Path) -> None:
         (tmp_path / "index.db").write_bytes(garbage)
         store = opened(tmp_path)
         assert check(store, 4) == 0
-        store.keep(*span_of([5]))
+        store.put(*span_of([5]))
         store.sync()
         assert check(store, 6) == 1
         store.close()
@@ -205,7 +205,7 @@ def test_one_engine_at_a_time_and_one_format(tmp_path: Path) -> None:
 def test_a_smaller_capacity_keeps_what_was_used_last(tmp_path: Path) -> None:
     store = opened(tmp_path)
     for i in range(6):
-        store.keep(*span_of([i]))
+        store.put(*span_of([i]))
         store.sync()
         time.sleep(0.002)
     store.touch([store.find(key(0))[0]])

@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from retain.kv.node import Rings
+from retain.kv.node import SlidingWindows
 from retain.kv.pool import Pool
-from retain.kv.prefix import Tree
-from retain.kv.reuse import parse
+from retain.kv.prefix import RadixTree
+from retain.kv.reuse import parse_prefix_config
 
 S, W = 4, 6  # page size, window of the sliding layer
 
@@ -20,7 +20,7 @@ class Rows:
 
     def __init__(self, sliding: bool, pages: int = 60):
         self.pool, self.sliding = Pool(pages), sliding
-        self.tree = Tree(self.pool, S)
+        self.tree = RadixTree(self.pool, S)
         self.pool.reclaim = self.tree.evict
         self.holds: dict[int, list[tuple[int, ...]]] = {}
         self.kept: dict[bytes, list[tuple[int, ...]]] = {}
@@ -36,19 +36,19 @@ class Rows:
 
     def ask(self, who: bytes, text: list[int], limit: int) -> int:
         """Look for a text; what is found must be its own."""
-        hit = self.tree.find(who, text, limit, self.sliding)
+        hit = self.tree.match_prefix(who, text, limit, self.sliding)
         best = max((same(text[:limit], k) for k in self.kept.get(who, [])), default=0)
         if hit is None:
             assert not self.kept.get(who) or limit < 1 or best == 0 or self.evicted
             return 0
-        assert hit.length <= hit.common <= min(limit, best)
-        assert hit.pages.shape[-1] in (hit.common // S, -(-hit.common // S))
-        for n in (hit.length, hit.common // S * S):
+        assert hit.length <= hit.common_length <= min(limit, best)
+        assert hit.pages.shape[-1] in (hit.common_length // S, -(-hit.common_length // S))
+        for n in (hit.length, hit.common_length // S * S):
             self.holds_all(text, hit.pages[0, 0] if hit.pages.size else [], 0, range(n))
         if not self.sliding and not self.evicted:
             assert hit.length == best
         if self.sliding and hit.length:
-            (first,), (pages,) = hit.rings.first, hit.rings.pages
+            (first,), (pages,) = hit.sliding_windows.first_pages, hit.sliding_windows.pages
             self.holds_all(text, pages[0], first, range(max(hit.length - W + 1, 0), hit.length))
         return hit.length
 
@@ -67,7 +67,7 @@ class Rows:
         pages, rings = self.pages_of(text, 0, n), None
         if self.sliding:
             least = first * S + W - 1 if first else 0
-            rings = Rings((first,), (self.pages_of(text, first, n - first),), least)
+            rings = SlidingWindows((first,), (self.pages_of(text, first, n - first),), least)
         self.tree.insert(who, text, pages[None], rings)
         self.pool.give(pages.ravel())
         self.kept.setdefault(who, []).append(tuple(text))
@@ -93,12 +93,12 @@ def test_random_operations(sliding: bool, pages: int, seed: int) -> None:
             rows.keep(who, text)
         else:
             n = rng.randint(1, 10)
-            free, spare = rows.pool.free, rows.tree.spare
-            assert spare == rows.pool.used == len(rows.tree.held)
+            free, spare = rows.pool.free, rows.tree.num_evictable_pages
+            assert spare == rows.pool.used == len(rows.tree.all_pages)
             rows.tree.evict(n)
             rows.evicted = True
             assert rows.pool.free - free >= (n if n <= spare else 0)
-        rows.pool.check(rows.tree.held)
+        rows.pool.check(rows.tree.all_pages)
     assert found > 50
     rows.tree.clear()
     assert rows.pool.used == 0
@@ -114,11 +114,11 @@ def test_without_eviction_everything_is_found() -> None:
     kept = rows.kept[b"a"]
     whole = {t[:n] for t in kept for n in range(S, len(t) + 1, S)}
     tails = {t for t in kept if len(t) % S and not any(u[: len(t)] == t for u in kept if len(u) > len(t))}
-    assert rows.tree.spare == len(whole) + len(tails)  # what is alike is there once
+    assert rows.tree.num_evictable_pages == len(whole) + len(tails)  # what is alike is there once
 
 
 def test_names_that_there_are() -> None:
-    assert parse("off") is None and parse("exact").keep == "all" and parse("exact:keep=prompt").keep == "prompt"
+    assert parse_prefix_config("off") is None and parse_prefix_config("exact").keep == "all" and parse_prefix_config("exact:keep=prompt").keep == "prompt"
     for wrong in ("on", "exact:keep=some", "off:keep=all", "exact:x=1", "exact:keep"):
         with pytest.raises(ValueError):
-            parse(wrong)
+            parse_prefix_config(wrong)

@@ -15,7 +15,7 @@ from retain.engine.request import Request, SamplingParams, FinishReason
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
-from retain.kv.reuse import Prefix
+from retain.kv.reuse import PrefixConfig
 
 
 class Blind:
@@ -60,7 +60,7 @@ class Schedule(RuleBasedStateMachine):
         pages=st.integers(40, 120),
         step_tokens=st.integers(5, 40) | st.integers(80, 150),
         windows=st.lists(st.one_of(st.none(), st.integers(1, 60)), min_size=1, max_size=3),
-        prefix=st.sampled_from([None, Prefix(), Prefix(keep="prompt")]),
+        prefix=st.sampled_from([None, PrefixConfig(), PrefixConfig(keep="prompt")]),
     )
     def start(self, pages, step_tokens, windows, prefix):
         shape = Shape(kv_heads=2, head_dim=8, windows=tuple(windows))

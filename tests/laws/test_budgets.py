@@ -15,11 +15,11 @@ from retain.engine.request import Request, SamplingParams
 from retain.kernels import GUMBEL
 from retain.kernels.reference.noise import key, noise
 from retain.kv import policies
-from retain.models.decoder import Spec
+from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
 from tests.kernels.scene import assert_close
 from tests.rig import prompts, request, rig, run
-from tests.tiny import tiny_source
+from tests.tiny import tiny_checkpoint
 
 FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text"]  # grouped heads, learned positions, ALiBi, some layers that slide
 
@@ -28,9 +28,9 @@ class Lists:
     """A model that keeps [position, key, value, masses] of every token in a list for each layer and kv head."""
 
     def __init__(self, family: str, rank: str, **chosen: Any):
-        self.model = models.build(Weights(tiny_source(family), torch.float32))
-        self.spec: Spec = self.model.spec
-        self.kept = [[[] for _ in range(self.spec.kv_heads)] for _ in range(self.spec.layers)]
+        self.model = models.build(Weights(tiny_checkpoint(family), torch.float32))
+        self.spec: ModelSpec = self.model.spec
+        self.kept = [[[] for _ in range(self.spec.num_kv_heads)] for _ in range(self.spec.num_layers)]
         self.full = [i for i, w in enumerate(self.spec.windows) if w is None]
         chosen = {"budget": 40, "recent": 12, "sinks": 0, "interval": 1, "chunk": 0, **chosen}
         self.budget, self.recent, self.sinks, self.interval, self.chunk = (
@@ -41,7 +41,7 @@ class Lists:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s, o = self.spec, torch.zeros_like(q)
-        R = s.heads // s.kv_heads
+        R = s.num_heads // s.num_kv_heads
         for g, kept in enumerate(self.kept[layer]):
             kept += [[int(p), k[t, g], v[t, g], [0.0] * R] for t, p in enumerate(self.pos)]
             at = torch.tensor([e[0] for e in kept])
@@ -51,8 +51,8 @@ class Lists:
                 fade = self.chosen.get("damping", 0.0 if self.rank == "tova" else 1.0)
                 for r in range(R):
                     x = s.scale * keys @ q[t, g * R + r]
-                    if s.slopes:
-                        x = x + s.slopes[g * R + r] * (at - p)
+                    if s.alibi_slopes:
+                        x = x + s.alibi_slopes[g * R + r] * (at - p)
                     x = x.masked_fill(~seen, -torch.inf)
                     o[t, g * R + r] = x.softmax(0) @ values
                     for e, y in zip(kept, self.leaves(x, at, layer, g, p).tolist(), strict=True):
@@ -93,7 +93,7 @@ class Lists:
         if rank == "dilated":
             return {j: kept[j][0] - 10**6 * (kept[j][0] % 2) for j in free}
         if rank == "random":  # a number of its own for each layer, head and position
-            rng, shape = torch.Generator().manual_seed(0), (len(self.full), self.spec.kv_heads)
+            rng, shape = torch.Generator().manual_seed(0), (len(self.full), self.spec.num_kv_heads)
             factor = 12.9898 + float(torch.rand(*shape, generator=rng, dtype=torch.float64)[self.full.index(layer), g])
             return {j: abs(math.fmod(math.sin((kept[j][0] + 1) * factor) * 43758.5453, 1)) for j in free}
         if rank == "knorm":
@@ -109,11 +109,11 @@ class Lists:
         return {j: max(masses[j]) if heads == "kv-max" else sum(masses[j]) for j in free}
 
     def forget(self, now: int) -> None:
-        for layer in set(range(self.spec.layers)) - set(self.full):
+        for layer in set(range(self.spec.num_layers)) - set(self.full):
             for kept in self.kept[layer]:
                 kept[:] = [e for e in kept if e[0] > now - self.spec.windows[layer]]
         share = self.chosen.get("share", "none")
-        heads = [(layer, g) for layer in self.full for g in range(self.spec.kv_heads)]
+        heads = [(layer, g) for layer in self.full for g in range(self.spec.num_kv_heads)]
         before = {h: list(self.kept[h[0]][h[1]]) for h in heads}
         begins = now == self.prompt - 1 and len(before[heads[0]]) > self.budget
         due = begins or now < self.prompt - 1 or now == self.due
@@ -151,7 +151,7 @@ class Lists:
             for kept in heads:
                 for j, e in enumerate(kept):
                     for rope in self.model.ropes:
-                        e[1] = rope.turn(e[1][None, None], rope.angles(torch.tensor([j - e[0]]), e[1].dtype))[0, 0]
+                        e[1] = rope.apply(e[1][None, None], rope.angles(torch.tensor([j - e[0]]), e[1].dtype))[0, 0]
                     e[0] = j
         self.shift = now + 1 - len(self.kept[0][0])
 
@@ -176,7 +176,7 @@ class Lists:
         while len(tokens) < self.prompt + n:
             self.pos = torch.arange(len(tokens) - len(fresh), len(tokens)) - self.shift
             x = self.model.forward(torch.tensor(fresh), self.pos, self.attend)
-            fresh = [int(self.model.logits(x[-1:]).argmax())]
+            fresh = [int(self.model.compute_logits(x[-1:]).argmax())]
             if len(tokens) == self.prompt and self.rank == "reread":
                 self.read_again(tokens, self.chosen["rereads"])
             self.forget(len(tokens) - 1)
@@ -253,7 +253,7 @@ def test_lists_keep_the_same_tokens(family: str, policy: str) -> None:
         with pytest.raises(ValueError, match="window"):
             rig(family).add(request([1], 1, policy))
         return
-    engine = rig(family, columns=plain.spec.heads // plain.spec.kv_heads)
+    engine = rig(family, columns=plain.spec.num_heads // plain.spec.num_kv_heads)
     asked = request([7 * i % 128 for i in range(70)], 201, policy)
     want = plain.generate(asked.prompt, 200, 201, asked.noise_seed)
     engine.add(asked)
@@ -264,7 +264,7 @@ def test_lists_keep_the_same_tokens(family: str, policy: str) -> None:
         for g, kept in enumerate(heads):
             if plain.spec.windows[layer] is None:
                 ours, theirs = positions(engine, asked.row, layer, g), {e[0] for e in kept}
-                if plain.spec.slopes and plain.rank == "keydiff":  # keys of equal tokens are equal, but for rounding
+                if plain.spec.alibi_slopes and plain.rank == "keydiff":  # keys of equal tokens are equal, but for rounding
                     assert {asked.tokens[p] for p in ours} == {asked.tokens[p] for p in theirs}
                     continue
                 assert ours == theirs

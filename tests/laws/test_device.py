@@ -18,7 +18,7 @@ from retain.engine import drafters
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.kernels import triton
-from retain.text.form import lark
+from retain.text.form import grammar_from_lark
 from tests.laws.test_tiers import disk
 from tests.rig import request, rig, run
 
@@ -137,11 +137,11 @@ def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
         )
         found = [steps(engine, [request(t, 3)])[0] for t in texts]
         tree = engine.cache.reuse.tree
-        tree.evict(tree.spare)
-        engine.cache.reuse.sleep.sync()
+        tree.evict(tree.num_evictable_pages)
+        engine.cache.reuse.offloader.sync()
         again = request(texts[0], 3)
         found += steps(engine, [again])
-        engine.cache.reuse.close()
+        engine.cache.reuse.close_offloader()
         return found, again.num_cached_tokens
 
     (found, woken), _ = far(go)
@@ -158,8 +158,8 @@ def test_only_what_is_important(tmp_path: Path) -> None:
         for _ in range(3):  # computed, woken, woken from what was packed
             engine.cache.reuse.tree.clear()
             found += steps(engine, [request(text, 2)])
-            engine.cache.reuse.sleep.sync()
-        assert sum(engine.cache.reuse.sleep.woken.values()) > 60
+            engine.cache.reuse.offloader.sync()
+        assert sum(engine.cache.reuse.offloader.num_loaded_tokens.values()) > 60
         return found
 
     assert far(go)[0] == want * 3
@@ -173,7 +173,7 @@ def test_the_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
         params = SamplingParams(max_tokens=3, temperature=0.7, seed=1, n=2, logprobs=2, ignore_eos=True)
         drafts = LLM("random:tiny", dtype="float32", kv_memory="8MiB", speculate="draft:model=random:tiny,k=2", **there)
         answers = [*llm.generate("hello there", params), *drafts.generate([[5, 6, 7, 8] * 5], GREEDY_SHORT)]
-        (form,) = llm.ask([Ask("x", SamplingParams(max_tokens=2, temperature=0), form=lark('start: "a" "b"'))])
+        (form,) = llm.ask([Ask("x", SamplingParams(max_tokens=2, temperature=0), form=grammar_from_lark('start: "a" "b"'))])
         tops = [t for a in answers for p in a.logprobs or () for t in (p.token_id, *(token for token, _ in p.top_logprobs))]
         scores = [round(x, 3) for x in llm.score([[5, 6, 7, 8]], [[9, 10]])[0]]
         return [[a.token_ids for a in answers], tops, form.text, scores]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from retain import LLM, SamplingParams
-from retain.models.find import find
+from retain.models.find import resolve_model
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
 NEW = 16
@@ -19,7 +19,7 @@ def transformers_answers(model, prompts):
     """Greedy float32 answers of transformers, from the same GGUF file."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    path = find(model)
+    path = resolve_model(model)
     peer = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )

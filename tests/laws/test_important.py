@@ -11,8 +11,8 @@ import torch
 
 from retain.engine.loop import Engine
 from retain.kernels import NO_WINDOW
-from retain.kv.hot import Hot
-from retain.kv.selective import Selective
+from retain.kv.hot import BlockCache
+from retain.kv.selective import SelectiveLoader
 from tests.laws.test_prefix import texts
 from tests.laws.test_tiers import disk, flip, restart, store
 from tests.rig import request, rig, run, steps
@@ -27,7 +27,7 @@ def important(family: str, path: Path, ratio: float, **options: object) -> Engin
 
 def pack(engine: Engine) -> None:
     """Wait until what was looked at is packed and written."""
-    engine.cache.reuse.sleep.sync()
+    engine.cache.reuse.offloader.sync()
 
 
 def forget(engine: Engine) -> None:
@@ -49,7 +49,7 @@ def test_all_of_it_is_everything(family: str, backend: str, tmp_path: Path) -> N
             pack(engine)
             forget(engine)
             assert run(engine, [request(t) for t in made]) == plain
-        assert family == "gemma3_text" or any(s.packed for s in store(engine).shelf)
+        assert family == "gemma3_text" or any(s.is_reordered for s in store(engine).span_index)
         restart(engine)
 
 
@@ -60,27 +60,27 @@ def test_a_packed_span_has_the_same_tokens_elsewhere(tmp_path: Path) -> None:
     c = engine.cache
     r = request(text)
     run(engine, [r])
-    hit = c.reuse.find(r.policy, text, 96, "")
+    hit = c.reuse.match_prefix(r.policy, text, 96, "")
     pages = hit.pages[..., :6]  # [L, G, n]
     k, v = (x.view(*pages.shape, 16, -1) for x in c.backend.read(c.kv, torch.from_numpy(pages).long().flatten()))
     pack(engine)
     forget(engine)
     run(engine, [request(text)])
     pack(engine)
-    ((span, _),) = {store(engine).find(key) for s in store(engine).shelf for key in s.keys[:1]}
-    assert span.packed
-    sleep = c.reuse.sleep
+    ((span, _),) = {store(engine).find(key) for s in store(engine).span_index for key in s.keys[:1]}
+    assert span.is_reordered
+    sleep = c.reuse.offloader
     reader = store(engine).open(span)
-    notes = sleep.probes.notes(span, reader.notes(), c.kv)
-    for m in range(len(span.rows)):
-        assert (np.diff(notes.mass[m][notes.order[m]]) <= 0).all()
+    notes = sleep.probe_config.parse_metadata(span, reader.read_metadata(), c.kv)
+    for m in range(len(span.num_blocks)):
+        assert (np.diff(notes.mass[m][notes.token_order[m]]) <= 0).all()
         at = c.pool.take(pages[0].size).reshape(-1, pages.shape[1])  # [n, G]
-        from retain.kv.fetch import Job
+        from retain.kv.fetch import ReadJob
 
-        sleep.put(Job(store(engine), span, m, 0, at, 0), reader.rows(m, 0, 6))
+        sleep.write_pages(ReadJob(store(engine), span, m, 0, at, 0), reader.read_blocks(m, 0, 6))
         ours = [x.view(6, -1, 16, x.shape[-1]) for x in c.backend.read(c.kv, torch.from_numpy(at).long().flatten())]
         for mine, theirs in zip(ours, (k[m], v[m]), strict=True):  # [n, G, S, D], [G, n, S, D]
-            flat = theirs.flatten(1, 2)[:, torch.from_numpy(notes.order[m].astype(np.int64))]
+            flat = theirs.flatten(1, 2)[:, torch.from_numpy(notes.token_order[m].astype(np.int64))]
             assert (mine.transpose(0, 1).flatten(1, 2) == flat).all()
     reader.close()
     restart(engine)
@@ -94,8 +94,8 @@ def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pyte
     cache = engine.cache
     run(engine, [request([*stem, 1, 2])])
     chosen: list[dict[int, int]] = []
-    done = Selective.done
-    monkeypatch.setattr(Selective, "done", lambda self: chosen.append(self.chosen) or done(self))
+    done = SelectiveLoader.finish
+    monkeypatch.setattr(SelectiveLoader, "done", lambda self: chosen.append(self.chosen) or done(self))
     monkeypatch.setattr("retain.kv.importance.agree", lambda mass, ratio: True)
     for i in range(3):
         pack(engine)
@@ -114,7 +114,7 @@ def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pyte
         assert len(r.output_tokens) == 40 and r.num_cached_tokens == 160
         assert cache.free_pages == cache.total_pages
         if i:
-            hit = cache.reuse.find(r.policy, r.prompt, 160, "")
+            hit = cache.reuse.match_prefix(r.policy, r.prompt, 160, "")
             assert hit is None or hit.length == 0  # it leaves nothing
     restart(engine)
 
@@ -141,7 +141,7 @@ def test_company_budgets_followers_and_preemption(tmp_path: Path) -> None:
                 engine.cancel(mine[3])
         assert [r.output_tokens for r in theirs] == (plain if not round else [])
         assert all(len(r.output_tokens) == r.max_tokens for r in [*mine[:3], *mine[4:], *twins])
-        assert not engine.cache.reuse.thin and not engine.cache.reuse.fetches
+        assert not engine.cache.reuse.sparse_rows and not engine.cache.reuse.loads
         pack(engine)
     assert sum(store(engine).counts["read"] for _ in range(1)) > 0
     restart(engine)
@@ -193,7 +193,7 @@ def test_spans_that_are_longer_than_what_is_wanted_of_them(tmp_path: Path) -> No
 def test_rows_that_stay_in_memory_change_nothing(by: str, tmp_path: Path) -> None:
     """The same choices, the same tokens; less is read."""
     made, answers, read = texts(4), [], []
-    for n, hot in enumerate((None, Hot(150_000, by))):
+    for n, hot in enumerate((None, BlockCache(150_000, by))):
         engine = important("llama", tmp_path / str(n), 0.4)
         for _ in range(2):
             for t in made:
@@ -201,7 +201,7 @@ def test_rows_that_stay_in_memory_change_nothing(by: str, tmp_path: Path) -> Non
                 pack(engine)  # spans are the same in both
             forget(engine)
         before = store(engine).counts["read"]
-        engine.cache.reuse.sleep.hot = hot
+        engine.cache.reuse.offloader.block_cache = hot
         answers.append([])
         for t in [*made, *made]:
             answers[-1] += run(engine, [request(t)])

@@ -147,7 +147,7 @@ def test_a_guess_or_a_neighbour_ends_no_pin() -> None:
     engine.add(*[request([i] * 40, 80) for i in range(3)])
     for _ in steps(engine):
         assert engine.cache.reuse.tree.pins
-    assert engine.cache.reuse.tree.unpin()
+    assert engine.cache.reuse.tree.unpin_all()
 
 
 def test_nodes_that_hold_nothing_go_too() -> None:
@@ -157,8 +157,8 @@ def test_nodes_that_hold_nothing_go_too() -> None:
         stem = [rng.randrange(128) for _ in range(48)]
         run(engine, [request(stem + [rng.randrange(128) for _ in range(30)], 4) for _ in range(2)])
     assert engine.cache.reuse
-    leaves = [node for node in engine.cache.reuse.tree._nodes() if not node.children]
-    assert sum(not node.held.size for node in leaves) <= 2
+    leaves = [node for node in engine.cache.reuse.tree._iter_nodes() if not node.children]
+    assert sum(not node.all_pages.size for node in leaves) <= 2
 
 
 def test_windows_are_found_beside_longer_texts_that_have_none_there() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from retain.engine.loop import Engine
 from retain.kv.begin import adopt
-from retain.kv.tiers.disk import Disk
+from retain.kv.tiers.disk import DiskStore
 from tests.laws.test_prefix import asked, disturbed, salted, texts
 from tests.rig import request, rig, run, steps
 
@@ -22,12 +22,12 @@ def disk(path: Path, capacity: str = "100MB") -> str:
 
 
 def restart(engine: Engine) -> None:
-    engine.cache.reuse.close()
+    engine.cache.reuse.close_offloader()
 
 
-def store(engine: Engine) -> Disk:
-    found = engine.cache.reuse.sleep.stores[-1]
-    assert isinstance(found, Disk)
+def store(engine: Engine) -> DiskStore:
+    found = engine.cache.reuse.offloader.stores[-1]
+    assert isinstance(found, DiskStore)
     return found
 
 
@@ -59,14 +59,14 @@ def test_in_company_and_where_pages_are_short(family: str, below: str, tmp_path:
     rng = random.Random(5)
     for _ in range(4):
         made = disturbed(engine, family, rng, plain)
-    told = engine.cache.reuse.sleep.told()
+    told = engine.cache.reuse.offloader.stats()
     assert all(t["bytes"] <= t["capacity"] for t in told)
     for text in {tuple(r.prompt) for r in made}:
-        engine.cache.reuse.tree.evict(engine.cache.reuse.tree.spare)
+        engine.cache.reuse.tree.evict(engine.cache.reuse.tree.num_evictable_pages)
         if below != "ram":
             store(engine).sync()
         run(engine, [request(text)])
-    assert sum(engine.cache.reuse.sleep.woken.values()) > 0, told
+    assert sum(engine.cache.reuse.offloader.num_loaded_tokens.values()) > 0, told
     restart(engine)
 
 
@@ -114,7 +114,7 @@ def test_what_is_damaged_is_computed_again(family: str, harm, when: str, tmp_pat
     found.sync()
     assert harm is lose or found.counts["damaged"] > 0
     found.verify()  # nobody has asked for all of it
-    assert found.verify() == 0 and len(found.shelf.spans) > 0  # what somebody asked for was stored again
+    assert found.verify() == 0 and len(found.span_index.spans) > 0  # what somebody asked for was stored again
     restart(engine)
 
 
@@ -123,7 +123,7 @@ def test_a_disk_that_fails_costs_time_only(call: str, tmp_path: Path, monkeypatc
     """Full, or broken: what cannot be read is computed, what cannot be written is not kept."""
     made, answers = filled(tmp_path)
     engine = rig("llama", backend="cpu", prefix="exact", tiers=[disk(tmp_path)])
-    before = store(engine).shelf.bytes
+    before = store(engine).span_index.used_bytes
 
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -136,7 +136,7 @@ def test_a_disk_that_fails_costs_time_only(call: str, tmp_path: Path, monkeypatc
     if call == "preadv":
         assert all(r.num_cached_tokens == 0 for r in [request(made[0])])
     else:
-        assert store(engine).counts["failed"] > 0 and store(engine).shelf.bytes == before
+        assert store(engine).counts["failed"] > 0 and store(engine).span_index.used_bytes == before
         assert not list(tmp_path.glob("*.tmp"))
     monkeypatch.undo()
     run(engine, [request(t) for t in others])  # it works again
@@ -169,9 +169,9 @@ def test_layers_that_do_not_come_in_time_are_waited_for(tmp_path: Path) -> None:
         r = request(longest)
         engine.add(r)
         engine.scheduler.schedule()
-        assert engine.cache.reuse.fetches
+        assert engine.cache.reuse.loads
         end(r)
-        assert not engine.cache.reuse.fetches
+        assert not engine.cache.reuse.loads
         engine.cache.check()
         for _ in steps(engine):
             pass
@@ -198,7 +198,7 @@ def test_where_there_is_no_room_for_what_sleeps_it_is_computed(tmp_path: Path, m
 def test_whatever_a_reader_meets_costs_nobody_else_anything(error, tmp_path: Path, monkeypatch) -> None:
     made, answers = filled(tmp_path)
     engine = rig("llama", backend="cpu", prefix="exact", tiers=[disk(tmp_path)])
-    monkeypatch.setattr(engine.cache.reuse.sleep, "put", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(engine.cache.reuse.offloader, "put", lambda *_: (_ for _ in ()).throw(error))
     for r in (requests := [request(t) for t in made]):
         engine.add(r)
     for _ in steps(engine):

@@ -17,10 +17,10 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
-from retain.text.stream import byte_alphabet
-from tests.tiny import Tiny
+from retain.text.stream import unicode_to_bytes
+from tests.tiny import TinyCheckpoint
 
-ARCHS = {
+GGUF_ARCHS = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
@@ -29,7 +29,7 @@ ARCHS = {
     "gpt_neox": "gptneox",
     "mpt": "mpt",
 }
-ALPHABET = {b: c for c, b in byte_alphabet().items()}
+BYTE_TO_CHAR = {b: c for c, b in unicode_to_bytes().items()}
 # 128 tokens: 100 bytes' worth of letters, some merges, and three control tokens at the end.
 MERGES = [
     "h e",
@@ -48,51 +48,51 @@ MERGES = [
     "a n",
     "i n",
 ]
-WORDS = [ALPHABET[b] for b in range(10, 120)] + [m.replace(" ", "") for m in MERGES] + ["<|a|>", "<|b|>", "<|c|>"]
-BYTES: dict[str, Any] = {
+BYTE_LEVEL_TOKENS = [BYTE_TO_CHAR[b] for b in range(10, 120)] + [m.replace(" ", "") for m in MERGES] + ["<|a|>", "<|b|>", "<|c|>"]
+BYTE_LEVEL_VOCABULARY: dict[str, Any] = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": WORDS,
+    "tokenizer.ggml.tokens": BYTE_LEVEL_TOKENS,
     "tokenizer.ggml.token_type": [1] * 125 + [3] * 3,
     "tokenizer.ggml.merges": MERGES,
     "tokenizer.ggml.bos_token_id": 125,
     "tokenizer.ggml.eos_token_id": 126,
 }
-PIECES = ["▁the", "▁cat", "ca", "▁s", "at", "th", "the", "▁t", "▁c", "▁the▁cat", "he", "▁sat", "▁▁"]
-SPM_WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "<tag>", *PIECES, *"▁thecasox.,é"]
-SPM: dict[str, Any] = {
+SENTENCEPIECE_PIECES = ["▁the", "▁cat", "ca", "▁s", "at", "th", "the", "▁t", "▁c", "▁the▁cat", "he", "▁sat", "▁▁"]
+SENTENCEPIECE_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "<tag>", *SENTENCEPIECE_PIECES, *"▁thecasox.,é"]
+SENTENCEPIECE_VOCABULARY: dict[str, Any] = {
     "tokenizer.ggml.model": "llama",
-    "tokenizer.ggml.tokens": SPM_WORDS,
-    "tokenizer.ggml.scores": [0.0] * 260 + [-float(i) for i in range(len(SPM_WORDS) - 260)],
-    "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [4] + [1] * (len(SPM_WORDS) - 260),
+    "tokenizer.ggml.tokens": SENTENCEPIECE_TOKENS,
+    "tokenizer.ggml.scores": [0.0] * 260 + [-float(i) for i in range(len(SENTENCEPIECE_TOKENS) - 260)],
+    "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [4] + [1] * (len(SENTENCEPIECE_TOKENS) - 260),
     "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 2,
     "tokenizer.ggml.unknown_token_id": 0,
 }
 
 
-def write(
+def write_gguf(
     path: Path,
-    source: Tiny,
-    kind: str = "F32",
+    checkpoint: TinyCheckpoint,
+    ggml_type: str = "F32",
     vocabulary: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
     tensors: dict[str, NDArray[Any]] | None = None,
 ) -> Path:
     """A GGUF of the source's model. Matrices are of `kind`; `extra` metadata replaces the usual, None takes it away."""
-    arch = ARCHS[source.config["model_type"]]
-    meta = {**metadata(arch, source.config), **(vocabulary or {}), **(extra or {})}
+    arch = GGUF_ARCHS[checkpoint.config["model_type"]]
+    meta = {**config_to_metadata(arch, checkpoint.config), **(vocabulary or {}), **(extra or {})}
     w = GGUFWriter(path, arch)
     for key, value in meta.items():
         if value is not None:
-            put(w, key, value)
+            add_metadata(w, key, value)
     names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 100)
-    for name in source.names():
+    for name in checkpoint.names():
         stem, _, leaf = name.rpartition(".")
         theirs = names.get_name(stem)
         assert theirs, name
-        x = converted(arch, name, source.read(name), source.config)
-        to = GGMLQuantizationType[kind] if x.ndim == 2 else GGMLQuantizationType.F32
+        x = convert_tensor(arch, name, checkpoint.read(name), checkpoint.config)
+        to = GGMLQuantizationType[ggml_type] if x.ndim == 2 else GGMLQuantizationType.F32
         w.add_tensor(f"{theirs}.{leaf}", gguf.quants.quantize(x, to), raw_dtype=to)
     for name, values in (tensors or {}).items():
         w.add_tensor(name, values)
@@ -103,7 +103,7 @@ def write(
     return path
 
 
-def put(w: GGUFWriter, key: str, value: Any) -> None:
+def add_metadata(w: GGUFWriter, key: str, value: Any) -> None:
     """One pair of metadata, of the type that llama.cpp's converter would use."""
     if isinstance(value, bool):
         w.add_bool(key, value)
@@ -117,7 +117,7 @@ def put(w: GGUFWriter, key: str, value: Any) -> None:
         w.add_array(key, value)
 
 
-def metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
+def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
     """What the converter makes of config.json."""
     hidden = c.get("hidden_size") or c.get("n_embd") or c["d_model"]
     heads = c.get("num_attention_heads") or c.get("n_head") or c["n_heads"]
@@ -148,7 +148,7 @@ def metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in said.items()}
 
 
-def converted(arch: str, name: str, x: torch.Tensor, c: dict[str, Any]) -> NDArray[np.float32]:
+def convert_tensor(arch: str, name: str, x: torch.Tensor, c: dict[str, Any]) -> NDArray[np.float32]:
     """A tensor as the converter writes it."""
     a = x.float().numpy()
     if arch == "llama" and (".q_proj." in name or ".k_proj." in name):

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from retain import models
 from retain.kernels import NO_WINDOW, Tables, reference
-from retain.models.decoder import Attend, Decoder, Spec
+from retain.models.decoder import Attend, Decoder, ModelSpec
 from retain.models.weights import Weights
-from tests.tiny import CONFIGS, Tiny, tiny_model, tiny_source
+from tests.tiny import CONFIGS, TinyCheckpoint, tiny_model, tiny_checkpoint
 
 Changes = dict[str, Any]
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -76,32 +76,32 @@ VARIANTS: dict[str, list[Changes]] = {
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rotary_pct": 0.25},
     ],
 }
-CASES = [(family, changes) for family in models.names() for changes in [{}, *VARIANTS[family]]]
-case = pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
+CASES = [(family, changes) for family in models.list_families() for changes in [{}, *VARIANTS[family]]]
+each_case = pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
 
 
-class Slots:
+class ReferenceCache:
     """A cache that forgets nothing: for every layer and request a table of pages in order, of the reference backend."""
 
-    PAGE = 4
+    PAGE_SIZE = 4
 
-    def __init__(self, spec: Spec, requests: int, length: int, dtype: torch.dtype = torch.float32):
-        self.spec, n = spec, -(-length // self.PAGE)
-        shape = (spec.layers, requests, spec.kv_heads, n)
+    def __init__(self, spec: ModelSpec, num_requests: int, length: int, dtype: torch.dtype = torch.float32):
+        self.spec, n = spec, -(-length // self.PAGE_SIZE)
+        shape = (spec.num_layers, num_requests, spec.num_kv_heads, n)
         self.pages = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int32).view(shape)
-        self.kv = reference.allocate(1 + self.pages.numel(), self.PAGE, spec.head_dim, dtype)
+        self.kv = reference.allocate(1 + self.pages.numel(), self.PAGE_SIZE, spec.head_dim, dtype)
         self.kv.pos.fill_(-1)
 
-    def attend(self, counts: Sequence[int], pos: Tensor) -> Attend:
+    def make_attend(self, counts: Sequence[int], pos: Tensor) -> Attend:
         """For a step with so many fresh tokens of each request, at these positions."""
         s, starts = self.spec, torch.tensor([0, *counts]).cumsum(0).int()
         rows = torch.arange(len(counts), dtype=torch.int32)
         owner = rows.long().repeat_interleave(torch.tensor(counts))  # [T]
-        slopes = None if s.slopes is None else torch.tensor(s.slopes)
+        slopes = None if s.alibi_slopes is None else torch.tensor(s.alibi_slopes)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pages = self.pages[layer]  # [B, G, n]
-            slots = pages[owner, :, pos // self.PAGE].T * self.PAGE + pos % self.PAGE  # [G, T]
+            slots = pages[owner, :, pos // self.PAGE_SIZE].T * self.PAGE_SIZE + pos % self.PAGE_SIZE  # [G, T]
             reference.write(self.kv, slots.int(), k, v, pos.int())
             tables = Tables(
                 pages=pages,
@@ -117,15 +117,15 @@ class Slots:
 
 
 @torch.inference_mode()
-def run(model: Decoder, texts: Sequence[Tensor], steps: Sequence[Sequence[int]]) -> list[Tensor]:
+def run_decoder(model: Decoder, texts: Sequence[Tensor], steps: Sequence[Sequence[int]]) -> list[Tensor]:
     """The logits of every token of the texts, computed in steps that pay so many tokens of each."""
-    slots = Slots(model.spec, len(texts), max(map(len, texts)), model.embed(texts[0], texts[0]).dtype)
+    slots = ReferenceCache(model.spec, len(texts), max(map(len, texts)), model.embedding(texts[0], texts[0]).dtype)
     done, logits = [0] * len(texts), [[] for _ in texts]
     for counts in steps:
         spans = [slice(n, n + count) for n, count in zip(done, counts, strict=True)]
         pos = torch.cat([torch.arange(span.start, span.stop) for span in spans])
         ids = torch.cat([text[span] for text, span in zip(texts, spans, strict=True)])
-        out = model.logits(model.forward(ids, pos, slots.attend(counts, pos)))
+        out = model.compute_logits(model.forward(ids, pos, slots.make_attend(counts, pos)))
         for piece, into in zip(out.split(list(counts)), logits, strict=True):
             into.append(piece)
         done = [span.stop for span in spans]
@@ -134,83 +134,83 @@ def run(model: Decoder, texts: Sequence[Tensor], steps: Sequence[Sequence[int]])
 
 
 @torch.inference_mode()
-def judge(source: Tiny, text: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def transformers_logits(checkpoint: TinyCheckpoint, text: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The logits that transformers computes from the same config and tensors."""
-    return hugging_face(source).to(dtype)(text[None]).logits[0].float()
+    return build_transformers_model(checkpoint).to(dtype)(text[None]).logits[0].float()
 
 
-def hugging_face(source: Tiny) -> Any:
+def build_transformers_model(checkpoint: TinyCheckpoint) -> Any:
     """The same model in transformers. All tensors must be known there, in these shapes, and no others be missing."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = json.loads(json.dumps(source.config))
+    config = json.loads(json.dumps(checkpoint.config))
     kind, auto = config.pop("model_type"), AutoModelForCausalLM
     if kind == "gemma3":
         config, auto = {**config, "vision_config": VISION, "mm_tokens_per_image": 4}, AutoModelForImageTextToText
     model = auto.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager").eval()
-    result = model.load_state_dict({name: source.read(name) for name in source.names()}, strict=False)
+    result = model.load_state_dict({name: checkpoint.read(name) for name in checkpoint.names()}, strict=False)
     missing = {name for name in result.missing_keys if "vision_tower" not in name and "projector" not in name}
     assert not result.unexpected_keys and missing <= {"lm_head.weight"}
     return model
 
 
 @cache
-def text(n: int, seed: int = 0) -> Tensor:
+def random_tokens(n: int, seed: int = 0) -> Tensor:
     return torch.randint(128, (n,), generator=torch.Generator().manual_seed(seed))
 
 
-def close(ours: Tensor, theirs: Tensor) -> None:
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
     assert theirs.std() > 0.5  # logits that differ clearly
     torch.testing.assert_close(ours / theirs.std(), theirs / theirs.std(), atol=5e-5, rtol=0)
 
 
-@case
+@each_case
 def test_equals_transformers(family: str, changes: Changes) -> None:
-    source = tiny_source(family, **changes)
-    model, ids = models.build(Weights(source, torch.float32)), text(40)
-    theirs = judge(source, ids)
+    source = tiny_checkpoint(family, **changes)
+    model, ids = models.build(Weights(source, torch.float32)), random_tokens(40)
+    theirs = transformers_logits(source, ids)
     for name, steps in {
         "prefill": [40],
         "chunks": [1, 3, 7, 1, 3, 7, 1, 3, 7, 1, 3, 3],
         "decode": [15] + [1] * 25,
     }.items():
-        (ours,) = run(model, [ids], [[n] for n in steps])
+        (ours,) = run_decoder(model, [ids], [[n] for n in steps])
         try:
-            close(ours, theirs)
+            assert_close(ours, theirs)
         except AssertionError as e:
             raise AssertionError(f"{name}: {e}") from e
 
 
-@pytest.mark.parametrize("family", models.names())
+@pytest.mark.parametrize("family", models.list_families())
 def test_two_requests_of_different_lengths(family: str) -> None:
-    source, texts = tiny_source(family), [text(40), text(23, seed=1)]
-    ours = run(models.build(Weights(source, torch.float32)), texts, [[20, 3], [1, 10], [0, 9], [18, 1], [1, 0]])
+    source, texts = tiny_checkpoint(family), [random_tokens(40), random_tokens(23, seed=1)]
+    ours = run_decoder(models.build(Weights(source, torch.float32)), texts, [[20, 3], [1, 10], [0, 9], [18, 1], [1, 0]])
     for mine, ids in zip(ours, texts, strict=True):
-        close(mine, judge(source, ids))
+        assert_close(mine, transformers_logits(source, ids))
 
 
-@case
+@each_case
 def test_the_config_that_transformers_5_writes_is_read_the_same(family: str, changes: Changes) -> None:
-    source = tiny_source(family, **changes)
-    (ours,) = run(models.build(Weights(source, torch.float32)), [text(40)], [[40]])
-    config = json.loads(hugging_face(source).config.to_json_string(use_diff=False))
+    source = tiny_checkpoint(family, **changes)
+    (ours,) = run_decoder(models.build(Weights(source, torch.float32)), [random_tokens(40)], [[40]])
+    config = json.loads(build_transformers_model(source).config.to_json_string(use_diff=False))
     assert "rope_theta" not in config
-    (again,) = run(models.build(Weights(Tiny(config, source.shapes, source.seed), torch.float32)), [text(40)], [[40]])
+    (again,) = run_decoder(models.build(Weights(TinyCheckpoint(config, source.shapes, source.seed), torch.float32)), [random_tokens(40)], [[40]])
     assert torch.equal(ours, again)
 
 
-@pytest.mark.parametrize("family", models.names())
+@pytest.mark.parametrize("family", models.list_families())
 def test_bfloat16_is_as_near_as_that_of_transformers(family: str) -> None:
-    source, ids = tiny_source(family), text(40)
-    (ours,) = run(tiny_model(family, torch.bfloat16), [ids], [[20], [20]])
-    exact = judge(source, ids)
-    error, theirs = (ours - exact).std(), (judge(source, ids, torch.bfloat16) - exact).std()
+    source, ids = tiny_checkpoint(family), random_tokens(40)
+    (ours,) = run_decoder(tiny_model(family, torch.bfloat16), [ids], [[20], [20]])
+    exact = transformers_logits(source, ids)
+    error, theirs = (ours - exact).std(), (transformers_logits(source, ids, torch.bfloat16) - exact).std()
     assert ours.dtype == torch.float32
     assert 0 < error < 1.3 * theirs < 0.3 * exact.std()
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    assert sorted(CONFIGS) == sorted(VARIANTS) == models.names()
+    assert sorted(CONFIGS) == sorted(VARIANTS) == models.list_families()
 
 
 def test_mpt_honours_alibi_bias_max() -> None:
@@ -220,23 +220,23 @@ def test_mpt_honours_alibi_bias_max() -> None:
     for heads, largest in ((4, 8), (8, 16), (6, 4), (12, 5), (1, 8)):
         config = {**CONFIGS["mpt"], "n_heads": heads, "d_model": 96, "attn_config": {"alibi_bias_max": largest}}
         theirs = -build_mpt_alibi_tensor(heads, 2, largest)[:, 0, 0]  # distance 1
-        torch.testing.assert_close(torch.tensor(models.family("mpt").spec(config).slopes), theirs)
+        torch.testing.assert_close(torch.tensor(models.load_family("mpt").spec(config).slopes), theirs)
 
 
-class Renamed:
+class RenamedCheckpoint:
     """A source whose file has other names."""
 
-    def __init__(self, source: Tiny, old: str, new: str):
-        self.config, self.source = source.config, source
-        self.old = {name.replace(old, new): name for name in source.names()}
+    def __init__(self, checkpoint: TinyCheckpoint, old: str, new: str):
+        self.config, self.checkpoint = checkpoint.config, checkpoint
+        self.old_names = {name.replace(old, new): name for name in checkpoint.names()}
 
     def names(self) -> set[str]:
-        return set(self.old)
+        return set(self.old_names)
 
     def read(self, name: str) -> Tensor:
-        return self.source.read(self.old[name])
+        return self.checkpoint.read(self.old_names[name])
 
-    def quanta(self, name: str, transposed: bool = False) -> None:
+    def read_quantized(self, name: str, transposed: bool = False) -> None:
         return None
 
 
@@ -256,9 +256,9 @@ class Renamed:
     ],
 )
 def test_other_names_of_the_same_tensors(family: str, old: str, new: str) -> None:
-    source = tiny_source(family)
-    decoders = [models.build(Weights(s, torch.float32)) for s in (source, Renamed(source, old, new))]
-    a, b = (run(d, [text(9)], [[9]])[0] for d in decoders)
+    source = tiny_checkpoint(family)
+    decoders = [models.build(Weights(s, torch.float32)) for s in (source, RenamedCheckpoint(source, old, new))]
+    a, b = (run_decoder(d, [random_tokens(9)], [[9]])[0] for d in decoders)
     assert torch.equal(a, b)
 
 
@@ -304,7 +304,7 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
     ],
 )
 def test_refuses_in_one_line(family: str, changes: Changes, why: str) -> None:
-    source = tiny_source(family, tie_word_embeddings=True)  # what the file has
+    source = tiny_checkpoint(family, tie_word_embeddings=True)  # what the file has
     source.config = {k: v for k, v in {**source.config, **changes}.items() if v is not None}
     with pytest.raises(ValueError, match=re.escape(why)) as e:
         models.build(Weights(source, torch.float32))
@@ -312,7 +312,7 @@ def test_refuses_in_one_line(family: str, changes: Changes, why: str) -> None:
 
 
 def test_a_file_with_some_biases_only_is_refused() -> None:
-    source = tiny_source("qwen2")
+    source = tiny_checkpoint("qwen2")
     del source.shapes["model.layers.1.self_attn.k_proj.bias"]
     with pytest.raises(ValueError, match="some but not all of q_proj, k_proj, v_proj have a bias"):
         models.build(Weights(source, torch.float32))

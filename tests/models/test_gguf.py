@@ -14,33 +14,33 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from retain import models
-from retain.models.find import find
-from retain.models.gguf import GGUF
-from retain.models.gguf.blocks import SIZES, numbers
-from retain.models.gguf.configs import llama3_scaling
-from retain.models.gguf.header import Header
-from retain.models.weights import Weights, open_source, open_weights
-from tests.models.ggufs import ARCHS, BYTES, write
-from tests.tiny import Tiny, tiny_source
+from retain.models.find import resolve_model
+from retain.models.gguf import GGUFCheckpoint
+from retain.models.gguf.blocks import GGML_BLOCK_SIZES, dequantize_tensor
+from retain.models.gguf.configs import recover_llama3_scaling
+from retain.models.gguf.header import GGUFReader
+from retain.models.weights import Weights, open_checkpoint, open_weights
+from tests.models.ggufs import GGUF_ARCHS, BYTE_LEVEL_VOCABULARY, write_gguf
+from tests.tiny import TinyCheckpoint, tiny_checkpoint
 
-QUANTISED = [k for k in GGMLQuantizationType if k.name not in ("I8", "I16", "I32", "I64", "F64")]
+FLOAT_TYPES = [k for k in GGMLQuantizationType if k.name not in ("I8", "I16", "I32", "I64", "F64")]
 
 
-def tiny(model_type: str) -> Tiny:
+def tiny_for_gguf(model_type: str) -> TinyCheckpoint:
     """Without what a GGUF file of that architecture cannot say."""
     if model_type == "gemma3_text":  # every sixth layer sees everything, whatever the file
-        return tiny_source(model_type, sliding_window_pattern=6, num_hidden_layers=7, query_pre_attn_scalar=16)
+        return tiny_checkpoint(model_type, sliding_window_pattern=6, num_hidden_layers=7, query_pre_attn_scalar=16)
     if model_type == "qwen2":
-        return tiny_source(model_type, use_sliding_window=False)
-    return tiny_source(model_type)
+        return tiny_checkpoint(model_type, use_sliding_window=False)
+    return tiny_checkpoint(model_type)
 
 
 # Numbers
 
 
-@pytest.mark.parametrize("kind", QUANTISED, ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", FLOAT_TYPES, ids=lambda k: k.name)
 def test_numbers_are_those_of_the_library(kind: GGMLQuantizationType) -> None:
-    block, width = SIZES[kind]
+    block, width = GGML_BLOCK_SIZES[kind]
     shape = (5, 2 * block if block > 1 else 7)
     raw = np.random.default_rng(kind).integers(0, 256, (5 * shape[1] // block) * width, dtype=np.uint8)
     try:
@@ -48,9 +48,9 @@ def test_numbers_are_those_of_the_library(kind: GGMLQuantizationType) -> None:
             right = gguf.quants.dequantize(raw.reshape(5, -1), kind)
     except NotImplementedError:
         with pytest.raises(ValueError, match="not supported"):
-            numbers(raw, kind, shape)
+            dequantize_tensor(raw, kind, shape)
         return
-    ours = numbers(raw, kind, shape)
+    ours = dequantize_tensor(raw, kind, shape)
     assert ours.shape == shape
     assert np.array_equal(ours.float().numpy().view(np.uint32), right.astype(np.float32).view(np.uint32)) or (
         np.array_equal(ours.float().numpy(), right, equal_nan=True)  # NaNs may have another payload
@@ -59,9 +59,9 @@ def test_numbers_are_those_of_the_library(kind: GGMLQuantizationType) -> None:
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_a_quantised_file(tmp_path: Path, kind: str) -> None:
-    source = tiny("llama")
-    path = write(tmp_path / "m.gguf", source, kind)
-    ours, exact = GGUF(path), {}
+    source = tiny_for_gguf("llama")
+    path = write_gguf(tmp_path / "m.gguf", source, kind)
+    ours, exact = GGUFCheckpoint(path), {}
     for tensor in gguf.GGUFReader(path).tensors:
         exact[tensor.name] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     assert np.array_equal(ours.read("model.layers.1.mlp.down_proj.weight").float(), exact["blk.1.ffn_down.weight"])
@@ -74,24 +74,24 @@ def test_a_quantised_file(tmp_path: Path, kind: str) -> None:
 # Architectures
 
 
-@pytest.mark.parametrize("model_type", ARCHS)
+@pytest.mark.parametrize("model_type", GGUF_ARCHS)
 def test_every_architecture_comes_back(tmp_path: Path, model_type: str) -> None:
-    source = tiny(model_type)
-    ours = open_source(write(tmp_path / "m.gguf", source, vocabulary=BYTES))
-    assert isinstance(ours, GGUF)
+    source = tiny_for_gguf(model_type)
+    ours = open_checkpoint(write_gguf(tmp_path / "m.gguf", source, vocabulary=BYTE_LEVEL_VOCABULARY))
+    assert isinstance(ours, GGUFCheckpoint)
     assert ours.names() == source.names()
     for name in source.names():
         assert torch.allclose(ours.read(name), source.read(name), rtol=0, atol=1e-6), name
-    family = models.family(ours.config["model_type"])
+    family = models.load_family(ours.config["model_type"])
     assert family.spec(ours.config) == family.spec(source.config)
     assert (ours.config["bos_token_id"], ours.config["eos_token_id"]) == (125, 126)
-    assert ours.meta["tokenizer.ggml.pre"] == "gpt-2"
+    assert ours.metadata["tokenizer.ggml.pre"] == "gpt-2"
     models.build(Weights(ours, torch.float32))
 
 
 def test_biases_of_llama_are_put_back_in_order(tmp_path: Path) -> None:
-    source = tiny_source("llama", attention_bias=True)
-    ours = GGUF(write(tmp_path / "m.gguf", source))
+    source = tiny_checkpoint("llama", attention_bias=True)
+    ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", source))
     assert all(torch.equal(ours.read(n), source.read(n)) for n in source.names())
 
 
@@ -100,12 +100,12 @@ def test_transformers_reads_the_same(tmp_path: Path, model_type: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    path = write(tmp_path / "m.gguf", tiny(model_type), "Q8_0", BYTES, {"general.name": "tiny"})
+    path = write_gguf(tmp_path / "m.gguf", tiny_for_gguf(model_type), "Q8_0", BYTE_LEVEL_VOCABULARY, {"general.name": "tiny"})
     theirs = load_gguf_checkpoint(str(path))["config"]
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.for_model(**theirs))
     state = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=empty)["tensors"]
-    ours = GGUF(path)
+    ours = GGUFCheckpoint(path)
     assert ours.names() == state.keys()
     for name in ours.names():
         assert torch.equal(ours.read(name).float(), state[name]), name
@@ -115,8 +115,8 @@ def test_transformers_reads_the_same(tmp_path: Path, model_type: str) -> None:
 
 
 def test_the_embedded_llama() -> None:
-    path = find("smollm2")
-    ours = GGUF(path)
+    path = resolve_model("smollm2")
+    ours = GGUFCheckpoint(path)
     config = ours.config
     assert config["num_hidden_layers"] == 30
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (9, 3, 64)
@@ -133,7 +133,7 @@ def test_the_embedded_llama() -> None:
 
 def test_the_embedded_gemma() -> None:
     start = time.perf_counter()
-    ours = GGUF(find("gemma3"))
+    ours = GGUFCheckpoint(resolve_model("gemma3"))
     assert time.perf_counter() - start < 3  # ten seconds with the library; 0.1 when nothing else runs
     config = ours.config
     assert config["model_type"] == "gemma3_text"
@@ -148,26 +148,26 @@ def test_the_embedded_gemma() -> None:
 # What the config says
 
 
-def config(tmp_path: Path, model_type: str = "llama", **extra: Any) -> dict[str, Any]:
-    arch = ARCHS[model_type]
+def read_config(tmp_path: Path, model_type: str = "llama", **extra: Any) -> dict[str, Any]:
+    arch = GGUF_ARCHS[model_type]
     more = {f"{arch}.{key.replace('__', '.')}": value for key, value in extra.items()}
-    return GGUF(write(tmp_path / "m.gguf", tiny(model_type), extra=more)).config
+    return GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf(model_type), extra=more)).config
 
 
 def test_rope_scaling(tmp_path: Path) -> None:
-    assert config(tmp_path)["rope_scaling"] is None
-    assert config(tmp_path, rope__scaling__type="none")["rope_scaling"] is None
-    assert config(tmp_path, rope__scale_linear=2.0)["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    linear = config(tmp_path, rope__scaling__type="linear", rope__scaling__factor=8.0)
+    assert read_config(tmp_path)["rope_scaling"] is None
+    assert read_config(tmp_path, rope__scaling__type="none")["rope_scaling"] is None
+    assert read_config(tmp_path, rope__scale_linear=2.0)["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    linear = read_config(tmp_path, rope__scaling__type="linear", rope__scaling__factor=8.0)
     assert linear["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
     yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 128}
     right = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    assert config(tmp_path, **yarn)["rope_scaling"] == right
+    assert read_config(tmp_path, **yarn)["rope_scaling"] == right
     with pytest.raises(ValueError, match="attn_factor"):
-        config(tmp_path, **yarn, rope__scaling__attn_factor=2.0)
+        read_config(tmp_path, **yarn, rope__scaling__attn_factor=2.0)
 
 
-def llama3_factors(dim: int, theta: float, factor: float = 8.0) -> np.ndarray[Any, Any]:
+def llama3_rope_factors(dim: int, theta: float, factor: float = 8.0) -> np.ndarray[Any, Any]:
     """As llama.cpp's converter computes them."""
     low, high, old = 1.0, 4.0, 8192
     factors = []
@@ -186,45 +186,45 @@ def llama3_factors(dim: int, theta: float, factor: float = 8.0) -> np.ndarray[An
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3_scaling_is_recovered_from_its_tensor(tmp_path: Path, factor: float) -> None:
     """And gives the frequencies that llama.cpp would use."""
-    from retain.models.rope import parameters, rope
+    from retain.models.rope import get_rope_parameters, get_rope
 
-    source = tiny_source("llama", head_dim=128, num_attention_heads=2, num_key_value_heads=1, rope_theta=500000.0)
-    factors = llama3_factors(128, 500000.0, factor)
-    ours = GGUF(write(tmp_path / "m.gguf", source, tensors={"rope_freqs.weight": factors}))
+    source = tiny_checkpoint("llama", head_dim=128, num_attention_heads=2, num_key_value_heads=1, rope_theta=500000.0)
+    factors = llama3_rope_factors(128, 500000.0, factor)
+    ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", source, tensors={"rope_freqs.weight": factors}))
     assert ours.config["rope_scaling"]["rope_type"] == "llama3"
     assert ours.names() == source.names()
-    freqs = rope(128, parameters(ours.config)).freqs
+    freqs = get_rope(128, get_rope_parameters(ours.config)).freqs
     plain = 500000.0 ** -(torch.arange(0, 128, 2) / 128)
     assert torch.allclose(freqs, plain / torch.from_numpy(factors), rtol=1e-5)
 
 
 def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
-    factors = llama3_factors(16, 10000.0)
-    assert llama3_scaling(torch.ones(8), 10000.0) is None
+    factors = llama3_rope_factors(16, 10000.0)
+    assert recover_llama3_scaling(torch.ones(8), 10000.0) is None
     for wrong in (factors[::-1].copy(), factors + 0.5, factors[:4], np.full(8, np.nan, np.float32), factors * 0):
         with pytest.raises(ValueError, match="rope_freqs"):
-            GGUF(write(tmp_path / "m.gguf", tiny("llama"), tensors={"rope_freqs.weight": wrong}))
+            GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), tensors={"rope_freqs.weight": wrong}))
 
 
 def test_gemma_scales_its_queries(tmp_path: Path) -> None:
-    assert config(tmp_path, "gemma3_text")["query_pre_attn_scalar"] == 16
-    large = tiny_source("gemma3_text", num_hidden_layers=62, hidden_size=96, head_dim=16)
-    assert GGUF(write(tmp_path / "m.gguf", large)).config["query_pre_attn_scalar"] == 24
+    assert read_config(tmp_path, "gemma3_text")["query_pre_attn_scalar"] == 16
+    large = tiny_checkpoint("gemma3_text", num_hidden_layers=62, hidden_size=96, head_dim=16)
+    assert GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", large)).config["query_pre_attn_scalar"] == 24
 
 
 def test_gemma_may_list_which_layers_slide(tmp_path: Path) -> None:
     slides = [True, False] * 3 + [True]
-    types = config(tmp_path, "gemma3_text", attention__sliding_window_pattern=slides)["layer_types"]
+    types = read_config(tmp_path, "gemma3_text", attention__sliding_window_pattern=slides)["layer_types"]
     assert [kind == "sliding_attention" for kind in types] == slides
-    assert config(tmp_path, "gemma3_text", attention__sliding_window_pattern=2)["layer_types"] == types
+    assert read_config(tmp_path, "gemma3_text", attention__sliding_window_pattern=2)["layer_types"] == types
     with pytest.raises(ValueError, match="for 2 layers, there are 7"):
-        config(tmp_path, "gemma3_text", attention__sliding_window_pattern=slides[:2])
+        read_config(tmp_path, "gemma3_text", attention__sliding_window_pattern=slides[:2])
 
 
 def test_layers_that_agree_may_be_listed(tmp_path: Path) -> None:
-    assert config(tmp_path, attention__head_count_kv=[2, 2, 2])["num_key_value_heads"] == 2
+    assert read_config(tmp_path, attention__head_count_kv=[2, 2, 2])["num_key_value_heads"] == 2
     with pytest.raises(ValueError, match="differs between layers"):
-        config(tmp_path, attention__head_count_kv=[2, 1, 2])
+        read_config(tmp_path, attention__head_count_kv=[2, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_layers_that_agree_may_be_listed(tmp_path: Path) -> None:
 )
 def test_what_is_not_supported_is_said(tmp_path: Path, extra: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why) as e:
-        GGUF(write(tmp_path / "m.gguf", tiny("llama"), extra=extra))
+        GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), extra=extra))
     name, said = str(e.value).split(".gguf: ")
     assert name == str(tmp_path / "m") and "\n" not in said
     assert said.startswith("damaged GGUF file: ") != any(word in said for word in ("supported", "parts", "not known"))
@@ -252,17 +252,17 @@ def test_what_is_not_supported_is_said(tmp_path: Path, extra: dict[str, Any], wh
 
 def test_a_tensor_that_is_not_known_is_not_ignored(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"blk\.0\.attn_sinks"):
-        GGUF(write(tmp_path / "m.gguf", tiny("llama"), tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)}))
+        GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)}))
 
 
 # Weights
 
 
 def test_weights_have_one_dtype_and_tell_of_progress(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", tiny("llama"), "Q8_0")
+    path = write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), "Q8_0")
     w = open_weights(path, torch.bfloat16, progress=True)  # no terminal here, so no bar
     assert w["model.norm.weight"].dtype == torch.bfloat16
-    assert "weight" not in w.at("model.norm.x.") and "weight" in w.at("model.norm.")
+    assert "weight" not in w.scope("model.norm.x.") and "weight" in w.scope("model.norm.")
     with pytest.raises(ValueError, match=r"no tensor 'model\.norm\.bias'"):
         w["model.norm.bias"]
 
@@ -271,10 +271,10 @@ def test_the_bar_is_drawn_on_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    path = write(tmp_path / "m.gguf", tiny("llama"))
+    path = write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"))
     for progress in (False, True):
         w = open_weights(path, torch.float32, progress=progress)
-        for name in w.source.names():
+        for name in w.checkpoint.names():
             w[name]
         out, err = capsys.readouterr()
         assert not out and ("loading m.gguf" in err) == progress
@@ -288,21 +288,21 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
 # Damage
 
 
-def raw(tensors: bytes = b"", pairs: bytes = b"", n_tensors: int = 0, n_pairs: int = 0, version: int = 3) -> bytes:
+def gguf_bytes(tensors: bytes = b"", pairs: bytes = b"", n_tensors: int = 0, n_pairs: int = 0, version: int = 3) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_pairs) + pairs + tensors
 
 
-def text(s: str) -> bytes:
+def string_bytes(s: str) -> bytes:
     return struct.pack("<Q", len(s)) + s.encode()
 
 
-def tensor(name: str, *dims: int, kind: int = 0, offset: int = 0) -> bytes:
-    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+def tensor_info_bytes(name: str, *dims: int, kind: int = 0, offset: int = 0) -> bytes:
+    return string_bytes(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
 
 
-HUGE = struct.pack("<Q", 1 << 60)
-PAIR = text("a") + struct.pack("<II", 4, 7)
-DATA = bytes(200)
+HUGE_COUNT = struct.pack("<Q", 1 << 60)
+METADATA_PAIR = string_bytes("a") + struct.pack("<II", 4, 7)
+ZERO_BYTES = bytes(200)
 
 
 @pytest.mark.parametrize(
@@ -312,30 +312,30 @@ DATA = bytes(200)
         b"GG",
         b"GGUF",
         b"GGUF\x03\x00\x00\x00",
-        raw(n_tensors=1 << 60),
-        raw(n_pairs=1 << 60),
-        raw(n_pairs=1 << 60, pairs=DATA),
-        raw(n_pairs=1, pairs=HUGE + b"abc"),
-        raw(n_pairs=1, pairs=text("a") + struct.pack("<I", 8) + HUGE),
-        raw(n_pairs=1, pairs=text("a") + struct.pack("<I", 13) + DATA),
-        raw(n_pairs=1, pairs=text("a") + struct.pack("<II", 9, 8) + HUGE + DATA),
-        raw(n_pairs=1, pairs=text("a") + struct.pack("<II", 9, 4) + HUGE + DATA),
-        raw(n_pairs=1, pairs=text("a") + struct.pack("<IIQ", 9, 8, 3) + b"\xff" * 99),
-        raw(n_pairs=1, pairs=text("a") + struct.pack("<IIQ", 9, 9, 1) + DATA),
-        raw(n_pairs=2, pairs=PAIR + PAIR + DATA),
-        raw(n_pairs=1, pairs=struct.pack("<Q", 2) + b"\xff\xfe" + struct.pack("<II", 4, 7)),
-        raw(tensor("t", 8) + tensor("t", 8, offset=32) + DATA, n_tensors=2),
-        raw(tensor("t", 8, 0) + DATA, n_tensors=1),
-        raw(tensor("t") + DATA, n_tensors=1),
-        raw(tensor("t", 1, 1, 1, 1, 1) + DATA, n_tensors=1),
-        raw(tensor("t", 8, offset=4) + DATA, n_tensors=1),
-        raw(tensor("t", 8, offset=320) + DATA, n_tensors=1),
-        raw(tensor("t", 8, offset=1 << 60) + DATA, n_tensors=1),
-        raw(tensor("t", 1 << 40, 1 << 40) + DATA, n_tensors=1),
-        raw(tensor("t", 16) + tensor("u", 16, offset=32) + DATA, n_tensors=2),
-        raw(tensor("t", 16, kind=8) + DATA, n_tensors=1),
-        raw(tensor("t", 8, kind=99) + DATA, n_tensors=1),
-        raw(tensor("t", 8) + DATA, n_tensors=1, pairs=text("general.alignment") + struct.pack("<II", 4, 3), n_pairs=1),
+        gguf_bytes(n_tensors=1 << 60),
+        gguf_bytes(n_pairs=1 << 60),
+        gguf_bytes(n_pairs=1 << 60, pairs=ZERO_BYTES),
+        gguf_bytes(n_pairs=1, pairs=HUGE_COUNT + b"abc"),
+        gguf_bytes(n_pairs=1, pairs=string_bytes("a") + struct.pack("<I", 8) + HUGE_COUNT),
+        gguf_bytes(n_pairs=1, pairs=string_bytes("a") + struct.pack("<I", 13) + ZERO_BYTES),
+        gguf_bytes(n_pairs=1, pairs=string_bytes("a") + struct.pack("<II", 9, 8) + HUGE_COUNT + ZERO_BYTES),
+        gguf_bytes(n_pairs=1, pairs=string_bytes("a") + struct.pack("<II", 9, 4) + HUGE_COUNT + ZERO_BYTES),
+        gguf_bytes(n_pairs=1, pairs=string_bytes("a") + struct.pack("<IIQ", 9, 8, 3) + b"\xff" * 99),
+        gguf_bytes(n_pairs=1, pairs=string_bytes("a") + struct.pack("<IIQ", 9, 9, 1) + ZERO_BYTES),
+        gguf_bytes(n_pairs=2, pairs=METADATA_PAIR + METADATA_PAIR + ZERO_BYTES),
+        gguf_bytes(n_pairs=1, pairs=struct.pack("<Q", 2) + b"\xff\xfe" + struct.pack("<II", 4, 7)),
+        gguf_bytes(tensor_info_bytes("t", 8) + tensor_info_bytes("t", 8, offset=32) + ZERO_BYTES, n_tensors=2),
+        gguf_bytes(tensor_info_bytes("t", 8, 0) + ZERO_BYTES, n_tensors=1),
+        gguf_bytes(tensor_info_bytes("t") + ZERO_BYTES, n_tensors=1),
+        gguf_bytes(tensor_info_bytes("t", 1, 1, 1, 1, 1) + ZERO_BYTES, n_tensors=1),
+        gguf_bytes(tensor_info_bytes("t", 8, offset=4) + ZERO_BYTES, n_tensors=1),
+        gguf_bytes(tensor_info_bytes("t", 8, offset=320) + ZERO_BYTES, n_tensors=1),
+        gguf_bytes(tensor_info_bytes("t", 8, offset=1 << 60) + ZERO_BYTES, n_tensors=1),
+        gguf_bytes(tensor_info_bytes("t", 1 << 40, 1 << 40) + ZERO_BYTES, n_tensors=1),
+        gguf_bytes(tensor_info_bytes("t", 16) + tensor_info_bytes("u", 16, offset=32) + ZERO_BYTES, n_tensors=2),
+        gguf_bytes(tensor_info_bytes("t", 16, kind=8) + ZERO_BYTES, n_tensors=1),
+        gguf_bytes(tensor_info_bytes("t", 8, kind=99) + ZERO_BYTES, n_tensors=1),
+        gguf_bytes(tensor_info_bytes("t", 8) + ZERO_BYTES, n_tensors=1, pairs=string_bytes("general.alignment") + struct.pack("<II", 4, 3), n_pairs=1),
     ],
 )
 def test_damage_is_found_at_once(tmp_path: Path, data: bytes) -> None:
@@ -343,7 +343,7 @@ def test_damage_is_found_at_once(tmp_path: Path, data: bytes) -> None:
     path.write_bytes(data)
     start = time.perf_counter()
     with pytest.raises(ValueError) as e:
-        Header(path)
+        GGUFReader(path)
     assert time.perf_counter() - start < 1
     assert str(e.value).startswith(f"{path}: damaged GGUF file: ") or "begin with 'GGUF'" in str(e.value)
     assert "\n" not in str(e.value)
@@ -352,12 +352,12 @@ def test_damage_is_found_at_once(tmp_path: Path, data: bytes) -> None:
 def test_huge_counts_in_a_huge_file(tmp_path: Path) -> None:
     """Zeros are strings of no length, as many as you like: the count is compared with the file before any is made."""
     path = tmp_path / "m.gguf"
-    path.write_bytes(raw(n_pairs=1, pairs=text("a") + struct.pack("<II", 9, 8) + HUGE))
+    path.write_bytes(gguf_bytes(n_pairs=1, pairs=string_bytes("a") + struct.pack("<II", 9, 8) + HUGE_COUNT))
     with path.open("ab") as f:
         f.truncate(1 << 30)  # holes, no bytes
     start = time.perf_counter()
     with pytest.raises(ValueError, match="1152921504606846976 strings"):
-        Header(path)
+        GGUFReader(path)
     assert time.perf_counter() - start < 1
 
 
@@ -384,8 +384,8 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[4] = version
         path.write_bytes(data)
-        header = Header(path)
-        meta = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in header.meta.items()}
+        header = GGUFReader(path)
+        meta = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in header.metadata.items()}
         assert meta == {
             "general.architecture": "x",
             **values,
@@ -393,17 +393,17 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
             **{"strings": ["a", "", "é"], "ints": [1, 2, 3], "bools": [True, False]},
         }
         stored = header.tensors["t"]
-        assert numbers(header.raw(stored), stored.kind, stored.shape).tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert dequantize_tensor(header.tensor_bytes(stored), stored.ggml_type, stored.shape).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(("version", "why"), [(1, "version 1"), (4, "version 4"), (3 << 24, "big-endian")])
 def test_other_versions_are_refused(tmp_path: Path, version: int, why: str) -> None:
     path = tmp_path / "m.gguf"
-    path.write_bytes(raw(version=version))
+    path.write_bytes(gguf_bytes(version=version))
     with pytest.raises(ValueError, match=f"{why} GGUF files are not supported: only"):
-        Header(path)
+        GGUFReader(path)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: No such file"):
-        Header(tmp_path / "nothing.gguf")
+        GGUFReader(tmp_path / "nothing.gguf")

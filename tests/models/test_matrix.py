@@ -19,28 +19,28 @@ SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([32, 64, 96]))
 MATRICES = arrays(np.float32, SHAPES, elements=NUMBERS).map(torch.from_numpy)
 
 
-def random(out: int, into: int, seed: int = 0) -> Tensor:
+def random_matrix(out: int, into: int, seed: int = 0) -> Tensor:
     return torch.randn(out, into, generator=torch.Generator().manual_seed(seed))
 
 
-def each(x: Tensor) -> Tensor:
+def expand_groups(x: Tensor) -> Tensor:
     """One value a group -> one a number."""
     return x.float().repeat_interleave(32, 1)
 
 
-def rounding(x: Tensor) -> Tensor:
+def float16_rounding_error(x: Tensor) -> Tensor:
     """By how much a float16 may differ from what was rounded to it."""
     return (x.float().abs() * 2**-11).clamp(min=2**-25)
 
 
-def no_other_step_is_nearer(x: Tensor, m: Int4 | Int8, least: int, most: int) -> bool:
+def is_nearest_quantization(x: Tensor, m: Int4 | Int8, lowest: int, highest: int) -> bool:
     """The steps are chosen against the scale and shift as they are after rounding."""
     error = (x - m.dense()).abs()
-    others = [replace(m, q=(m.q.int() + by).clamp(least, most).to(m.q.dtype)) for by in (-1, 1)]
+    others = [replace(m, q=(m.q.int() + by).clamp(lowest, highest).to(m.q.dtype)) for by in (-1, 1)]
     return all((error <= (x - other.dense()).abs() + x.abs().max() * 2**-20).all() for other in others)
 
 
-def same(a: Matrix, b: Matrix) -> bool:
+def matrices_equal(a: Matrix, b: Matrix) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.equal(a, b)
     return type(a) is type(b) and all(torch.equal(x, getattr(b, name)) for name, x in vars(a).items())
@@ -74,9 +74,9 @@ def test_int8_is_the_nearest(x: Tensor) -> None:
     assert m.q.min() >= -127
     most = x.abs().view(x.shape[0], -1, 32).amax(-1)
     assert torch.equal(m.scale, (most / 127).half())
-    assert not m.q[each(m.scale) == 0].any()
-    assert ((x - m.dense()).abs() <= each(m.scale.float() / 2 + 127.5 * rounding(m.scale)) * (1 + 1e-5)).all()
-    assert no_other_step_is_nearer(x, m, -127, 127)
+    assert not m.q[expand_groups(m.scale) == 0].any()
+    assert ((x - m.dense()).abs() <= expand_groups(m.scale.float() / 2 + 127.5 * float16_rounding_error(m.scale)) * (1 + 1e-5)).all()
+    assert is_nearest_quantization(x, m, -127, 127)
 
 
 @settings(deadline=None)
@@ -92,9 +92,9 @@ def test_int4_is_the_nearest(x: Tensor) -> None:
     groups = x.view(x.shape[0], -1, 32)
     assert torch.equal(m.shift, groups.amin(-1).half())
     assert torch.equal(m.scale, ((groups.amax(-1) - groups.amin(-1)) / 15).half())
-    allowed = each(m.scale.float() / 2 + 15.5 * rounding(m.scale) + rounding(m.shift)) * (1 + 1e-5)
+    allowed = expand_groups(m.scale.float() / 2 + 15.5 * float16_rounding_error(m.scale) + float16_rounding_error(m.shift)) * (1 + 1e-5)
     assert ((x - m.dense()).abs() <= allowed).all()
-    assert no_other_step_is_nearer(x, m, 0, 15)
+    assert is_nearest_quantization(x, m, 0, 15)
 
 
 @pytest.mark.parametrize("make", [int4, int8])
@@ -110,18 +110,18 @@ def test_what_is_exact_stays_exact(make: type) -> None:
 @pytest.mark.parametrize(("make", "large"), [(int4, 1e6), (int8, 1e7)])
 def test_what_cannot_be_quantised_is_refused(make: type, large: float) -> None:
     for number in (large, -large, float("inf"), float("nan")):
-        x = random(2, 64)
+        x = random_matrix(2, 64)
         x[1, 40] = number
         with pytest.raises(ValueError, match="not finite in float16"):
             make(x)
-    assert fits(random(2, 64)) and not fits(random(2, 40))
+    assert fits(random_matrix(2, 64)) and not fits(random_matrix(2, 40))
     with pytest.raises(ValueError, match="40 inputs has no whole groups of 32"):
-        make(random(2, 40))
+        make(random_matrix(2, 40))
 
 
 @pytest.mark.parametrize("kind", [Tensor.clone, int4, int8])
 def test_rows(kind: type) -> None:
-    x = kind(random(6, 64))
+    x = kind(random_matrix(6, 64))
     dense = x if isinstance(x, Tensor) else x.dense()
     for index in ([3, 0, 5], [1, 1], [], list(range(6))):
         picked = rows(x, torch.tensor(index, dtype=torch.int64))
@@ -133,7 +133,7 @@ def test_rows(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", [Tensor.clone, int4, int8])
 def test_rows_are_scaled(kind: type) -> None:
-    x, by = kind(random(3, 64)), torch.tensor([1.0, 0.3, -2.0])
+    x, by = kind(random_matrix(3, 64)), torch.tensor([1.0, 0.3, -2.0])
     before, after = ((m if isinstance(m, Tensor) else m.dense()) for m in (x, scale_rows(x, by)))
     torch.testing.assert_close(after, before * by[:, None], rtol=2**-10, atol=2**-10)
     assert torch.equal(after[0], before[0]) and torch.equal(after[2], -2 * before[2])
@@ -141,17 +141,17 @@ def test_rows_are_scaled(kind: type) -> None:
 
 def test_a_stack_of_one_kind_keeps_it() -> None:
     for kind in (int4, int8):
-        parts = [kind(random(n, 64, seed=n)) for n in (2, 3, 1)]
+        parts = [kind(random_matrix(n, 64, seed=n)) for n in (2, 3, 1)]
         whole = stack(parts)
         assert type(whole) is type(parts[0])
         assert torch.equal(whole.dense(), torch.cat([m.dense() for m in parts]))
         assert stack(parts[:1]) is parts[0]
-    dense = [random(n, 40).bfloat16() for n in (2, 3)]
-    assert same(stack(dense), torch.cat(dense))
+    dense = [random_matrix(n, 40).bfloat16() for n in (2, 3)]
+    assert matrices_equal(stack(dense), torch.cat(dense))
 
 
 def test_a_stack_of_two_kinds_is_of_the_widest() -> None:
-    four, eight, dense = int4(random(2, 64)), int8(random(3, 64, seed=1)), random(1, 64, seed=2).bfloat16()
+    four, eight, dense = int4(random_matrix(2, 64)), int8(random_matrix(3, 64, seed=1)), random_matrix(1, 64, seed=2).bfloat16()
     for parts in ([four, eight], [eight, four, four]):
         whole = stack(parts)
         assert isinstance(whole, Int8)

@@ -17,22 +17,22 @@ from retain.kernels import CPU, cpu, reference, triton
 from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import Shape
-from retain.models.decoder import Spec
+from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
-from tests.tiny import Tiny, tiny_source
+from tests.tiny import TinyCheckpoint, tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 STEPS = [(20, 3), (1, 10), (0, 9), (18, 1), (1, 0)]  # fresh tokens of two requests
 
 
-def cache(spec: Spec, backend: ModuleType, dtype: torch.dtype, device: torch.device = CPU) -> Cache:
-    shape = Shape(spec.kv_heads, spec.head_dim, spec.windows)
+def make_cache(spec: ModelSpec, backend: ModuleType, dtype: torch.dtype, device: torch.device = CPU) -> Cache:
+    shape = Shape(spec.num_kv_heads, spec.head_dim, spec.windows)
     return Cache(shape, backend, dtype, 2**24, 16, 2, 64, 32, device=device)
 
 
-def logits(runner: Runner, room: Cache, vocab: int, steps: list[tuple[int, ...]]) -> Tensor:
+def run_steps(runner: Runner, cache: Cache, vocab: int, steps: list[tuple[int, ...]]) -> Tensor:
     """Those of every token, step by step, [tokens, V]."""
-    rows = [room.open(policies.parse("full"), 32) for _ in range(2)]
+    rows = [cache.open(policies.parse("full"), 32) for _ in range(2)]
     texts = torch.randint(0, vocab, (2, 64), generator=torch.Generator().manual_seed(5))
     done, found = [0, 0], []
     for counts in steps:
@@ -41,10 +41,10 @@ def logits(runner: Runner, room: Cache, vocab: int, steps: list[tuple[int, ...]]
         ids = torch.cat([texts[b, done[b] : done[b] + counts[b]] for b in chosen])
         for b in chosen:
             done[b] += counts[b]
-            assert room.grow(rows[b], done[b])
+            assert cache.grow(rows[b], done[b])
         own = np.array([rows[b] for b in chosen], np.int32)
         n = np.array([counts[b] for b in chosen], np.int32)
-        slots = room.place(np.repeat(own, n), pos)
+        slots = cache.place(np.repeat(own, n), pos)
         starts = torch.tensor([0, *n.cumsum()], dtype=torch.int32)
         wanted = torch.arange(len(ids))
         batch = Batch(ids, torch.from_numpy(pos), torch.from_numpy(own), starts, slots, wanted, [])
@@ -52,72 +52,72 @@ def logits(runner: Runner, room: Cache, vocab: int, steps: list[tuple[int, ...]]
     return torch.cat(found)
 
 
-def by_program(
-    source: Tiny,
+def logits_of_program(
+    checkpoint: TinyCheckpoint,
     steps: list[tuple[int, ...]],
-    weights: str = "auto",
+    quantization: str = "auto",
     dtype: torch.dtype = torch.float32,
     backend: ModuleType = cpu,
 ) -> Tensor:
     there = torch.device("cuda") if backend is triton and not triton.interpreted() else CPU
     program = backend.program(torch.float32, there)
-    spec = models.build(Weights(source, dtype, weights, vectors=torch.float32), program).spec
-    room = cache(spec, backend, dtype, there)
-    return logits(ProgramRunner(program, room), room, spec.vocab, steps)
+    spec = models.build(Weights(checkpoint, dtype, quantization, vector_dtype=torch.float32), program).spec
+    room = make_cache(spec, backend, dtype, there)
+    return run_steps(ProgramRunner(program, room), room, spec.vocab_size, steps)
 
 
-def by_definition(source: Tiny, steps: list[tuple[int, ...]]) -> Tensor:
-    model = models.build(Weights(source, torch.float32))
-    room = cache(model.spec, reference, torch.float32)
-    return logits(TorchRunner(model, reference, room), room, model.spec.vocab, steps)
+def logits_of_reference(checkpoint: TinyCheckpoint, steps: list[tuple[int, ...]]) -> Tensor:
+    model = models.build(Weights(checkpoint, torch.float32))
+    room = make_cache(model.spec, reference, torch.float32)
+    return run_steps(TorchRunner(model, reference, room), room, model.spec.vocab_size, steps)
 
 
-def close(got: Tensor, want: Tensor, tolerance: float) -> None:
+def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
     far, top = (got - want).abs().max().item(), want.abs().max().item()
     assert far <= tolerance * top, f"off by {far:.2e} where the largest is {top:.2e}"
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
 def test_the_program_is_the_decoder(family: str, changes: Changes) -> None:
-    source = tiny_source(family, **changes)
-    close(by_program(source, STEPS), by_definition(source, STEPS), 2e-5)
+    source = tiny_checkpoint(family, **changes)
+    assert_close(logits_of_program(source, STEPS), logits_of_reference(source, STEPS), 2e-5)
 
 
 @pytest.mark.skipif(triton.available() is not None, reason=str(triton.available()))
-@pytest.mark.parametrize("family", models.names())
+@pytest.mark.parametrize("family", models.list_families())
 def test_the_program_of_triton_is_the_decoder(family: str) -> None:
     """Some tokens at once, then one of each, twice: what is recorded comes in the third step."""
-    source, steps = tiny_source(family), [(5, 3), (1, 1), (1, 1)]
-    close(by_program(source, steps, backend=triton), by_definition(source, steps), 2e-5)
+    source, steps = tiny_checkpoint(family), [(5, 3), (1, 1), (1, 1)]
+    assert_close(logits_of_program(source, steps, backend=triton), logits_of_reference(source, steps), 2e-5)
 
 
-@pytest.mark.parametrize("family", models.names())
+@pytest.mark.parametrize("family", models.list_families())
 def test_on_every_instruction_set(isa: str, family: str) -> None:
-    source = tiny_source(family)
-    close(by_program(source, STEPS), by_definition(source, STEPS), 2e-5)
+    source = tiny_checkpoint(family)
+    assert_close(logits_of_program(source, STEPS), logits_of_reference(source, STEPS), 2e-5)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("family", models.names())
+@pytest.mark.parametrize("family", models.list_families())
 def test_chunks_and_company_change_no_bit(isa: str, family: str, weights: str) -> None:
     """Not in any kind of weights: integers are summed exactly, and floats in the order of the inputs."""
-    source = tiny_source(family)
-    together = by_program(source, [(9, 12)], weights, torch.bfloat16)
-    apart = by_program(source, [(9, 0), *[(0, 1)] * 12], weights, torch.bfloat16)
+    source = tiny_checkpoint(family)
+    together = logits_of_program(source, [(9, 12)], weights, torch.bfloat16)
+    apart = logits_of_program(source, [(9, 0), *[(0, 1)] * 12], weights, torch.bfloat16)
     assert torch.equal(together, apart)
 
 
-@pytest.mark.parametrize("family", models.names())
+@pytest.mark.parametrize("family", models.list_families())
 def test_less_exact_weights_are_close(family: str) -> None:
-    source = tiny_source(family)
-    want = by_definition(source, STEPS)
+    source = tiny_checkpoint(family)
+    want = logits_of_reference(source, STEPS)
     for weights in ("bf16", "int8"):
-        got = by_program(source, STEPS, weights, torch.bfloat16)
+        got = logits_of_program(source, STEPS, weights, torch.bfloat16)
         assert (got - want).norm() <= 0.15 * want.norm()  # tiny random models magnify what is rounded
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    source = tiny_source("llama")
+    source = tiny_checkpoint("llama")
     source.shapes["model.layers.1.mlp.down_proj.weight"] = (64, 97)
     with pytest.raises(ValueError, match=r"do not fit|are wanted"):
         models.build(Weights(source, torch.float32), kernels.load("cpu").program(torch.float32, CPU))

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from retain import models
 from retain.kernels.matrix import Int4, Int8, Matrix, int4, int8
-from retain.models.parts import ACTIVATIONS, Chain, Linear, activation
+from retain.models.parts import ACTIVATIONS, Sequential, Linear, resolve_activation
 from retain.models.weights import Weights
-from tests.models.test_families import Changes, run, text
-from tests.tiny import tiny_source
+from tests.models.test_families import Changes, run_decoder, random_tokens
+from tests.tiny import tiny_checkpoint
 
 CASES: list[tuple[str, Changes]] = [
-    *((family, {}) for family in models.names()),
+    *((family, {}) for family in models.list_families()),
     ("llama", {"attention_bias": True, "tie_word_embeddings": True}),
     ("gpt2", {"n_inner": 40, "tie_word_embeddings": False}),  # 40 inputs stay dense
     ("mpt", {"attn_config": {"clip_qkv": 0.7}}),
@@ -23,29 +23,29 @@ CASES: list[tuple[str, Changes]] = [
     ("gpt_neox", {"tie_word_embeddings": True, "use_parallel_residual": False}),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
 ]
-case = pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
+each_case = pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
 
 
-class Dequantised(Weights):
+class DequantizedWeights(Weights):
     """The dense numbers of the quanta."""
 
-    def matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Matrix:
-        m = super().matrix(name, embedding, transposed)
+    def load_matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Matrix:
+        m = super().load_matrix(name, embedding, transposed)
         return m if isinstance(m, Tensor) else m.dense(self.dtype)
 
-    def at(self, prefix: str) -> Weights:
-        return Dequantised(self.source, self.dtype, self.weights, self.prefix + prefix)
+    def scope(self, prefix: str) -> Weights:
+        return DequantizedWeights(self.checkpoint, self.dtype, self.quantization, self.prefix + prefix)
 
 
-@case
+@each_case
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_equals_its_dense_numbers(family: str, changes: Changes, weights: str) -> None:
-    source, texts, steps = tiny_source(family, **changes), [text(24)], [[20], [1], [3]]
-    model, dense = (models.build(W(source, torch.float32, weights)) for W in (Weights, Dequantised))
+    source, texts, steps = tiny_checkpoint(family, **changes), [random_tokens(24)], [[20], [1], [3]]
+    model, dense = (models.build(W(source, torch.float32, weights)) for W in (Weights, DequantizedWeights))
     exact = models.build(Weights(source, torch.float32))
-    assert isinstance(model.embed.table, Int8) and isinstance(dense.embed.table, Tensor)
+    assert isinstance(model.embedding.table, Int8) and isinstance(dense.embedding.table, Tensor)
     assert isinstance(model.layers[1].attention.out.weight, Int8 if weights == "int8" else Int4)  # type: ignore[attr-defined]
-    (ours,), (theirs,), (right,) = (run(m, texts, steps) for m in (model, dense, exact))
+    (ours,), (theirs,), (right,) = (run_decoder(m, texts, steps) for m in (model, dense, exact))
     # GPT-2's factor on q moves into the scales, which are rounded to float16.
     near = 4e-3 if "scale_attn_by_inverse_layer_idx" in changes else 1e-4
     torch.testing.assert_close(ours / theirs.std(), theirs / theirs.std(), atol=near, rtol=0)
@@ -53,20 +53,20 @@ def test_equals_its_dense_numbers(family: str, changes: Changes, weights: str) -
     assert (0.001 < error < 0.1) if weights == "int8" else (0.01 < error < 0.7)
 
 
-@case
+@each_case
 def test_a_tied_head_is_the_embedding(family: str, changes: Changes) -> None:
     for weights in ("auto", "int8"):
-        source = tiny_source(family, **changes)
+        source = tiny_checkpoint(family, **changes)
         model = models.build(Weights(source, torch.bfloat16, weights))
-        head = model.head.parts[-1] if isinstance(model.head, Chain) else model.head
+        head = model.lm_head.layers[-1] if isinstance(model.lm_head, Sequential) else model.lm_head
         assert isinstance(head, Linear)
-        assert (head.weight is model.embed.table) == ("lm_head.weight" not in source.names())
+        assert (head.weight is model.embedding.table) == ("lm_head.weight" not in source.names())
 
 
-@case
+@each_case
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_what_is_between_stays_bfloat16(family: str, changes: Changes, weights: str) -> None:
-    source, seen = tiny_source(family, **changes), set()
+    source, seen = tiny_checkpoint(family, **changes), set()
     model = models.build(Weights(source, torch.bfloat16, weights))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def test_what_is_between_stays_bfloat16(family: str, changes: Changes, weights: 
 
     x = model.forward(torch.arange(3), torch.arange(3), attend)
     assert {x.dtype, *seen} == {torch.bfloat16}
-    assert model.logits(x).dtype == torch.float32
+    assert model.compute_logits(x).dtype == torch.float32
 
 
 def test_a_linear_layer_multiplies_in_float32() -> None:
@@ -93,10 +93,10 @@ def test_activations_have_one_name() -> None:
     names = {"silu": "silu swish", "relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new gelu_pytorch_tanh gelu_fast"}
     assert names.keys() == ACTIVATIONS.keys()
     for name, others in names.items():
-        assert {activation(other) for other in others.split()} == {name}
-    assert tiny_act("gpt2") == tiny_act("gptj") == tiny_act("gemma3_text") == "gelu_tanh"
-    assert (tiny_act("llama"), tiny_act("opt"), tiny_act("mpt")) == ("silu", "relu", "gelu")
+        assert {resolve_activation(other) for other in others.split()} == {name}
+    assert get_activation("gpt2") == get_activation("gptj") == get_activation("gemma3_text") == "gelu_tanh"
+    assert (get_activation("llama"), get_activation("opt"), get_activation("mpt")) == ("silu", "relu", "gelu")
 
 
-def tiny_act(family: str) -> str:
-    return models.build(Weights(tiny_source(family), torch.float32)).layers[0].mlp.act  # type: ignore[attr-defined]
+def get_activation(family: str) -> str:
+    return models.build(Weights(tiny_checkpoint(family), torch.float32)).layers[0].mlp.act  # type: ignore[attr-defined]

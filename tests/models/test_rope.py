@@ -7,27 +7,27 @@ from typing import Any
 import pytest
 import torch
 
-from retain.models.rope import Rope, parameters, rope
+from retain.models.rope import Rope, get_rope_parameters, get_rope
 
 D = 32
-PLAIN = {"rope_theta": 10000.0, "rope_type": "default"}
+DEFAULT_PARAMETERS = {"rope_theta": 10000.0, "rope_type": "default"}
 
 
-def random(*shape: int) -> torch.Tensor:
+def random_tensor(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
 
-def turned(r: Rope, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-    return r.turn(x, r.angles(pos, x.dtype))
+def apply_rope(r: Rope, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    return r.apply(x, r.angles(pos, x.dtype))
 
 
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("dim", [D, 8])
 def test_a_dot_product_depends_on_the_distance_alone(dim: int, pairs: bool) -> None:
-    r, (q, k) = rope(dim, PLAIN, pairs), random(2, 1, 1, D)
+    r, (q, k) = get_rope(dim, DEFAULT_PARAMETERS, pairs), random_tensor(2, 1, 1, D)
 
     def dot(at: int, distance: int) -> float:
-        return float((turned(r, q, torch.tensor([at + distance])) * turned(r, k, torch.tensor([at]))).sum())
+        return float((apply_rope(r, q, torch.tensor([at + distance])) * apply_rope(r, k, torch.tensor([at]))).sum())
 
     assert dot(0, 7) == pytest.approx(dot(900, 7), abs=1e-2)
     assert dot(0, 7) != pytest.approx(dot(0, 8), abs=1e-1)
@@ -35,9 +35,9 @@ def test_a_dot_product_depends_on_the_distance_alone(dim: int, pairs: bool) -> N
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_turns_each_pair_and_leaves_the_rest(pairs: bool) -> None:
-    x, pos = random(3, 2, D), torch.tensor([0, 5, 100])
-    r = rope(8, PLAIN, pairs)
-    y = turned(r, x, pos)
+    x, pos = random_tensor(3, 2, D), torch.tensor([0, 5, 100])
+    r = get_rope(8, DEFAULT_PARAMETERS, pairs)
+    y = apply_rope(r, x, pos)
     assert torch.equal(y[0], x[0]) and torch.equal(y[..., 8:], x[..., 8:])
     for i, freq in enumerate(r.freqs):
         a, b = (2 * i, 2 * i + 1) if pairs else (i, i + 4)
@@ -46,7 +46,7 @@ def test_turns_each_pair_and_leaves_the_rest(pairs: bool) -> None:
 
 
 def test_bfloat16_angles_are_made_in_float32() -> None:
-    r, pos = rope(D, PLAIN), torch.tensor([30001])
+    r, pos = get_rope(D, DEFAULT_PARAMETERS), torch.tensor([30001])
     exact, near = (r.angles(pos, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
     assert near.dtype == torch.bfloat16
     torch.testing.assert_close(near.float(), exact, atol=4e-3, rtol=0)
@@ -79,10 +79,10 @@ def test_frequencies_equal_transformers(style: str, scaling: dict[str, Any], the
     else:
         renamed = {style[-4:] if k == "rope_type" and style.endswith("type") else k: v for k, v in scaling.items()}
         config |= {"rope_theta": theta, "rope_scaling": renamed}
-    ours = rope(D, parameters(config))
+    ours = get_rope(D, get_rope_parameters(config))
     theirs = LlamaRotaryEmbedding(LlamaConfig(**config, head_dim=D))
     torch.testing.assert_close(ours.freqs, theirs.inv_freq, rtol=1e-6, atol=0)
-    assert ours.gain == pytest.approx(theirs.attention_scaling)
+    assert ours.attention_factor == pytest.approx(theirs.attention_scaling)
 
 
 def test_each_kind_of_layer_has_its_own() -> None:
@@ -92,15 +92,15 @@ def test_each_kind_of_layer_has_its_own() -> None:
     }
     config = {"rope_parameters": kinds, "max_position_embeddings": 64}
     for kind, expected in kinds.items():
-        assert expected.items() <= parameters(config, kind).items()
+        assert expected.items() <= get_rope_parameters(config, kind).items()
 
 
 def test_defaults() -> None:
-    assert PLAIN.items() <= parameters({}).items()
-    assert parameters({"rope_scaling": None, "rope_theta": None}, theta=7.0)["rope_theta"] == 7.0
-    assert parameters({"rope_parameters": {"full_attention": None}}, "full_attention", theta=7.0)["rope_theta"] == 7.0
+    assert DEFAULT_PARAMETERS.items() <= get_rope_parameters({}).items()
+    assert get_rope_parameters({"rope_scaling": None, "rope_theta": None}, default_theta=7.0)["rope_theta"] == 7.0
+    assert get_rope_parameters({"rope_parameters": {"full_attention": None}}, "full_attention", default_theta=7.0)["rope_theta"] == 7.0
 
 
 def test_unknown_types_are_refused() -> None:
     with pytest.raises(ValueError, match="rope type 'longrope' is not supported: one of default, linear, llama3, yarn"):
-        rope(D, {"rope_theta": 1e4, "rope_type": "longrope"})
+        get_rope(D, {"rope_theta": 1e4, "rope_type": "longrope"})

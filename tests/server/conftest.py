@@ -34,7 +34,7 @@ def serving(
 
     def make() -> LLM:
         llm = LLM(model, **engine)
-        llm.tokenizer.template = template or llm.tokenizer.template
+        llm.tokenizer.chat_template = template or llm.tokenizer.chat_template
         return llm
 
     options = {"port": 0, "name": "smollm2", "drafters": ("ngram", "self"), **place}
@@ -59,7 +59,7 @@ def balanced(server: Draining) -> None:
         time.sleep(0.01)
     cache.check()
     if cache.reuse:
-        cache.reuse.tree.unpin()
+        cache.reuse.tree.unpin_all()
     assert cache.free_pages == cache.total_pages and cache.free_rows == server.service.llm.config.max_requests
     assert server.service.gate.inside == 0
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retain.server.calls import Ear, way
-from retain.text.chat import Template
-from retain.text.form import lark
+from retain.text.chat import ChatTemplate
+from retain.text.form import grammar_from_lark
 
 HERMES = """{%- if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>
 Answer in <tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}
@@ -73,11 +73,11 @@ def test_what_is_no_call_is_said_whole(kind, text, cut):
 def test_a_template_without_tools_knows_none():
     assert way("{{ messages[0].content }}") is None
     with pytest.raises(ValueError, match="knows no tools"):
-        Template("{{ messages[0].content }}", {}).render([{"content": "x"}], True, [TOOL])
-    shown = Template(HERMES, {}).render(
+        ChatTemplate("{{ messages[0].content }}", {}).render([{"content": "x"}], True, [TOOL])
+    shown = ChatTemplate(HERMES, {}).render(
         [{"role": "user", "content": "x"}], True, [{"type": "function", "function": TOOL}]
     )
-    assert '"find"' in shown and Template(HERMES, {}).takes_tools
+    assert '"find"' in shown and ChatTemplate(HERMES, {}).can_use_tools
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -85,7 +85,7 @@ def test_a_grammar_makes_calls(kind, words):
     """Drawn at random from what it allows: a call of one of the tools, as this way of writing reads it."""
     import torch
 
-    form = words.form(lark(way(TEMPLATES[kind]).grammar([TOOL, {"name": "now"}])))
+    form = words.form(grammar_from_lark(way(TEMPLATES[kind]).grammar([TOOL, {"name": "now"}])))
     rng, ids = torch.Generator().manual_seed(3), []
     for step in range(400):
         logits = torch.randn(1, words.vocab, generator=rng)
@@ -105,13 +105,13 @@ ENDS: dict[int, float] = {}
 
 @pytest.fixture(scope="module")
 def words():
-    from retain.models.find import find
+    from retain.models.find import resolve_model
     from retain.text import Tokenizer
-    from retain.text.form import Words
+    from retain.text.form import GrammarCompiler
 
-    tokenizer = Tokenizer.open(find("smollm2"))
+    tokenizer = Tokenizer.open(resolve_model("smollm2"))
     for text in ('"', '"}', "}", "}}", "]", "</tool_call>", "<"):
-        for token in tokenizer.encode(text, ends=False)[:1]:
+        for token in tokenizer.encode(text, add_special_tokens=False)[:1]:
             ENDS[token] = 1.0
-    found = Words(tokenizer, tokenizer.vocab_size)
+    found = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     return found

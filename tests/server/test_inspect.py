@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from retain.kv.census import STATES, census, kinds
+from retain.kv.census import PAGE_STATES, collect_pool_stats, classify_pages
 from retain.server.keys import Keys
 from tests.rig import prompts, request, rig, steps
 from tests.server.conftest import ENGINE, KEYS, serving
@@ -22,43 +22,43 @@ STORY = "Once upon a time there was a lamp that nobody could put out, and the pe
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_witness_sees_what_is_held(family, policy):
     """After every step: the positions that the slots hold and queries may see; and what is gone keeps its mass."""
-    from retain.kv.witness import Witness
+    from retain.kv.witness import AttentionTrace
 
     engine = rig(family, step_tokens=48)
     asked = [request(p, 30, policy) for p in prompts(3, longest=90)]
     L, G = len(engine.cache.shape.windows), engine.cache.shape.kv_heads
     for r in asked:
-        r.attention_trace, r.score_decay = Witness(L, G), 1.0
+        r.attention_trace, r.score_decay = AttentionTrace(L, G), 1.0
         engine.add(r)
     before = {r: (np.zeros((L, G, 0), bool), np.zeros((L, G, 0))) for r in asked}
     for _ in steps(engine):
         for r in asked:
             if r.row is None or not r.num_computed_tokens:
                 continue
-            r.attention_trace.look(engine.cache, r.row, r.num_computed_tokens)
+            r.attention_trace.record(engine.cache, r.row, r.num_computed_tokens)
             window = engine.cache.window[r.row]
             for layer, heads in enumerate(engine.cache.positions(r.row)):
                 for head, there in enumerate(heads):
                     seen = [p for p in there if r.num_computed_tokens - 1 - p < window[layer]]
-                    assert np.flatnonzero(r.attention_trace.held[layer, head]).tolist() == seen
+                    assert np.flatnonzero(r.attention_trace.is_kept[layer, head]).tolist() == seen
             gone, had = before[r]
             assert (r.attention_trace.mass[..., : gone.shape[-1]][gone] == had[gone]).all(), "what is gone receives no more"
-            before[r] = ~r.attention_trace.held, r.attention_trace.mass.copy()
+            before[r] = ~r.attention_trace.is_kept, r.attention_trace.mass.copy()
     for r in asked:
-        mass, seen = r.attention_trace.mass, r.attention_trace.observed
+        mass, seen = r.attention_trace.mass, r.attention_trace.is_observed
         assert mass.shape[-1] == r.num_computed_tokens and mass[seen][..., 0].min(initial=1) > 0 and not mass[~seen].any()
         assert seen.any() == (not policy.startswith("ring"))
 
 
 def test_a_prompt_that_goes_layer_by_layer_is_seen_whole():
-    from retain.kv.witness import Witness
+    from retain.kv.witness import AttentionTrace
 
     engine = rig("llama", step_tokens=128)
     (text,) = prompts(1, seed=3, longest=1) and [list(range(100))]
     seen = []
     for prefill in ("exact", "layers"):
         r = request(text, 4, f"h2o:budget=20,prefill={prefill}")
-        r.attention_trace = Witness(3, 2)
+        r.attention_trace = AttentionTrace(3, 2)
         engine.add(r)
         while not r.first_token_time:
             engine.step()
@@ -68,7 +68,7 @@ def test_a_prompt_that_goes_layer_by_layer_is_seen_whole():
 
 
 def test_looking_changes_no_token():
-    from retain.kv.witness import Witness
+    from retain.kv.witness import AttentionTrace
 
     answers = []
     for watched in (False, True):
@@ -79,7 +79,7 @@ def test_looking_changes_no_token():
         ]
         for r in asked:
             if watched:
-                r.attention_trace, r.score_decay = Witness(3, 2), 1.0
+                r.attention_trace, r.score_decay = AttentionTrace(3, 2), 1.0
             engine.add(r)
         for _ in steps(engine):
             pass
@@ -98,16 +98,16 @@ def test_a_census_counts_every_page_once(prefix):
         engine.add(r)
     kindly = set()
     for _ in steps(engine):
-        found, (state, holder) = census(engine.cache), kinds(engine.cache)
+        found, (state, holder) = collect_pool_stats(engine.cache), classify_pages(engine.cache)
         pool = engine.cache.pool
-        assert sum(found.pages.values()) == engine.cache.total_pages
-        assert found.pages["free"] == pool.free
-        assert found.pages["shared"] == int((pool.refs > 1).sum())
-        held = sum(found.slots.values()) + found.holes
+        assert sum(found.pages_by_state.values()) == engine.cache.total_pages
+        assert found.pages_by_state["free"] == pool.free
+        assert found.pages_by_state["shared"] == int((pool.refs > 1).sum())
+        held = sum(found.slots_by_state.values()) + found.num_holes
         assert held == engine.cache.total_pages * engine.cache.page_size
         rows = {r.row for r in asked if r.row is not None}
         assert set(holder[holder >= 0].tolist()) <= rows
-        kindly |= {STATES[s] for s in np.unique(state)}
+        kindly |= {PAGE_STATES[s] for s in np.unique(state)}
     assert {"free", "full", "ring", "budgeted"} <= kindly and ("cached" in kindly) == (prefix == "exact")
 
 

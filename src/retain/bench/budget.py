@@ -139,7 +139,7 @@ def side_by_side(llm: LLM, chosen: Sequence[str], prompt: int, batch: int, steps
 
 
 def _request(llm: LLM, prompt: int, policy: str, seed: int, new: int = 8) -> Request:
-    rng, top = random.Random(seed), min(40000, llm.spec.vocab)
+    rng, top = random.Random(seed), min(40000, llm.spec.vocab_size)
     params = SamplingParams(temperature=0, ignore_eos=True, seed=seed)
     return Request([rng.randrange(min(100, top - 1), top) for _ in range(prompt)], params, policies.parse(policy), new)
 

@@ -52,9 +52,9 @@ class Harness(LM):  # type: ignore[misc]
         """Ids; the blanks between go with the continuation, as tokenizers want it."""
         stripped = context.rstrip()
         tokenizer = self.llm.tokenizer
-        nothing = tokenizer.encode("") or [min(tokenizer.stop_ids)]  # what a text begins behind
+        nothing = tokenizer.encode("") or [min(tokenizer.stop_token_ids)]  # what a text begins behind
         prompt = self.llm.encode(stripped) if stripped else nothing
-        answer = self.llm.tokenizer.encode(context[len(stripped) :] + continuation, ends=False)
+        answer = self.llm.tokenizer.encode(context[len(stripped) :] + continuation, add_special_tokens=False)
         return prompt[len(answer) - self.llm.context :], answer
 
     def _score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:

@@ -69,7 +69,7 @@ class Asked:
         """Of a workload, those of a task with the answers that can be chosen; and how many prefixes they have in common
         (a trace has none of that kind: 0). Raises OSError or ValueError.
         """
-        room, encode = llm.context - 64, partial(llm.tokenizer.encode, ends=False)
+        room, encode = llm.context - 64, partial(llm.tokenizer.encode, add_special_tokens=False)
         n = min(self.shared, room)
         if name == "trace":
             found = records(self.data, "mooncake_conversation_trace", self.items)
@@ -101,14 +101,14 @@ class Asked:
 def _scaled(llm: LLM, r: dict[str, Any]) -> list[int]:
     """A request of the trace, made so much shorter that the longest (131,072) would just fit the context."""
     block = max(TRACE_BLOCK * llm.context // 131_072, 1)
-    tokens = [t for h in r["hash_ids"] for t in random.Random(h).choices(range(llm.spec.vocab), k=block)]
+    tokens = [t for h in r["hash_ids"] for t in random.Random(h).choices(range(llm.spec.vocab_size), k=block)]
     return tokens[: min(max(r["input_length"] * block // TRACE_BLOCK, 1), llm.context - 1)]
 
 
 def run(llm: LLM, asked: Asked) -> Iterator[Line]:
     """A line for each workload and method. The engine must have a prefix tree, and no tiers."""
     reuse = llm.cache.reuse
-    if not reuse or reuse.sleep:
+    if not reuse or reuse.offloader:
         raise ValueError("bench prefix says itself where prefixes are: not with --prefix off, nor with --tier")
     for name in asked.workloads:
         (questions, prefixes), plain = asked.questions(llm, name), None
@@ -142,8 +142,8 @@ def _ask(
         before = below.read
         answers += llm.generate(q.prompt, FIRST)
         read.append(below.read - before)
-        if below.reuse.sleep:
-            woken = dict(below.reuse.sleep.woken)
+        if below.reuse.offloader:
+            woken = dict(below.reuse.offloader.num_loaded_tokens)
         if accuracy and q.choices and i >= 2 * prefixes:
             likely = [sum(x) for x in llm.score([q.prompt] * len(q.choices), q.choices)]
             right.append(likely.index(max(likely)) == q.label)

@@ -93,7 +93,7 @@ def bytes_read(llm: LLM, w: Workload) -> int:
     spec, length, policy = llm.spec, w.prompt + w.new // 2, llm.policy.resolved(w.prompt)
     most = policy.slots if isinstance(policy, Budget) else length  # where everything is seen
     seen = sum(min(length, most, window) for window in llm.cache.windows(policy).tolist())
-    return llm.weight_bytes + w.batch * seen * spec.kv_heads * llm.cache.page_bytes // llm.config.page_size
+    return llm.weight_bytes + w.batch * seen * spec.num_kv_heads * llm.cache.page_bytes // llm.config.page_size
 
 
 def measure(llm: LLM, w: Workload, bandwidth: float) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def measure(llm: LLM, w: Workload, bandwidth: float) -> dict[str, Any]:
 
 def seconds(llm: LLM, w: Workload, seed: int, new: int) -> float:
     """Wall time of one batch to its end."""
-    rng, top = random.Random(seed), min(40000, llm.spec.vocab)
+    rng, top = random.Random(seed), min(40000, llm.spec.vocab_size)
     prompts = [[rng.randrange(min(100, top - 1), top) for _ in range(w.prompt)] for _ in range(w.batch)]
     started = perf_counter()
     llm.generate(prompts, SamplingParams(max_tokens=new, temperature=0, ignore_eos=True))

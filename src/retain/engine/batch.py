@@ -45,7 +45,7 @@ def build_batch(scheduled: Sequence[ScheduledRequest], cache: Cache) -> Batch:
         [s.request.num_logits(s.num_tokens) for s in scheduled],
     )
     rows = batch.rows.tolist()
-    before = cache.reuse.awaited(rows, batch.query_start_loc.tolist()) if cache.reuse else None
+    before = cache.reuse.load_hook(rows, batch.query_start_loc.tolist()) if cache.reuse else None
     return replace(
         batch, observe=build_attention_scoring(scheduled), before=before, after=cache.lend(rows, [s.request.attention_trace for s in scheduled])
     )

@@ -69,7 +69,7 @@ class Engine:
         took = perf_counter() - began - drafting
         waited = bool(ready) or logits.device.type == "cpu"  # else the device may still compute
         if self.cache.reuse and waited and not batch.before_attention:
-            self.cache.reuse.computed(len(batch.input_ids), took)
+            self.cache.reuse.record_compute(len(batch.input_ids), took)
         self.speculator.update(shares, dict(zip(ready, drawn, strict=True)), took, drafting)
         wrong = {r: r.accept_drafts(len(tokens)) for r, tokens in zip(ready, drawn, strict=True)}
         self._reject_drafts(batch, shares, wrong)
@@ -100,7 +100,7 @@ class Engine:
     def _requeue_failed_loads(self, scheduled: list[ScheduledRequest]) -> None:
         """For whom something did not come that it was to begin with."""
         reuse = self.cache.reuse
-        for request in [s.request for s in scheduled if reuse and not reuse.arrived(s.request.row)]:
+        for request in [s.request for s in scheduled if reuse and not reuse.finish_load(s.request.row)]:
             self.scheduler.requeue(request)
 
     def _reject_drafts(self, batch: Batch, scheduled: list[ScheduledRequest], num_rejected: dict[Request, int]) -> None:
@@ -127,14 +127,14 @@ class Engine:
             if self.cache.reuse and (
                 before < len(request.prompt) <= request.num_computed_tokens or request.num_computed_tokens == request.branch_point
             ):
-                self.cache.reuse.leave(request.row, *request.prefix_entry, goes_on=True)
+                self.cache.reuse.insert(request.row, *request.prefix_entry, still_running=True)
             if again and (request.num_reread_tokens % again == 0 or not request.reread_chunk):
                 self.cache.rewind(request.row, request.num_computed_tokens)
             if not request.reread_chunk:
                 if request.num_computed_tokens >= len(request.prompt):
                     self._start_prompt_sharers(request)
                 if request.attention_trace:
-                    request.attention_trace.told(self.cache, request.row, request.num_computed_tokens)
+                    request.attention_trace.record_if_due(self.cache, request.row, request.num_computed_tokens)
                 self.cache.settle(request.row, request.num_computed_tokens, max(request.num_uncomputed_tokens, 0))
 
     def _start_prompt_sharers(self, request: Request) -> None:
@@ -155,7 +155,7 @@ class Engine:
     def _finish(self, request: Request) -> None:
         if request.row is not None:
             if request.attention_trace:
-                request.attention_trace.look(self.cache, request.row, request.num_computed_tokens)
+                request.attention_trace.record(self.cache, request.row, request.num_computed_tokens)
             request.final_slots, request.num_final_pages = self.cache.owned(request.row), self.cache.held(request.row)
         self.scheduler.remove(request)
         self.speculator.remove_request(request)

@@ -22,7 +22,7 @@ from retain.engine.form import Grammar
 from retain.engine.rounds import SpecDecodeStats
 from retain.kv.budget import Budget, Watch
 from retain.kv.policies import Policy
-from retain.kv.witness import Witness
+from retain.kv.witness import AttentionTrace
 
 TokenCallback = Callable[[int], bool]  # told every new token; True ends the request
 LogitsCallback = Callable[[Tensor], None]  # told logits [n, V] as they are computed; good until it returns
@@ -125,7 +125,7 @@ class Request:
     salt: str = ""  # whose texts it may share prefixes with
     drafter_name: str = ""  # who drafts for it, of those that the engine knows by name; "" is its own
     grammar: Grammar | None = None  # what its answer may be
-    attention_trace: Witness | None = None  # for people who look at what it keeps
+    attention_trace: AttentionTrace | None = None  # for people who look at what it keeps
     needs_prompt_logits: bool = False  # its reader sees the logits before every token of the prompt too, but for the first
 
     id: int = field(default_factory=itertools.count().__next__)

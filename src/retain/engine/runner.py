@@ -43,7 +43,7 @@ class TorchRunner:
 
     def __init__(self, model: Decoder, backend: ModuleType, cache: Cache):
         self.model, self.backend, self.cache = model, backend, cache
-        slopes = model.spec.slopes
+        slopes = model.spec.alibi_slopes
         self.alibi_slopes = None if slopes is None else torch.tensor(slopes)  # [H]
 
     @torch.no_grad()
@@ -64,4 +64,4 @@ class TorchRunner:
             return o
 
         x = self.model.forward(batch.input_ids, batch.positions.long(), attend)  # [T, E]
-        return self.model.logits(x[batch.logits_indices])
+        return self.model.compute_logits(x[batch.logits_indices])

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from retain.engine.request import Request
 from retain.kv.policies import Policy
-from retain.kv.reuse import Reuse
+from retain.kv.reuse import PrefixCache
 
 
 class KVCacheManager(Protocol):
@@ -27,7 +27,7 @@ class KVCacheManager(Protocol):
     def reserve(self, row: int, end_position: int) -> bool: ...  # noqa: D102
     def close(self, row: int) -> list[int]: ...  # noqa: D102
     @property
-    def prefix_cache(self) -> Reuse | None: ...  # noqa: D102
+    def prefix_cache(self) -> PrefixCache | None: ...  # noqa: D102
     def tokens_until_eviction(self, row: int, num_computed_tokens: int) -> int: ...  # noqa: D102
     def needs_single_step(self, row: int) -> bool: ...  # noqa: D102
     def shrink(self, row: int, num_computed_tokens: int) -> bool: ...  # noqa: D102
@@ -95,7 +95,7 @@ class Scheduler:
             self.running.append(request)
             if self.kv_cache_manager.prefix_cache:
                 again = request.num_preemptions > 0
-                request.start_from_prefix(*self.kv_cache_manager.prefix_cache.resume(request.row, *request.prefix_query, again))
+                request.start_from_prefix(*self.kv_cache_manager.prefix_cache.attach_prefix(request.row, *request.prefix_query, again))
             yield request
 
     def _can_admit(self, request: Request) -> bool:
@@ -107,7 +107,7 @@ class Scheduler:
         missing = cost + spare - self.kv_cache_manager.free_pages
         if missing <= 0 or not self.running:  # alone it fits: see check
             return True
-        return self.kv_cache_manager.prefix_cache is not None and self.kv_cache_manager.prefix_cache.covered(*request.prefix_query) >= missing
+        return self.kv_cache_manager.prefix_cache is not None and self.kv_cache_manager.prefix_cache.num_shared_pages(*request.prefix_query) >= missing
 
     def _get_token_limit(self, request: Request) -> int:
         """How many tokens it may pay at once: none past a moment of forgetting."""
@@ -125,7 +125,7 @@ class Scheduler:
         while not self.kv_cache_manager.reserve(request.row, end_position):
             if self._shrink_one_budget():
                 continue
-            if len(self.running) == 1 and self.kv_cache_manager.prefix_cache and self.kv_cache_manager.prefix_cache.tree.unpin():
+            if len(self.running) == 1 and self.kv_cache_manager.prefix_cache and self.kv_cache_manager.prefix_cache.tree.unpin_all():
                 continue  # alone it fits: see check
             youngest = max(self.running, key=lambda r: r.id)
             self.preempt(youngest)
@@ -165,7 +165,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         assert request.row is not None
         if self.kv_cache_manager.prefix_cache:
-            self.kv_cache_manager.prefix_cache.leave(request.row, *request.prefix_entry)
+            self.kv_cache_manager.prefix_cache.insert(request.row, *request.prefix_entry)
         self._close_row(request)
 
     def _close_row(self, request: Request) -> None:

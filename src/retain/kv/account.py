@@ -13,8 +13,8 @@ from retain.kv.cache import Cache
 from retain.kv.policies import Policy
 
 
-def account(
-    cache: Cache, policy: Policy, length: int, peaks: Sequence[int], owned: Sequence[int], held: int
+def request_memory_stats(
+    cache: Cache, policy: Policy, num_tokens: int, peak_slots: Sequence[int], final_slots: Sequence[int], final_pages: int
 ) -> dict[str, Any]:
     """Bytes and slots of a text of so many tokens, by groups of layers with the same policy, beside full caches.
 
@@ -22,18 +22,18 @@ def account(
     """
     S, G = cache.page_size, cache.shape.kv_heads
     windows = cache.windows(policy)
-    full = -(-length // S) * cache.page_bytes * G  # a layer's
+    full = -(-num_tokens // S) * cache.page_bytes * G  # a layer's
     looks = policies.text(policy) if policy.window is None else "full"
     groups = []
     for window in sorted(set(windows.tolist()), reverse=True):
         layers = np.flatnonzero(windows == window).tolist()
-        most = [peaks[i] for i in layers]
+        most = [peak_slots[i] for i in layers]
         groups.append(
             {
                 "layers": layers,
                 "policy": f"ring:window={window}" if window != NO_WINDOW else looks,
                 "slots_peak": max(most),
-                "slots_end": max(owned[i] for i in layers) if owned else 0,
+                "slots_end": max(final_slots[i] for i in layers) if final_slots else 0,
                 "bytes_peak": sum(most) // S * cache.page_bytes * G,
                 "bytes_if_full": full * len(layers),
             }
@@ -41,7 +41,7 @@ def account(
     return {
         "policy": policies.text(policy),
         "bytes_peak": sum(g["bytes_peak"] for g in groups),
-        "bytes_end": held * cache.page_bytes,
+        "bytes_end": final_pages * cache.page_bytes,
         "bytes_if_full": sum(g["bytes_if_full"] for g in groups),
         "groups": groups,
     }

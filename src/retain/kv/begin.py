@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.kernels import NO_WINDOW
-from retain.kv.fetch import Job
-from retain.kv.node import Rings
+from retain.kv.fetch import ReadJob
+from retain.kv.node import SlidingWindows
 from retain.kv.policies import Policy
-from retain.kv.sleep import Part
+from retain.kv.sleep import SpanRange
 
 if TYPE_CHECKING:
     from retain.kv.cache import Cache
@@ -37,9 +37,9 @@ class Beginning:
 
     length: int
     pages: Ints  # [M, G, n]
-    rings: Rings | None
-    parts: Sequence[Part] = ()
-    windows: Part | None = None
+    rings: SlidingWindows | None
+    parts: Sequence[SpanRange] = ()
+    windows: SpanRange | None = None
     selective: bool = False  # of what sleeps only some will come: there are pages for all rows of its spans
 
 
@@ -53,7 +53,7 @@ class Piece:
     first: int
     n: int
     src: Ints
-    asleep: Sequence[tuple[Part, int, int, int]] = ()
+    asleep: Sequence[tuple[SpanRange, int, int, int]] = ()
 
 
 def fork(c: Cache, row: int, policy: Policy, computed: int) -> int | None:
@@ -77,7 +77,7 @@ def fork(c: Cache, row: int, policy: Policy, computed: int) -> int | None:
     return new
 
 
-def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[Job]] | None:
+def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[ReadJob]] | None:
     """Put a beginning into a row's tables. What is to come, for each layer; None where there are too few pages."""
     S, G, had = c.page_size, c.shape.kv_heads, begin.pages.shape[-1]
     shared = 0 if copies else min(begin.length // S, had)
@@ -94,7 +94,7 @@ def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[
     c.counts[row, c.window[row] == NO_WINDOW] = shared
     fresh = taken = np.sort(c.pool.take(n))
     c.kv.pos[c.kv.index(taken)] = -1
-    dst, jobs = [NOTHING], dict[int, list[Job]]()
+    dst, jobs = [NOTHING], dict[int, list[ReadJob]]()
     for p in pieces:
         mine, taken = np.split(taken, [p.n * G])
         pages = mine.reshape(G, p.n)
@@ -105,7 +105,7 @@ def adopt(c: Cache, row: int, begin: Beginning, copies: bool) -> dict[int, list[
             dst.append(pages)
         ends = accumulate((k for *_, k in p.asleep), initial=0)
         for (part, layer, skip, k), i in zip(p.asleep, ends, strict=False):
-            job = Job(part.store, part.span, layer, skip, pages[:, i : i + k].T, (p.first + i) * S)
+            job = ReadJob(part.store, part.span, layer, skip, pages[:, i : i + k].T, (p.first + i) * S)
             jobs.setdefault(p.layer, []).append(job)
     _copy(c, src, np.concatenate([d.ravel() for d in dst]), begin.length)
     c.kv.mass[c.kv.index(fresh)] = 0
@@ -142,10 +142,10 @@ def _pieces(c: Cache, row: int, begin: Beginning, shared: int) -> Iterator[Piece
     for i, layer in enumerate(np.flatnonzero(c.window[row] < NO_WINDOW).tolist()):
         first = _first(begin.length, int(c.window[row, layer]), S)
         if begin.windows:
-            asleep = [(begin.windows, i, first - begin.windows.span.firsts[i], last - first)]
+            asleep = [(begin.windows, i, first - begin.windows.span.window_starts[i], last - first)]
             yield Piece(layer, first, last - first, NOTHING, asleep)
         elif begin.rings:
-            at = begin.rings.first[i]
+            at = begin.rings.first_pages[i]
             yield Piece(layer, first, last - first, begin.rings.pages[i][:, first - at : last - at])
 
 

@@ -39,8 +39,8 @@ from retain.kv.mirror import Mirror
 from retain.kv.needs import UNBOUNDED, Needs, Shape
 from retain.kv.policies import Policy
 from retain.kv.pool import Pool
-from retain.kv.reuse import Prefix, Reuse
-from retain.kv.witness import Witness
+from retain.kv.reuse import PrefixConfig, PrefixCache
+from retain.kv.witness import AttentionTrace
 
 Ints = NDArray[np.int32]
 
@@ -64,7 +64,7 @@ class Cache(Needs):
         step_tokens: int,
         columns: int = 1,
         turn: Turn | None = None,
-        prefix: Prefix | None = None,
+        prefix: PrefixConfig | None = None,
         device: torch.device = CPU,
     ):
         L, G, n = len(shape.windows), shape.kv_heads, -(-context // page_size)
@@ -88,9 +88,9 @@ class Cache(Needs):
         self.keepers: dict[int, Keeper] = {}  # of rows with a budget
         self.forgotten: Counter[str] = Counter()  # slots of rows that are closed, by policy
         self.backend, self.turn = backend, turn
-        self.reuse: Reuse | None = None
+        self.reuse: PrefixCache | None = None
         if prefix:
-            self.reuse = Reuse(self, prefix)
+            self.reuse = PrefixCache(self, prefix)
             self.pool.reclaim = self.reuse.tree.evict
         self.mirror = Mirror(self.pages, self.counts, self.window, device)  # where the kernels read them
 
@@ -99,7 +99,7 @@ class Cache(Needs):
     @property
     def free_pages(self) -> int:
         """Pages that can be taken now."""
-        return self.pool.free + (self.reuse.tree.spare if self.reuse else 0)
+        return self.pool.free + (self.reuse.tree.num_evictable_pages if self.reuse else 0)
 
     @property
     def total_pages(self) -> int:
@@ -139,7 +139,7 @@ class Cache(Needs):
         Whole pages that neither will write are shared, the others copied. None where there are no pages or no row, or
         where the row was born evicted.
         """
-        if not self.rows or (self.reuse and row in self.reuse.thin):
+        if not self.rows or (self.reuse and row in self.reuse.sparse_rows):
             return None
         return fork(self, row, policy, computed)
 
@@ -204,7 +204,7 @@ class Cache(Needs):
         forget, inside = rows[whose], self.window[rows[whose]].T == NO_WINDOW
         return self.mirror.through(slots, whose, forget, pos[whose] - since[forget], inside)
 
-    def lend(self, rows: Sequence[int], witnesses: Sequence[Witness | None]) -> Callable[[int], None] | None:
+    def lend(self, rows: Sequence[int], witnesses: Sequence[AttentionTrace | None]) -> Callable[[int], None] | None:
         """Before a step: whose prompt goes layer by layer looks at borrowed pages. Who computes calls what this returns
         when a layer has looked; None: there is no need.
         """
@@ -294,7 +294,7 @@ class Cache(Needs):
     def close(self, row: int) -> list[int]:
         """Give every page of the row back, and the row. Returns for each layer the most slots that one head owned."""
         if self.reuse:
-            self.reuse.stop(row)
+            self.reuse.cancel_load(row)
         self.pool.give(self._held([row]))
         if keeper := self.keepers.pop(row, None):  # after its other pages were given
             self.forgotten[policies.named_by(keeper.policy)] += keeper.forgot
@@ -307,7 +307,7 @@ class Cache(Needs):
     def check(self) -> None:
         """The accountant: every page is free, or in the tables of open rows or of the tree. Raises AssertionError."""
         held = self._held(set(range(len(self.paid))) - set(self.rows))
-        self.pool.check(np.concatenate([held, self.reuse.tree.held]) if self.reuse else held)
+        self.pool.check(np.concatenate([held, self.reuse.tree.all_pages]) if self.reuse else held)
 
     def _held(self, rows: Sequence[int] | set[int]) -> Ints:
         r = np.array(sorted(rows), np.int64)

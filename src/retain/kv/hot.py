@@ -13,81 +13,81 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retain.kv.span import Bytes, Shelf, Span
-from retain.kv.tiers import Reader
+from retain.kv.span import Bytes, SpanIndex, Span
+from retain.kv.tiers import SpanReader
 
-NOTES = 2**31 - 1  # as a layer
+METADATA_LAYER = 2**31 - 1  # as a layer
 
 
-class Hot:
+class BlockCache:
     """Rows in memory. `by`: who goes first where there is no room: `lru`, `lfu`, or `worth`: the lowest product of how
     often its span was wanted and its share of what was looked at; what is worth less than all others does not come.
     """
 
-    def __init__(self, capacity: int, by: str):
-        self.shelf, self.guard = Shelf(capacity, by), Lock()
+    def __init__(self, capacity: int, replacement: str):
+        self.span_index, self._lock = SpanIndex(capacity, replacement), Lock()
         self.counts = {"found": 0, "missed": 0, "evicted": 0}
 
-    def find(self, key: bytes, hits: int, share: float) -> Bytes | None:
+    def get(self, key: bytes, hits: int, attention_share: float) -> Bytes | None:
         """A row that is here. `hits`: how often its span was wanted."""
-        with self.guard:
-            there = self.shelf.find(key)
+        with self._lock:
+            there = self.span_index.find(key)
             self.counts["found" if there else "missed"] += 1
             if not there:
                 return None
             span = there[0]
-            self.shelf.touch([span])
-            if self.shelf.by == "worth":
-                span.hits, span.share = hits, share
+            self.span_index.touch([span])
+            if self.span_index.replacement == "worth":
+                span.hits, span.attention_share = hits, attention_share
             return span.data
 
-    def keep(self, key: bytes, row: Bytes, hits: int, share: float) -> None:
+    def put(self, key: bytes, block: Bytes, hits: int, attention_share: float) -> None:
         """One more row, if it is worth it."""
-        span = Span((key,), (1,), len(row), hits=hits if self.shelf.by == "worth" else 1, share=share)
-        with self.guard:
-            if self.shelf.find(key) or (gone := self.shelf.room(span.size, self.shelf.worth(span))) is None:
+        span = Span((key,), (1,), len(block), hits=hits if self.span_index.replacement == "worth" else 1, attention_share=attention_share)
+        with self._lock:
+            if self.span_index.find(key) or (gone := self.span_index.make_room(span.size, self.span_index.priority(span))) is None:
                 return
             self.counts["evicted"] += len(gone)
-            span.data = row.copy()
-            self.shelf.add(span)
+            span.data = block.copy()
+            self.span_index.add(span)
 
-    def told(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """For people."""
-        return {"tier": "ram", **self.shelf.told(), **self.counts}
+        return {"tier": "ram", **self.span_index.stats(), **self.counts}
 
 
-class Through:
+class CachedReader:
     """See `tiers.Reader`: what is hot does not have to be read. `number` names the span as it lies on the disk now."""
 
-    def __init__(self, reader: Reader, hot: Hot, span: Span, number: int):
-        self.reader, self.hot, self.span, self.number = reader, hot, span, number
-        self.shares: NDArray[np.float32] | None = None  # [M, n] of what was looked at, beside the average
+    def __init__(self, reader: SpanReader, block_cache: BlockCache, span: Span, file_number: int):
+        self.reader, self.block_cache, self.span, self.file_number = reader, block_cache, span, file_number
+        self.attention_shares: NDArray[np.float32] | None = None  # [M, n] of what was looked at, beside the average
 
-    def rows(self, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
-        found = [self.hot.find(self._key(layer, i), self.span.hits, self._share(layer, i)) for i in range(begin, end)]
+    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
+        found = [self.block_cache.get(self._block_key(layer, i), self.span.hits, self._attention_share(layer, i)) for i in range(begin, end)]
         if all(row is not None for row in found):
             return np.stack([row for row in found if row is not None])
         missing = [i for i, row in enumerate(found) if row is None]
         first, last = missing[0], missing[-1] + 1  # in one go: what is between comes along
-        read = self.reader.rows(layer, begin + first, begin + last).copy()
+        read = self.reader.read_blocks(layer, begin + first, begin + last).copy()
         for i in missing:
-            self.hot.keep(self._key(layer, begin + i), read[i - first], self.span.hits, self._share(layer, begin + i))
+            self.block_cache.put(self._block_key(layer, begin + i), read[i - first], self.span.hits, self._attention_share(layer, begin + i))
         whole = [row for row in (*found[:first], *read, *found[last:]) if row is not None]
         return np.stack(whole)
 
-    def notes(self) -> Bytes:  # noqa: D102
-        key = self._key(NOTES, 0)
-        found = self.hot.find(key, self.span.hits, 1.0)
+    def read_metadata(self) -> Bytes:  # noqa: D102
+        key = self._block_key(METADATA_LAYER, 0)
+        found = self.block_cache.get(key, self.span.hits, 1.0)
         if found is None:
-            found = self.reader.notes()
-            self.hot.keep(key, found, self.span.hits, 1.0)
+            found = self.reader.read_metadata()
+            self.block_cache.put(key, found, self.span.hits, 1.0)
         return found
 
     def close(self) -> None:  # noqa: D102
         self.reader.close()
 
-    def _key(self, layer: int, row: int) -> bytes:
-        return pack("<qii", self.number, layer, row)
+    def _block_key(self, layer: int, block: int) -> bytes:
+        return pack("<qii", self.file_number, layer, block)
 
-    def _share(self, layer: int, row: int) -> float:
-        return 1.0 if self.shares is None else float(self.shares[layer, row])
+    def _attention_share(self, layer: int, block: int) -> float:
+        return 1.0 if self.attention_shares is None else float(self.attention_shares[layer, block])

@@ -16,7 +16,7 @@ from retain.kernels import KV
 from retain.kv.budget import Budget
 from retain.kv.forget import Turn, compact, punch, renumber
 from retain.kv.pool import Pool
-from retain.kv.witness import Witness
+from retain.kv.witness import AttentionTrace
 
 Ints = NDArray[np.int32]
 
@@ -49,7 +49,7 @@ class Keeper:
         self.saved: tuple[Ints, Ints] | None = None  # pages of rings, and copies of what they held
         self.lent: Ints | None = None  # pages for a prompt in one layer, [G, n]
         self.forgot = 0  # slots, of all heads, so far
-        self.witness: Witness | None = None  # of such a step
+        self.witness: AttentionTrace | None = None  # of such a step
         self.own: tuple[Ints, Ints] | None = None  # tables [M, G, n] and counts that they stand in for in a step
 
     def forget(self, computed: int) -> bool:
@@ -92,7 +92,7 @@ class Keeper:
             self.kv.pos[self.kv.index(self.lent)] = -1
         return self.lent is not None
 
-    def lend(self, witness: Witness | None) -> Keeper:
+    def lend(self, witness: AttentionTrace | None) -> Keeper:
         """A step begins: every layer finds these pages in its tables. `witness` sees what is forgotten. Itself."""
         assert self.lent is not None
         self.witness = witness
@@ -110,7 +110,7 @@ class Keeper:
             return
         assert self.own and self.lent is not None and self.holes is not None
         if self.witness:
-            self.witness.lent(self.kv, layer, self.lent)
+            self.witness.record_layer(self.kv, layer, self.lent)
         i, policy, now = int(where[0]), self.policy, self.policy.prompt - 1
         tables, counts = (x[i : i + 1] for x in self.own)
         to = tables[..., : int(counts.max())]

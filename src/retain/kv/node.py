@@ -13,20 +13,20 @@ Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Rings:
+class SlidingWindows:
     """Pages of sliding layers: of each, [G, n], those from page `first` of the text on. They serve texts that go on
     from position `least` or later.
     """
 
-    first: tuple[int, ...]
+    first_pages: tuple[int, ...]
     pages: tuple[Ints, ...]
-    least: int
+    min_resume_position: int
 
 
-class Life(NamedTuple):
+class EvictionRecord(NamedTuple):
     """Of a node that was evicted, or some of it."""
 
-    pages: int
+    num_pages: int
     age: float  # seconds
     idle: float  # seconds since somebody began with it
     hits: int  # who did
@@ -36,39 +36,39 @@ class Life(NamedTuple):
 class Node:
     """A span from page `begin` of its text on. A node of less than a page is a leaf."""
 
-    begin: int
+    start_page: int
     tokens: Ints  # [n * page_size], or fewer than one page
-    links: list[bytes]  # of each of its pages
+    block_hashes: list[bytes]  # of each of its pages
     pages: Ints  # [M, G, n]
-    rings: Rings | None = None  # of its end
+    sliding_windows: SlidingWindows | None = None  # of its end
     parent: Node | None = None
     children: dict[bytes, Node] = field(default_factory=dict)  # by their first link
-    used: int = 0  # when, on the tree's clock
-    born: float = field(default_factory=monotonic)  # seconds
-    last: float = 0.0  # when somebody began with it
+    last_used: int = 0  # when, on the tree's clock
+    created_at: float = field(default_factory=monotonic)  # seconds
+    last_hit_at: float = 0.0  # when somebody began with it
     hits: int = 0  # who did
 
-    def found(self) -> None:
+    def record_hit(self) -> None:
         """Somebody begins with it, or may."""
-        self.hits, self.last = self.hits + 1, monotonic()
+        self.hits, self.last_hit_at = self.hits + 1, monotonic()
 
-    def life(self) -> Life:
+    def to_eviction_record(self) -> EvictionRecord:
         """How it was, now that it ends."""
         now = monotonic()
-        return Life(self.held.size, now - self.born, now - (self.last or self.born), self.hits)
+        return EvictionRecord(self.all_pages.size, now - self.created_at, now - (self.last_hit_at or self.created_at), self.hits)
 
     @property
-    def held(self) -> Ints:
+    def all_pages(self) -> Ints:
         """All its pages."""
-        rings = [p.ravel() for p in self.rings.pages] if self.rings else []
+        rings = [p.ravel() for p in self.sliding_windows.pages] if self.sliding_windows else []
         return np.concatenate([self.pages.ravel(), *rings])
 
 
 @dataclass(frozen=True)
-class Hit:
+class PrefixMatch:
     """The first `length` tokens of a text are there. `common`: as many agree, but sliding layers cannot go on there."""
 
     length: int
     pages: Ints  # [M, G, n], of all that agree, the last one perhaps only in part
-    rings: Rings | None
-    common: int
+    sliding_windows: SlidingWindows | None
+    common_length: int

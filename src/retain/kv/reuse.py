@@ -21,12 +21,12 @@ from retain.config import choice, one_of, options
 from retain.kernels import NO_WINDOW
 from retain.kv.begin import SPARE, Beginning, adopt, cut
 from retain.kv.budget import Budget
-from retain.kv.fetch import Fetch, Job
-from retain.kv.node import Hit, Rings
+from retain.kv.fetch import LayerLoader, ReadJob
+from retain.kv.node import PrefixMatch, SlidingWindows
 from retain.kv.policies import Policy
-from retain.kv.prefix import Tree
-from retain.kv.selective import Selective
-from retain.kv.sleep import Sleep
+from retain.kv.prefix import RadixTree
+from retain.kv.selective import SelectiveLoader
+from retain.kv.sleep import Offloader
 
 if TYPE_CHECKING:
     from retain.kv.cache import Cache
@@ -35,7 +35,7 @@ Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Prefix:
+class PrefixConfig:
     """What is kept of a request. Raises ValueError."""
 
     keep: str = "all"  # or prompt: no answers
@@ -45,7 +45,7 @@ class Prefix:
 
 
 @dataclass(frozen=True)
-class Important(Prefix):
+class SelectiveConfig(PrefixConfig):
     """Of what comes from tiers only so much is loaded, what is looked at most. Raises ValueError."""
 
     ratio: float = 0.25
@@ -56,70 +56,70 @@ class Important(Prefix):
             raise ValueError(f"important: ratio is above 0 and at most 1, not {self.ratio:g}")
 
 
-def parse(text: str) -> Prefix | None:
+def parse_prefix_config(spec: str) -> PrefixConfig | None:
     """`exact`, `exact:keep=prompt`, `important:ratio=0.25`, or `off`, which is None. Raises ValueError."""
-    name, given = choice(text)
+    name, given = choice(spec)
     if name == "off" and not given:
         return None
     if name not in ("exact", "important"):
-        raise ValueError(f"unknown prefix {text!r}: choose exact, exact:keep=prompt, important:ratio=0.25 or off")
-    found: Prefix = options(Important if name == "important" else Prefix, name, given)
+        raise ValueError(f"unknown prefix {spec!r}: choose exact, exact:keep=prompt, important:ratio=0.25 or off")
+    found: PrefixConfig = options(SelectiveConfig if name == "important" else PrefixConfig, name, given)
     return found
 
 
-class Reuse:
+class PrefixCache:
     """Of one cache. `salt` is a tenant's: texts of different salts never meet."""
 
-    def __init__(self, cache: Cache, chosen: Prefix):
-        self.cache, self.chosen, self.tree = cache, chosen, Tree(cache.pool, cache.page_size)
-        self.sleep: Sleep | None = None
-        self.fetches: dict[int, Fetch] = {}  # of rows that wait for pages
-        self.thin = set[int]()  # rows that were born evicted: they leave nothing
-        self.selective: type[Selective] = Selective
-        self.resumed = 0  # tokens that rows began with
+    def __init__(self, cache: Cache, config: PrefixConfig):
+        self.cache, self.config, self.tree = cache, config, RadixTree(cache.pool, cache.page_size)
+        self.offloader: Offloader | None = None
+        self.loads: dict[int, LayerLoader] = {}  # of rows that wait for pages
+        self.sparse_rows = set[int]()  # rows that were born evicted: they leave nothing
+        self.selective_loader_class: type[SelectiveLoader] = SelectiveLoader
+        self.num_reused_tokens = 0  # tokens that rows began with
 
-    def _first(self, salt: str, windows: Ints) -> bytes:
+    def _root_hash(self, salt: str, windows: Ints) -> bytes:
         """What the first link of a text begins with."""
-        brand = self.sleep.brand if self.sleep else b""
+        brand = self.offloader.model_fingerprint if self.offloader else b""
         text = brand + b"\0" + salt.encode(errors="surrogatepass") + b"\0" + windows.tobytes()
         return blake2b(text, digest_size=16).digest()
 
-    def below(self, sleep: Sleep) -> None:
+    def set_offloader(self, offloader: Offloader) -> None:
         """From now on there are tiers below the pool."""
-        self.sleep = sleep
-        self.tree.evicted = lambda node, n: sleep.evicted(
-            node.links[n:], node.begin + n, node.pages[..., n:], node.rings
+        self.offloader = offloader
+        self.tree.on_evict = lambda node, n: offloader.on_evicted(
+            node.block_hashes[n:], node.start_page + n, node.pages[..., n:], node.sliding_windows
         )
 
-    def close(self) -> None:
+    def close_offloader(self) -> None:
         """There are no tiers any more; and nothing is in the tree, whose links named them."""
-        if self.sleep:
-            self.tree.evicted = None
-            self.sleep.close()
+        if self.offloader:
+            self.tree.on_evict = None
+            self.offloader.close()
             self.tree.clear()
-            self.sleep = None
+            self.offloader = None
 
-    def find(self, policy: Policy, tokens: Sequence[int], limit: int, salt: str) -> Hit | None:
+    def match_prefix(self, policy: Policy, tokens: Sequence[int], max_length: int, salt: str) -> PrefixMatch | None:
         """What a row under this policy could begin with: at most `limit` tokens."""
         if isinstance(policy, Budget):
-            limit = min(limit, _unseen(policy))
+            max_length = min(max_length, _max_skippable_tokens(policy))
         windows = self.cache.windows(policy)
-        return self.tree.find(self._first(salt, windows), tokens, limit, bool((windows < NO_WINDOW).any()))
+        return self.tree.match_prefix(self._root_hash(salt, windows), tokens, max_length, bool((windows < NO_WINDOW).any()))
 
     def pin(self, policy: Policy, tokens: Sequence[int], salt: str, seconds: float) -> int:
         """What there is of a text stays for so long. How many tokens that is."""
-        return self.tree.pin(self._first(salt, self.cache.windows(policy)), tokens, seconds)
+        return self.tree.pin(self._root_hash(salt, self.cache.windows(policy)), tokens, seconds)
 
-    def covered(self, policy: Policy, tokens: Sequence[int], limit: int, salt: str) -> int:
+    def num_shared_pages(self, policy: Policy, tokens: Sequence[int], max_length: int, salt: str) -> int:
         """Pages of what such a row would need that other rows hold already."""
-        hit = None if isinstance(policy, Budget) else self.find(policy, tokens, limit, salt)
+        hit = None if isinstance(policy, Budget) else self.match_prefix(policy, tokens, max_length, salt)
         if not hit:
             return 0
         shared = hit.pages[..., : hit.length // self.cache.page_size]
         return int(np.count_nonzero(self.cache.pool.refs[shared] > 1))
 
-    def resume(
-        self, row: int, policy: Policy, tokens: Sequence[int], limit: int, salt: str, again: bool = False
+    def attach_prefix(
+        self, row: int, policy: Policy, tokens: Sequence[int], max_length: int, salt: str, was_preempted: bool = False
     ) -> tuple[int, int]:
         """Begin a row that owns nothing yet. How many tokens are computed; and where more could have been shared, had
         somebody left the windows of its sliding layers there (0: nowhere).
@@ -128,136 +128,136 @@ class Reuse:
         chooses nothing: it could take more pages than computing would, and has to fit.
         """
         S, copies = self.cache.page_size, isinstance(policy, Budget)
-        hit = self.find(policy, tokens, limit, salt)
-        chooses = self.sleep is not None and self.sleep.probes is not None
-        begin = None if again and chooses else self._asleep(policy, tokens, limit, salt, hit)
+        hit = self.match_prefix(policy, tokens, max_length, salt)
+        chooses = self.offloader is not None and self.offloader.probe_config is not None
+        begin = None if was_preempted and chooses else self._plan_offload_load(policy, tokens, max_length, salt, hit)
         if hit and not begin:
-            begin = Beginning(hit.length, hit.pages[..., : -(-hit.length // S)], hit.rings)
+            begin = Beginning(hit.length, hit.pages[..., : -(-hit.length // S)], hit.sliding_windows)
         length = begin.length if begin else 0
-        mark = hit.common // S * S if hit and not copies else 0  # who copies leaves nothing
+        mark = hit.common_length // S * S if hit and not copies else 0  # who copies leaves nothing
         mark = mark if mark > length else 0
         jobs = adopt(self.cache, row, begin, copies) if begin and length else None
-        if jobs is not None and self.sleep and begin and (begin.parts or begin.windows):
-            self.fetches[row] = self._choose(row, begin, jobs) if begin.selective else Fetch(self.sleep, jobs)
-            self.sleep.wake(begin.parts, begin.windows)
-        self.resumed += 0 if jobs is None else length
+        if jobs is not None and self.offloader and begin and (begin.parts or begin.windows):
+            self.loads[row] = self._start_selective_load(row, begin, jobs) if begin.selective else LayerLoader(self.offloader, jobs)
+            self.offloader.record_load(begin.parts, begin.windows)
+        self.num_reused_tokens += 0 if jobs is None else length
         return (0 if jobs is None else length), mark
 
-    def _asleep(
-        self, policy: Policy, tokens: Sequence[int], limit: int, salt: str, hit: Hit | None
+    def _plan_offload_load(
+        self, policy: Policy, tokens: Sequence[int], max_length: int, salt: str, hit: PrefixMatch | None
     ) -> Beginning | None:
         """A beginning of whole pages that is longer than what the tree has, where tiers have the rest of it, and it is
         sooner read than computed.
         """
         S, windows = self.cache.page_size, self.cache.windows(policy)
-        if not self.sleep or (self.sleep.probes and isinstance(policy, Budget)):
+        if not self.offloader or (self.offloader.probe_config and isinstance(policy, Budget)):
             return None  # who forgets would choose among what was chosen
         if isinstance(policy, Budget):
-            limit = min(limit, _unseen(policy))
-        keys = self.tree.links(self._first(salt, windows), np.asarray(tokens[: max(limit, 0)], np.int32))
-        have, length = (hit.common // S, hit.length) if hit else (0, 0)
+            max_length = min(max_length, _max_skippable_tokens(policy))
+        keys = self.tree.hash_blocks(self._root_hash(salt, windows), np.asarray(tokens[: max(max_length, 0)], np.int32))
+        have, length = (hit.common_length // S, hit.length) if hit else (0, 0)
         sees_all = int(np.count_nonzero(windows == NO_WINDOW))
-        parts = self.sleep.find(keys[have:]) if sees_all else []
+        parts = self.offloader.find_spans(keys[have:]) if sees_all else []
         upto = have + sum(p.end - p.begin for p in parts) if sees_all else len(keys)
         rings = None
         if sees_all < len(windows):
-            there = ((i, self.sleep.windows(keys[i - 1])) for i in range(upto, length // S, -1))
-            upto, rings = next(((i, w) for i, w in there if w and w.span.least <= i * S), (0, None))
-            parts = self.sleep.find(keys[have:upto]) if sees_all else []
+            there = ((i, self.offloader.find_windows(keys[i - 1])) for i in range(upto, length // S, -1))
+            upto, rings = next(((i, w) for i, w in there if w and w.span.min_resume_position <= i * S), (0, None))
+            parts = self.offloader.find_spans(keys[have:upto]) if sees_all else []
         if upto * S <= length:
             return None
-        if self.sleep.probes and sum(len(p.span.keys) - p.end + p.begin for p in parts) > SPARE:
+        if self.offloader.probe_config and sum(len(p.span.keys) - p.end + p.begin for p in parts) > SPARE:
             return None
-        if not self.sleep.worth_it([*parts, rings] if rings else parts, upto * S - length):
+        if not self.offloader.should_load([*parts, rings] if rings else parts, upto * S - length):
             return None
         none = np.zeros((sees_all, self.cache.shape.kv_heads, 0), np.int32)
-        pages, selective = hit.pages[..., : min(have, upto)] if hit else none, bool(self.sleep.probes and parts)
+        pages, selective = hit.pages[..., : min(have, upto)] if hit else none, bool(self.offloader.probe_config and parts)
         return Beginning(upto * S, pages, None, parts, rings, selective)
 
-    def _choose(self, row: int, begin: Beginning, jobs: dict[int, list[Job]]) -> Fetch:
+    def _start_selective_load(self, row: int, plan: Beginning, jobs: dict[int, list[ReadJob]]) -> LayerLoader:
         """A row that will have only what is important to it. Its table is shorter than its text is."""
-        c, S, had = self.cache, self.cache.page_size, begin.pages.shape[-1]
-        assert self.sleep and self.sleep.probes
+        c, S, had = self.cache, self.cache.page_size, plan.pages.shape[-1]
+        assert self.offloader and self.offloader.probe_config
         layers = np.flatnonzero(c.window[row] == NO_WINDOW)
-        upto = had + sum(len(p.span.keys) for p in begin.parts)
-        c.base[row, layers] = begin.length - upto * S
-        self.thin.add(row)
+        upto = had + sum(len(p.span.keys) for p in plan.parts)
+        c.base[row, layers] = plan.length - upto * S
+        self.sparse_rows.add(row)
         c.mirror.touch(row, dense=False)
         pages = c.pages[row, layers, :, had:upto].copy()
 
         def keep(layer: int, n: int) -> None:
             cut(c, row, layer, had + n, upto)
 
-        return self.selective(*(self.sleep, self.sleep.probes, begin.parts, layers.tolist(), pages, keep, jobs))
+        return self.selective_loader_class(*(self.offloader, self.offloader.probe_config, plan.parts, layers.tolist(), pages, keep, jobs))
 
     # ---- what is on its way --------------------------------------------------------------------------------------
 
-    def awaited(self, rows: Sequence[int], starts: Sequence[int]) -> Callable[[int, Tensor], None] | None:
+    def load_hook(self, rows: Sequence[int], query_start_loc: Sequence[int]) -> Callable[[int, Tensor], None] | None:
         """What who computes calls before a layer looks; None: nothing is on its way to these rows.
 
         Fresh queries starts[b] : starts[b + 1] are those of rows[b].
         """
-        ends = zip(rows, starts, starts[1:], strict=False)
-        fetches = [(f, begin, end) for row, begin, end in ends if (f := self.fetches.get(row))]
+        ends = zip(rows, query_start_loc, query_start_loc[1:], strict=False)
+        fetches = [(f, begin, end) for row, begin, end in ends if (f := self.loads.get(row))]
 
         def before(layer: int, q: Tensor) -> None:
             for fetch, begin, end in fetches:
-                fetch.wait(layer, q[begin:end])
+                fetch.wait_layer(layer, q[begin:end])
             self.cache.mirror.push()  # what was chosen has shortened tables
 
         return before if fetches else None
 
-    def arrived(self, row: int | None) -> bool:
+    def finish_load(self, row: int | None) -> bool:
         """After a step: whether everything has come that the row waited for. If not, it is good for nothing."""
-        fetch = None if row is None else self.fetches.pop(row, None)
-        if fetch and not fetch.done():
+        fetch = None if row is None else self.loads.pop(row, None)
+        if fetch and not fetch.finish():
             return False
-        if fetch and row not in self.cache.keepers and row not in self.thin:
-            for store, span in fetch.woken:
-                if not store.replica and not span.firsts:
-                    store.drop(span)  # it will be in the tree
+        if fetch and row not in self.cache.keepers and row not in self.sparse_rows:
+            for store, span in fetch.loaded_spans:
+                if not store.write_through and not span.window_starts:
+                    store.delete(span)  # it will be in the tree
         return True
 
-    def computed(self, tokens: int, seconds: float) -> None:
+    def record_compute(self, num_tokens: int, seconds: float) -> None:
         """A step that waited for nothing took so long."""
-        if self.sleep and tokens >= self.cache.page_size:
-            self.sleep.rates.computed(tokens, seconds)
+        if self.offloader and num_tokens >= self.cache.page_size:
+            self.offloader.cost_model.record_compute(num_tokens, seconds)
 
-    def stop(self, row: int) -> None:
+    def cancel_load(self, row: int) -> None:
         """Nothing comes into its pages any more."""
-        self.thin.discard(row)
-        if fetch := self.fetches.pop(row, None):
-            fetch.stop()
+        self.sparse_rows.discard(row)
+        if fetch := self.loads.pop(row, None):
+            fetch.cancel()
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 
-    def leave(
-        self, row: int, policy: Policy, tokens: Sequence[int], prompt: int, salt: str, goes_on: bool = False
+    def insert(
+        self, row: int, policy: Policy, tokens: Sequence[int], num_prompt_tokens: int, salt: str, still_running: bool = False
     ) -> None:
         """Keep what a row has computed: these tokens, of which the first `prompt` were asked.
 
         `goes_on`: it will write more, so only whole pages are shared.
         """
         c, S = self.cache, self.cache.page_size
-        end = len(tokens) if self.chosen.keep == "all" else min(len(tokens), prompt)
-        end = end // S * S if goes_on else end
-        if not end or row in c.keepers or row in self.fetches or row in self.thin:
+        end = len(tokens) if self.config.keep == "all" else min(len(tokens), num_prompt_tokens)
+        end = end // S * S if still_running else end
+        if not end or row in c.keepers or row in self.loads or row in self.sparse_rows:
             return
         sees_all, slide = c.window[row] == NO_WINDOW, np.flatnonzero(c.window[row] < NO_WINDOW)
-        rings = self._rings(row, slide, end, goes_on) if len(slide) else None
+        rings = self._capture_sliding_windows(row, slide, end, still_running) if len(slide) else None
         if rings or not len(slide):
             pages = c.pages[row, sees_all, :, : -(-end // S)]
-            first = self._first(salt, c.windows(policy))
-            if self.sleep:
-                links = self.tree.links(first, np.asarray(tokens[:end], np.int32))
-                self.sleep.born(links, 0, pages[..., : len(links)], rings if end % S == 0 else None)
+            first = self._root_hash(salt, c.windows(policy))
+            if self.offloader:
+                links = self.tree.hash_blocks(first, np.asarray(tokens[:end], np.int32))
+                self.offloader.on_computed(links, 0, pages[..., : len(links)], rings if end % S == 0 else None)
             self.tree.insert(first, tokens[:end], pages, rings)
 
-    def _rings(self, row: int, slide: NDArray[np.intp], end: int, goes_on: bool) -> Rings | None:
+    def _capture_sliding_windows(self, row: int, layers: NDArray[np.intp], end: int, still_running: bool) -> SlidingWindows | None:
         """The pages of the layers that slide, as they are before position `end`. None where they are no more."""
         c, S, last = self.cache, self.cache.page_size, -(-end // self.cache.page_size)
         firsts, found, least = [], [], 0
-        for layer in slide:
+        for layer in layers:
             W, capacity, base = (int(x[row, layer]) for x in (c.window, c.capacity, c.base))
             first = max((end - W) // S, last - capacity // S, base // S, 0)
             places = (np.arange(first, last) * S - base) % capacity // S
@@ -273,18 +273,18 @@ class Reuse:
         if least > end:
             return None
         pages = np.concatenate([p.ravel() for p in found])
-        if not goes_on:
+        if not still_running:
             c.pool.share(pages)
-            return Rings(tuple(firsts), tuple(found), least)
+            return SlidingWindows(tuple(firsts), tuple(found), least)
         if not c.pool.room(len(pages)):
             return None
         copies = c.pool.take(len(pages))
         c.backend.copy(c.kv, c.kv.index(pages), c.kv.index(copies))
         each = np.split(copies, np.cumsum([p.size for p in found])[:-1])
-        return Rings(tuple(firsts), tuple(x.reshape(p.shape) for x, p in zip(each, found, strict=True)), least)
+        return SlidingWindows(tuple(firsts), tuple(x.reshape(p.shape) for x, p in zip(each, found, strict=True)), least)
 
 
-def _unseen(policy: Budget) -> int:
+def _max_skippable_tokens(policy: Budget) -> int:
     """Tokens of the prompt, the first ones, that need no query: they leave nothing on slots, and are there at once."""
     if policy.prefill != "exact":
         return 0

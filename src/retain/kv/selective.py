@@ -21,155 +21,155 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kv import importance
-from retain.kv.fetch import Fetch, Job
-from retain.kv.hot import Through
-from retain.kv.importance import Notes
-from retain.kv.packing import Probes
-from retain.kv.sleep import Part, Sleep
+from retain.kv.fetch import LayerLoader, ReadJob
+from retain.kv.hot import CachedReader
+from retain.kv.importance import SpanMetadata
+from retain.kv.packing import ProbeConfig
+from retain.kv.sleep import SpanRange, Offloader
 
 Ints = NDArray[np.int32]
-NOTHING = np.zeros(0, np.float32)
+EMPTY = np.zeros(0, np.float32)
 
 
-class Selective(Fetch):
+class SelectiveLoader(LayerLoader):
     """What one row waits for. `layers` see everything; `pages` [M, G, n] are the row's, for all rows of the spans of
     `parts`. `keep(layer, n)` gives back all but the first n of a layer's pages.
     """
 
     def __init__(
         self,
-        sleep: Sleep,
-        probes: Probes,
-        parts: Sequence[Part],
+        offloader: Offloader,
+        probe_config: ProbeConfig,
+        ranges: Sequence[SpanRange],
         layers: Sequence[int],
         pages: Ints,
-        keep: Callable[[int, int], None],
-        others: dict[int, list[Job]],
+        trim_pages: Callable[[int, int], None],
+        other_jobs: dict[int, list[ReadJob]],
     ):
-        super().__init__(sleep, others)
-        self.probes, self.parts, self.pages, self.keep = probes, parts, pages, keep
-        self.index = {layer: m for m, layer in enumerate(layers)}
-        self.chosen: dict[int, int] = {}  # pages, by layer
-        self.seen: list[NDArray[np.float32]] = []  # masses [N] of each layer
-        self.notes: list[Future[Notes | None]] = []
-        self.sure: dict[int, Future[Ints]] = {}
-        self.read_s = 0.0
-        self.now: list[Future[bool]] = []  # what somebody waits for
-        self.calm = Event()  # nobody does
-        self.calm.set()
-        for p in parts:
-            self._open(p.store, p.span, partial(sleep.open, p.store))
+        super().__init__(offloader, other_jobs)
+        self.probe_config, self.ranges, self.pages, self.trim_pages = probe_config, ranges, pages, trim_pages
+        self.layer_index = {layer: m for m, layer in enumerate(layers)}
+        self.num_selected_blocks: dict[int, int] = {}  # pages, by layer
+        self.layer_mass: list[NDArray[np.float32]] = []  # masses [N] of each layer
+        self.metadata_futures: list[Future[SpanMetadata | None]] = []
+        self.prefetches: dict[int, Future[Ints]] = {}
+        self.urgent_read_seconds = 0.0
+        self.urgent_reads: list[Future[bool]] = []  # what somebody waits for
+        self.idle = Event()  # nobody does
+        self.idle.set()
+        for p in ranges:
+            self._open_reader(p.store, p.span, partial(offloader.open_span, p.store))
         if self.failed:
             return
-        self.notes = [sleep.readers.submit(self._notes, p) for p in parts]
-        if self.chooses:
-            self.sure = {m: sleep.readers.submit(self._begin, m) for m in self.index.values()}
+        self.metadata_futures = [offloader.read_executor.submit(self._read_metadata, p) for p in ranges]
+        if self.is_selective:
+            self.prefetches = {m: offloader.read_executor.submit(self._prefetch, m) for m in self.layer_index.values()}
 
     @property
-    def chooses(self) -> bool:
+    def is_selective(self) -> bool:
         """Or loads everything."""
-        return all(p.span.packed for p in self.parts)
+        return all(p.span.is_reordered for p in self.ranges)
 
-    def _notes(self, part: Part) -> Notes | None:
+    def _read_metadata(self, span_range: SpanRange) -> SpanMetadata | None:
         try:
-            reader = self.readers[part.span]
-            notes = self.probes.notes(part.span, reader.notes(), self.sleep.kv)
-            if isinstance(reader, Through):
-                reader.shares = notes.shares(self.sleep.kv.page_size)
+            reader = self.readers[span_range.span]
+            notes = self.probe_config.parse_metadata(span_range.span, reader.read_metadata(), self.offloader.kv)
+            if isinstance(reader, CachedReader):
+                reader.attention_shares = notes.attention_shares(self.offloader.kv.page_size)
             return notes
         except Exception as error:
-            self._fail(part.store, part.span, error)
+            self._fail(span_range.store, span_range.span, error)
             return None
 
-    def _begin(self, m: int) -> Ints:
+    def _prefetch(self, m: int) -> Ints:
         """Most of what will be loaded of a layer is what was looked at most until now, and comes ahead of the queries;
         but who waits already goes first.
         """
-        S = self.sleep.kv.page_size
-        found = [importance.certain(n.mass[m], n.order[m], S) for f in self.notes if (n := f.result())]
-        rows = np.concatenate([NOTHING, *found])
-        sure = np.sort(np.argsort(-rows)[: round(importance.SURE * self.probes.ratio * len(rows))]).astype(np.int32)
-        for job in self._jobs(m, sure, 0):
-            self.calm.wait()
-            self._read(job)
+        S = self.offloader.kv.page_size
+        found = [importance.block_mass(n.mass[m], n.token_order[m], S) for f in self.metadata_futures if (n := f.result())]
+        rows = np.concatenate([EMPTY, *found])
+        sure = np.sort(np.argsort(-rows)[: round(importance.PREFETCH_FRACTION * self.probe_config.ratio * len(rows))]).astype(np.int32)
+        for job in self._read_jobs(m, sure, 0):
+            self.idle.wait()
+            self._run_job(job)
         return sure
 
-    def wait(self, layer: int, q: Tensor) -> None:
+    def wait_layer(self, layer: int, q: Tensor) -> None:
         """Until what is important in a layer is there."""
-        super().wait(layer, q)
-        notes = [f.result() for f in self.notes]
-        m = self.index.get(layer)
+        super().wait_layer(layer, q)
+        notes = [f.result() for f in self.metadata_futures]
+        m = self.layer_index.get(layer)
         if m is None or self.failed:
             return
-        kv, probes, S = self.sleep.kv, self.probes, self.sleep.kv.page_size
+        kv, probes, S = self.offloader.kv, self.probe_config, self.offloader.kv.page_size
         sketches = np.concatenate([n.sketches[m] for n in notes if n]).swapaxes(0, 1)  # [P, rows, bytes]
-        room = self.sleep.scratch(sketches.shape[0] * sketches.shape[1])
-        k = torch.from_numpy(importance.keys(sketches, S, kv.head_dim, room))  # [P, rows, S, D]
-        each = [p.span.begin * S + n.order[m].astype(np.int32) for p, n in zip(self.parts, notes, strict=True) if n]
+        room = self.offloader.scratch_buffer(sketches.shape[0] * sketches.shape[1])
+        k = torch.from_numpy(importance.reconstruct_keys(sketches, S, kv.head_dim, room))  # [P, rows, S, D]
+        each = [p.span.start_page * S + n.token_order[m].astype(np.int32) for p, n in zip(self.ranges, notes, strict=True) if n]
         pos = np.concatenate(each)
-        wanted = np.concatenate([self._wanted(p, x) for p, x in zip(self.parts, each, strict=True)])
-        q = q[-importance.QUERIES :].cpu()
-        mass = importance.masses(q, k.view(len(k), -1, kv.head_dim), probes.scale, probes.heads).numpy()
+        wanted = np.concatenate([self._in_range(p, x) for p, x in zip(self.ranges, each, strict=True)])
+        q = q[-importance.NUM_QUERIES :].cpu()
+        mass = importance.attention_mass(q, k.view(len(k), -1, kv.head_dim), probes.scale, probes.kv_heads).numpy()
         mass[:, ~wanted] = 0
-        self.seen.append(mass.mean(0))
-        rows, sure = np.arange(sketches.shape[1], dtype=np.int32), NOTHING.astype(np.int32)
-        if self.sure:
-            sure = self.sure[m].result()
-            rows = importance.choose(mass, S, probes.ratio, sure)
-        self.chosen[m] = len(rows)
+        self.layer_mass.append(mass.mean(0))
+        rows, sure = np.arange(sketches.shape[1], dtype=np.int32), EMPTY.astype(np.int32)
+        if self.prefetches:
+            sure = self.prefetches[m].result()
+            rows = importance.select_blocks(mass, S, probes.ratio, sure)
+        self.num_selected_blocks[m] = len(rows)
         began = perf_counter()
-        self.calm.clear()
+        self.idle.clear()
         try:
-            for job in self._jobs(m, rows[len(sure) :], len(sure)):
-                self.now.append(self.sleep.urgent.submit(self._read, job))
-            for future in self.now:
+            for job in self._read_jobs(m, rows[len(sure) :], len(sure)):
+                self.urgent_reads.append(self.offloader.urgent_executor.submit(self._run_job, job))
+            for future in self.urgent_reads:
                 future.result()
         finally:
-            self.calm.set()
-        self.read_s += perf_counter() - began
+            self.idle.set()
+        self.urgent_read_seconds += perf_counter() - began
         if not self.failed:
             at = self.pages[m][:, : len(rows)]  # [G, n]
-            self.sleep.lane.place(at, np.where(wanted, pos, -1).reshape(-1, S)[rows][None])
-            self.sleep.lane.join(self.sleep.lane.mark())
-            self.keep(layer, len(rows))
+            self.offloader.transfer.set_positions(at, np.where(wanted, pos, -1).reshape(-1, S)[rows][None])
+            self.offloader.transfer.wait_event(self.offloader.transfer.record_event())
+            self.trim_pages(layer, len(rows))
 
-    def _wanted(self, part: Part, pos: Ints) -> NDArray[np.bool_]:
+    def _in_range(self, span_range: SpanRange, positions: Ints) -> NDArray[np.bool_]:
         """Which of a span's tokens, at these positions. (Spans may overlap, and reach beyond the text.)"""
-        begin, end = ((part.span.begin + i) * self.sleep.kv.page_size for i in (part.begin, part.end))
-        found: NDArray[np.bool_] = (pos >= begin) & (pos < end)
+        begin, end = ((span_range.span.start_page + i) * self.offloader.kv.page_size for i in (span_range.begin, span_range.end))
+        found: NDArray[np.bool_] = (positions >= begin) & (positions < end)
         return found
 
-    def _jobs(self, m: int, rows: Ints, first: int) -> Iterator[Job]:
+    def _read_jobs(self, m: int, blocks: Ints, first_page: int) -> Iterator[ReadJob]:
         """What reads rows of all spans, one behind the other, in order, into a layer's pages from `first` on."""
-        begins = np.cumsum([0, *(p.span.rows[m] for p in self.parts)])
-        parts = np.searchsorted(begins, rows, "right") - 1
+        begins = np.cumsum([0, *(p.span.num_blocks[m] for p in self.ranges)])
+        parts = np.searchsorted(begins, blocks, "right") - 1
         for (part, _), run in groupby(
-            zip(parts.tolist(), rows.tolist(), range(len(rows)), strict=True), lambda x: (x[0], x[1] - x[2])
+            zip(parts.tolist(), blocks.tolist(), range(len(blocks)), strict=True), lambda x: (x[0], x[1] - x[2])
         ):
             found = list(run)
-            (_, row, at), p = found[0], self.parts[part]
-            pages = self.pages[m][:, first + at : first + at + len(found)]
-            yield Job(p.store, p.span, m, row - int(begins[part]), pages.T, 0)
+            (_, row, at), p = found[0], self.ranges[part]
+            pages = self.pages[m][:, first_page + at : first_page + at + len(found)]
+            yield ReadJob(p.store, p.span, m, row - int(begins[part]), pages.T, 0)
 
     @property
     def futures(self) -> list[Future[Any]]:
         """See Fetch. Who waits for notes is cancelled before they are."""
-        return [*self.now, *self.sure.values(), *self.notes, *super().futures]
+        return [*self.urgent_reads, *self.prefetches.values(), *self.metadata_futures, *super().futures]
 
     @property
-    def took(self) -> float:
+    def read_seconds(self) -> float:
         """See Fetch."""
-        return self.read_s
+        return self.urgent_read_seconds
 
-    def done(self) -> bool:
+    def finish(self) -> bool:
         """See Fetch. What queries looked at is remembered, and packed by."""
-        if not super().done():
+        if not super().finish():
             return False
-        mass, at = np.stack(self.seen), 0  # [M, N]
-        for p, future in zip(self.parts, self.notes, strict=True):
-            n = p.span.rows[0] * self.sleep.kv.page_size
-            if self.sleep.packs and (notes := future.result()):
-                place = notes.order.argsort(axis=1)  # of every token, where it lies
-                self.sleep.packs.saw(p.store, p.span, notes.mass, np.take_along_axis(mass[:, at : at + n], place, 1))
+        mass, at = np.stack(self.layer_mass), 0  # [M, N]
+        for p, future in zip(self.ranges, self.metadata_futures, strict=True):
+            n = p.span.num_blocks[0] * self.offloader.kv.page_size
+            if self.offloader.repacker and (notes := future.result()):
+                place = notes.token_order.argsort(axis=1)  # of every token, where it lies
+                self.offloader.repacker.record_attention(p.store, p.span, notes.mass, np.take_along_axis(mass[:, at : at + n], place, 1))
             at += n
         return True

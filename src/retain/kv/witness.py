@@ -18,43 +18,43 @@ from retain.kernels import KV, NO_WINDOW
 if TYPE_CHECKING:
     from retain.kv.cache import Cache
 
-OFTEN = 0.2, 16  # seconds, and tokens, from one look to the next, where no budget is about to forget
+RECORD_EVERY = 0.2, 16  # seconds, and tokens, from one look to the next, where no budget is about to forget
 
 
-class Witness:
+class AttentionTrace:
     """Of a text in a cache of L layers and G kv heads. `mass` float32 and `held` bool are [L, G, T]."""
 
-    def __init__(self, layers: int, heads: int):
-        self.mass = np.zeros((layers, heads, 0), np.float32)
-        self.held = np.zeros((layers, heads, 0), bool)
-        self.observed = np.ones(layers, bool)  # layers
-        self._next = 0.0
+    def __init__(self, layers: int, kv_heads: int):
+        self.mass = np.zeros((layers, kv_heads, 0), np.float32)
+        self.is_kept = np.zeros((layers, kv_heads, 0), bool)
+        self.is_observed = np.ones(layers, bool)  # layers
+        self._next_record_at = 0.0
 
-    def told(self, cache: Cache, row: int, computed: int) -> None:
+    def record_if_due(self, cache: Cache, row: int, num_computed_tokens: int) -> None:
         """So many tokens of this row are computed, and it is to settle."""
         keeper = cache.keepers.get(row)
-        late = monotonic() >= self._next or computed - self.held.shape[-1] >= OFTEN[1]
-        if late or (keeper is not None and computed >= keeper.due):
-            self.look(cache, row, computed)
+        late = monotonic() >= self._next_record_at or num_computed_tokens - self.is_kept.shape[-1] >= RECORD_EVERY[1]
+        if late or (keeper is not None and num_computed_tokens >= keeper.due):
+            self.record(cache, row, num_computed_tokens)
 
-    def look(self, cache: Cache, row: int, computed: int) -> None:
+    def record(self, cache: Cache, row: int, num_computed_tokens: int) -> None:
         """What is there now."""
-        self._next = monotonic() + OFTEN[0]
+        self._next_record_at = monotonic() + RECORD_EVERY[0]
         n = int(cache.counts[row].max())
         owned = np.arange(n) < cache.counts[row][..., None]  # [L, G, n]
         pages = cache.kv.index(cache.pages[row][..., :n][owned])
         pos = cache.kv.pos[pages].cpu().numpy()  # [pages, S]
         mass = cache.kv.mass[pages].sum(1).cpu().numpy()  # [pages, S]
         layer, head = (np.broadcast_to(x[:, None], pos.shape) for x in np.nonzero(owned)[:2])
-        there = (pos >= 0) & (pos < computed)
-        self._grow(computed)
+        there = (pos >= 0) & (pos < num_computed_tokens)
+        self._grow(num_computed_tokens)
         self.mass[layer[there], head[there], pos[there]] = mass[there]
-        there &= computed - 1 - pos < cache.window[row][layer]
-        self.observed = cache.window[row] == NO_WINDOW
-        self.held[:] = False
-        self.held[layer[there], head[there], pos[there]] = True
+        there &= num_computed_tokens - 1 - pos < cache.window[row][layer]
+        self.is_observed = cache.window[row] == NO_WINDOW
+        self.is_kept[:] = False
+        self.is_kept[layer[there], head[there], pos[there]] = True
 
-    def lent(self, kv: KV, layer: int, pages: NDArray[np.int32]) -> None:
+    def record_layer(self, kv: KV, layer: int, pages: NDArray[np.int32]) -> None:
         """What a prompt gave in pages [G, n] that one layer after the other uses; there it soon forgets."""
         pos = kv.pos[kv.index(pages)].flatten(1).cpu().numpy()  # [G, n S]
         mass = kv.mass[kv.index(pages)].sum(2).flatten(1).cpu().numpy()
@@ -62,16 +62,16 @@ class Witness:
         self._grow(int(pos.max(initial=-1)) + 1)
         self.mass[layer, head, pos[head, place]] = mass[head, place]
 
-    def _grow(self, tokens: int) -> None:
-        more = tokens - self.mass.shape[-1]
+    def _grow(self, num_tokens: int) -> None:
+        more = num_tokens - self.mass.shape[-1]
         if more > 0:
             room = [(0, 0), (0, 0), (0, more)]
-            self.mass, self.held = np.pad(self.mass, room), np.pad(self.held, room)
+            self.mass, self.is_kept = np.pad(self.mass, room), np.pad(self.is_kept, room)
 
     def scores(self, layer: int | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Of each token the mass that it received, and the share of heads that hold it, [T]: of a layer, or of all."""
         chosen = slice(None) if layer is None else slice(layer, layer + 1)
-        seen = self.observed if layer is None and self.observed.any() else chosen
+        seen = self.is_observed if layer is None and self.is_observed.any() else chosen
         mass: NDArray[np.float32] = self.mass[seen].mean((0, 1))
-        held: NDArray[np.float32] = self.held[chosen].mean((0, 1), dtype=np.float32)
+        held: NDArray[np.float32] = self.is_kept[chosen].mean((0, 1), dtype=np.float32)
         return mass, held

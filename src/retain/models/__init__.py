@@ -18,18 +18,18 @@ from retain.kernels import Program
 from retain.models.decoder import Decoder
 from retain.models.weights import Weights
 
-UNFIT = (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError)  # what contradicting sizes raise
+SHAPE_ERRORS = (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError)  # what contradicting sizes raise
 
 
-def names() -> list[str]:
+def list_families() -> list[str]:
     """The families, by the names of their files."""
     return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent / "families")]))
 
 
-def family(model_type: str) -> ModuleType:
+def load_family(model_type: str) -> ModuleType:
     """The module with a family's `spec` and `build`. Raises ValueError for one that has no file."""
-    if model_type not in names():
-        raise ValueError(f"model type {model_type!r} is not supported: one of {', '.join(names())}")
+    if model_type not in list_families():
+        raise ValueError(f"model type {model_type!r} is not supported: one of {', '.join(list_families())}")
     return importlib.import_module(f"{__name__}.families.{model_type}")
 
 
@@ -41,26 +41,26 @@ def build(weights: Weights, program: Program | None = None) -> Decoder:
     the whole decoder.
     """
     try:
-        decoder = family(weights.config["model_type"]).build(weights)
-        decoder.emit(program) if program else prove(decoder)
+        decoder = load_family(weights.config["model_type"]).build(weights)
+        decoder.emit(program) if program else check_shapes(decoder)
     except KeyError as e:
         raise ValueError(f"config.json lacks {e}") from e
-    except UNFIT as e:
+    except SHAPE_ERRORS as e:
         raise ValueError(f"the tensors of the model do not fit its config: {str(e).splitlines()[0]}") from e
     return decoder
 
 
 @torch.inference_mode()
-def prove(decoder: Decoder) -> None:
+def check_shapes(decoder: Decoder) -> None:
     """Raise one of UNFIT unless every shape is as the spec says."""
     s = decoder.spec
-    ids, pos = torch.tensor([0, s.vocab - 1]), torch.tensor([0, s.context - 1])
+    ids, pos = torch.tensor([0, s.vocab_size - 1]), torch.tensor([0, s.max_position_embeddings - 1])
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if (q.shape[1:], k.shape[1:], v.shape[1:]) != ((s.heads, s.head_dim), *[(s.kv_heads, s.head_dim)] * 2):
+        if (q.shape[1:], k.shape[1:], v.shape[1:]) != ((s.num_heads, s.head_dim), *[(s.num_kv_heads, s.head_dim)] * 2):
             raise RuntimeError(f"layer {layer} has heads q {q.shape[1:]}, k {k.shape[1:]}, v {v.shape[1:]}")
         return q
 
-    logits = decoder.logits(decoder.forward(ids, pos, attend))
-    if logits.shape[1] != s.vocab:
-        raise RuntimeError(f"{logits.shape[1]} logits for a vocabulary of {s.vocab}")
+    logits = decoder.compute_logits(decoder.forward(ids, pos, attend))
+    if logits.shape[1] != s.vocab_size:
+        raise RuntimeError(f"{logits.shape[1]} logits for a vocabulary of {s.vocab_size}")

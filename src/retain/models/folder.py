@@ -14,15 +14,15 @@ from typing import Any
 from torch import Tensor
 
 # Where multimodal models keep the language model: before and after it got the names that it has alone.
-NESTED = (("model.language_model.", "model."), ("language_model.", ""))
+MULTIMODAL_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 
 
-class Folder:
+class SafetensorsCheckpoint:
     """A Source (models/weights.py). Raises ValueError where something is missing, damaged or stored as a pickle."""
 
     def __init__(self, path: Path):
         self.path = path
-        whole = read_object(path / "config.json")
+        whole = read_json_object(path / "config.json")
         text = whole.get("text_config")
         self.config = {**text, "eos_token_id": whole.get("eos_token_id")} if isinstance(text, dict) else whole
         if method := whole.get("quantization_config"):
@@ -30,15 +30,15 @@ class Folder:
             raise ValueError(
                 f"{path}: weights quantised by {kind!r} are not supported: use a .gguf file, or the original"
             )
-        self._stored: dict[str, tuple[Any, str]] = {}  # name -> the open file, the tensor's name in it
-        for file, names in self._files().items():
-            opened, there = _open(file)
+        self._locations: dict[str, tuple[Any, str]] = {}  # name -> the open file, the tensor's name in it
+        for file, names in self._list_files().items():
+            opened, there = _open_safetensors(file)
             for name in there if names is None else names:
                 if name not in there:
                     raise ValueError(f"{file}: damaged: it has no tensor {name!r}, which the index promises")
-                if theirs := _language(name) if text else name:
-                    self._stored[theirs] = opened, name
-        self._names = frozenset(self._stored)
+                if theirs := _language_model_name(name) if text else name:
+                    self._locations[theirs] = opened, name
+        self._names = frozenset(self._locations)
 
     def names(self) -> frozenset[str]:
         """The names of all tensors."""
@@ -46,7 +46,7 @@ class Folder:
 
     def read(self, name: str) -> Tensor:
         """One tensor, as stored. Raises ValueError when it is damaged, or of integers."""
-        opened, stored = self._stored[name]
+        opened, stored = self._locations[name]
         try:
             tensor: Tensor = opened.get_tensor(stored)
         except Exception as e:
@@ -57,10 +57,10 @@ class Folder:
             )
         return tensor
 
-    def quanta(self, name: str, transposed: bool = False) -> None:
+    def read_quantized(self, name: str, transposed: bool = False) -> None:
         """Nothing here is quantised."""
 
-    def _files(self) -> dict[Path, set[str] | None]:
+    def _list_files(self) -> dict[Path, set[str] | None]:
         """The files with weights, and which tensors to take from each; None for all."""
         if (whole := self.path / "model.safetensors").is_file():
             return {whole: None}
@@ -71,7 +71,7 @@ class Folder:
                     f"{self.path}: its weights are pickled, which could run code: convert them to safetensors"
                 )
             raise ValueError(f"{self.path}: no weights: it has neither model.safetensors nor {index.name}")
-        where = read_object(index).get("weight_map")
+        where = read_json_object(index).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
             raise ValueError(f"{index}: damaged: it has no weight_map")
         files: dict[Path, set[str] | None] = {}
@@ -84,7 +84,7 @@ class Folder:
         return files
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError when there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -97,7 +97,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _open(file: Path) -> tuple[Any, Iterable[str]]:
+def _open_safetensors(file: Path) -> tuple[Any, Iterable[str]]:
     """A safetensors file, mapped, and the names of its tensors."""
     from safetensors import safe_open
 
@@ -110,9 +110,9 @@ def _open(file: Path) -> tuple[Any, Iterable[str]]:
         raise ValueError(f"{file}: damaged: {e}") from e
 
 
-def _language(name: str) -> str | None:
+def _language_model_name(name: str) -> str | None:
     """The name that a multimodal model's tensor has in the language model alone; None for one of the other parts."""
-    for before, after in NESTED:
+    for before, after in MULTIMODAL_PREFIXES:
         if name.startswith(before):
             return after + name.removeprefix(before)
     return name if name.startswith("lm_head.") else None

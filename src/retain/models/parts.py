@@ -21,14 +21,14 @@ from retain.kernels.matrix import Matrix, rows, stack
 from retain.models.weights import Weights
 
 
-class Part(Protocol):
+class Layer(Protocol):
     """Something between rows and rows."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         ...
 
-    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """The same from buffer `x` into buffer `out`, or added to what that holds."""
         ...
 
@@ -46,21 +46,21 @@ class Linear:
         bias = None if self.bias is None else self.bias.float()
         return F.linear(x.float(), self.weight.dense(), bias).to(x.dtype)
 
-    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Part."""
-        p.linear(x, out, self.weight, self.bias, add)
+        program.linear(x, out, self.weight, self.bias, add)
 
 
-def optional(w: Weights, name: str) -> Tensor | None:
+def load_optional(w: Weights, name: str) -> Tensor | None:
     """The tensor of that name, or None where the file has none."""
     if name not in w:
         return None
     return w[name]
 
 
-def linear(w: Weights, *names: str, transposed: bool = False) -> Linear:
+def load_linear(w: Weights, *names: str, transposed: bool = False) -> Linear:
     """The linear layers of these names stacked into one product (q over k over v). `transposed`: stored [in, out]."""
-    weights = [w.matrix(f"{n}.weight", transposed=transposed) for n in names]
+    weights = [w.load_matrix(f"{n}.weight", transposed=transposed) for n in names]
     biases = [w[f"{n}.bias"] for n in names if f"{n}.bias" in w]
     if biases and len(biases) != len(names):
         raise ValueError(f"some but not all of {', '.join(names)} have a bias")
@@ -68,43 +68,43 @@ def linear(w: Weights, *names: str, transposed: bool = False) -> Linear:
 
 
 @dataclass(frozen=True, eq=False)
-class Clip:
+class ClippedLinear:
     """What a linear layer gives, held between -at and at."""
 
     linear: Linear
-    at: float
+    limit: float
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        return self.linear(x).clamp(-self.at, self.at)
+        return self.linear(x).clamp(-self.limit, self.limit)
 
-    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Part."""
         if add:
             raise ValueError("a clipped product cannot be added")
-        self.linear.emit(p, x, out)
-        p.clip(out, self.at)
+        self.linear.emit(program, x, out)
+        program.clip(out, self.limit)
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class Sequential:
     """Products one after another."""
 
-    parts: tuple[Linear, ...]
+    layers: tuple[Linear, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in of the first] -> [T, out of the last]."""
-        for part in self.parts:
+        for part in self.layers:
             x = part(x)
         return x
 
-    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Part."""
-        *before, last = self.parts
+        *before, last = self.layers
         for i, part in enumerate(before):
-            part.emit(p, x, middle := p.buffer(f"chain {i}", part.weight.shape[0]))
+            part.emit(program, x, middle := program.buffer(f"chain {i}", part.weight.shape[0]))
             x = middle
-        last.emit(p, x, out, add)
+        last.emit(program, x, out, add)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,29 +113,29 @@ class Embedding:
 
     table: Matrix  # [V, E'], E' = E unless projected
     scale: float = 1.0
-    places: Tensor | None = None  # learned positions [offset + context, E]
-    offset: int = 0
-    project: Linear | None = None  # [E, E']
+    position_table: Tensor | None = None  # learned positions [offset + context, E]
+    position_offset: int = 0
+    projection: Linear | None = None  # [E, E']
     dtype: torch.dtype = torch.bfloat16  # of what comes out of a quantised table
 
     def __call__(self, ids: Tensor, pos: Tensor) -> Tensor:
         """Tokens and their positions, int64 [T] both -> [T, E]."""
         found = rows(self.table, ids)  # [T, E']
         x = found if isinstance(found, Tensor) else found.dense(self.dtype)
-        x = self.project(x) if self.project else x
+        x = self.projection(x) if self.projection else x
         x = x * self.scale if self.scale != 1 else x
-        return x if self.places is None else x + F.embedding(pos + self.offset, self.places)
+        return x if self.position_table is None else x + F.embedding(pos + self.position_offset, self.position_table)
 
-    def emit(self, p: Program, out: int) -> None:
+    def emit(self, program: Program, out: int) -> None:
         """The same for the ids and positions of a step, into buffer `out`."""
-        if self.project:
-            narrow = p.buffer("narrow", self.table.shape[1])
-            p.lookup(narrow, self.table, self.scale)
-            self.project.emit(p, narrow, out)
+        if self.projection:
+            narrow = program.buffer("narrow", self.table.shape[1])
+            program.lookup(narrow, self.table, self.scale)
+            self.projection.emit(program, narrow, out)
         else:
-            p.lookup(out, self.table, self.scale)
-        if self.places is not None:
-            p.lookup_position(out, self.places, self.offset)
+            program.lookup(out, self.table, self.scale)
+        if self.position_table is not None:
+            program.lookup_position(out, self.position_table, self.position_offset)
 
 
 class RMSNorm:
@@ -148,9 +148,9 @@ class RMSNorm:
         """Any shape ending in the weight's."""
         return F.rms_norm(x.float(), self.weight.shape[-1:], eps=self.eps).mul_(self.weight).to(x.dtype)
 
-    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Part. With a row of weights a head, only the numbers of those heads are read and written."""
-        p.normalise(x, out, self.weight, None, self.eps, centred=False, add=add)
+        program.normalise(x, out, self.weight, None, self.eps, centred=False, add=add)
 
 
 class LayerNorm:
@@ -163,14 +163,14 @@ class LayerNorm:
         """Any shape ending in the weight's."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
-    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Part."""
-        p.normalise(x, out, self.weight, self.bias, self.eps, centred=True, add=add)
+        program.normalise(x, out, self.weight, self.bias, self.eps, centred=True, add=add)
 
 
-def layer_norm(w: Weights, name: str, eps: float) -> LayerNorm:
+def load_layer_norm(w: Weights, name: str, eps: float) -> LayerNorm:
     """The layer norm of that name, with a bias where the file has one."""
-    return LayerNorm(w[f"{name}.weight"], optional(w, f"{name}.bias"), eps)
+    return LayerNorm(w[f"{name}.weight"], load_optional(w, f"{name}.bias"), eps)
 
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -179,12 +179,12 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-SYNONYMS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+ACTIVATION_ALIASES = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
 
-def activation(name: str) -> str:
+def resolve_activation(name: str) -> str:
     """The one of ACTIVATIONS that a config names. Raises ValueError for one that is not known here."""
-    known = SYNONYMS.get(name, name)
+    known = ACTIVATION_ALIASES.get(name, name)
     if known not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not supported")
     return known
@@ -193,42 +193,42 @@ def activation(name: str) -> str:
 class MLP:
     """down(act(up(x))). `act` is one of ACTIVATIONS, whatever the config called it."""
 
-    def __init__(self, up: Linear, down: Linear, act: str):
-        self.up, self.down, self.act = up, down, activation(act)
+    def __init__(self, up_proj: Linear, down_proj: Linear, act: str):
+        self.up_proj, self.down_proj, self.act = up_proj, down_proj, resolve_activation(act)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""
-        return self.down(ACTIVATIONS[self.act](self.up(x)))
+        return self.down_proj(ACTIVATIONS[self.act](self.up_proj(x)))
 
-    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Part."""
-        wide = p.buffer("wide", n := self.up.weight.shape[0])
-        self.up.emit(p, x, wide)
-        p.activate(wide, wide, self.act, n)
-        self.down.emit(p, wide, out, add)
+        wide = program.buffer("wide", n := self.up_proj.weight.shape[0])
+        self.up_proj.emit(program, x, wide)
+        program.activate(wide, wide, self.act, n)
+        self.down_proj.emit(program, wide, out, add)
 
 
 class GatedMLP:
     """down(act(gate(x)) * up(x)), gate over up in one product (Shazeer, GLU variants, arXiv 2002.05202)."""
 
-    def __init__(self, gate_up: Linear, down: Linear, act: str):
-        self.gate_up, self.down, self.act = gate_up, down, activation(act)
+    def __init__(self, gate_up_proj: Linear, down_proj: Linear, act: str):
+        self.gate_up_proj, self.down_proj, self.act = gate_up_proj, down_proj, resolve_activation(act)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(ACTIVATIONS[self.act](gate) * up)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(ACTIVATIONS[self.act](gate) * up)
 
-    def emit(self, p: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Part."""
-        n = self.gate_up.weight.shape[0] // 2
-        both, wide = p.buffer("gate, up", 2 * n), p.buffer("wide", n)
-        self.gate_up.emit(p, x, both)
-        p.activate(both, wide, self.act, n, gated=True)
-        self.down.emit(p, wide, out, add)
+        n = self.gate_up_proj.weight.shape[0] // 2
+        both, wide = program.buffer("gate, up", 2 * n), program.buffer("wide", n)
+        self.gate_up_proj.emit(program, x, both)
+        program.activate(both, wide, self.act, n, gated=True)
+        self.down_proj.emit(program, wide, out, add)
 
 
-def head(w: Weights, name: str, table: Matrix, tied: bool) -> Linear:
+def load_lm_head(w: Weights, name: str, table: Matrix, tied: bool) -> Linear:
     """The output layer: where they are tied the embedding again, the same object, else the file's own."""
-    weight = table if tied else w.matrix(f"{name}.weight", embedding=True)
-    return Linear(weight, optional(w, f"{name}.bias"))
+    weight = table if tied else w.load_matrix(f"{name}.weight", embedding=True)
+    return Linear(weight, load_optional(w, f"{name}.bias"))

@@ -22,33 +22,33 @@ class Rope:
     """Turns the first n = 2 * len(freqs) numbers of every head. `freqs` float32 [n / 2], radians per position."""
 
     freqs: Tensor
-    pairs: bool = False
-    gain: float = 1.0  # yarn multiplies cos and sin by it
+    interleaved: bool = False
+    attention_factor: float = 1.0  # yarn multiplies cos and sin by it
 
     def angles(self, pos: Tensor, dtype: torch.dtype) -> Angles:
         """cos and signed sin for positions [T]: made once a step, in float32, and used by every layer."""
         a = pos[:, None, None].float() * self.freqs.to(pos.device)  # [T, 1, n/2]
-        cos, sin = (a.cos() * self.gain).to(dtype), (a.sin() * self.gain).to(dtype)
-        if self.pairs:
+        cos, sin = (a.cos() * self.attention_factor).to(dtype), (a.sin() * self.attention_factor).to(dtype)
+        if self.interleaved:
             return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)  # [T, 1, n] both
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # [T, 1, n] both
 
-    def turn(self, x: Tensor, angles: Angles) -> Tensor:
+    def apply(self, x: Tensor, angles: Angles) -> Tensor:
         """Heads x [T, H, D], each pair (a, b) now (a cos - b sin, b cos + a sin), by the angles of their tokens."""
         cos, sin = angles
         n = cos.shape[-1]
         y = x[..., :n]
         # The other of the pair; roll and addcmul take half the time of computing the two halves one by one.
-        other = y.view(*y.shape[:-1], -1, 2).flip(-1).flatten(-2) if self.pairs else y.roll(n // 2, -1)
+        other = y.view(*y.shape[:-1], -1, 2).flip(-1).flatten(-2) if self.interleaved else y.roll(n // 2, -1)
         turned = torch.addcmul(y * cos, other, sin)
         return turned if n == x.shape[-1] else torch.cat((turned, x[..., n:]), -1)
 
-    def moved(self, keys: Tensor, by: Tensor) -> Tensor:
+    def shift(self, keys: Tensor, offsets: Tensor) -> Tensor:
         """Keys [n, D] that were turned already, so many positions [n] further on."""
-        return self.turn(keys[:, None], replace(self, gain=1.0).angles(by, keys.dtype))[:, 0]
+        return self.apply(keys[:, None], replace(self, gain=1.0).angles(offsets, keys.dtype))[:, 0]
 
 
-def parameters(config: dict[str, Any], kind: str | None = None, theta: float = 10000.0) -> dict[str, Any]:
+def get_rope_parameters(config: dict[str, Any], layer_type: str | None = None, default_theta: float = 10000.0) -> dict[str, Any]:
     """What a config says of its rotary positions: `rope_theta`, `rope_type` and what that type needs.
 
     Reads both styles: `rope_parameters` (transformers 5; in some families one for each `kind` of layer), and the older
@@ -56,61 +56,61 @@ def parameters(config: dict[str, Any], kind: str | None = None, theta: float = 1
     """
     old = {k: config[k] for k in ("rope_theta", "partial_rotary_factor") if config.get(k) is not None}
     new = config.get("rope_parameters") or {}
-    p = {"rope_theta": theta, **old, **(config.get("rope_scaling") or {}), **(new.get(kind, new) or {})}
+    p = {"rope_theta": default_theta, **old, **(config.get("rope_scaling") or {}), **(new.get(layer_type, new) or {})}
     p["rope_type"] = p.get("rope_type") or p.get("type") or "default"
     original = "original_max_position_embeddings"
     p[original] = config.get(original) or p.get(original) or config.get("max_position_embeddings")
     return p
 
 
-def rope(dim: int, p: dict[str, Any], pairs: bool = False) -> Rope:
+def get_rope(dim: int, params: dict[str, Any], interleaved: bool = False) -> Rope:
     """The rotation of `dim` numbers a head as `parameters` describes it.
 
     Raises ValueError for a kind of stretching that is not known here.
     """
-    theta, kind = p["rope_theta"], p["rope_type"]
+    theta, kind = params["rope_theta"], params["rope_type"]
     freqs = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [n/2]
     if kind == "default":
-        return Rope(freqs, pairs)
+        return Rope(freqs, interleaved)
     if kind == "linear":
-        return Rope(freqs / p["factor"], pairs)
+        return Rope(freqs / params["factor"], interleaved)
     if kind == "llama3":
-        return Rope(_llama3(freqs, p), pairs)
+        return Rope(_llama3_freqs(freqs, params), interleaved)
     if kind == "yarn":
-        return Rope(_yarn(freqs, dim, p), pairs, _yarn_gain(p))
+        return Rope(_yarn_freqs(freqs, dim, params), interleaved, _yarn_attention_factor(params))
     raise ValueError(f"rope type {kind!r} is not supported: one of default, linear, llama3, yarn")
 
 
-def _llama3(freqs: Tensor, p: dict[str, Any]) -> Tensor:
+def _llama3_freqs(freqs: Tensor, params: dict[str, Any]) -> Tensor:
     """Llama 3.1: slow frequencies are divided by the factor, fast ones kept, those between blended."""
-    turns = p["original_max_position_embeddings"] * freqs / (2 * math.pi)  # in the original context
-    lo, hi = p["low_freq_factor"], p["high_freq_factor"]
+    turns = params["original_max_position_embeddings"] * freqs / (2 * math.pi)  # in the original context
+    lo, hi = params["low_freq_factor"], params["high_freq_factor"]
     keep = ((turns - lo) / (hi - lo)).clamp(0, 1)
-    return keep * freqs + (1 - keep) * freqs / p["factor"]
+    return keep * freqs + (1 - keep) * freqs / params["factor"]
 
 
-def _yarn(freqs: Tensor, dim: int, p: dict[str, Any]) -> Tensor:
+def _yarn_freqs(freqs: Tensor, dim: int, params: dict[str, Any]) -> Tensor:
     """YaRN (arXiv 2309.00071): like Llama 3's blend, but linear in the dimension."""
 
     def dimension(turns: float) -> float:  # the one that turns so often in the original context
-        turn = p["original_max_position_embeddings"] / (turns * 2 * math.pi)
-        return dim * math.log(turn) / (2 * math.log(p["rope_theta"]))
+        turn = params["original_max_position_embeddings"] / (turns * 2 * math.pi)
+        return dim * math.log(turn) / (2 * math.log(params["rope_theta"]))
 
-    lo, hi = dimension(p.get("beta_fast") or 32), dimension(p.get("beta_slow") or 1)
-    if p.get("truncate", True):
+    lo, hi = dimension(params.get("beta_fast") or 32), dimension(params.get("beta_slow") or 1)
+    if params.get("truncate", True):
         lo, hi = math.floor(lo), math.ceil(hi)
     lo, hi = max(lo, 0), min(hi, dim - 1)
     stretch = ((torch.arange(len(freqs)) - lo) / (hi - lo if hi != lo else 1e-3)).clamp(0, 1)
-    return (1 - stretch) * freqs + stretch * freqs / p["factor"]
+    return (1 - stretch) * freqs + stretch * freqs / params["factor"]
 
 
-def _yarn_gain(p: dict[str, Any]) -> float:
+def _yarn_attention_factor(params: dict[str, Any]) -> float:
     """YaRN's sharper softmax: the factor on cos and sin, so its square on q.k."""
 
     def gain(m: float) -> float:
-        return 0.1 * m * math.log(p["factor"]) + 1.0 if p["factor"] > 1 else 1.0
+        return 0.1 * m * math.log(params["factor"]) + 1.0 if params["factor"] > 1 else 1.0
 
-    if p.get("attention_factor") is not None:
-        return float(p["attention_factor"])
-    m, all_dim = p.get("mscale"), p.get("mscale_all_dim")
+    if params.get("attention_factor") is not None:
+        return float(params["attention_factor"])
+    m, all_dim = params.get("mscale"), params.get("mscale_all_dim")
     return gain(m) / gain(all_dim) if m and all_dim else gain(1.0)

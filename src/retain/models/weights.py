@@ -19,7 +19,7 @@ from retain.config import check_weights
 from retain.kernels.matrix import Int4, Int8, Matrix, Quanta, fits, int4, int8
 
 
-class Source(Protocol):
+class Checkpoint(Protocol):
     """One file format, one model. Files are memory-mapped; a tensor costs memory when it is read."""
 
     config: dict[str, Any]
@@ -32,7 +32,7 @@ class Source(Protocol):
         """One tensor, dequantised; float32, float16 or bfloat16. Raises ValueError when the file is damaged."""
         ...
 
-    def quanta(self, name: str, transposed: bool = False) -> Quanta | None:
+    def read_quantized(self, name: str, transposed: bool = False) -> Quanta | None:
         """The quanta [out, in] of a matrix that is quantised in the file, else None. `transposed`: `read` is [in, out].
 
         Raises ValueError when the file is damaged.
@@ -49,45 +49,45 @@ class Weights:
 
     def __init__(
         self,
-        source: Source,
+        checkpoint: Checkpoint,
         dtype: torch.dtype,
-        weights: str = "auto",
+        quantization: str = "auto",
         prefix: str = "",
-        read: Callable[[int], None] = lambda n: None,
-        vectors: torch.dtype | None = None,
+        on_read: Callable[[int], None] = lambda n: None,
+        vector_dtype: torch.dtype | None = None,
     ):
         """`read` is told the number of elements after every tensor that was read (for a progress bar).
 
         `vectors`: what is not a matrix is of another dtype.
         """
-        self.source, self.dtype, self.weights, self.prefix, self._read = source, dtype, weights, prefix, read
-        self.vectors = vectors or dtype
-        self.config = source.config
-        self._names = source.names()
+        self.checkpoint, self.dtype, self.quantization, self.prefix, self._on_read = checkpoint, dtype, quantization, prefix, on_read
+        self.vector_dtype = vector_dtype or dtype
+        self.config = checkpoint.config
+        self._names = checkpoint.names()
 
     def __contains__(self, name: str) -> bool:
         return self.prefix + name in self._names
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self.source.read(self._known(name)).to(self.vectors)
-        self._read(tensor.numel())
+        tensor = self.checkpoint.read(self._full_name(name)).to(self.vector_dtype)
+        self._on_read(tensor.numel())
         return tensor
 
-    def matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Matrix:
+    def load_matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Matrix:
         """A matrix [out, in], or an `embedding` (or head) [V, E]. `transposed`: the tensor is stored [in, out].
 
         What is not as chosen is quantised from its numbers, unless its groups are not whole: then it is dense.
         """
-        full = self._known(name)
-        matrix = self._matrix(full, embedding, transposed)
-        self._read(matrix.shape.numel())
+        full = self._full_name(name)
+        matrix = self._read_matrix(full, embedding, transposed)
+        self._on_read(matrix.shape.numel())
         return matrix
 
-    def at(self, prefix: str) -> Weights:
+    def scope(self, prefix: str) -> Weights:
         """The same weights, names taken below a prefix."""
-        return Weights(self.source, self.dtype, self.weights, self.prefix + prefix, self._read, self.vectors)
+        return Weights(self.checkpoint, self.dtype, self.quantization, self.prefix + prefix, self._on_read, self.vector_dtype)
 
-    def _known(self, name: str) -> str:
+    def _full_name(self, name: str) -> str:
         """The whole name of a tensor. Raises ValueError where there is none."""
         full = self.prefix + name
         if full not in self._names:
@@ -96,15 +96,15 @@ class Weights:
             )
         return full
 
-    def _matrix(self, name: str, embedding: bool, transposed: bool) -> Matrix:
-        exact = self.weights == "bf16" or (self.weights == "auto" and self.dtype == torch.float32)
-        stored = None if exact else self.source.quanta(name, transposed)
-        four = self.weights == "int4" and not embedding
-        if stored is not None and (self.weights == "auto" or isinstance(stored, Int4 if four else Int8)):
+    def _read_matrix(self, name: str, embedding: bool, transposed: bool) -> Matrix:
+        exact = self.quantization == "bf16" or (self.quantization == "auto" and self.dtype == torch.float32)
+        stored = None if exact else self.checkpoint.read_quantized(name, transposed)
+        four = self.quantization == "int4" and not embedding
+        if stored is not None and (self.quantization == "auto" or isinstance(stored, Int4 if four else Int8)):
             return stored
-        numbers = self.source.read(name)
+        numbers = self.checkpoint.read(name)
         dense = numbers.T.contiguous() if transposed else numbers  # [out, in]
-        if self.weights in ("auto", "bf16") or not fits(dense):
+        if self.quantization in ("auto", "bf16") or not fits(dense):
             return dense.to(self.dtype)
         try:
             return int4(dense) if four else int8(dense)
@@ -112,38 +112,38 @@ class Weights:
             raise ValueError(f"the tensor {name!r} cannot be quantised: {e}") from e
 
 
-def open_source(path: Path) -> Source:
+def open_checkpoint(path: Path) -> Checkpoint:
     """The model file or folder at a path. Raises ValueError when it is missing, damaged or not supported."""
     if path.is_dir():
-        from retain.models.folder import Folder
-        from retain.models.shapes import MARK, Random
+        from retain.models.folder import SafetensorsCheckpoint
+        from retain.models.shapes import MARKER_FILE, RandomCheckpoint
 
-        if (path / MARK).is_file():
-            return Random(path)
-        return Folder(path)
+        if (path / MARKER_FILE).is_file():
+            return RandomCheckpoint(path)
+        return SafetensorsCheckpoint(path)
     if path.is_file():
-        from retain.models.gguf import GGUF
+        from retain.models.gguf import GGUFCheckpoint
 
-        return GGUF(path)
+        return GGUFCheckpoint(path)
     raise ValueError(f"{path} does not exist: give a .gguf file or a Hugging Face folder")
 
 
 def open_weights(
     path: Path,
     dtype: torch.dtype,
-    weights: str = "auto",
+    quantization: str = "auto",
     progress: bool = False,
-    vectors: torch.dtype | None = None,
+    vector_dtype: torch.dtype | None = None,
 ) -> Weights:
     """The weights at a path, to be read as `dtype` (or `vectors`), their matrices as `weights` says (see `Weights`).
 
     `progress` shows a bar on stderr, where that is a terminal. Raises ValueError as `open_source` does, and for
     weights that are not known or not for this dtype; a tensor that is damaged shows when it is read.
     """
-    check_weights(weights, str(dtype).removeprefix("torch."))
-    source = open_source(path)
+    check_weights(quantization, str(dtype).removeprefix("torch."))
+    source = open_checkpoint(path)
     if not (progress and sys.stderr.isatty()):
-        return Weights(source, dtype, weights, vectors=vectors)
+        return Weights(source, dtype, quantization, vector_dtype=vector_dtype)
     from tqdm import tqdm
 
     names = source.names()
@@ -154,4 +154,4 @@ def open_weights(
         if bar.n >= len(names):
             bar.close()
 
-    return Weights(source, dtype, weights, read=read, vectors=vectors)
+    return Weights(source, dtype, quantization, on_read=read, vector_dtype=vector_dtype)

@@ -102,9 +102,9 @@ def app(
     @api.get("/tokenizer_info", responses=_wrong(200, schemas.TokenizerInfo), response_model=None)
     async def tokenizer_info() -> JSONResponse:
         """What lm-eval asks about a tokenizer that it cannot load."""
-        tokens = desk.tokenizer.tokens
+        tokens = desk.tokenizer.special_tokens_map
         names = ("bos_token", "eos_token", "pad_token")
-        return JSONResponse({**{n: tokens.get(n) for n in names}, "chat_template": desk.tokenizer.template})
+        return JSONResponse({**{n: tokens.get(n) for n in names}, "chat_template": desk.tokenizer.chat_template})
 
     @api.post("/detokenize", responses=_wrong(200, schemas.Detokenized), response_model=None)
     async def detokenize(body: DetokenizeBody) -> JSONResponse:

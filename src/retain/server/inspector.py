@@ -18,8 +18,8 @@ import numpy as np
 
 from retain.engine.request import Request
 from retain.kv import policies
-from retain.kv.census import STATES, census, kinds
-from retain.kv.witness import Witness
+from retain.kv.census import PAGE_STATES, collect_pool_stats, classify_pages
+from retain.kv.witness import AttentionTrace
 from retain.llm import LLM
 
 LIVE, ENDED = 16, 16  # requests that are watched at once, and that are remembered
@@ -32,7 +32,7 @@ class Watched:
 
     request: Request
     owner: str
-    witness: Witness
+    witness: AttentionTrace
     began: float = field(default_factory=time)
     pieces: list[str] = field(default_factory=list)  # its tokens as text, as far as they were asked for
 
@@ -53,7 +53,7 @@ class Inspector:
         """Watch it, if not too many are watched."""
         if len(self.live) < LIVE:
             spec = self.llm.spec
-            request.attention_trace = Witness(spec.layers, spec.kv_heads)
+            request.attention_trace = AttentionTrace(spec.num_layers, spec.num_kv_heads)
             self.live[request.id] = Watched(request, owner, request.attention_trace)
 
     def stepped(self, took: float, ready: Sequence[Request]) -> None:
@@ -73,7 +73,7 @@ class Inspector:
     def state(self, owner: str) -> dict[str, Any]:
         """Everything but texts and scores."""
         cache, scheduler = self.llm.cache, self.llm.engine.scheduler
-        found, (state, holder) = census(cache), kinds(cache)
+        found, (state, holder) = collect_pool_stats(cache), classify_pages(cache)
         mine = self._mine(owner)
         rows = {w.request.row: w.request.id for w in mine if w.request.row is not None}
         return {
@@ -82,16 +82,16 @@ class Inspector:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "requests": [self._line(w) for w in mine],
-            "states": STATES,
-            "pages": found.pages,
+            "states": PAGE_STATES,
+            "pages": found.pages_by_state,
             "page_bytes": found.page_bytes,
-            "slots": found.slots,
-            "holes": found.holes,
+            "slots": found.slots_by_state,
+            "holes": found.num_holes,
             "map": _map(state[1:], holder[1:], rows),
-            "tiers": found.tiers,
-            "prefixes": found.prefixes,
-            "layers": self.llm.spec.layers,
-            "heads": self.llm.spec.kv_heads,
+            "tiers": found.tier_stats,
+            "prefixes": found.prefix_hit_tokens,
+            "layers": self.llm.spec.num_layers,
+            "heads": self.llm.spec.num_kv_heads,
             "windows": [None if w > 2**30 else int(w) for w in cache.windows(self.llm.policy)],
         }
 
@@ -102,10 +102,10 @@ class Inspector:
             return None
         request, witness = watched.request, watched.witness
         if request.row is not None and request.num_computed_tokens:
-            witness.look(self.llm.cache, request.row, request.num_computed_tokens)
+            witness.record(self.llm.cache, request.row, request.num_computed_tokens)
         tokenizer = self.llm.tokenizer
         for token in request.tokens[len(watched.pieces) :]:
-            watched.pieces.append(tokenizer.piece(token).decode(errors="replace"))
+            watched.pieces.append(tokenizer.token_bytes(token).decode(errors="replace"))
         mass, held = witness.scores(layer)
         return {
             **self._line(watched),
@@ -119,7 +119,7 @@ class Inspector:
         watched = self._find(number, owner)
         if not watched or not 0 <= place < watched.witness.mass.shape[-1]:
             return None
-        mass, held = watched.witness.mass[..., place], watched.witness.held[..., place]
+        mass, held = watched.witness.mass[..., place], watched.witness.is_kept[..., place]
         return {"mass": np.round(mass.astype(float), 5).tolist(), "held": held.tolist()}
 
     def _mine(self, owner: str) -> list[Watched]:
@@ -151,7 +151,7 @@ def _map(state: np.ndarray[Any, Any], holder: np.ndarray[Any, Any], rows: dict[i
     """Pages [P] in at most CELLS cells: of each the share of pages in every state, 0..255, and who holds most of it."""
     n = min(CELLS, len(state))
     cell = np.arange(len(state)) * n // len(state)
-    counts = np.zeros((n, len(STATES)), np.int64)
+    counts = np.zeros((n, len(PAGE_STATES)), np.int64)
     np.add.at(counts, (cell, state), 1)
     shares = (255 * counts / counts.sum(1, keepdims=True)).round().astype(np.uint8)
     first = np.full(n, -1, np.int64)

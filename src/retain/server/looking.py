@@ -43,8 +43,8 @@ def routes(api: FastAPI, worker: Worker, inspector: Inspector) -> None:
     @api.get("/inspect/requests/{number}", include_in_schema=False, response_model=None)
     async def look(number: int, request: Request, layer: int | None = None) -> JSONResponse:
         key = request.state.key.name
-        if layer is not None and not 0 <= layer < inspector.llm.spec.layers:
-            raise Refused(400, f"layers are 0 to {inspector.llm.spec.layers - 1}", "layer")
+        if layer is not None and not 0 <= layer < inspector.llm.spec.num_layers:
+            raise Refused(400, f"layers are 0 to {inspector.llm.spec.num_layers - 1}", "layer")
         found = await worker.call(lambda: inspector.look(number, key, layer))
         return _there(found)
 

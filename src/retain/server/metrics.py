@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from retain.engine.request import Request
-from retain.kv.census import census, forgotten, slid
+from retain.kv.census import collect_pool_stats, count_evicted_slots, count_ring_overwrites
 from retain.llm import LLM
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -83,7 +83,7 @@ class Metrics:
         self.asked.inc(len(request.prompt) if request.first_token_time else request.num_computed_tokens)
         self.drafted.inc(sum(request.spec_decode_stats.num_drafted_per_position))
         self.accepted.inc(sum(request.spec_decode_stats.num_accepted_per_position))
-        self.slid += slid(self.llm.cache, request.policy, request.num_computed_tokens)
+        self.slid += count_ring_overwrites(self.llm.cache, request.policy, request.num_computed_tokens)
         self.lengths.observe(len(request.prompt))
         if request.first_token_time:
             answer = len(request.output_tokens)
@@ -97,8 +97,8 @@ class Metrics:
     def text(self) -> bytes:
         """All of it, in Prometheus' format. In the engine's thread."""
         reuse = self.llm.cache.reuse
-        while reuse and reuse.tree.gone:
-            life = reuse.tree.gone.popleft()
+        while reuse and reuse.tree.evictions:
+            life = reuse.tree.evictions.popleft()
             self.ages.observe(life.age)
             self.idle.observe(life.idle)
             self.reuse.observe(life.hits)
@@ -107,26 +107,26 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """What there is now: see prometheus_client."""
         p, cache, scheduler = self.prefix, self.llm.cache, self.llm.engine.scheduler
-        found = census(cache)
+        found = collect_pool_stats(cache)
         yield GaugeMetricFamily(p + "num_requests_running", "Requests that run", len(scheduler.running))
         yield GaugeMetricFamily(p + "num_requests_waiting", "Requests that wait", len(scheduler.waiting))
         used = 1 - cache.free_pages / max(cache.total_pages, 1)
         yield GaugeMetricFamily(p + "kv_cache_usage_perc", "Of the pool, what nobody else can have", used)
-        yield _by(GaugeMetricFamily(p + "slots", "Slots that hold a token", labels=["state"]), found.slots)
-        yield GaugeMetricFamily(p + "slot_holes", "Slots that are owned and hold none", found.holes)
-        yield _by(GaugeMetricFamily(p + "pages", "Pages of the pool", labels=["state"]), found.pages)
+        yield _by(GaugeMetricFamily(p + "slots", "Slots that hold a token", labels=["state"]), found.slots_by_state)
+        yield GaugeMetricFamily(p + "slot_holes", "Slots that are owned and hold none", found.num_holes)
+        yield _by(GaugeMetricFamily(p + "pages", "Pages of the pool", labels=["state"]), found.pages_by_state)
         yield GaugeMetricFamily(p + "page_bytes", "Bytes of a page", found.page_bytes)
         tokens = CounterMetricFamily(p + "prefix_hit_tokens", "Tokens that were not computed again", labels=["tier"])
-        yield _by(tokens, found.prefixes)
+        yield _by(tokens, found.prefix_hit_tokens)
         gone = CounterMetricFamily(p + "evicted_slots", "Slots that were forgotten", labels=["policy"])
-        yield _by(gone, {**forgotten(cache), "ring": self.slid})
+        yield _by(gone, {**count_evicted_slots(cache), "ring": self.slid})
         size = GaugeMetricFamily(p + "tier_bytes", "Bytes that sleep", labels=["tier"])
         room = GaugeMetricFamily(p + "tier_capacity_bytes", "Bytes that may", labels=["tier"])
         pages = GaugeMetricFamily(p + "tier_pages", "Pages that sleep, as bytes of the pool", labels=["tier"])
         happened = CounterMetricFamily(
             p + "tier", "Bytes read and written; spans evicted, damaged, ...", labels=["tier", "what"]
         )
-        for tier in found.tiers:
+        for tier in found.tier_stats:
             size.add_metric([tier["tier"]], tier["bytes"])
             room.add_metric([tier["tier"]], tier["capacity"])
             pages.add_metric([tier["tier"]], tier["bytes"] / found.page_bytes)

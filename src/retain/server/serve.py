@@ -12,7 +12,7 @@ from types import FrameType
 
 import uvicorn
 
-from retain.kv.span import unbound
+from retain.kv.span import reset_cpu_affinity
 from retain.llm import LLM
 from retain.server.app import app
 from retain.server.inspector import Inspector
@@ -64,7 +64,7 @@ def _loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(make: Callable[[], LLM], place: Place, told: Callable[[Draining], None]) -> None:
-    unbound()  # OpenMP pins threads to cores, and the engine's thread is not this one
+    reset_cpu_affinity()  # OpenMP pins threads to cores, and the engine's thread is not this one
     worker = Worker(make)
     llm = await worker.start()
     try:

@@ -44,8 +44,8 @@ class Service:
 
     def _way(self) -> Way | None:
         tokenizer = self.desk.tokenizer
-        way = calls.way(tokenizer.template or "")
-        if way and way.begin and set(tokenizer.encode(way.begin, ends=False)) <= tokenizer.special_ids:
+        way = calls.way(tokenizer.chat_template or "")
+        if way and way.begin and set(tokenizer.encode(way.begin, add_special_tokens=False)) <= tokenizer.special_token_ids:
             return replace(way, begin="", end="")  # it is not seen in the text
         return way
 
@@ -86,7 +86,7 @@ class Service:
             body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None,
         )
         kept = body.kv_policy or ""
-        system = self.desk.tokenizer.system_tokens(messages) if "protect=system" in kept else 0
+        system = self.desk.tokenizer.count_system_tokens(messages) if "protect=system" in kept else 0
         ask = replace(self._ask(ids, body, key), params=params, system=system, form=self._form(body, tools))
 
         def saying(replies: list[Reply]) -> Saying:
@@ -117,10 +117,10 @@ class Service:
             if not functions:
                 raise Refused(400, "tool_choice names a tool that is not there", "tool_choice")
             assert self.way
-            return form.lark(self.way.grammar(functions))
+            return form.grammar_from_lark(self.way.grammar(functions))
         if wanted is None or wanted.type == "text":
             return None
-        return form.schema(wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else {"type": "object"})
+        return form.grammar_from_json_schema(wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else {"type": "object"})
 
     def completion(self, body: CompletionBody, key: Key) -> tuple[list[Ask], Callable[[list[Reply]], Saying]]:
         """Texts that go on. Raises Refused or ValueError."""

@@ -42,7 +42,7 @@ class Choice:
 
     def piece(self, token: int) -> str:
         """A token as text."""
-        return self.tokenizer.piece(token).decode(errors="replace")
+        return self.tokenizer.token_bytes(token).decode(errors="replace")
 
 
 class CompletionChoice(Choice):
@@ -172,7 +172,7 @@ class ChatChoice(Choice):
         return {**self._token(p.token_id, p.logprob), "top_logprobs": top}
 
     def _token(self, token: int, logprob: float) -> Json:
-        spelled = self.tokenizer.piece(token)
+        spelled = self.tokenizer.token_bytes(token)
         return {"token": spelled.decode(errors="replace"), "logprob": logprob, "bytes": list(spelled)}
 
 

@@ -3,7 +3,7 @@
 What is not known here: models, requests, the cache.
 """
 
-from retain.text.stream import Stream
+from retain.text.stream import IncrementalDetokenizer
 from retain.text.tokenizer import Tokenizer
 
-__all__ = ["Stream", "Tokenizer"]
+__all__ = ["IncrementalDetokenizer", "Tokenizer"]

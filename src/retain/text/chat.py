@@ -15,10 +15,10 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]  # as OpenAI describes them: {"type": "function", "function": {...}}
 
 
-class Template:
+class ChatTemplate:
     """A chat template, compiled once. Raises ValueError when it is broken."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]):
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
         """`tokens` are the texts of bos_token and the like."""
         from jinja2 import meta
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -28,16 +28,16 @@ class Template:
         )
         env.filters["tojson"] = tojson
         given = {name: env.globals[name] for name in ("range", "dict", "namespace")}
-        env.globals = {**given, "raise_exception": refuse, "strftime_now": strftime_now, **tokens}
+        env.globals = {**given, "raise_exception": raise_exception, "strftime_now": strftime_now, **special_tokens}
         try:
-            self.takes_tools = "tools" in meta.find_undeclared_variables(env.parse(source))
+            self.can_use_tools = "tools" in meta.find_undeclared_variables(env.parse(source))
             self._template = env.from_string(source)
         except Exception as e:
             raise ValueError(f"the model's chat template is broken: {_first_line(e)}") from e
 
     def render(self, messages: Messages, add_generation_prompt: bool, tools: Tools | None = None) -> str:
         """The messages as the text that the model was trained on. Raises ValueError when the template refuses them."""
-        if tools and not self.takes_tools:
+        if tools and not self.can_use_tools:
             raise ValueError("the model's chat template knows no tools")
         try:
             return self._template.render(
@@ -52,14 +52,14 @@ def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, so
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
 
 
-def refuse(message: str) -> NoReturn:
+def raise_exception(message: str) -> NoReturn:
     """How a template says that it cannot render these messages."""
     raise ValueError(message)
 
 
-def strftime_now(form: str) -> str:
+def strftime_now(format: str) -> str:
     """The time, for templates that tell the model the date."""
-    return datetime.now().strftime(form)
+    return datetime.now().strftime(format)
 
 
 def _first_line(e: Exception) -> str:

@@ -14,119 +14,119 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Core
 
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def byte_alphabet() -> dict[str, int]:
+def unicode_to_bytes() -> dict[str, int]:
     """GPT-2's spelling: printable latin-1 characters are their own byte, the other bytes count up from U+0100."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
-class Pieces:
+class TokenBytes:
     """The bytes of every token of one tokenizer.
 
     `byte_level`: tokens are spelled in GPT-2's alphabet. Otherwise as in SentencePiece: "▁" is a space, "<0x41>" is
     a byte, and with `strip` the text loses the one space that the tokenizer put before it.
     """
 
-    def __init__(self, core: Core, special: frozenset[int], byte_level: bool, strip: bool):
-        self.strip = strip
+    def __init__(self, core: Core, special_token_ids: frozenset[int], byte_level: bool, strip_space: bool):
+        self.strip_space = strip_space
         # SentencePiece shows every byte that is no character as one U+FFFD, byte level every broken character as one.
         self.errors = "replace" if byte_level else "surrogateescape"
-        self._core, self._special = core, special
-        self._alphabet = byte_alphabet() if byte_level else None
-        self._known: dict[int, bytes] = {}
+        self._core, self._special_token_ids = core, special_token_ids
+        self._alphabet_bytes = unicode_to_bytes() if byte_level else None
+        self._cache: dict[int, bytes] = {}
 
     def __getitem__(self, token: int) -> bytes:
         """The bytes of a token; none for a special token or one that the vocabulary does not have."""
-        piece = self._known.get(token)
+        piece = self._cache.get(token)
         if piece is None:
-            piece = self._known[token] = b"" if token in self._special else self.spelled(token)
+            piece = self._cache[token] = b"" if token in self._special_token_ids else self.raw_bytes(token)
         return piece
 
-    def spelled(self, token: int) -> bytes:
+    def raw_bytes(self, token: int) -> bytes:
         """The bytes of a token, also of a special one."""
         text = self._core.id_to_token(token) if 0 <= token < 1 << 32 else None
         if text is None:
             return b""
-        if self._alphabet is None:
-            byte = BYTE.fullmatch(text)
+        if self._alphabet_bytes is None:
+            byte = BYTE_TOKEN.fullmatch(text)
             return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode()
         try:
-            return bytes(self._alphabet[c] for c in text)
+            return bytes(self._alphabet_bytes[c] for c in text)
         except KeyError:  # an added token, written as it is
             return text.encode()
 
-    def text(self, data: bytes) -> str:
+    def decode(self, data: bytes) -> str:
         """All the text that the bytes of some tokens stand for."""
-        text = shown(data.decode(errors=self.errors))
-        return text[1:] if self.strip and text.startswith(" ") else text
+        text = replace_invalid(data.decode(errors=self.errors))
+        return text[1:] if self.strip_space and text.startswith(" ") else text
 
 
-def shown(text: str) -> str:
+def replace_invalid(text: str) -> str:
     """Text with U+FFFD for every byte that was no character."""
     return text if text.isascii() else re.sub("[\udc80-\udcff]", "\ufffd", text)
 
 
-class Stream:
+class IncrementalDetokenizer:
     """One answer, token by token.
 
     What `push` and `close` return, strung together, is what `decode` gives for all the tokens, up to the first stop
     string. Where several stop strings come up, that one counts which is complete first.
     """
 
-    def __init__(self, pieces: Pieces, stop: Sequence[str] = ()):
+    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = ()):
         """Raises ValueError for an empty stop string."""
         if not all(stop):
             raise ValueError("a stop string must not be empty")
         self.stopped = False
-        self._pieces, self._stop = pieces, tuple(stop)
-        self._longest = max(map(len, self._stop), default=1) - 1  # of what may have to wait for its rest
-        self._characters = codecs.getincrementaldecoder("utf-8")(pieces.errors)
-        self._strip = pieces.strip
-        self._held = ""  # the beginning of a stop string, perhaps
-        self._shown: list[str] = []
+        self._token_bytes, self._stop_strings = token_bytes, tuple(stop)
+        self._max_held_chars = max(map(len, self._stop_strings), default=1) - 1  # of what may have to wait for its rest
+        self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(token_bytes.errors)
+        self._strip_space = token_bytes.strip_space
+        self._held_text = ""  # the beginning of a stop string, perhaps
+        self._text_parts: list[str] = []
 
     @property
     def text(self) -> str:
         """All that was returned so far."""
-        self._shown = ["".join(self._shown)]  # asked for after every token, it is not put together anew each time
-        return self._shown[0]
+        self._text_parts = ["".join(self._text_parts)]  # asked for after every token, it is not put together anew each time
+        return self._text_parts[0]
 
-    def push(self, token: int) -> str:
+    def add_token(self, token: int) -> str:
         """The new text that may be shown after one more token; after a stop string, nothing."""
-        return "" if self.stopped else self._show(self._characters.decode(self._pieces[token]))
+        return "" if self.stopped else self._append_text(self._utf8_decoder.decode(self._token_bytes[token]))
 
-    def close(self) -> str:
+    def flush(self) -> str:
         """No more tokens: the text that was held back."""
         if self.stopped:
             return ""
-        rest = self._show(self._characters.decode(b"", final=True))
-        held, self._held = self._held, ""
-        self._shown.append(held)
+        rest = self._append_text(self._utf8_decoder.decode(b"", final=True))
+        held, self._held_text = self._held_text, ""
+        self._text_parts.append(held)
         return rest + held
 
-    def _show(self, text: str) -> str:
-        text = shown(text)
-        if self._strip and text:
-            self._strip = False
+    def _append_text(self, text: str) -> str:
+        text = replace_invalid(text)
+        if self._strip_space and text:
+            self._strip_space = False
             text = text.removeprefix(" ")
-        if self._stop:
-            text = self._before_stop(self._held + text)
-        self._shown.append(text)
+        if self._stop_strings:
+            text = self._cut_at_stop(self._held_text + text)
+        self._text_parts.append(text)
         return text
 
-    def _before_stop(self, text: str) -> str:
+    def _cut_at_stop(self, text: str) -> str:
         """The part of the text that surely comes before every stop string; the rest is held, or dropped at a hit."""
-        if hits := [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]:
+        if hits := [(at + len(s), at) for s in self._stop_strings if (at := text.find(s)) >= 0]:
             self.stopped = True
-            self._held = ""
+            self._held_text = ""
             return text[: min(hits)[1]]
-        for n in range(min(len(text), self._longest), 0, -1):
-            if any(s.startswith(text[-n:]) for s in self._stop):
-                self._held = text[-n:]
+        for n in range(min(len(text), self._max_held_chars), 0, -1):
+            if any(s.startswith(text[-n:]) for s in self._stop_strings):
+                self._held_text = text[-n:]
                 return text[:-n]
-        self._held = ""
+        self._held_text = ""
         return text

@@ -55,7 +55,7 @@ def records(data: Path, name: str, n: int | None = None) -> list[dict[str, Any]]
 
 def ask(llm: LLM, text: str, instruction: str, cue: str) -> list[int]:
     """Ids of a prompt about a text: a conversation, or where the model has no template the text and a cue."""
-    if llm.tokenizer.template is None:
+    if llm.tokenizer.chat_template is None:
         return llm.encode(f"{text}\n\n{cue}")
     return llm.tokenizer.encode_chat([{"role": "user", "content": f"{instruction}\n\n{text}"}])
 

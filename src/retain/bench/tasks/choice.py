@@ -64,7 +64,7 @@ def items(llm: LLM, data: Path, n: int, longest: int) -> list[Question]:
             for shots in SHOTS:
                 examples = [f"{made[name][j][0]}{made[name][j][1][labels[name][j]]}\n\n" for j in range(shots)]
                 prompt, choices = made[name][i]
-                ids = [llm.tokenizer.encode(c, ends=False) for c in choices]
+                ids = [llm.tokenizer.encode(c, add_special_tokens=False) for c in choices]
                 found.append(Question(f"{name}-{shots}", llm.encode("".join(examples) + prompt), ids, labels[name][i]))
     return found[:n]
 

@@ -17,7 +17,7 @@ ANSWER = 128  # tokens at most
 def items(llm: LLM, data: Path, n: int, longest: int) -> list[Given]:
     """Articles that are no longer than `longest` tokens, and their reference summaries."""
     encode = llm.tokenizer.encode
-    return [Given(p, encode(told, ends=False)[:ANSWER]) for p, told in articles(llm, data, n, longest)]
+    return [Given(p, encode(told, add_special_tokens=False)[:ANSWER]) for p, told in articles(llm, data, n, longest)]
 
 
 def measure(llm: LLM, items: list[Given], chosen: Sequence[str], full: Any) -> tuple[list[Row], Any]:

@@ -41,7 +41,7 @@ def items(llm: LLM, data: Path, n: int, longest: int) -> list[Question]:
         for j, fact in enumerate(facts):
             at = depth if len(facts) == 1 else (j + 0.5) / len(facts)
             hay.insert(round(at * len(hay)), fact)
-        answer_ids, told_ids = (llm.tokenizer.encode(text, ends=False) for text in (answer, told))
+        answer_ids, told_ids = (llm.tokenizer.encode(text, add_special_tokens=False) for text in (answer, told))
         prompt = llm.encode(". ".join(hay) + f".\n\n{question}\n")
         found.append(Question(prompt, answer_ids + told_ids, counts=len(told_ids), kind=kind))
     return found

@@ -103,7 +103,7 @@ class Drafter:
         whole = np.flatnonzero(cache.window[row] == NO_WINDOW)
         newest = np.arange(max(request.num_computed_tokens - S, 0) // S, (request.num_computed_tokens + num_drafts) // S + 1)  # pages
         m = self._page_budget - len(newest)
-        thin = cache.reuse is not None and row in cache.reuse.thin
+        thin = cache.reuse is not None and row in cache.reuse.sparse_rows
         if thin or row in cache.keepers or not len(whole) or newest[0] <= m or m < 1:
             return
         if request not in self._top_pages or self._num_rounds[request] % self.refresh == 1:

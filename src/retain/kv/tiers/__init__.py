@@ -26,8 +26,8 @@ class Store(Protocol):
     """Spans that sleep. Every method may be called while others read; none but `open` raises."""
 
     name: str  # the tier's
-    most: int  # keys of a span
-    replica: bool  # whether it wants everything as soon as it is computed, or what the pool gives up
+    max_keys: int  # keys of a span
+    write_through: bool  # whether it wants everything as soon as it is computed, or what the pool gives up
 
     def find(self, key: bytes) -> tuple[Span, int] | None:
         """The span that has the key, and which of its keys it is."""
@@ -37,30 +37,30 @@ class Store(Protocol):
         """Somebody wanted them."""
         ...
 
-    def has(self, key: bytes) -> bool:
+    def contains(self, key: bytes) -> bool:
         """Whether somebody has the key, or will soon."""
         ...
 
-    def wants(self, size: int) -> bool:
+    def accepts(self, size: int) -> bool:
         """Whether it would keep a span of so many bytes."""
         ...
 
-    def keep(self, span: Span, data: Bytes, instead: Span | None = None) -> None:
+    def put(self, span: Span, data: Bytes, replaces: Span | None = None) -> None:
         """Keep a span, now or in the background, `instead` of another with its keys; `data` [span.size] is given away.
 
         Who reads the other goes on.
         """
         ...
 
-    def open(self, span: Span) -> Reader:
+    def open(self, span: Span) -> SpanReader:
         """Its bytes, whatever becomes of it meanwhile. Raises OSError."""
         ...
 
-    def drop(self, span: Span, damaged: bool = False) -> None:
+    def delete(self, span: Span, is_corrupted: bool = False) -> None:
         """It is not kept any more."""
         ...
 
-    def told(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What there is and what happened, for people: spans, bytes, capacity, and counts since it was opened."""
         ...
 
@@ -73,14 +73,14 @@ class Store(Protocol):
         ...
 
 
-class Reader(Protocol):
+class SpanReader(Protocol):
     """An open span. Raises OSError where it cannot be read, and Damaged where it is not what was kept."""
 
-    def rows(self, layer: int, begin: int, end: int) -> Bytes:
+    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
         """Of one of its layers, [end - begin, row_bytes]; good until this thread reads again."""
         ...
 
-    def notes(self) -> Bytes:
+    def read_metadata(self) -> Bytes:
         """Good until this thread reads again."""
         ...
 
@@ -89,7 +89,7 @@ class Reader(Protocol):
         ...
 
 
-class Damaged(OSError):
+class CorruptionError(OSError):
     """What was read is not what was written."""
 
 
@@ -98,15 +98,15 @@ def names() -> list[str]:
     return files(__name__)
 
 
-def all_of(texts: Sequence[str]) -> list[Tier]:
+def parse_all(specs: Sequence[str]) -> list[Tier]:
     """The tiers that these texts name, one of each. Raises ValueError."""
-    named = [choice(text)[0] for text in texts]
+    named = [choice(text)[0] for text in specs]
     if twice := [name for name in named if named.count(name) > 1]:
         raise ValueError(f"tier {twice[0]!r} is named twice: give one of each")
-    return [parse(text) for text in texts]
+    return [parse(text) for text in specs]
 
 
-def parse(text: str) -> Tier:
+def parse(spec: str) -> Tier:
     """The tier that a text names. Raises ValueError with what is allowed."""
-    tier: Tier = named(__name__, "Tier", "tier", text)
+    tier: Tier = named(__name__, "Tier", "tier", spec)
     return tier

@@ -11,8 +11,8 @@ from threading import Lock
 from typing import Any
 
 from retain.config import Size, one_of
-from retain.kv.span import Bytes, Held, Shelf, Span
-from retain.kv.tiers import Reader
+from retain.kv.span import Bytes, MemoryReader, SpanIndex, Span
+from retain.kv.tiers import SpanReader
 
 
 @dataclass(frozen=True)
@@ -25,56 +25,56 @@ class Tier:
     def __post_init__(self) -> None:
         one_of("evict", self.evict, "lru", "lfu", "worth")
 
-    def open(self) -> Ram:
+    def open(self) -> RamStore:
         """See `tiers.Tier`."""
-        return Ram(self)
+        return RamStore(self)
 
 
-class Ram:
+class RamStore:
     """See `tiers.Store`."""
 
-    name, most, replica = "ram", 4, False
+    name, max_keys, write_through = "ram", 4, False
 
-    def __init__(self, chosen: Tier):
-        self.shelf = Shelf(chosen.capacity, chosen.evict)
+    def __init__(self, options: Tier):
+        self.span_index = SpanIndex(options.capacity, options.evict)
         self.counts = dict.fromkeys(("written", "read", "evicted"), 0)
-        self.guard = Lock()  # of the counts: many read at once
+        self._lock = Lock()  # of the counts: many read at once
 
     def find(self, key: bytes) -> tuple[Span, int] | None:  # noqa: D102
-        return self.shelf.find(key)
+        return self.span_index.find(key)
 
     def touch(self, spans: Sequence[Span]) -> None:  # noqa: D102
-        self.shelf.touch(spans)
+        self.span_index.touch(spans)
 
-    def has(self, key: bytes) -> bool:  # noqa: D102
-        return self.shelf.find(key) is not None
+    def contains(self, key: bytes) -> bool:  # noqa: D102
+        return self.span_index.find(key) is not None
 
-    def wants(self, size: int) -> bool:  # noqa: D102
-        return size <= self.shelf.capacity
+    def accepts(self, size: int) -> bool:  # noqa: D102
+        return size <= self.span_index.capacity
 
-    def keep(self, span: Span, data: Bytes, instead: Span | None = None) -> None:  # noqa: D102
-        if instead:
-            self.shelf.remove(instead)
-        gone = self.shelf.room(span.size)
+    def put(self, span: Span, data: Bytes, replaces: Span | None = None) -> None:  # noqa: D102
+        if replaces:
+            self.span_index.remove(replaces)
+        gone = self.span_index.make_room(span.size)
         if gone is not None:
             self.counts["evicted"] += len(gone)
             self.counts["written"] += span.size
             span.data = data
-            self.shelf.add(span)
+            self.span_index.add(span)
 
-    def open(self, span: Span) -> Reader:  # noqa: D102
+    def open(self, span: Span) -> SpanReader:  # noqa: D102
         assert span.data is not None  # whoever has the span has it, evicted or not
-        return Held(span, span.data, self._read)
+        return MemoryReader(span, span.data, self._count_read)
 
-    def _read(self, size: int) -> None:
-        with self.guard:
-            self.counts["read"] += size
+    def _count_read(self, num_bytes: int) -> None:
+        with self._lock:
+            self.counts["read"] += num_bytes
 
-    def drop(self, span: Span, damaged: bool = False) -> None:  # noqa: D102
-        self.shelf.remove(span)
+    def delete(self, span: Span, is_corrupted: bool = False) -> None:  # noqa: D102
+        self.span_index.remove(span)
 
-    def told(self) -> dict[str, Any]:  # noqa: D102
-        return {"tier": self.name, **self.shelf.told(), **self.counts}
+    def stats(self) -> dict[str, Any]:  # noqa: D102
+        return {"tier": self.name, **self.span_index.stats(), **self.counts}
 
     def sync(self) -> None:  # noqa: D102
         pass

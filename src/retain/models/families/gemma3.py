@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from retain.models.decoder import Decoder, Spec
+from retain.models.decoder import Decoder, ModelSpec
 from retain.models.families import gemma3_text
 from retain.models.weights import Weights
 
 
-def spec(c: dict[str, Any]) -> Spec:
+def spec_from_config(c: dict[str, Any]) -> ModelSpec:
     """From config.json."""
-    return gemma3_text.spec(c["text_config"])
+    return gemma3_text.spec_from_config(c["text_config"])
 
 
 def build(w: Weights) -> Decoder:
     """The decoder from weights in Hugging Face's names."""
-    return gemma3_text.build_text(w, w.config["text_config"])
+    return gemma3_text.build_text_decoder(w, w.config["text_config"])

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from retain.kernels import Program
-from retain.models.decoder import Attend, Attention, Decoder, Spec, below, need, windows
+from retain.models.decoder import Attend, Attention, Decoder, ModelSpec, scope_base_model, check_supported, get_layer_windows
 from retain.models.families import llama
-from retain.models.parts import Embedding, GatedMLP, Part, RMSNorm, head, linear
-from retain.models.rope import Angles, Rope, parameters, rope
+from retain.models.parts import Embedding, GatedMLP, Layer, RMSNorm, load_lm_head, load_linear
+from retain.models.rope import Angles, Rope, get_rope_parameters, get_rope
 from retain.models.weights import Weights
 
 DEFAULTS = {  # transformers' own: published configs leave out what equals them
@@ -36,81 +36,81 @@ DEFAULTS = {  # transformers' own: published configs leave out what equals them
 }
 
 
-def spec(c: dict[str, Any]) -> Spec:
+def spec_from_config(c: dict[str, Any]) -> ModelSpec:
     """From config.json."""
     c = {**DEFAULTS, **c}
     every = c["sliding_window_pattern"]
     kinds = ["full_attention" if i % every == 0 else "sliding_attention" for i in range(1, c["num_hidden_layers"] + 1)]
-    return replace(llama.spec(c), windows=windows(c, kinds), scale=c["query_pre_attn_scalar"] ** -0.5)
+    return replace(llama.spec_from_config(c), windows=get_layer_windows(c, kinds), scale=c["query_pre_attn_scalar"] ** -0.5)
 
 
 @dataclass(frozen=True, eq=False)
-class Sandwich:
+class SandwichNormLayer:
     """x += norm2(attention(norm1(x))), then x += norm4(mlp(norm3(x)))."""
 
-    norm1: Part
+    norm1: Layer
     attention: Attention
-    norm2: Part
-    norm3: Part
-    mlp: Part
-    norm4: Part
+    norm2: Layer
+    norm3: Layer
+    mlp: Layer
+    norm4: Layer
 
     def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
         """[T, E] -> [T, E]."""
         x = x + self.norm2(self.attention(self.norm1(x), angles, attend))
         return x + self.norm4(self.mlp(self.norm3(x)))
 
-    def emit(self, p: Program, x: int) -> None:
+    def emit(self, program: Program, x: int) -> None:
         """See Layer."""
-        h, y = (p.buffer(name, self.attention.spec.hidden) for name in ("h", "y"))
-        self.norm1.emit(p, x, h)
-        self.attention.emit(p, h, y)
-        self.norm2.emit(p, y, x, add=True)
-        self.norm3.emit(p, x, h)
-        self.mlp.emit(p, h, y)
-        self.norm4.emit(p, y, x, add=True)
+        h, y = (program.buffer(name, self.attention.spec.hidden_size) for name in ("h", "y"))
+        self.norm1.emit(program, x, h)
+        self.attention.emit(program, h, y)
+        self.norm2.emit(program, y, x, add=True)
+        self.norm3.emit(program, x, h)
+        self.mlp.emit(program, h, y)
+        self.norm4.emit(program, y, x, add=True)
 
 
-def norm(w: Weights, name: str, eps: float) -> RMSNorm:
+def load_norm(w: Weights, name: str, eps: float) -> RMSNorm:
     """Multiplies by 1 + w; the sum is made in float32, as near 1 a bfloat16 has only two digits."""
     return RMSNorm(1 + w[f"{name}.weight"].float(), eps)
 
 
-def layer(w: Weights, i: int, s: Spec, turn: Rope, eps: float, act: str) -> Sandwich:
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, eps: float, act: str) -> SandwichNormLayer:
     """One layer, of the weights below layers.<i>."""
-    return Sandwich(
-        norm(w, "input_layernorm", eps),
-        llama.attention(w.at("self_attn."), i, s, turn, eps, plus=1),
-        norm(w, "post_attention_layernorm", eps),
-        norm(w, "pre_feedforward_layernorm", eps),
-        GatedMLP(linear(w, "mlp.gate_proj", "mlp.up_proj"), linear(w, "mlp.down_proj"), act),
-        norm(w, "post_feedforward_layernorm", eps),
+    return SandwichNormLayer(
+        load_norm(w, "input_layernorm", eps),
+        llama.build_attention(w.scope("self_attn."), i, s, rope, eps, norm_offset=1),
+        load_norm(w, "post_attention_layernorm", eps),
+        load_norm(w, "pre_feedforward_layernorm", eps),
+        GatedMLP(load_linear(w, "mlp.gate_proj", "mlp.up_proj"), load_linear(w, "mlp.down_proj"), act),
+        load_norm(w, "post_feedforward_layernorm", eps),
     )
 
 
-def ropes(c: dict[str, Any], dim: int) -> tuple[Rope, Rope]:
+def get_ropes(c: dict[str, Any], dim: int) -> tuple[Rope, Rope]:
     """Of full and of sliding layers. In an old config `rope_theta` and `rope_scaling` are those of the full ones."""
     local = {"rope_theta": c["rope_local_base_freq"], "rope_parameters": c.get("rope_parameters")}
-    far, near = parameters(c, "full_attention", theta=1_000_000.0), parameters(local, "sliding_attention")
-    return rope(dim, far), rope(dim, near)
+    far, near = get_rope_parameters(c, "full_attention", default_theta=1_000_000.0), get_rope_parameters(local, "sliding_attention")
+    return get_rope(dim, far), get_rope(dim, near)
 
 
 def build(w: Weights) -> Decoder:
     """The decoder from weights in Hugging Face's names."""
-    return build_text(w, w.config)
+    return build_text_decoder(w, w.config)
 
 
-def build_text(w: Weights, config: dict[str, Any]) -> Decoder:
+def build_text_decoder(w: Weights, config: dict[str, Any]) -> Decoder:
     """The same with the text's part of the config. A file with vision has one of two prefixes of its own."""
-    need(config, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False)
-    c, s = {**DEFAULTS, **config}, spec(config)
-    eps, act, (far, near) = c["rms_norm_eps"], c["hidden_activation"], ropes(c, s.head_dim)
-    m = below(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
-    scale = torch.tensor(s.hidden**0.5, dtype=m.dtype).item()  # rounded, as in training: in bfloat16 25.25, not 25.3
-    embed = Embedding(m.matrix("embed_tokens.weight", embedding=True), scale, dtype=m.dtype)
-    output = head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True))
+    check_supported(config, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False)
+    c, s = {**DEFAULTS, **config}, spec_from_config(config)
+    eps, act, (far, near) = c["rms_norm_eps"], c["hidden_activation"], get_ropes(c, s.head_dim)
+    m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
+    scale = torch.tensor(s.hidden_size**0.5, dtype=m.dtype).item()  # rounded, as in training: in bfloat16 25.25, not 25.3
+    embed = Embedding(m.load_matrix("embed_tokens.weight", embedding=True), scale, dtype=m.dtype)
+    output = load_lm_head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True))
 
-    def read(i: int) -> Sandwich:
-        return layer(m.at(f"layers.{i}."), i, s, near if s.windows[i] else far, eps, act)
+    def read(i: int) -> SandwichNormLayer:
+        return build_layer(m.scope(f"layers.{i}."), i, s, near if s.windows[i] else far, eps, act)
 
-    return Decoder(s, embed, read, norm(m, "norm", eps), output, [far, near])
+    return Decoder(s, embed, read, load_norm(m, "norm", eps), output, [far, near])

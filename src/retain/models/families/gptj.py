@@ -7,30 +7,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from retain.models.decoder import Attention, Decoder, Parallel, Spec, below, multi_head
-from retain.models.parts import MLP, Embedding, head, layer_norm, linear
-from retain.models.rope import Rope, rope
+from retain.models.decoder import Attention, Decoder, ParallelLayer, ModelSpec, scope_base_model, multi_head_spec
+from retain.models.parts import MLP, Embedding, load_lm_head, load_layer_norm, load_linear
+from retain.models.rope import Rope, get_rope
 from retain.models.weights import Weights
 
 
-def spec(c: dict[str, Any]) -> Spec:
+def spec_from_config(c: dict[str, Any]) -> ModelSpec:
     """From config.json."""
-    return multi_head(c["vocab_size"], c["n_embd"], c["n_head"], c["n_layer"], c["n_positions"])
+    return multi_head_spec(c["vocab_size"], c["n_embd"], c["n_head"], c["n_layer"], c["n_positions"])
 
 
-def layer(w: Weights, i: int, s: Spec, turn: Rope) -> Parallel:
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer:
     """One layer, of the weights below h.<i>."""
-    qkv, out = linear(w, "attn.q_proj", "attn.k_proj", "attn.v_proj"), linear(w, "attn.out_proj")
-    mlp = MLP(linear(w, "mlp.fc_in"), linear(w, "mlp.fc_out"), w.config.get("activation_function", "gelu_new"))
-    return Parallel(layer_norm(w, "ln_1", w.config["layer_norm_epsilon"]), Attention(i, s, qkv, out, turn), None, mlp)
+    qkv, out = load_linear(w, "attn.q_proj", "attn.k_proj", "attn.v_proj"), load_linear(w, "attn.out_proj")
+    mlp = MLP(load_linear(w, "mlp.fc_in"), load_linear(w, "mlp.fc_out"), w.config.get("activation_function", "gelu_new"))
+    return ParallelLayer(load_layer_norm(w, "ln_1", w.config["layer_norm_epsilon"]), Attention(i, s, qkv, out, rope), None, mlp)
 
 
 def build(w: Weights) -> Decoder:
     """The decoder from weights in Hugging Face's names."""
-    c, s = w.config, spec(w.config)
-    turn = rope(c["rotary_dim"], {"rope_theta": 10000.0, "rope_type": "default"}, pairs=True)
-    m = below(w, "wte.weight", "transformer.", "")
-    embed = Embedding(m.matrix("wte.weight", embedding=True), dtype=m.dtype)
-    norm = layer_norm(m, "ln_f", c["layer_norm_epsilon"])
-    output = head(w, "lm_head", embed.table, c.get("tie_word_embeddings", False))
-    return Decoder(s, embed, lambda i: layer(m.at(f"h.{i}."), i, s, turn), norm, output, [turn])
+    c, s = w.config, spec_from_config(w.config)
+    turn = get_rope(c["rotary_dim"], {"rope_theta": 10000.0, "rope_type": "default"}, interleaved=True)
+    m = scope_base_model(w, "wte.weight", "transformer.", "")
+    embed = Embedding(m.load_matrix("wte.weight", embedding=True), dtype=m.dtype)
+    norm = load_layer_norm(m, "ln_f", c["layer_norm_epsilon"])
+    output = load_lm_head(w, "lm_head", embed.table, c.get("tie_word_embeddings", False))
+    return Decoder(s, embed, lambda i: build_layer(m.scope(f"h.{i}."), i, s, turn), norm, output, [turn])

@@ -13,30 +13,30 @@ from typing import Any
 from torch import Tensor
 
 from retain.kernels.matrix import Quanta, fits, int8
-from retain.models.gguf.archs import ARCHS
-from retain.models.gguf.configs import Facts, llama3_scaling
-from retain.models.gguf.header import Header, Stored, Unsupported
+from retain.models.gguf.archs import ARCHITECTURES
+from retain.models.gguf.configs import GGUFMetadata, recover_llama3_scaling
+from retain.models.gguf.header import GGUFReader, TensorInfo, UnsupportedError
 
 # Written by old converters, read by nobody.
-UNUSED = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
+IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
 
 
-class GGUF:
+class GGUFCheckpoint:
     """A Source (models/weights.py). Raises ValueError for a file that is missing, damaged or of an unknown kind."""
 
     def __init__(self, path: Path):
-        self._header = header = Header(path)
-        self.meta: dict[str, Any] = header.meta
-        with header.checked():
-            if (parts := self.meta.get("split.count", 0)) > 1:
-                raise Unsupported(f"one of {parts} parts: join them with `llama-gguf-split --merge`")
-            name = self.meta.get("general.architecture", "")
-            if name not in ARCHS:
-                raise Unsupported(f"architecture {name!r} is not supported: only {', '.join(ARCHS)} are")
-            self._arch = ARCHS[name]
+        self._reader = header = GGUFReader(path)
+        self.metadata: dict[str, Any] = header.metadata
+        with header.wrap_errors():
+            if (parts := self.metadata.get("split.count", 0)) > 1:
+                raise UnsupportedError(f"one of {parts} parts: join them with `llama-gguf-split --merge`")
+            name = self.metadata.get("general.architecture", "")
+            if name not in ARCHITECTURES:
+                raise UnsupportedError(f"architecture {name!r} is not supported: only {', '.join(ARCHITECTURES)} are")
+            self._arch = ARCHITECTURES[name]
             shapes = {name: t.shape for name, t in header.tensors.items()}
-            self.config = self._arch.config(Facts(name, self.meta, shapes))
-            self._stored = self._named()
+            self.config = self._arch.make_config(GGUFMetadata(name, self.metadata, shapes))
+            self._tensor_infos = self._map_names()
 
     def names(self) -> frozenset[str]:
         """The Hugging Face names of all tensors."""
@@ -44,49 +44,49 @@ class GGUF:
 
     def read(self, name: str) -> Tensor:
         """One tensor: float16 and bfloat16 as stored, everything else float32. Raises ValueError when it is damaged."""
-        with self._header.checked():
-            stem, stored = self._stored[name]
-            return self._arch.undo(stem, self._tensor(stored), self.config)
+        with self._reader.wrap_errors():
+            stem, stored = self._tensor_infos[name]
+            return self._arch.to_hf_tensor(stem, self._dequantize(stored), self.config)
 
-    def quanta(self, name: str, transposed: bool = False) -> Quanta | None:
+    def read_quantized(self, name: str, transposed: bool = False) -> Quanta | None:
         """See models/weights.py. What llama.cpp's converter did to matrices permutes rows, or is what is asked for."""
-        from retain.models.gguf.blocks import quanta
+        from retain.models.gguf.blocks import unpack_quantized
 
-        with self._header.checked():
-            stem, stored = self._stored[name]
-            matrix = quanta(self._header.raw(stored), stored.kind, stored.shape)
-            self._header.release(stored)
+        with self._reader.wrap_errors():
+            stem, stored = self._tensor_infos[name]
+            matrix = unpack_quantized(self._reader.tensor_bytes(stored), stored.ggml_type, stored.shape)
+            self._reader.release(stored)
             if matrix is None:
                 return None
-            if (stem in self._arch.turned) != transposed:
+            if (stem in self._arch.transposed) != transposed:
                 turned = matrix.dense().T
                 return int8(turned) if fits(turned) else None
-            order = self._arch.order(stem, matrix.shape[0], self.config)
+            order = self._arch.row_order(stem, matrix.shape[0], self.config)
             return matrix if order is None else matrix.rows(order)
 
-    def _named(self) -> dict[str, tuple[str, Stored]]:
+    def _map_names(self) -> dict[str, tuple[str, TensorInfo]]:
         """Hugging Face's name -> what llama.cpp calls the module in its layer, and where the tensor lies."""
         named = {}
-        for name, stored in self._header.tensors.items():
+        for name, stored in self._reader.tensors.items():
             if name == "rope_freqs.weight":
-                self._stretch(stored)
-            elif not name.endswith(UNUSED):
-                theirs = self._arch.hugging_face(name, self.config["num_hidden_layers"])
+                self._apply_rope_factors(stored)
+            elif not name.endswith(IGNORED_TENSORS):
+                theirs = self._arch.to_hf_name(name, self.config["num_hidden_layers"])
                 if theirs is None:
-                    raise Unsupported(f"the tensor {name!r} is not known in a {self.config['model_type']} model")
+                    raise UnsupportedError(f"the tensor {name!r} is not known in a {self.config['model_type']} model")
                 named[theirs] = (name.split(".")[-2], stored)
         self._names = frozenset(named)
         return named
 
-    def _stretch(self, stored: Stored) -> None:
+    def _apply_rope_factors(self, info: TensorInfo) -> None:
         """Llama 3.1 and later divide the rotary frequencies by a tensor."""
         if "rope_scaling" not in self.config or self.config["rope_scaling"]:
-            raise Unsupported(f"rope_freqs.weight in a {self.config['model_type']} model with another scaling")
-        if len(stored.shape) != 1 or 2 * stored.shape[0] != self.config.get("head_dim"):
-            raise ValueError(f"the tensor 'rope_freqs.weight' has the shape {stored.shape}")
-        self.config["rope_scaling"] = llama3_scaling(self._tensor(stored).float(), self.config["rope_theta"])
+            raise UnsupportedError(f"rope_freqs.weight in a {self.config['model_type']} model with another scaling")
+        if len(info.shape) != 1 or 2 * info.shape[0] != self.config.get("head_dim"):
+            raise ValueError(f"the tensor 'rope_freqs.weight' has the shape {info.shape}")
+        self.config["rope_scaling"] = recover_llama3_scaling(self._dequantize(info).float(), self.config["rope_theta"])
 
-    def _tensor(self, stored: Stored) -> Tensor:
-        from retain.models.gguf.blocks import numbers
+    def _dequantize(self, info: TensorInfo) -> Tensor:
+        from retain.models.gguf.blocks import dequantize_tensor
 
-        return numbers(self._header.raw(stored), stored.kind, stored.shape)
+        return dequantize_tensor(self._reader.tensor_bytes(info), info.ggml_type, info.shape)

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.matrix import Int4, Int8, Quanta, finite, int8
-from retain.models.gguf.header import Unsupported
+from retain.models.gguf.header import UnsupportedError
 
-PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml types that torch has too
-SIZES = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}  # numbers in a block, bytes in a block
-SIMPLE = {  # 32 numbers in a block: a scale d, perhaps a shift m, and quanta q of 8 bits, or of 4 in two halves
+DENSE_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml types that torch has too
+GGML_BLOCK_SIZES = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}  # numbers in a block, bytes in a block
+SIMPLE_BLOCKS = {  # 32 numbers in a block: a scale d, perhaps a shift m, and quanta q of 8 bits, or of 4 in two halves
     2: np.dtype([("d", "<f2"), ("q", "u1", 16)]),  # Q4_0
     3: np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]),  # Q4_1
     8: np.dtype([("d", "<f2"), ("q", "i1", 32)]),  # Q8_0
@@ -30,23 +30,23 @@ Q5_0 = np.dtype([("d", "<f2"), ("high", "u1", 4), ("q", "u1", 16)])  # the fifth
 Q4_K = np.dtype([("d", "<f2"), ("m", "<f2"), ("six", "u1", 12), ("q", "u1", (4, 32))])  # 256 numbers, 8 groups
 
 
-def numbers(raw: NDArray[np.uint8], kind: int, shape: tuple[int, ...]) -> Tensor:
+def dequantize_tensor(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> Tensor:
     """The bytes of a tensor of a ggml type -> its numbers: float16 and bfloat16 as they are, everything else float32.
 
     Raises ValueError for a type that cannot be dequantised.
     """
-    if kind in PLAIN:
-        return torch.from_numpy(raw).view(PLAIN[kind]).view(shape)
+    if ggml_type in DENSE_DTYPES:
+        return torch.from_numpy(raw).view(DENSE_DTYPES[ggml_type]).view(shape)
     with np.errstate(all="ignore"):  # damaged scales overflow; that is for whoever looks at the numbers
-        if kind in SIMPLE:
-            return torch.from_numpy(_simple(raw.view(SIMPLE[kind]))).view(shape)
+        if ggml_type in SIMPLE_BLOCKS:
+            return torch.from_numpy(_dequantize_simple(raw.view(SIMPLE_BLOCKS[ggml_type]))).view(shape)
         try:
-            return torch.from_numpy(dequantize(raw.reshape(*shape[:-1], -1), GGMLQuantizationType(kind)))
+            return torch.from_numpy(dequantize(raw.reshape(*shape[:-1], -1), GGMLQuantizationType(ggml_type)))
         except NotImplementedError:
-            raise Unsupported(f"tensors of type {GGMLQuantizationType(kind).name} are not supported") from None
+            raise UnsupportedError(f"tensors of type {GGMLQuantizationType(ggml_type).name} are not supported") from None
 
 
-def _simple(blocks: NDArray[Any]) -> NDArray[np.float32]:
+def _dequantize_simple(blocks: NDArray[Any]) -> NDArray[np.float32]:
     """Blocks [n] -> float32 [n, 32]."""
     d, q = blocks["d"].astype(np.float32)[:, None], blocks["q"]
     if q.dtype == np.int8:
@@ -61,45 +61,45 @@ def _simple(blocks: NDArray[Any]) -> NDArray[np.float32]:
     return out
 
 
-def quanta(raw: NDArray[np.uint8], kind: int, shape: tuple[int, ...]) -> Quanta | None:
+def unpack_quantized(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> Quanta | None:
     """The bytes of a tensor of a ggml type -> its quanta as they are in the file; None for what has none.
 
     Types whose groups are not those of Int4 and Int8 are dequantised and become the nearest Int8. Raises ValueError
     for a type that cannot be dequantised, and for scales that are not finite in float16.
     """
-    if len(shape) != 2 or SIZES[kind][0] == 1:
+    if len(shape) != 2 or GGML_BLOCK_SIZES[ggml_type][0] == 1:
         return None
     with np.errstate(all="ignore"):  # what overflows is not finite, and refused
-        if kind == 12:
-            return _four(shape, *_q4_k(raw.view(Q4_K)))
-        if kind == 6:
+        if ggml_type == 12:
+            return _make_int4(shape, *_unpack_q4_k(raw.view(Q4_K)))
+        if ggml_type == 6:
             blocks = raw.view(Q5_0)
-            return _eight(shape, _q5_0(blocks), blocks["d"])
-        if kind not in SIMPLE:
-            return int8(numbers(raw, kind, shape))
-        blocks = raw.view(SIMPLE[kind])
+            return _make_int8(shape, _unpack_q5_0(blocks), blocks["d"])
+        if ggml_type not in SIMPLE_BLOCKS:
+            return int8(dequantize_tensor(raw, ggml_type, shape))
+        blocks = raw.view(SIMPLE_BLOCKS[ggml_type])
         d, q = blocks["d"], blocks["q"]
         if q.dtype == np.int8:
-            return _eight(shape, q, d)
-        return _four(shape, _nibbles(q), d, blocks["m"] if "m" in (blocks.dtype.names or ()) else -8 * d)
+            return _make_int8(shape, q, d)
+        return _make_int4(shape, _unpack_nibbles(q), d, blocks["m"] if "m" in (blocks.dtype.names or ()) else -8 * d)
 
 
-def _four(shape: tuple[int, ...], q: NDArray[Any], scale: NDArray[Any], shift: NDArray[Any]) -> Int4:
+def _make_int4(shape: tuple[int, ...], q: NDArray[Any], scale: NDArray[Any], shift: NDArray[Any]) -> Int4:
     """One scale and one shift a group, in the order of the file."""
-    return Int4(torch.from_numpy(q).view(shape), _per_group(shape, scale), _per_group(shape, shift))
+    return Int4(torch.from_numpy(q).view(shape), _group_values(shape, scale), _group_values(shape, shift))
 
 
-def _eight(shape: tuple[int, ...], q: NDArray[Any], scale: NDArray[Any]) -> Int8:
+def _make_int8(shape: tuple[int, ...], q: NDArray[Any], scale: NDArray[Any]) -> Int8:
     """One scale a group, in the order of the file."""
-    return Int8(torch.from_numpy(np.ascontiguousarray(q)).view(shape), _per_group(shape, scale))
+    return Int8(torch.from_numpy(np.ascontiguousarray(q)).view(shape), _group_values(shape, scale))
 
 
-def _per_group(shape: tuple[int, ...], x: NDArray[Any]) -> Tensor:
+def _group_values(shape: tuple[int, ...], x: NDArray[Any]) -> Tensor:
     """float16 [out, in / 32]. Raises ValueError where one is not finite."""
     return finite(torch.from_numpy(x.astype(np.float16)).view(shape[0], -1))
 
 
-def _nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _unpack_nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Bytes [n, m] -> [n, 2, m]: the lower four bits of all, then the upper."""
     out = np.empty((len(q), 2, q.shape[1]), np.uint8)
     np.bitwise_and(q, 15, out=out[:, 0])
@@ -107,19 +107,19 @@ def _nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return out
 
 
-def _q5_0(blocks: NDArray[Any]) -> NDArray[np.int8]:
+def _unpack_q5_0(blocks: NDArray[Any]) -> NDArray[np.int8]:
     """Blocks [n] -> int8 [n, 32], -16 to 15."""
     q = np.unpackbits(blocks["high"], axis=1, bitorder="little")  # [n, 32]
     q <<= 4
-    q |= _nibbles(blocks["q"]).reshape(-1, 32)
+    q |= _unpack_nibbles(blocks["q"]).reshape(-1, 32)
     q -= 16
     return q.view(np.int8)
 
 
-def _q4_k(blocks: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
+def _unpack_q4_k(blocks: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
     """Blocks [n] -> quanta uint8 [4 n, 2, 32]; scales and shifts float32 [n, 8], products of 6 bits and the block's."""
     a, b, c = blocks["six"].reshape(-1, 3, 4).swapaxes(0, 1)  # [n, 4] each: the last four of 8 are in two parts
     scale = np.concatenate((a & 63, c & 15 | a >> 6 << 4), axis=1)  # [n, 8]
     shift = np.concatenate((b & 63, c >> 4 | b >> 6 << 4), axis=1)
     d, m = (blocks[part].astype(np.float32)[:, None] for part in ("d", "m"))
-    return _nibbles(blocks["q"].reshape(-1, 32)), d * scale, -m * shift
+    return _unpack_nibbles(blocks["q"].reshape(-1, 32)), d * scale, -m * shift
