@@ -16,7 +16,7 @@ from retain.engine.request import Request, SamplingParams
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv import policies
 from retain.kv.cache import Cache
-from retain.kv.needs import Shape
+from retain.kv.needs import KVCacheSpec
 from retain.kv.reuse import parse_prefix_config
 from retain.kv.sleep import LoadCostModel
 from retain.kv.tiers import parse_all
@@ -52,17 +52,17 @@ def rig(
     kernel = kernels.load(backend)
     program = kernel.program(torch.float32, device)
     model = models.build(Weights(tiny_checkpoint(family), torch.float32), program)
-    shape = Shape(model.spec.num_kv_heads, model.spec.head_dim, model.spec.windows)
+    shape = KVCacheSpec(model.spec.num_kv_heads, model.spec.head_dim, model.spec.windows)
     memory = (pages + 1) * kernels.page_bytes(page_size, shape.head_dim, torch.float32, columns)
     turn = model.ropes[0].shift if model.ropes else None
     cache = Cache(
         *(shape, kernel, torch.float32, memory, page_size, n_rows, context, step_tokens, columns, turn, parse_prefix_config(prefix)),
         device,
     )
-    if tiers and cache.reuse:
-        sleep = build.stores(cache.reuse.config, parse_all(tiers), cache, model.spec, family.encode())
+    if tiers and cache.prefix_cache:
+        sleep = build.stores(cache.prefix_cache.config, parse_all(tiers), cache, model.spec, family.encode())
         sleep.cost_model = Eager()
-        cache.reuse.set_offloader(sleep)
+        cache.prefix_cache.set_offloader(sleep)
     runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
     if drafter:
         drafter.attach(TargetModel(runner, cache, lambda *_: other(family, kernel, context, n_rows, device), lambda _: runner))

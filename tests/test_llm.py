@@ -155,7 +155,7 @@ def test_a_pinned_prompt_stays():
     for token in range(100, 106):  # as much as there is room for beside it, again and again
         llm.generate([token] * 300, SamplingParams(max_tokens=1, temperature=0))
     assert llm.generate(text, GREEDY)[0].cached_tokens == n - 1
-    llm.cache.reuse.tree.pins.clear()
+    llm.cache.prefix_cache.tree.pins.clear()
     for token in range(100, 106):
         llm.generate([token] * 300, SamplingParams(max_tokens=1, temperature=0))
     assert llm.generate(text, GREEDY)[0].cached_tokens == 0 and idle(llm)

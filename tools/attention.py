@@ -17,7 +17,7 @@ import torch
 from retain import kernels
 from retain.kv import policies
 from retain.kv.cache import Cache
-from retain.kv.needs import Shape
+from retain.kv.needs import KVCacheSpec
 
 SLOTS, CHUNK = 4096, 512
 
@@ -25,12 +25,12 @@ SLOTS, CHUNK = 4096, 512
 def step_ms(page_size: int) -> tuple[float, float]:
     """Median and best of 300 steps, in milliseconds."""
     cpu = kernels.load("cpu")
-    cache = Cache(Shape(3, 64, (None,) * 30), cpu, torch.bfloat16, 2**30, page_size, 1, 8192, CHUNK)
+    cache = Cache(KVCacheSpec(3, 64, (None,) * 30), cpu, torch.bfloat16, 2**30, page_size, 1, 8192, CHUNK)
     row = cache.open(policies.parse("full"), SLOTS)
     for start in range(0, SLOTS, CHUNK):
-        cache.grow(row, start + CHUNK)
+        cache.reserve(row, start + CHUNK)
         pos = np.arange(start, start + CHUNK, dtype=np.int32)
-        for slots in cache.place(np.full(CHUNK, row, np.int32), pos):
+        for slots in cache.compute_slot_mapping(np.full(CHUNK, row, np.int32), pos):
             k, v = torch.randn(2, CHUNK, 3, 64).bfloat16()
             cpu.write(cache.kv, torch.from_numpy(slots), k, v, torch.from_numpy(pos))
     rows, starts = torch.tensor([row], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)

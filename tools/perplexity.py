@@ -29,9 +29,9 @@ def losses(llm: LLM, ids: list[int]) -> torch.Tensor:
     found = []
     for start in range(0, len(ids) - 1, n):
         part = ids[start : min(start + n, len(ids) - 1)]
-        assert cache.grow(row, start + len(part))
+        assert cache.reserve(row, start + len(part))
         pos = np.arange(start, start + len(part), dtype=np.int32)
-        slots = torch.from_numpy(cache.place(np.full(len(part), row, np.int32), pos))
+        slots = torch.from_numpy(cache.compute_slot_mapping(np.full(len(part), row, np.int32), pos))
         rows, starts = torch.tensor([row], dtype=torch.int32), torch.tensor([0, len(part)], dtype=torch.int32)
         scored = torch.arange(max(0, PIECE // 2 - 1 - start), len(part))
         batch = Batch(torch.tensor(part), torch.from_numpy(pos), rows, starts, slots, scored)

@@ -33,7 +33,7 @@ def ask(llm: LLM, texts: list[list[int]], policy: str, together: bool) -> list[A
 
 def empty(llm: LLM) -> None:
     """What is in the pool goes to sleep; what is to be written is."""
-    reuse = llm.cache.reuse
+    reuse = llm.cache.prefix_cache
     assert reuse and reuse.offloader
     reuse.tree.evict(reuse.tree.num_evictable_pages)
     reuse.offloader.sync()

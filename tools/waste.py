@@ -22,11 +22,11 @@ from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.kv import policies
 from retain.kv.cache import Cache
-from retain.kv.needs import Shape
+from retain.kv.needs import KVCacheSpec
 
 SHAPES = {  # layers, kv heads and head dim of the embedded models; windows as in their files
-    "smollm2": Shape(3, 64, (None,) * 30),
-    "gemma3": Shape(1, 256, tuple(512 if (i + 1) % 6 else None for i in range(18))),
+    "smollm2": KVCacheSpec(3, 64, (None,) * 30),
+    "gemma3": KVCacheSpec(1, 256, tuple(512 if (i + 1) % 6 else None for i in range(18))),
 }
 
 
@@ -56,9 +56,9 @@ def main() -> None:
         torch.bfloat16,
         2**36,
         a.page_size,
-        n_rows=64,
-        context=a.longest,
-        step_tokens=512,
+        max_running_requests=64,
+        max_model_len=a.longest,
+        max_batched_tokens=512,
     )
     engine = Engine(Blind(), cache, 512)  # type: ignore[arg-type]
     params, policy = SamplingParams(temperature=0), policies.parse("full")
@@ -73,7 +73,7 @@ def main() -> None:
         for r in engine.scheduler.running:
             slots = cache.counts[r.row].astype(np.int64) * a.page_size  # [L, G]
             owned += int(slots.sum())
-            holding += int(np.minimum(slots, r.num_computed_tokens - cache.base[r.row][:, None]).sum())
+            holding += int(np.minimum(slots, r.num_computed_tokens - cache.ring_base[r.row][:, None]).sum())
             alive += int(np.minimum(slots, np.minimum(r.num_computed_tokens, cache.window[r.row][:, None])).sum())
     cache.check()
     assert cache.free_pages == cache.total_pages
@@ -81,7 +81,7 @@ def main() -> None:
         f"{a.model}, pages of {a.page_size}: {len(pairs[: a.requests])} requests, {steps} steps, "
         f"{perf_counter() - started:.0f} s; "
         f"slots owned and not holding a token {100 * (1 - holding / owned):.2f} %, holding none that can still be seen "
-        f"{100 * (1 - alive / owned):.2f} %; peak {cache.pool.peak * cache.page_bytes / 2**30:.2f} GiB"
+        f"{100 * (1 - alive / owned):.2f} %; peak {cache.pool.peak_used * cache.page_bytes / 2**30:.2f} GiB"
     )
 
 

@@ -17,9 +17,9 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kernels import CPU
 from retain.kv import tiers
 from retain.kv.cache import Cache
-from retain.kv.forget import Turn
+from retain.kv.forget import ShiftKeys
 from retain.kv.hot import BlockCache
-from retain.kv.needs import Shape
+from retain.kv.needs import KVCacheSpec
 from retain.kv.packing import ProbeConfig
 from retain.kv.reuse import SelectiveConfig, PrefixConfig
 from retain.kv.sleep import Offloader
@@ -30,7 +30,7 @@ from retain.models.weights import open_weights
 
 def model(
     path: Path, backend: ModuleType, dtype: torch.dtype, weights: str, progress: bool, device: torch.device = CPU
-) -> tuple[ModelSpec, int, Callable[[Cache], Runner], Turn | None]:
+) -> tuple[ModelSpec, int, Callable[[Cache], Runner], ShiftKeys | None]:
     """A model's spec, the bytes of its packed weights (0 where torch computes), its runner, given a cache, and what
     moves its keys, if they are turned.
 
@@ -53,12 +53,12 @@ def cache(
     memory: int,
     context: int,
     columns: int = 1,
-    turn: Turn | None = None,
+    turn: ShiftKeys | None = None,
     reused: PrefixConfig | None = None,
     device: torch.device = CPU,
 ) -> Cache:
     """For a model of this spec, of so many bytes, for texts of at most `context` tokens."""
-    shape, dtype = Shape(spec.num_kv_heads, spec.head_dim, spec.windows), getattr(torch, c.dtype)
+    shape, dtype = KVCacheSpec(spec.num_kv_heads, spec.head_dim, spec.windows), getattr(torch, c.dtype)
     return Cache(
         *(shape, backend, dtype, memory, c.page_size, c.max_requests, context, c.step_tokens, columns, turn, reused),
         device,
@@ -67,7 +67,7 @@ def cache(
 
 def sleep(c: Config, reused: PrefixConfig, chosen: Sequence[tiers.Tier], cache: Cache, spec: ModelSpec, path: Path) -> Offloader:
     """The tiers below a cache of the model at `path`. Raises ValueError or OSError."""
-    kv, shape = cache.kv, cache.shape
+    kv, shape = cache.kv, cache.spec
     made = (c.weights, c.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
     # What computes decides the last bits: another processor, or another version of us, has other keys and values.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""

@@ -126,7 +126,7 @@ class Desk:
         policy = self.policy if ask.kv_policy is None else policies.parse(ask.kv_policy)
         if getattr(policy, "per_query", False) and self.columns == 1 < self.spec.num_heads // self.spec.num_kv_heads:
             raise ValueError(
-                f"{policies.text(policy)} needs the masses of every query head: start the engine with such a policy"
+                f"{policies.to_spec(policy)} needs the masses of every query head: start the engine with such a policy"
             )
         room = self.context - len(ids)
         if room < 1:
@@ -166,12 +166,12 @@ class Desk:
 
         To the end of the context, or as far as the empty pool reaches.
         """
-        policy = self.cache.heeded((policy or self.policy).resolved(prompt))
+        policy = self.cache.effective_policy((policy or self.policy).resolve(prompt))
         lo, hi = 1, max(self.context - prompt, 1)
         while lo < hi:
             mid = (lo + hi + 1) // 2
             length = prompt + mid - 1  # the last token is never written
-            fits = self.cache.cost(policy, length, length) <= self.cache.total_pages
+            fits = self.cache.pages_needed(policy, length, length) <= self.cache.total_pages
             lo, hi = (mid, hi) if fits else (lo, mid - 1)
         return lo
 

@@ -66,8 +66,8 @@ class LLM:
             torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None,
         )
         self.cache = build.cache(c, spec, backend, memory, self.context, self.columns, turn, reused, self.device)
-        if self.cache.reuse and reused and (below or isinstance(reused, reuse.SelectiveConfig)):
-            self.cache.reuse.set_offloader(build.sleep(c, reused, below, self.cache, spec, path))
+        if self.cache.prefix_cache and reused and (below or isinstance(reused, reuse.SelectiveConfig)):
+            self.cache.prefix_cache.set_offloader(build.sleep(c, reused, below, self.cache, spec, path))
         self.engine = Engine(runner(self.cache), self.cache, c.step_tokens, drafter)
         rooms = self.tokenizer, spec, self.cache, self.policy, self.context, self.columns
         self.desk = Desk(*rooms, self.draft, drafter is not None)
@@ -105,7 +105,7 @@ class LLM:
     def _another(self, name: str, weights: str) -> tuple[Runner, Cache]:
         """A model beside this one, with a cache for as many tokens."""
         c, (spec, runner) = self.config, self._load(name, weights)
-        pages = self.cache.pool.n_pages // (self.spec.num_layers * self.spec.num_kv_heads) + 1  # of a head
+        pages = self.cache.pool.num_pages // (self.spec.num_layers * self.spec.num_kv_heads) + 1  # of a head
         page = kernels.page_bytes(c.page_size, spec.head_dim, self.cache.kv.dtype)
         memory = pages * spec.num_layers * spec.num_kv_heads * page
         cache = build.cache(c, spec, self.cache.backend, memory, min(self.context, spec.max_position_embeddings), device=self.device)
@@ -174,7 +174,7 @@ class LLM:
             policy = kv_policy if kv_policy is None or isinstance(kv_policy, str) else kv_policy[i]
             params = SamplingParams(max_tokens=len(ids), ignore_eos=True, seed=seed)
             (reply,) = self.desk.open(Ask(prompt, params, policy))
-            asked.append(replace(reply.request, given=ids[:-1], reader=partial(listen, i)))
+            asked.append(replace(reply.request, forced_tokens=ids[:-1], logits_callback=partial(listen, i)))
         self._run(asked)
         return found
 
@@ -194,17 +194,17 @@ class LLM:
 
     def pin(self, prompt: Prompt, seconds: float, salt: str = "") -> int:
         """Compute a prompt and let it stay for so long. How many tokens of it are there. Raises ValueError."""
-        if not self.cache.reuse:
+        if not self.cache.prefix_cache:
             raise ValueError("prefix=off keeps nothing: there is nothing to pin")
         (reply,) = self.desk.open(Ask(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt))
         request = reply.request
         self._run([request])
-        return self.cache.reuse.pin(request.policy, request.prompt, salt, seconds)
+        return self.cache.prefix_cache.pin(request.policy, request.prompt, salt, seconds)
 
     def close(self) -> None:
         """Finish what is being written to tiers, and let others open them. The engine can go on without them."""
-        if self.cache.reuse:
-            self.cache.reuse.close_offloader()
+        if self.cache.prefix_cache:
+            self.cache.prefix_cache.close_offloader()
 
     def _run(self, requests: Sequence[Request]) -> None:
         """All of them, to their ends."""

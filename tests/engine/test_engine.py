@@ -28,11 +28,11 @@ def test_cancelling_frees_the_pages_now_and_disturbs_nobody():
         engine.add(r)
     for _ in range(3):
         engine.step()
-    held = engine.cache.pool.used
+    held = engine.cache.pool.num_used
     engine.cancel(a)
     engine.cancel(c)  # it was still waiting
     engine.cancel(a)
-    assert engine.cache.pool.used < held and a.row is None
+    assert engine.cache.pool.num_used < held and a.row is None
     while engine.has_unfinished_requests:
         engine.step()
         engine.cache.check()

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from retain.config import Amount
 from retain.kernels import NO_WINDOW, load
 from retain.kv import policies
-from retain.kv.budget import Budget
+from retain.kv.budget import BudgetPolicy
 from retain.kv.cache import Cache
-from retain.kv.needs import Shape
-from retain.kv.view import View
+from retain.kv.needs import KVCacheSpec
+from retain.kv.view import CacheView
 
 FULL = policies.parse("full")
 
 
 def make(windows, page_size=16, n_rows=2, context=400, step_tokens=64, pages=4000):
-    shape = Shape(kv_heads=2, head_dim=8, windows=tuple(windows))
+    shape = KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows))
     bytes_ = pages * page_size * (2 * 8 * 4 + 8)
     return Cache(shape, load("reference"), torch.float32, bytes_, page_size, n_rows, context, step_tokens)
 
@@ -58,7 +58,7 @@ def test_every_query_finds_its_window_and_rings_stay_small(windows, chunks, deco
     row, computed, owed = cache.open(FULL, sum(chunks)), 0, sum(chunks)
     for n in chunks + [1] * decode:
         if computed == owed:
-            cache.settle(row, computed, 0)
+            cache.commit(row, computed, 0)
             cache.check()
         pay(cache, row, computed, n)
         for layer, w in enumerate(windows):
@@ -85,7 +85,7 @@ def test_a_prompt_longer_than_the_window_keeps_its_last_tokens_and_gives_the_res
     pay(cache, row, 192, 8)
     before = cache.free_pages
     assert cache.counts[row, 1, 0] == 6  # 32 + 64 - 1 slots in whole pages of 16
-    cache.settle(row, 200, 0)
+    cache.commit(row, 200, 0)
     assert cache.counts[row, 1, 0] == 3 and cache.free_pages == before + 3 * 2
     assert set(range(168, 200)) <= set(held(cache, row, 1, 0))
     slots = [pay(cache, row, p, 1)[1, 0, 0] for p in range(200, 296)]
@@ -101,23 +101,23 @@ def test_cost_is_what_a_request_comes_to_own():
         while computed < length:
             n = min(64, owed - computed) if computed < owed else 1
             if computed == owed:
-                cache.settle(row, computed, 0)
+                cache.commit(row, computed, 0)
             pay(cache, row, computed, n)
             computed += n
-        peaks = cache.peaks[row].sum()
-        assert peaks <= cache.cost(FULL, length, owed)
+        peaks = cache.peak_counts[row].sum()
+        assert peaks <= cache.pages_needed(FULL, length, owed)
         if length == owed:
-            assert peaks == cache.cost(FULL, length, owed)
-        assert cache.close(row) == [int(p) * 16 for p in cache.peaks[row, :, 0]]
+            assert peaks == cache.pages_needed(FULL, length, owed)
+        assert cache.close(row) == [int(p) * 16 for p in cache.peak_counts[row, :, 0]]
 
 
 def test_growing_takes_all_or_nothing():
     cache = make([None], pages=7)  # the trash page and six more
     a, b = cache.open(FULL, 1), cache.open(FULL, 1)
-    assert cache.grow(a, 32) and not cache.grow(b, 32)
+    assert cache.reserve(a, 32) and not cache.reserve(b, 32)
     assert cache.free_pages == 2 and cache.counts[b].sum() == 0
     cache.check()
-    assert cache.grow(b, 16) and cache.free_pages == 0
+    assert cache.reserve(b, 16) and cache.free_pages == 0
 
 
 def test_a_page_comes_without_its_former_owner_positions():
@@ -139,7 +139,7 @@ def test_a_policy_bounds_layers_that_see_everything_and_the_model_window_stays()
 def seen(pos):
     """A view of slots with these positions [L, G, S] and random masses, keys and values."""
     mass = torch.rand(*pos.shape[:2], 1, pos.shape[2])
-    return View(pos, mass, 100, lambda: (torch.randn(*pos.shape, 8), torch.randn(*pos.shape, 8)))
+    return CacheView(pos, mass, 100, lambda: (torch.randn(*pos.shape, 8), torch.randn(*pos.shape, 8)))
 
 
 def test_priority_is_the_definition_of_the_ring():
@@ -162,9 +162,9 @@ def test_the_cache_carries_out_every_policy_there_is(name):
     """By looking, where it is a Budget; else it must forget the oldest first, as slot = pos mod capacity does."""
     cls = importlib.import_module(f"retain.kv.policies.{name}").Policy
     view = seen(torch.randperm(100).int().view(2, 2, 25))
-    if issubclass(cls, Budget):
-        policy = cls(budget=Amount(share=0.5)).resolved(100)
-        assert policy.priority(view).shape == view.pos.shape and policy.size == 50
+    if issubclass(cls, BudgetPolicy):
+        policy = cls(budget=Amount(share=0.5)).resolve(100)
+        assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50
         return
     policy = cls(**{f.name: 24 for f in dataclasses.fields(cls)})
     if policy.window is not None:
@@ -184,7 +184,7 @@ def test_the_cache_carries_out_every_policy_there_is(name):
 )
 def test_a_policy_is_its_text(text):
     policy = policies.parse(text)
-    assert policies.parse(policies.text(policy)) == policy and policies.text(policy).count(",") == text.count(",")
+    assert policies.parse(policies.to_spec(policy)) == policy and policies.to_spec(policy).count(",") == text.count(",")
 
 
 @pytest.mark.parametrize("name", policies.names())

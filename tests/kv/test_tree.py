@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from retain.kv.node import SlidingWindows
-from retain.kv.pool import Pool
+from retain.kv.pool import PagePool
 from retain.kv.prefix import RadixTree
 from retain.kv.reuse import parse_prefix_config
 
@@ -19,15 +19,15 @@ class Rows:
     """What requests would do, with a text's beginning as the contents of a slot. One layer sees all, one slides."""
 
     def __init__(self, sliding: bool, pages: int = 60):
-        self.pool, self.sliding = Pool(pages), sliding
+        self.pool, self.sliding = PagePool(pages), sliding
         self.tree = RadixTree(self.pool, S)
-        self.pool.reclaim = self.tree.evict
+        self.pool.evict_callback = self.tree.evict
         self.holds: dict[int, list[tuple[int, ...]]] = {}
         self.kept: dict[bytes, list[tuple[int, ...]]] = {}
 
     def pages_of(self, text: list[int], first: int, n: int) -> np.ndarray:
         """Fresh pages that hold a text from page `first` on, [1, n]; with what is left of older texts behind it."""
-        pages = self.pool.take(n)
+        pages = self.pool.allocate(n)
         for i, page in enumerate(pages):
             old = self.holds.get(int(page), [(-1,)] * S)
             at = range((first + i) * S, (first + i + 1) * S)
@@ -62,14 +62,14 @@ class Rows:
         """Compute it anew, without sharing, and leave it."""
         n = -(-len(text) // S)
         first = max(len(text) - W, 0) // S
-        if not self.pool.room(n + (n - first if self.sliding else 0)):
+        if not self.pool.ensure_free(n + (n - first if self.sliding else 0)):
             return
         pages, rings = self.pages_of(text, 0, n), None
         if self.sliding:
             least = first * S + W - 1 if first else 0
             rings = SlidingWindows((first,), (self.pages_of(text, first, n - first),), least)
         self.tree.insert(who, text, pages[None], rings)
-        self.pool.give(pages.ravel())
+        self.pool.free(pages.ravel())
         self.kept.setdefault(who, []).append(tuple(text))
 
 
@@ -88,20 +88,20 @@ def test_random_operations(sliding: bool, pages: int, seed: int) -> None:
         if rng.random() < 0.5:
             found += rows.ask(who, text, rng.randint(0, len(text)))
         elif rng.random() < 0.9:
-            before = rows.pool.free
+            before = rows.pool.num_free
             rows.evicted |= before < 20
             rows.keep(who, text)
         else:
             n = rng.randint(1, 10)
-            free, spare = rows.pool.free, rows.tree.num_evictable_pages
-            assert spare == rows.pool.used == len(rows.tree.all_pages)
+            free, spare = rows.pool.num_free, rows.tree.num_evictable_pages
+            assert spare == rows.pool.num_used == len(rows.tree.all_pages)
             rows.tree.evict(n)
             rows.evicted = True
-            assert rows.pool.free - free >= (n if n <= spare else 0)
+            assert rows.pool.num_free - free >= (n if n <= spare else 0)
         rows.pool.check(rows.tree.all_pages)
     assert found > 50
     rows.tree.clear()
-    assert rows.pool.used == 0
+    assert rows.pool.num_used == 0
 
 
 def test_without_eviction_everything_is_found() -> None:

@@ -14,7 +14,7 @@ from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams, FinishReason
 from retain.kv import policies
 from retain.kv.cache import Cache
-from retain.kv.needs import Shape
+from retain.kv.needs import KVCacheSpec
 from retain.kv.reuse import PrefixConfig
 
 
@@ -63,10 +63,10 @@ class Schedule(RuleBasedStateMachine):
         prefix=st.sampled_from([None, PrefixConfig(), PrefixConfig(keep="prompt")]),
     )
     def start(self, pages, step_tokens, windows, prefix):
-        shape = Shape(kv_heads=2, head_dim=8, windows=tuple(windows))
+        shape = KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows))
         memory = (pages + 1) * kernels.page_bytes(16, 8, torch.float32)
         self.cache = Cache(
-            shape, kernels.load("reference"), torch.float32, memory, 16, 4, 200, step_tokens, prefix=prefix
+            shape, kernels.load("reference"), torch.float32, memory, 16, 4, 200, step_tokens, prefix_config=prefix
         )
         self.engine = Engine(Blind(self.cache), self.cache, step_tokens, Wild())
         self.requests = []
@@ -102,7 +102,7 @@ class Schedule(RuleBasedStateMachine):
             if "positions=new" in str(error):
                 return  # not where some layers slide
             length = prompt + new - 1
-            assert self.cache.cost(request.policy, length, length) > self.cache.total_pages
+            assert self.cache.pages_needed(request.policy, length, length) > self.cache.total_pages
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps):
@@ -112,7 +112,7 @@ class Schedule(RuleBasedStateMachine):
             self.cache.check()
             running = self.engine.scheduler.running
             new = sum(max(r.num_computed_tokens - paid.get(r.id, 0), 0) for r in running)
-            assert new <= self.engine.scheduler.max_batched_tokens or self.cache.reuse
+            assert new <= self.engine.scheduler.max_batched_tokens or self.cache.prefix_cache
 
     @rule(i=st.integers(0, 10**6))
     def cancel(self, i):
@@ -121,7 +121,7 @@ class Schedule(RuleBasedStateMachine):
             free, row = self.cache.free_pages, request.row
             self.engine.cancel(request)
             assert request.why and request.row is None
-            assert self.cache.free_pages > free or row is None or self.cache.reuse
+            assert self.cache.free_pages > free or row is None or self.cache.prefix_cache
 
     @invariant()
     def balanced(self):

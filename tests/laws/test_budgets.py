@@ -342,9 +342,9 @@ def test_a_prompt_of_one_step_is_whole_in_one_layer_at_a_time(family: str, backe
     asked, chosen = [p for p in prompts(30, longest=150) if len(p) > 120][:2], "h2o:budget=20,interval=4"
     exact = [run(rig(family, backend=backend, step_tokens=100), [request(p, 30, chosen)])[0] for p in asked]
     probe = rig(family, step_tokens=256).cache
-    policy = probe.heeded(request(max(asked, key=len), 30, chosen).policy)
-    pages = probe.cost(policy, 200, 150)
-    assert pages < probe.cost(policy.but(prefill="exact"), 200, 150)
+    policy = probe.effective_policy(request(max(asked, key=len), 30, chosen).policy)
+    pages = probe.pages_needed(policy, 200, 150)
+    assert pages < probe.pages_needed(policy.but(prefill="exact"), 200, 150)
     for made in ([asked[0]], asked):
         engine = rig(family, backend=backend, step_tokens=256, pages=pages * len(made))
         requests = [request(p, 30, chosen) for p in made]
@@ -387,7 +387,7 @@ def test_budgets_shrink_before_anybody_is_preempted(family: str, share: str) -> 
         return made
 
     # So many that all fit at first, and that the first cannot grow as it wants.
-    shape = rig(family).cache.shape
+    shape = rig(family).cache.spec
     pages = 40 * len(shape.windows) * shape.kv_heads
     stiff, giving = go("", pages), go(",shrink=16", pages)
     assert sum(r.num_preemptions for r in stiff) and not sum(r.num_preemptions for r in giving)

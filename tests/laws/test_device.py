@@ -136,12 +136,12 @@ def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
             family, prefix="exact", tiers=[disk(tmp_path) if tier == "disk" else "ram:capacity=10MB"], pages=64
         )
         found = [steps(engine, [request(t, 3)])[0] for t in texts]
-        tree = engine.cache.reuse.tree
+        tree = engine.cache.prefix_cache.tree
         tree.evict(tree.num_evictable_pages)
-        engine.cache.reuse.offloader.sync()
+        engine.cache.prefix_cache.offloader.sync()
         again = request(texts[0], 3)
         found += steps(engine, [again])
-        engine.cache.reuse.close_offloader()
+        engine.cache.prefix_cache.close_offloader()
         return found, again.num_cached_tokens
 
     (found, woken), _ = far(go)
@@ -156,10 +156,10 @@ def test_only_what_is_important(tmp_path: Path) -> None:
         engine = rig("llama", prefix="important:ratio=1", tiers=[disk(tmp_path)])
         found = []
         for _ in range(3):  # computed, woken, woken from what was packed
-            engine.cache.reuse.tree.clear()
+            engine.cache.prefix_cache.tree.clear()
             found += steps(engine, [request(text, 2)])
-            engine.cache.reuse.offloader.sync()
-        assert sum(engine.cache.reuse.offloader.num_loaded_tokens.values()) > 60
+            engine.cache.prefix_cache.offloader.sync()
+        assert sum(engine.cache.prefix_cache.offloader.num_loaded_tokens.values()) > 60
         return found
 
     assert far(go)[0] == want * 3

@@ -27,12 +27,12 @@ def important(family: str, path: Path, ratio: float, **options: object) -> Engin
 
 def pack(engine: Engine) -> None:
     """Wait until what was looked at is packed and written."""
-    engine.cache.reuse.offloader.sync()
+    engine.cache.prefix_cache.offloader.sync()
 
 
 def forget(engine: Engine) -> None:
     """What is in the pool goes; what sleeps stays."""
-    engine.cache.reuse.tree.clear()
+    engine.cache.prefix_cache.tree.clear()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,7 +60,7 @@ def test_a_packed_span_has_the_same_tokens_elsewhere(tmp_path: Path) -> None:
     c = engine.cache
     r = request(text)
     run(engine, [r])
-    hit = c.reuse.match_prefix(r.policy, text, 96, "")
+    hit = c.prefix_cache.match_prefix(r.policy, text, 96, "")
     pages = hit.pages[..., :6]  # [L, G, n]
     k, v = (x.view(*pages.shape, 16, -1) for x in c.backend.read(c.kv, torch.from_numpy(pages).long().flatten()))
     pack(engine)
@@ -69,12 +69,12 @@ def test_a_packed_span_has_the_same_tokens_elsewhere(tmp_path: Path) -> None:
     pack(engine)
     ((span, _),) = {store(engine).find(key) for s in store(engine).span_index for key in s.keys[:1]}
     assert span.is_reordered
-    sleep = c.reuse.offloader
+    sleep = c.prefix_cache.offloader
     reader = store(engine).open(span)
     notes = sleep.probe_config.parse_metadata(span, reader.read_metadata(), c.kv)
     for m in range(len(span.num_blocks)):
         assert (np.diff(notes.mass[m][notes.token_order[m]]) <= 0).all()
-        at = c.pool.take(pages[0].size).reshape(-1, pages.shape[1])  # [n, G]
+        at = c.pool.allocate(pages[0].size).reshape(-1, pages.shape[1])  # [n, G]
         from retain.kv.fetch import ReadJob
 
         sleep.write_pages(ReadJob(store(engine), span, m, 0, at, 0), reader.read_blocks(m, 0, 6))
@@ -106,7 +106,7 @@ def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pyte
         kept = cache.positions(r.row)
         sees_all = np.flatnonzero(cache.window[r.row] == NO_WINDOW)
         for m, layer in enumerate(sees_all):
-            assert len(kept[layer]) == cache.shape.kv_heads and all(k == kept[layer][0] for k in kept[layer])
+            assert len(kept[layer]) == cache.spec.kv_heads and all(k == kept[layer][0] for k in kept[layer])
             assert chosen[i][m] == (3 if i else 10) and len(kept[layer][0]) == 16 * chosen[i][m] + 3
             assert set(range(160, 163)) <= set(kept[layer][0])
         for _ in steps(engine):
@@ -114,7 +114,7 @@ def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pyte
         assert len(r.output_tokens) == 40 and r.num_cached_tokens == 160
         assert cache.free_pages == cache.total_pages
         if i:
-            hit = cache.reuse.match_prefix(r.policy, r.prompt, 160, "")
+            hit = cache.prefix_cache.match_prefix(r.policy, r.prompt, 160, "")
             assert hit is None or hit.length == 0  # it leaves nothing
     restart(engine)
 
@@ -141,7 +141,7 @@ def test_company_budgets_followers_and_preemption(tmp_path: Path) -> None:
                 engine.cancel(mine[3])
         assert [r.output_tokens for r in theirs] == (plain if not round else [])
         assert all(len(r.output_tokens) == r.max_tokens for r in [*mine[:3], *mine[4:], *twins])
-        assert not engine.cache.reuse.sparse_rows and not engine.cache.reuse.loads
+        assert not engine.cache.prefix_cache.sparse_rows and not engine.cache.prefix_cache.loads
         pack(engine)
     assert sum(store(engine).counts["read"] for _ in range(1)) > 0
     restart(engine)
@@ -201,7 +201,7 @@ def test_rows_that_stay_in_memory_change_nothing(by: str, tmp_path: Path) -> Non
                 pack(engine)  # spans are the same in both
             forget(engine)
         before = store(engine).counts["read"]
-        engine.cache.reuse.offloader.block_cache = hot
+        engine.cache.prefix_cache.offloader.block_cache = hot
         answers.append([])
         for t in [*made, *made]:
             answers[-1] += run(engine, [request(t)])

@@ -143,11 +143,11 @@ def test_equal_prompts_of_two_tenants_asked_together_share_nothing() -> None:
 def test_a_guess_or_a_neighbour_ends_no_pin() -> None:
     engine, text = rig("llama", prefix="exact", pages=6 * 16, n_rows=4), list(range(64))
     run(engine, [request(text, 2)])
-    assert engine.cache.reuse and engine.cache.reuse.pin(request(text).policy, text, "", 1000.0) == 64
+    assert engine.cache.prefix_cache and engine.cache.prefix_cache.pin(request(text).policy, text, "", 1000.0) == 64
     engine.add(*[request([i] * 40, 80) for i in range(3)])
     for _ in steps(engine):
-        assert engine.cache.reuse.tree.pins
-    assert engine.cache.reuse.tree.unpin_all()
+        assert engine.cache.prefix_cache.tree.pins
+    assert engine.cache.prefix_cache.tree.unpin_all()
 
 
 def test_nodes_that_hold_nothing_go_too() -> None:
@@ -156,8 +156,8 @@ def test_nodes_that_hold_nothing_go_too() -> None:
     for _ in range(60):
         stem = [rng.randrange(128) for _ in range(48)]
         run(engine, [request(stem + [rng.randrange(128) for _ in range(30)], 4) for _ in range(2)])
-    assert engine.cache.reuse
-    leaves = [node for node in engine.cache.reuse.tree._iter_nodes() if not node.children]
+    assert engine.cache.prefix_cache
+    leaves = [node for node in engine.cache.prefix_cache.tree._iter_nodes() if not node.children]
     assert sum(not node.all_pages.size for node in leaves) <= 2
 
 
@@ -200,7 +200,7 @@ def test_requests_that_run_share_pages() -> None:
 def test_what_is_pinned_stays_while_others_go_unless_somebody_could_not_run() -> None:
     engine, text = rig("llama", prefix="exact", pages=4 * 2 * 12, n_rows=4), list(range(64))
     run(engine, [request(text, 2)])
-    reuse = engine.cache.reuse
+    reuse = engine.cache.prefix_cache
     assert reuse and reuse.pin(request(text).policy, text, "", 1000.0) == 64
     for i in range(6):
         run_on(engine, request([i + 1] * 100, 4))
@@ -216,7 +216,7 @@ def test_what_is_pinned_stays_while_others_go_unless_somebody_could_not_run() ->
 def test_pins_end() -> None:
     engine, text = rig("llama", prefix="exact", pages=4 * 2 * 12), list(range(64))
     run(engine, [request(text, 2)])
-    assert engine.cache.reuse and engine.cache.reuse.pin(request(text).policy, text, "", 0.0) == 64
+    assert engine.cache.prefix_cache and engine.cache.prefix_cache.pin(request(text).policy, text, "", 0.0) == 64
     assert engine.cache.free_pages == engine.cache.total_pages
 
 

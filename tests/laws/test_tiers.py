@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from retain.engine.loop import Engine
-from retain.kv.begin import adopt
+from retain.kv.begin import attach_pages
 from retain.kv.tiers.disk import DiskStore
 from tests.laws.test_prefix import asked, disturbed, salted, texts
 from tests.rig import request, rig, run, steps
@@ -22,11 +22,11 @@ def disk(path: Path, capacity: str = "100MB") -> str:
 
 
 def restart(engine: Engine) -> None:
-    engine.cache.reuse.close_offloader()
+    engine.cache.prefix_cache.close_offloader()
 
 
 def store(engine: Engine) -> DiskStore:
-    found = engine.cache.reuse.offloader.stores[-1]
+    found = engine.cache.prefix_cache.offloader.stores[-1]
     assert isinstance(found, DiskStore)
     return found
 
@@ -59,14 +59,14 @@ def test_in_company_and_where_pages_are_short(family: str, below: str, tmp_path:
     rng = random.Random(5)
     for _ in range(4):
         made = disturbed(engine, family, rng, plain)
-    told = engine.cache.reuse.offloader.stats()
+    told = engine.cache.prefix_cache.offloader.stats()
     assert all(t["bytes"] <= t["capacity"] for t in told)
     for text in {tuple(r.prompt) for r in made}:
-        engine.cache.reuse.tree.evict(engine.cache.reuse.tree.num_evictable_pages)
+        engine.cache.prefix_cache.tree.evict(engine.cache.prefix_cache.tree.num_evictable_pages)
         if below != "ram":
             store(engine).sync()
         run(engine, [request(text)])
-    assert sum(engine.cache.reuse.offloader.num_loaded_tokens.values()) > 0, told
+    assert sum(engine.cache.prefix_cache.offloader.num_loaded_tokens.values()) > 0, told
     restart(engine)
 
 
@@ -165,13 +165,13 @@ def test_layers_that_do_not_come_in_time_are_waited_for(tmp_path: Path) -> None:
     assert [run(engine, [request(t)])[0] for t in made] == answers
     longest = max(made, key=len)
     for end in (engine.scheduler.preempt, engine.cancel):
-        engine.cache.reuse.tree.clear()
+        engine.cache.prefix_cache.tree.clear()
         r = request(longest)
         engine.add(r)
         engine.scheduler.schedule()
-        assert engine.cache.reuse.loads
+        assert engine.cache.prefix_cache.loads
         end(r)
-        assert not engine.cache.reuse.loads
+        assert not engine.cache.prefix_cache.loads
         engine.cache.check()
         for _ in steps(engine):
             pass
@@ -187,7 +187,7 @@ def test_where_there_is_no_room_for_what_sleeps_it_is_computed(tmp_path: Path, m
     def none(c: object, *rest: object) -> object:
         with pytest.MonkeyPatch.context() as m:
             m.setattr(pool, "room", lambda n: refused.append(n))
-            return adopt(c, *rest)
+            return attach_pages(c, *rest)
 
     monkeypatch.setattr("retain.kv.reuse.adopt", none)
     assert [run(engine, [request(t)])[0] for t in made] == answers and refused
@@ -198,7 +198,7 @@ def test_where_there_is_no_room_for_what_sleeps_it_is_computed(tmp_path: Path, m
 def test_whatever_a_reader_meets_costs_nobody_else_anything(error, tmp_path: Path, monkeypatch) -> None:
     made, answers = filled(tmp_path)
     engine = rig("llama", backend="cpu", prefix="exact", tiers=[disk(tmp_path)])
-    monkeypatch.setattr(engine.cache.reuse.offloader, "put", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(engine.cache.prefix_cache.offloader, "put", lambda *_: (_ for _ in ()).throw(error))
     for r in (requests := [request(t) for t in made]):
         engine.add(r)
     for _ in steps(engine):

@@ -16,7 +16,7 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kernels import CPU, cpu, reference, triton
 from retain.kv import policies
 from retain.kv.cache import Cache
-from retain.kv.needs import Shape
+from retain.kv.needs import KVCacheSpec
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
 from tests.tiny import TinyCheckpoint, tiny_checkpoint
@@ -26,7 +26,7 @@ STEPS = [(20, 3), (1, 10), (0, 9), (18, 1), (1, 0)]  # fresh tokens of two reque
 
 
 def make_cache(spec: ModelSpec, backend: ModuleType, dtype: torch.dtype, device: torch.device = CPU) -> Cache:
-    shape = Shape(spec.num_kv_heads, spec.head_dim, spec.windows)
+    shape = KVCacheSpec(spec.num_kv_heads, spec.head_dim, spec.windows)
     return Cache(shape, backend, dtype, 2**24, 16, 2, 64, 32, device=device)
 
 
@@ -41,10 +41,10 @@ def run_steps(runner: Runner, cache: Cache, vocab: int, steps: list[tuple[int, .
         ids = torch.cat([texts[b, done[b] : done[b] + counts[b]] for b in chosen])
         for b in chosen:
             done[b] += counts[b]
-            assert cache.grow(rows[b], done[b])
+            assert cache.reserve(rows[b], done[b])
         own = np.array([rows[b] for b in chosen], np.int32)
         n = np.array([counts[b] for b in chosen], np.int32)
-        slots = cache.place(np.repeat(own, n), pos)
+        slots = cache.compute_slot_mapping(np.repeat(own, n), pos)
         starts = torch.tensor([0, *n.cumsum()], dtype=torch.int32)
         wanted = torch.arange(len(ids))
         batch = Batch(ids, torch.from_numpy(pos), torch.from_numpy(own), starts, slots, wanted, [])

@@ -58,8 +58,8 @@ def balanced(server: Draining) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     cache.check()
-    if cache.reuse:
-        cache.reuse.tree.unpin_all()
+    if cache.prefix_cache:
+        cache.prefix_cache.tree.unpin_all()
     assert cache.free_pages == cache.total_pages and cache.free_rows == server.service.llm.config.max_requests
     assert server.service.gate.inside == 0
 

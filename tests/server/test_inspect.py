@@ -26,7 +26,7 @@ def test_a_witness_sees_what_is_held(family, policy):
 
     engine = rig(family, step_tokens=48)
     asked = [request(p, 30, policy) for p in prompts(3, longest=90)]
-    L, G = len(engine.cache.shape.windows), engine.cache.shape.kv_heads
+    L, G = len(engine.cache.spec.windows), engine.cache.spec.kv_heads
     for r in asked:
         r.attention_trace, r.score_decay = AttentionTrace(L, G), 1.0
         engine.add(r)
@@ -101,8 +101,8 @@ def test_a_census_counts_every_page_once(prefix):
         found, (state, holder) = collect_pool_stats(engine.cache), classify_pages(engine.cache)
         pool = engine.cache.pool
         assert sum(found.pages_by_state.values()) == engine.cache.total_pages
-        assert found.pages_by_state["free"] == pool.free
-        assert found.pages_by_state["shared"] == int((pool.refs > 1).sum())
+        assert found.pages_by_state["free"] == pool.num_free
+        assert found.pages_by_state["shared"] == int((pool.ref_counts > 1).sum())
         held = sum(found.slots_by_state.values()) + found.num_holes
         assert held == engine.cache.total_pages * engine.cache.page_size
         rows = {r.row for r in asked if r.row is not None}

@@ -63,7 +63,7 @@ class Below:
         self.tiers = METHODS[method].format(store=store, hot=hot)
         self.before = 0  # bytes that were read before the last restart
         reuse.tree.clear()
-        llm.cache.reuse = None if method == "recompute" else reuse
+        llm.cache.prefix_cache = None if method == "recompute" else reuse
         self._open()
 
     def _open(self) -> None:
@@ -99,6 +99,6 @@ class Below:
 
     def close(self) -> None:
         """The engine is as it was."""
-        self.llm.cache.reuse, self.reuse.selective_loader_class = self.reuse, SelectiveLoader
+        self.llm.cache.prefix_cache, self.reuse.selective_loader_class = self.reuse, SelectiveLoader
         self.reuse.close_offloader()
         self.reuse.tree.clear()

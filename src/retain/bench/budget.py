@@ -99,7 +99,7 @@ def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> Ite
         total = perf_counter() - started
         rate, apart = n * new / total, n * new / max(total - prefilling, 1e-9)
         full = full or (rate, apart)  # whose turn is first
-        held = llm.cache.total_pages / llm.cache.cost(policies.parse("full"), prompt + new, prompt)
+        held = llm.cache.total_pages / llm.cache.pages_needed(policies.parse("full"), prompt + new, prompt)
         yield {
             "what": f"{n} requests",
             "policy": policy,

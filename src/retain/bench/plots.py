@@ -11,7 +11,7 @@ import numpy as np
 
 from retain.bench.quality import FULL, Results, bootstrap
 from retain.kv import policies
-from retain.kv.budget import Budget
+from retain.kv.budget import BudgetPolicy
 
 
 def pyplot() -> Any:
@@ -35,7 +35,7 @@ def lines(results: Results, out: Path) -> list[Path]:
         for policy in results.rows:
             parsed = policies.parse(policy)
             a, b = results.values(policy, metric)
-            if len(a) and isinstance(parsed, Budget) and parsed.budget.tokens is None:
+            if len(a) and isinstance(parsed, BudgetPolicy) and parsed.budget.tokens is None:
                 lo, hi = bootstrap(a - b)
                 name = re.sub("budget=[^,]*,?", "", policy).rstrip(":")
                 curves.setdefault(name, []).append((100 * parsed.budget.share, a.mean(), b.mean() + lo, b.mean() + hi))

@@ -107,7 +107,7 @@ def _scaled(llm: LLM, r: dict[str, Any]) -> list[int]:
 
 def run(llm: LLM, asked: Asked) -> Iterator[Line]:
     """A line for each workload and method. The engine must have a prefix tree, and no tiers."""
-    reuse = llm.cache.reuse
+    reuse = llm.cache.prefix_cache
     if not reuse or reuse.offloader:
         raise ValueError("bench prefix says itself where prefixes are: not with --prefix off, nor with --tier")
     for name in asked.workloads:

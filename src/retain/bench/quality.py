@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from retain.bench.tasks import Row
 from retain.kv import policies
-from retain.kv.budget import Budget
+from retain.kv.budget import BudgetPolicy
 from retain.llm import LLM
 
 Floats = NDArray[np.float64]
@@ -73,7 +73,7 @@ def bootstrap(differences: Floats, resamples: int = 2000) -> tuple[float, float]
 def spell(name: str, budget: str) -> str:
     """h2o:value=norm at 25 % -> h2o:budget=25%,value=norm. Raises ValueError."""
     head, _, rest = name.partition(":")
-    return policies.text(policies.parse(f"{head}:budget={budget}" + (f",{rest}" if rest else "")))
+    return policies.to_spec(policies.parse(f"{head}:budget={budget}" + (f",{rest}" if rest else "")))
 
 
 def choose(names: str, budgets: str) -> list[str]:
@@ -84,7 +84,7 @@ def choose(names: str, budgets: str) -> list[str]:
     found = []
     for name in names.split():
         if name.startswith(("full", "ring")) or "budget=" in name:
-            found.append(policies.text(policies.parse(name)))
+            found.append(policies.to_spec(policies.parse(name)))
         else:
             found += [spell(name, b.strip()) for b in budgets.split(",")]
     return [p for p in dict.fromkeys(found) if p != FULL]
@@ -95,14 +95,14 @@ def families(chosen: Iterable[str]) -> list[list[str]]:
     found: dict[Any, list[str]] = {FULL: []}
     for policy in chosen:
         parsed = policies.parse(policy)
-        found.setdefault(parsed.sees if isinstance(parsed, Budget) else policy, []).append(policy)
+        found.setdefault(parsed.score_key if isinstance(parsed, BudgetPolicy) else policy, []).append(policy)
     return [family for family in found.values() if family]
 
 
 def engine_policy(chosen: Sequence[str]) -> str:
     """The policy to start an engine with, so that it keeps the masses that all of these want."""
     parsed = [policies.parse(p) for p in chosen]
-    wants = [p for p, q in zip(chosen, parsed, strict=True) if isinstance(q, Budget) and q.per_query]
+    wants = [p for p, q in zip(chosen, parsed, strict=True) if isinstance(q, BudgetPolicy) and q.per_query_head]
     return wants[0] if wants else FULL
 
 

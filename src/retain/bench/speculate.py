@@ -172,7 +172,7 @@ def _copy(llm: LLM, leader: Request, new: int) -> Request:
         raise ValueError("the pool is too small for a copy of every prompt: raise --kv-memory, or lower --batch")
     pages = llm.cache.kv.index(llm.cache.pages[copy.row].ravel())
     llm.cache.kv.mass[pages] = 0  # whole pages are shared with who ran before
-    llm.cache.settle(copy.row, copy.num_computed_tokens, 0)
+    llm.cache.commit(copy.row, copy.num_computed_tokens, 0)
     return copy
 
 

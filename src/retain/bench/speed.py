@@ -19,7 +19,7 @@ import torch
 
 import retain
 from retain.engine.request import SamplingParams
-from retain.kv.budget import Budget
+from retain.kv.budget import BudgetPolicy
 from retain.llm import LLM
 
 
@@ -90,8 +90,8 @@ def read_bandwidth(device: torch.device) -> float:
 
 def bytes_read(llm: LLM, w: Workload) -> int:
     """What the step in the middle of decoding must read: weights, and the slots that are seen."""
-    spec, length, policy = llm.spec, w.prompt + w.new // 2, llm.policy.resolved(w.prompt)
-    most = policy.slots if isinstance(policy, Budget) else length  # where everything is seen
+    spec, length, policy = llm.spec, w.prompt + w.new // 2, llm.policy.resolve(w.prompt)
+    most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # where everything is seen
     seen = sum(min(length, most, window) for window in llm.cache.windows(policy).tolist())
     return llm.weight_bytes + w.batch * seen * spec.num_kv_heads * llm.cache.page_bytes // llm.config.page_size
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from retain.engine.scheduler import ScheduledRequest
 from retain.kernels import Observe, Tables
-from retain.kv.budget import Floats, Watch
+from retain.kv.budget import Floats, QueryWeights
 from retain.kv.cache import Cache
 
 
@@ -45,9 +45,9 @@ def build_batch(scheduled: Sequence[ScheduledRequest], cache: Cache) -> Batch:
         [s.request.num_logits(s.num_tokens) for s in scheduled],
     )
     rows = batch.rows.tolist()
-    before = cache.reuse.load_hook(rows, batch.query_start_loc.tolist()) if cache.reuse else None
+    before = cache.prefix_cache.load_hook(rows, batch.query_start_loc.tolist()) if cache.prefix_cache else None
     return replace(
-        batch, observe=build_attention_scoring(scheduled), before=before, after=cache.lend(rows, [s.request.attention_trace for s in scheduled])
+        batch, attention_scoring=build_attention_scoring(scheduled), before_attention=before, after_attention=cache.start_layerwise(rows, [s.request.attention_trace for s in scheduled])
     )
 
 
@@ -67,10 +67,10 @@ def pack_tokens(
     wanted = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), num_logits, strict=True)]
     return Batch(
         input_ids=torch.tensor([t for f in fresh for t in f]),
-        positions=torch.from_numpy(places - np.repeat(cache.shift[mine], counts)),
+        positions=torch.from_numpy(places - np.repeat(cache.position_offset[mine], counts)),
         rows=torch.from_numpy(mine),
         query_start_loc=torch.from_numpy(starts),
-        slot_mapping=cache.place(np.repeat(mine, counts), places),
+        slot_mapping=cache.compute_slot_mapping(np.repeat(mine, counts), places),
         logits_indices=torch.from_numpy(np.concatenate(wanted)),
         num_logits=num_logits,
     )
@@ -84,7 +84,7 @@ def build_attention_scoring(scheduled: Sequence[ScheduledRequest]) -> Observe | 
     asked = [s.request.compute_query_weights(p) for s, p in zip(scheduled, places, strict=True)]
     if not any(asked):
         return None
-    each = [w or Watch(np.zeros(n, np.float32)) for w, n in zip(asked, certain, strict=True)]
+    each = [w or QueryWeights(np.zeros(n, np.float32)) for w, n in zip(asked, certain, strict=True)]
     guessed = [np.zeros(len(s.request.drafts), np.float32) for s in scheduled]
     taus = [np.ones(len(w.weights), np.float32) if w.tau is None else w.tau for w in each]
     return Observe(
@@ -93,7 +93,7 @@ def build_attention_scoring(scheduled: Sequence[ScheduledRequest]) -> Observe | 
         decay=torch.tensor([w.decay for w in each]),
         noise=torch.tensor([w.noise for w in each], dtype=torch.int32),
         seed=torch.tensor([s.request.noise_seed for s in scheduled], dtype=torch.int32),
-        anew=torch.tensor([int(w.anew) for w in each], dtype=torch.int32),
+        anew=torch.tensor([int(w.redraw_noise) for w in each], dtype=torch.int32),
     )
 
 

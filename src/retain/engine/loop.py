@@ -32,8 +32,8 @@ class Engine:
         Raises ValueError when one could never fit; then none is queued.
         """
         for request in requests:
-            request.policy = self.cache.heeded(request.policy)
-            request.max_model_len = min(request.max_model_len, self.cache.context)
+            request.policy = self.cache.effective_policy(request.policy)
+            request.max_model_len = min(request.max_model_len, self.cache.max_model_len)
         leaders: dict[tuple[str, *tuple[int, ...]], list[Request]] = {}  # of a tenant's prompt
         for request in sorted(requests, key=lambda r: not r.score_key):  # who sees nothing may follow anybody
             alike = leaders.setdefault((request.salt, *request.prompt), [])
@@ -68,8 +68,8 @@ class Engine:
         drawn = sample(select_rows(logits, rows), ready)
         took = perf_counter() - began - drafting
         waited = bool(ready) or logits.device.type == "cpu"  # else the device may still compute
-        if self.cache.reuse and waited and not batch.before_attention:
-            self.cache.reuse.record_compute(len(batch.input_ids), took)
+        if self.cache.prefix_cache and waited and not batch.before_attention:
+            self.cache.prefix_cache.record_compute(len(batch.input_ids), took)
         self.speculator.update(shares, dict(zip(ready, drawn, strict=True)), took, drafting)
         wrong = {r: r.accept_drafts(len(tokens)) for r, tokens in zip(ready, drawn, strict=True)}
         self._reject_drafts(batch, shares, wrong)
@@ -99,7 +99,7 @@ class Engine:
 
     def _requeue_failed_loads(self, scheduled: list[ScheduledRequest]) -> None:
         """For whom something did not come that it was to begin with."""
-        reuse = self.cache.reuse
+        reuse = self.cache.prefix_cache
         for request in [s.request for s in scheduled if reuse and not reuse.finish_load(s.request.row)]:
             self.scheduler.requeue(request)
 
@@ -124,18 +124,18 @@ class Engine:
                     twin.num_computed_tokens = len(twin.prompt)
             before = request.num_computed_tokens
             request.advance(share.num_tokens - num_rejected.get(request, 0))
-            if self.cache.reuse and (
+            if self.cache.prefix_cache and (
                 before < len(request.prompt) <= request.num_computed_tokens or request.num_computed_tokens == request.branch_point
             ):
-                self.cache.reuse.insert(request.row, *request.prefix_entry, still_running=True)
+                self.cache.prefix_cache.insert(request.row, *request.prefix_entry, still_running=True)
             if again and (request.num_reread_tokens % again == 0 or not request.reread_chunk):
-                self.cache.rewind(request.row, request.num_computed_tokens)
+                self.cache.rollback(request.row, request.num_computed_tokens)
             if not request.reread_chunk:
                 if request.num_computed_tokens >= len(request.prompt):
                     self._start_prompt_sharers(request)
                 if request.attention_trace:
                     request.attention_trace.record_if_due(self.cache, request.row, request.num_computed_tokens)
-                self.cache.settle(request.row, request.num_computed_tokens, max(request.num_uncomputed_tokens, 0))
+                self.cache.commit(request.row, request.num_computed_tokens, max(request.num_uncomputed_tokens, 0))
 
     def _start_prompt_sharers(self, request: Request) -> None:
         """Its followers begin, each with a copy of the prompt's slots; or, where there is no room, later and alone."""
@@ -150,13 +150,13 @@ class Engine:
                 follower.num_reread_tokens = request.num_reread_tokens
                 self.scheduler.running.append(follower)
                 if not follower.reread_chunk:
-                    self.cache.settle(follower.row, follower.num_computed_tokens, follower.num_uncomputed_tokens)
+                    self.cache.commit(follower.row, follower.num_computed_tokens, follower.num_uncomputed_tokens)
 
     def _finish(self, request: Request) -> None:
         if request.row is not None:
             if request.attention_trace:
                 request.attention_trace.record(self.cache, request.row, request.num_computed_tokens)
-            request.final_slots, request.num_final_pages = self.cache.owned(request.row), self.cache.held(request.row)
+            request.final_slots, request.num_final_pages = self.cache.slots_per_layer(request.row), self.cache.num_pages(request.row)
         self.scheduler.remove(request)
         self.speculator.remove_request(request)
         request.finish_time = perf_counter()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from retain.engine.form import Grammar
 from retain.engine.rounds import SpecDecodeStats
-from retain.kv.budget import Budget, Watch
+from retain.kv.budget import BudgetPolicy, QueryWeights
 from retain.kv.policies import Policy
 from retain.kv.witness import AttentionTrace
 
@@ -154,7 +154,7 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.forced_tokens]
         self.num_logits_read = 1 - len(self.prompt) if self.needs_prompt_logits else 0
-        self.policy = self.policy.resolved(len(self.prompt), self.num_system_tokens)
+        self.policy = self.policy.resolve(len(self.prompt), self.num_system_tokens)
         self.generator = torch.Generator()
         self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
 
@@ -211,12 +211,12 @@ class Request:
             self.generator.set_state(before)
         return found
 
-    def compute_query_weights(self, positions: NDArray[np.int32]) -> Watch | None:
+    def compute_query_weights(self, positions: NDArray[np.int32]) -> QueryWeights | None:
         """What its fresh tokens leave on slots, certain ones at these places in the text."""
-        watch = self.policy.watch(positions, self.max_tokens) if isinstance(self.policy, Budget) else None
+        watch = self.policy.query_weights(positions, self.max_tokens) if isinstance(self.policy, BudgetPolicy) else None
         if watch or (self.score_decay is None and not self.attention_trace):
             return watch
-        return Watch(np.ones(len(positions), np.float32), decay=self.score_decay or 1.0)
+        return QueryWeights(np.ones(len(positions), np.float32), decay=self.score_decay or 1.0)
 
     @property
     def noise_seed(self) -> int:
@@ -230,27 +230,27 @@ class Request:
             return False
         if self.needs_prompt_logits or other.needs_prompt_logits:
             return False  # what one reads the others do not
-        if any(isinstance(p, Budget) and p.prefill == "stream" for p in (mine, theirs)):
+        if any(isinstance(p, BudgetPolicy) and p.prefill == "stream" for p in (mine, theirs)):
             return False
         return not self.score_key or self.score_key == other.score_key
 
     def require_full_prefill(self) -> None:
         """Its prompt is to be copied: there must be a moment at which all of it is there."""
-        if isinstance(self.policy, Budget) and self.policy.prefill == "layers":
-            self.policy = self.policy.but(prefill="exact")
+        if isinstance(self.policy, BudgetPolicy) and self.policy.prefill == "layers":
+            self.policy = self.policy.with_options(prefill="exact")
 
     @property
     def score_key(self) -> tuple[object, ...]:
         """All that masses at the end of its prompt depend on, but for the prompt; empty: there are none."""
-        if not isinstance(self.policy, Budget):
+        if not isinstance(self.policy, BudgetPolicy):
             return ()
-        return (*self.policy.sees, self.noise_seed) if self.policy.noised else self.policy.sees
+        return (*self.policy.score_key, self.noise_seed) if self.policy.uses_noise else self.policy.score_key
 
     @property
     def reread_chunk(self) -> int:
         """How many tokens of the prompt are read again at a time; 0 where none are, or no more."""
         policy, P = self.policy, len(self.prompt)
-        if not isinstance(policy, Budget) or self.num_computed_tokens != P or self.num_reread_tokens == P or P <= policy.size:
+        if not isinstance(policy, BudgetPolicy) or self.num_computed_tokens != P or self.num_reread_tokens == P or P <= policy.budget_tokens:
             return 0
         return min(policy.rereads, self.max_model_len - P)
 

@@ -33,7 +33,7 @@ class ProgramRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """See Runner."""
-        tables = batch.tables or self.cache.mirror.tables(batch.rows, batch.query_start_loc)
+        tables = batch.tables or self.cache.device_tables.build_tables(batch.rows, batch.query_start_loc)
         b = batch
         return self.program.run(self.cache.kv, tables, b.slot_mapping, b.input_ids, b.positions, b.logits_indices, b.attention_scoring, b.before_attention, b.after_attention)
 
@@ -50,7 +50,7 @@ class TorchRunner:
     def forward(self, batch: Batch) -> Tensor:
         """See Runner."""
         kv, scale = self.cache.kv, self.model.spec.scale
-        tables = batch.tables or self.cache.mirror.tables(batch.rows, batch.query_start_loc)
+        tables = batch.tables or self.cache.device_tables.build_tables(batch.rows, batch.query_start_loc)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if batch.before_attention:

@@ -20,10 +20,10 @@ def request_memory_stats(
 
     `peaks` and `owned` (at the end; may be empty) are slots of each layer's largest head, `held` pages at the end.
     """
-    S, G = cache.page_size, cache.shape.kv_heads
+    S, G = cache.page_size, cache.spec.kv_heads
     windows = cache.windows(policy)
     full = -(-num_tokens // S) * cache.page_bytes * G  # a layer's
-    looks = policies.text(policy) if policy.window is None else "full"
+    looks = policies.to_spec(policy) if policy.window is None else "full"
     groups = []
     for window in sorted(set(windows.tolist()), reverse=True):
         layers = np.flatnonzero(windows == window).tolist()
@@ -39,7 +39,7 @@ def request_memory_stats(
             }
         )
     return {
-        "policy": policies.text(policy),
+        "policy": policies.to_spec(policy),
         "bytes_peak": sum(g["bytes_peak"] for g in groups),
         "bytes_end": final_pages * cache.page_bytes,
         "bytes_if_full": sum(g["bytes_if_full"] for g in groups),

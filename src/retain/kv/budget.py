@@ -19,31 +19,31 @@ from torch import Tensor
 
 from retain.config import Amount, one_of
 from retain.kernels import NO_NOISE
-from retain.kv.view import View
+from retain.kv.view import CacheView
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Watch:
+class QueryWeights:
     """What fresh queries of one request leave on its slots; see `Observe` in kernels/__init__.py."""
 
     weights: Floats  # [n], one a fresh token
     tau: Floats | None = None  # [n]; None is 1
     decay: float = 1.0
     noise: int = NO_NOISE
-    anew: bool = True
+    redraw_noise: bool = True
 
 
-THIRTY_PERCENT = Amount(share=0.3)
+DEFAULT_RECENT = Amount(share=0.3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class BudgetPolicy:
     """Options of every policy that is carried out by looking. Raises ValueError."""
 
     budget: Amount  # tokens that a head keeps, or a percentage of the prompt
-    recent: Amount = THIRTY_PERCENT  # of them the newest, in tokens or as a percentage of the budget
+    recent: Amount = DEFAULT_RECENT  # of them the newest, in tokens or as a percentage of the budget
     sinks: int = 0  # of them the first of the text
     interval: int = 16
     prefill: str = "exact"  # or stream; the cache makes layers of exact where that takes less
@@ -52,11 +52,11 @@ class Budget:
     positions: str = "original"  # or new: what stays is numbered from 0 and turned along (an ablation, and slow)
     protect: str = "none"  # or system: the system prompt is among the sinks
     shrink: Amount | None = None  # how far the budget may fall, by halves, before somebody has to be preempted
-    prompt: int = field(default=0, init=False)  # tokens, once it is known
+    prompt_len: int = field(default=0, init=False)  # tokens, once it is known
 
     window = None  # nothing is known in closed form
-    noised = False  # whether masses depend on the request's seed
-    per_query = False  # whether query heads must be told apart
+    uses_noise = False  # whether masses depend on the request's seed
+    per_query_head = False  # whether query heads must be told apart
     rereads = 0  # tokens of the prompt that are read again at a time, before the budget begins
 
     def __post_init__(self) -> None:
@@ -71,65 +71,65 @@ class Budget:
         if self.positions == "new" and self.ragged:
             raise ValueError("positions=new wants heads that keep equally many tokens: not with share or heads=union")
 
-    def resolved(self, prompt: int, system: int = 0) -> Self:
+    def resolve(self, prompt_len: int, system_len: int = 0) -> Self:
         """The same for a prompt of so many tokens, the first `system` a system prompt; its amounts in tokens."""
-        sinks = max(self.sinks, system if self.protect == "system" else 0)
-        budget = max(self.budget.of(prompt), sinks + 1)
+        sinks = max(self.sinks, system_len if self.protect == "system" else 0)
+        budget = max(self.budget.of(prompt_len), sinks + 1)
         recent = min(max(self.recent.of(budget), 1), budget - sinks)
-        floor = self.shrink and Amount(tokens=max(self.shrink.of(prompt), sinks + 1))
+        floor = self.shrink and Amount(tokens=max(self.shrink.of(prompt_len), sinks + 1))
         found = replace(self, budget=Amount(tokens=budget), recent=Amount(tokens=recent), sinks=sinks, shrink=floor)
-        object.__setattr__(found, "prompt", prompt)
+        object.__setattr__(found, "prompt", prompt_len)
         return found
 
-    def but(self, **changes: Any) -> Self:
+    def with_options(self, **changes: Any) -> Self:
         """The same, resolved for the same prompt, with other options."""
         found = replace(self, **changes)
-        object.__setattr__(found, "prompt", self.prompt)
+        object.__setattr__(found, "prompt", self.prompt_len)
         return found
 
-    def shrunk(self) -> Self | None:
+    def halved(self) -> Self | None:
         """The same with half its budget, if it may be so small; resolved."""
-        size = max(self.size // 2, self.shrink.of(self.prompt) if self.shrink else self.size)
-        if size >= self.size:
+        size = max(self.budget_tokens // 2, self.shrink.of(self.prompt_len) if self.shrink else self.budget_tokens)
+        if size >= self.budget_tokens:
             return None
-        recent = max(self.recent.of(self.size) * size // self.size, 1)
-        return self.but(budget=Amount(tokens=size), recent=Amount(tokens=min(recent, size - self.sinks)))
+        recent = max(self.recent.of(self.budget_tokens) * size // self.budget_tokens, 1)
+        return self.with_options(budget=Amount(tokens=size), recent=Amount(tokens=min(recent, size - self.sinks)))
 
     @property
-    def size(self) -> int:
+    def budget_tokens(self) -> int:
         """The budget in tokens; resolved."""
-        return self.budget.of(self.prompt)
+        return self.budget.of(self.prompt_len)
 
     @property
-    def slots(self) -> int:
+    def decode_slots(self) -> int:
         """That a head fills at most while it generates; resolved. (Where budgets are shared, on average.)"""
-        return self.size + self.interval
+        return self.budget_tokens + self.interval
 
     @property
-    def slots_of_prompt(self) -> int:
+    def prefill_slots(self) -> int:
         """That a head owns while the prompt is computed; resolved.
 
         Room for the answer's first tokens is there already: when the prompt is paid a row only gives pages back.
         """
-        if self.prompt <= self.size or self.prefill == "layers":
-            return self.slots
-        whole = self.prompt + max(self.interval, min(self.rereads, self.prompt))
-        return whole if self.prefill == "exact" else min(whole, self.size + max(self.chunk, self.interval))
+        if self.prompt_len <= self.budget_tokens or self.prefill == "layers":
+            return self.decode_slots
+        whole = self.prompt_len + max(self.interval, min(self.rereads, self.prompt_len))
+        return whole if self.prefill == "exact" else min(whole, self.budget_tokens + max(self.chunk, self.interval))
 
-    def due(self, computed: int) -> int:
+    def next_eviction(self, num_computed_tokens: int) -> int:
         """How many tokens are computed when the row next forgets, if `computed` are; resolved."""
-        if computed < self.prompt:
-            streamed = max(computed, self.size) + self.chunk
-            return min(streamed, self.prompt) if self.prefill == "stream" else self.prompt
-        return max(computed, self.size) + self.interval
+        if num_computed_tokens < self.prompt_len:
+            streamed = max(num_computed_tokens, self.budget_tokens) + self.chunk
+            return min(streamed, self.prompt_len) if self.prefill == "stream" else self.prompt_len
+        return max(num_computed_tokens, self.budget_tokens) + self.interval
 
-    def between(self, now: int) -> tuple[int, int]:
+    def evictable_range(self, query_position: int) -> tuple[int, int]:
         """Who is before the first of these positions, or behind the second, must stay."""
-        return self.sinks, now - self.recent.of(self.size)
+        return self.sinks, query_position - self.recent.of(self.budget_tokens)
 
-    def protected(self, pos: Tensor, now: int) -> Tensor:
+    def protected_mask(self, pos: Tensor, query_position: int) -> Tensor:
         """Who must stay, bool of the shape of `pos`."""
-        sinks, after = self.between(now)
+        sinks, after = self.evictable_range(query_position)
         return (pos < sinks) | (pos > after)
 
     @property
@@ -138,30 +138,30 @@ class Budget:
         return self.share != "none"
 
     @property
-    def by_layer(self) -> bool:
+    def supports_layerwise(self) -> bool:
         """Whether a layer can forget as soon as it has seen the prompt."""
         return not (self.ragged or self.rereads or self.positions == "new")
 
     @property
-    def sees(self) -> tuple[object, ...]:
+    def score_key(self) -> tuple[object, ...]:
         """All that masses at the end of a prompt depend on, but for the prompt and the seed; empty: nothing is seen."""
         return ()
 
-    def watch(self, pos: NDArray[np.int32], expected: int) -> Watch | None:
+    def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights | None:
         """What fresh tokens leave, of whom this is the place in the text; None: nothing. `expected` are generated."""
         return None
 
-    def priority(self, view: View) -> Tensor:
+    def priority(self, view: CacheView) -> Tensor:
         """See Policy."""
         raise NotImplementedError
 
-    def sizes(self, view: View) -> Tensor:
+    def head_budgets(self, view: CacheView) -> Tensor:
         """Tokens that each head keeps when the budget begins, int64 [M, G], where nothing is shared."""
-        return torch.full(view.pos.shape[:2], self.size)
+        return torch.full(view.pos.shape[:2], self.budget_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored(Budget):
+class AttentionScoredPolicy(BudgetPolicy):
     """Options of policies whose priority is the attention that slots received, their mass."""
 
     heads: str = "kv-sum"  # kv-max, query, union: what query heads that share a kv head come to
@@ -177,9 +177,9 @@ class Scored(Budget):
             raise ValueError("share has nothing to divide: heads=union has sizes of its own, scope=shared is one layer")
 
     @property
-    def sees(self) -> tuple[object, ...]:
+    def score_key(self) -> tuple[object, ...]:
         """The policy, and the options of its own."""
-        common = {f.name for f in fields(Scored)}
+        common = {f.name for f in fields(AttentionScoredPolicy)}
         return type(self), *(getattr(self, f.name) for f in fields(self) if f.name not in common)
 
     @property
@@ -188,16 +188,16 @@ class Scored(Budget):
         return super().ragged or self.heads == "union"
 
     @property
-    def by_layer(self) -> bool:
+    def supports_layerwise(self) -> bool:
         """See Budget."""
-        return super().by_layer and self.scope == "layer"
+        return super().supports_layerwise and self.scope == "layer"
 
     @property
-    def per_query(self) -> bool:  # type: ignore[override]
+    def per_query_head(self) -> bool:  # type: ignore[override]
         """All but the sum need every query head's mass."""
         return self.heads != "kv-sum"
 
-    def priority(self, view: View) -> Tensor:
+    def priority(self, view: CacheView) -> Tensor:
         """The mass; or, where every query head has a say of its own, minus the place in its order of likes."""
         mass = view.mass  # [M, G, C, S]
         if self.value == "norm":
@@ -206,13 +206,13 @@ class Scored(Budget):
             mass = mass.sum(0, keepdim=True).expand_as(mass)
         if self.heads in ("kv-sum", "kv-max"):
             return mass.sum(2) if self.heads == "kv-sum" else mass.amax(2)
-        free = (view.pos >= 0) & ~self.protected(view.pos, view.now)
+        free = (view.pos >= 0) & ~self.protected_mask(view.pos, view.query_position)
         liked = mass.masked_fill(~free[:, :, None], -1).argsort(dim=-1, descending=True, stable=True).argsort(-1)
         return -liked.amin(2)  # in turn, each its best that is left
 
-    def sizes(self, view: View) -> Tensor:
+    def head_budgets(self, view: CacheView) -> Tensor:
         """A union has whatever one of its query heads would keep."""
         if self.heads != "union":
-            return super().sizes(view)
-        stay = ((view.pos >= 0) & self.protected(view.pos, view.now)).sum(-1, keepdim=True)  # [M, G, 1]
-        return ((-self.priority(view) < self.size - stay).sum(-1) + stay[..., 0]).clamp(max=view.pos.shape[-1])
+            return super().head_budgets(view)
+        stay = ((view.pos >= 0) & self.protected_mask(view.pos, view.query_position)).sum(-1, keepdim=True)  # [M, G, 1]
+        return ((-self.priority(view) < self.budget_tokens - stay).sum(-1) + stay[..., 0]).clamp(max=view.pos.shape[-1])

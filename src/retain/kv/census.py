@@ -38,22 +38,22 @@ class PoolStats:
 
 def classify_pages(cache: Cache) -> tuple[PageStates, NDArray[np.int32]]:
     """Which of STATES every page is in, int8 [P], and whose row it is in, int32 [P]; -1: nobody's or the tree's."""
-    state = np.zeros(cache.pool.n_pages, np.int8)
-    owner = np.full(cache.pool.n_pages, -1, np.int32)
-    if cache.reuse:
-        state[cache.reuse.tree.owned_mask] = PAGE_STATES.index("cached")
+    state = np.zeros(cache.pool.num_pages, np.int8)
+    owner = np.full(cache.pool.num_pages, -1, np.int32)
+    if cache.prefix_cache:
+        state[cache.prefix_cache.tree.owned_mask] = PAGE_STATES.index("cached")
     places = np.arange(cache.pages.shape[3])
-    for row in sorted(set(range(len(cache.paid))) - set(cache.rows)):
+    for row in sorted(set(range(len(cache.allocated_upto))) - set(cache.free_row_ids)):
         owned = places < cache.counts[row][..., None]  # [L, G, n]
-        budget = PAGE_STATES.index("budgeted" if row in cache.keepers else "full")
+        budget = PAGE_STATES.index("budgeted" if row in cache.evictors else "full")
         layer = np.where(cache.window[row] < NO_WINDOW, PAGE_STATES.index("ring"), budget)  # [L]
         pages = cache.pages[row][owned]
         state[pages] = np.broadcast_to(layer[:, None, None], owned.shape)[owned]
         owner[pages] = row
-        if row in cache.keepers:
-            besides = cache.keepers[row].besides()
+        if row in cache.evictors:
+            besides = cache.evictors[row].extra_pages()
             state[besides], owner[besides] = PAGE_STATES.index("budgeted"), row
-    state[cache.pool.refs > 1] = PAGE_STATES.index("shared")
+    state[cache.pool.ref_counts > 1] = PAGE_STATES.index("shared")
     return state, owner
 
 
@@ -66,10 +66,10 @@ def collect_pool_stats(cache: Cache) -> PoolStats:
     slots = pages * S
     slots -= np.bincount(state[used], holes, len(PAGE_STATES)).astype(slots.dtype)
     prefixes, tiers = {"pool": 0}, []
-    if cache.reuse:
-        woken = dict(cache.reuse.offloader.num_loaded_tokens) if cache.reuse.offloader else {}
-        prefixes = {"pool": cache.reuse.num_reused_tokens - sum(woken.values()), **woken}
-        tiers = cache.reuse.offloader.stats() if cache.reuse.offloader else []
+    if cache.prefix_cache:
+        woken = dict(cache.prefix_cache.offloader.num_loaded_tokens) if cache.prefix_cache.offloader else {}
+        prefixes = {"pool": cache.prefix_cache.num_reused_tokens - sum(woken.values()), **woken}
+        tiers = cache.prefix_cache.offloader.stats() if cache.prefix_cache.offloader else []
     by = dict(zip(PAGE_STATES, pages.tolist(), strict=True))
     return PoolStats(
         dict(zip(PAGE_STATES, slots.tolist(), strict=True)), int(holes.sum()), cache.page_bytes, by, prefixes, tiers
@@ -78,13 +78,13 @@ def collect_pool_stats(cache: Cache) -> PoolStats:
 
 def count_evicted_slots(cache: Cache) -> dict[str, int]:
     """Slots that budgets have forgotten since the start, by policy."""
-    found = cache.forgotten.copy()
-    for keeper in cache.keepers.values():
-        found[policies.named_by(keeper.policy)] += keeper.forgot
+    found = cache.evicted_slots.copy()
+    for keeper in cache.evictors.values():
+        found[policies.name_of(keeper.policy)] += keeper.num_evicted
     return dict(found)
 
 
 def count_ring_overwrites(cache: Cache, policy: Policy, num_tokens: int) -> int:
     """Slots that rings have written over in a text of so many tokens."""
     windows = cache.windows(policy)
-    return int(np.maximum(num_tokens - windows[windows < NO_WINDOW], 0).sum()) * cache.shape.kv_heads
+    return int(np.maximum(num_tokens - windows[windows < NO_WINDOW], 0).sum()) * cache.spec.kv_heads

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from retain.kernels import KV
 from retain.kernels.order import order
-from retain.kv.budget import Budget
-from retain.kv.view import View
+from retain.kv.budget import BudgetPolicy
+from retain.kv.view import CacheView
 
 Ints = NDArray[np.int32]
-Turn = Callable[[Tensor, Tensor], Tensor]  # keys [n, D] as cached, by how many positions [n] -> the same elsewhere
+ShiftKeys = Callable[[Tensor, Tensor], Tensor]  # keys [n, D] as cached, by how many positions [n] -> the same elsewhere
 
 
-def view(kv: KV, backend: ModuleType, pages: Ints, now: int) -> View:
+def build_view(kv: KV, backend: ModuleType, pages: Ints, query_position: int) -> CacheView:
     """What there is in tables [M, G, n]. `now`: the newest position."""
     M, G, n = pages.shape
     p = kv.index(pages).flatten()
@@ -33,31 +33,31 @@ def view(kv: KV, backend: ModuleType, pages: Ints, now: int) -> View:
         k, v = backend.read(kv, p)  # [M G n, S, D]
         return k.reshape(*pos.shape, -1), v.reshape(*pos.shape, -1)
 
-    return View(pos, mass, now, read)
+    return CacheView(pos, mass, query_position, read)
 
 
-def slots(pages: Ints, places: Tensor, page_size: int) -> Tensor:
+def gather_slots(pages: Ints, indices: Tensor, page_size: int) -> Tensor:
     """Slot numbers of places [M, G, n] in tables [M, G, pages], int32."""
-    table = torch.from_numpy(pages).to(places.device, non_blocking=True)
-    return table.gather(-1, places // page_size) * page_size + (places % page_size).int()
+    table = torch.from_numpy(pages).to(indices.device, non_blocking=True)
+    return table.gather(-1, indices // page_size) * page_size + (indices % page_size).int()
 
 
-def punch(kv: KV, backend: ModuleType, pages: Ints, policy: Budget, now: int, used: Ints, n: int) -> Tensor:
+def punch(kv: KV, backend: ModuleType, pages: Ints, policy: BudgetPolicy, query_position: int, slots_used: Ints, n: int) -> Tensor:
     """Make holes of n slots of each head, out of the first `used` [M, G] of its table: slots [M, G, n]."""
-    seen = view(kv, backend, pages, now)
-    lists = (x.flatten(0, 1) for x in (policy.priority(seen), seen.pos, torch.from_numpy(used)))
-    places = backend.lowest(*lists, *policy.between(now), n).view(*used.shape, n)
-    gone = slots(pages, places, kv.page_size)
+    seen = build_view(kv, backend, pages, query_position)
+    lists = (x.flatten(0, 1) for x in (policy.priority(seen), seen.pos, torch.from_numpy(slots_used)))
+    places = backend.lowest(*lists, *policy.evictable_range(query_position), n).view(*slots_used.shape, n)
+    gone = gather_slots(pages, places, kv.page_size)
     kv.pos.view(-1)[gone.long()] = -1
     return gone
 
 
-def divide(rank: Tensor, size: int, among: str) -> Tensor:
+def allocate_budgets(rank: Tensor, budget: int, group_by: str) -> Tensor:
     """Tokens of each head, int64 [M, G], where the heads of a layer, or all, divide a sum of budgets by rank."""
     M, G, S = rank.shape
-    groups = rank.view(M if among == "layer" else 1, -1)
+    groups = rank.view(M if group_by == "layer" else 1, -1)
     first = groups.shape[1] * torch.arange(len(groups), device=rank.device)
-    best = groups.topk(size * M * G // len(groups)).indices + first[:, None]
+    best = groups.topk(budget * M * G // len(groups)).indices + first[:, None]
     return torch.bincount(best.flatten() // S, minlength=M * G).view(M, G)
 
 
@@ -65,10 +65,10 @@ def compact(
     kv: KV,
     backend: ModuleType,
     pages: Ints,
-    policy: Budget,
-    now: int,
-    sizes: Tensor | None = None,
-    to: Ints | None = None,
+    policy: BudgetPolicy,
+    query_position: int,
+    head_budgets: Tensor | None = None,
+    dst_pages: Ints | None = None,
 ) -> tuple[Ints, Tensor]:
     """Keep `sizes` [M, G] tokens of each head, or what the policy says, at the front of its table; behind are holes.
 
@@ -76,36 +76,36 @@ def compact(
 
     How many tokens each head kept, [M, G], and the slots behind them, [M, G, interval].
     """
-    seen, S = view(kv, backend, pages, now), kv.page_size
-    rank = order(policy.priority(seen), seen.pos, *policy.between(now))
-    if sizes is None:
-        sizes = policy.sizes(seen) if policy.share == "none" else divide(rank, policy.size, policy.share)
-    to, most, device = pages if to is None else to, int(sizes.max()), kv.device
-    kept, places = sizes.to(device, non_blocking=True), torch.arange(most, device=device)
+    seen, S = build_view(kv, backend, pages, query_position), kv.page_size
+    rank = order(policy.priority(seen), seen.pos, *policy.evictable_range(query_position))
+    if head_budgets is None:
+        head_budgets = policy.head_budgets(seen) if policy.share == "none" else allocate_budgets(rank, policy.budget_tokens, policy.share)
+    dst_pages, most, device = pages if dst_pages is None else dst_pages, int(head_budgets.max()), kv.device
+    kept, places = head_budgets.to(device, non_blocking=True), torch.arange(most, device=device)
     mine = places < kept[..., None]  # [M, G, most]; the rest is padding: nobody's slot, onto itself
     stay = rank.topk(most).indices.masked_fill(~mine, pages.shape[2] * S).sort().values
-    src = slots(pages, stay.clamp(max=pages.shape[2] * S - 1), S).masked_fill_(~mine, 0)
-    dst = slots(to, places.expand_as(stay), S).masked_fill_(~mine, 0)
+    src = gather_slots(pages, stay.clamp(max=pages.shape[2] * S - 1), S).masked_fill_(~mine, 0)
+    dst = gather_slots(dst_pages, places.expand_as(stay), S).masked_fill_(~mine, 0)
     backend.move(kv, src.flatten(0, 1), dst.flatten(0, 1))
-    behind = (torch.arange(to.shape[2] * S, device=device) >= kept[..., None]).view(*to.shape, S)
-    table = kv.index(to)  # [M, G, pages]; what is not owned is the trash page, which holds only holes anyway
+    behind = (torch.arange(dst_pages.shape[2] * S, device=device) >= kept[..., None]).view(*dst_pages.shape, S)
+    table = kv.index(dst_pages)  # [M, G, pages]; what is not owned is the trash page, which holds only holes anyway
     kv.pos[table] = kv.pos[table].masked_fill_(behind, -1)
     spare = kept[..., None] + torch.arange(policy.interval, device=device)
-    return sizes.cpu().numpy().astype(np.int32), slots(to, spare, S)
+    return head_budgets.cpu().numpy().astype(np.int32), gather_slots(dst_pages, spare, S)
 
 
-def renumber(kv: KV, backend: ModuleType, pages: Ints, turn: Turn | None) -> None:
+def renumber(kv: KV, backend: ModuleType, pages: Ints, shift_keys: ShiftKeys | None) -> None:
     """The tokens of each head get the positions 0, 1, ... in their order, and keys to go with them."""
     p = kv.index(pages)
     slot = (p[..., None] * kv.page_size + torch.arange(kv.page_size, device=kv.device)).flatten(2)  # [M, G, S]
     pos = kv.pos.view(-1)[slot]
     live = pos >= 0
     new = pos.masked_fill(~live, 2**31 - 1).argsort(-1).argsort(-1).int()
-    if turn:
+    if shift_keys:
         k, v = (x.reshape(*pos.shape, -1)[live][:, None] for x in backend.read(kv, p.flatten()))  # [n, 1, D]
         mass = kv.mass.transpose(1, 2)[slot // kv.page_size, slot % kv.page_size][live]  # [n, C]
         s = slot[live]
-        k = turn(k[:, 0], (new - pos)[live])[:, None]
+        k = shift_keys(k[:, 0], (new - pos)[live])[:, None]
         backend.write(kv, s[None].int(), k, v, new[live])  # a head of many tokens; masses are lost
         kv.mass.transpose(1, 2)[s // kv.page_size, s % kv.page_size] = mass
     kv.pos.view(-1)[slot[live]] = new[live]

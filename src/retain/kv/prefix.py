@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.kv.node import PrefixMatch, EvictionRecord, Node, SlidingWindows
-from retain.kv.pool import Pool
+from retain.kv.pool import PagePool
 
 Ints = NDArray[np.int32]
 
@@ -28,10 +28,10 @@ Ints = NDArray[np.int32]
 class RadixTree:
     """Of one pool."""
 
-    def __init__(self, pool: Pool, page_size: int):
+    def __init__(self, pool: PagePool, page_size: int):
         self.pool, self.page_size = pool, page_size
         self.roots: dict[bytes, Node] = {}
-        self.owned_mask = np.zeros(pool.n_pages, bool)  # pages that are held here
+        self.owned_mask = np.zeros(pool.num_pages, bool)  # pages that are held here
         self.clock = itertools.count(1)
         self.pins: dict[Node, float] = {}  # who stays, until when (seconds)
         self.on_evict: Callable[[Node, int], None] | None = None  # told of a node whose pages from there on must go
@@ -144,7 +144,7 @@ class RadixTree:
                     self.pins[node] = max(self.pins[kid], self.pins.get(node, 0.0))
                 self._remove(kid)
         parent.children[block_hashes[0]] = node
-        self.pool.share(node.pages.ravel())
+        self.pool.incref(node.pages.ravel())
         self.owned_mask[node.pages] = True
         self._touch([node])
         return node
@@ -169,7 +169,7 @@ class RadixTree:
     def num_evictable_pages(self) -> int:
         """Pages that nobody else holds, and that are not pinned."""
         self._expire_pins()
-        return int(np.count_nonzero(self.pool.refs[self.owned_mask] == 1)) - sum(map(self._num_exclusive_pages, self.pins))
+        return int(np.count_nonzero(self.pool.ref_counts[self.owned_mask] == 1)) - sum(map(self._num_exclusive_pages, self.pins))
 
     def pin(self, root_hash: bytes, tokens: Sequence[int], seconds: float) -> int:
         """What there is of a text stays for so long, unless somebody could not run at all. How many tokens that is."""
@@ -194,7 +194,7 @@ class RadixTree:
             self.pins = {node: until for node, until in self.pins.items() if until > now}
 
     def _num_exclusive_pages(self, node: Node) -> int:
-        return int(np.count_nonzero(self.pool.refs[node.all_pages] == 1))
+        return int(np.count_nonzero(self.pool.ref_counts[node.all_pages] == 1))
 
     def evict(self, num_pages: int) -> None:
         """Give back n pages, or none where nobody else holds fewer: leaves, the longest unused first.
@@ -210,10 +210,10 @@ class RadixTree:
         self.roots = {first: root for first, root in self.roots.items() if root.children}
 
     def _evict_leaves(self, num_pages: int, in_use: bool) -> int:
-        tie, had = itertools.count(), self.pool.free
+        tie, had = itertools.count(), self.pool.num_free
         leaves = [(node.last_used, next(tie), node) for node in self._iter_nodes() if not node.children and node not in self.pins]
         heapq.heapify(leaves)
-        while (left := had + num_pages - self.pool.free) > 0 and leaves:
+        while (left := had + num_pages - self.pool.num_free) > 0 and leaves:
             node = heapq.heappop(leaves)[2]
             parent, frees = node.parent, self._num_exclusive_pages(node)
             if frees > left and not node.sliding_windows:  # its end is enough
@@ -223,7 +223,7 @@ class RadixTree:
                 self._truncate(node, 0, self.on_evict)
             if parent and parent.parent and not parent.children and parent not in self.pins:
                 heapq.heappush(leaves, (parent.last_used, next(tie), parent))
-        return self.pool.free - had
+        return self.pool.num_free - had
 
     def clear(self) -> None:
         """Forget everything."""
@@ -250,7 +250,7 @@ class RadixTree:
 
     def _free_pages(self, pages: Ints) -> None:
         self.owned_mask[pages] = False
-        self.pool.give(pages)
+        self.pool.free(pages)
 
     def _iter_nodes(self) -> Iterator[Node]:
         """All but the roots."""

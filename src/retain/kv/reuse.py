@@ -19,8 +19,8 @@ from torch import Tensor
 
 from retain.config import choice, one_of, options
 from retain.kernels import NO_WINDOW
-from retain.kv.begin import SPARE, Beginning, adopt, cut
-from retain.kv.budget import Budget
+from retain.kv.begin import EXTRA_TABLE_PAGES, AttachPlan, attach_pages, remove_pages
+from retain.kv.budget import BudgetPolicy
 from retain.kv.fetch import LayerLoader, ReadJob
 from retain.kv.node import PrefixMatch, SlidingWindows
 from retain.kv.policies import Policy
@@ -101,7 +101,7 @@ class PrefixCache:
 
     def match_prefix(self, policy: Policy, tokens: Sequence[int], max_length: int, salt: str) -> PrefixMatch | None:
         """What a row under this policy could begin with: at most `limit` tokens."""
-        if isinstance(policy, Budget):
+        if isinstance(policy, BudgetPolicy):
             max_length = min(max_length, _max_skippable_tokens(policy))
         windows = self.cache.windows(policy)
         return self.tree.match_prefix(self._root_hash(salt, windows), tokens, max_length, bool((windows < NO_WINDOW).any()))
@@ -112,11 +112,11 @@ class PrefixCache:
 
     def num_shared_pages(self, policy: Policy, tokens: Sequence[int], max_length: int, salt: str) -> int:
         """Pages of what such a row would need that other rows hold already."""
-        hit = None if isinstance(policy, Budget) else self.match_prefix(policy, tokens, max_length, salt)
+        hit = None if isinstance(policy, BudgetPolicy) else self.match_prefix(policy, tokens, max_length, salt)
         if not hit:
             return 0
         shared = hit.pages[..., : hit.length // self.cache.page_size]
-        return int(np.count_nonzero(self.cache.pool.refs[shared] > 1))
+        return int(np.count_nonzero(self.cache.pool.ref_counts[shared] > 1))
 
     def attach_prefix(
         self, row: int, policy: Policy, tokens: Sequence[int], max_length: int, salt: str, was_preempted: bool = False
@@ -127,32 +127,32 @@ class PrefixCache:
         What sleeps in tiers is on its way when this returns: see `awaited`. Who begins `again`, having been preempted,
         chooses nothing: it could take more pages than computing would, and has to fit.
         """
-        S, copies = self.cache.page_size, isinstance(policy, Budget)
+        S, copies = self.cache.page_size, isinstance(policy, BudgetPolicy)
         hit = self.match_prefix(policy, tokens, max_length, salt)
         chooses = self.offloader is not None and self.offloader.probe_config is not None
         begin = None if was_preempted and chooses else self._plan_offload_load(policy, tokens, max_length, salt, hit)
         if hit and not begin:
-            begin = Beginning(hit.length, hit.pages[..., : -(-hit.length // S)], hit.sliding_windows)
+            begin = AttachPlan(hit.length, hit.pages[..., : -(-hit.length // S)], hit.sliding_windows)
         length = begin.length if begin else 0
         mark = hit.common_length // S * S if hit and not copies else 0  # who copies leaves nothing
         mark = mark if mark > length else 0
-        jobs = adopt(self.cache, row, begin, copies) if begin and length else None
-        if jobs is not None and self.offloader and begin and (begin.parts or begin.windows):
+        jobs = attach_pages(self.cache, row, begin, copies) if begin and length else None
+        if jobs is not None and self.offloader and begin and (begin.span_ranges or begin.offloaded_windows):
             self.loads[row] = self._start_selective_load(row, begin, jobs) if begin.selective else LayerLoader(self.offloader, jobs)
-            self.offloader.record_load(begin.parts, begin.windows)
+            self.offloader.record_load(begin.span_ranges, begin.offloaded_windows)
         self.num_reused_tokens += 0 if jobs is None else length
         return (0 if jobs is None else length), mark
 
     def _plan_offload_load(
         self, policy: Policy, tokens: Sequence[int], max_length: int, salt: str, hit: PrefixMatch | None
-    ) -> Beginning | None:
+    ) -> AttachPlan | None:
         """A beginning of whole pages that is longer than what the tree has, where tiers have the rest of it, and it is
         sooner read than computed.
         """
         S, windows = self.cache.page_size, self.cache.windows(policy)
-        if not self.offloader or (self.offloader.probe_config and isinstance(policy, Budget)):
+        if not self.offloader or (self.offloader.probe_config and isinstance(policy, BudgetPolicy)):
             return None  # who forgets would choose among what was chosen
-        if isinstance(policy, Budget):
+        if isinstance(policy, BudgetPolicy):
             max_length = min(max_length, _max_skippable_tokens(policy))
         keys = self.tree.hash_blocks(self._root_hash(salt, windows), np.asarray(tokens[: max(max_length, 0)], np.int32))
         have, length = (hit.common_length // S, hit.length) if hit else (0, 0)
@@ -166,29 +166,29 @@ class PrefixCache:
             parts = self.offloader.find_spans(keys[have:upto]) if sees_all else []
         if upto * S <= length:
             return None
-        if self.offloader.probe_config and sum(len(p.span.keys) - p.end + p.begin for p in parts) > SPARE:
+        if self.offloader.probe_config and sum(len(p.span.keys) - p.end + p.begin for p in parts) > EXTRA_TABLE_PAGES:
             return None
         if not self.offloader.should_load([*parts, rings] if rings else parts, upto * S - length):
             return None
-        none = np.zeros((sees_all, self.cache.shape.kv_heads, 0), np.int32)
+        none = np.zeros((sees_all, self.cache.spec.kv_heads, 0), np.int32)
         pages, selective = hit.pages[..., : min(have, upto)] if hit else none, bool(self.offloader.probe_config and parts)
-        return Beginning(upto * S, pages, None, parts, rings, selective)
+        return AttachPlan(upto * S, pages, None, parts, rings, selective)
 
-    def _start_selective_load(self, row: int, plan: Beginning, jobs: dict[int, list[ReadJob]]) -> LayerLoader:
+    def _start_selective_load(self, row: int, plan: AttachPlan, jobs: dict[int, list[ReadJob]]) -> LayerLoader:
         """A row that will have only what is important to it. Its table is shorter than its text is."""
         c, S, had = self.cache, self.cache.page_size, plan.pages.shape[-1]
         assert self.offloader and self.offloader.probe_config
         layers = np.flatnonzero(c.window[row] == NO_WINDOW)
-        upto = had + sum(len(p.span.keys) for p in plan.parts)
-        c.base[row, layers] = plan.length - upto * S
+        upto = had + sum(len(p.span.keys) for p in plan.span_ranges)
+        c.ring_base[row, layers] = plan.length - upto * S
         self.sparse_rows.add(row)
-        c.mirror.touch(row, dense=False)
+        c.device_tables.mark_dirty(row, dense=False)
         pages = c.pages[row, layers, :, had:upto].copy()
 
         def keep(layer: int, n: int) -> None:
-            cut(c, row, layer, had + n, upto)
+            remove_pages(c, row, layer, had + n, upto)
 
-        return self.selective_loader_class(*(self.offloader, self.offloader.probe_config, plan.parts, layers.tolist(), pages, keep, jobs))
+        return self.selective_loader_class(*(self.offloader, self.offloader.probe_config, plan.span_ranges, layers.tolist(), pages, keep, jobs))
 
     # ---- what is on its way --------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class PrefixCache:
         def before(layer: int, q: Tensor) -> None:
             for fetch, begin, end in fetches:
                 fetch.wait_layer(layer, q[begin:end])
-            self.cache.mirror.push()  # what was chosen has shortened tables
+            self.cache.device_tables.upload()  # what was chosen has shortened tables
 
         return before if fetches else None
 
@@ -212,7 +212,7 @@ class PrefixCache:
         fetch = None if row is None else self.loads.pop(row, None)
         if fetch and not fetch.finish():
             return False
-        if fetch and row not in self.cache.keepers and row not in self.sparse_rows:
+        if fetch and row not in self.cache.evictors and row not in self.sparse_rows:
             for store, span in fetch.loaded_spans:
                 if not store.write_through and not span.window_starts:
                     store.delete(span)  # it will be in the tree
@@ -241,7 +241,7 @@ class PrefixCache:
         c, S = self.cache, self.cache.page_size
         end = len(tokens) if self.config.keep == "all" else min(len(tokens), num_prompt_tokens)
         end = end // S * S if still_running else end
-        if not end or row in c.keepers or row in self.loads or row in self.sparse_rows:
+        if not end or row in c.evictors or row in self.loads or row in self.sparse_rows:
             return
         sees_all, slide = c.window[row] == NO_WINDOW, np.flatnonzero(c.window[row] < NO_WINDOW)
         rings = self._capture_sliding_windows(row, slide, end, still_running) if len(slide) else None
@@ -258,7 +258,7 @@ class PrefixCache:
         c, S, last = self.cache, self.cache.page_size, -(-end // self.cache.page_size)
         firsts, found, least = [], [], 0
         for layer in layers:
-            W, capacity, base = (int(x[row, layer]) for x in (c.window, c.capacity, c.base))
+            W, capacity, base = (int(x[row, layer]) for x in (c.window, c.capacity, c.ring_base))
             first = max((end - W) // S, last - capacity // S, base // S, 0)
             places = (np.arange(first, last) * S - base) % capacity // S
             pages = c.pages[row, layer][:, places]
@@ -274,20 +274,20 @@ class PrefixCache:
             return None
         pages = np.concatenate([p.ravel() for p in found])
         if not still_running:
-            c.pool.share(pages)
+            c.pool.incref(pages)
             return SlidingWindows(tuple(firsts), tuple(found), least)
-        if not c.pool.room(len(pages)):
+        if not c.pool.ensure_free(len(pages)):
             return None
-        copies = c.pool.take(len(pages))
+        copies = c.pool.allocate(len(pages))
         c.backend.copy(c.kv, c.kv.index(pages), c.kv.index(copies))
         each = np.split(copies, np.cumsum([p.size for p in found])[:-1])
         return SlidingWindows(tuple(firsts), tuple(x.reshape(p.shape) for x, p in zip(each, found, strict=True)), least)
 
 
-def _max_skippable_tokens(policy: Budget) -> int:
+def _max_skippable_tokens(policy: BudgetPolicy) -> int:
     """Tokens of the prompt, the first ones, that need no query: they leave nothing on slots, and are there at once."""
     if policy.prefill != "exact":
         return 0
-    watch = policy.watch(np.arange(policy.prompt, dtype=np.int32), 1)
+    watch = policy.query_weights(np.arange(policy.prompt_len, dtype=np.int32), 1)
     seen = np.flatnonzero(watch.weights).tolist() if watch else []
-    return min([*seen[:1], policy.prompt - 1])
+    return min([*seen[:1], policy.prompt_len - 1])

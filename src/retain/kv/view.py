@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class View:
+class CacheView:
     """All slots of M layers and G kv heads. `mass` has a column for each query head of a kv head, or one for all."""
 
     pos: Tensor  # int32 [M, G, S]; -1 is a hole
     mass: Tensor  # float32 [M, G, C, S]
-    now: int  # the newest position
-    read: Callable[[], tuple[Tensor, Tensor]]
+    query_position: int  # the newest position
+    read_kv: Callable[[], tuple[Tensor, Tensor]]
 
     @cached_property
     def _kv(self) -> tuple[Tensor, Tensor]:
-        return self.read()
+        return self.read_kv()
 
     @property
     def keys(self) -> Tensor:

@@ -32,9 +32,9 @@ class AttentionTrace:
 
     def record_if_due(self, cache: Cache, row: int, num_computed_tokens: int) -> None:
         """So many tokens of this row are computed, and it is to settle."""
-        keeper = cache.keepers.get(row)
+        keeper = cache.evictors.get(row)
         late = monotonic() >= self._next_record_at or num_computed_tokens - self.is_kept.shape[-1] >= RECORD_EVERY[1]
-        if late or (keeper is not None and num_computed_tokens >= keeper.due):
+        if late or (keeper is not None and num_computed_tokens >= keeper.next_eviction):
             self.record(cache, row, num_computed_tokens)
 
     def record(self, cache: Cache, row: int, num_computed_tokens: int) -> None:

@@ -45,7 +45,7 @@ class Rope:
 
     def shift(self, keys: Tensor, offsets: Tensor) -> Tensor:
         """Keys [n, D] that were turned already, so many positions [n] further on."""
-        return self.apply(keys[:, None], replace(self, gain=1.0).angles(offsets, keys.dtype))[:, 0]
+        return self.apply(keys[:, None], replace(self, attention_factor=1.0).angles(offsets, keys.dtype))[:, 0]
 
 
 def get_rope_parameters(config: dict[str, Any], layer_type: str | None = None, default_theta: float = 10000.0) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def app(
     def card() -> Json:
         about = {
             "context": service.llm.context,
-            "kv_policy": policies.text(service.llm.policy),
+            "kv_policy": policies.to_spec(service.llm.policy),
             "speculate": service.llm.config.speculate,
             "drafters": service.drafters,
         }

@@ -135,14 +135,14 @@ class Inspector:
         return {
             "id": request.id,
             "began": watched.began,
-            "policy": policies.text(request.policy),
+            "policy": policies.to_spec(request.policy),
             "prompt": len(request.prompt),
             "length": len(request.tokens),
             "computed": request.num_computed_tokens,
             "cached": request.num_cached_tokens,
             "preempted": request.num_preemptions,
             "state": request.finish_reason.value if request.finish_reason else "running" if request.row is not None else "waiting",
-            "pages": request.num_final_pages if request.finish_reason or request.row is None else self.llm.cache.held(request.row),
+            "pages": request.num_final_pages if request.finish_reason or request.row is None else self.llm.cache.num_pages(request.row),
             "system": request.num_system_tokens,
         }
 

@@ -96,7 +96,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of it, in Prometheus' format. In the engine's thread."""
-        reuse = self.llm.cache.reuse
+        reuse = self.llm.cache.prefix_cache
         while reuse and reuse.tree.evictions:
             life = reuse.tree.evictions.popleft()
             self.ages.observe(life.age)

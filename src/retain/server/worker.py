@@ -232,8 +232,8 @@ class Worker:
                 continue
             order, i = self._orders[request]
             order.gather(i)
-            if order.pin and self.llm.cache.reuse:
-                order.pinned = self.llm.cache.reuse.pin(request.policy, request.prompt, request.salt, order.pin)
+            if order.pin and self.llm.cache.prefix_cache:
+                order.pinned = self.llm.cache.prefix_cache.pin(request.policy, request.prompt, request.salt, order.pin)
                 order.pin = 0
             orders.add(order)
             if request.finish_reason:

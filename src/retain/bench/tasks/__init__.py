@@ -26,7 +26,7 @@ from torch import Tensor
 
 from retain.config import Amount, files
 from retain.kv import policies
-from retain.kv.budget import Budget
+from retain.kv.budget import BudgetPolicy
 from retain.llm import LLM
 
 Row = dict[str, float]
@@ -87,9 +87,9 @@ class Given:
 def of_tokens(policy: str, whole: int) -> str:
     """The policy with its percentage made one of so many tokens."""
     parsed = policies.parse(policy)
-    if not whole or not isinstance(parsed, Budget):
+    if not whole or not isinstance(parsed, BudgetPolicy):
         return policy
-    return policies.text(replace(parsed, budget=Amount(tokens=parsed.budget.of(whole))))
+    return policies.to_spec(replace(parsed, budget=Amount(tokens=parsed.budget.of(whole))))
 
 
 def force(

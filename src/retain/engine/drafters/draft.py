@@ -52,7 +52,7 @@ class Drafter:
         if self.model is None and self.weights == "auto":
             raise ValueError("draft: which model=, or which weights= of the same one?")
         if self.model is None:
-            self._self_drafter = Same(k=self.k, budget=target.cache.context, weights=self.weights)
+            self._self_drafter = Same(k=self.k, budget=target.cache.max_model_len, weights=self.weights)
             self._self_drafter.attach(target)
         else:
             self._runner, self._cache = target.load_draft_model(self.model, self.weights)
@@ -82,7 +82,7 @@ class Drafter:
         """Whether its last few tokens are all that is left to be computed; what was guessed wrong is written over."""
         assert self._cache
         cache, tokens = self._cache, request.tokens
-        if len(tokens) + num_drafts > cache.context:
+        if len(tokens) + num_drafts > cache.max_model_len:
             return False
         if request not in self._states:
             if not cache.free_rows:
@@ -93,13 +93,13 @@ class Drafter:
         while seen.tokens[:same] != tokens[:same]:  # a few at the end at most
             same -= 1
         del seen.tokens[same:]
-        if not cache.grow(seen.row, len(tokens) + num_drafts):
+        if not cache.reserve(seen.row, len(tokens) + num_drafts):
             return False
         few = len(tokens) - len(seen.tokens) <= MAX_CATCH_UP_TOKENS
         while (owed := len(tokens) - 1 - len(seen.tokens)) > 0 and not few:
-            begin, most = len(seen.tokens), cache.page_size if cache.settled[seen.row] else cache.step_tokens
+            begin, most = len(seen.tokens), cache.page_size if cache.rings_shrunk[seen.row] else cache.max_batched_tokens
             self._forward([seen], [tokens[begin : begin + min(owed, most)]])  # a ring that is settled spares a page
-            cache.settle(seen.row, len(seen.tokens), owed - min(owed, most))
+            cache.commit(seen.row, len(seen.tokens), owed - min(owed, most))
         return few
 
     def _forward(self, states: Sequence[DraftState], fresh: Sequence[Sequence[int]]) -> Tensor:

@@ -22,7 +22,7 @@ from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.kernels import NO_WINDOW
-from retain.kv.mirror import Mirror
+from retain.kv.mirror import DeviceTables
 
 Ints = NDArray[np.int32]
 
@@ -61,7 +61,7 @@ class Drafter:
         self._page_budget = min(max(self.budget // cache.page_size, 3) + 1, n)  # one more where drafts cross into a new page
         self._pages: Ints = np.zeros((n_rows, L, G, n), np.int32)
         self._counts: Ints = np.zeros((n_rows, L, G), np.int32)
-        self._device_tables = Mirror(self._pages, self._counts, cache.window, cache.kv.device)
+        self._device_tables = DeviceTables(self._pages, self._counts, cache.window, cache.kv.device)
 
     def remove_request(self, request: Request) -> None:
         """See Drafter."""
@@ -80,9 +80,9 @@ class Drafter:
             request.score_decay = self.decay if chooses else None
             rounds = self._num_rounds[request] = self._num_rounds.get(request, -1) + chooses
             # The first round of who has to choose only leaves masses.
-            if (rounds or not chooses) and cache.grow(request.row, request.num_computed_tokens + 1 + n):
+            if (rounds or not chooses) and cache.reserve(request.row, request.num_computed_tokens + 1 + n):
                 self._select_pages(request, n)
-                ready.append((request, min(n, cache.stretch(request.row, request.num_computed_tokens) - 1)))
+                ready.append((request, min(n, cache.tokens_until_eviction(request.row, request.num_computed_tokens) - 1)))
 
         def forward(who: Sequence[int], tokens: Sequence[int], i: int) -> Tensor:
             batch = self._build_batch([ready[j][0] for j in who], tokens, i)
@@ -98,13 +98,13 @@ class Drafter:
         assert self._target and request.row is not None
         cache, row, S = self._target.cache, request.row, self._target.cache.page_size
         counts = self._counts[row] = cache.counts[row]
-        self._device_tables.touch(row)
+        self._device_tables.mark_dirty(row)
         self._pages[row, :, :, : counts.max()] = cache.pages[row, :, :, : counts.max()]
         whole = np.flatnonzero(cache.window[row] == NO_WINDOW)
         newest = np.arange(max(request.num_computed_tokens - S, 0) // S, (request.num_computed_tokens + num_drafts) // S + 1)  # pages
         m = self._page_budget - len(newest)
-        thin = cache.reuse is not None and row in cache.reuse.sparse_rows
-        if thin or row in cache.keepers or not len(whole) or newest[0] <= m or m < 1:
+        thin = cache.prefix_cache is not None and row in cache.prefix_cache.sparse_rows
+        if thin or row in cache.evictors or not len(whole) or newest[0] <= m or m < 1:
             return
         if request not in self._top_pages or self._num_rounds[request] % self.refresh == 1:
             table = cache.kv.index(cache.pages[row, whole, :, : newest[0]])  # [M, G, n]
@@ -121,4 +121,4 @@ class Drafter:
         assert self._target
         cache, ids = self._target.cache, [[t] for t in tokens]
         batch = pack_tokens(cache, [r.row for r in requests], [r.num_computed_tokens + i for r in requests], ids, [1] * len(ids))
-        return replace(batch, tables=self._device_tables.tables(batch.rows, batch.query_start_loc))
+        return replace(batch, tables=self._device_tables.build_tables(batch.rows, batch.query_start_loc))

@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from retain.config import files, named
-from retain.kv.view import View
+from retain.kv.view import CacheView
 
 
 class Policy(Protocol):
@@ -30,11 +30,11 @@ class Policy(Protocol):
         """Tokens that a head keeps, the newest; None: all, or not in closed form."""
         ...
 
-    def resolved(self, prompt: int, system: int = 0) -> Policy:
+    def resolve(self, prompt_len: int, system_len: int = 0) -> Policy:
         """For a prompt of so many tokens, the first `system` of them a system prompt."""
         ...
 
-    def priority(self, view: View) -> Tensor:
+    def priority(self, view: CacheView) -> Tensor:
         """Higher stays: a number for each slot, [L, G, S]; those of holes mean nothing."""
         ...
 
@@ -44,23 +44,23 @@ def names() -> list[str]:
     return files(__name__)
 
 
-def parse(text: str) -> Policy:
+def parse(spec: str) -> Policy:
     """The policy that a text names. Raises ValueError with what is allowed."""
-    policy: Policy = named(__name__, "Policy", "KV policy", text)
+    policy: Policy = named(__name__, "Policy", "KV policy", spec)
     return policy
 
 
-def named_by(policy: Policy) -> str:
+def name_of(policy: Policy) -> str:
     """The name of its file."""
     return type(policy).__module__.rpartition(".")[2]
 
 
-def text(policy: Policy) -> str:
+def to_spec(policy: Policy) -> str:
     """What `parse` makes it of, options at their defaults left out."""
     given = [
         f"{f.name}={getattr(policy, f.name)}"
         for f in dataclasses.fields(policy)  # type: ignore[arg-type]
         if f.init and getattr(policy, f.name) != f.default
     ]
-    name = named_by(policy)
+    name = name_of(policy)
     return f"{name}:{','.join(given)}" if given else name

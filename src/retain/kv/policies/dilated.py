@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from retain.kv.budget import Budget
-from retain.kv.view import View
+from retain.kv.budget import BudgetPolicy
+from retain.kv.view import CacheView
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Budget):
+class Policy(BudgetPolicy):
     """A dilated window."""
 
     stride: int = 2
@@ -24,6 +24,6 @@ class Policy(Budget):
         if self.stride < 1:
             raise ValueError(f"dilated: stride must be at least 1, not {self.stride}")
 
-    def priority(self, view: View) -> Tensor:
+    def priority(self, view: CacheView) -> Tensor:
         """The position, of the tokens between far behind that of the others."""
         return view.pos - (view.pos % self.stride != 0) * 2**22  # no text is as long

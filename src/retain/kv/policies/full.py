@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from retain.kv.view import View
+from retain.kv.view import CacheView
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class Policy:
 
     window = None
 
-    def resolved(self, prompt: int, system: int = 0) -> Policy:
+    def resolve(self, prompt_len: int, system_len: int = 0) -> Policy:
         """It asks for nothing."""
         return self
 
-    def priority(self, view: View) -> Tensor:
+    def priority(self, view: CacheView) -> Tensor:
         """All alike; never asked for, since nothing has to go."""
         return view.pos * 0

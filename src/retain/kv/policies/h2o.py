@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retain.kv.budget import Scored, Watch
+from retain.kv.budget import AttentionScoredPolicy, QueryWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Scored):
+class Policy(AttentionScoredPolicy):
     """Accumulated attention."""
 
     damping: float = 1.0  # a query
@@ -25,7 +25,7 @@ class Policy(Scored):
         if not 0 < self.damping <= 1:
             raise ValueError(f"h2o: damping must be above 0 and at most 1, not {self.damping}")
 
-    def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
+    def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Every query counts, later ones more where there is damping."""
         n = len(pos)
-        return Watch((self.damping ** np.arange(n - 1, -1, -1)).astype(np.float32), decay=self.damping**n)
+        return QueryWeights((self.damping ** np.arange(n - 1, -1, -1)).astype(np.float32), decay=self.damping**n)

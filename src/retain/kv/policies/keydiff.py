@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retain.kv.budget import Budget
-from retain.kv.view import View
+from retain.kv.budget import BudgetPolicy
+from retain.kv.view import CacheView
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Budget):
+class Policy(BudgetPolicy):
     """Unusual keys."""
 
-    def priority(self, view: View) -> Tensor:
+    def priority(self, view: CacheView) -> Tensor:
         """Minus the cosine of the angle between a key and the mean of the head's unit keys."""
         keys = torch.nn.functional.normalize(view.keys, dim=-1) * (view.pos >= 0)[..., None]  # [M, G, S, D]
         return -torch.nn.functional.cosine_similarity(keys, keys.sum(-2, keepdim=True), dim=-1)

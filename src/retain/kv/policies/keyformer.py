@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from retain.config import one_of
 from retain.kernels import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
-from retain.kv.budget import Scored, Watch
+from retain.kv.budget import AttentionScoredPolicy, QueryWeights
 
-NOISES = {"gumbel": GUMBEL, "gaussian": GAUSSIAN, "constant": CONSTANT, "none": NO_NOISE}
+NOISE_KINDS = {"gumbel": GUMBEL, "gaussian": GAUSSIAN, "constant": CONSTANT, "none": NO_NOISE}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Scored):
+class Policy(AttentionScoredPolicy):
     """Accumulated attention, tempered and noised."""
 
     noise: str = "gumbel"
@@ -30,18 +30,18 @@ class Policy(Scored):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("noise", self.noise, *NOISES)
+        one_of("noise", self.noise, *NOISE_KINDS)
         one_of("redraw", self.redraw, "step", "once")
-        if not all(0 < tau < math.inf for tau in self.taus):
+        if not all(0 < tau < math.inf for tau in self.tau_range):
             raise ValueError(f"keyformer: tau must be above 0 and finite, not {self.tau}")
 
     @property
-    def noised(self) -> bool:  # type: ignore[override]
+    def uses_noise(self) -> bool:  # type: ignore[override]
         """Unless there is none, or one that changes nothing."""
         return self.noise in ("gumbel", "gaussian")
 
     @property
-    def taus(self) -> tuple[float, float]:
+    def tau_range(self) -> tuple[float, float]:
         """At the first and at the last token of the answer. Raises ValueError."""
         first, _, last = self.tau.partition("..")
         try:
@@ -49,9 +49,9 @@ class Policy(Scored):
         except ValueError:
             raise ValueError(f"keyformer: tau is a number or two, such as 1..2, not {self.tau!r}") from None
 
-    def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
+    def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Every query counts."""
-        first, last = self.taus
-        step = np.maximum(pos - self.prompt + 1, 0)  # of the answer
-        tau = (first + step * (last - first) / max(expected, 1)).astype(np.float32)
-        return Watch(np.ones(len(pos), np.float32), tau, noise=NOISES[self.noise], anew=self.redraw == "step")
+        first, last = self.tau_range
+        step = np.maximum(pos - self.prompt_len + 1, 0)  # of the answer
+        tau = (first + step * (last - first) / max(expected_tokens, 1)).astype(np.float32)
+        return QueryWeights(np.ones(len(pos), np.float32), tau, noise=NOISE_KINDS[self.noise], redraw_noise=self.redraw == "step")

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from retain.kv.budget import Budget
-from retain.kv.view import View
+from retain.kv.budget import BudgetPolicy
+from retain.kv.view import CacheView
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Budget):
+class Policy(BudgetPolicy):
     """Small keys."""
 
-    def priority(self, view: View) -> Tensor:
+    def priority(self, view: CacheView) -> Tensor:
         """Minus the norm."""
         return -view.keys.norm(dim=-1)

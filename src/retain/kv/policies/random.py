@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from retain.config import one_of
-from retain.kv.budget import Budget
-from retain.kv.view import View
+from retain.kv.budget import BudgetPolicy
+from retain.kv.view import CacheView
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Budget):
+class Policy(BudgetPolicy):
     """Any token may go; with `keep=prompt` those of the answer go first."""
 
-    by_layer = False  # its numbers are drawn for all layers
+    supports_layerwise = False  # its numbers are drawn for all layers
 
     seed: int = 0
     keep: str = "any"  # or prompt: its tokens stay as long as there are others
@@ -25,10 +25,10 @@ class Policy(Budget):
         super().__post_init__()
         one_of("keep", self.keep, "any", "prompt")
 
-    def priority(self, view: View) -> Tensor:
+    def priority(self, view: CacheView) -> Tensor:
         """A random number of the layer, the head and the position, always the same."""
         L, G, _ = view.pos.shape
         table = torch.Generator().manual_seed(self.seed)
         factors = torch.rand(L, G, 1, generator=table, dtype=torch.float64).to(view.pos.device, non_blocking=True)
         x = torch.frac(torch.sin((view.pos.double() + 1) * (12.9898 + factors)) * 43758.5453)
-        return x.abs() + (view.pos < self.prompt) * (self.keep == "prompt")
+        return x.abs() + (view.pos < self.prompt_len) * (self.keep == "prompt")

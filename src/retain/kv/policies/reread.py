@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.config import one_of
-from retain.kv.budget import Scored, Watch
+from retain.kv.budget import AttentionScoredPolicy, QueryWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Scored):
+class Policy(AttentionScoredPolicy):
     """The attention of the prompt read again."""
 
     mix: str = "none"  # or h2o
@@ -29,6 +29,6 @@ class Policy(Scored):
         if self.prefill == "stream" or self.rereads < 1:
             raise ValueError("reread reads the whole prompt again, rereads >= 1 at a time; not with prefill=stream")
 
-    def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
+    def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Queries behind the prompt count: those that read again, and the answer's."""
-        return Watch(((pos >= self.prompt) | (self.mix == "h2o")).astype(np.float32))
+        return QueryWeights(((pos >= self.prompt_len) | (self.mix == "h2o")).astype(np.float32))

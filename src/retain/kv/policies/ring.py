@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from retain.kv.view import View
+from retain.kv.view import CacheView
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Policy:
         if self.window < 1:
             raise ValueError(f"ring: window must be at least 1, not {self.window}")
 
-    def resolved(self, prompt: int, system: int = 0) -> Policy:
+    def resolve(self, prompt_len: int, system_len: int = 0) -> Policy:
         """A window is in tokens."""
         return self
 
-    def priority(self, view: View) -> Tensor:
+    def priority(self, view: CacheView) -> Tensor:
         """The position: the oldest is the lowest."""
         return view.pos

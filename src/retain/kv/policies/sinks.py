@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from retain.kv.budget import Budget
-from retain.kv.view import View
+from retain.kv.budget import BudgetPolicy
+from retain.kv.view import CacheView
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Budget):
+class Policy(BudgetPolicy):
     """Attention sinks and the newest tokens."""
 
     sinks: int = 4
 
-    def priority(self, view: View) -> Tensor:
+    def priority(self, view: CacheView) -> Tensor:
         """The position; the sinks are protected."""
         return view.pos

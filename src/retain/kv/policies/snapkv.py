@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retain.kv.budget import Scored, Watch
+from retain.kv.budget import AttentionScoredPolicy, QueryWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Scored):
+class Policy(AttentionScoredPolicy):
     """The attention of the last queries of the prompt."""
 
     queries: int = 32
@@ -24,6 +24,6 @@ class Policy(Scored):
         if self.queries < 1:
             raise ValueError(f"snapkv: queries must be at least 1, not {self.queries}")
 
-    def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
+    def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Queries from the last ones of the prompt on count."""
-        return Watch((pos >= self.prompt - self.queries).astype(np.float32))
+        return QueryWeights((pos >= self.prompt_len - self.queries).astype(np.float32))

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retain.kv.budget import Scored, Watch
+from retain.kv.budget import AttentionScoredPolicy, QueryWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Scored):
+class Policy(AttentionScoredPolicy):
     """The attention of the newest query alone."""
 
-    def watch(self, pos: NDArray[np.int32], expected: int) -> Watch:
+    def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Only the last query counts, and what was before is forgotten."""
         weights = np.zeros(len(pos), np.float32)
         weights[-1] = 1
-        return Watch(weights, decay=0.0)
+        return QueryWeights(weights, decay=0.0)

@@ -15,7 +15,7 @@ def spec_from_config(c: dict[str, Any]) -> ModelSpec:
     """From config.json."""
     s = multi_head_spec(c["vocab_size"], c["d_model"], c["n_heads"], c["n_layers"], c["max_seq_len"])
     a = c.get("attn_config") or {}
-    return replace(s, scale=a.get("softmax_scale") or s.scale, slopes=get_alibi_slopes(s.num_heads, a.get("alibi_bias_max", 8)))
+    return replace(s, scale=a.get("softmax_scale") or s.scale, alibi_slopes=get_alibi_slopes(s.num_heads, a.get("alibi_bias_max", 8)))
 
 
 def get_alibi_slopes(num_heads: int, alibi_bias_max: float) -> tuple[float, ...]:
