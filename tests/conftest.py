@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 from retain.kernels import cpu, triton
 
-if triton.interpreted():
+if triton.is_interpreted():
     # What it does for every call of a function inside a kernel, it does once: half of its time.
     from triton.language import core
     from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
@@ -35,7 +35,7 @@ if triton.interpreted():
     object.__setattr__(interpreter_builder.options, "sanitize_overflow", False)  # the other half; and hashes overflow
 
 
-@pytest.fixture(params=cpu._C.isas() if cpu.available() is None else [])
+@pytest.fixture(params=cpu._C.isas() if cpu.unavailable_reason() is None else [])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set that the cpu backend has here."""
     before = cpu._C.isa()

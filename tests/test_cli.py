@@ -13,7 +13,7 @@ from retain.kv.ledger import StoreIndex
 from retain.models.find import resolve_model
 
 
-def call(capsys, *argv):
+def run_cli(capsys, *argv):
     """Exit code, standard output, standard error."""
     try:
         code = main([str(a) for a in argv])
@@ -23,19 +23,19 @@ def call(capsys, *argv):
     return code, out, err
 
 
-RUN = ("run", "--model", "smollm2", "--temperature", "0", "--max-tokens", "12")
+RUN_ARGS = ("run", "--model", "smollm2", "--temperature", "0", "--max-tokens", "12")
 
 
-def test_run_streams_the_answer_and_says_what_it_cost(capsys):
-    code, out, err = call(capsys, *RUN, "The capital of France is")
+def test_run_streams_text_and_prints_stats(capsys):
+    code, out, err = run_cli(capsys, *RUN_ARGS, "The capital of France is")
     assert code == 0 and "Paris" in out
     assert "tokens/s" in err and "KV" in err and len(err.strip().splitlines()) == 1
 
 
-def test_json_is_one_object_with_the_promised_keys(capsys, tmp_path):
+def test_run_json_has_documented_keys(capsys, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("The capital of France is")
-    code, out, err = call(capsys, *RUN, "-f", file, "--dtype", "float32", "--json", "--logprobs", "2")
+    code, out, err = run_cli(capsys, *RUN_ARGS, "-f", file, "--dtype", "float32", "--json", "--logprobs", "2")
     answer = json.loads(out)
     assert code == 0 and not err
     assert set(answer) == {"text", "token_ids", "finish_reason", "usage", "timings", "kv", "logprobs"}
@@ -48,16 +48,16 @@ def test_json_is_one_object_with_the_promised_keys(capsys, tmp_path):
     assert all(len(p["top"]) == 2 and p["top"][0][0] == p["token"] for p in answer["logprobs"])
 
 
-def test_chat_wraps_the_prompt_in_the_template(capsys, monkeypatch):
-    code, out, _ = call(capsys, *RUN, "--chat", "Say hello.", "--json")
+def test_chat_applies_chat_template(capsys, monkeypatch):
+    code, out, _ = run_cli(capsys, *RUN_ARGS, "--chat", "Say hello.", "--json")
     assert code == 0 and json.loads(out)["usage"]["prompt_tokens"] > 20
     monkeypatch.setattr("sys.stdin", io.StringIO("Say hello.\nAnd again.\n"))
-    code, out, err = call(capsys, "chat", *RUN[1:])
+    code, out, err = run_cli(capsys, "chat", *RUN_ARGS[1:])
     assert code == 0 and len(err.strip().splitlines()) == 2
 
 
-def test_standard_input_and_a_pipe_that_closes():
-    command = [sys.executable, "-m", "retain.cli", *RUN, "-"]
+def test_stdin_prompt_and_closed_pipe():
+    command = [sys.executable, "-m", "retain.cli", *RUN_ARGS, "-"]
     whole = subprocess.run(command, input=b"Count: 1, 2, 3,", capture_output=True, check=True).stdout
     assert b"4, 5" in whole
     closed = subprocess.run(f"echo Count: 1, 2 | {' '.join(command)} | head -c 1", shell=True, capture_output=True)
@@ -88,39 +88,39 @@ def bad_inputs(tmp_path):
     yield ("run", "--model", folder, hello), "'mamba' is not supported"
     yield ("run", "--model", pickled, hello), "pickled"
     yield ("run", "--model", "smollm3", hello), "smollm3"
-    yield (*RUN, "--speed", "9", hello), "--speed"
-    yield (*RUN, "--kv-policy", "lru", hello), "full, h2o"
-    yield (*RUN, "--kv-policy", "h2o", hello), "budget"
-    yield (*RUN, "--kv-policy", "keyformer:budget=lots", hello), "percentage"
-    yield (*RUN, "--kv-policy", "keyformer:budget=25%,noise=white", hello), "gumbel"
-    yield (*RUN, "--kv-policy", "ring:windw=3", hello), "window"
-    yield (*RUN, "--prefix", "sometimes", hello), "exact"
-    yield (*RUN, "--prefix", "exact:keep=none", hello), "prompt"
-    yield (*RUN, "--prefix", "important", hello), "--tier disk"
-    yield (*RUN, "--prefix", "important:ratio=2", hello), "ratio"
-    yield (*RUN, "--prefix", "off", "--tier", "ram:capacity=1GB", hello), "off"
-    yield (*RUN, "--tier", "tape:capacity=1GB", hello), "disk, ram"
-    yield (*RUN, "--tier", "ram:capacity=lots", hello), "512MiB"
-    yield (*RUN, "--tier", "ram:capacity=1GB", "--tier", "ram:capacity=2GB", hello), "twice"
-    yield (*RUN, "--tier", f"disk:path={tmp_path / 'latin.txt'},capacity=1GB", hello), "latin.txt"
-    yield (*RUN, "--tier", "ram:capacity=1GB,evict=worth", hello), "important"
+    yield (*RUN_ARGS, "--speed", "9", hello), "--speed"
+    yield (*RUN_ARGS, "--kv-policy", "lru", hello), "full, h2o"
+    yield (*RUN_ARGS, "--kv-policy", "h2o", hello), "budget"
+    yield (*RUN_ARGS, "--kv-policy", "keyformer:budget=lots", hello), "percentage"
+    yield (*RUN_ARGS, "--kv-policy", "keyformer:budget=25%,noise=white", hello), "gumbel"
+    yield (*RUN_ARGS, "--kv-policy", "ring:windw=3", hello), "window"
+    yield (*RUN_ARGS, "--prefix", "sometimes", hello), "exact"
+    yield (*RUN_ARGS, "--prefix", "exact:keep=none", hello), "prompt"
+    yield (*RUN_ARGS, "--prefix", "important", hello), "--tier disk"
+    yield (*RUN_ARGS, "--prefix", "important:ratio=2", hello), "ratio"
+    yield (*RUN_ARGS, "--prefix", "off", "--tier", "ram:capacity=1GB", hello), "off"
+    yield (*RUN_ARGS, "--tier", "tape:capacity=1GB", hello), "disk, ram"
+    yield (*RUN_ARGS, "--tier", "ram:capacity=lots", hello), "512MiB"
+    yield (*RUN_ARGS, "--tier", "ram:capacity=1GB", "--tier", "ram:capacity=2GB", hello), "twice"
+    yield (*RUN_ARGS, "--tier", f"disk:path={tmp_path / 'latin.txt'},capacity=1GB", hello), "latin.txt"
+    yield (*RUN_ARGS, "--tier", "ram:capacity=1GB,evict=worth", hello), "important"
     yield ("cache", "ls", tmp_path), "no store"
     yield ("cache", "sell", tmp_path), "ls"
-    yield (*RUN, "--kv-memory", "lots", hello), "512MiB"
-    yield (*RUN, "--kv-memory", "64KiB", hello), "kv_memory"
-    yield (*RUN, "--dtype", "float8", hello), "bfloat16"
-    yield (*RUN, "--weights", "int3", hello), "auto, bf16, int8 or int4"
-    yield (*RUN, "--weights", "int8", "--dtype", "float32", hello), "float32 everywhere"
-    yield (*RUN, "--backend", "abacus", hello), "reference"
-    yield (*RUN[:3], "--temperature", "-1", hello), "temperature"
-    yield (*RUN[:3], "--top-p", "x", hello), "--top-p"
-    yield (*RUN[:3], "--max-tokens", "9000", hello), "8192"
-    yield (*RUN, "-f", tmp_path / "long.txt"), "context"
-    yield (*RUN, "-f", tmp_path / "nothing.txt"), "nothing.txt"
-    yield (*RUN, "-f", tmp_path / "latin.txt"), "UTF-8"
-    yield (*RUN, "-f", tmp_path / "long.txt", hello), "one of them"
-    yield (*RUN, ""), "empty"
-    yield RUN, "prompt"
+    yield (*RUN_ARGS, "--kv-memory", "lots", hello), "512MiB"
+    yield (*RUN_ARGS, "--kv-memory", "64KiB", hello), "kv_memory"
+    yield (*RUN_ARGS, "--dtype", "float8", hello), "bfloat16"
+    yield (*RUN_ARGS, "--weights", "int3", hello), "auto, bf16, int8 or int4"
+    yield (*RUN_ARGS, "--weights", "int8", "--dtype", "float32", hello), "float32 everywhere"
+    yield (*RUN_ARGS, "--backend", "abacus", hello), "reference"
+    yield (*RUN_ARGS[:3], "--temperature", "-1", hello), "temperature"
+    yield (*RUN_ARGS[:3], "--top-p", "x", hello), "--top-p"
+    yield (*RUN_ARGS[:3], "--max-tokens", "9000", hello), "8192"
+    yield (*RUN_ARGS, "-f", tmp_path / "long.txt"), "context"
+    yield (*RUN_ARGS, "-f", tmp_path / "nothing.txt"), "nothing.txt"
+    yield (*RUN_ARGS, "-f", tmp_path / "latin.txt"), "UTF-8"
+    yield (*RUN_ARGS, "-f", tmp_path / "long.txt", hello), "one of them"
+    yield (*RUN_ARGS, ""), "empty"
+    yield RUN_ARGS, "prompt"
     yield ("run", hello), "--model"
     yield ("bench", "speed", "--model", "smollm2", "--workloads", "short-9"), "short-1"
     yield ("serve",), "--model"
@@ -129,9 +129,9 @@ def bad_inputs(tmp_path):
     yield ("chat", "--url", "http://127.0.0.1:1/v1", "--dtype", "float32"), "--dtype"
 
 
-def test_bad_input_gets_one_line_and_exit_code_2(capsys, tmp_path):
+def test_bad_input_prints_one_line_and_exits_2(capsys, tmp_path):
     for argv, word in bad_inputs(tmp_path):
-        code, out, err = call(capsys, *argv)
+        code, out, err = run_cli(capsys, *argv)
         assert (code, out) == (2, ""), argv
         assert len(err.strip().splitlines()) == 1 and word in err and "Traceback" not in err, (argv, err)
 
@@ -140,7 +140,7 @@ def test_bench_speed_prints_json_lines(capsys, monkeypatch):
     from retain.bench import speed
 
     monkeypatch.setattr(speed, "WORKLOADS", (speed.Workload("short-1", 20, 3, 2),))
-    code, out, _ = call(capsys, "bench", "speed", "--model", "smollm2", "--workloads", "short-1", "--json")
+    code, out, _ = run_cli(capsys, "bench", "speed", "--model", "smollm2", "--workloads", "short-1", "--json")
     row = json.loads(out)
     keys = {
         "engine",
@@ -159,27 +159,27 @@ def test_bench_speed_prints_json_lines(capsys, monkeypatch):
     assert code == 0 and set(row) == keys and row["decode_tok_s"] > 0
 
 
-def test_a_store_survives_is_listed_verified_and_cleared(capsys, tmp_path):
+def test_cache_ls_verify_and_clear(capsys, tmp_path):
     file, store = tmp_path / "prompt.txt", tmp_path / "store"
     file.write_text("The capital of France is Paris. " * 30)
-    asked = (*RUN, "-f", file, "--json", "--tier", f"disk:path={store},capacity=1GB")
-    answers = [json.loads(call(capsys, *asked)[1]) for _ in range(2)]
+    asked = (*RUN_ARGS, "-f", file, "--json", "--tier", f"disk:path={store},capacity=1GB")
+    answers = [json.loads(run_cli(capsys, *asked)[1]) for _ in range(2)]
     cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
     assert cached[0] == 0 and cached[1] >= 192 and answers[0]["token_ids"] == answers[1]["token_ids"]
-    lines = [json.loads(x) for x in call(capsys, "cache", "ls", store, "--json")[1].splitlines()]
+    lines = [json.loads(x) for x in run_cli(capsys, "cache", "ls", store, "--json")[1].splitlines()]
     assert sum(x["pages"] for x in lines) * 64 >= cached[1] and all(x["kind"] == "text" for x in lines)
-    code, out, _ = call(capsys, "cache", "ls", store)
+    code, out, _ = run_cli(capsys, "cache", "ls", store)
     assert code == 0 and "pages 0-" in out and "MiB" in out.splitlines()[-1]
-    assert "all whole" in call(capsys, "cache", "verify", store)[1]
+    assert "all whole" in run_cli(capsys, "cache", "verify", store)[1]
     damaged = store / f"{lines[0]['span']}.kv"
     damaged.write_bytes(damaged.read_bytes()[:-4096] + bytes(4096))
-    code, out, _ = call(capsys, "cache", "verify", store)
+    code, out, _ = run_cli(capsys, "cache", "verify", store)
     assert code == 1 and "1 were damaged" in out
-    code, _, err = call(capsys, *asked, "--speculate", "draft:model=gemma3")
+    code, _, err = run_cli(capsys, *asked, "--speculate", "draft:model=gemma3")
     assert code == 2 and "vocabulary" in err
     other = StoreIndex(store)  # an engine that could not be holds nothing
-    code, out, err = call(capsys, *asked)
+    code, out, err = run_cli(capsys, *asked)
     assert code == 2 and "in use" in err and len(err.strip().splitlines()) == 1
     other.close()
-    assert call(capsys, "cache", "clear", store)[0] == 0
-    assert call(capsys, "cache", "ls", store)[1].startswith("0 spans")
+    assert run_cli(capsys, "cache", "clear", store)[0] == 0
+    assert run_cli(capsys, "cache", "ls", store)[1].startswith("0 spans")

@@ -22,7 +22,7 @@ from retain.kv.needs import KVCacheSpec
 SLOTS, CHUNK = 4096, 512
 
 
-def step_ms(page_size: int) -> tuple[float, float]:
+def measure_step_ms(page_size: int) -> tuple[float, float]:
     """Median and best of 300 steps, in milliseconds."""
     cpu = kernels.load("cpu")
     cache = Cache(KVCacheSpec(3, 64, (None,) * 30), cpu, torch.bfloat16, 2**30, page_size, 1, 8192, CHUNK)
@@ -47,4 +47,4 @@ def step_ms(page_size: int) -> tuple[float, float]:
 
 if __name__ == "__main__":
     for size in (64, 32, 64, 32):
-        print("pages of {}: median {:.2f} ms, best {:.2f} ms".format(size, *step_ms(size)))
+        print("pages of {}: median {:.2f} ms, best {:.2f} ms".format(size, *measure_step_ms(size)))

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_PROC_BIND", "true")
 from retain import LLM, SamplingParams
 
 
-def watched(llm: LLM) -> LLM:
+def check_pages_after_each_step(llm: LLM) -> LLM:
     """The same engine, its accountant called after every step."""
     step = llm.engine.step
 
@@ -40,7 +40,7 @@ def main() -> int:
     args.add_argument("--cap", default="16MiB")
     a = args.parse_args()
     params, rng = SamplingParams(max_tokens=a.new, temperature=0, ignore_eos=True), random.Random(0)
-    plenty = watched(LLM(a.model, dtype="float32"))
+    plenty = check_pages_after_each_step(LLM(a.model, dtype="float32"))
     ids = plenty.encode((Path(__file__).parents[1] / "LICENSE").read_text())
     prompts = []
     for _ in range(a.requests):
@@ -51,12 +51,12 @@ def main() -> int:
     wrong = 0
     for what, llm in (
         ("together", plenty),
-        (f"under {a.cap}", watched(LLM(a.model, dtype="float32", kv_memory=a.cap))),
+        (f"under {a.cap}", check_pages_after_each_step(LLM(a.model, dtype="float32", kv_memory=a.cap))),
     ):
         answers = llm.generate(prompts, params)
         same = sum(x.token_ids == y for x, y in zip(answers, alone, strict=True))
         wrong += same != len(alone)
-        preempted = sum(x.preempted for x in answers)
+        preempted = sum(x.num_preemptions for x in answers)
         print(
             f"{what}: {same} of {len(alone)} answers the same as alone, {preempted} preemptions, "
             f"{llm.cache.total_pages - llm.cache.free_pages} pages left behind",

@@ -22,10 +22,10 @@ import torch
 from retain.models.find import resolve_model
 from retain.text import Tokenizer
 
-LENGTHS = "20,30,40,60,80,100,150,200,250,300,400,500,600,800,1000,1250,1500,2000,2500,3000"
+PROMPT_LENS = "20,30,40,60,80,100,150,200,250,300,400,500,600,800,1000,1250,1500,2000,2500,3000"
 
 
-def texts(data: Path) -> list[str]:
+def load_texts(data: Path) -> list[str]:
     """Articles, essays and novels, in turn."""
     read = {}
     for name, key in (("cnn_dailymail", "article"), ("paul_graham_essays", "text"), ("books", "text")):
@@ -35,22 +35,22 @@ def texts(data: Path) -> list[str]:
     return [t for i in range(40) for ts in read.values() for t in ts[i : i + 1]]
 
 
-def prompt(tokenizer: Tokenizer, candidates: list[str], length: int) -> str:
+def take_prompt(tokenizer: Tokenizer, candidates: list[str], num_tokens: int) -> str:
     """The beginning of the first text that is long enough, about `length` tokens of it; the text is used up."""
     for i, text in enumerate(candidates):
-        if len(text) > 8 * length:
+        if len(text) > 8 * num_tokens:
             del candidates[i]
-            return tokenizer.decode(tokenizer.encode(text[: 8 * length])[:length])
-    raise ValueError(f"no text is long enough for {length} tokens")
+            return tokenizer.decode(tokenizer.encode(text[: 8 * num_tokens])[:num_tokens])
+    raise ValueError(f"no text is long enough for {num_tokens} tokens")
 
 
-def ours(text: str, model: str, new: int) -> dict:
+def run_retain(text: str, model: str, max_tokens: int) -> dict:
     """`retain run -f FILE ... --json`."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         command = [sys.executable, "-m", "retain.cli", "run", "-f", file.name, "--model", model, "--dtype", "float32"]
-        command += ["--max-tokens", str(new), "--temperature", "0", "--json"]
+        command += ["--max-tokens", str(max_tokens), "--temperature", "0", "--json"]
         return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -59,7 +59,7 @@ def main() -> int:
     args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     args.add_argument("--model", default="smollm2")
     args.add_argument("--data", type=Path, required=True)
-    args.add_argument("--lengths", default=LENGTHS)
+    args.add_argument("--lengths", default=PROMPT_LENS)
     args.add_argument("--new", type=int, default=64)
     a = args.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -71,29 +71,29 @@ def main() -> int:
         **where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     peer_tokenizer, tokenizer = AutoTokenizer.from_pretrained(**where), Tokenizer.open(path)
-    candidates, wrong = texts(a.data), 0
+    candidates, wrong = load_texts(a.data), 0
     for length in map(int, a.lengths.split(",")):
-        text = prompt(tokenizer, candidates, length)
+        text = take_prompt(tokenizer, candidates, length)
         ids = peer_tokenizer(text, return_tensors="pt").input_ids
         with torch.inference_mode():
             want = peer.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=a.new, do_sample=False)
         want = want[0, ids.shape[1] :].tolist()
-        got = ours(text, a.model, a.new)
+        got = run_retain(text, a.model, a.new)
         same = got["token_ids"] == want and got["usage"]["prompt_tokens"] == ids.shape[1]
         print(f"{ids.shape[1]:5} tokens  {'same' if same else 'DIFFERS'}  {got['text'][:60]!r}", flush=True)
         if not same:
-            wrong += not tie(peer, ids, want, got["token_ids"])
+            wrong += not is_tie(peer, ids, want, got["token_ids"])
     print("all the same, but for ties shown above" if not wrong else f"{wrong} differ by more than a tie")
     return int(wrong > 0)
 
 
-def tie(peer, ids: torch.Tensor, want: list[int], got: list[int]) -> bool:
+def is_tie(reference_model, ids: torch.Tensor, expected: list[int], actual: list[int]) -> bool:
     """Print the first difference with the logits that decided it; True when they are within float32 noise."""
-    at = next((i for i, (x, y) in enumerate(zip(want, got, strict=False)) if x != y), min(len(want), len(got)))
+    at = next((i for i, (x, y) in enumerate(zip(expected, actual, strict=False)) if x != y), min(len(expected), len(actual)))
     with torch.inference_mode():
-        logits = peer(torch.cat((ids, torch.tensor([want[:at]], dtype=torch.long)), dim=1)).logits[0, -1]
-    x, y = logits[want[at]].item(), logits[got[at]].item()
-    print(f"      at new token {at}: transformers {want[at]} ({x:.6f}), retain {got[at]} ({y:.6f})")
+        logits = reference_model(torch.cat((ids, torch.tensor([expected[:at]], dtype=torch.long)), dim=1)).logits[0, -1]
+    x, y = logits[expected[at]].item(), logits[actual[at]].item()
+    print(f"      at new token {at}: transformers {expected[at]} ({x:.6f}), retain {actual[at]} ({y:.6f})")
     return abs(x - y) < 1e-3
 
 

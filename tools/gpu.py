@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 Line = dict[str, Any]
-HEADS = {"llama-3.1-8b": (32, 8, 128), "mpt-7b": (32, 32, 128)}  # H, G, D
-SLOTS = (4096, 8192, 16384, 32768, 65536)
+HEAD_SHAPES = {"llama-3.1-8b": (32, 8, 128), "mpt-7b": (32, 32, 128)}  # H, G, D
+CACHE_LENS = (4096, 8192, 16384, 32768, 65536)
 BF16 = torch.bfloat16
-END = 512  # the last tokens of an answer, in which its end is timed
+TIMED_TAIL_TOKENS = 512  # the last tokens of an answer, in which its end is timed
 BUDGETS = {  # and their share of a prompt
     "full": 0.0,
     "keyformer:budget=50%": 0.5,
@@ -46,7 +46,7 @@ BUDGETS = {  # and their share of a prompt
 # ---- without a GPU -----------------------------------------------------------------------------------------------
 
 
-def compiled(arch: int, quick: bool) -> Iterator[Line]:
+def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
     """Registers, spills and shared memory of every kernel that some scenes launch."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -74,22 +74,22 @@ def compiled(arch: int, quick: bool) -> Iterator[Line]:
         if id(kernel) not in found:
             found[id(kernel)] = {
                 "kernel": self.fn.__name__,
-                **usage(kernel, Path(triton.__file__).parent),
-                **told(more),
+                **kernel_usage(kernel, Path(triton.__file__).parent),
+                **kernel_constants(more),
             }
 
     JITFunction.run = only_compile
-    for scene in SCENES[: 2 if quick else None]:
-        launch(*scene)
+    for scene in LAUNCH_CASES[: 2 if quick else None]:
+        launch_kernels(*scene)
     yield from found.values()
 
 
-def told(more: dict[str, Any]) -> Line:
+def kernel_constants(options: dict[str, Any]) -> Line:
     """What a kernel was made for."""
-    return {k: v for k, v in more.items() if k in ("D", "M", "R", "SPLIT", "OBSERVE", "NOISE", "TURN", "num_warps")}
+    return {k: v for k, v in options.items() if k in ("D", "M", "R", "SPLIT", "OBSERVE", "NOISE", "TURN", "num_warps")}
 
 
-def usage(kernel: Any, triton: Path) -> Line:
+def kernel_usage(kernel: Any, triton: Path) -> Line:
     """What it takes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(kernel.asm["cubin"])
@@ -106,7 +106,7 @@ def usage(kernel: Any, triton: Path) -> Line:
 
 
 # D, R, dtype, fresh tokens, masses, ALiBi, turned
-SCENES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool]] = [
+LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool]] = [
     (128, 4, BF16, (1, 1), True, False),
     (128, 4, BF16, (200, 1), False, False),
     (128, 1, BF16, (1, 200), True, True),
@@ -117,7 +117,7 @@ SCENES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool]] = [
 ]
 
 
-def launch(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], observed: bool, alibi: bool) -> None:
+def launch_kernels(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], with_masses: bool, alibi: bool) -> None:
     """A step of two kv heads, and everything else that there is a kernel for."""
     from retain.kernels import Tables, triton
     from retain.kernels.triton import attention, forward
@@ -131,52 +131,52 @@ def launch(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], observed:
         pages, i[:, None] * torch.full((G,), n).int(), i * 2**30, i * 0, i.cumsum(0).int() - 1, starts, i, n
     )
     q, pos = torch.ones(T, G * R, D, dtype=dtype), torch.ones(T, dtype=torch.int32)
-    asked = noise(T, B) if observed else None
+    asked = keyformer_scoring(T, B) if with_masses else None
     triton.attend(q, kv, tables, pos, 0.1, torch.ones(G * R) if alibi else None, asked, 1)
-    turn = attention.Turn(torch.ones(D // 2), 1.0, alibi)
+    turn = attention.RopeParams(torch.ones(D // 2), 1.0, alibi)
     attention.write(kv, torch.ones(G, T, dtype=torch.int32), q[:, :G], q[:, :G], pos, None if alibi else turn)
     triton.copy(kv, torch.tensor([1]), torch.tensor([2]))
-    triton.lowest(
+    triton.select_victims(
         torch.ones(3, 4096), torch.ones(3, 4096, dtype=torch.int32), torch.full((3,), 4096).int(), 4, 4000, 16
     )
     p = forward.TritonProgram(dtype, torch.device("cpu"))
     x, y = p.buffer("x", 4096), p.buffer("y", 2048)
-    p.normalise(x, x, torch.ones(4096), None, 1e-5, centred=False)
-    p.normalise(x, x, torch.ones(4096), torch.ones(4096), 1e-5, centred=True)
-    p.activate(x, y, "silu", 2048, gated=True)
-    p.activate(y, y, "gelu_tanh", 2048)
+    p.norm(x, x, torch.ones(4096), None, 1e-5, subtract_mean=False)
+    p.norm(x, x, torch.ones(4096), torch.ones(4096), 1e-5, subtract_mean=True)
+    p.activation(x, y, "silu", 2048, gated=True)
+    p.activation(y, y, "gelu_tanh", 2048)
     qkv, out = p.buffer("qkv", (R + 2) * G * D), p.buffer("o", R * G * D)
     if not alibi:
-        p.turn(qkv, torch.ones(D // 2), 1.0, False, (R + 1) * G, D)
+        p.rope(qkv, torch.ones(D // 2), 1.0, False, (R + 1) * G, D)
     p.attend(qkv, out, 0, (R * G, G, D), 0.1, torch.ones(R * G) if alibi else None)
-    work, every = attention.plan(tables, R, D, kv, None), torch.ones(1, G, T, dtype=torch.int32)
-    step = forward.Step(kv, layers(tables), work, every, pos, pos, None)
-    step.rows[x], step.rows[qkv] = torch.ones(T, 4096, dtype=dtype), torch.ones(T, (R + 2) * G * D, dtype=dtype)
+    work, every = attention.plan_attention(tables, R, D, kv, None), torch.ones(1, G, T, dtype=torch.int32)
+    step = forward.DeviceStep(kv, as_single_layer(tables), work, every, pos, pos, None)
+    step.buffers[x], step.buffers[qkv] = torch.ones(T, 4096, dtype=dtype), torch.ones(T, (R + 2) * G * D, dtype=dtype)
     for op in p._ops:
         op(step)
 
 
-def layers(t: Any) -> Any:
+def as_single_layer(tables: Any) -> Any:
     """The same tables for all of one layer."""
-    return replace(t, pages=t.pages[None], counts=t.counts[None], windows=t.windows[None])
+    return replace(tables, pages=tables.pages[None], counts=tables.counts[None], windows=tables.windows[None])
 
 
-def noise(T: int, B: int, device: str = "cpu") -> Any:
+def keyformer_scoring(T: int, B: int, device: str = "cpu") -> Any:
     """Keyformer's, of every query."""
-    from retain.kernels import GUMBEL, Observe
+    from retain.kernels import GUMBEL, AttentionScoring
 
     i = torch.ones(B, dtype=torch.int32)
     parts = torch.ones(T), torch.full((T,), 1.5), torch.ones(B), i * GUMBEL, i, i
-    return Observe(*(x.to(device) for x in parts))
+    return AttentionScoring(*(x.to(device) for x in parts))
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------
 
 
-def timed(works: Sequence[Callable[[], Any]], n: int = 20) -> list[float]:
+def time_graphs(functions: Sequence[Callable[[], Any]], repeats: int = 20) -> list[float]:
     """Milliseconds of each, as a graph, in turns."""
     graphs = []
-    for work in works:
+    for work in functions:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             work()
@@ -186,8 +186,8 @@ def timed(works: Sequence[Callable[[], Any]], n: int = 20) -> list[float]:
             for _ in range(4):
                 work()
         graphs.append(graph)
-    times: list[list[float]] = [[] for _ in works]
-    for _ in range(n):
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(repeats):
         for graph, each in zip(graphs, times, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -198,22 +198,22 @@ def timed(works: Sequence[Callable[[], Any]], n: int = 20) -> list[float]:
     return [median(each) for each in times]
 
 
-def bandwidth() -> float:
+def measure_bandwidth() -> float:
     """Bytes a second that the device reads."""
     x = torch.ones(2**30, device="cuda")
-    (ms,) = timed([lambda: x.sum()])
+    (ms,) = time_graphs([lambda: x.sum()])
     return x.nbytes / ms * 1e3
 
 
-def attention(masses: bool) -> Iterator[Line]:
+def bench_attention(with_masses: bool) -> Iterator[Line]:
     """A decode step of one layer, over caches that are larger than what stays near the cores."""
     from retain.kernels import NO_WINDOW, Tables, triton
     from retain.kernels.triton import attention as a
 
-    device, peak = torch.device("cuda"), bandwidth()
+    device, peak = torch.device("cuda"), measure_bandwidth()
     yield {"bandwidth_gb_s": peak / 1e9, "gpu": torch.cuda.get_device_name()}
-    for name, (H, G, D) in HEADS.items():
-        for slots in SLOTS:
+    for name, (H, G, D) in HEAD_SHAPES.items():
+        for slots in CACHE_LENS:
             B = max(2**31 // (slots * G * D * 4), 1)  # 2 GiB of K and V
             n = slots // 64
             kv = triton.allocate(1 + B * G * n, 64, D, BF16, 1, device)
@@ -230,25 +230,25 @@ def attention(masses: bool) -> Iterator[Line]:
             size, line = 2 * B * slots * G * D * 2, {"shape": name, "slots": slots, "batch": B}
 
             def ours(tables: Tables, asked: Any = None, q: Any = q, kv: Any = kv, pos: Any = pos) -> Callable[[], Any]:
-                work = a.plan(tables, q.shape[1] // tables.pages.shape[1], q.shape[2], kv, asked)
+                work = a.plan_attention(tables, q.shape[1] // tables.pages.shape[1], q.shape[2], kv, asked)
                 return lambda: a.attend(q, kv, tables, work, pos, 0.1, None, 0)
 
-            if masses:
+            if with_masses:
                 names, works = ["plain", "h2o", "keyformer"], [ours(sparse)]
-                for asked in (noise(B, B), noise(B, B)):
+                for asked in (keyformer_scoring(B, B), keyformer_scoring(B, B)):
                     h2o = len(works) == 1
                     asked = replace(asked, noise=asked.noise * 0, tau=asked.tau * 0 + 1) if h2o else asked
                     works.append(ours(sparse, asked))
-                times = timed(works)
+                times = time_graphs(works)
                 yield {**line, **{f"{k}_over_plain": t / times[0] for k, t in zip(names, times, strict=True)}}
                 continue
-            peers = others(q, kv, pages, slots, G)
-            times = timed([ours(dense), ours(sparse), *peers.values()])
+            peers = peer_kernels(q, kv, pages, slots, G)
+            times = time_graphs([ours(dense), ours(sparse), *peers.values()])
             for k, t in zip(["dense", "positions", *peers], times, strict=True):
                 yield {**line, "kernel": k, "ms": t, "gb_s": size / t / 1e6, "of_bandwidth": size / t * 1e3 / peak}
 
 
-def others(q: Any, kv: Any, pages: Any, slots: int, G: int) -> dict[str, Callable[[], Any]]:
+def peer_kernels(q: Any, kv: Any, pages: Any, slots: int, G: int) -> dict[str, Callable[[], Any]]:
     """The same work by those who are there: torch over memory without pages, FlashInfer over pages of all heads."""
     (B, H, D), found = q.shape, {}
     k, v = (torch.randn(B, G, slots, D, device="cuda", dtype=BF16) for _ in range(2))
@@ -270,50 +270,50 @@ def others(q: Any, kv: Any, pages: Any, slots: int, G: int) -> dict[str, Callabl
 # ---- models ------------------------------------------------------------------------------------------------------
 
 
-def decode(model: str, device: str, memory: str | None, prompt: int, new: int) -> Iterator[Line]:
+def bench_decode(model: str, device: str, memory: str | None, prompt_len: int, output_len: int) -> Iterator[Line]:
     """Tokens a second of answers of `new` tokens, by steps at their beginning and their end: steps grow evenly, and
     those of a budget, which is a share of the prompt, do not.
 
     Everything kept, and budgets of half and a fifth: alone, with the largest batch for which the full cache has room,
     and with their own largest.
     """
-    from retain.bench.budget import side_by_side
+    from retain.bench.budget import time_side_by_side
     from retain.llm import LLM
 
-    sizes = {"context": prompt + new, "max_requests": 256, "step_tokens": min(8192, prompt), "kv_memory": memory}
+    sizes = {"context": prompt_len + output_len, "max_requests": 256, "step_tokens": min(8192, prompt_len), "kv_memory": memory}
     llm = LLM(model, device=device, prefix="off", **sizes)
     S, total = llm.cache.page_size, llm.cache.total_pages // (llm.spec.num_layers * llm.spec.num_kv_heads)  # pages of a head
-    pages = -(-(prompt + new) // S)  # of an answer that keeps all
+    pages = -(-(prompt_len + output_len) // S)  # of an answer that keeps all
     whole = min(total // pages, 64)
     if not whole:
-        sys.exit(f"gpu.py: no room for one answer of {prompt} + {new} tokens")
+        sys.exit(f"gpu.py: no room for one answer of {prompt_len} + {output_len} tokens")
     plain: dict[int, float] = {}
     for policy, share in BUDGETS.items():
         # Two are in their prompts; each of the others has its budget, a page that fills, and one that is kept for it.
-        own = min(int((total - 2 * pages) / (prompt * share / S + 2)), 256) if share else whole
-        lengths = (prompt,) if share else (prompt, prompt + new - END)
+        own = min(int((total - 2 * pages) / (prompt_len * share / S + 2)), 256) if share else whole
+        lengths = (prompt_len,) if share else (prompt_len, prompt_len + output_len - TIMED_TAIL_TOKENS)
         for batch in sorted({1, whole, max(own, whole)}):
             # Without the first steps, which are recorded. Means: what forgetting takes now and then is part of them.
-            times = [mean(side_by_side(llm, [policy], length, batch, 40)[0][8:]) for length in lengths]
+            times = [mean(time_side_by_side(llm, [policy], length, batch, 40)[0][8:]) for length in lengths]
             speed = batch / mean(times)
             plain.setdefault(batch, speed)
             line = {"model": model, "policy": policy, "batch": batch, "tok_s": speed}
             yield {**line, "over_full": speed / plain[min(batch, whole)]}
 
 
-def speculate(model: str, device: str, prompt: int) -> Iterator[Line]:
+def bench_speculate(model: str, device: str, prompt_len: int) -> Iterator[Line]:
     """A long text, answered with and without drafts of the model itself on a few pages."""
-    from retain.desk import Ask
+    from retain.desk import GenerateRequest
     from retain.engine.request import SamplingParams
     from retain.llm import LLM
 
     params, plain = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True), 0.0
     for drafter in (None, "self:k=4", "self:k=4,budget=1024", "self"):
-        llm = LLM(model, device=device, context=prompt + 256, max_requests=2, speculate=drafter, prefix="off")
-        text = torch.randint(300, llm.spec.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
-        answer = llm.ask([Ask(text, params)])[0]
+        llm = LLM(model, device=device, context=prompt_len + 256, max_requests=2, speculate=drafter, prefix="off")
+        text = torch.randint(300, llm.spec.vocab_size, (prompt_len,), generator=torch.Generator().manual_seed(0)).tolist()
+        answer = llm.generate_from_requests([GenerateRequest(text, params)])[0]
         speed, plain = answer.decode_tok_s, plain or answer.decode_tok_s
-        line = {"model": model, "prompt": prompt, "drafter": drafter or "none", "tok_s": speed, "over": speed / plain}
+        line = {"model": model, "prompt": prompt_len, "drafter": drafter or "none", "tok_s": speed, "over": speed / plain}
         yield line | (answer.speculate or {})
         llm.close()
         del llm
@@ -322,7 +322,7 @@ def speculate(model: str, device: str, prompt: int) -> Iterator[Line]:
             torch.cuda.empty_cache()
 
 
-def peer(model: str, device: str, prompt: int, new: int) -> Iterator[Line]:
+def bench_transformers(model: str, device: str, prompt_len: int, output_len: int) -> Iterator[Line]:
     """transformers' own generation on the same shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -332,15 +332,15 @@ def peer(model: str, device: str, prompt: int, new: int) -> Iterator[Line]:
     with torch.device(device):
         theirs = AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
     for batch in (1, 4):
-        ids = torch.randint(300, config.vocab_size, (batch, prompt), device=device)
+        ids = torch.randint(300, config.vocab_size, (batch, prompt_len), device=device)
         times = []
-        for n in (1, new + 1):
+        for n in (1, output_len + 1):
             began = perf_counter()
             with torch.no_grad():
                 theirs.generate(ids, max_new_tokens=n, min_new_tokens=n, do_sample=False).tolist()  # waits for it
             times.append(perf_counter() - began)
-        speed = batch * new / (times[1] - times[0])
-        yield {"engine": "transformers", "model": model, "prompt": prompt, "batch": batch, "tok_s": speed}
+        speed = batch * output_len / (times[1] - times[0])
+        yield {"engine": "transformers", "model": model, "prompt": prompt_len, "batch": batch, "tok_s": speed}
 
 
 def main() -> None:
@@ -357,12 +357,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="compile: what decoding and prefill need, no more")
     args = parser.parse_args()
     works: dict[str, Callable[[], Iterator[Line]]] = {
-        "compile": lambda: compiled(args.arch, args.quick),
-        "attention": lambda: attention(False),
-        "mass": lambda: attention(True),
-        "decode": lambda: decode(args.model, args.device, args.kv_memory, args.prompt, args.new),
-        "speculate": lambda: speculate(args.model, args.device, args.long),
-        "peer": lambda: peer(args.model, args.device, args.prompt, 64),
+        "compile": lambda: compile_kernels(args.arch, args.quick),
+        "attention": lambda: bench_attention(False),
+        "mass": lambda: bench_attention(True),
+        "decode": lambda: bench_decode(args.model, args.device, args.kv_memory, args.prompt, args.new),
+        "speculate": lambda: bench_speculate(args.model, args.device, args.long),
+        "peer": lambda: bench_transformers(args.model, args.device, args.prompt, 64),
     }
     needs = {"attention", "mass"} | ({"decode", "speculate", "peer"} if args.device == "cuda" else set())
     if needs & set(args.what) and not torch.cuda.is_available():

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import sync_playwright
 
-from tools.serve import serving
+from tools.serve import start_server
 
 TEXT = """The keeper of the Skellig light wrote down three things every evening: the height of the oil, the
 direction of the wind, and the name of any ship that he had seen. On the ninth of March he wrote a
@@ -36,7 +36,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("docs/plots"))
     out = parser.parse_args().out
     options = ("--inspect", "--kv-memory", "96MiB", "--context", "2048", "--tier", "ram:capacity=64MiB")
-    with serving(*options) as (url, _), sync_playwright() as p:
+    with start_server(*options) as (url, _), sync_playwright() as p:
         browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1320, "height": 860})
         page.goto(f"{url.removesuffix('/v1')}/inspect")

@@ -19,12 +19,12 @@ import torch
 from retain.engine.batch import Batch
 from retain.llm import LLM
 
-PIECE = 1024
+CHUNK_TOKENS = 1024
 
 
-def losses(llm: LLM, ids: list[int]) -> torch.Tensor:
+def token_losses(llm: LLM, ids: list[int]) -> torch.Tensor:
     """Nats of each token of the second half of a piece, [PIECE / 2]."""
-    cache, n = llm.cache, llm.config.step_tokens
+    cache, n = llm.cache, llm.config.max_batched_tokens
     row = cache.open(llm.policy, len(ids))
     found = []
     for start in range(0, len(ids) - 1, n):
@@ -33,7 +33,7 @@ def losses(llm: LLM, ids: list[int]) -> torch.Tensor:
         pos = np.arange(start, start + len(part), dtype=np.int32)
         slots = torch.from_numpy(cache.compute_slot_mapping(np.full(len(part), row, np.int32), pos))
         rows, starts = torch.tensor([row], dtype=torch.int32), torch.tensor([0, len(part)], dtype=torch.int32)
-        scored = torch.arange(max(0, PIECE // 2 - 1 - start), len(part))
+        scored = torch.arange(max(0, CHUNK_TOKENS // 2 - 1 - start), len(part))
         batch = Batch(torch.tensor(part), torch.from_numpy(pos), rows, starts, slots, scored)
         if len(scored):
             logits = llm.engine.runner.forward(batch)
@@ -55,8 +55,8 @@ if __name__ == "__main__":
     a = parser.parse_args()
     llm = LLM(a.model, weights=a.weights, dtype=a.dtype)
     ids = llm.encode(a.text.read_text()[: 8 * a.tokens])[: a.tokens]
-    pieces = [ids[i : i + PIECE] for i in range(0, len(ids) - PIECE + 1, PIECE)]
-    nats = torch.cat([losses(llm, piece) for piece in pieces])
+    pieces = [ids[i : i + CHUNK_TOKENS] for i in range(0, len(ids) - CHUNK_TOKENS + 1, CHUNK_TOKENS)]
+    nats = torch.cat([token_losses(llm, piece) for piece in pieces])
     print(
         f"{a.model} weights {a.weights} dtype {a.dtype}: perplexity {math.exp(nats.mean()):.4f} over {len(nats)} tokens"
     )

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from retain.answer import Answer
-from retain.bench.tasks import records
+from retain.answer import RequestOutput
+from retain.bench.tasks import load_records
 from retain.engine.request import SamplingParams
 from retain.llm import LLM
 
@@ -23,15 +23,15 @@ POLICIES = ("full", "sinks:budget=300", "snapkv:budget=30%", "h2o:budget=40%", "
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
 
-RAM, DISK = "ram:capacity=4GiB", "disk:path={},capacity=20GB"
+RAM_TIER, DISK_TIER = "ram:capacity=4GiB", "disk:path={},capacity=20GB"
 
 
-def ask(llm: LLM, texts: list[list[int]], policy: str, together: bool) -> list[Answer]:
+def generate(llm: LLM, texts: list[list[int]], policy: str, batched: bool) -> list[RequestOutput]:
     """All of them."""
-    return llm.generate(texts, GREEDY, policy) if together else [llm.generate(t, GREEDY, policy)[0] for t in texts]
+    return llm.generate(texts, GREEDY, policy) if batched else [llm.generate(t, GREEDY, policy)[0] for t in texts]
 
 
-def empty(llm: LLM) -> None:
+def offload_all(llm: LLM) -> None:
     """What is in the pool goes to sleep; what is to be written is."""
     reuse = llm.cache.prefix_cache
     assert reuse and reuse.offloader
@@ -39,11 +39,11 @@ def empty(llm: LLM) -> None:
     reuse.offloader.sync()
 
 
-def tell(model: str, policy: str, how: str, answers: list[Answer], expected: dict[str, list[list[int]]]) -> bool:
+def report_mismatch(model: str, policy: str, scenario: str, outputs: list[RequestOutput], expected: dict[str, list[list[int]]]) -> bool:
     """Whether they are not what was expected."""
-    same = [a.token_ids for a in answers] == expected[policy]
-    share = sum(a.cached_tokens for a in answers) / sum(a.prompt_tokens for a in answers)
-    print(f"{model} {policy} {how}: {'same' if same else 'DIFFERENT'}, {share:.0%} cached", flush=True)
+    same = [a.token_ids for a in outputs] == expected[policy]
+    share = sum(a.cached_tokens for a in outputs) / sum(a.prompt_tokens for a in outputs)
+    print(f"{model} {policy} {scenario}: {'same' if same else 'DIFFERENT'}, {share:.0%} cached", flush=True)
     return not same
 
 
@@ -57,23 +57,23 @@ def main() -> int:
     for model in ("smollm2", "gemma3"):
         rng, texts = random.Random(1), []
         cold, warm = (LLM(model, dtype="float32", kv_memory="3GiB", prefix=p) for p in ("off", "exact"))
-        stem = warm.encode(records(args.data, "books", 1)[0]["text"][:16_000])[:2000]
+        stem = warm.encode(load_records(args.data, "books", 1)[0]["text"][:16_000])[:2000]
         for _ in range(args.items):
             at = rng.randint(0, 20_000)
-            own = warm.encode(records(args.data, "books", 2)[1]["text"][at : at + 2000])
+            own = warm.encode(load_records(args.data, "books", 2)[1]["text"][at : at + 2000])
             texts.append(stem[: rng.randint(40, 2000)] + own[: rng.randint(1, 300)])
         expected = {p: [a.token_ids for a in cold.generate(texts, GREEDY, p)] for p in POLICIES}
         for policy in POLICIES:
             for how in ("one by one", "again", "together"):
-                wrong += tell(model, policy, how, ask(warm, texts, policy, how == "together"), expected)
+                wrong += report_mismatch(model, policy, how, generate(warm, texts, policy, how == "together"), expected)
         with TemporaryDirectory() as folder:
-            for how, tier in (("ram", RAM), ("ssd", DISK), ("ssd, after a restart", DISK)):
+            for how, tier in (("ram", RAM_TIER), ("ssd", DISK_TIER), ("ssd, after a restart", DISK_TIER)):
                 asleep = LLM(model, dtype="float32", kv_memory="3GiB", tier=tier.format(folder))
                 if "restart" not in how:
-                    ask(asleep, texts, "full", False)
+                    generate(asleep, texts, "full", False)
                 for policy in POLICIES:
-                    empty(asleep)
-                    wrong += tell(model, policy, how, ask(asleep, texts, policy, False), expected)
+                    offload_all(asleep)
+                    wrong += report_mismatch(model, policy, how, generate(asleep, texts, policy, False), expected)
                 asleep.close()
     return int(wrong > 0)
 

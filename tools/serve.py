@@ -26,7 +26,7 @@ import aiohttp
 from retain.bench import serve as load
 
 RETAIN = Path(sys.executable).parent / "retain"
-INSIDE = """
+IN_PROCESS_SCRIPT = """
 import sys
 from time import perf_counter
 from retain import LLM, SamplingParams
@@ -42,7 +42,7 @@ for line in sys.stdin:
 
 
 @contextmanager
-def serving(*options):
+def start_server(*options):
     """A server and its process."""
     command = [RETAIN, "serve", "--model", "smollm2", "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -54,19 +54,19 @@ def serving(*options):
         print("exit code", process.wait(120))
 
 
-def resident(process):
+def resident_mib(process):
     """MiB."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]) / 1024
 
 
-async def metrics(session, url):
+async def fetch_metrics(session, url):
     """Samples by name and labels."""
     async with session.get(f"{url.removesuffix('/v1')}/metrics") as said:
         lines = (await said.text()).splitlines()
     return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
-async def soak(url, process, streams, seconds):
+async def soak(url, process, concurrency, seconds):
     """A third hang up somewhere; nobody else may notice."""
     rng, found, end = random.Random(0), Counter(), perf_counter() + seconds
     words = load.WORDS
@@ -98,16 +98,16 @@ async def soak(url, process, streams, seconds):
 
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        tasks = [asyncio.create_task(one(session)) for _ in range(streams)]
+        tasks = [asyncio.create_task(one(session)) for _ in range(concurrency)]
         while perf_counter() < end:
             await asyncio.sleep(seconds / 8)
-            now = await metrics(session, url)
+            now = await fetch_metrics(session, url)
             names = ("running", "waiting")
             state = " ".join(f"{n} {now[f'retain_num_requests_{n}']:.0f}" for n in names)
-            print(f"{seconds - (end - perf_counter()):6.0f} s: {resident(process):6.0f} MiB  {state}  {dict(found)}")
+            print(f"{seconds - (end - perf_counter()):6.0f} s: {resident_mib(process):6.0f} MiB  {state}  {dict(found)}")
         await asyncio.gather(*tasks)
         await asyncio.sleep(1)
-        now = await metrics(session, url)
+        now = await fetch_metrics(session, url)
     held = sum(now[f'retain_pages{{state="{s}"}}'] for s in ("full", "ring", "budgeted", "shared"))
     print("pages that somebody holds", held, "preempted", now["retain_num_preemptions_total"], dict(found))
 
@@ -152,30 +152,30 @@ async def fuzz(url, bodies):
 
     async with aiohttp.ClientSession() as session:
         await asyncio.gather(*(some(session, bodies // 8) for _ in range(8)))
-        now = await metrics(session, url)
+        now = await fetch_metrics(session, url)
     held = sum(now[f'retain_pages{{state="{s}"}}'] for s in ("full", "ring", "budgeted", "shared"))
     print("answers by status", dict(found), "pages that somebody holds", held)
 
 
-def throughput(url, streams, rounds, new):
+def compare_throughput(url, concurrency, rounds, output_len):
     """New tokens a second of the same prompts, through HTTP and inside, in turns; both begin with nothing cached."""
     env_inside = subprocess.Popen(
-        [sys.executable, "-c", INSIDE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", IN_PROCESS_SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     ratios = []
     for i in range(rounds + 1):
-        env_inside.stdin.write(f"{streams} {new} {2 * i}\n")
+        env_inside.stdin.write(f"{concurrency} {output_len} {2 * i}\n")
         env_inside.stdin.flush()
         inside = float(env_inside.stdout.readline())
-        about = load.Load(url, "smollm2", None, 1.0, 0.1)
-        outside = load.run(about, load.poisson(streams, None, 128, new, 2 * i + 1))["new_tok_s"]
+        about = load.LoadConfig(url, "smollm2", None, 1.0, 0.1)
+        outside = load.run(about, load.poisson_requests(concurrency, None, 128, output_len, 2 * i + 1))["new_tok_s"]
         print(
             f"inside {inside:7.1f}  through HTTP {outside:7.1f}  ratio {outside / inside:.3f}", "" if i else "(warm-up)"
         )
         ratios += [outside / inside] if i else []
     env_inside.stdin.close()
     env_inside.wait()
-    print(f"median ratio {statistics.median(ratios):.3f} of {rounds}, {streams} streams, {new} tokens each")
+    print(f"median ratio {statistics.median(ratios):.3f} of {rounds}, {concurrency} streams, {output_len} tokens each")
 
 
 def main():
@@ -188,13 +188,13 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=256)
     a = parser.parse_args()
-    with serving("--kv-memory", "1GiB", "--queue", "1000") as (url, process):
+    with start_server("--kv-memory", "1GiB", "--queue", "1000") as (url, process):
         if a.what == "soak":
             asyncio.run(soak(url, process, a.streams, a.seconds))
         elif a.what == "fuzz":
             asyncio.run(fuzz(url, a.bodies))
         else:
-            throughput(url, a.streams, a.rounds, a.new)
+            compare_throughput(url, a.streams, a.rounds, a.new)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from retain.bench.speculate import prompts
+from retain.bench.speculate import load_prompts
 from retain.engine import drafters
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
@@ -22,14 +22,14 @@ DRAFTERS = ("ngram", "ngram:k=4,min=1", "draft:model={},k=3", "self:k=3,budget=1
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
-def answers(llm: LLM, name: str | None, texts: list[list[int]], policy: str, new: int, batch: int) -> list[list[int]]:
+def generate_answers(llm: LLM, drafter_spec: str | None, texts: list[list[int]], policy: str, output_len: int, batch_size: int) -> list[list[int]]:
     """Of all texts, so many at once."""
-    drafter = drafters.parse(name) if name else None
+    drafter = drafters.parse(drafter_spec) if drafter_spec else None
     if drafter:
         drafter.attach(llm.target)
-    engine, found = Engine(llm.engine.runner, llm.cache, llm.config.step_tokens, drafter), []
-    for i in range(0, len(texts), batch):
-        made = [Request(t, GREEDY, policies.parse(policy), new) for t in texts[i : i + batch]]
+    engine, found = Engine(llm.engine.runner, llm.cache, llm.config.max_batched_tokens, drafter), []
+    for i in range(0, len(texts), batch_size):
+        made = [Request(t, GREEDY, policies.parse(policy), output_len) for t in texts[i : i + batch_size]]
         engine.add(*made)
         while engine.has_unfinished_requests:
             engine.step()
@@ -53,12 +53,12 @@ def main() -> int:
         if args.only not in ("", model):
             continue
         llm = LLM(model, dtype="float32")
-        texts = prompts(llm, workload, args.data, args.items, context)[: args.items]
+        texts = load_prompts(llm, workload, args.data, args.items, context)[: args.items]
         for batch in (1, 8):
-            plain = answers(llm, None, texts, policy, args.new, batch)
+            plain = generate_answers(llm, None, texts, policy, args.new, batch)
             for name in DRAFTERS:
                 named = name.format(model)
-                same = answers(llm, named, texts, policy, args.new, batch) == plain
+                same = generate_answers(llm, named, texts, policy, args.new, batch) == plain
                 bad += not same
                 said = "same" if same else "DIFFERENT"
                 print(f"{model} {policy} {workload} batch {batch} {named}: {said}", flush=True)

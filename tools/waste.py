@@ -24,13 +24,13 @@ from retain.kv import policies
 from retain.kv.cache import Cache
 from retain.kv.needs import KVCacheSpec
 
-SHAPES = {  # layers, kv heads and head dim of the embedded models; windows as in their files
+KV_SPECS = {  # layers, kv heads and head dim of the embedded models; windows as in their files
     "smollm2": KVCacheSpec(3, 64, (None,) * 30),
     "gemma3": KVCacheSpec(1, 256, tuple(512 if (i + 1) % 6 else None for i in range(18))),
 }
 
 
-class Blind:
+class NullRunner:
     """A runner that computes nothing."""
 
     def forward(self, batch):
@@ -42,7 +42,7 @@ def main() -> None:
     """Print one line."""
     args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     args.add_argument("trace")
-    args.add_argument("--model", choices=SHAPES, default="smollm2")
+    args.add_argument("--model", choices=KV_SPECS, default="smollm2")
     args.add_argument("--requests", type=int, default=10**9)
     args.add_argument("--longest", type=int, default=8192)
     args.add_argument("--page-size", type=int, default=64)
@@ -51,7 +51,7 @@ def main() -> None:
         pairs = [(r["input_length"], r["output_length"]) for r in map(json.loads, lines)]
     scale = a.longest / max(map(sum, pairs))
     cache = Cache(
-        SHAPES[a.model],
+        KV_SPECS[a.model],
         kernels.load("cpu"),
         torch.bfloat16,
         2**36,
@@ -60,7 +60,7 @@ def main() -> None:
         max_model_len=a.longest,
         max_batched_tokens=512,
     )
-    engine = Engine(Blind(), cache, 512)  # type: ignore[arg-type]
+    engine = Engine(NullRunner(), cache, 512)  # type: ignore[arg-type]
     params, policy = SamplingParams(temperature=0), policies.parse("full")
     for prompt, new in pairs[: a.requests]:
         new = max(1, int(new * scale))

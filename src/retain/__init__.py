@@ -10,13 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retain.answer import Answer as Answer
-    from retain.answer import Piece as Piece
+    from retain.answer import RequestOutput as RequestOutput
+    from retain.answer import StreamChunk as StreamChunk
     from retain.engine.request import SamplingParams as SamplingParams
     from retain.llm import LLM as LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Answer", "Piece", "SamplingParams"]
+__all__ = ["LLM", "RequestOutput", "StreamChunk", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

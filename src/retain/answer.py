@@ -9,25 +9,25 @@ from retain.engine.request import Logprob
 
 
 @dataclass(frozen=True)
-class Answer:
+class RequestOutput:
     """One answer. `token_ids` are the generated ones; times are seconds; `kv` counts bytes and slots."""
 
     text: str
     token_ids: list[int]
-    why: str  # stop, length or cancelled
+    finish_reason: str  # stop, length or cancelled
     prompt_tokens: int
     cached_tokens: int  # of them, that were computed already
     logprobs: list[Logprob]
     ttft_s: float  # from the call to the first token
     decode_tok_s: float  # after it
-    preempted: int
+    num_preemptions: int
     kv: dict[str, Any]
     speculate: dict[str, Any] | None = None  # what became of drafts
 
 
 @dataclass(frozen=True)
-class Piece:
+class StreamChunk:
     """What a stream gives: new text, and with the last piece the whole answer."""
 
     text: str
-    answer: Answer | None = None
+    output: RequestOutput | None = None

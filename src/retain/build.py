@@ -28,7 +28,7 @@ from retain.models.decoder import ModelSpec
 from retain.models.weights import open_weights
 
 
-def model(
+def load_model(
     path: Path, backend: ModuleType, dtype: torch.dtype, weights: str, progress: bool, device: torch.device = CPU
 ) -> tuple[ModelSpec, int, Callable[[Cache], Runner], ShiftKeys | None]:
     """A model's spec, the bytes of its packed weights (0 where torch computes), its runner, given a cache, and what
@@ -46,53 +46,53 @@ def model(
     return decoder.spec, 0, partial(TorchRunner, decoder, backend), turn
 
 
-def cache(
-    c: Config,
+def build_cache(
+    config: Config,
     spec: ModelSpec,
     backend: ModuleType,
-    memory: int,
-    context: int,
-    columns: int = 1,
-    turn: ShiftKeys | None = None,
-    reused: PrefixConfig | None = None,
+    memory_bytes: int,
+    max_model_len: int,
+    score_columns: int = 1,
+    shift_keys: ShiftKeys | None = None,
+    prefix_config: PrefixConfig | None = None,
     device: torch.device = CPU,
 ) -> Cache:
     """For a model of this spec, of so many bytes, for texts of at most `context` tokens."""
-    shape, dtype = KVCacheSpec(spec.num_kv_heads, spec.head_dim, spec.windows), getattr(torch, c.dtype)
+    shape, dtype = KVCacheSpec(spec.num_kv_heads, spec.head_dim, spec.windows), getattr(torch, config.dtype)
     return Cache(
-        *(shape, backend, dtype, memory, c.page_size, c.max_requests, context, c.step_tokens, columns, turn, reused),
+        *(shape, backend, dtype, memory_bytes, config.page_size, config.max_running_requests, max_model_len, config.max_batched_tokens, score_columns, shift_keys, prefix_config),
         device,
     )
 
 
-def sleep(c: Config, reused: PrefixConfig, chosen: Sequence[tiers.Tier], cache: Cache, spec: ModelSpec, path: Path) -> Offloader:
+def build_offload(config: Config, prefix_config: PrefixConfig, tier_configs: Sequence[tiers.Tier], cache: Cache, spec: ModelSpec, path: Path) -> Offloader:
     """The tiers below a cache of the model at `path`. Raises ValueError or OSError."""
     kv, shape = cache.kv, cache.spec
-    made = (c.weights, c.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
+    made = (config.weights, config.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
     # What computes decides the last bits: another processor, or another version of us, has other keys and values.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""
     who = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")
-    brand = xxh3_128(repr((made, isinstance(reused, SelectiveConfig), who)).encode())
-    if any(isinstance(t, disk.Tier) for t in chosen):  # outlives the process: other weights have others too
+    brand = xxh3_128(repr((made, isinstance(prefix_config, SelectiveConfig), who)).encode())
+    if any(isinstance(t, disk.Tier) for t in tier_configs):  # outlives the process: other weights have others too
         for file in [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]:
             with file.open("rb") as f:
                 while block := f.read(2**24):
                     brand.update(block)
-    return stores(reused, chosen, cache, spec, brand.digest())
+    return open_offload_tiers(prefix_config, tier_configs, cache, spec, brand.digest())
 
 
-def stores(reused: PrefixConfig, chosen: Sequence[tiers.Tier], cache: Cache, spec: ModelSpec, brand: bytes) -> Offloader:
+def open_offload_tiers(prefix_config: PrefixConfig, tier_configs: Sequence[tiers.Tier], cache: Cache, spec: ModelSpec, model_fingerprint: bytes) -> Offloader:
     """The same of a brand that is known. Memory is asked before disks; where only what is important is loaded, it keeps
     what was read.
     """
-    memory, probes, hot = [t for t in chosen if isinstance(t, ram.Tier)], None, None
-    if isinstance(reused, SelectiveConfig):
-        probes = ProbeConfig(reused.ratio, spec.scale, spec.num_kv_heads, cache.backend)
+    memory, probes, hot = [t for t in tier_configs if isinstance(t, ram.Tier)], None, None
+    if isinstance(prefix_config, SelectiveConfig):
+        probes = ProbeConfig(prefix_config.ratio, spec.scale, spec.num_kv_heads, cache.backend)
         hot = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
-        chosen = [t for t in chosen if t not in memory]
-        if not chosen:
+        tier_configs = [t for t in tier_configs if t not in memory]
+        if not tier_configs:
             raise ValueError("prefix=important loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
     elif memory and memory[0].evict == "worth":
         raise ValueError("evict=worth goes by what is important: it is for --prefix important")
-    opened = sorted((t.open() for t in chosen), key=lambda s: s.write_through)
-    return Offloader(opened, cache.kv, spec.num_kv_heads, brand, probes, hot)
+    opened = sorted((t.open() for t in tier_configs), key=lambda s: s.write_through)
+    return Offloader(opened, cache.kv, spec.num_kv_heads, model_fingerprint, probes, hot)

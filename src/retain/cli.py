@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retain.options import parser
+from retain.options import build_parser
 
 if TYPE_CHECKING:
-    from retain.answer import Answer
+    from retain.answer import RequestOutput
     from retain.engine.request import SamplingParams
     from retain.llm import LLM
 
-ENGINE = (
+ENGINE_ARGS = (
     *("dtype", "weights", "kv_policy", "speculate", "prefix", "tier", "kv_memory", "page_size", "step_tokens"),
     "context",
     "max_requests",
     "backend",
     "device",
 )
-LIMITS = ("queue", "per_key", "tokens", "choices", "body", "upload_s", "answer_s", "pin_s")
-SAMPLING = (
+LIMIT_ARGS = ("queue", "per_key", "tokens", "choices", "body", "upload_s", "answer_s", "pin_s")
+SAMPLING_ARGS = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "stop", "ignore_eos", "logprobs"),
 )
@@ -33,7 +33,7 @@ SAMPLING = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `retain` command."""
-    args = parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     # Threads that share a core wait for each other's time slice at every product: 100 times slower (docs/log.md).
     os.environ.setdefault("OMP_PROC_BIND", "true")
     try:
@@ -48,34 +48,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def chosen(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+def given_args(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     """Those of these options that were given."""
     return {n: getattr(args, n) for n in names if hasattr(args, n)}
 
 
-def load(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
+def load_llm(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
     """The engine and the parameters that a command asks for. Parameters are checked before the model is loaded."""
     from retain.engine.request import SamplingParams
 
     if not hasattr(args, "model"):
         raise ValueError("which model? --model takes smollm2, gemma3, a .gguf file, a Hugging Face folder, or a hub id")
-    params = SamplingParams(**chosen(args, SAMPLING))
+    params = SamplingParams(**given_args(args, SAMPLING_ARGS))
     from retain.llm import LLM
 
-    return LLM(args.model, progress=True, **chosen(args, ENGINE)), params
+    return LLM(args.model, progress=True, **given_args(args, ENGINE_ARGS)), params
 
 
 def run(args: argparse.Namespace) -> int:
     """`retain run`: stream one answer, or print it as JSON."""
     prompt = read_prompt(args)
-    llm, params = load(args)
+    llm, params = load_llm(args)
     ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
-    params = fit(llm, params, len(ids))
+    params = apply_default_max_tokens(llm, params, len(ids))
     if args.json:
         (answer,) = llm.generate([ids], params)
-        print(json.dumps(report(llm, answer), ensure_ascii=False))
+        print(json.dumps(to_json(llm, answer), ensure_ascii=False))
     else:
-        closing_line(show(llm, ids, params))
+        print_stats(stream_to_stdout(llm, ids, params))
     llm.close()
     return 0
 
@@ -83,28 +83,28 @@ def run(args: argparse.Namespace) -> int:
 def chat(args: argparse.Namespace) -> int:
     """`retain chat`: read a line, stream the answer, remember both. An empty line or Ctrl-D ends it."""
     if args.url:
-        return chat_with(args)
-    llm, params = load(args)
+        return chat_with_server(args)
+    llm, params = load_llm(args)
 
     def answer(messages: list[dict[str, str]]) -> str:
         ids = llm.tokenizer.encode_chat(messages)
-        answer = show(llm, ids, fit(llm, params, len(ids)))
-        closing_line(answer)
+        answer = stream_to_stdout(llm, ids, apply_default_max_tokens(llm, params, len(ids)))
+        print_stats(answer)
         return answer.text
 
-    converse(args.system, answer)
+    chat_loop(args.system, answer)
     llm.close()
     return 0
 
 
-def chat_with(args: argparse.Namespace) -> int:
+def chat_with_server(args: argparse.Namespace) -> int:
     """The same with a server."""
     from retain.client import Client
 
-    asked = (*SAMPLING, "kv_policy", "speculate")
-    if wrong := [name for name in ENGINE if hasattr(args, name) and name not in asked]:
+    asked = (*SAMPLING_ARGS, "kv_policy", "speculate")
+    if wrong := [name for name in ENGINE_ARGS if hasattr(args, name) and name not in asked]:
         raise ValueError(f"--{wrong[0].replace('_', '-')} is the server's to choose, not for --url")
-    client, options = Client(args.url, getattr(args, "model", None)), chosen(args, asked)
+    client, options = Client(args.url, getattr(args, "model", None)), given_args(args, asked)
 
     def answer(messages: list[dict[str, str]]) -> str:
         pieces = []
@@ -114,11 +114,11 @@ def chat_with(args: argparse.Namespace) -> int:
         print(flush=True)
         return "".join(pieces)
 
-    converse(args.system, answer)
+    chat_loop(args.system, answer)
     return 0
 
 
-def converse(system: str | None, answer: Callable[[list[dict[str, str]]], str]) -> None:
+def chat_loop(system: str | None, generate_reply: Callable[[list[dict[str, str]]], str]) -> None:
     """Line by line, until an empty one or the end."""
     messages = [{"role": "system", "content": system}] if system else []
     while True:
@@ -129,7 +129,7 @@ def converse(system: str | None, answer: Callable[[list[dict[str, str]]], str]) 
         if not line.strip():
             return
         messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": answer(messages)})
+        messages.append({"role": "assistant", "content": generate_reply(messages)})
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -149,14 +149,14 @@ def serve(args: argparse.Namespace) -> int:
         port=args.port,
         name=args.name or Path(args.model).stem,
         keys=keys.read(Path(args.api_keys) if args.api_keys else None, os.environ),
-        limits=Limits(**chosen(args, LIMITS)),
+        limits=Limits(**given_args(args, LIMIT_ARGS)),
         cors=args.cors or (),
         drafters=list(dict.fromkeys([*(args.drafter or []), "ngram", "self"])),
         inspect=args.inspect,
         metrics_prefix=args.metrics_prefix,
         drain_s=args.drain_s,
     )
-    serve(lambda: load(args)[0], place)
+    serve(lambda: load_llm(args)[0], place)
     return 0
 
 
@@ -164,7 +164,7 @@ def bench(args: argparse.Namespace) -> int:
     """`retain bench ...`."""
     from retain.bench import commands
 
-    return commands.bench(args, lambda: load(args)[0])
+    return commands.run_bench(args, lambda: load_llm(args)[0])
 
 
 def cache(args: argparse.Namespace) -> int:
@@ -190,58 +190,58 @@ def read_prompt(args: argparse.Namespace) -> str:
         raise ValueError(f"{name} is not UTF-8 text: byte {error.start} is not") from None
 
 
-def fit(llm: LLM, params: SamplingParams, prompt: int) -> SamplingParams:
+def apply_default_max_tokens(llm: LLM, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
     """Where nobody said how long the answer may be: 512 tokens, or what the context leaves."""
     from dataclasses import replace
 
     if params.max_tokens is not None:
         return params
-    return replace(params, max_tokens=max(1, min(512, llm.longest_answer(prompt))))
+    return replace(params, max_tokens=max(1, min(512, llm.max_output_tokens(num_prompt_tokens))))
 
 
-def show(llm: LLM, ids: list[int], params: SamplingParams) -> Answer:
+def stream_to_stdout(llm: LLM, ids: list[int], params: SamplingParams) -> RequestOutput:
     """Print an answer as it comes."""
     for piece in llm.stream(ids, params):
         print(piece.text, end="", flush=True)
-        if piece.answer:
+        if piece.output:
             print(flush=True)
-            return piece.answer
+            return piece.output
     raise AssertionError("a stream ends with an answer")
 
 
-def closing_line(answer: Answer) -> None:
+def print_stats(output: RequestOutput) -> None:
     """What it cost, for people: on stderr."""
-    kv = answer.kv
+    kv = output.kv
     print(
-        f"[{len(answer.token_ids)} tokens, {answer.decode_tok_s:.1f} tokens/s, first after {answer.ttft_s:.2f} s; "
+        f"[{len(output.token_ids)} tokens, {output.decode_tok_s:.1f} tokens/s, first after {output.ttft_s:.2f} s; "
         f"KV {kv['bytes_peak'] / 2**20:.1f} MiB, full would be {kv['bytes_if_full'] / 2**20:.1f}]",
         file=sys.stderr,
     )
 
 
-def report(llm: LLM, answer: Answer) -> dict[str, Any]:
+def to_json(llm: LLM, output: RequestOutput) -> dict[str, Any]:
     """The object of `retain run --json`."""
     out: dict[str, Any] = {
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.why,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
         "usage": {
-            "prompt_tokens": answer.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
-            "completion_tokens": len(answer.token_ids),
-            "total_tokens": answer.prompt_tokens + len(answer.token_ids),
+            "prompt_tokens": output.prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
+            "completion_tokens": len(output.token_ids),
+            "total_tokens": output.prompt_tokens + len(output.token_ids),
         },
         "timings": {
             "load_s": round(llm.load_s, 4),
-            "ttft_s": round(answer.ttft_s, 4),
-            "decode_tok_s": round(answer.decode_tok_s, 2),
+            "ttft_s": round(output.ttft_s, 4),
+            "decode_tok_s": round(output.decode_tok_s, 2),
         },
-        "kv": answer.kv,
+        "kv": output.kv,
     }
-    if answer.speculate:
-        out["speculate"] = answer.speculate
-    if answer.logprobs:
-        out["logprobs"] = [{"token": p.token_id, "logprob": p.logprob, "top": p.top_logprobs} for p in answer.logprobs]
+    if output.speculate:
+        out["speculate"] = output.speculate
+    if output.logprobs:
+        out["logprobs"] = [{"token": p.token_id, "logprob": p.logprob, "top": p.top_logprobs} for p in output.logprobs]
     return out
 
 

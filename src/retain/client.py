@@ -22,10 +22,10 @@ class Client:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is no address: it begins with http:// or https://")
         self.url = url.rstrip("/")
-        self.model = model or self._first()
+        self.model = model or self._first_model()
 
-    def _first(self) -> str:
-        with self._open("/models", None) as said:
+    def _first_model(self) -> str:
+        with self._send_request("/models", None) as said:
             try:
                 return str(json.load(said)["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
@@ -34,25 +34,25 @@ class Client:
     def stream(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> Iterator[str]:
         """The answer to a conversation, piece by piece. Raises ValueError for what the server refuses."""
         body = {"model": self.model, "messages": list(messages), "stream": True, **options}
-        with self._open("/chat/completions", body) as said:
+        with self._send_request("/chat/completions", body) as said:
             for line in said:
                 if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
-                    raise ValueError(f"{self.url}: {_message(event)}")
+                    raise ValueError(f"{self.url}: {_error_message(event)}")
                 for choice in event.get("choices", ()):
                     yield choice["delta"].get("content") or ""
 
-    def _open(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _send_request(self, path: str, body: Mapping[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} | _key()
+        headers = {"Content-Type": "application/json"} | _auth_headers()
         request = urllib.request.Request(self.url + path, data, headers)
         try:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
             try:
-                said = _message(json.load(error))
+                said = _error_message(json.load(error))
             except (ValueError, LookupError, TypeError):
                 said = error.reason
             raise ValueError(f"{self.url}: {said}") from None
@@ -60,10 +60,10 @@ class Client:
             raise ValueError(f"{self.url}: {getattr(error, 'reason', error)}") from None
 
 
-def _message(body: Mapping[str, Any]) -> str:
+def _error_message(body: Mapping[str, Any]) -> str:
     return str(body["error"]["message"])
 
 
-def _key() -> dict[str, str]:
+def _auth_headers() -> dict[str, str]:
     key = os.environ.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}

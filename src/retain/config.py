@@ -27,14 +27,14 @@ class Config:
     dtype: str = "bfloat16"  # or float32, the mode in which equalities are tested
     weights: str = "auto"  # of matrices: as the file has them; or bf16, int8, int4
     kv_policy: str = "full"  # of layers that see everything; sliding layers are rings always
-    prefix: str = "exact"  # what requests leave to others: all, exact:keep=prompt, or off (docs/prefix.md)
+    prefix_cache: str = "exact"  # what requests leave to others: all, exact:keep=prompt, or off (docs/prefix.md)
     tier: str | tuple[str, ...] = ()  # where pages sleep: ram:capacity=4GiB, disk:path=DIR,capacity=50GiB
     speculate: str | None = None  # who drafts: ngram, draft:weights=int4, self (docs/speculation.md)
     kv_memory: int | None = None  # hard cap of the pool
     page_size: int = 64  # slots of a page
-    max_requests: int = 64  # running at once
-    step_tokens: int = 512  # fresh tokens of a step, at most
-    context: int | None = None  # shorter than the model's own, to plan for less
+    max_running_requests: int = 64  # running at once
+    max_batched_tokens: int = 512  # fresh tokens of a step, at most
+    max_model_len: int | None = None  # shorter than the model's own, to plan for less
     backend: str = "auto"
     device: str = "auto"  # cpu or cuda
 
@@ -48,24 +48,24 @@ class Config:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.page_size % 16:
             raise ValueError(f"page_size must be a multiple of 16, not {self.page_size}")
-        if self.step_tokens <= self.max_requests:
+        if self.max_batched_tokens <= self.max_running_requests:
             raise ValueError(
-                f"step_tokens ({self.step_tokens}) must exceed max_requests ({self.max_requests}), "
+                f"step_tokens ({self.max_batched_tokens}) must exceed max_requests ({self.max_running_requests}), "
                 "or prompts would starve"
             )
 
 
-def affordable_memory(whole: int, gpu: int | None = None) -> int:
+def default_kv_memory(max_request_bytes: int, free_gpu_memory: int | None = None) -> int:
     """The pool's cap where none is chosen, in bytes. On a GPU 85 % of the memory that is free there, `gpu`: steps want
     some, and recorded ones keep it.
 
     On a CPU 4 GiB, or `whole` (one request of the longest context) where that is more, but at most half of the memory
     that is free now; K and V cost nothing there until they are written.
     """
-    if gpu is not None:
-        return int(0.85 * gpu)
+    if free_gpu_memory is not None:
+        return int(0.85 * free_gpu_memory)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(free // 2, max(4 * 2**30, whole))
+    return min(free // 2, max(4 * 2**30, max_request_bytes))
 
 
 def check_weights(weights: str, dtype: str) -> None:
@@ -76,13 +76,13 @@ def check_weights(weights: str, dtype: str) -> None:
         raise ValueError(f"weights {weights!r} contradicts dtype float32, which means float32 everywhere")
 
 
-def one_of(name: str, value: str, *allowed: str) -> None:
+def check_choice(name: str, value: str, *allowed: str) -> None:
     """Raise ValueError where `value` is not allowed."""
     if value not in allowed:
         raise ValueError(f"{name} is {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
 
 
-def size(text: str | int) -> int:
+def parse_size(text: str | int) -> int:
     """Bytes: 1048576, "512MiB", "2GB". Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
     if not match or match[2] not in UNITS:
@@ -90,14 +90,14 @@ def size(text: str | int) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def choice(text: str) -> tuple[str, dict[str, str]]:
+def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     """`ring:window=512,x=y` -> ("ring", {"window": "512", "x": "y"}). Raises ValueError."""
-    name, _, rest = text.partition(":")
+    name, _, rest = spec.partition(":")
     options: dict[str, str] = {}
     for part in filter(None, rest.split(",")):
         key, equals, value = (s.strip() for s in part.partition("="))
         if not (key and equals and value) or key in options:
-            raise ValueError(f"{text!r}: {part!r} should be key=value, each key once")
+            raise ValueError(f"{spec!r}: {part!r} should be key=value, each key once")
         options[key] = value
     return name.strip(), options
 
@@ -107,66 +107,66 @@ class Amount:
     """So many tokens, or a share of something: 1024 or 50%."""
 
     tokens: int | None = None
-    share: float = 0.0
+    fraction: float = 0.0
 
-    def of(self, whole: int) -> int:
+    def resolve(self, total: int) -> int:
         """In tokens."""
-        return int(self.share * whole) if self.tokens is None else self.tokens
+        return int(self.fraction * total) if self.tokens is None else self.tokens
 
     def __str__(self) -> str:
-        return f"{100 * self.share:g}%" if self.tokens is None else str(self.tokens)
+        return f"{100 * self.fraction:g}%" if self.tokens is None else str(self.tokens)
 
 
-def amount(text: str) -> Amount:
+def parse_amount(text: str) -> Amount:
     """ "1024" or "50%". Raises ValueError."""
     if text.endswith("%"):
         share = float(text[:-1]) / 100
         if not 0 < share <= 1:
             raise ValueError(f"{text} is not between 0 and 100%")
-        return Amount(share=share)
-    if not 1 <= int(text) <= MOST:
-        raise ValueError(f"{text} is not from 1 to {MOST}")
+        return Amount(fraction=share)
+    if not 1 <= int(text) <= MAX_COUNT:
+        raise ValueError(f"{text} is not from 1 to {MAX_COUNT}")
     return Amount(tokens=int(text))
 
 
 Size = int  # bytes; as a text it has units
 
-MOST = 2**28  # of what is counted: sums of a few stay in 32 bits
+MAX_COUNT = 2**28  # of what is counted: sums of a few stay in 32 bits
 
 
-def _bounded(text: str) -> int:
-    if not -MOST <= int(text) <= MOST:
+def _parse_bounded_int(text: str) -> int:
+    if not -MAX_COUNT <= int(text) <= MAX_COUNT:
         raise ValueError(text)
     return int(text)
 
 
-def _finite(text: str) -> float:
+def _parse_finite_float(text: str) -> float:
     if not math.isfinite(float(text)):
         raise ValueError(text)
     return float(text)
 
 
-KINDS: dict[str, Callable[[str], Any]] = {"int": _bounded, "float": _finite, "Amount": amount, "Size": size}
+PARSERS: dict[str, Callable[[str], Any]] = {"int": _parse_bounded_int, "float": _parse_finite_float, "Amount": parse_amount, "Size": parse_size}
 
 
-def options(cls: type, name: str, given: dict[str, str]) -> Any:
+def from_strings(cls: type, name: str, strings: dict[str, str]) -> Any:
     """An instance of a dataclass of int, float, str and Amount (or None) fields from texts.
 
     Raises ValueError with what is allowed.
     """
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
     values: dict[str, Any] = {}
-    for key, text in given.items():
+    for key, text in strings.items():
         if key not in fields:
             raise ValueError(f"{name} has no option {key!r}: it takes {', '.join(fields) or 'none'}")
-        kind = KINDS.get(str(fields[key].type).removesuffix(" | None"), str)
+        kind = PARSERS.get(str(fields[key].type).removesuffix(" | None"), str)
         try:
             values[key] = kind(text)
         except ValueError as error:
-            if kind is size:
+            if kind is parse_size:
                 raise ValueError(f"{name}: {key}={error}") from None
             raise ValueError(
-                f"{name}: {key}={text!r} should be a number{' or a percentage' if kind is amount else ''}"
+                f"{name}: {key}={text!r} should be a number{' or a percentage' if kind is parse_amount else ''}"
             ) from None
     missing = [f.name for f in fields.values() if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
@@ -174,17 +174,17 @@ def options(cls: type, name: str, given: dict[str, str]) -> Any:
     return cls(**values)
 
 
-def files(package: str) -> list[str]:
+def plugin_names(package: str) -> list[str]:
     """The modules of a package whose files are named as what they define is chosen."""
     return sorted(m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__))
 
 
-def named(package: str, cls: str, kind: str, text: str) -> Any:
+def load_plugin(package: str, class_name: str, kind: str, spec: str) -> Any:
     """What a text such as `name:key=value` names: the class `cls` of the module of that name, with its options.
 
     Raises ValueError with what is allowed; `kind` is what people call it.
     """
-    name, given = choice(text)
-    if name not in files(package):
-        raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(files(package))}")
-    return options(getattr(importlib.import_module(f"{package}.{name}"), cls), name, given)
+    name, given = parse_spec(spec)
+    if name not in plugin_names(package):
+        raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(plugin_names(package))}")
+    return from_strings(getattr(importlib.import_module(f"{package}.{name}"), class_name), name, given)

@@ -6,10 +6,10 @@ import argparse
 from functools import partial
 from typing import NoReturn
 
-from retain.config import size
+from retain.config import parse_size
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -17,13 +17,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def parser() -> Parser:
+def build_parser() -> CommandParser:
     """Every command and option. An option that is not given is absent, so that defaults live in one place."""
-    top = Parser(
+    top = CommandParser(
         prog="retain", description="An LLM inference engine whose subject is the KV cache.", allow_abbrev=False
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="run | chat | serve | bench | cache")
-    shared = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    shared = CommandParser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     shared.add_argument(
         "--model", help="smollm2, gemma3, a .gguf file, a Hugging Face folder, a hub id, or random:SHAPE"
     )
@@ -62,7 +62,7 @@ def parser() -> Parser:
         "--context", type=int, metavar="N", help="plan for texts of at most N tokens (default: the model's)"
     )
     shared.add_argument("--backend", help="kernels: auto (default), cpu, triton or reference")
-    drawing = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    drawing = CommandParser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     drawing.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default 512, or what fits)")
     drawing.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default 1)")
     drawing.add_argument("--top-k", type=int, metavar="N")
@@ -164,7 +164,7 @@ def parser() -> Parser:
     limit("--per-key", type=int, metavar="N", help="answers of one key at once (default: as many as there are)")
     limit("--tokens", type=int, metavar="N", help="of an answer at most (default: to the end of the context)")
     limit("--choices", type=int, metavar="N", help="answers of one call, prompts times n (default 16)")
-    limit("--body", type=_size, metavar="SIZE", help="of a call (default 8MiB)")
+    limit("--body", type=_size_arg, metavar="SIZE", help="of a call (default 8MiB)")
     limit("--upload-s", type=float, metavar="S", help="for a call to come (default 30)")
     limit("--answer-s", type=float, metavar="S", help="for an answer, from its call to its end (default 600)")
     limit("--pin-s", type=float, metavar="S", help="a prompt may be pinned for (default 3600)")
@@ -178,8 +178,8 @@ def parser() -> Parser:
     return top
 
 
-def _size(text: str) -> int:
+def _size_arg(text: str) -> int:
     try:
-        return size(text)
+        return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

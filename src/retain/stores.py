@@ -11,14 +11,14 @@ from typing import Any
 from retain.kv.ledger import list_spans
 from retain.kv.tiers.disk import DiskStore, Tier
 
-AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def ls(path: Path, as_json: bool) -> int:
     """A line for each span, the last used first; also while an engine uses the store."""
-    lines = list(_lines(path))
+    lines = list(_iter_records(path))
     for line in lines:
-        print(json.dumps(line) if as_json else _text(line))
+        print(json.dumps(line) if as_json else _format_record(line))
     if not as_json:
         size = sum(line["bytes"] for line in lines)
         print(f"{len(lines)} spans, {size / 2**20:.1f} MiB, wanted {sum(line['hits'] - 1 for line in lines)} times")
@@ -27,7 +27,7 @@ def ls(path: Path, as_json: bool) -> int:
 
 def verify(path: Path) -> int:
     """Read everything. What is damaged is removed, and the exit code is 1."""
-    store = _open(path)
+    store = _open_store(path)
     spans, size = len(store.span_index.spans), store.span_index.used_bytes
     store.verify()
     bad = store.counts["damaged"]
@@ -38,7 +38,7 @@ def verify(path: Path) -> int:
 
 def clear(path: Path) -> int:
     """Remove everything."""
-    store = _open(path)
+    store = _open_store(path)
     print(f"removed {len(store.span_index.spans)} spans, {store.span_index.used_bytes / 2**20:.1f} MiB")
     store.clear()
     store.close()
@@ -47,18 +47,18 @@ def clear(path: Path) -> int:
     return 0
 
 
-def _open(path: Path) -> DiskStore:
-    _there(path)
+def _open_store(path: Path) -> DiskStore:
+    _check_store_exists(path)
     return Tier(str(path), capacity=2**62).open()
 
 
-def _there(path: Path) -> None:
+def _check_store_exists(path: Path) -> None:
     if not (path / "index.db").is_file():
         raise ValueError(f"there is no store at {path}")
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    _there(path)
+def _iter_records(path: Path) -> Iterator[dict[str, Any]]:
+    _check_store_exists(path)
     now = time()
     for span in list_spans(path):
         yield {
@@ -73,13 +73,13 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-def _text(line: dict[str, Any]) -> str:
-    begin, end = line["first_page"], line["first_page"] + line["pages"]
-    pages = f"pages {begin}-{end - 1}" if line["kind"] == "text" else f"windows at {begin}"
-    ages = f"made {_ago(line['age_s'])}, used {_ago(line['unused_s'])}"
-    return f"{line['span']:>6}  {pages:<18} {line['bytes'] / 2**20:8.1f} MiB  {line['hits']:>5} hits  {ages}"
+def _format_record(record: dict[str, Any]) -> str:
+    begin, end = record["first_page"], record["first_page"] + record["pages"]
+    pages = f"pages {begin}-{end - 1}" if record["kind"] == "text" else f"windows at {begin}"
+    ages = f"made {_format_age(record['age_s'])}, used {_format_age(record['unused_s'])}"
+    return f"{record['span']:>6}  {pages:<18} {record['bytes'] / 2**20:8.1f} MiB  {record['hits']:>5} hits  {ages}"
 
 
-def _ago(seconds: float) -> str:
-    unit, n = next((u for u in AGES if seconds >= u[1]), AGES[-1])
+def _format_age(seconds: float) -> str:
+    unit, n = next((u for u in AGE_UNITS if seconds >= u[1]), AGE_UNITS[-1])
     return f"{seconds / n:.0f} {unit} ago"

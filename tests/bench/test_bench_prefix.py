@@ -27,7 +27,7 @@ FILES = {
 }
 
 
-def test_every_workload_has_both_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_workload_and_method_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, rows in FILES.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     asked = ["bench", "prefix", "--model", "smollm2", "--data", str(tmp_path), "--items", "3", "--shared", "150"]

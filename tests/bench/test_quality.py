@@ -47,21 +47,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", tasks.names())
-def test_a_budget_that_holds_everything_costs_nothing(llm: LLM, data: Path, name: str) -> None:
+@pytest.mark.parametrize("name", tasks.task_names())
+def test_budget_covering_everything_equals_full(llm: LLM, data: Path, name: str) -> None:
     chosen = ["h2o:budget=4096", "window:budget=40%"]
-    (results,) = quality.run(llm, quality.Asked([tasks.load(name)], data, 7, 300), chosen, None)
-    assert len({len(rows) for rows in results.rows.values()}) == 1
+    (results,) = quality.run(llm, quality.QualityBenchConfig([tasks.load_task(name)], data, 7, 300), chosen, None)
+    assert len({len(rows) for rows in results.item_metrics.values()}) == 1
     for metric in results.metrics:
-        same, full = results.values(chosen[0], metric)
-        less, _ = results.values(chosen[1], metric)
+        same, full = results.paired_values(chosen[0], metric)
+        less, _ = results.paired_values(chosen[1], metric)
         assert len(full) and same == pytest.approx(full, abs=5e-3)
         if metric == "kl":
             assert full == pytest.approx(0) and (less > 0.05).all()
-    assert all(policy in quality.table(results) for policy in ("full", *chosen))
+    assert all(policy in quality.format_table(results) for policy in ("full", *chosen))
 
 
-def test_every_number_and_picture_is_written(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_plots_are_written(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     asked = ["bench", "quality", "--model", "smollm2", "--data", str(data), "--items", "2", "--out", str(out), "--json"]
     assert cli.main([*asked, "--policies", "window h2o ring:window=90", "--budgets", "50%,25%", "--kept"]) == 0
@@ -95,7 +95,7 @@ def test_every_number_and_picture_is_written(data: Path, tmp_path: Path, capsys:
         ["--tasks", "summarize", "--longest", "2"],
     ],
 )
-def test_bad_questions_are_refused_in_one_line(
+def test_bad_input_prints_one_line(
     data: Path, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["bench", "quality", "--model", "smollm2", "--data", str(data), *options]
@@ -104,34 +104,34 @@ def test_bad_questions_are_refused_in_one_line(
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=40))
-def test_an_interval_lies_among_the_differences(differences: list[float]) -> None:
+def test_bootstrap_interval_lies_within_differences(differences: list[float]) -> None:
     x = np.array(differences)
-    lo, hi = quality.bootstrap(x, 200)
+    lo, hi = quality.bootstrap_interval(x, 200)
     assert x.min() - 1e-9 <= lo <= hi <= x.max() + 1e-9
 
 
-def test_an_interval_covers_the_truth_as_often_as_it_says() -> None:
+def test_bootstrap_interval_has_nominal_coverage() -> None:
     rng = np.random.default_rng(1)
-    drawn = [quality.bootstrap(rng.normal(3, 1, 60), 400) for _ in range(200)]
+    drawn = [quality.bootstrap_interval(rng.normal(3, 1, 60), 400) for _ in range(200)]
     assert 0.88 <= np.mean([lo <= 3 <= hi for lo, hi in drawn]) <= 0.99
 
 
-def test_percentages_of_a_text_become_tokens() -> None:
-    assert quality.choose("h2o", "50") == ["h2o:budget=50"]
-    assert tasks.of_tokens("h2o:budget=25%,recent=10", 4000) == "h2o:budget=1000,recent=10"
-    assert tasks.of_tokens("full", 4000) == "full" and tasks.of_tokens("h2o:budget=25%", 0) == "h2o:budget=25%"
+def test_percentage_budgets_become_absolute() -> None:
+    assert quality.expand_policies("h2o", "50") == ["h2o:budget=50"]
+    assert tasks.absolute_budget("h2o:budget=25%,recent=10", 4000) == "h2o:budget=1000,recent=10"
+    assert tasks.absolute_budget("full", 4000) == "full" and tasks.absolute_budget("h2o:budget=25%", 0) == "h2o:budget=25%"
 
 
-def test_kept_tokens_are_those_of_the_policy(llm: LLM, tmp_path: Path) -> None:
+def test_kept_positions_follow_the_policy(llm: LLM, tmp_path: Path) -> None:
     ids = llm.encode(STORY * 8)
-    n, kept = len(ids), llm.kept(ids, "sinks:budget=40")
+    n, kept = len(ids), llm.kept_positions(ids, "sinks:budget=40")
     assert kept == [[[0, 1, 2, 3, *range(n - 36, n)]] * 3] * 30
-    assert llm.kept(ids, "full") == [[list(range(n))] * 3] * 30
+    assert llm.kept_positions(ids, "full") == [[list(range(n))] * 3] * 30
     assert llm.cache.free_pages == llm.cache.total_pages
-    assert len(plots.kept({"sinks": kept}, n, tmp_path)) == 2
+    assert len(plots.plot_kept_positions({"sinks": kept}, n, tmp_path)) == 2
 
 
-def test_the_harness_scores_and_writes_as_the_engine_does(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_eval_adapter_equals_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval itself is not needed: only its base class is stood in for."""
     module = types.ModuleType("lm_eval.api.model")
     module.LM = object  # type: ignore[attr-defined]
@@ -139,10 +139,10 @@ def test_the_harness_scores_and_writes_as_the_engine_does(llm: LLM, monkeypatch:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", module)
     monkeypatch.delitem(sys.modules, "retain.bench.harness", raising=False)
-    from retain.bench.harness import Harness
+    from retain.bench.harness import RetainLM
 
     policy = "h2o:budget=20"
-    harness = Harness(llm, policy, batch=2)
+    harness = RetainLM(llm, policy, batch_size=2)
     asked = [types.SimpleNamespace(args=(STORY, end)) for end in ("He slept.", "Soon it rained.", "Stop")]
     greedy = SamplingParams(max_tokens=5, temperature=0)
     said = llm.generate(STORY.rstrip(), greedy, policy)[0].token_ids
@@ -160,25 +160,25 @@ def test_the_harness_scores_and_writes_as_the_engine_does(llm: LLM, monkeypatch:
     assert text == llm.generate(STORY, greedy, policy)[0].text
 
 
-def test_records_that_are_not_what_they_should_be_are_named(
+def test_malformed_records_are_reported(
     llm: LLM, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "copa.jsonl").write_text("{}\n" * 9)
     with pytest.raises(ValueError, match=r"choice: a record in .* has no 'question'"):
-        quality.Asked([tasks.load("choice")], tmp_path, 3, 300).items(llm, tasks.load("choice"))
+        quality.QualityBenchConfig([tasks.load_task("choice")], tmp_path, 3, 300).load_items(llm, tasks.load_task("choice"))
     (tmp_path / "books.jsonl").write_text("{")
     with pytest.raises(ValueError):
-        quality.Asked([tasks.load("perplexity")], tmp_path, 3, 300).items(llm, tasks.load("perplexity"))
-    assert len(quality.Asked([tasks.load("choice")], data, 10**4, 300).items(llm, tasks.load("choice"))) == 18
+        quality.QualityBenchConfig([tasks.load_task("perplexity")], tmp_path, 3, 300).load_items(llm, tasks.load_task("perplexity"))
+    assert len(quality.QualityBenchConfig([tasks.load_task("choice")], data, 10**4, 300).load_items(llm, tasks.load_task("choice"))) == 18
 
 
-def test_budgets_are_timed(llm: LLM) -> None:
+def test_budget_benchmarks_run(llm: LLM) -> None:
     names = ["full", "h2o:budget=50%", "h2o:budget=90"]
-    times = budget.side_by_side(llm, names, prompt=100, batch=2, steps=20)
+    times = budget.time_side_by_side(llm, names, prompt_len=100, batch_size=2, num_steps=20)
     assert [len(t) for t in times] == [20] * 3 and all(t > 0 for each in times for t in each)
     assert llm.cache.free_pages == llm.cache.total_pages
     assert cli.main(["bench", "budget", "--model", "smollm2", "--parts", "colour"]) == 2
     assert cli.main(["bench", "budget", "--model", "smollm2", "--kv-policy", "full"]) == 2
-    lines = list(budget.throughput(llm, prompt=100, new=8, n=5))
+    lines = list(budget.measure_throughput(llm, prompt_len=100, output_len=8, num_requests=5))
     assert lines[0]["policy"] == "full" and all(line["tok_s"] > 0 for line in lines)
     assert llm.cache.free_pages == llm.cache.total_pages

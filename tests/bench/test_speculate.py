@@ -29,7 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_workload_and_drafter_has_a_line_and_says_what_plain_says(
+def test_every_workload_and_drafter_has_a_line_equal_to_plain(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["ngram:k=1,min=1", "ngram:k=3,min=1", "self:k=2,budget=64,weights=int4"]
@@ -49,7 +49,7 @@ def test_every_workload_and_drafter_has_a_line_and_says_what_plain_says(
     assert {p.name for p in tmp_path.glob("*.png")} == {"speculate-k.png", "speculate-context.png"}
 
 
-def test_an_answer_says_what_became_of_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_has_speculation_stats(capsys: pytest.CaptureFixture[str]) -> None:
     llm = LLM("smollm2", speculate="ngram:k=4,min=1")
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     answer = llm.generate(STORY, params)[0]
@@ -74,20 +74,20 @@ def test_an_answer_says_what_became_of_drafts(capsys: pytest.CaptureFixture[str]
         ("ngram:n=3", "has no option 'n'"),
     ],
 )
-def test_bad_drafters_are_refused_in_one_line(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_drafter_specs_print_one_line(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "Hello", "--model", "smollm2", "--speculate", option]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error
 
 
 @pytest.mark.parametrize("name", ["budget", "quality"])
-def test_benches_that_draft_nothing_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benches_without_drafting_reject_speculate(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", name, "--model", "smollm2", "--speculate", "ngram"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "--speculate is for bench speed" in error
 
 
-def test_bench_speculate_refuses_what_it_would_ignore(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_speculate_rejects_bad_options(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["bench", "speculate", "--model", "smollm2", "--data", str(data)]
     for more, said in (
         (["--speculate", "ngram"], "--drafters"),

@@ -5,25 +5,25 @@ import math
 import pytest
 
 from retain.engine.request import SamplingParams, FinishReason
-from tests.rig import GREEDY, alone, prompts, request, rig, run
+from tests.rig import GREEDY, run_alone, random_prompts, make_request, make_engine, run_to_completion
 
 
 def test_a_request_ends_at_a_stop_token_at_its_length_or_when_its_watcher_says_so():
-    prompt = prompts(1)[0]
-    free = alone("llama", prompt, 12)
+    prompt = random_prompts(1)[0]
+    free = run_alone("llama", prompt, 12)
     token = free[5]
     first = free.index(token)
-    stopped = request(prompt)
+    stopped = make_request(prompt)
     stopped.stop_ids = frozenset({token})
-    watched = request(prompt)
+    watched = make_request(prompt)
     watched.token_callback = lambda t: t == token
-    whole = request(prompt)
-    assert run(rig("llama"), [stopped, watched, whole]) == [free[: first + 1], free[: first + 1], free]
+    whole = make_request(prompt)
+    assert run_to_completion(make_engine("llama"), [stopped, watched, whole]) == [free[: first + 1], free[: first + 1], free]
     assert [r.finish_reason for r in (stopped, watched, whole)] == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
 
 
 def test_cancelling_frees_the_pages_now_and_disturbs_nobody():
-    engine, (a, b, c) = rig("llama", n_rows=2), [request(p, 20) for p in prompts(3)]
+    engine, (a, b, c) = make_engine("llama", max_running_requests=2), [make_request(p, 20) for p in random_prompts(3)]
     for r in (a, b, c):
         engine.add(r)
     for _ in range(3):
@@ -37,21 +37,21 @@ def test_cancelling_frees_the_pages_now_and_disturbs_nobody():
         engine.step()
         engine.cache.check()
     assert [r.finish_reason for r in (a, b, c)] == [FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.CANCELLED]
-    assert b.output_tokens == alone("llama", b.prompt, 20) and c.output_tokens == []
+    assert b.output_tokens == run_alone("llama", b.prompt, 20) and c.output_tokens == []
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once():
-    engine = rig("llama", pages=36)  # 3 layers of 2 heads: 6 page lists, so 96 tokens
+    engine = make_engine("llama", num_pages=36)  # 3 layers of 2 heads: 6 page lists, so 96 tokens
     with pytest.raises(ValueError, match="needs 42 pages of KV memory and the pool has 36"):
-        engine.add(request([1] * 80, 18))
+        engine.add(make_request([1] * 80, 18))
     assert not engine.has_unfinished_requests
-    (answer,) = run(engine, [request([1] * 80, 17)])
+    (answer,) = run_to_completion(engine, [make_request([1] * 80, 17)])
     assert len(answer) == 17
 
 
 def test_one_token_steps_go_on_while_a_long_prompt_is_paid():
-    engine = rig("llama", step_tokens=65)
-    short, long = request([1, 2, 3], 40), request(prompts(1, longest=9)[0] * 40, 5)
+    engine = make_engine("llama", max_batched_tokens=65)
+    short, long = make_request([1, 2, 3], 40), make_request(random_prompts(1, max_prompt_len=9)[0] * 40, 5)
     engine.add(short)
     engine.step()
     engine.add(long)
@@ -62,8 +62,8 @@ def test_one_token_steps_go_on_while_a_long_prompt_is_paid():
 
 
 def test_the_oldest_always_gets_on_and_the_queue_is_served_in_order():
-    engine = rig("llama", pages=80, backend="cpu")
-    asked = [request(p, 40) for p in prompts(12, seed=4, longest=90)]
+    engine = make_engine("llama", num_pages=80, backend="cpu")
+    asked = [make_request(p, 40) for p in random_prompts(12, seed=4, max_prompt_len=90)]
     ended = []
     for r in asked:
         engine.add(r)

@@ -8,12 +8,12 @@ import pytest
 
 from retain.engine.pace import LinearFit, DraftLengthController
 from retain.engine.request import Request
-from tests.rig import request
+from tests.rig import make_request
 
 
 def play(alpha: float, draft: float, token: float, n: int, B: int = 1, noise: float = 0.05) -> tuple[float, list[int]]:
     """Times as fast as plain decoding over n rounds, and the most drafts of each; a plain step takes 1."""
-    rng, pace, requests = random.Random(1), DraftLengthController(8), [request([1]) for _ in range(B)]
+    rng, pace, requests = random.Random(1), DraftLengthController(8), [make_request([1]) for _ in range(B)]
     seconds, tokens, chosen = 0.0, 0, []
     for _ in range(n):
         ks = [k for _, k in pace.choose_lengths([(r, 8) for r in requests])]
@@ -52,7 +52,7 @@ def test_it_comes_near_the_best_fixed_number_and_never_falls_far_below_plain(
 
 
 def test_requests_are_judged_apart() -> None:
-    pace, lucky, unlucky = DraftLengthController(8), request([1]), request([2])
+    pace, lucky, unlucky = DraftLengthController(8), make_request([1]), make_request([2])
     for _ in range(200):
         asked = pace.choose_lengths([(lucky, 8), (unlucky, 8)])
         ks = {id(r): k for r, k in asked}
@@ -69,7 +69,7 @@ def _last(pace: DraftLengthController, *requests: Request) -> list[tuple[Request
 
 def test_who_seldom_finds_a_draft_is_asked_again() -> None:
     """As in prompt look-up: nothing at all for a while costs nothing, so there is no reason to stop."""
-    pace, r = DraftLengthController(8), request([1])
+    pace, r = DraftLengthController(8), make_request([1])
     for i in range(100):
         ((_, k),) = pace.choose_lengths([(r, 8)])
         k = k if i > 20 and i % 3 == 0 else 0
@@ -79,7 +79,7 @@ def test_who_seldom_finds_a_draft_is_asked_again() -> None:
 
 
 def test_room_is_a_bound() -> None:
-    pace, r = DraftLengthController(8), request([1])
+    pace, r = DraftLengthController(8), make_request([1])
     for _ in range(100):
         assert pace.choose_lengths([]) == []
         ((_, k),) = pace.choose_lengths([(r, 3)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from retain.engine.request import Request, SamplingParams
 from retain.engine.sampler import sample_inverse_cdf, compute_logprobs, penalize_row, compute_probs, sample
 from retain.kv.policies import parse
-from tests.rig import prompts, request, rig, run
+from tests.rig import random_prompts, make_request, make_engine, run_to_completion
 
 FULL = parse("full")
 params = st.builds(
@@ -129,17 +129,17 @@ def test_logprobs_are_those_of_the_whole_distribution():
 
 def test_nan_is_an_error_and_not_an_answer():
     with pytest.raises(ValueError, match="NaN"):
-        sample(torch.tensor([[0.0, float("nan")]]), [request([1])])
+        sample(torch.tensor([[0.0, float("nan")]]), [make_request([1])])
 
 
 def test_a_seed_decides_and_company_does_not():
     p = SamplingParams(temperature=1.0, seed=11, ignore_eos=True)
-    asked = prompts(6, seed=9)
-    together = run(rig("llama"), [request(q, 15, params=replace(p, seed=i)) for i, q in enumerate(asked)])
+    asked = random_prompts(6, seed=9)
+    together = run_to_completion(make_engine("llama"), [make_request(q, 15, params=replace(p, seed=i)) for i, q in enumerate(asked)])
     for i, q in enumerate(asked):
-        assert run(rig("llama"), [request(q, 15, params=replace(p, seed=i))])[0] == together[i]
-    twice = run(rig("llama"), [request(asked[0], 15, params=replace(p, seed=s)) for s in (1, 1, 2)])
+        assert run_to_completion(make_engine("llama"), [make_request(q, 15, params=replace(p, seed=i))])[0] == together[i]
+    twice = run_to_completion(make_engine("llama"), [make_request(asked[0], 15, params=replace(p, seed=s)) for s in (1, 1, 2)])
     assert twice[0] == twice[1] != twice[2]
-    preempted = [request(q, 15, params=replace(p, seed=i)) for i, q in enumerate(asked)]
-    assert run(rig("llama", pages=75), preempted) == together
+    preempted = [make_request(q, 15, params=replace(p, seed=i)) for i, q in enumerate(asked)]
+    assert run_to_completion(make_engine("llama", num_pages=75), preempted) == together
     assert sum(r.num_preemptions for r in preempted) > 0

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from retain.kernels import KV, Tables, triton
 
-HOST = ("rows", "starts")  # of tables: the host's in any case
-WORK = ("write", "attend", "read", "copy", "move", "lowest")
+HOST_FIELDS = ("rows", "starts")  # of tables: the host's in any case
+KERNEL_FUNCTIONS = ("write", "attend", "read", "copy", "move", "lowest")
 
 
-class Aboard:
+class DeviceAdapter:
     """Its functions, on a device."""
 
     def __init__(self, device: str):
@@ -27,23 +27,23 @@ class Aboard:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(triton, name)
-        return partial(self._there, found) if name in WORK else found
+        return partial(self._call_on_device, found) if name in KERNEL_FUNCTIONS else found
 
-    def _there(self, work: Any, *args: Any) -> Any:
-        up = [self._up(x) for x in args]
-        found = work(*up)
+    def _call_on_device(self, function: Any, *args: Any) -> Any:
+        up = [self._to_device(x) for x in args]
+        found = function(*up)
         for here, there in zip(args, up, strict=True):
             for part in ("k", "v", "pos", "mass") if isinstance(here, KV) else ():
                 getattr(here, part).copy_(getattr(there, part))
         return tuple(x.cpu() for x in found) if isinstance(found, tuple) else found.cpu() if found is not None else None
 
-    def _up(self, x: Any) -> Any:
+    def _to_device(self, x: Any) -> Any:
         if isinstance(x, (KV, Tables)):
-            names = [f.name for f in fields(x) if isinstance(getattr(x, f.name), Tensor) and f.name not in HOST]
+            names = [f.name for f in fields(x) if isinstance(getattr(x, f.name), Tensor) and f.name not in HOST_FIELDS]
             return replace(x, **{n: getattr(x, n).to(self.device) for n in names})
         return x.to(self.device) if isinstance(x, Tensor) else x
 
 
-def aboard() -> ModuleType:
+def triton_backend() -> ModuleType:
     """The triton backend, for tests."""
-    return triton if triton.interpreted() else Aboard("cuda")  # type: ignore[return-value]
+    return triton if triton.is_interpreted() else DeviceAdapter("cuda")  # type: ignore[return-value]

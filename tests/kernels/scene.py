@@ -14,7 +14,7 @@ from retain.kernels import KV, NO_WINDOW, Tables
 
 
 @dataclass(frozen=True)
-class Scene:
+class AttentionCase:
     """What a step sees. `fresh[b]` tokens of request b look at `pages[b][g]` pages of kv head g."""
 
     fresh: tuple[int, ...]
@@ -25,26 +25,26 @@ class Scene:
     dtype: torch.dtype = torch.float32  # of the pool
     q_dtype: torch.dtype = torch.float32
     holes: float = 0.2  # the share of slots that are holes
-    scattered: bool = False  # positions in random order instead of the table's
+    shuffled: bool = False  # positions in random order instead of the table's
     window: int = NO_WINDOW
     sinks: int = 0
-    unlike: bool = False  # every request has a window and sinks of its own
+    per_request_windows: bool = False  # every request has a window and sinks of its own
     alibi: bool = False
-    shared: bool = True  # a third of the pages are shared by requests
+    shared_pages: bool = True  # a third of the pages are shared by requests
     seed: int = 0
 
     @property
     def G(self) -> int:
         return len(self.pages[0])
 
-    def tables(self) -> Tables:
+    def build_tables(self) -> Tables:
         """Scattered pages, a third of them shared; rows in another order than requests, idle rows between."""
         rng = torch.Generator().manual_seed(self.seed)
         B, G, n = len(self.fresh), self.G, max(max(max(row) for row in self.pages), 1)
         N = 2 * B + 1
         owned = torch.randperm(N * G * n, generator=rng).add(1).view(N, G, n)  # [N, G, n]
         shared = torch.rand(n, generator=rng) < 1 / 3  # [n]
-        if self.shared:
+        if self.shared_pages:
             owned[:, :, shared] = owned[:1, :, shared]
         counts = torch.zeros(N, G, dtype=torch.int32)
         rows = torch.randperm(N, generator=rng)[:B]
@@ -53,19 +53,19 @@ class Scene:
         owned[mean_nothing] = 2**31 - 1
         starts = torch.tensor([0, *self.fresh]).cumsum(0)
         windows, sinks = (torch.full((N,), n, dtype=torch.int32) for n in (self.window, self.sinks))
-        if self.unlike:
+        if self.per_request_windows:
             windows = (windows - torch.arange(N) * 3).clamp(min=1).int()
             sinks = sinks + torch.arange(N, dtype=torch.int32) % 5
         return Tables(owned.int(), counts, windows, sinks, rows.int(), starts.int())
 
-    def cache(self, backend: ModuleType, spare: int = 0, columns: int = 1) -> KV:
+    def build_cache(self, backend: ModuleType, num_extra_pages: int = 0, score_columns: int = 1) -> KV:
         """Every slot written, then holes punched; and some spare pages."""
         rng = torch.Generator().manual_seed(self.seed + 1)
-        t = self.tables()
+        t = self.build_tables()
         P, S, D = t.pages.numel() + 1, self.S, self.D
-        kv: KV = backend.allocate(P + spare, S, D, self.dtype, columns)
+        kv: KV = backend.allocate(P + num_extra_pages, S, D, self.dtype, score_columns)
         pos = torch.randint(0, P * S, (P, S), generator=rng)  # [P, S]
-        if not self.scattered:
+        if not self.shuffled:
             for row in t.rows.tolist():
                 for g in range(self.G):
                     own = t.pages[row, g, : int(t.counts[row, g])].long()
@@ -77,7 +77,7 @@ class Scene:
         kv.pos[0] = -1  # the trash page
         return kv
 
-    def queries(self) -> tuple[Tensor, Tensor]:
+    def build_queries(self) -> tuple[Tensor, Tensor]:
         """q [T, H, D], a strided view, and q_pos [T]: each request's last positions."""
         rng = torch.Generator().manual_seed(self.seed + 2)
         T, H = sum(self.fresh), self.G * self.R
@@ -88,33 +88,33 @@ class Scene:
 
     def attend(self, backend: ModuleType) -> Tensor:
         """The step's output, [T, H, D]."""
-        with threads(1):  # quicker, for so little
-            q, q_pos = self.queries()
-            kv, tables = self.cache(backend), self.tables()
+        with torch_threads(1):  # quicker, for so little
+            q, q_pos = self.build_queries()
+            kv, tables = self.build_cache(backend), self.build_tables()
             H = q.shape[1]
             slopes = 2.0 ** (-8 * torch.arange(1, H + 1) / H) if self.alibi else None
         return backend.attend(q, kv, tables, q_pos, self.D**-0.5, slopes)
 
-    def but(self, **changes: object) -> Scene:
+    def with_changes(self, **changes: object) -> AttentionCase:
         """This scene with something changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
 @contextmanager
-def threads(n: int) -> Iterator[None]:
+def torch_threads(num_threads: int) -> Iterator[None]:
     """So many threads for a while."""
     before = torch.get_num_threads()
-    torch.set_num_threads(n)
+    torch.set_num_threads(num_threads)
     yield
     torch.set_num_threads(before)
 
 
-def assert_close(o: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
+def assert_close(o: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     """Equal but for the order of float32 sums; in bfloat16 but for its last bit."""
-    assert o.dtype == want.dtype and o.shape == want.shape
+    assert o.dtype == expected.dtype and o.shape == expected.shape
     if o.numel():
         if o.dtype != torch.float32:
             tolerance = 2**-8
-        far = (o.float() - want.float()).abs().max().item()
-        top = want.float().abs().max().item()
+        far = (o.float() - expected.float()).abs().max().item()
+        top = expected.float().abs().max().item()
         assert far <= tolerance * top, f"off by {far:.2e} where the largest is {top:.2e}"

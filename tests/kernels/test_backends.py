@@ -9,42 +9,42 @@ from types import ModuleType
 
 import pytest
 import torch
-from aboard import aboard
+from aboard import triton_backend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scene import Scene, assert_close, threads
+from scene import AttentionCase, assert_close, torch_threads
 from torch import Tensor
 
-from retain.kernels import NO_WINDOW, Tables, load_module, names, reference, triton
+from retain.kernels import NO_WINDOW, Tables, import_backend, backend_names, reference, triton
 
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def variants() -> list[str]:
+def backend_variants() -> list[str]:
     """Each backend's name, with an instruction set where it has several."""
     found = []
-    for name in names():
+    for name in backend_names():
         if name != "reference":
-            backend = load_module(name)
+            backend = import_backend(name)
             isas = backend._C.isas() if name == "cpu" and backend.available() is None else [""]
             found += [f"{name} {isa}".strip() for isa in isas]
     return found
 
 
-@pytest.fixture(params=variants())
+@pytest.fixture(params=backend_variants())
 def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    yield from chosen(request.param)
+    yield from use_backend(request.param)
 
 
-@pytest.fixture(params=[v for v in variants() if v != "triton" or not triton.interpreted()])
-def swift(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+@pytest.fixture(params=[v for v in backend_variants() if v != "triton" or not triton.is_interpreted()])
+def fast_backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """Those that can look at everything within minutes; test_triton.py has a small choice for the other."""
-    yield from chosen(request.param)
+    yield from use_backend(request.param)
 
 
-def chosen(variant: str) -> Iterator[ModuleType]:
+def use_backend(variant: str) -> Iterator[ModuleType]:
     name, _, isa = variant.partition(" ")
-    module = aboard() if name == "triton" else load_module(name)
+    module = triton_backend() if name == "triton" else import_backend(name)
     if why := module.available():
         pytest.skip(why)
     if not isa:
@@ -57,97 +57,97 @@ def chosen(variant: str) -> Iterator[ModuleType]:
 
 
 @cache
-def wanted(scene: Scene) -> Tensor:
-    with threads(1):
-        return scene.attend(reference)
+def expected_output(case: AttentionCase) -> Tensor:
+    with torch_threads(1):
+        return case.attend(reference)
 
 
-def equal(backend: ModuleType, scene: Scene) -> None:
+def assert_matches_reference(backend: ModuleType, case: AttentionCase) -> None:
     # ALiBi's scores grow with the distance, and so does what float32 rounds off them. A pool of bfloat16 may be looked
     # at with queries and weights of bfloat16.
-    assert_close(scene.attend(backend), wanted(scene), 2**-7 if scene.dtype == BF16 else 1e-4 if scene.alibi else 1e-5)
+    assert_close(case.attend(backend), expected_output(case), 2**-7 if case.dtype == BF16 else 1e-4 if case.alibi else 1e-5)
 
 
 # One to many fresh tokens, tables of every length, heads with no page.
 FRESH = (1, 2, 7, 8, 9, 33, 130)
-STEP = Scene(fresh=FRESH, pages=((3, 1), (0, 2), (5, 5), (1, 0), (9, 4), (2, 6), (6, 7)))
+STEP = AttentionCase(fresh=FRESH, pages=((3, 1), (0, 2), (5, 5), (1, 0), (9, 4), (2, 6), (6, 7)))
 
 
 @pytest.mark.parametrize("D", [8, 16, 24, 64, 80, 128, 256])
 @pytest.mark.parametrize("S", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_shapes(swift: ModuleType, D: int, S: int, dtype: torch.dtype) -> None:
+def test_shapes(fast_backend: ModuleType, D: int, S: int, dtype: torch.dtype) -> None:
     for R in (1, 3, 4):
-        equal(swift, STEP.but(D=D, S=S, R=R, dtype=dtype, window=100, sinks=4, seed=D + S + R))
+        assert_matches_reference(fast_backend, STEP.with_changes(D=D, S=S, R=R, dtype=dtype, window=100, sinks=4, seed=D + S + R))
 
 
 @pytest.mark.parametrize("S", [48, 96, 512])
-def test_odd_page_sizes(swift: ModuleType, S: int) -> None:
-    equal(swift, STEP.but(S=S))
+def test_odd_page_sizes(fast_backend: ModuleType, S: int) -> None:
+    assert_matches_reference(fast_backend, STEP.with_changes(S=S))
 
 
 @pytest.mark.parametrize("R", [2, 5, 7, 8, 50])
-def test_any_number_of_query_heads(swift: ModuleType, R: int) -> None:
-    equal(swift, STEP.but(R=R, D=16))
+def test_group_sizes(fast_backend: ModuleType, R: int) -> None:
+    assert_matches_reference(fast_backend, STEP.with_changes(R=R, D=16))
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 1, 17, 64, 200])
 @pytest.mark.parametrize("sinks", [0, 3, 40, NO_WINDOW])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("holes", [0.0, 0.5])
-def test_what_is_seen(swift: ModuleType, window: int, sinks: int, scattered: bool, holes: float) -> None:
-    equal(swift, STEP.but(window=window, sinks=sinks, scattered=scattered, holes=holes, D=16))
+def test_visibility_mask(fast_backend: ModuleType, window: int, sinks: int, scattered: bool, holes: float) -> None:
+    assert_matches_reference(fast_backend, STEP.with_changes(window=window, sinks=sinks, scattered=scattered, holes=holes, D=16))
 
 
 @pytest.mark.parametrize("window", [5, 64, 200])
-def test_requests_with_windows_and_sinks_of_their_own(swift: ModuleType, window: int) -> None:
-    equal(swift, STEP.but(window=window, sinks=2, unlike=True, D=16))
+def test_per_request_windows_and_sinks(fast_backend: ModuleType, window: int) -> None:
+    assert_matches_reference(fast_backend, STEP.with_changes(window=window, sinks=2, unlike=True, D=16))
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 64])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_alibi(swift: ModuleType, window: int, dtype: torch.dtype) -> None:
-    equal(swift, STEP.but(alibi=True, window=window, sinks=4, dtype=dtype, scattered=True))
+def test_alibi(fast_backend: ModuleType, window: int, dtype: torch.dtype) -> None:
+    assert_matches_reference(fast_backend, STEP.with_changes(alibi=True, window=window, sinks=4, dtype=dtype, scattered=True))
 
 
 @pytest.mark.parametrize("q_dtype", [BF16, torch.float16, torch.float64])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_the_output_is_of_the_queries_type(swift: ModuleType, q_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    equal(swift, STEP.but(q_dtype=q_dtype, dtype=dtype))
+def test_output_has_the_query_dtype(fast_backend: ModuleType, q_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    assert_matches_reference(fast_backend, STEP.with_changes(q_dtype=q_dtype, dtype=dtype))
 
 
 @pytest.mark.parametrize("fresh", [1, 5, 64, 65, 200])
 @pytest.mark.parametrize("S", [16, 64])
-def test_long_contexts(swift: ModuleType, fresh: int, S: int) -> None:
+def test_long_contexts(fast_backend: ModuleType, fresh: int, S: int) -> None:
     for window in (NO_WINDOW, 1500):
         pages = ((2100 // S, 3000 // S), (1, 1), (700 // S, 513 // S + 1))
-        equal(swift, Scene(fresh=(fresh, 1, 3), pages=pages, S=S, dtype=BF16, window=window, sinks=5))
+        assert_matches_reference(fast_backend, AttentionCase(fresh=(fresh, 1, 3), pages=pages, S=S, dtype=BF16, window=window, sinks=5))
 
 
-def test_many_requests(swift: ModuleType) -> None:
+def test_many_requests(fast_backend: ModuleType) -> None:
     pages = tuple((b % 7, (5 * b) % 11, 1) for b in range(40))
-    equal(swift, Scene(fresh=tuple(1 + b % 3 for b in range(40)), pages=pages, D=32))
+    assert_matches_reference(fast_backend, AttentionCase(fresh=tuple(1 + b % 3 for b in range(40)), pages=pages, D=32))
 
 
 def test_large_scores(backend: ModuleType) -> None:
-    scene = STEP.but(D=16)
-    q, q_pos = scene.queries()
-    args = scene.tables(), q_pos, 4.0  # scores up to about 60
-    assert_close(backend.attend(q, scene.cache(backend), *args), reference.attend(q, scene.cache(reference), *args))
+    scene = STEP.with_changes(D=16)
+    q, q_pos = scene.build_queries()
+    args = scene.build_tables(), q_pos, 4.0  # scores up to about 60
+    assert_close(backend.attend(q, scene.build_cache(backend), *args), reference.attend(q, scene.build_cache(reference), *args))
 
 
-def test_a_query_that_sees_nothing_gives_0(backend: ModuleType) -> None:
-    scene = Scene(fresh=(3, 70, 2), pages=((40, 0), (3, 2), (0, 0)), holes=0.0)
-    q, q_pos = scene.queries()
-    kv = scene.cache(backend)
+def test_query_without_visible_slots_gives_zero(backend: ModuleType) -> None:
+    scene = AttentionCase(fresh=(3, 70, 2), pages=((40, 0), (3, 2), (0, 0)), holes=0.0)
+    q, q_pos = scene.build_queries()
+    kv = scene.build_cache(backend)
     q_pos[0], q_pos[1] = -1, 0
     kv.pos[kv.pos == 0] = -1
-    o = backend.attend(q, kv, scene.tables(), q_pos, 1.0)
+    o = backend.attend(q, kv, scene.build_tables(), q_pos, 1.0)
     assert (o[:2] == 0).all() and (o[73:] == 0).all()
     assert (o[2, :3] != 0).all() and (o[2, 3:] == 0).all()
 
 
-def test_a_step_of_nothing(backend: ModuleType) -> None:
+def test_empty_step(backend: ModuleType) -> None:
     kv = backend.allocate(2, 16, 16, F32)
     none = torch.zeros(0, dtype=torch.int32)
     tables = Tables(none.view(0, 2, 0), none.view(0, 2), none, none, none, torch.zeros(1, dtype=torch.int32))
@@ -156,41 +156,41 @@ def test_a_step_of_nothing(backend: ModuleType) -> None:
     backend.copy(kv, none.long(), none.long())
 
 
-def test_tokens_of_no_request_give_0(backend: ModuleType) -> None:
-    scene = Scene(fresh=(2, 3), pages=((4,), (4,)))
-    q, q_pos = scene.queries()
-    t = scene.tables()
+def test_tokens_outside_all_requests_give_zero(backend: ModuleType) -> None:
+    scene = AttentionCase(fresh=(2, 3), pages=((4,), (4,)))
+    q, q_pos = scene.build_queries()
+    t = scene.build_tables()
     only = replace(t, rows=t.rows[1:], starts=torch.tensor([2, 4], dtype=torch.int32))
-    o = backend.attend(q, scene.cache(backend), only, q_pos, 1.0)
-    want = reference.attend(q, scene.cache(reference), only, q_pos, 1.0)
+    o = backend.attend(q, scene.build_cache(backend), only, q_pos, 1.0)
+    want = reference.attend(q, scene.build_cache(reference), only, q_pos, 1.0)
     assert_close(o, want)
     assert (o[[0, 1, 4]] == 0).all()
 
 
 def test_tables_may_be_views(backend: ModuleType) -> None:
-    scene = STEP.but(D=16)
-    q, q_pos = scene.queries()
-    t = scene.tables()
+    scene = STEP.with_changes(D=16)
+    q, q_pos = scene.build_queries()
+    t = scene.build_tables()
     pages = torch.stack([t.pages, t.pages.flip(0)], 1)[:, 0]  # a layer of [N, L, G, n]
     counts = torch.stack([t.counts, t.counts + 1], 1)[:, 0]
     windows, sinks = (torch.stack([x, x + 1], 1)[:, 0] for x in (t.windows, t.sinks))
     views = replace(t, pages=pages, counts=counts, windows=windows, sinks=sinks)
     assert not any(x.is_contiguous() for x in (pages, counts, windows, sinks))
-    kv = scene.cache(backend)
+    kv = scene.build_cache(backend)
     o = backend.attend(q, kv, views, q_pos, 1.0)
     assert torch.equal(o, backend.attend(q, kv, t, q_pos, 1.0))
 
 
 @pytest.mark.parametrize("fresh", [1, 4, 100])
-def test_company_changes_no_bit(swift: ModuleType, fresh: int) -> None:
-    unchanged_by_company(swift, Scene(fresh=(fresh, 1, 5, 90), pages=((80, 3), (1, 2), (40, 50), (4, 4))))
+def test_batch_invariance(fast_backend: ModuleType, fresh: int) -> None:
+    assert_batch_invariant(fast_backend, AttentionCase(fresh=(fresh, 1, 5, 90), pages=((80, 3), (1, 2), (40, 50), (4, 4))))
 
 
-def unchanged_by_company(backend: ModuleType, scene: Scene) -> None:
-    fresh = scene.fresh[0]
-    q, q_pos = scene.queries()
-    kv, t = scene.cache(backend), scene.tables()
-    scale = scene.D**-0.5
+def assert_batch_invariant(backend: ModuleType, case: AttentionCase) -> None:
+    fresh = case.fresh[0]
+    q, q_pos = case.build_queries()
+    kv, t = case.build_cache(backend), case.build_tables()
+    scale = case.D**-0.5
     together = backend.attend(q, kv, t, q_pos, scale)
     starts = torch.tensor([0, fresh], dtype=torch.int32)
     alone = backend.attend(q[:fresh], kv, replace(t, rows=t.rows[:1], starts=starts), q_pos[:fresh], scale)
@@ -199,7 +199,7 @@ def unchanged_by_company(backend: ModuleType, scene: Scene) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("given", [F32, BF16, torch.float16, torch.float64])
-def test_write_rounds_as_torch_does(backend: ModuleType, dtype: torch.dtype, given: torch.dtype) -> None:
+def test_write_rounds_as_torch_does(backend: ModuleType, dtype: torch.dtype, source_dtype: torch.dtype) -> None:
     """Read back one slot at a time: a query that sees one slot gives its v, whatever its k."""
     n, G, D, S = 12, 2, 40, 16
     P = n * G + 1
@@ -209,10 +209,10 @@ def test_write_rounds_as_torch_does(backend: ModuleType, dtype: torch.dtype, giv
     v = bits.view(F32)
     v = torch.where(v.isfinite() & (v.abs() < 1e30) & (v.abs() > 1e-30), v, 1 + 2.0**-8)  # a tie: to even, down
     v[0, 0, 0] = 1 + 3 * 2.0**-8  # a tie: to even, up
-    v = v.to(given).nan_to_num(posinf=7.0, neginf=-7.0)
+    v = v.to(source_dtype).nan_to_num(posinf=7.0, neginf=-7.0)
     pages = torch.arange(1, P, dtype=torch.int32).view(n, G, 1)
     slots = pages[..., 0].T * S + 3  # [G, n], a strided view
-    backend.write(kv, slots, torch.ones(n, G, D, dtype=given), v, torch.zeros(n, dtype=torch.int32))
+    backend.write(kv, slots, torch.ones(n, G, D, dtype=source_dtype), v, torch.zeros(n, dtype=torch.int32))
     counts = torch.ones(n, G, dtype=torch.int32)
     rows, zeros = torch.arange(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
     tables = Tables(pages, counts, zeros + NO_WINDOW, zeros, rows, torch.arange(n + 1, dtype=torch.int32))
@@ -224,14 +224,14 @@ def test_write_rounds_as_torch_does(backend: ModuleType, dtype: torch.dtype, giv
 def test_write_of_many_tokens(backend: ModuleType) -> None:
     """Chunks written into holes where others lie already."""
     for kernels in (backend, reference):
-        kv = STEP.cache(kernels)
+        kv = STEP.build_cache(kernels)
         rng = torch.Generator().manual_seed(9)
-        slots = torch.randperm(kv.n_pages * 32, generator=rng)[: 2 * 300].view(300, 2).T.int()  # [G, T], strided
+        slots = torch.randperm(kv.num_pages * 32, generator=rng)[: 2 * 300].view(300, 2).T.int()  # [G, T], strided
         k, v = torch.randn(2, 300, 2, 64, generator=rng)
         pos = torch.randint(0, 100, (600,), generator=rng).int()[::2]
         kernels.write(kv, slots, k, v, pos)
-        q, q_pos = STEP.queries()
-        o = kernels.attend(q, kv, STEP.tables(), q_pos, 0.125)
+        q, q_pos = STEP.build_queries()
+        o = kernels.attend(q, kv, STEP.build_tables(), q_pos, 0.125)
         if kernels is backend:
             got, got_pos = o, kv.pos
     assert_close(got, o)
@@ -240,7 +240,7 @@ def test_write_of_many_tokens(backend: ModuleType) -> None:
 
 @pytest.mark.parametrize("S", [16, 48])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_what_is_written_is_read(backend: ModuleType, dtype: torch.dtype, S: int) -> None:
+def test_write_read_round_trip(backend: ModuleType, dtype: torch.dtype, S: int) -> None:
     kv = backend.allocate(7, S, 24, dtype)
     slots = torch.randperm(6 * S)[None] + S
     k, v = torch.randn(2, 6 * S, 1, 24).to(dtype)
@@ -254,13 +254,13 @@ def test_what_is_written_is_read(backend: ModuleType, dtype: torch.dtype, S: int
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_copy(backend: ModuleType, dtype: torch.dtype) -> None:
     """A table of copies gives the bits that the table of the originals gave, and no other page has changed."""
-    scene = Scene(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, window=100, sinks=4)
-    q, q_pos = scene.queries()
-    t = scene.tables()
+    scene = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, window=100, sinks=4)
+    q, q_pos = scene.build_queries()
+    t = scene.build_tables()
     owned = torch.arange(t.pages.shape[2]) < t.counts[:, :, None]  # [N, G, n]
     src = torch.unique(t.pages[owned]).long()
     P = t.pages.numel() + 1
-    kv = scene.cache(backend, spare=len(src))
+    kv = scene.build_cache(backend, num_extra_pages=len(src))
     dst = torch.randperm(len(src), generator=torch.Generator().manual_seed(0)) + P
     before = backend.attend(q, kv, t, q_pos, 1.0)
     backend.copy(kv, src, dst)
@@ -275,9 +275,9 @@ def test_copy(backend: ModuleType, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_move(backend: ModuleType, dtype: torch.dtype) -> None:
     """Live slots that move to the front of their tables are looked at as before; masses go with them."""
-    scene = Scene(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, holes=0.5, shared=False)
-    q, q_pos = scene.queries()
-    t, kv = scene.tables(), scene.cache(backend, columns=2)
+    scene = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, holes=0.5, shared_pages=False)
+    q, q_pos = scene.build_queries()
+    t, kv = scene.build_tables(), scene.build_cache(backend, score_columns=2)
     kv.mass.copy_(torch.rand(kv.mass.shape, generator=torch.Generator().manual_seed(1)))
     S, lists = scene.S, []
     for row in t.rows.tolist():
@@ -303,7 +303,7 @@ def test_move(backend: ModuleType, dtype: torch.dtype) -> None:
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_lowest(backend: ModuleType, data: st.DataObject) -> None:
+def test_select_victims(backend: ModuleType, data: st.DataObject) -> None:
     """Among equal priorities, holes, minus zeros, infinities and those that must stay, the same slots in one order."""
     N, S = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3000))
     g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
@@ -317,21 +317,21 @@ def test_lowest(backend: ModuleType, data: st.DataObject) -> None:
     n = data.draw(st.integers(0, min(int(used.min()), 40)))
     args = priority, pos, used, data.draw(st.integers(0, 4)), data.draw(st.integers(0, 2 * S)), n
     places = backend.lowest(*args)
-    assert places.tolist() == reference.lowest(*args).tolist()
+    assert places.tolist() == reference.select_victims(*args).tolist()
     assert all(len(set(line)) == n and all(p < u for p in line) for line, u in zip(places.tolist(), used, strict=True))
 
 
-def test_lowest_refuses_what_it_could_not_find(backend: ModuleType) -> None:
+def test_select_victims_rejects_short_lists(backend: ModuleType) -> None:
     with pytest.raises(ValueError, match="too few"):
         backend.lowest(torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.int32), torch.tensor([2]).int(), 0, 9, 3)
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> Scene:
+def attention_cases(draw: st.DrawFn) -> AttentionCase:
     B, G = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     S = draw(st.sampled_from([16, 32, 64]))
     at_most = 1200 // S
-    return Scene(
+    return AttentionCase(
         fresh=draw(st.tuples(*[st.integers(1, 90)] * B)),
         pages=tuple(draw(st.tuples(*[st.integers(0, at_most)] * G)) for _ in range(B)),
         D=draw(st.sampled_from([8, 16, 40, 64, 72])),
@@ -339,16 +339,16 @@ def scenes(draw: st.DrawFn) -> Scene:
         S=S,
         dtype=draw(st.sampled_from([F32, BF16])),
         holes=draw(st.sampled_from([0.0, 0.1, 0.9, 1.0])),
-        scattered=draw(st.booleans()),
+        shuffled=draw(st.booleans()),
         window=draw(st.sampled_from([NO_WINDOW, 1, 30, 600])),
         sinks=draw(st.sampled_from([0, 1, 70])),
-        unlike=draw(st.booleans()),
+        per_request_windows=draw(st.booleans()),
         alibi=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),
     )
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(scene=scenes())
-def test_any_scene(swift: ModuleType, scene: Scene) -> None:
-    equal(swift, scene)
+@given(scene=attention_cases())
+def test_random_cases(fast_backend: ModuleType, case: AttentionCase) -> None:
+    assert_matches_reference(fast_backend, case)

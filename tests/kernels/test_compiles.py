@@ -12,7 +12,7 @@ import pytest
 
 from retain.kernels import triton
 
-WITHOUT = """
+WITHOUT_TRITON_SCRIPT = """
 import sys
 sys.modules["triton"] = None
 from retain import LLM, SamplingParams, kernels
@@ -20,13 +20,13 @@ answer = LLM("random:tiny").generate("hello", SamplingParams(max_tokens=3, tempe
 assert len(answer.token_ids) == 3 and "not installed" in kernels.load_module("triton").available()
 """
 
-TOOL = Path(__file__).parents[2] / "tools" / "gpu.py"
+GPU_TOOL = Path(__file__).parents[2] / "tools" / "gpu.py"
 
 
-@pytest.mark.skipif(not triton.interpreted(), reason="a GPU compiles what it runs")
-def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+@pytest.mark.skipif(not triton.is_interpreted(), reason="a GPU compiles what it runs")
+def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)} | {"TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, str(TOOL), "compile", "--quick"], env=env, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, str(GPU_TOOL), "compile", "--quick"], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     kernels = {line["kernel"] for line in lines}
@@ -35,6 +35,6 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     assert max(line["spilled"] for line in lines) <= 64
 
 
-def test_nobody_needs_triton() -> None:
-    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+def test_runs_without_triton() -> None:
+    run = subprocess.run([sys.executable, "-c", WITHOUT_TRITON_SCRIPT], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]

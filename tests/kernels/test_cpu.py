@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from scene import Scene, threads
+from scene import AttentionCase, torch_threads
 
 from retain.kernels import NO_WINDOW, Tables, cpu
 
-pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 
-ISAS = cpu._C.isas() if cpu.available() is None else []
+ISAS = cpu._C.isas() if cpu.unavailable_reason() is None else []
 
 
-def test_instruction_sets() -> None:
+def test_isa_selection() -> None:
     assert cpu._C.isa() == ISAS[0] and ISAS[-1] == "plain"
     with pytest.raises(ValueError, match=r"'z80' does not run here: choose one of .*plain"):
         cpu._C.set_isa("z80")
@@ -26,11 +26,11 @@ def test_instruction_sets() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3, 50, 70])
 @pytest.mark.parametrize("window", [NO_WINDOW, 300])
-def test_chunks_change_no_bit(isa: str, chunk: int, window: int) -> None:
+def test_chunk_size_invariance(isa: str, chunk: int, window: int) -> None:
     """140 tokens at once, or chunk by chunk: the same bits, although tiles and spans are cut otherwise."""
-    scene = Scene(fresh=(140,), pages=((50, 40),), dtype=torch.bfloat16, holes=0.0, window=window, sinks=4)
-    q, q_pos = scene.queries()
-    kv, t = scene.cache(cpu), scene.tables()
+    scene = AttentionCase(fresh=(140,), pages=((50, 40),), dtype=torch.bfloat16, holes=0.0, window=window, sinks=4)
+    q, q_pos = scene.build_queries()
+    kv, t = scene.build_cache(cpu), scene.build_tables()
     whole = cpu.attend(q, kv, t, q_pos, 0.125)
     for at in range(0, 140, chunk):
         part = slice(at, min(at + chunk, 140))
@@ -38,28 +38,28 @@ def test_chunks_change_no_bit(isa: str, chunk: int, window: int) -> None:
         assert torch.equal(cpu.attend(q[part], kv, one, q_pos[part], 0.125), whole[part])
 
 
-def test_threads_change_no_bit(isa: str) -> None:
-    scene = Scene(fresh=(1, 90, 4), pages=((60, 50), (30, 31), (1, 0)))
+def test_thread_count_invariance(isa: str) -> None:
+    scene = AttentionCase(fresh=(1, 90, 4), pages=((60, 50), (30, 31), (1, 0)))
     outputs = []
     for n in (1, 2, 3):
-        with threads(n):
+        with torch_threads(n):
             outputs.append(scene.attend(cpu))
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
-def test_what_nobody_sees_is_not_touched(isa: str) -> None:
+def test_invisible_pages_are_not_read(isa: str) -> None:
     """Pages out of sight may hold anything, even NaN: they are not even multiplied by 0."""
-    scene = Scene(fresh=(1, 60), pages=((40, 20), (30, 30)), window=64, holes=0.0, seed=3)
+    scene = AttentionCase(fresh=(1, 60), pages=((40, 20), (30, 30)), window=64, holes=0.0, seed=3)
     want = scene.attend(cpu)
-    q, q_pos = scene.queries()
-    kv, t = scene.cache(cpu), scene.tables()
+    q, q_pos = scene.build_queries()
+    kv, t = scene.build_cache(cpu), scene.build_tables()
     seen = (kv.pos >= q_pos.min() - 64).any(1)
     kv.v[~seen] = torch.nan
     assert (~seen).sum() > 20
     assert torch.equal(cpu.attend(q, kv, t, q_pos, scene.D**-0.5), want)
 
 
-def test_allocation_takes_no_memory() -> None:
+def test_allocation_is_lazy() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
@@ -73,7 +73,7 @@ def test_allocation_takes_no_memory() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
-def test_one_openmp() -> None:
+def test_single_openmp_runtime() -> None:
     """Two OpenMP libraries would be two pools of threads fighting for the same cores."""
     code = (
         "import retain.kernels.cpu, pathlib;"
@@ -82,7 +82,7 @@ def test_one_openmp() -> None:
     assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout) <= 1
 
 
-def test_what_cannot_be_allocated() -> None:
+def test_allocate_rejects_unsupported_shapes() -> None:
     for page_size, head_dim, dtype, why in (
         (24, 64, torch.float32, "page_size of 16, .* up to 512, not 24"),
         (1024, 64, torch.float32, "page_size"),
@@ -94,12 +94,12 @@ def test_what_cannot_be_allocated() -> None:
             cpu.allocate(4, page_size, head_dim, dtype)
 
 
-def test_what_does_not_fit_together() -> None:
+def test_rejects_inconsistent_arguments() -> None:
     kv = cpu.allocate(4, 16, 16, torch.float32)
     i32 = torch.int32
     pages, counts = torch.tensor([[[1, 2]]], dtype=i32), torch.tensor([[2]], dtype=i32)
     zero = torch.zeros(1, dtype=i32)
-    t = Tables(pages, counts, zero + NO_WINDOW, zero, rows=zero, starts=torch.tensor([0, 1], dtype=i32))
+    t = Tables(pages, counts, zero + NO_WINDOW, zero, rows=zero, query_start_loc=torch.tensor([0, 1], dtype=i32))
     q, p = torch.zeros(1, 2, 16), torch.zeros(1, dtype=i32)
 
     def attend(q: torch.Tensor = q, p: torch.Tensor = p, **changes: torch.Tensor) -> torch.Tensor:
@@ -119,8 +119,8 @@ def test_what_does_not_fit_together() -> None:
         ((ValueError, "outside the pool"), lambda: attend(pages=t.pages - 2)),
         ((ValueError, "exceeds"), lambda: attend(counts=t.counts + 1)),
         ((ValueError, "rows"), lambda: attend(rows=t.rows + 1)),
-        ((ValueError, "beyond"), lambda: attend(starts=t.starts * 2)),
-        ((ValueError, "not descend"), lambda: attend(starts=t.starts.flip(0))),
+        ((ValueError, "beyond"), lambda: attend(starts=t.query_start_loc * 2)),
+        ((ValueError, "not descend"), lambda: attend(starts=t.query_start_loc.flip(0))),
         ((ValueError, "pool"), lambda: cpu.write(kv, torch.tensor([[64]]).int(), q[:, :1], q[:, :1], p)),
         ((ValueError, "pool"), lambda: cpu.write(kv, torch.tensor([[-1]]).int(), q[:, :1], q[:, :1], p)),
         ((ValueError, "shapes"), lambda: cpu.write(kv, torch.tensor([[1]]).int(), q, q, p)),

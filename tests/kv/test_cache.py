@@ -163,7 +163,7 @@ def test_the_cache_carries_out_every_policy_there_is(name):
     cls = importlib.import_module(f"retain.kv.policies.{name}").Policy
     view = seen(torch.randperm(100).int().view(2, 2, 25))
     if issubclass(cls, BudgetPolicy):
-        policy = cls(budget=Amount(share=0.5)).resolve(100)
+        policy = cls(budget=Amount(fraction=0.5)).resolve(100)
         assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50
         return
     policy = cls(**{f.name: 24 for f in dataclasses.fields(cls)})

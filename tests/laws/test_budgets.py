@@ -13,12 +13,12 @@ from retain import models
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.kernels import GUMBEL
-from retain.kernels.reference.noise import key, noise
+from retain.kernels.reference.noise import noise_key, sample_noise
 from retain.kv import policies
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
 from tests.kernels.scene import assert_close
-from tests.rig import prompts, request, rig, run
+from tests.rig import random_prompts, make_request, make_engine, run_to_completion
 from tests.tiny import tiny_checkpoint
 
 FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text"]  # grouped heads, learned positions, ALiBi, some layers that slide
@@ -70,7 +70,7 @@ class Lists:
             return x.softmax(0)
         tau = 1 + max(p - self.prompt + 1, 0) / self.expected
         step = torch.tensor(numbered if self.chosen["anew"] else -1)
-        return ((x + noise(GUMBEL, key(torch.tensor(self.seed), layer, g, step), at)) / tau).softmax(0)
+        return ((x + sample_noise(GUMBEL, noise_key(torch.tensor(self.seed), layer, g, step), at)) / tau).softmax(0)
 
     def masses(self, layer: int, g: int) -> list[list[float]]:
         """Of each token, each query head's."""
@@ -251,10 +251,10 @@ def test_lists_keep_the_same_tokens(family: str, policy: str) -> None:
     plain = Lists(family, **CASES[policy])
     if "positions" in CASES[policy] and any(plain.spec.windows):
         with pytest.raises(ValueError, match="window"):
-            rig(family).add(request([1], 1, policy))
+            make_engine(family).add(make_request([1], 1, policy))
         return
-    engine = rig(family, columns=plain.spec.num_heads // plain.spec.num_kv_heads)
-    asked = request([7 * i % 128 for i in range(70)], 201, policy)
+    engine = make_engine(family, score_columns=plain.spec.num_heads // plain.spec.num_kv_heads)
+    asked = make_request([7 * i % 128 for i in range(70)], 201, policy)
     want = plain.generate(asked.prompt, 200, 201, asked.noise_seed)
     engine.add(asked)
     while len(asked.output_tokens) < 200:
@@ -277,19 +277,19 @@ BUDGETS = [n for n in policies.names() if n not in ("full", "ring")]
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_budget_that_holds_everything_is_full(name: str, family: str) -> None:
-    asked = prompts(4, longest=60)
+    asked = random_prompts(4, max_prompt_len=60)
     assert go(family, asked, f"{name}:budget=200") == go(family, asked, "full")
     assert go(family, asked, f"{name}:budget=90,interval=1") == go(family, asked, "full")
 
 
 def go(family: str, asked: list[list[int]], *chosen: str, backend: str = "cpu") -> list[list[int]]:
     """Answers of 30 tokens, of requests that run together; policies in turn."""
-    return run(rig(family, backend=backend), [request(p, 30, chosen[i % len(chosen)]) for i, p in enumerate(asked)])
+    return run_to_completion(make_engine(family, backend=backend), [make_request(p, 30, chosen[i % len(chosen)]) for i, p in enumerate(asked)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policies_that_must_agree(family: str) -> None:
-    asked = [p for p in prompts(20, longest=150) if len(p) > 60][:3]
+    asked = [p for p in random_prompts(20, max_prompt_len=150) if len(p) > 60][:3]
     h2o = go(family, asked, "h2o:budget=30")
     assert h2o == go(family, asked, "keyformer:budget=30,noise=none,tau=1")
     assert h2o == go(family, asked, "keyformer:budget=30,noise=constant,tau=1")
@@ -304,7 +304,7 @@ def test_policies_that_must_agree(family: str) -> None:
 def test_a_window_is_a_ring(family: str) -> None:
     """From prompts shorter than it: a ring is there while the prompt is computed, a budget after. The newest token
     looks at `budget` others."""
-    asked = prompts(4, longest=25)
+    asked = random_prompts(4, max_prompt_len=25)
     assert go(family, asked, "window:budget=32,interval=1") == go(family, asked, "ring:window=33")
 
 
@@ -313,17 +313,17 @@ def test_a_window_is_a_ring(family: str) -> None:
 def test_company_of_any_policy_changes_nothing(family: str, backend: str) -> None:
     chosen = ["h2o:budget=30", "full", "keyformer:budget=50%,interval=2", "ring:window=20", "tova:budget=20"]
     params = [SamplingParams(temperature=0, ignore_eos=True, seed=i) for i in range(5)]
-    texts = [p for p in prompts(30, longest=150) if len(p) > 40][:5]
+    texts = [p for p in random_prompts(30, max_prompt_len=150) if len(p) > 40][:5]
 
     def ask(i: int) -> Request:
-        return request(texts[i], 30, chosen[i], params[i])
+        return make_request(texts[i], 30, chosen[i], params[i])
 
-    together = run(rig(family, backend=backend), [ask(i) for i in range(5)])
-    assert together == [run(rig(family, backend=backend), [ask(i)])[0] for i in range(5)]
+    together = run_to_completion(make_engine(family, backend=backend), [ask(i) for i in range(5)])
+    assert together == [run_to_completion(make_engine(family, backend=backend), [ask(i)])[0] for i in range(5)]
 
 
 def test_what_is_forgotten_comes_back_as_pages() -> None:
-    engine, asked = rig("llama", page_size=16), request([i % 128 for i in range(120)], 150, "h2o:budget=40,interval=8")
+    engine, asked = make_engine("llama", page_size=16), make_request([i % 128 for i in range(120)], 150, "h2o:budget=40,interval=8")
     engine.add(asked)
     engine.step()
     heads = 3 * 2
@@ -339,16 +339,16 @@ def test_what_is_forgotten_comes_back_as_pages() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_of_one_step_is_whole_in_one_layer_at_a_time(family: str, backend: str) -> None:
     """The same tokens in memory that could never hold all of it; company or not."""
-    asked, chosen = [p for p in prompts(30, longest=150) if len(p) > 120][:2], "h2o:budget=20,interval=4"
-    exact = [run(rig(family, backend=backend, step_tokens=100), [request(p, 30, chosen)])[0] for p in asked]
-    probe = rig(family, step_tokens=256).cache
-    policy = probe.effective_policy(request(max(asked, key=len), 30, chosen).policy)
+    asked, chosen = [p for p in random_prompts(30, max_prompt_len=150) if len(p) > 120][:2], "h2o:budget=20,interval=4"
+    exact = [run_to_completion(make_engine(family, backend=backend, max_batched_tokens=100), [make_request(p, 30, chosen)])[0] for p in asked]
+    probe = make_engine(family, max_batched_tokens=256).cache
+    policy = probe.effective_policy(make_request(max(asked, key=len), 30, chosen).policy)
     pages = probe.pages_needed(policy, 200, 150)
     assert pages < probe.pages_needed(policy.but(prefill="exact"), 200, 150)
     for made in ([asked[0]], asked):
-        engine = rig(family, backend=backend, step_tokens=256, pages=pages * len(made))
-        requests = [request(p, 30, chosen) for p in made]
-        assert run(engine, requests) == exact[: len(made)]
+        engine = make_engine(family, backend=backend, max_batched_tokens=256, num_pages=pages * len(made))
+        requests = [make_request(p, 30, chosen) for p in made]
+        assert run_to_completion(engine, requests) == exact[: len(made)]
         assert all(r.policy.prefill == "layers" for r in requests)
 
 
@@ -356,19 +356,19 @@ def test_a_prompt_longer_than_memory_streams_through_its_budget() -> None:
     """300 tokens in pages for 64: refused as a whole, and computed chunk by chunk without ever owning more."""
     heads, chosen = 3 * 2, "h2o:budget=40,interval=8"
     text = [7 * i % 128 for i in range(300)]
-    engine = rig("llama", pages=heads * 4, step_tokens=24, n_rows=4)
+    engine = make_engine("llama", num_pages=heads * 4, max_batched_tokens=24, max_running_requests=4)
     with pytest.raises(ValueError, match="pages"):
-        engine.add(request(text, 40, chosen))
-    asked = request(text, 40, f"{chosen},prefill=stream,chunk=24")
-    assert len(run(engine, [asked])[0]) == 40 and max(asked.peak_slots) == 64 and max(asked.final_slots) == 48
+        engine.add(make_request(text, 40, chosen))
+    asked = make_request(text, 40, f"{chosen},prefill=stream,chunk=24")
+    assert len(run_to_completion(engine, [asked])[0]) == 40 and max(asked.peak_slots) == 64 and max(asked.final_slots) == 48
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streaming_what_fits_is_full(family: str) -> None:
-    asked = prompts(4, longest=60)
-    full = run(rig(family), [request(p, 20) for p in asked])
-    streamed = run(
-        rig(family, step_tokens=24, n_rows=8), [request(p, 20, "h2o:budget=90,prefill=stream,chunk=24") for p in asked]
+    asked = random_prompts(4, max_prompt_len=60)
+    full = run_to_completion(make_engine(family), [make_request(p, 20) for p in asked])
+    streamed = run_to_completion(
+        make_engine(family, max_batched_tokens=24, max_running_requests=8), [make_request(p, 20, "h2o:budget=90,prefill=stream,chunk=24") for p in asked]
     )
     assert streamed == full
 
@@ -377,17 +377,17 @@ def test_streaming_what_fits_is_full(family: str) -> None:
 @pytest.mark.parametrize("share", ["none", "all"])
 def test_budgets_shrink_before_anybody_is_preempted(family: str, share: str) -> None:
     """One that keeps everything grows; the others give way down to their floors, and are right to the end."""
-    asked = [p for p in prompts(40, seed=8) if len(p) > 100][:5]
+    asked = [p for p in random_prompts(40, seed=8) if len(p) > 100][:5]
     chosen = f"h2o:budget=60%,interval=4,share={share}"
 
     def go(shrink: str, pages: int) -> list[Request]:
-        engine = rig(family, backend="cpu", pages=pages)
-        made = [request(asked[0], 300), *(request(p, 260, chosen + shrink) for p in asked[1:])]
-        run(engine, made)
+        engine = make_engine(family, backend="cpu", num_pages=pages)
+        made = [make_request(asked[0], 300), *(make_request(p, 260, chosen + shrink) for p in asked[1:])]
+        run_to_completion(engine, made)
         return made
 
     # So many that all fit at first, and that the first cannot grow as it wants.
-    shape = rig(family).cache.spec
+    shape = make_engine(family).cache.spec
     pages = 40 * len(shape.windows) * shape.kv_heads
     stiff, giving = go("", pages), go(",shrink=16", pages)
     assert sum(r.num_preemptions for r in stiff) and not sum(r.num_preemptions for r in giving)
@@ -402,5 +402,5 @@ def test_budgets_shrink_before_anybody_is_preempted(family: str, share: str) -> 
 def test_texts_may_fill_the_context(family: str, chosen: str) -> None:
     """However many spare slots a policy asks for: none lies beyond the table."""
     for n, interval in ((505, 16), (505, 5000), (511, 1), (500, 7)):
-        asked = request([i % 128 for i in range(n)], 513 - n, f"{chosen},interval={interval}")
-        assert len(run(rig(family, backend="cpu"), [asked])[0]) == 513 - n
+        asked = make_request([i % 128 for i in range(n)], 513 - n, f"{chosen},interval={interval}")
+        assert len(run_to_completion(make_engine(family, backend="cpu"), [asked])[0]) == 513 - n

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from retain import LLM, kernels
-from retain.desk import Ask
+from retain.desk import GenerateRequest
 from retain.engine import drafters
 from retain.engine.loop import Engine
 from retain.engine.request import Request, SamplingParams
 from retain.kernels import triton
 from retain.text.form import grammar_from_lark
 from tests.laws.test_tiers import disk
-from tests.rig import request, rig, run
+from tests.rig import make_request, make_engine, run_to_completion
 
-pytestmark = pytest.mark.skipif(triton.available() is not None, reason=str(triton.available()))
+pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 GREEDY_SHORT = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3)
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=3)
 TEXTS = [list(range(3, 3 + n)) for n in (17, 7, 20)]
@@ -31,17 +31,17 @@ TOKENS = "said"  # the function that brings a step's tokens
 
 def far(work: Callable[[Callable[..., Engine]], Any]) -> tuple[Any, list[str]]:
     """What work gives, with engines there; and where the host waited for the device, but for tokens."""
-    if not triton.interpreted():
-        return work(lambda family, **more: rig(family, backend="triton", device=torch.device("cuda"), **more)), []
-    from tests.pretend import DEVICE, Pretend
+    if not triton.is_interpreted():
+        return work(lambda family, **more: make_engine(family, backend="triton", device=torch.device("cuda"), **more)), []
+    from tests.pretend import DEVICE, FakeDevice
 
     def made(family: str, **more: Any) -> Engine:
-        with there.asleep():  # weights may take their time
-            return rig(family, backend="triton", device=DEVICE, **more)
+        with there.allow_syncs():  # weights may take their time
+            return make_engine(family, backend="triton", device=DEVICE, **more)
 
-    with Pretend() as there:
+    with FakeDevice() as there:
         found = work(made)
-    return found, [w for w in there.waits if TOKENS not in w]
+    return found, [w for w in there.host_syncs if TOKENS not in w]
 
 
 def steps(engine: Engine, made: Sequence[Request]) -> list[list[int]]:
@@ -55,9 +55,9 @@ def steps(engine: Engine, made: Sequence[Request]) -> list[list[int]]:
 
 def same(family: str, policies: Sequence[str], n: int = 6, params: SamplingParams = GREEDY, **more: Any) -> None:
     def made() -> list[Request]:
-        return [request(t, n, p, params) for t, p in zip(TEXTS, policies, strict=True)]
+        return [make_request(t, n, p, params) for t, p in zip(TEXTS, policies, strict=True)]
 
-    want = run(rig(family, backend="reference", **more), made())
+    want = run_to_completion(make_engine(family, backend="reference", **more), made())
     got, waits = far(lambda rig: steps(rig(family, **more), made()))
     assert got == want
     assert waits == []
@@ -87,8 +87,8 @@ def test_chunks_and_preemption() -> None:
 def test_heads_that_differ() -> None:
     """Budgets shared among heads are counted on the host, and so are new positions: there it has to wait."""
     policies = ["h2o:budget=10,share=layer,value=norm", "h2o:budget=8,share=all", "h2o:budget=8,positions=new"]
-    want = run(rig("llama", backend="reference"), [request(t, 3, p) for t, p in zip(TEXTS, policies, strict=True)])
-    got, _ = far(lambda rig: steps(rig("llama"), [request(t, 3, p) for t, p in zip(TEXTS, policies, strict=True)]))
+    want = run_to_completion(make_engine("llama", backend="reference"), [make_request(t, 3, p) for t, p in zip(TEXTS, policies, strict=True)])
+    got, _ = far(lambda rig: steps(rig("llama"), [make_request(t, 3, p) for t, p in zip(TEXTS, policies, strict=True)]))
     assert got == want
 
 
@@ -109,14 +109,14 @@ def test_drafts(name: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, ignore_eos=True, seed=4, logit_bias=likely)
 
     def go(engine: Engine) -> tuple[list[list[int]], int]:
-        made = [request(text[i:], 5, params=params) for i in range(2)]
+        made = [make_request(text[i:], 5, params=params) for i in range(2)]
         return steps(engine, made), sum(sum(r.spec_decode_stats.num_drafted_per_position) for r in made)
 
-    want = go(rig("llama", backend="reference", drafter=drafters.parse(name)))
+    want = go(make_engine("llama", backend="reference", drafter=drafters.parse(name)))
     got, waits = far(lambda rig: go(rig("llama", drafter=drafters.parse(name))))
     assert got == want and got[1] > 0
     if temperature == 0:
-        assert got[0] == go(rig("llama", backend="reference"))[0]
+        assert got[0] == go(make_engine("llama", backend="reference"))[0]
     assert {w.split()[1] for w in waits} <= {
         "verify:",
         "one:",
@@ -129,17 +129,17 @@ def test_drafts(name: str, temperature: float) -> None:
 def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
     """Cold, warm, and woken from memory or from a disk."""
     texts = [[*range(40), 3, 4], [*range(40), 9]]
-    want = run(rig(family, backend="reference"), [request(t, 3) for t in texts])
+    want = run_to_completion(make_engine(family, backend="reference"), [make_request(t, 3) for t in texts])
 
     def go(rig: Callable[..., Engine]) -> tuple[list[list[int]], int]:
         engine = rig(
             family, prefix="exact", tiers=[disk(tmp_path) if tier == "disk" else "ram:capacity=10MB"], pages=64
         )
-        found = [steps(engine, [request(t, 3)])[0] for t in texts]
+        found = [steps(engine, [make_request(t, 3)])[0] for t in texts]
         tree = engine.cache.prefix_cache.tree
         tree.evict(tree.num_evictable_pages)
         engine.cache.prefix_cache.offloader.sync()
-        again = request(texts[0], 3)
+        again = make_request(texts[0], 3)
         found += steps(engine, [again])
         engine.cache.prefix_cache.close_offloader()
         return found, again.num_cached_tokens
@@ -150,14 +150,14 @@ def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
 
 def test_only_what_is_important(tmp_path: Path) -> None:
     text = [*range(60), 3, 4]
-    want = run(rig("llama", backend="reference"), [request(text, 2)])
+    want = run_to_completion(make_engine("llama", backend="reference"), [make_request(text, 2)])
 
     def go(rig: Callable[..., Engine]) -> list[list[int]]:
         engine = rig("llama", prefix="important:ratio=1", tiers=[disk(tmp_path)])
         found = []
         for _ in range(3):  # computed, woken, woken from what was packed
             engine.cache.prefix_cache.tree.clear()
-            found += steps(engine, [request(text, 2)])
+            found += steps(engine, [make_request(text, 2)])
             engine.cache.prefix_cache.offloader.sync()
         assert sum(engine.cache.prefix_cache.offloader.num_loaded_tokens.values()) > 60
         return found
@@ -173,18 +173,18 @@ def test_the_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
         params = SamplingParams(max_tokens=3, temperature=0.7, seed=1, n=2, logprobs=2, ignore_eos=True)
         drafts = LLM("random:tiny", dtype="float32", kv_memory="8MiB", speculate="draft:model=random:tiny,k=2", **there)
         answers = [*llm.generate("hello there", params), *drafts.generate([[5, 6, 7, 8] * 5], GREEDY_SHORT)]
-        (form,) = llm.ask([Ask("x", SamplingParams(max_tokens=2, temperature=0), form=grammar_from_lark('start: "a" "b"'))])
+        (form,) = llm.generate_from_requests([GenerateRequest("x", SamplingParams(max_tokens=2, temperature=0), grammar=grammar_from_lark('start: "a" "b"'))])
         tops = [t for a in answers for p in a.logprobs or () for t in (p.token_id, *(token for token, _ in p.top_logprobs))]
         scores = [round(x, 3) for x in llm.score([[5, 6, 7, 8]], [[9, 10]])[0]]
         return [[a.token_ids for a in answers], tops, form.text, scores]
 
     want = go(backend="reference", device="cpu")
-    if triton.interpreted():
-        from tests.pretend import DEVICE, Pretend
+    if triton.is_interpreted():
+        from tests.pretend import DEVICE, FakeDevice
 
         monkeypatch.setattr(triton, "DEVICES", (DEVICE.type,))
         monkeypatch.setattr(kernels, "device", lambda name: DEVICE)
-        with Pretend():
+        with FakeDevice():
             assert go(backend="triton") == want
     else:
         assert go(backend="triton", device="cuda") == want
@@ -192,18 +192,18 @@ def test_the_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_would_wait_is_seen() -> None:
     """The pretence itself: mixing is refused, and asking is written down."""
-    if not triton.interpreted():
+    if not triton.is_interpreted():
         pytest.skip("a GPU needs no pretence")
-    from tests.pretend import DEVICE, Pretend
+    from tests.pretend import DEVICE, FakeDevice
 
-    with Pretend() as there:
+    with FakeDevice() as there:
         x = torch.ones(3, device=DEVICE)
-        assert x.device == DEVICE and there.waits == []
+        assert x.device == DEVICE and there.host_syncs == []
         for wrong in (lambda: x + torch.ones(3), lambda: torch.cat((x, torch.ones(1))), lambda: x.numpy()):
             with pytest.raises((RuntimeError, TypeError)):
                 wrong()
-        assert there.waits == []
+        assert there.host_syncs == []
         (x + 1).sum().tolist(), x[torch.tensor([0])], x[x > 0], x.cpu(), torch.ones(2).to(DEVICE)
-        assert len(there.waits) == 5
+        assert len(there.host_syncs) == 5
         torch.ones(2).to(DEVICE, non_blocking=True)
-        assert len(there.waits) == 5
+        assert len(there.host_syncs) == 5

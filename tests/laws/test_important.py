@@ -15,14 +15,14 @@ from retain.kv.hot import BlockCache
 from retain.kv.selective import SelectiveLoader
 from tests.laws.test_prefix import texts
 from tests.laws.test_tiers import disk, flip, restart, store
-from tests.rig import request, rig, run, steps
+from tests.rig import make_request, make_engine, run_to_completion, iter_steps
 
 FAMILIES = ["llama", "mpt", "gemma3_text"]
 
 
 def important(family: str, path: Path, ratio: float, **options: object) -> Engine:
     tiers = [disk(path)]
-    return rig(family, prefix=f"important:ratio={ratio}", tiers=tiers, **{"backend": "cpu", **options})  # type: ignore
+    return make_engine(family, prefix_cache=f"important:ratio={ratio}", tiers=tiers, **{"backend": "cpu", **options})  # type: ignore
 
 
 def pack(engine: Engine) -> None:
@@ -40,15 +40,15 @@ def forget(engine: Engine) -> None:
 def test_all_of_it_is_everything(family: str, backend: str, tmp_path: Path) -> None:
     """Unpacked, packed, in company, after a restart: with ratio=1 the tokens are those of a full cache."""
     made = texts(4)
-    plain = run(rig(family, backend=backend), [request(t) for t in made])
+    plain = run_to_completion(make_engine(family, backend=backend), [make_request(t) for t in made])
     for _ in range(2):
         engine = important(family, tmp_path, 1.0, backend=backend)
         for _ in range(2):
             forget(engine)
-            assert [run(engine, [request(t)])[0] for t in made] == plain
+            assert [run_to_completion(engine, [make_request(t)])[0] for t in made] == plain
             pack(engine)
             forget(engine)
-            assert run(engine, [request(t) for t in made]) == plain
+            assert run_to_completion(engine, [make_request(t) for t in made]) == plain
         assert family == "gemma3_text" or any(s.is_reordered for s in store(engine).span_index)
         restart(engine)
 
@@ -58,14 +58,14 @@ def test_a_packed_span_has_the_same_tokens_elsewhere(tmp_path: Path) -> None:
     text = list(range(100))
     engine = important("llama", tmp_path, 0.5)
     c = engine.cache
-    r = request(text)
-    run(engine, [r])
+    r = make_request(text)
+    run_to_completion(engine, [r])
     hit = c.prefix_cache.match_prefix(r.policy, text, 96, "")
     pages = hit.pages[..., :6]  # [L, G, n]
     k, v = (x.view(*pages.shape, 16, -1) for x in c.backend.read(c.kv, torch.from_numpy(pages).long().flatten()))
     pack(engine)
     forget(engine)
-    run(engine, [request(text)])
+    run_to_completion(engine, [make_request(text)])
     pack(engine)
     ((span, _),) = {store(engine).find(key) for s in store(engine).span_index for key in s.keys[:1]}
     assert span.is_reordered
@@ -92,7 +92,7 @@ def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pyte
     stem = [random.Random(1).randrange(128) for _ in range(160)]
     engine = important(family, tmp_path, 0.3)
     cache = engine.cache
-    run(engine, [request([*stem, 1, 2])])
+    run_to_completion(engine, [make_request([*stem, 1, 2])])
     chosen: list[dict[int, int]] = []
     done = SelectiveLoader.finish
     monkeypatch.setattr(SelectiveLoader, "done", lambda self: chosen.append(self.chosen) or done(self))
@@ -100,7 +100,7 @@ def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pyte
     for i in range(3):
         pack(engine)
         forget(engine)
-        r = request([*stem, 5, 6, i], 40)
+        r = make_request([*stem, 5, 6, i], 40)
         engine.add(r)
         engine.step()
         kept = cache.positions(r.row)
@@ -109,7 +109,7 @@ def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pyte
             assert len(kept[layer]) == cache.spec.kv_heads and all(k == kept[layer][0] for k in kept[layer])
             assert chosen[i][m] == (3 if i else 10) and len(kept[layer][0]) == 16 * chosen[i][m] + 3
             assert set(range(160, 163)) <= set(kept[layer][0])
-        for _ in steps(engine):
+        for _ in iter_steps(engine):
             pass
         assert len(r.output_tokens) == 40 and r.num_cached_tokens == 160
         assert cache.free_pages == cache.total_pages
@@ -123,18 +123,18 @@ def test_company_budgets_followers_and_preemption(tmp_path: Path) -> None:
     """Rows that were born evicted beside others, who get what they always get."""
     rng, made = random.Random(3), texts(9)
     others = [[7, *t] for t in made]
-    plain = run(rig("llama", backend="cpu"), [request(t) for t in others])
+    plain = run_to_completion(make_engine("llama", backend="cpu"), [make_request(t) for t in others])
     engine = important("llama", tmp_path, 0.4, pages=400, n_rows=8, step_tokens=64)
-    run(engine, [request(t) for t in made])
+    run_to_completion(engine, [make_request(t) for t in made])
     pack(engine)
     for round in range(3):
         forget(engine)
         policies = ["full", "h2o:budget=30%", "full", "ring:window=40"]
-        mine = [request(t, 20, policies[i % 4]) for i, t in enumerate(made)]
-        twins = [request(max(made, key=len), 9) for _ in range(3)]
-        theirs = [request(t) for t in others] if not round else []
+        mine = [make_request(t, 20, policies[i % 4]) for i, t in enumerate(made)]
+        twins = [make_request(max(made, key=len), 9) for _ in range(3)]
+        theirs = [make_request(t) for t in others] if not round else []
         engine.add(*twins, *mine, *theirs)
-        for step in steps(engine):
+        for step in iter_steps(engine):
             if step in (2, 5, 11) and engine.scheduler.running:
                 engine.scheduler.preempt(rng.choice(engine.scheduler.running))
             if step == 7:
@@ -150,17 +150,17 @@ def test_company_budgets_followers_and_preemption(tmp_path: Path) -> None:
 def test_damage_is_found_and_computed_again(tmp_path: Path) -> None:
     made = texts(7)
     engine = important("llama", tmp_path, 1.0)
-    answers = [run(engine, [request(t)])[0] for t in made]
+    answers = [run_to_completion(engine, [make_request(t)])[0] for t in made]
     pack(engine)
     forget(engine)
-    run(engine, [request(t) for t in made])
+    run_to_completion(engine, [make_request(t) for t in made])
     pack(engine)
     restart(engine)
     flip(tmp_path)
     engine = important("llama", tmp_path, 1.0)
-    for r in (requests := [request(t) for t in made]):
+    for r in (requests := [make_request(t) for t in made]):
         engine.add(r)
-    for _ in steps(engine):
+    for _ in iter_steps(engine):
         pass
     assert [r.output_tokens for r in requests] == answers
     assert store(engine).counts["damaged"] > 0
@@ -174,15 +174,15 @@ def test_spans_that_are_longer_than_what_is_wanted_of_them(tmp_path: Path) -> No
     texts = [stem + [rng.randrange(128) for _ in range(85)] for _ in range(4)]
     engine = important("llama", tmp_path, 0.5, context=160)
     for t in texts:
-        run(engine, [request(t, 5)])
+        run_to_completion(engine, [make_request(t, 5)])
     pack(engine)
     restart(engine)
     for pages in (1000, 15 * 3 * 2):
         engine = important("llama", tmp_path, 0.5, context=240, pages=pages, n_rows=4)
         for t in texts:
-            r = request(t, 240 - len(t))
+            r = make_request(t, 240 - len(t))
             engine.add(r)
-            for step in steps(engine):
+            for step in iter_steps(engine):
                 assert step < 500
             assert len(r.output_tokens) == r.max_tokens and r.num_preemptions <= 2
         pack(engine)
@@ -197,14 +197,14 @@ def test_rows_that_stay_in_memory_change_nothing(by: str, tmp_path: Path) -> Non
         engine = important("llama", tmp_path / str(n), 0.4)
         for _ in range(2):
             for t in made:
-                run(engine, [request(t)])
+                run_to_completion(engine, [make_request(t)])
                 pack(engine)  # spans are the same in both
             forget(engine)
         before = store(engine).counts["read"]
         engine.cache.prefix_cache.offloader.block_cache = hot
         answers.append([])
         for t in [*made, *made]:
-            answers[-1] += run(engine, [request(t)])
+            answers[-1] += run_to_completion(engine, [make_request(t)])
             pack(engine)
             forget(engine)
         read.append(store(engine).counts["read"] - before)

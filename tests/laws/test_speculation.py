@@ -19,7 +19,7 @@ from retain.engine.runner import Runner
 from retain.engine.sampler import penalize_row, compute_probs
 from retain.engine.speculate import verify_greedy, residual, rejection_sample
 from retain.kv import policies
-from tests.rig import GREEDY, other, prompts, request, rig, run, steps
+from tests.rig import GREEDY, make_runner_and_cache, random_prompts, make_request, make_engine, run_to_completion, iter_steps
 
 FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text"]
 
@@ -57,12 +57,12 @@ POLICIES = ["full", "ring:window=24", "sinks:budget=40,interval=3", "window:budg
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
 def test_greedy_answers_are_the_plain_ones(family: str, backend: str, wrong: float) -> None:
-    asked = prompts(12, seed=1)
+    asked = random_prompts(12, seed=1)
     chosen = [POLICIES[i % len(POLICIES)] for i in range(len(asked))]
 
     def go(drafter: Drafter | None) -> tuple[list[list[int]], list[Request]]:
-        made = [request(p, 50, q) for p, q in zip(asked, chosen, strict=True)]
-        return run(rig(family, backend=backend, drafter=drafter), made), made
+        made = [make_request(p, 50, q) for p, q in zip(asked, chosen, strict=True)]
+        return run_to_completion(make_engine(family, backend=backend, drafter=drafter), made), made
 
     plain, _ = go(None)
     answers, made = go(seer(asked, plain, wrong))
@@ -82,12 +82,12 @@ REAL += ["self:k=3,budget=48", "self:k=7,budget=16,refresh=1"]
 @pytest.mark.parametrize("name", REAL)
 def test_every_drafter_gives_the_plain_tokens(family: str, name: str) -> None:
     """Greedy; company of every policy, some of which draw."""
-    asked = prompts(10, seed=2)
+    asked = random_prompts(10, seed=2)
     chosen = [POLICIES[i % len(POLICIES)] for i in range(len(asked))]
 
     def go(drafter: Drafter | None) -> list[Request]:
-        made = [request(p, 40, q) for p, q in zip(asked, chosen, strict=True)]
-        run(rig(family, backend="cpu", drafter=drafter), made)
+        made = [make_request(p, 40, q) for p, q in zip(asked, chosen, strict=True)]
+        run_to_completion(make_engine(family, backend="cpu", drafter=drafter), made)
         return made
 
     plain, made = go(None), go(drafters.parse(name))
@@ -103,13 +103,13 @@ def test_every_drafter_gives_the_plain_tokens(family: str, name: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_preemption_cancellation_and_company_in_the_middle_of_rounds(family: str) -> None:
-    asked = prompts(20, seed=5, longest=100)
-    plain = run(rig(family, backend="cpu"), [request(p, 40) for p in asked])
+    asked = random_prompts(20, seed=5, max_prompt_len=100)
+    plain = run_to_completion(make_engine(family, backend="cpu"), [make_request(p, 40) for p in asked])
     pages = 190 if family == "llama" else 60
-    engine = rig(family, backend="cpu", pages=pages, drafter=seer(asked, plain, 0.2))
-    made = [request(p, 40) for p in asked]
+    engine = make_engine(family, backend="cpu", num_pages=pages, drafter=seer(asked, plain, 0.2))
+    made = [make_request(p, 40) for p in asked]
     engine.add(*made)
-    for step in steps(engine):
+    for step in iter_steps(engine):
         if step == 12:
             engine.cancel(made[3])
         if step in (4, 9):
@@ -121,10 +121,10 @@ def test_preemption_cancellation_and_company_in_the_middle_of_rounds(family: str
 
 def test_a_draft_that_was_not_asked_for_long_reads_what_it_missed() -> None:
     """Also where its rings are as small as they get."""
-    asked = request(prompts(1, seed=9)[0], 120)
-    plain = run(rig("gemma3_text", backend="cpu"), [request(asked.prompt, 120)])[0]
+    asked = make_request(random_prompts(1, seed=9)[0], 120)
+    plain = run_to_completion(make_engine("gemma3_text", backend="cpu"), [make_request(asked.prompt, 120)])[0]
     drafter = drafters.parse("draft:k=3,model=any")
-    engine = rig("gemma3_text", backend="cpu", drafter=drafter)
+    engine = make_engine("gemma3_text", backend="cpu", drafter=drafter)
     engine.add(asked)
     while engine.has_unfinished_requests:
         engine.speculator.default = drafter if len(asked.output_tokens) < 20 or len(asked.output_tokens) > 70 else None
@@ -134,30 +134,30 @@ def test_a_draft_that_was_not_asked_for_long_reads_what_it_missed() -> None:
 
 
 def test_who_stops_inside_a_round_says_nothing_more() -> None:
-    asked = prompts(10, seed=6)
-    plain = run(rig("llama"), [request(p, 40) for p in asked])
+    asked = random_prompts(10, seed=6)
+    plain = run_to_completion(make_engine("llama"), [make_request(p, 40) for p in asked])
     for n in (1, 2, 5, 39):
-        made = [request(p, n) for p in asked]
-        assert run(rig("llama", drafter=seer(asked, plain, 0)), made) == [a[:n] for a in plain]
+        made = [make_request(p, n) for p in asked]
+        assert run_to_completion(make_engine("llama", drafter=seer(asked, plain, 0)), made) == [a[:n] for a in plain]
     stops = [frozenset({a[17]}) for a in plain]
-    made = [replace(request(p, 40), stop_ids=s) for p, s in zip(asked, stops, strict=True)]
+    made = [replace(make_request(p, 40), stop_ids=s) for p, s in zip(asked, stops, strict=True)]
     heard: list[list[int]] = [[] for _ in asked]
     for r, told in zip(made, heard, strict=True):
         r.token_callback = lambda t, told=told: told.append(t)  # type: ignore[assignment]
-    answers = run(rig("llama", drafter=seer(asked, plain, 0)), made)
+    answers = run_to_completion(make_engine("llama", drafter=seer(asked, plain, 0)), made)
     assert answers == [a[: a.index(a[17]) + 1] for a in plain]
     assert [a[:-1] for a in answers] == heard  # a stop token is not text
 
 
 def test_certain_drafts_change_no_drawn_token_either() -> None:
     """A draft of which p is 1 is compared with the token that is drawn anyway, by the same numbers."""
-    asked = prompts(8, seed=7)
+    asked = random_prompts(8, seed=7)
     params = [
         SamplingParams(temperature=0.8, top_k=20, seed=i, ignore_eos=True, repetition_penalty=1.2) for i in range(8)
     ]
-    plain = run(rig("llama"), [request(p, 30, params=q) for p, q in zip(asked, params, strict=True)])
-    made = [request(p, 30, params=q) for p, q in zip(asked, params, strict=True)]
-    assert run(rig("llama", drafter=seer(asked, plain, 0.3)), made) == plain
+    plain = run_to_completion(make_engine("llama"), [make_request(p, 30, params=q) for p, q in zip(asked, params, strict=True)])
+    made = [make_request(p, 30, params=q) for p, q in zip(asked, params, strict=True)]
+    assert run_to_completion(make_engine("llama", drafter=seer(asked, plain, 0.3)), made) == plain
     assert sum(sum(r.spec_decode_stats.num_accepted_per_position) for r in made) > 50
 
 
@@ -177,14 +177,14 @@ def test_answers_follow_the_target_through_the_whole_engine() -> None:
     draws, prompt, params = 3000, [3, 1, 4, 1, 5], SamplingParams(temperature=0.5, top_k=2, ignore_eos=True)
     want = answers_of(4, prompt, params)
     drafter = drafters.parse("draft:k=2,model=any")
-    engine = rig("llama", backend="cpu", step_tokens=512)
-    runner, cache = other("llama", engine.cache.backend, 512, 64)
+    engine = make_engine("llama", backend="cpu", max_batched_tokens=512)
+    runner, cache = make_runner_and_cache("llama", engine.cache.backend, 512, 64)
     drafter.attach(TargetModel(engine.runner, engine.cache, lambda *_: (Blurred(runner), cache), lambda _: runner))
     engine = Engine(engine.runner, engine.cache, 512, drafter)
     counts = dict.fromkeys(want, 0)
     drafted = accepted = 0
     for first in range(0, draws, 50):
-        made = [request(prompt, 4, params=replace(params, seed=s)) for s in range(first, first + 50)]
+        made = [make_request(prompt, 4, params=replace(params, seed=s)) for s in range(first, first + 50)]
         engine.add(*made)
         while engine.has_unfinished_requests:
             engine.step()
@@ -204,7 +204,7 @@ def answers_of(n: int, prompt: list[int], params: SamplingParams) -> dict[tuple[
             rows: list[Tensor] = []
             given = Request(prompt, GREEDY, policies.parse("full"), len(answer) + 1, forced_tokens=list(answer))
             given.logits_callback = lambda logits, rows=rows: rows.append(logits.clone())  # type: ignore[misc]
-            run(rig("llama", backend="cpu"), [given])
+            run_to_completion(make_engine("llama", backend="cpu"), [given])
             q = compute_probs(torch.cat(rows)[-1:], [params])[0]
             p = found.pop(answer)
             found |= {(*answer, int(t)): p * float(q[t]) for t in q.nonzero()[:, 0]}

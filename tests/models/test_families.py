@@ -109,7 +109,7 @@ class ReferenceCache:
                 windows=torch.full(rows.shape, s.windows[layer] or NO_WINDOW, dtype=torch.int32),
                 sinks=torch.zeros_like(rows),
                 rows=rows,
-                starts=starts,
+                query_start_loc=starts,
             )
             return reference.attend(q, self.kv, tables, pos.int(), s.scale, slopes)
 

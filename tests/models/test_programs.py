@@ -21,7 +21,7 @@ from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
 from tests.tiny import TinyCheckpoint, tiny_checkpoint
 
-pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 STEPS = [(20, 3), (1, 10), (0, 9), (18, 1), (1, 0)]  # fresh tokens of two requests
 
 
@@ -59,7 +59,7 @@ def logits_of_program(
     dtype: torch.dtype = torch.float32,
     backend: ModuleType = cpu,
 ) -> Tensor:
-    there = torch.device("cuda") if backend is triton and not triton.interpreted() else CPU
+    there = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
     program = backend.program(torch.float32, there)
     spec = models.build(Weights(checkpoint, dtype, quantization, vector_dtype=torch.float32), program).spec
     room = make_cache(spec, backend, dtype, there)
@@ -83,7 +83,7 @@ def test_the_program_is_the_decoder(family: str, changes: Changes) -> None:
     assert_close(logits_of_program(source, STEPS), logits_of_reference(source, STEPS), 2e-5)
 
 
-@pytest.mark.skipif(triton.available() is not None, reason=str(triton.available()))
+@pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 @pytest.mark.parametrize("family", models.list_families())
 def test_the_program_of_triton_is_the_decoder(family: str) -> None:
     """Some tokens at once, then one of each, twice: what is recorded comes in the third step."""

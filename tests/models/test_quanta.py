@@ -14,7 +14,7 @@ from torch import Tensor
 
 from retain import models
 from retain.config import Config
-from retain.kernels.matrix import Int4, Int8, int4, int8
+from retain.kernels.matrix import Int4, Int8, quantize_int4, quantize_int8
 from retain.models.find import resolve_model
 from retain.models.gguf import GGUFCheckpoint
 from retain.models.gguf.blocks import GGML_BLOCK_SIZES, dequantize_tensor, unpack_quantized
@@ -54,14 +54,14 @@ def test_quanta_are_the_numbers(kind: str) -> None:
     right, m = dequantize_tensor(raw, ggml, shape), unpack_quantized(raw, ggml, shape)
     assert m is not None and m.shape == shape and right.abs().max() > 1
     if kind in EXACT_TYPES:
-        assert isinstance(m, EXACT_TYPES[kind]) and torch.equal(m.dense(), right)
+        assert isinstance(m, EXACT_TYPES[kind]) and torch.equal(m.dequantize(), right)
     elif kind == "Q4_K":
         assert isinstance(m, Int4)
         steps = expand_groups(15 * m.scale.float().abs() + m.shift.float().abs())
-        assert ((m.dense() - right).abs() <= steps * 2**-11 + 2**-20).all()
+        assert ((m.dequantize() - right).abs() <= steps * 2**-11 + 2**-20).all()
     else:
-        assert matrices_equal(m, int8(right))
-        assert ((m.dense() - right).abs() <= expand_groups(m.scale) * 0.57).all()
+        assert matrices_equal(m, quantize_int8(right))
+        assert ((m.dequantize() - right).abs() <= expand_groups(m.scale) * 0.57).all()
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES, ids=lambda k: k.name)
@@ -74,7 +74,7 @@ def test_random_bytes_are_quanta_or_refused(kind: GGMLQuantizationType) -> None:
         except ValueError as e:
             assert "\n" not in str(e)
         else:
-            assert m is not None and m.dense().isfinite().all()
+            assert m is not None and m.dequantize().isfinite().all()
 
 
 def test_what_is_not_quantised_has_no_quanta() -> None:
@@ -110,16 +110,16 @@ def test_every_architecture_keeps_its_quanta(tmp_path: Path, model_type: str, ki
         assert isinstance(m, EXACT_TYPES.get(kind, Int8)), name
         right = right.T if transposed else right
         if kind in EXACT_TYPES:
-            assert torch.equal(m.dense(), right), name
+            assert torch.equal(m.dequantize(), right), name
         else:
-            assert ((m.dense() - right).abs() <= expand_groups(m.scale) * 0.57).all(), name
+            assert ((m.dequantize() - right).abs() <= expand_groups(m.scale) * 0.57).all(), name
 
 
 def test_the_other_way_round_is_quantised_anew(tmp_path: Path) -> None:
     ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("gpt2"), "Q8_0"))
     for name, transposed in (("transformer.h.0.mlp.c_fc.weight", False), ("transformer.wte.weight", True)):
         right = ours.read(name)
-        assert matrices_equal(ours.read_quantized(name, transposed), int8(right.T if transposed else right))
+        assert matrices_equal(ours.read_quantized(name, transposed), quantize_int8(right.T if transposed else right))
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
@@ -130,7 +130,7 @@ def test_the_embedded_models(model: str) -> None:
             continue
         right, m = source.read(name), source.read_quantized(name)
         assert m is not None
-        error, scale = (m.dense() - right).abs(), expand_groups(m.scale).abs()
+        error, scale = (m.dequantize() - right).abs(), expand_groups(m.scale).abs()
         assert error.max() < 0.003 and (error <= 0.51 * scale).all(), name
         if model == "smollm2":
             assert isinstance(m, Int4) and not error.any()
@@ -155,9 +155,9 @@ def test_the_kind_that_is_chosen(tmp_path: Path, stored: str, weights: str) -> N
         if asked is Tensor:
             assert matrices_equal(m, right.bfloat16())
         elif asked is in_file and stored != "Q5_1":
-            assert torch.equal(m.dense(), right)
+            assert torch.equal(m.dequantize(), right)
         else:
-            assert matrices_equal(m, (int4 if asked is Int4 else int8)(right))
+            assert matrices_equal(m, (quantize_int4 if asked is Int4 else quantize_int8)(right))
     assert w[NORM].dtype == w[UP_PROJ].dtype == torch.bfloat16
     assert w.scope("model.").quantization == weights
     assert isinstance(models.build(w).embedding(torch.tensor([3]), torch.tensor([0])), Tensor)
@@ -177,8 +177,8 @@ def test_stored_the_other_way_round() -> None:
     source, name = tiny_checkpoint("gpt2"), "transformer.h.0.mlp.c_fc.weight"
     right = source.read(name).T
     assert matrices_equal(Weights(source, torch.float32).load_matrix(name, transposed=True), right)
-    assert matrices_equal(Weights(source, torch.bfloat16, "int8").load_matrix(name, transposed=True), int8(right))
-    assert matrices_equal(Weights(source, torch.bfloat16, "int4").load_matrix(name, transposed=True), int4(right))
+    assert matrices_equal(Weights(source, torch.bfloat16, "int8").load_matrix(name, transposed=True), quantize_int8(right))
+    assert matrices_equal(Weights(source, torch.bfloat16, "int4").load_matrix(name, transposed=True), quantize_int4(right))
 
 
 def test_float32_means_float32_everywhere(tmp_path: Path) -> None:

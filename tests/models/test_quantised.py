@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from retain import models
-from retain.kernels.matrix import Int4, Int8, Matrix, int4, int8
+from retain.kernels.matrix import Int4, Int8, Weight, quantize_int4, quantize_int8
 from retain.models.parts import ACTIVATIONS, Sequential, Linear, resolve_activation
 from retain.models.weights import Weights
 from tests.models.test_families import Changes, run_decoder, random_tokens
@@ -29,9 +29,9 @@ each_case = pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join(
 class DequantizedWeights(Weights):
     """The dense numbers of the quanta."""
 
-    def load_matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Matrix:
+    def load_matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Weight:
         m = super().load_matrix(name, embedding, transposed)
-        return m if isinstance(m, Tensor) else m.dense(self.dtype)
+        return m if isinstance(m, Tensor) else m.dequantize(self.dtype)
 
     def scope(self, prefix: str) -> Weights:
         return DequantizedWeights(self.checkpoint, self.dtype, self.quantization, self.prefix + prefix)
@@ -80,9 +80,9 @@ def test_what_is_between_stays_bfloat16(family: str, changes: Changes, weights: 
 
 def test_a_linear_layer_multiplies_in_float32() -> None:
     x, w, b = (torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in ((5, 64), (8, 64), (8,)))
-    for m in (int4(w), int8(w)):
+    for m in (quantize_int4(w), quantize_int8(w)):
         for bias in (None, b.bfloat16()):
-            right = x.bfloat16().float() @ m.dense().T + (0 if bias is None else bias.float())
+            right = x.bfloat16().float() @ m.dequantize().T + (0 if bias is None else bias.float())
             ours = Linear(m, bias)(x.bfloat16())
             assert ours.dtype == torch.bfloat16
             torch.testing.assert_close(ours.float(), right, rtol=2**-8, atol=1e-6)

@@ -60,7 +60,7 @@ def balanced(server: Draining) -> None:
     cache.check()
     if cache.prefix_cache:
         cache.prefix_cache.tree.unpin_all()
-    assert cache.free_pages == cache.total_pages and cache.free_rows == server.service.llm.config.max_requests
+    assert cache.free_pages == cache.total_pages and cache.free_rows == server.service.llm.config.max_running_requests
     assert server.service.gate.inside == 0
 
 

@@ -12,23 +12,23 @@ from retain.client import Client
 
 
 def test_a_load_counts_what_it_sends(server):
-    about = load.Load(server.url, "smollm2", None, ttft_s=60, each_s=60)
-    calls = load.poisson(6, rate=20, prompt=30, new=5, seed=3)
+    about = load.LoadConfig(server.url, "smollm2", None, ttft_slo_s=60, tpot_slo_s=60)
+    calls = load.poisson_requests(6, request_rate=20, prompt_words=30, output_len=5, seed=3)
     found = load.run(about, calls)
     assert (found["requests"], found["errors"], found["good"]) == (6, 0, 1.0)
     assert found["new_tok_s"] * found["seconds"] == pytest.approx(30, rel=0.05)
     assert found["prompt_tok_s"] * found["seconds"] == pytest.approx(6 * 30, rel=0.1)
     assert 0 < found["ttft_p50_ms"] <= found["ttft_p90_ms"] <= found["ttft_p99_ms"] <= found["answer_p99_ms"]
-    assert load.run(load.Load(server.url, "smollm2", None, ttft_s=0, each_s=0), calls)["goodput"] == 0
+    assert load.run(load.LoadConfig(server.url, "smollm2", None, ttft_slo_s=0, tpot_slo_s=0), calls)["goodput"] == 0
 
 
 def test_calls_come_at_their_rate():
-    calls = load.poisson(4000, rate=50, prompt=1, new=1)
-    gaps = [b.due - a.due for a, b in pairwise(calls)]
+    calls = load.poisson_requests(4000, request_rate=50, prompt_words=1, output_len=1)
+    gaps = [b.arrival_time - a.arrival_time for a, b in pairwise(calls)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.1)
     assert sum((g - mean) ** 2 for g in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.2)  # exponential
-    assert all(c.due == 0 for c in load.poisson(3, None, 1, 1))
+    assert all(c.arrival_time == 0 for c in load.poisson_requests(3, None, 1, 1))
 
 
 def test_a_trace_begins_alike_where_it_says_so(tmp_path):
@@ -38,13 +38,13 @@ def test_a_trace_begins_alike_where_it_says_so(tmp_path):
         for i in range(3)
     ]
     file.write_text("\n".join(map(json.dumps, records)))
-    calls = load.trace(file, 2, faster=10, shorter=8)
-    assert [c.due for c in calls] == [0, 0.1] and calls[0].new == 8
+    calls = load.load_trace(file, 2, speedup=10, length_divisor=8)
+    assert [c.arrival_time for c in calls] == [0, 0.1] and calls[0].output_len == 8
     a, b = (c.prompt.split() for c in calls)
     assert len(a) == 1100 // 8 and a[:128] == b[:128] and a[128:] != b[128:]
     file.write_text('{"timestamp": 0}')
     with pytest.raises(ValueError, match="line 1"):
-        load.trace(file, 2, 1, 1)
+        load.load_trace(file, 2, 1, 1)
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys):

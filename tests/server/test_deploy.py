@@ -32,10 +32,10 @@ def test_the_dashboard_asks_for_what_there_is(server):
 
 def test_what_is_deployed_is_what_the_command_takes():
     """Options in the unit and the image are options of `retain serve`."""
-    from retain.options import parser
+    from retain.options import build_parser
 
     for name in ("retain.service", "Dockerfile"):
         text = (DEPLOY / name).read_text()
         command = re.search(r"bin/retain (serve .*)", text)[1]
-        args = parser().parse_args(re.sub(r"\$\{?\w+\}?", "9", command.replace('"', "")).split())
+        args = build_parser().parse_args(re.sub(r"\$\{?\w+\}?", "9", command.replace('"', "")).split())
         assert args.command == "serve" and args.tier[0].startswith("disk:")

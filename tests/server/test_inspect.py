@@ -9,7 +9,7 @@ import pytest
 
 from retain.kv.census import PAGE_STATES, collect_pool_stats, classify_pages
 from retain.server.keys import Keys
-from tests.rig import prompts, request, rig, steps
+from tests.rig import random_prompts, make_request, make_engine, iter_steps
 from tests.server.conftest import ENGINE, KEYS, serving
 
 STORY = "Once upon a time there was a lamp that nobody could put out, and the people of the town came to see it. " * 4
@@ -24,14 +24,14 @@ def test_a_witness_sees_what_is_held(family, policy):
     """After every step: the positions that the slots hold and queries may see; and what is gone keeps its mass."""
     from retain.kv.witness import AttentionTrace
 
-    engine = rig(family, step_tokens=48)
-    asked = [request(p, 30, policy) for p in prompts(3, longest=90)]
+    engine = make_engine(family, max_batched_tokens=48)
+    asked = [make_request(p, 30, policy) for p in random_prompts(3, max_prompt_len=90)]
     L, G = len(engine.cache.spec.windows), engine.cache.spec.kv_heads
     for r in asked:
         r.attention_trace, r.score_decay = AttentionTrace(L, G), 1.0
         engine.add(r)
     before = {r: (np.zeros((L, G, 0), bool), np.zeros((L, G, 0))) for r in asked}
-    for _ in steps(engine):
+    for _ in iter_steps(engine):
         for r in asked:
             if r.row is None or not r.num_computed_tokens:
                 continue
@@ -53,11 +53,11 @@ def test_a_witness_sees_what_is_held(family, policy):
 def test_a_prompt_that_goes_layer_by_layer_is_seen_whole():
     from retain.kv.witness import AttentionTrace
 
-    engine = rig("llama", step_tokens=128)
-    (text,) = prompts(1, seed=3, longest=1) and [list(range(100))]
+    engine = make_engine("llama", max_batched_tokens=128)
+    (text,) = random_prompts(1, seed=3, max_prompt_len=1) and [list(range(100))]
     seen = []
     for prefill in ("exact", "layers"):
-        r = request(text, 4, f"h2o:budget=20,prefill={prefill}")
+        r = make_request(text, 4, f"h2o:budget=20,prefill={prefill}")
         r.attention_trace = AttentionTrace(3, 2)
         engine.add(r)
         while not r.first_token_time:
@@ -72,16 +72,16 @@ def test_looking_changes_no_token():
 
     answers = []
     for watched in (False, True):
-        engine = rig("qwen2")
+        engine = make_engine("qwen2")
         asked = [
-            request(p, 20, policy)
-            for p, policy in zip(prompts(3), ["full", "h2o:budget=30", "sinks:budget=30"], strict=True)
+            make_request(p, 20, policy)
+            for p, policy in zip(random_prompts(3), ["full", "h2o:budget=30", "sinks:budget=30"], strict=True)
         ]
         for r in asked:
             if watched:
                 r.attention_trace, r.score_decay = AttentionTrace(3, 2), 1.0
             engine.add(r)
-        for _ in steps(engine):
+        for _ in iter_steps(engine):
             pass
         answers.append([r.output_tokens for r in asked])
     assert answers[0] == answers[1]
@@ -89,15 +89,15 @@ def test_looking_changes_no_token():
 
 @pytest.mark.parametrize("prefix", ["off", "exact"])
 def test_a_census_counts_every_page_once(prefix):
-    engine = rig("gemma3_text", prefix=prefix, n_rows=8, pages=3000)
+    engine = make_engine("gemma3_text", prefix_cache=prefix, max_running_requests=8, num_pages=3000)
     asked = [
-        request(p, 20, q)
-        for p, q in zip(prompts(5), ["full", "h2o:budget=30", "full", "ring:window=20", "sinks:budget=16"], strict=True)
+        make_request(p, 20, q)
+        for p, q in zip(random_prompts(5), ["full", "h2o:budget=30", "full", "ring:window=20", "sinks:budget=16"], strict=True)
     ]
     for r in asked:
         engine.add(r)
     kindly = set()
-    for _ in steps(engine):
+    for _ in iter_steps(engine):
         found, (state, holder) = collect_pool_stats(engine.cache), classify_pages(engine.cache)
         pool = engine.cache.pool
         assert sum(found.pages_by_state.values()) == engine.cache.total_pages

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from retain import SamplingParams
-from retain.desk import Ask
+from retain.desk import GenerateRequest
 
 STORY = "Once upon a time there was a lamp that nobody could put out."
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"}]
@@ -28,7 +28,7 @@ def ask(server, **what):
 
     service = server.service
     future = asyncio.run_coroutine_threadsafe(
-        service.worker.call(lambda: service.llm.ask([Ask(**what)])), service.worker._loop
+        service.worker.call(lambda: service.llm.ask([GenerateRequest(**what)])), service.worker._loop
     )
     return future.result(60)
 

@@ -15,26 +15,26 @@ from retain.kv.tiers import parse
 from retain.kv.tiers.disk import DiskStore
 from retain.llm import LLM
 
-DISK, SLOW = "disk:path={store},capacity=20GB", "disk:path={store},capacity=20GB,read=200MB"
+DISK_TIER, SLOW_DISK_TIER = "disk:path={store},capacity=20GB", "disk:path={store},capacity=20GB,read=200MB"
 METHODS = {
     "recompute": "",
     "memory": "",
     "ram": "ram:capacity=4GiB",
-    "ssd": DISK,
-    "h2o": DISK,
-    "important": DISK,
-    "ssd-200": SLOW,
-    "h2o-200": SLOW,
-    "important-200": SLOW,
-    "important-lru": "ram:capacity={hot} " + SLOW,
-    "important-lfu": "ram:capacity={hot},evict=lfu " + SLOW,
-    "important-worth": "ram:capacity={hot},evict=worth " + SLOW,
-    "lru": "ram:capacity=256MiB " + DISK,
-    "lfu": "ram:capacity=256MiB,evict=lfu " + DISK,
+    "ssd": DISK_TIER,
+    "h2o": DISK_TIER,
+    "important": DISK_TIER,
+    "ssd-200": SLOW_DISK_TIER,
+    "h2o-200": SLOW_DISK_TIER,
+    "important-200": SLOW_DISK_TIER,
+    "important-lru": "ram:capacity={hot} " + SLOW_DISK_TIER,
+    "important-lfu": "ram:capacity={hot},evict=lfu " + SLOW_DISK_TIER,
+    "important-worth": "ram:capacity={hot},evict=worth " + SLOW_DISK_TIER,
+    "lru": "ram:capacity=256MiB " + DISK_TIER,
+    "lfu": "ram:capacity=256MiB,evict=lfu " + DISK_TIER,
 }
 
 
-class AllKeys(SelectiveLoader):
+class AllKeysLoader(SelectiveLoader):
     """As H2O loads in the paper's comparison: all keys, to find what is important, and then the values of that; spans
     stay in the order of their text. (As many bytes are read, of whole rows, and in one go: kind to it.)
     """
@@ -55,50 +55,50 @@ class AllKeys(SelectiveLoader):
         return LayerLoader.finish(self)
 
 
-class Below:
+class OffloadSetup:
     """The tiers of a method under an engine's pool. `store`: a folder for them."""
 
-    def __init__(self, llm: LLM, reuse: PrefixCache, method: str, ratio: float, store: str, hot: str):
-        self.llm, self.reuse, self.method, self.ratio = llm, reuse, method, ratio
-        self.tiers = METHODS[method].format(store=store, hot=hot)
-        self.before = 0  # bytes that were read before the last restart
-        reuse.tree.clear()
-        llm.cache.prefix_cache = None if method == "recompute" else reuse
-        self._open()
+    def __init__(self, llm: LLM, prefix_cache: PrefixCache, method: str, ratio: float, store_dir: str, ram_capacity: str):
+        self.llm, self.prefix_cache, self.method, self.ratio = llm, prefix_cache, method, ratio
+        self.tier_specs = METHODS[method].format(store=store_dir, hot=ram_capacity)
+        self.bytes_before_restart = 0  # bytes that were read before the last restart
+        prefix_cache.tree.clear()
+        llm.cache.prefix_cache = None if method == "recompute" else prefix_cache
+        self._attach_tiers()
 
-    def _open(self) -> None:
-        if self.tiers:
+    def _attach_tiers(self) -> None:
+        if self.tier_specs:
             chooses = self.method.startswith(("important", "h2o"))
             reused = SelectiveConfig(ratio=self.ratio) if chooses else PrefixConfig()
-            tiers = [parse(t) for t in self.tiers.split()]
-            self.reuse.set_offloader(build.stores(reused, tiers, self.llm.cache, self.llm.spec, b"bench"))
-            self.reuse.selective_loader_class = AllKeys if self.method.startswith("h2o") else SelectiveLoader
+            tiers = [parse(t) for t in self.tier_specs.split()]
+            self.prefix_cache.set_offloader(build.open_offload_tiers(reused, tiers, self.llm.cache, self.llm.spec, b"bench"))
+            self.prefix_cache.selective_loader_class = AllKeysLoader if self.method.startswith("h2o") else SelectiveLoader
 
     def restart(self) -> None:
         """As far as a disk is concerned."""
-        if "disk" in self.tiers:
-            self.before = self.read
-            self.reuse.close_offloader()
-            self._open()
+        if "disk" in self.tier_specs:
+            self.bytes_before_restart = self.bytes_read
+            self.prefix_cache.close_offloader()
+            self._attach_tiers()
 
-    def sleep(self) -> None:
+    def offload_all(self) -> None:
         """What is in the pool goes to sleep, where there is something below it."""
-        if self.tiers:
-            self.reuse.tree.evict(self.reuse.tree.num_evictable_pages)
+        if self.tier_specs:
+            self.prefix_cache.tree.evict(self.prefix_cache.tree.num_evictable_pages)
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait until what goes on in the background is done."""
-        if self.reuse.offloader:
-            self.reuse.offloader.sync()
+        if self.prefix_cache.offloader:
+            self.prefix_cache.offloader.sync()
 
     @property
-    def read(self) -> int:
+    def bytes_read(self) -> int:
         """Bytes, from disks, so far."""
-        stores = self.reuse.offloader.stores if self.reuse.offloader else ()
-        return self.before + sum(s.counts["read"] for s in stores if isinstance(s, DiskStore))
+        stores = self.prefix_cache.offloader.stores if self.prefix_cache.offloader else ()
+        return self.bytes_before_restart + sum(s.counts["read"] for s in stores if isinstance(s, DiskStore))
 
     def close(self) -> None:
         """The engine is as it was."""
-        self.llm.cache.prefix_cache, self.reuse.selective_loader_class = self.reuse, SelectiveLoader
-        self.reuse.close_offloader()
-        self.reuse.tree.clear()
+        self.llm.cache.prefix_cache, self.prefix_cache.selective_loader_class = self.prefix_cache, SelectiveLoader
+        self.prefix_cache.close_offloader()
+        self.prefix_cache.tree.clear()

@@ -19,12 +19,12 @@ from retain.kv import policies
 from retain.llm import LLM
 
 Line = dict[str, Any]
-NEVER = 10**6  # a budget that is never reached
-SCORED = {
+UNREACHABLE_BUDGET = 10**6  # a budget that is never reached
+SCORING_POLICIES = {
     "full": "full",
-    "h2o": f"h2o:budget={NEVER}",
-    "keyformer": f"keyformer:budget={NEVER}",
-    "tau=1.5": f"keyformer:budget={NEVER},tau=1.5",
+    "h2o": f"h2o:budget={UNREACHABLE_BUDGET}",
+    "keyformer": f"keyformer:budget={UNREACHABLE_BUDGET}",
+    "tau=1.5": f"keyformer:budget={UNREACHABLE_BUDGET},tau=1.5",
 }
 
 
@@ -36,57 +36,57 @@ def run(llm: LLM, parts: Sequence[str], as_json: bool) -> None:
             print(json.dumps({"part": name, **line}) if as_json else f"{name:10} {text}", flush=True)
 
 
-def check(parts: Sequence[str]) -> None:
+def check_parts(parts: Sequence[str]) -> None:
     """Raises ValueError for a part that there is not."""
     for name in parts:
         if name not in PARTS:
             raise ValueError(f"unknown part {name!r}: choose from {', '.join(PARTS)}")
 
 
-def scoring(llm: LLM) -> list[Line]:
+def measure_scoring(llm: LLM) -> list[Line]:
     """A decode step over 4096 slots, and a prefill of 4096 tokens, with scores and without; nobody forgets."""
-    lines, prompt = [], min(4096, llm.context - 200)
+    lines, prompt = [], min(4096, llm.max_model_len - 200)
     for batch in (1, 8):
-        times = side_by_side(llm, list(SCORED.values()), prompt, batch, steps=48)
-        for name, t in zip(SCORED, times, strict=True):
-            lines.append({"what": f"decode, batch {batch}", "policy": name, **_compared(t, times[0])})
-    times = [[] for _ in SCORED]
+        times = time_side_by_side(llm, list(SCORING_POLICIES.values()), prompt, batch, num_steps=48)
+        for name, t in zip(SCORING_POLICIES, times, strict=True):
+            lines.append({"what": f"decode, batch {batch}", "policy": name, **_compare_times(t, times[0])})
+    times = [[] for _ in SCORING_POLICIES]
     for seed in range(3):
-        for each, policy in zip(times, SCORED.values(), strict=True):
+        for each, policy in zip(times, SCORING_POLICIES.values(), strict=True):
             started = perf_counter()
-            engine = _engine(llm, [_request(llm, prompt, policy, seed)])
-            _until(engine, lambda r: bool(r.first_token_time))
+            engine = _make_engine(llm, [_make_request(llm, prompt, policy, seed)])
+            _run_until(engine, lambda r: bool(r.first_token_time))
             each.append(perf_counter() - started)
-            _end(engine)
-    for name, t in list(zip(SCORED, times, strict=True))[:3]:
-        lines.append({"what": "prefill", "policy": name, **_compared(t, times[0])})
+            _cancel_all(engine)
+    for name, t in list(zip(SCORING_POLICIES, times, strict=True))[:3]:
+        lines.append({"what": "prefill", "policy": name, **_compare_times(t, times[0])})
     return lines
 
 
-def decode(llm: LLM, prompt: int = 7000, batch: int = 8) -> list[Line]:
+def measure_decode(llm: LLM, prompt_len: int = 7000, batch_size: int = 8) -> list[Line]:
     """A decode step of 8 requests with prompts of 7000 tokens: everything kept, half, a quarter."""
-    prompt = min(prompt, llm.context - 600)
+    prompt_len = min(prompt_len, llm.max_model_len - 600)
     names = [f"{p}:budget={b}" for b in ("50%", "25%") for p in ("h2o", "keyformer")]
-    times = side_by_side(llm, ["full", *names], prompt, batch, steps=160)
+    times = time_side_by_side(llm, ["full", *names], prompt_len, batch_size, num_steps=160)
     return [
-        {"what": f"decode, batch {batch}", "policy": name, **_compared(t, times[0])}
+        {"what": f"decode, batch {batch_size}", "policy": name, **_compare_times(t, times[0])}
         for name, t in zip(["full", *names], times, strict=True)
     ]
 
 
-def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> Iterator[Line]:
+def measure_throughput(llm: LLM, prompt_len: int = 7000, output_len: int = 512, num_requests: int = 32) -> Iterator[Line]:
     """32 queued requests in memory that holds four full ones: their own tokens a second, all in all and while decoding.
 
     The pool is as it is: choose it by --kv-memory; how many full requests it holds is printed. `bound` is what
     `times_full` would be if answers cost nothing, only the prompts, one after the other.
     """
-    prompt = min(prompt, llm.context - new)
+    prompt_len = min(prompt_len, llm.max_model_len - output_len)
     full: tuple[float, float] | None = None
     for policy in ("full", "h2o:budget=25%", "h2o:budget=25%,prefill=stream", "keyformer:budget=25%"):
-        alone, started = _engine(llm, [_request(llm, prompt, policy, n, 1)]), perf_counter()
-        _until(alone, lambda r: bool(r.first_token_time))
-        prompts = n * (perf_counter() - started)  # seconds
-        engine = _engine(llm, [_request(llm, prompt, policy, seed, new) for seed in range(n)])
+        alone, started = _make_engine(llm, [_make_request(llm, prompt_len, policy, num_requests, 1)]), perf_counter()
+        _run_until(alone, lambda r: bool(r.first_token_time))
+        prompts = num_requests * (perf_counter() - started)  # seconds
+        engine = _make_engine(llm, [_make_request(llm, prompt_len, policy, seed, output_len) for seed in range(num_requests)])
         started, paid, prefilling = perf_counter(), 0, 0.0
         requests = list(engine.scheduler.waiting)
         while engine.has_unfinished_requests:
@@ -97,15 +97,15 @@ def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> Ite
                 prefilling += perf_counter() - step
             paid = max(paid, len(engine.scheduler.running))
         total = perf_counter() - started
-        rate, apart = n * new / total, n * new / max(total - prefilling, 1e-9)
+        rate, apart = num_requests * output_len / total, num_requests * output_len / max(total - prefilling, 1e-9)
         full = full or (rate, apart)  # whose turn is first
-        held = llm.cache.total_pages / llm.cache.pages_needed(policies.parse("full"), prompt + new, prompt)
+        held = llm.cache.total_pages / llm.cache.pages_needed(policies.parse("full"), prompt_len + output_len, prompt_len)
         yield {
-            "what": f"{n} requests",
+            "what": f"{num_requests} requests",
             "policy": policy,
             "tok_s": round(rate, 1),
             "times_full": round(rate / full[0], 2),
-            "bound": round(n * new / prompts / full[0], 2),
+            "bound": round(num_requests * output_len / prompts / full[0], 2),
             "tok_s_but_prefill": round(apart, 1),
             "times_full_but_prefill": round(apart / full[1], 2),
             "at_once": paid,
@@ -114,54 +114,54 @@ def throughput(llm: LLM, prompt: int = 7000, new: int = 512, n: int = 32) -> Ite
         }
 
 
-PARTS: dict[str, Callable[[LLM], Iterable[Line]]] = {"scoring": scoring, "decode": decode, "throughput": throughput}
+PARTS: dict[str, Callable[[LLM], Iterable[Line]]] = {"scoring": measure_scoring, "decode": measure_decode, "throughput": measure_throughput}
 
 
-def side_by_side(llm: LLM, chosen: Sequence[str], prompt: int, batch: int, steps: int) -> list[list[float]]:
+def time_side_by_side(llm: LLM, policy_specs: Sequence[str], prompt_len: int, batch_size: int, num_steps: int) -> list[list[float]]:
     """Seconds of each step, for each policy, when all requests of all policies decode; policies in turn."""
-    new = min(steps + 8 + 2 * batch * len(chosen) * (prompt // llm.config.step_tokens + 1), llm.context - prompt)
-    kinds = [[_request(llm, prompt, policy, seed, new) for seed in range(batch)] for policy in chosen]
-    whole = _engine(llm, [r for kind in kinds for r in kind])  # equal prompts are computed once
-    _until(whole, lambda r: bool(r.first_token_time))
-    engines = [_engine(llm, []) for _ in kinds]
+    new = min(num_steps + 8 + 2 * batch_size * len(policy_specs) * (prompt_len // llm.config.max_batched_tokens + 1), llm.max_model_len - prompt_len)
+    kinds = [[_make_request(llm, prompt_len, policy, seed, new) for seed in range(batch_size)] for policy in policy_specs]
+    whole = _make_engine(llm, [r for kind in kinds for r in kind])  # equal prompts are computed once
+    _run_until(whole, lambda r: bool(r.first_token_time))
+    engines = [_make_engine(llm, []) for _ in kinds]
     for engine, kind in zip(engines, kinds, strict=True):
         engine.scheduler.running = kind
     times: list[list[float]] = [[] for _ in engines]
-    for _ in range(steps):
+    for _ in range(num_steps):
         for engine, each in zip(engines, times, strict=True):
             started = perf_counter()
             engine.step()
             each.append(perf_counter() - started)
     assert not any(r.finish_reason for kind in kinds for r in kind), "somebody ended before the last step"
     for engine in engines:
-        _end(engine)
+        _cancel_all(engine)
     return times
 
 
-def _request(llm: LLM, prompt: int, policy: str, seed: int, new: int = 8) -> Request:
+def _make_request(llm: LLM, prompt_len: int, policy: str, seed: int, output_len: int = 8) -> Request:
     rng, top = random.Random(seed), min(40000, llm.spec.vocab_size)
     params = SamplingParams(temperature=0, ignore_eos=True, seed=seed)
-    return Request([rng.randrange(min(100, top - 1), top) for _ in range(prompt)], params, policies.parse(policy), new)
+    return Request([rng.randrange(min(100, top - 1), top) for _ in range(prompt_len)], params, policies.parse(policy), output_len)
 
 
-def _engine(llm: LLM, requests: Sequence[Request]) -> Engine:
+def _make_engine(llm: LLM, requests: Sequence[Request]) -> Engine:
     """One more over the same model and cache."""
-    engine = Engine(llm.engine.runner, llm.cache, llm.config.step_tokens)
+    engine = Engine(llm.engine.runner, llm.cache, llm.config.max_batched_tokens)
     engine.add(*requests)
     return engine
 
 
-def _until(engine: Engine, done: Callable[[Request], bool]) -> None:
-    while engine.scheduler.waiting or not all(done(r) for r in engine.scheduler.running):
+def _run_until(engine: Engine, is_done: Callable[[Request], bool]) -> None:
+    while engine.scheduler.waiting or not all(is_done(r) for r in engine.scheduler.running):
         engine.step()
 
 
-def _end(engine: Engine) -> None:
+def _cancel_all(engine: Engine) -> None:
     for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
         engine.cancel(request)
 
 
-def _compared(times: Sequence[float], full: Sequence[float]) -> Line:
+def _compare_times(times: Sequence[float], baseline: Sequence[float]) -> Line:
     """Median and mean in milliseconds, and what part of the full cache's time they are.
 
     The mean has in it what forgetting takes, now and then.
@@ -169,7 +169,7 @@ def _compared(times: Sequence[float], full: Sequence[float]) -> Line:
     mid, mean = median(times), sum(times) / len(times)
     return {
         "median_ms": round(1e3 * mid, 2),
-        "to_full": round(mid / median(full), 3),
+        "to_full": round(mid / median(baseline), 3),
         "mean_ms": round(1e3 * mean, 2),
-        "mean_to_full": round(mean / (sum(full) / len(full)), 3),
+        "mean_to_full": round(mean / (sum(baseline) / len(baseline)), 3),
     }

@@ -16,27 +16,27 @@ from retain.engine.request import SamplingParams
 from retain.llm import LLM
 
 
-class Harness(LM):  # type: ignore[misc]
+class RetainLM(LM):  # type: ignore[misc]
     """Every request runs under the one policy; `batch` of them together."""
 
-    def __init__(self, llm: LLM, kv_policy: str | None = None, batch: int = 32):
+    def __init__(self, llm: LLM, kv_policy: str | None = None, batch_size: int = 32):
         super().__init__()
-        self.llm, self.kv_policy, self.batch = llm, kv_policy, batch
+        self.llm, self.kv_policy, self.batch_size = llm, kv_policy, batch_size
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Of each (context, continuation): log-probability, and whether greedy decoding would have given it."""
-        return self._score([self._pair(*r.args) for r in requests])
+        return self._score_pairs([self._encode_pair(*r.args) for r in requests])
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Log-probabilities of whole texts, from their first token on; of a long one, its beginning."""
-        pairs = [self._pair("", *r.args) for r in requests]
-        return [found for found, _ in self._score([(start, ids[: self.llm.context - 1]) for start, ids in pairs])]
+        pairs = [self._encode_pair("", *r.args) for r in requests]
+        return [found for found, _ in self._score_pairs([(start, ids[: self.llm.max_model_len - 1]) for start, ids in pairs])]
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         """Texts, up to the strings that the task names."""
         found: list[str] = []
-        for start in range(0, len(requests), self.batch):
-            group = [r.args for r in requests[start : start + self.batch]]
+        for start in range(0, len(requests), self.batch_size):
+            group = [r.args for r in requests[start : start + self.batch_size]]
             params = [
                 SamplingParams(
                     max_tokens=options.get("max_gen_toks", 256),
@@ -48,19 +48,19 @@ class Harness(LM):  # type: ignore[misc]
             found += [a.text for a in self.llm.generate([text for text, _ in group], params, self.kv_policy)]
         return found
 
-    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids; the blanks between go with the continuation, as tokenizers want it."""
         stripped = context.rstrip()
         tokenizer = self.llm.tokenizer
         nothing = tokenizer.encode("") or [min(tokenizer.stop_token_ids)]  # what a text begins behind
         prompt = self.llm.encode(stripped) if stripped else nothing
         answer = self.llm.tokenizer.encode(context[len(stripped) :] + continuation, add_special_tokens=False)
-        return prompt[len(answer) - self.llm.context :], answer
+        return prompt[len(answer) - self.llm.max_model_len :], answer
 
-    def _score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+    def _score_pairs(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         found = []
-        for start in range(0, len(pairs), self.batch):
-            group = pairs[start : start + self.batch]
+        for start in range(0, len(pairs), self.batch_size):
+            group = pairs[start : start + self.batch_size]
             likeliest: list[list[int]] = [[] for _ in group]
             scores = self.llm.score(
                 [p for p, _ in group],

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from retain.bench.quality import FULL, Results, bootstrap
+from retain.bench.quality import FULL, QualityResults, bootstrap_interval
 from retain.kv import policies
 from retain.kv.budget import BudgetPolicy
 
 
-def pyplot() -> Any:
+def import_pyplot() -> Any:
     """matplotlib without a screen. Raises ValueError where it is missing."""
     try:
         import matplotlib
@@ -26,19 +26,19 @@ def pyplot() -> Any:
     return plt
 
 
-def lines(results: Results, out: Path) -> list[Path]:
+def plot_metrics(results: QualityResults, out: Path) -> list[Path]:
     """One picture for each metric: a line for each policy over its budgets, with the interval of its distance."""
-    plt, made = pyplot(), []
+    plt, made = import_pyplot(), []
     for metric in results.metrics:
-        whole, _ = results.values(FULL, metric)
+        whole, _ = results.paired_values(FULL, metric)
         curves: dict[str, list[tuple[float, float, float, float]]] = {}
-        for policy in results.rows:
+        for policy in results.item_metrics:
             parsed = policies.parse(policy)
-            a, b = results.values(policy, metric)
+            a, b = results.paired_values(policy, metric)
             if len(a) and isinstance(parsed, BudgetPolicy) and parsed.budget.tokens is None:
-                lo, hi = bootstrap(a - b)
+                lo, hi = bootstrap_interval(a - b)
                 name = re.sub("budget=[^,]*,?", "", policy).rstrip(":")
-                curves.setdefault(name, []).append((100 * parsed.budget.share, a.mean(), b.mean() + lo, b.mean() + hi))
+                curves.setdefault(name, []).append((100 * parsed.budget.fraction, a.mean(), b.mean() + lo, b.mean() + hi))
         if not curves:
             continue
         figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
@@ -54,24 +54,24 @@ def lines(results: Results, out: Path) -> list[Path]:
     return made
 
 
-def kept(stays: dict[str, list[list[list[int]]]], prompt: int, out: Path) -> list[Path]:
+def plot_kept_positions(kept_positions: dict[str, list[list[list[int]]]], num_prompt_tokens: int, out: Path) -> list[Path]:
     """stays[policy][layer][head] = positions that are kept of a prompt of so many tokens: two pictures.
 
     Layer by position (how many of the layer's heads keep it), and for the layer in the middle head by position.
     """
-    plt, made = pyplot(), []
+    plt, made = import_pyplot(), []
     for title in ("layer", "head"):
-        size = (10, 1 + 1.6 * len(stays))
-        figure, axes = plt.subplots(len(stays), 1, figsize=size, constrained_layout=True, sharex=True, squeeze=False)
-        for (policy, layers), axis in zip(stays.items(), axes[:, 0], strict=True):
+        size = (10, 1 + 1.6 * len(kept_positions))
+        figure, axes = plt.subplots(len(kept_positions), 1, figsize=size, constrained_layout=True, sharex=True, squeeze=False)
+        for (policy, layers), axis in zip(kept_positions.items(), axes[:, 0], strict=True):
             if title == "layer":
-                image = np.zeros((len(layers), prompt))
+                image = np.zeros((len(layers), num_prompt_tokens))
                 for i, heads in enumerate(layers):
                     for positions in heads:
                         image[i, positions] += 1 / len(heads)
             else:
                 heads = layers[len(layers) // 2]
-                image = np.zeros((len(heads), prompt))
+                image = np.zeros((len(heads), num_prompt_tokens))
                 for g, positions in enumerate(heads):
                     image[g, positions] = 1
             axis.imshow(image, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0, vmax=1)
@@ -83,17 +83,17 @@ def kept(stays: dict[str, list[list[list[int]]]], prompt: int, out: Path) -> lis
     return made
 
 
-def speedups(lines: Sequence[dict[str, Any]], out: Path) -> list[Path]:
+def plot_speedups(results: Sequence[dict[str, Any]], out: Path) -> list[Path]:
     """Times as fast as plain: against k, a line for each drafter and workload; against context, for each drafter."""
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {"k": {}, "context": {}}
-    for line in lines:
+    for line in results:
         name, k = re.sub(r"[:,]k=\d+", "", line["drafter"]), re.search(r"[:,]k=(\d+)", line["drafter"])
         if k:
             curves["k"].setdefault(f"{name}, {line['workload']}", []).append((int(k[1]), line["times_plain"]))
         if line["workload"].startswith("books-"):
             context = int(line["workload"].partition("-")[2])
             curves["context"].setdefault(line["drafter"], []).append((context, line["times_plain"]))
-    plt, made = pyplot(), []
+    plt, made = import_pyplot(), []
     for axis, found in curves.items():
         several = {name: sorted(points) for name, points in found.items() if len(points) > 1}
         if not several:

@@ -16,84 +16,84 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-BLOCK = 512  # tokens that a hash of a trace stands for (Mooncake, FAST'25)
-COMMON = (  # most tokenizers have one token for each of these
+TOKENS_PER_TRACE_BLOCK = 512  # tokens that a hash of a trace stands for (Mooncake, FAST'25)
+COMMON_WORDS = (  # most tokenizers have one token for each of these
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
     "father power hour game line end member law car city community name president team minute idea body information"
 )
-WORDS = COMMON.split()
+WORDS = COMMON_WORDS.split()
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedRequest:
     """A request: due so many seconds after the beginning, of about `prompt` tokens, answered by `new`."""
 
-    due: float
+    arrival_time: float
     prompt: str
-    new: int
+    output_len: int
 
 
 @dataclass
-class Felt:
+class RequestTiming:
     """What came of a call."""
 
-    first: float = 0.0
-    last: float = 0.0
-    gaps: list[float] = field(default_factory=list)  # between pieces of text
-    tokens: int = 0
-    asked: int = 0  # tokens of its prompt
+    ttft: float = 0.0
+    latency: float = 0.0
+    itl: list[float] = field(default_factory=list)  # between pieces of text
+    completion_tokens: int = 0
+    prompt_tokens: int = 0  # tokens of its prompt
     error: str = ""
 
     @property
-    def each(self) -> float:
+    def tpot(self) -> float:
         """Seconds a token, after the first."""
-        return (self.last - self.first) / max(self.tokens - 1, 1)
+        return (self.latency - self.ttft) / max(self.completion_tokens - 1, 1)
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadConfig:
     """What to send where. `ttft_s` and `each_s`: what a good answer takes at most, to its first token and a token."""
 
     url: str
     model: str
-    key: str | None
-    ttft_s: float
-    each_s: float
-    streams: int | None = None
+    api_key: str | None
+    ttft_slo_s: float
+    tpot_slo_s: float
+    max_concurrency: int | None = None
 
 
-def poisson(n: int, rate: float | None, prompt: int, new: int, seed: int = 0) -> list[Call]:
+def poisson_requests(num_requests: int, request_rate: float | None, prompt_words: int, output_len: int, seed: int = 0) -> list[TimedRequest]:
     """n calls, `rate` a second; all at once where there is none."""
     rng, due, calls = random.Random(seed), 0.0, []
-    for _ in range(n):
-        calls.append(Call(due, " ".join(rng.choice(WORDS) for _ in range(prompt)), new))
-        due += rng.expovariate(rate) if rate else 0.0
+    for _ in range(num_requests):
+        calls.append(TimedRequest(due, " ".join(rng.choice(WORDS) for _ in range(prompt_words)), output_len))
+        due += rng.expovariate(request_rate) if request_rate else 0.0
     return calls
 
 
-def trace(file: Path, n: int, faster: float, shorter: float) -> list[Call]:
+def load_trace(file: Path, num_requests: int, speedup: float, length_divisor: float) -> list[TimedRequest]:
     """The first n of a trace, so many times faster, their texts so many times shorter. Raises ValueError, OSError.
 
     Texts begin alike where the trace's hashes say so.
     """
     calls = []
-    for record in _records(file, n):
+    for record in _read_trace(file, num_requests):
         words: list[str] = []
         for block in record["hash_ids"]:
             rng = random.Random(block)
-            words += (rng.choice(WORDS) for _ in range(max(int(BLOCK / shorter), 1)))
-        length = max(int(record["input_length"] / shorter), 1)
-        new = max(int(record["output_length"] / shorter), 1)
-        calls.append(Call(record["timestamp"] / 1000 / faster, " ".join(words[:length]), new))
+            words += (rng.choice(WORDS) for _ in range(max(int(TOKENS_PER_TRACE_BLOCK / length_divisor), 1)))
+        length = max(int(record["input_length"] / length_divisor), 1)
+        new = max(int(record["output_length"] / length_divisor), 1)
+        calls.append(TimedRequest(record["timestamp"] / 1000 / speedup, " ".join(words[:length]), new))
     return calls
 
 
-def _records(file: Path, n: int) -> Iterator[dict[str, Any]]:
+def _read_trace(file: Path, num_records: int) -> Iterator[dict[str, Any]]:
     with file.open() as lines:
         for i, line in enumerate(lines):
-            if i == n:
+            if i == num_records:
                 return
             try:
                 record = json.loads(line)
@@ -102,52 +102,52 @@ def _records(file: Path, n: int) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"{file}, line {i + 1}: not a record of such a trace") from None
 
 
-def run(load: Load, calls: Sequence[Call]) -> dict[str, Any]:
+def run(config: LoadConfig, requests: Sequence[TimedRequest]) -> dict[str, Any]:
     """Send them. Raises ValueError where nothing listens there."""
     try:
         import aiohttp
     except ImportError:
         raise ValueError("bench serve needs aiohttp: pip install 'retain[bench]'") from None
-    return asyncio.run(_run(aiohttp, load, calls))
+    return asyncio.run(_run(aiohttp, config, requests))
 
 
-async def _run(aiohttp: Any, load: Load, calls: Sequence[Call]) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
-    places = asyncio.Semaphore(load.streams or len(calls))
+async def _run(aiohttp: Any, config: LoadConfig, requests: Sequence[TimedRequest]) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    places = asyncio.Semaphore(config.max_concurrency or len(requests))
     pool = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
         headers=headers, connector=pool, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**18
     ) as session:
         began = perf_counter()
 
-        async def one(call: Call) -> Felt:
-            due = began + call.due
+        async def one(call: TimedRequest) -> RequestTiming:
+            due = began + call.arrival_time
             await asyncio.sleep(max(due - perf_counter(), 0))
             async with places:
-                return await _felt(session, load, call, perf_counter() if load.streams else due)
+                return await _send_request(session, config, call, perf_counter() if config.max_concurrency else due)
 
-        felt = await asyncio.gather(*map(one, calls))
+        felt = await asyncio.gather(*map(one, requests))
         took = perf_counter() - began
     if all(f.error for f in felt):
-        raise ValueError(f"no answer from {load.url}: {felt[0].error}")
-    return summary(load, felt, took)
+        raise ValueError(f"no answer from {config.url}: {felt[0].error}")
+    return summarize(config, felt, took)
 
 
-async def _felt(session: Any, load: Load, call: Call, due: float) -> Felt:
+async def _send_request(session: Any, config: LoadConfig, request: TimedRequest, start_time: float) -> RequestTiming:
     """One call, to its end."""
-    felt, rest = Felt(), b""
+    felt, rest = RequestTiming(), b""
     body = {
-        "model": load.model,
-        "prompt": call.prompt,
-        "max_tokens": call.new,
+        "model": config.model,
+        "prompt": request.prompt,
+        "max_tokens": request.output_len,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    last = due
+    last = start_time
     try:
-        async with session.post(f"{load.url}/completions", json=body) as response:
+        async with session.post(f"{config.url}/completions", json=body) as response:
             if response.status != 200:
                 felt.error = f"{response.status}: {(await response.text())[:200]}"
                 return felt
@@ -156,43 +156,43 @@ async def _felt(session: Any, load: Load, call: Call, due: float) -> Felt:
                 rest = events.pop()
                 for event in events:
                     if event.startswith(b"data: {") and b'"text"' in event:
-                        felt.gaps.append(now - last)
+                        felt.itl.append(now - last)
                         last = now
                     if b'"usage":{' in event.replace(b'"usage": {', b'"usage":{'):
                         usage = json.loads(event[6:])["usage"]
-                        felt.tokens, felt.asked = usage["completion_tokens"], usage["prompt_tokens"]
+                        felt.completion_tokens, felt.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
                     if b'"error"' in event[:20]:
                         felt.error = event.decode(errors="replace")[:200]
     except Exception as error:  # whatever a network can do
         felt.error = str(error) or type(error).__name__
         return felt
-    if not felt.gaps:
+    if not felt.itl:
         felt.error = felt.error or "no text"
         return felt
-    felt.first, felt.last = felt.gaps.pop(0), last - due
-    felt.tokens = felt.tokens or len(felt.gaps) + 1  # of servers that count nothing
+    felt.ttft, felt.latency = felt.itl.pop(0), last - start_time
+    felt.completion_tokens = felt.completion_tokens or len(felt.itl) + 1  # of servers that count nothing
     return felt
 
 
-def summary(load: Load, felt: Sequence[Felt], took: float) -> dict[str, Any]:
+def summarize(config: LoadConfig, timings: Sequence[RequestTiming], duration_s: float) -> dict[str, Any]:
     """Percentiles in milliseconds, rates a second. `goodput`: answers a second that were good."""
-    well = [f for f in felt if not f.error]
-    good = [f for f in well if f.first <= load.ttft_s and f.each <= load.each_s]
-    errors = sorted({f.error for f in felt if f.error})
+    well = [f for f in timings if not f.error]
+    good = [f for f in well if f.ttft <= config.ttft_slo_s and f.tpot <= config.tpot_slo_s]
+    errors = sorted({f.error for f in timings if f.error})
     return {
-        "url": load.url,
-        "requests": len(felt),
-        "errors": len(felt) - len(well),
-        "seconds": round(took, 2),
-        "requests_s": round(len(well) / took, 3),
-        "prompt_tok_s": round(sum(f.asked for f in well) / took, 1),
-        "new_tok_s": round(sum(f.tokens for f in well) / took, 1),
-        **_percentiles("ttft", [f.first for f in well]),
-        **_percentiles("token", [f.each for f in well]),
-        **_percentiles("gap", [g for f in well for g in f.gaps]),
-        **_percentiles("answer", [f.last for f in well]),
-        "goodput": round(len(good) / took, 3),
-        "good": round(len(good) / len(felt), 3),
+        "url": config.url,
+        "requests": len(timings),
+        "errors": len(timings) - len(well),
+        "seconds": round(duration_s, 2),
+        "requests_s": round(len(well) / duration_s, 3),
+        "prompt_tok_s": round(sum(f.prompt_tokens for f in well) / duration_s, 1),
+        "new_tok_s": round(sum(f.completion_tokens for f in well) / duration_s, 1),
+        **_percentiles("ttft", [f.ttft for f in well]),
+        **_percentiles("token", [f.tpot for f in well]),
+        **_percentiles("gap", [g for f in well for g in f.itl]),
+        **_percentiles("answer", [f.latency for f in well]),
+        "goodput": round(len(good) / duration_s, 3),
+        "good": round(len(good) / len(timings), 3),
         **({"first_error": errors[0]} if errors else {}),
     }
 
@@ -204,7 +204,7 @@ def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
     return {f"{name}_p{p}_ms": round(1e3 * x, 2) for p, x in at.items()}
 
 
-def write(lines: Sequence[dict[str, Any]], out: Path) -> None:
+def write_results(results: Sequence[dict[str, Any]], out: Path) -> None:
     """Every number as JSON."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "serve.json").write_text(json.dumps(lines, indent=1))
+    (out / "serve.json").write_text(json.dumps(results, indent=1))

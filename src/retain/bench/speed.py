@@ -28,9 +28,9 @@ class Workload:
     """`batch` prompts of `prompt` tokens, `new` tokens each."""
 
     name: str
-    prompt: int
-    new: int
-    batch: int
+    prompt_len: int
+    output_len: int
+    batch_size: int
 
 
 WORKLOADS = (
@@ -43,7 +43,7 @@ WORKLOADS = (
 )
 
 
-def choose(names: str | None) -> list[Workload]:
+def select_workloads(names: str | None) -> list[Workload]:
     """The workloads of these names, all where none is named. Raises ValueError."""
     known = {w.name: w for w in WORKLOADS}
     wanted = [n.strip() for n in names.split(",")] if names else list(known)
@@ -55,27 +55,27 @@ def choose(names: str | None) -> list[Workload]:
 
 def run(llm: LLM, workloads: list[Workload], as_json: bool) -> None:
     """Print a line for each workload as soon as it is measured."""
-    bandwidth = read_bandwidth(llm.device)
-    seconds(llm, Workload("warm-up", 128, 8, 1), seed=0, new=8)
+    bandwidth = measure_read_bandwidth(llm.device)
+    time_batch(llm, Workload("warm-up", 128, 8, 1), seed=0, output_len=8)
     if not as_json:
         print(
             f"{'workload':10} {'prompt':>7} {'new':>5} {'batch':>5} {'prefill tok/s':>14} "
             f"{'decode tok/s':>13} {'step ms':>8} {'reads MB':>9} {f'of {bandwidth / 1e9:.0f} GB/s':>12}"
         )
     for w in workloads:
-        row = measure(llm, w, bandwidth)
+        row = measure_workload(llm, w, bandwidth)
         if as_json:
             print(json.dumps(row), flush=True)
         else:
             print(
-                f"{w.name:10} {w.prompt:7} {w.new:5} {w.batch:5} {row['prefill_tok_s']:14.1f} "
+                f"{w.name:10} {w.prompt_len:7} {w.output_len:5} {w.batch_size:5} {row['prefill_tok_s']:14.1f} "
                 f"{row['decode_tok_s']:13.1f} {row['decode_step_ms']:8.2f} "
                 f"{row['read_mb']:9.1f} {row['bandwidth']:12.0%}",
                 flush=True,
             )
 
 
-def read_bandwidth(device: torch.device) -> float:
+def measure_read_bandwidth(device: torch.device) -> float:
     """Bytes a second that a device reads from its memory, with all of its threads: the best of five sums over 512 MiB
     (on a GPU 4 GiB).
     """
@@ -88,40 +88,40 @@ def read_bandwidth(device: torch.device) -> float:
     return x.nbytes / min(times)
 
 
-def bytes_read(llm: LLM, w: Workload) -> int:
+def decode_step_bytes(llm: LLM, workload: Workload) -> int:
     """What the step in the middle of decoding must read: weights, and the slots that are seen."""
-    spec, length, policy = llm.spec, w.prompt + w.new // 2, llm.policy.resolve(w.prompt)
+    spec, length, policy = llm.spec, workload.prompt_len + workload.output_len // 2, llm.policy.resolve(workload.prompt_len)
     most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # where everything is seen
     seen = sum(min(length, most, window) for window in llm.cache.windows(policy).tolist())
-    return llm.weight_bytes + w.batch * seen * spec.num_kv_heads * llm.cache.page_bytes // llm.config.page_size
+    return llm.weight_bytes + workload.batch_size * seen * spec.num_kv_heads * llm.cache.page_bytes // llm.config.page_size
 
 
-def measure(llm: LLM, w: Workload, bandwidth: float) -> dict[str, Any]:
+def measure_workload(llm: LLM, workload: Workload, bandwidth: float) -> dict[str, Any]:
     """One workload."""
-    total = min(seconds(llm, w, seed, w.new + 1) for seed in (11, 21))
-    prefill = min(seconds(llm, w, seed, 1) for seed in (10, 20))
+    total = min(time_batch(llm, workload, seed, workload.output_len + 1) for seed in (11, 21))
+    prefill = min(time_batch(llm, workload, seed, 1) for seed in (10, 20))
     decode = max(total - prefill, 1e-9)
-    read = bytes_read(llm, w)
+    read = decode_step_bytes(llm, workload)
     return {
         "engine": f"retain {retain.__version__}",
-        "workload": w.name,
-        "prompt": w.prompt,
-        "new": w.new,
-        "batch": w.batch,
+        "workload": workload.name,
+        "prompt": workload.prompt_len,
+        "new": workload.output_len,
+        "batch": workload.batch_size,
         "prefill_s": round(prefill, 3),
-        "prefill_tok_s": round(w.prompt * w.batch / prefill, 1),
-        "decode_tok_s": round(w.new * w.batch / decode, 1),
-        "decode_step_ms": round(1e3 * decode / w.new, 2),
+        "prefill_tok_s": round(workload.prompt_len * workload.batch_size / prefill, 1),
+        "decode_tok_s": round(workload.output_len * workload.batch_size / decode, 1),
+        "decode_step_ms": round(1e3 * decode / workload.output_len, 2),
         "read_mb": round(read / 1e6, 1),
-        "bandwidth": round(read / (decode / w.new) / bandwidth, 3),
+        "bandwidth": round(read / (decode / workload.output_len) / bandwidth, 3),
         "note": f"{llm.device.type}, {llm.config.dtype}, weights {llm.config.weights}, kv {llm.config.kv_policy}",
     }
 
 
-def seconds(llm: LLM, w: Workload, seed: int, new: int) -> float:
+def time_batch(llm: LLM, workload: Workload, seed: int, output_len: int) -> float:
     """Wall time of one batch to its end."""
     rng, top = random.Random(seed), min(40000, llm.spec.vocab_size)
-    prompts = [[rng.randrange(min(100, top - 1), top) for _ in range(w.prompt)] for _ in range(w.batch)]
+    prompts = [[rng.randrange(min(100, top - 1), top) for _ in range(workload.prompt_len)] for _ in range(workload.batch_size)]
     started = perf_counter()
-    llm.generate(prompts, SamplingParams(max_tokens=new, temperature=0, ignore_eos=True))
+    llm.generate(prompts, SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True))
     return perf_counter() - started

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.scheduler import ScheduledRequest
-from retain.kernels import Observe, Tables
+from retain.kernels import AttentionScoring, Tables
 from retain.kv.budget import Floats, QueryWeights
 from retain.kv.cache import Cache
 
@@ -29,7 +29,7 @@ class Batch:
     slot_mapping: Tensor  # int32 [L, G, T], where the pool is
     logits_indices: Tensor  # int64 [N]: fresh tokens whose logits are
     num_logits: list[int]  # [B]: how many of them each request has
-    attention_scoring: Observe | None = None
+    attention_scoring: AttentionScoring | None = None
     tables: Tables | None = None  # what they look at, if not at everything that their rows own
     before_attention: Callable[[int, Tensor], None] | None = None  # told of every layer, with its queries, before it looks
     after_attention: Callable[[int], None] | None = None  # and when it has looked
@@ -76,7 +76,7 @@ def pack_tokens(
     )
 
 
-def build_attention_scoring(scheduled: Sequence[ScheduledRequest]) -> Observe | None:
+def build_attention_scoring(scheduled: Sequence[ScheduledRequest]) -> AttentionScoring | None:
     """What the policies of these requests want fresh queries to leave; None where none wants anything."""
     certain = [s.num_tokens - len(s.request.drafts) for s in scheduled]  # drafts may be rejected: they leave nothing
     begins = [s.request.next_position for s in scheduled]
@@ -87,13 +87,13 @@ def build_attention_scoring(scheduled: Sequence[ScheduledRequest]) -> Observe | 
     each = [w or QueryWeights(np.zeros(n, np.float32)) for w, n in zip(asked, certain, strict=True)]
     guessed = [np.zeros(len(s.request.drafts), np.float32) for s in scheduled]
     taus = [np.ones(len(w.weights), np.float32) if w.tau is None else w.tau for w in each]
-    return Observe(
+    return AttentionScoring(
         weights=torch.from_numpy(_interleave([w.weights for w in each], guessed)),
-        tau=torch.from_numpy(_interleave(taus, [1 + x for x in guessed])),
+        temperature=torch.from_numpy(_interleave(taus, [1 + x for x in guessed])),
         decay=torch.tensor([w.decay for w in each]),
         noise=torch.tensor([w.noise for w in each], dtype=torch.int32),
         seed=torch.tensor([s.request.noise_seed for s in scheduled], dtype=torch.int32),
-        anew=torch.tensor([int(w.redraw_noise) for w in each], dtype=torch.int32),
+        redraw_noise=torch.tensor([int(w.redraw_noise) for w in each], dtype=torch.int32),
     )
 
 

@@ -43,11 +43,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.matrix import Matrix
+from retain.kernels.matrix import Weight
 
 NO_WINDOW = 2**31 - 1  # a window that nothing falls out of
 CPU = torch.device("cpu")
-FASTEST = {"cpu": ("cpu", "reference"), "cuda": ("triton",)}  # backends of a device, in this order
+BACKEND_PRIORITY = {"cpu": ("cpu", "reference"), "cuda": ("triton",)}  # backends of a device, in this order
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class KV:
         return self.k.dtype
 
     @property
-    def n_pages(self) -> int:
+    def num_pages(self) -> int:
         """P, the trash page among them."""
         return self.pos.shape[0]
 
@@ -80,9 +80,9 @@ class KV:
         """Where it lies."""
         return self.pos.device
 
-    def index(self, numbers: NDArray[np.int32]) -> Tensor:
+    def to_index(self, indices: NDArray[np.int32]) -> Tensor:
         """Numbers of pages or slots as they are asked for there, int64."""
-        return torch.from_numpy(numbers).long().to(self.device, non_blocking=True)
+        return torch.from_numpy(indices).long().to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ class Tables:
     windows: Tensor
     sinks: Tensor
     rows: Tensor
-    starts: Tensor
+    query_start_loc: Tensor
     dense: Tensor | None = None
-    most: int | None = None
+    max_pages: int | None = None
 
-    def of(self, layer: int) -> Tables:
+    def for_layer(self, layer: int) -> Tables:
         """Those of one layer out of those of all."""
         return replace(self, pages=self.pages[layer], counts=self.counts[layer], windows=self.windows[layer])
 
@@ -122,7 +122,7 @@ NO_NOISE, GUMBEL, GAUSSIAN, CONSTANT = range(4)
 
 
 @dataclass(frozen=True)
-class Observe:
+class AttentionScoring:
     """What the fresh queries of a step leave on the slots of their request:
 
         mass = decay * mass + sum over its fresh queries of weight * softmax((x + noise) / tau)
@@ -137,11 +137,11 @@ class Observe:
     """
 
     weights: Tensor  # float32 [T]
-    tau: Tensor  # float32 [T], above 0
+    temperature: Tensor  # float32 [T], above 0
     decay: Tensor  # float32 [B]
     noise: Tensor  # int32 [B], one of the kinds above
     seed: Tensor  # int32 [B]
-    anew: Tensor  # int32 [B]: 1, or 0 for noise drawn once
+    redraw_noise: Tensor  # int32 [B]: 1, or 0 for noise drawn once
 
 
 class Program(Protocol):
@@ -154,20 +154,20 @@ class Program(Protocol):
         """Rows of `width` numbers. The same name is the same buffer, so layers share them."""
         ...
 
-    def logits(self, width: int) -> int:
+    def logits_buffer(self, width: int) -> int:
         """The buffer that `run` returns, [N, width]."""
         ...
 
-    def lookup(self, out: int, table: Matrix, factor: float = 1.0) -> None:
+    def embedding(self, out: int, table: Weight, factor: float = 1.0) -> None:
         """out = factor * table[id]."""
         ...
 
-    def lookup_position(self, out: int, table: Matrix, offset: int = 0) -> None:
+    def position_embedding(self, out: int, table: Weight, offset: int = 0) -> None:
         """out += table[position + offset]."""
         ...
 
-    def normalise(
-        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, add: bool = False
+    def norm(
+        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
     ) -> None:
         """out = norm(x) * weight + bias, by the deviation (`centred`) or the root of the mean square.
 
@@ -175,33 +175,33 @@ class Program(Protocol):
         """
         ...
 
-    def linear(self, x: int, out: int, weight: Matrix, bias: Tensor | None = None, add: bool = False) -> None:
+    def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """out = x W^T + bias."""
         ...
 
-    def activate(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
+    def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """out = act(x[:n]) for act silu, relu, gelu or gelu_tanh; `gated` times x[n : 2 n]."""
         ...
 
-    def clip(self, x: int, at: float) -> None:
+    def clip(self, x: int, limit: float) -> None:
         """Between -at and at, in place."""
         ...
 
-    def turn(self, x: int, freqs: Tensor, gain: float, pairs: bool, heads: int, head_dim: int) -> None:
+    def rope(self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int) -> None:
         """Rotate the first 2 n numbers of the first `heads` heads by position; freqs [n]. See models/rope.py."""
         ...
 
     def attend(
-        self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, slopes: Tensor | None
+        self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, alibi_slopes: Tensor | None
     ) -> None:
         """Write k and v of the rows [q | k | v] into their slots, then look; `heads` are H, G, D."""
         ...
 
-    def pick(self, x: int, out: int) -> None:
+    def gather_rows(self, x: int, out: int) -> None:
         """Only the rows whose logits are wanted; what follows sees only these."""
         ...
 
-    def finish(self) -> None:
+    def finalize(self) -> None:
         """Nothing more is added: matrices that were packed may go."""
         ...
 
@@ -209,13 +209,13 @@ class Program(Protocol):
         self,
         kv: KV,
         tables: Tables,
-        slots: Tensor,
+        slot_mapping: Tensor,
         ids: Tensor,
         pos: Tensor,
-        wanted: Tensor,
-        observe: Observe | None = None,
-        before: Callable[[int, Tensor], None] | None = None,
-        after: Callable[[int], None] | None = None,
+        logits_indices: Tensor,
+        scoring: AttentionScoring | None = None,
+        before_attention: Callable[[int, Tensor], None] | None = None,
+        after_attention: Callable[[int], None] | None = None,
     ) -> Tensor:
         """A step: ids int64 [T], pos int32 [T], slots int32 [L, G, T], wanted int64 [N] -> logits float32 [N, V].
 
@@ -232,12 +232,12 @@ class Program(Protocol):
         ...
 
 
-def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype, columns: int = 1) -> int:
+def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype, score_columns: int = 1) -> int:
     """Bytes of one page: K, V, positions and masses."""
-    return page_size * (2 * head_dim * dtype.itemsize + 4 + 4 * columns)
+    return page_size * (2 * head_dim * dtype.itemsize + 4 + 4 * score_columns)
 
 
-def names() -> list[str]:
+def backend_names() -> list[str]:
     """The backends in this folder, by name."""
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.ispkg)
 
@@ -245,11 +245,11 @@ def names() -> list[str]:
 def load(name: str, device: torch.device = CPU) -> ModuleType:
     """The backend of that name; `auto` is the fastest on that device. Raises ValueError where it cannot run."""
     if name == "auto":
-        able = [n for n in FASTEST[device.type] if load_module(n).available() is None]
-        return load_module((able or FASTEST[device.type])[0])
-    if name not in names():
-        raise ValueError(f"unknown backend {name!r}: choose one of auto, {', '.join(names())}")
-    backend = load_module(name)
+        able = [n for n in BACKEND_PRIORITY[device.type] if import_backend(n).available() is None]
+        return import_backend((able or BACKEND_PRIORITY[device.type])[0])
+    if name not in backend_names():
+        raise ValueError(f"unknown backend {name!r}: choose one of auto, {', '.join(backend_names())}")
+    backend = import_backend(name)
     why: str | None = backend.available()
     if not why and device.type not in backend.DEVICES:
         why = f"it computes on {' or '.join(backend.DEVICES)}, not on {device.type}"
@@ -258,16 +258,16 @@ def load(name: str, device: torch.device = CPU) -> ModuleType:
     return backend
 
 
-def device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """`cpu` or `cuda`; `auto` is a GPU where there is one for the triton backend. Raises ValueError.
 
     Which GPU is for CUDA_VISIBLE_DEVICES to say: kernels are launched on the first that there is.
     """
     if name == "auto":
         return torch.device(
-            "cuda" if torch.cuda.is_available() and load_module("triton").available() is None else "cpu"
+            "cuda" if torch.cuda.is_available() and import_backend("triton").available() is None else "cpu"
         )
-    if name not in FASTEST:
+    if name not in BACKEND_PRIORITY:
         raise ValueError(
             f"device {name!r} is not supported: choose auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which)"
         )
@@ -276,6 +276,6 @@ def device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load_module(name: str) -> ModuleType:
+def import_backend(name: str) -> ModuleType:
     """The backend of that name, whether it can run here or not."""
     return importlib.import_module(f"{__name__}.{name}")

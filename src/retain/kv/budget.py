@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.config import Amount, one_of
+from retain.config import Amount, check_choice
 from retain.kernels import NO_NOISE
 from retain.kv.view import CacheView
 
@@ -35,7 +35,7 @@ class QueryWeights:
     redraw_noise: bool = True
 
 
-DEFAULT_RECENT = Amount(share=0.3)
+DEFAULT_RECENT = Amount(fraction=0.3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,10 @@ class BudgetPolicy:
     def __post_init__(self) -> None:
         if self.interval < 1 or self.sinks < 0 or self.chunk < 1:
             raise ValueError("interval and chunk must be at least 1, sinks 0")
-        one_of("prefill", self.prefill, "exact", "stream", "layers")
-        one_of("share", self.share, "none", "layer", "all")
-        one_of("protect", self.protect, "none", "system")
-        one_of("positions", self.positions, "original", "new")
+        check_choice("prefill", self.prefill, "exact", "stream", "layers")
+        check_choice("share", self.share, "none", "layer", "all")
+        check_choice("protect", self.protect, "none", "system")
+        check_choice("positions", self.positions, "original", "new")
         if self.share != "none" and self.prefill == "stream":
             raise ValueError("share divides a whole prompt's budget: it does not go with prefill=stream")
         if self.positions == "new" and self.ragged:
@@ -74,9 +74,9 @@ class BudgetPolicy:
     def resolve(self, prompt_len: int, system_len: int = 0) -> Self:
         """The same for a prompt of so many tokens, the first `system` a system prompt; its amounts in tokens."""
         sinks = max(self.sinks, system_len if self.protect == "system" else 0)
-        budget = max(self.budget.of(prompt_len), sinks + 1)
-        recent = min(max(self.recent.of(budget), 1), budget - sinks)
-        floor = self.shrink and Amount(tokens=max(self.shrink.of(prompt_len), sinks + 1))
+        budget = max(self.budget.resolve(prompt_len), sinks + 1)
+        recent = min(max(self.recent.resolve(budget), 1), budget - sinks)
+        floor = self.shrink and Amount(tokens=max(self.shrink.resolve(prompt_len), sinks + 1))
         found = replace(self, budget=Amount(tokens=budget), recent=Amount(tokens=recent), sinks=sinks, shrink=floor)
         object.__setattr__(found, "prompt", prompt_len)
         return found
@@ -89,16 +89,16 @@ class BudgetPolicy:
 
     def halved(self) -> Self | None:
         """The same with half its budget, if it may be so small; resolved."""
-        size = max(self.budget_tokens // 2, self.shrink.of(self.prompt_len) if self.shrink else self.budget_tokens)
+        size = max(self.budget_tokens // 2, self.shrink.resolve(self.prompt_len) if self.shrink else self.budget_tokens)
         if size >= self.budget_tokens:
             return None
-        recent = max(self.recent.of(self.budget_tokens) * size // self.budget_tokens, 1)
+        recent = max(self.recent.resolve(self.budget_tokens) * size // self.budget_tokens, 1)
         return self.with_options(budget=Amount(tokens=size), recent=Amount(tokens=min(recent, size - self.sinks)))
 
     @property
     def budget_tokens(self) -> int:
         """The budget in tokens; resolved."""
-        return self.budget.of(self.prompt_len)
+        return self.budget.resolve(self.prompt_len)
 
     @property
     def decode_slots(self) -> int:
@@ -125,7 +125,7 @@ class BudgetPolicy:
 
     def evictable_range(self, query_position: int) -> tuple[int, int]:
         """Who is before the first of these positions, or behind the second, must stay."""
-        return self.sinks, query_position - self.recent.of(self.budget_tokens)
+        return self.sinks, query_position - self.recent.resolve(self.budget_tokens)
 
     def protected_mask(self, pos: Tensor, query_position: int) -> Tensor:
         """Who must stay, bool of the shape of `pos`."""
@@ -170,9 +170,9 @@ class AttentionScoredPolicy(BudgetPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("heads", self.heads, "kv-sum", "kv-max", "query", "union")
-        one_of("scope", self.scope, "layer", "shared")
-        one_of("value", self.value, "none", "norm")
+        check_choice("heads", self.heads, "kv-sum", "kv-max", "query", "union")
+        check_choice("scope", self.scope, "layer", "shared")
+        check_choice("value", self.value, "none", "norm")
         if self.share != "none" and (self.heads == "union" or (self.share == "all" and self.scope == "shared")):
             raise ValueError("share has nothing to divide: heads=union has sizes of its own, scope=shared is one layer")
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels import KV
-from retain.kernels.order import order
+from retain.kernels.order import eviction_key
 from retain.kv.budget import BudgetPolicy
 from retain.kv.view import CacheView
 
@@ -25,7 +25,7 @@ ShiftKeys = Callable[[Tensor, Tensor], Tensor]  # keys [n, D] as cached, by how 
 def build_view(kv: KV, backend: ModuleType, pages: Ints, query_position: int) -> CacheView:
     """What there is in tables [M, G, n]. `now`: the newest position."""
     M, G, n = pages.shape
-    p = kv.index(pages).flatten()
+    p = kv.to_index(pages).flatten()
     pos = kv.pos.index_select(0, p).view(M, G, -1)  # [M, G, n S]; index_select is six times as fast as an index here
     mass = kv.mass.index_select(0, p).view(M, G, n, -1, kv.page_size).transpose(2, 3).flatten(-2)  # [M, G, C, n S]
 
@@ -77,7 +77,7 @@ def compact(
     How many tokens each head kept, [M, G], and the slots behind them, [M, G, interval].
     """
     seen, S = build_view(kv, backend, pages, query_position), kv.page_size
-    rank = order(policy.priority(seen), seen.pos, *policy.evictable_range(query_position))
+    rank = eviction_key(policy.priority(seen), seen.pos, *policy.evictable_range(query_position))
     if head_budgets is None:
         head_budgets = policy.head_budgets(seen) if policy.share == "none" else allocate_budgets(rank, policy.budget_tokens, policy.share)
     dst_pages, most, device = pages if dst_pages is None else dst_pages, int(head_budgets.max()), kv.device
@@ -88,7 +88,7 @@ def compact(
     dst = gather_slots(dst_pages, places.expand_as(stay), S).masked_fill_(~mine, 0)
     backend.move(kv, src.flatten(0, 1), dst.flatten(0, 1))
     behind = (torch.arange(dst_pages.shape[2] * S, device=device) >= kept[..., None]).view(*dst_pages.shape, S)
-    table = kv.index(dst_pages)  # [M, G, pages]; what is not owned is the trash page, which holds only holes anyway
+    table = kv.to_index(dst_pages)  # [M, G, pages]; what is not owned is the trash page, which holds only holes anyway
     kv.pos[table] = kv.pos[table].masked_fill_(behind, -1)
     spare = kept[..., None] + torch.arange(policy.interval, device=device)
     return head_budgets.cpu().numpy().astype(np.int32), gather_slots(dst_pages, spare, S)
@@ -96,7 +96,7 @@ def compact(
 
 def renumber(kv: KV, backend: ModuleType, pages: Ints, shift_keys: ShiftKeys | None) -> None:
     """The tokens of each head get the positions 0, 1, ... in their order, and keys to go with them."""
-    p = kv.index(pages)
+    p = kv.to_index(pages)
     slot = (p[..., None] * kv.page_size + torch.arange(kv.page_size, device=kv.device)).flatten(2)  # [M, G, S]
     pos = kv.pos.view(-1)[slot]
     live = pos >= 0

@@ -89,7 +89,7 @@ class BudgetEvictor:
         G, n = self.counts.shape[1], -(-self.policy.prompt_len // self.kv.page_size)
         if self.scratch_pages is None and self.pool.ensure_free(G * n):
             self.scratch_pages = self.pool.allocate(G * n).reshape(G, n)
-            self.kv.pos[self.kv.index(self.scratch_pages)] = -1
+            self.kv.pos[self.kv.to_index(self.scratch_pages)] = -1
         return self.scratch_pages is not None
 
     def start_layerwise(self, trace: AttentionTrace | None) -> BudgetEvictor:
@@ -131,7 +131,7 @@ class BudgetEvictor:
         if smaller is None or self.holes is None or num_computed_tokens < self.policy.prompt_len:
             return False
         held = int(self.counts.sum())
-        least = smaller.sinks + smaller.recent.of(smaller.budget_tokens)
+        least = smaller.sinks + smaller.recent.resolve(smaller.budget_tokens)
         sizes = torch.from_numpy(self.head_budgets).long() * smaller.budget_tokens // self.policy.budget_tokens
         self.policy = smaller
         self._compact(num_computed_tokens, sizes.clamp(min=least))
@@ -162,16 +162,16 @@ class BudgetEvictor:
         if not self.pool.ensure_free(len(pages)):
             return False
         self.ring_backup = pages, self.pool.allocate(len(pages))
-        self.backend.copy(self.kv, *map(self.kv.index, self.ring_backup))
+        self.backend.copy(self.kv, *map(self.kv.to_index, self.ring_backup))
         return True
 
     def rollback(self, num_computed_tokens: int) -> None:
         """Everything from position `computed` on was only tried: it is holes again, and rings are what they were."""
         assert self.ring_backup
-        tried = self.kv.index(self.pages[self._owned_mask()])
+        tried = self.kv.to_index(self.pages[self._owned_mask()])
         pos = self.kv.pos[tried]
         self.kv.pos[tried] = pos.masked_fill_(pos >= num_computed_tokens, -1)
-        self.backend.copy(self.kv, *map(self.kv.index, reversed(self.ring_backup)))
+        self.backend.copy(self.kv, *map(self.kv.to_index, reversed(self.ring_backup)))
 
     def _punch(self, num_computed_tokens: int, slots_used: Ints, n: int) -> None:
         """Holes for the next tokens."""
@@ -184,7 +184,7 @@ class BudgetEvictor:
         if self.policy.positions == "new":
             tables = self._layer_tables()
             renumber(self.kv, self.backend, tables, self.shift_keys)
-            self.position_offset = num_computed_tokens - 1 - int(self.kv.pos[self.kv.index(tables[0, 0])].max())
+            self.position_offset = num_computed_tokens - 1 - int(self.kv.pos[self.kv.to_index(tables[0, 0])].max())
 
     def _owned_mask(self) -> NDArray[np.bool_]:
         """Which entries of the row's tables are pages, [L, G, n]."""

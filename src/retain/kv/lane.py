@@ -110,13 +110,13 @@ class DeviceTransfer:
         return found
 
     def download(self, pages: Ints, out: Bytes) -> None:  # noqa: D102
-        at = self.kv.index(pages.ravel())
+        at = self.kv.to_index(pages.ravel())
         found = torch.stack([x.index_select(0, at) for x in self.byte_views], 1)  # [N, 2, n]
         torch.from_numpy(out).view(found.shape).copy_(found)
 
     def upload(self, pages: Ints, data: Bytes) -> None:  # noqa: D102
         with self._on_stream():
-            at = self.kv.index(pages.ravel())
+            at = self.kv.to_index(pages.ravel())
             given = self._to_device(data).view(len(at), 2, -1)
             for i, target in enumerate(self.byte_views):
                 target.index_copy_(0, at, given[:, i])
@@ -124,7 +124,7 @@ class DeviceTransfer:
     def set_positions(self, pages: Ints, positions: Ints) -> None:  # noqa: D102
         with self._on_stream():
             at = np.broadcast_to(positions, (*pages.shape, positions.shape[-1])).reshape(pages.size, -1)
-            self.kv.pos.index_copy_(0, self.kv.index(pages.ravel()), self._to_device(at.astype(np.int32)))
+            self.kv.pos.index_copy_(0, self.kv.to_index(pages.ravel()), self._to_device(at.astype(np.int32)))
 
     def fence(self) -> None:  # noqa: D102
         if self.stream:

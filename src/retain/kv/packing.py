@@ -52,7 +52,7 @@ class ProbeConfig:
     def initial_metadata(self, kv: KV, layer_pages: Sequence[Ints]) -> SpanMetadata:
         """Of pages [n, G] of each layer, as they were computed."""
         S, M, n = kv.page_size, len(layer_pages), len(layer_pages[0])
-        pages = kv.index(np.stack([r[:, : self.num_probe_heads] for r in layer_pages]))  # [M, n, P]
+        pages = kv.to_index(np.stack([r[:, : self.num_probe_heads] for r in layer_pages]))  # [M, n, P]
         k, _ = self.backend.read(kv, pages.flatten())
         order = np.broadcast_to(np.arange(n * S, dtype=np.uint16), (M, n * S))
         found = importance.sketch_keys(k.reshape(*pages.shape, S, -1).cpu())

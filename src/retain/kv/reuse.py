@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.config import choice, one_of, options
+from retain.config import parse_spec, check_choice, from_strings
 from retain.kernels import NO_WINDOW
 from retain.kv.begin import EXTRA_TABLE_PAGES, AttachPlan, attach_pages, remove_pages
 from retain.kv.budget import BudgetPolicy
@@ -41,7 +41,7 @@ class PrefixConfig:
     keep: str = "all"  # or prompt: no answers
 
     def __post_init__(self) -> None:
-        one_of("keep", self.keep, "all", "prompt")
+        check_choice("keep", self.keep, "all", "prompt")
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class SelectiveConfig(PrefixConfig):
 
 def parse_prefix_config(spec: str) -> PrefixConfig | None:
     """`exact`, `exact:keep=prompt`, `important:ratio=0.25`, or `off`, which is None. Raises ValueError."""
-    name, given = choice(spec)
+    name, given = parse_spec(spec)
     if name == "off" and not given:
         return None
     if name not in ("exact", "important"):
         raise ValueError(f"unknown prefix {spec!r}: choose exact, exact:keep=prompt, important:ratio=0.25 or off")
-    found: PrefixConfig = options(SelectiveConfig if name == "important" else PrefixConfig, name, given)
+    found: PrefixConfig = from_strings(SelectiveConfig if name == "important" else PrefixConfig, name, given)
     return found
 
 

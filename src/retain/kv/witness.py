@@ -56,8 +56,8 @@ class AttentionTrace:
 
     def record_layer(self, kv: KV, layer: int, pages: NDArray[np.int32]) -> None:
         """What a prompt gave in pages [G, n] that one layer after the other uses; there it soon forgets."""
-        pos = kv.pos[kv.index(pages)].flatten(1).cpu().numpy()  # [G, n S]
-        mass = kv.mass[kv.index(pages)].sum(2).flatten(1).cpu().numpy()
+        pos = kv.pos[kv.to_index(pages)].flatten(1).cpu().numpy()  # [G, n S]
+        mass = kv.mass[kv.to_index(pages)].sum(2).flatten(1).cpu().numpy()
         head, place = np.nonzero(pos >= 0)
         self._grow(int(pos.max(initial=-1)) + 1)
         self.mass[layer, head, pos[head, place]] = mass[head, place]

@@ -97,7 +97,7 @@ class Attention:
         if self.qk_norm:
             self.qk_norm.emit(program, qkv, qkv)
         if self.rope:
-            program.turn(qkv, self.rope.freqs, self.rope.attention_factor, self.rope.interleaved, turned, s.head_dim)
+            program.rope(qkv, self.rope.freqs, self.rope.attention_factor, self.rope.interleaved, turned, s.head_dim)
         slopes = None if s.alibi_slopes is None else torch.tensor(s.alibi_slopes)
         program.attend(qkv, o, self.layer_idx, (s.num_heads, s.num_kv_heads, s.head_dim), s.scale, slopes)
         self.o_proj.emit(program, o, out, add)
@@ -188,11 +188,11 @@ class Decoder:
         self.embedding.emit(program, x)
         for i in range(s.num_layers):
             self.load_layer(i).emit(program, x)
-        program.pick(x, last)
+        program.gather_rows(x, last)
         if self.norm:
             self.norm.emit(program, last, last)
-        self.lm_head.emit(program, last, program.logits(s.vocab_size))
-        program.finish()
+        self.lm_head.emit(program, last, program.logits_buffer(s.vocab_size))
+        program.finalize()
 
 
 def scope_base_model(w: Weights, name: str, *prefixes: str) -> Weights:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retain.kernels import Program
-from retain.kernels.matrix import Matrix, rows, stack
+from retain.kernels.matrix import Weight, select_rows, concat_rows
 from retain.models.weights import Weights
 
 
@@ -36,7 +36,7 @@ class Layer(Protocol):
 class Linear:
     """y = x W^T + b; weight [out, in], dense or quantised."""
 
-    def __init__(self, weight: Matrix, bias: Tensor | None = None):
+    def __init__(self, weight: Weight, bias: Tensor | None = None):
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Linear:
         if isinstance(self.weight, Tensor):
             return F.linear(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.dense(), bias).to(x.dtype)
+        return F.linear(x.float(), self.weight.dequantize(), bias).to(x.dtype)
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Part."""
@@ -64,7 +64,7 @@ def load_linear(w: Weights, *names: str, transposed: bool = False) -> Linear:
     biases = [w[f"{n}.bias"] for n in names if f"{n}.bias" in w]
     if biases and len(biases) != len(names):
         raise ValueError(f"some but not all of {', '.join(names)} have a bias")
-    return Linear(stack(weights), torch.cat(biases) if biases else None)
+    return Linear(concat_rows(weights), torch.cat(biases) if biases else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class Sequential:
 class Embedding:
     """project(table[id]) * scale + places[pos + offset], each where it is there; only those rows are dequantised."""
 
-    table: Matrix  # [V, E'], E' = E unless projected
+    table: Weight  # [V, E'], E' = E unless projected
     scale: float = 1.0
     position_table: Tensor | None = None  # learned positions [offset + context, E]
     position_offset: int = 0
@@ -120,8 +120,8 @@ class Embedding:
 
     def __call__(self, ids: Tensor, pos: Tensor) -> Tensor:
         """Tokens and their positions, int64 [T] both -> [T, E]."""
-        found = rows(self.table, ids)  # [T, E']
-        x = found if isinstance(found, Tensor) else found.dense(self.dtype)
+        found = select_rows(self.table, ids)  # [T, E']
+        x = found if isinstance(found, Tensor) else found.dequantize(self.dtype)
         x = self.projection(x) if self.projection else x
         x = x * self.scale if self.scale != 1 else x
         return x if self.position_table is None else x + F.embedding(pos + self.position_offset, self.position_table)
@@ -130,12 +130,12 @@ class Embedding:
         """The same for the ids and positions of a step, into buffer `out`."""
         if self.projection:
             narrow = program.buffer("narrow", self.table.shape[1])
-            program.lookup(narrow, self.table, self.scale)
+            program.embedding(narrow, self.table, self.scale)
             self.projection.emit(program, narrow, out)
         else:
-            program.lookup(out, self.table, self.scale)
+            program.embedding(out, self.table, self.scale)
         if self.position_table is not None:
-            program.lookup_position(out, self.position_table, self.position_offset)
+            program.position_embedding(out, self.position_table, self.position_offset)
 
 
 class RMSNorm:
@@ -150,7 +150,7 @@ class RMSNorm:
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Part. With a row of weights a head, only the numbers of those heads are read and written."""
-        program.normalise(x, out, self.weight, None, self.eps, centred=False, add=add)
+        program.norm(x, out, self.weight, None, self.eps, subtract_mean=False, add=add)
 
 
 class LayerNorm:
@@ -165,7 +165,7 @@ class LayerNorm:
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Part."""
-        program.normalise(x, out, self.weight, self.bias, self.eps, centred=True, add=add)
+        program.norm(x, out, self.weight, self.bias, self.eps, subtract_mean=True, add=add)
 
 
 def load_layer_norm(w: Weights, name: str, eps: float) -> LayerNorm:
@@ -204,7 +204,7 @@ class MLP:
         """See Part."""
         wide = program.buffer("wide", n := self.up_proj.weight.shape[0])
         self.up_proj.emit(program, x, wide)
-        program.activate(wide, wide, self.act, n)
+        program.activation(wide, wide, self.act, n)
         self.down_proj.emit(program, wide, out, add)
 
 
@@ -224,11 +224,11 @@ class GatedMLP:
         n = self.gate_up_proj.weight.shape[0] // 2
         both, wide = program.buffer("gate, up", 2 * n), program.buffer("wide", n)
         self.gate_up_proj.emit(program, x, both)
-        program.activate(both, wide, self.act, n, gated=True)
+        program.activation(both, wide, self.act, n, gated=True)
         self.down_proj.emit(program, wide, out, add)
 
 
-def load_lm_head(w: Weights, name: str, table: Matrix, tied: bool) -> Linear:
+def load_lm_head(w: Weights, name: str, table: Weight, tied: bool) -> Linear:
     """The output layer: where they are tied the embedding again, the same object, else the file's own."""
     weight = table if tied else w.load_matrix(f"{name}.weight", embedding=True)
     return Linear(weight, load_optional(w, f"{name}.bias"))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from retain.config import check_weights
-from retain.kernels.matrix import Int4, Int8, Matrix, Quanta, fits, int4, int8
+from retain.kernels.matrix import Int4, Int8, Weight, QuantizedWeight, is_quantizable, quantize_int4, quantize_int8
 
 
 class Checkpoint(Protocol):
@@ -32,7 +32,7 @@ class Checkpoint(Protocol):
         """One tensor, dequantised; float32, float16 or bfloat16. Raises ValueError when the file is damaged."""
         ...
 
-    def read_quantized(self, name: str, transposed: bool = False) -> Quanta | None:
+    def read_quantized(self, name: str, transposed: bool = False) -> QuantizedWeight | None:
         """The quanta [out, in] of a matrix that is quantised in the file, else None. `transposed`: `read` is [in, out].
 
         Raises ValueError when the file is damaged.
@@ -73,7 +73,7 @@ class Weights:
         self._on_read(tensor.numel())
         return tensor
 
-    def load_matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Matrix:
+    def load_matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Weight:
         """A matrix [out, in], or an `embedding` (or head) [V, E]. `transposed`: the tensor is stored [in, out].
 
         What is not as chosen is quantised from its numbers, unless its groups are not whole: then it is dense.
@@ -96,7 +96,7 @@ class Weights:
             )
         return full
 
-    def _read_matrix(self, name: str, embedding: bool, transposed: bool) -> Matrix:
+    def _read_matrix(self, name: str, embedding: bool, transposed: bool) -> Weight:
         exact = self.quantization == "bf16" or (self.quantization == "auto" and self.dtype == torch.float32)
         stored = None if exact else self.checkpoint.read_quantized(name, transposed)
         four = self.quantization == "int4" and not embedding
@@ -104,10 +104,10 @@ class Weights:
             return stored
         numbers = self.checkpoint.read(name)
         dense = numbers.T.contiguous() if transposed else numbers  # [out, in]
-        if self.quantization in ("auto", "bf16") or not fits(dense):
+        if self.quantization in ("auto", "bf16") or not is_quantizable(dense):
             return dense.to(self.dtype)
         try:
-            return int4(dense) if four else int8(dense)
+            return quantize_int4(dense) if four else quantize_int8(dense)
         except ValueError as e:
             raise ValueError(f"the tensor {name!r} cannot be quantised: {e}") from e
 

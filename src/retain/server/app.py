@@ -61,7 +61,7 @@ def app(
 
     def card() -> Json:
         about = {
-            "context": service.llm.context,
+            "context": service.llm.max_model_len,
             "kv_policy": policies.to_spec(service.llm.policy),
             "speculate": service.llm.config.speculate,
             "drafters": service.drafters,
@@ -71,7 +71,7 @@ def app(
             "object": "model",
             "created": service.created,
             "owned_by": "retain",
-            "max_model_len": service.llm.context,
+            "max_model_len": service.llm.max_model_len,
             "retain": about,
         }
 
@@ -97,7 +97,7 @@ def app(
             return desk.tokenizer.encode_chat(service.messages(body.messages), body.add_generation_prompt)
 
         found = await asyncio.to_thread(ids)
-        return JSONResponse({"tokens": found, "count": len(found), "max_model_len": service.llm.context})
+        return JSONResponse({"tokens": found, "count": len(found), "max_model_len": service.llm.max_model_len})
 
     @api.get("/tokenizer_info", responses=_wrong(200, schemas.TokenizerInfo), response_model=None)
     async def tokenizer_info() -> JSONResponse:

@@ -69,7 +69,7 @@ async def _serve(make: Callable[[], LLM], place: Place, told: Callable[[Draining
     llm = await worker.start()
     try:
         for drafter in place.drafters:
-            await worker.call(partial(llm.draft, drafter))
+            await worker.call(partial(llm.add_drafter, drafter))
         metrics = Metrics(llm, place.metrics_prefix)
         worker.observers.append(metrics)
         inspector = Inspector(llm) if place.inspect else None

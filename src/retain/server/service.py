@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from retain.desk import Ask, Reply
+from retain.desk import GenerateRequest, RequestOutputState
 from retain.engine.drafting import NO_SPECULATION
 from retain.kv import policies
 from retain.llm import LLM
@@ -37,8 +37,8 @@ class Service:
     """One model, served as `name`. Requests may ask for these drafters."""
 
     def __init__(self, llm: LLM, worker: Worker, limits: Limits, name: str, drafters: Sequence[str]):
-        self.llm, self.desk, self.worker, self.limits, self.name = llm, llm.desk, worker, limits, name
-        self.gate = Gate(limits, llm.config.max_requests)
+        self.llm, self.desk, self.worker, self.limits, self.name = llm, llm.processor, worker, limits, name
+        self.gate = Gate(limits, llm.config.max_running_requests)
         self.drafters, self.created = list(drafters), int(time())
         self.way = self._way()
 
@@ -74,7 +74,7 @@ class Service:
             out.append(said)
         return out
 
-    def chat(self, body: ChatBody, key: Key) -> tuple[list[Ask], Callable[[list[Reply]], Saying]]:
+    def chat(self, body: ChatBody, key: Key) -> tuple[list[GenerateRequest], Callable[[list[RequestOutputState]], Saying]]:
         """A conversation that goes on. Raises Refused or ValueError."""
         tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if body.tool_choice != "none" else []
         if tools and not self.way:
@@ -89,7 +89,7 @@ class Service:
         system = self.desk.tokenizer.count_system_tokens(messages) if "protect=system" in kept else 0
         ask = replace(self._ask(ids, body, key), params=params, system=system, form=self._form(body, tools))
 
-        def saying(replies: list[Reply]) -> Saying:
+        def saying(replies: list[RequestOutputState]) -> Saying:
             hear, names = self.way if tools else None, {t["function"]["name"] for t in tools}
             choices = [
                 ChatChoice(self.desk.tokenizer, i, params.logprobs is not None, Ear(hear, names) if hear else None)
@@ -122,7 +122,7 @@ class Service:
             return None
         return form.grammar_from_json_schema(wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else {"type": "object"})
 
-    def completion(self, body: CompletionBody, key: Key) -> tuple[list[Ask], Callable[[list[Reply]], Saying]]:
+    def completion(self, body: CompletionBody, key: Key) -> tuple[list[GenerateRequest], Callable[[list[RequestOutputState]], Saying]]:
         """Texts that go on. Raises Refused or ValueError."""
         prompts, n, echo = [self.desk.encode(p) for p in body.prompts], body.n or 1, bool(body.echo)
         scored, silent = echo and body.logprobs is not None, body.max_tokens == 0
@@ -136,7 +136,7 @@ class Service:
             for ids in prompts
         ]
 
-        def saying(replies: list[Reply]) -> Saying:
+        def saying(replies: list[RequestOutputState]) -> Saying:
             choices = [
                 CompletionChoice(
                     *(self.desk.tokenizer, i, body.logprobs is not None),
@@ -162,14 +162,14 @@ class Service:
 
         return asks, saying
 
-    def _ask(self, ids: list[int], body: Drawing, key: Key) -> Ask:
+    def _ask(self, ids: list[int], body: Drawing, key: Key) -> GenerateRequest:
         """What both have in common. Raises Refused."""
         if body.speculate not in (None, NO_SPECULATION, *self.drafters):
             raise Refused(400, f"speculate is one of {', '.join([NO_SPECULATION, *self.drafters])}", "speculate")
         if body.pin and body.pin > self.limits.pin_s:
             raise Refused(400, f"pin is at most {self.limits.pin_s:g} seconds", "pin")
         salt = f"{key.salt}/{body.cache_salt or ''}" if key.salt or body.cache_salt else ""
-        return Ask(ids, kv_policy=body.kv_policy, speculate=body.speculate, salt=salt)
+        return GenerateRequest(ids, kv_policy=body.kv_policy, speculate=body.speculate, salt=salt)
 
     def _most(self, body: Drawing, asked: int | None, prompt: int, fit: bool = False) -> int | None:
         """New tokens of an answer, under the server's own bound. `fit`: nobody asked for so many, so fewer will do."""
@@ -181,11 +181,11 @@ class Service:
                 )
             return asked
         policy = policies.parse(body.kv_policy) if body.kv_policy else None
-        longest = self.desk.longest_answer(prompt, policy) if prompt < self.desk.context else 1
+        longest = self.desk.max_output_tokens(prompt, policy) if prompt < self.desk.max_model_len else 1
         return min(x for x in (asked, bound, longest) if x is not None)
 
     async def answer(
-        self, body: Drawing, n: int, key: Key, meant: Callable[[], tuple[list[Ask], Callable[[list[Reply]], Saying]]]
+        self, body: Drawing, n: int, key: Key, meant: Callable[[], tuple[list[GenerateRequest], Callable[[list[RequestOutputState]], Saying]]]
     ) -> Response:
         """`n` answers to a call, as `meant` understands it. Raises Refused."""
         until = asyncio.get_running_loop().time() + self.limits.answer_s
@@ -215,10 +215,10 @@ class Service:
             return Spoken(self.worker, self.name, until, order, said, bool(body.stream), inside.pop_all())
 
     def _open(
-        self, meant: Callable[[], tuple[list[Ask], Callable[[list[Reply]], Saying]]]
-    ) -> tuple[list[Reply], Callable[[list[Reply]], Saying]]:
+        self, meant: Callable[[], tuple[list[GenerateRequest], Callable[[list[RequestOutputState]], Saying]]]
+    ) -> tuple[list[RequestOutputState], Callable[[list[RequestOutputState]], Saying]]:
         asks, saying = meant()
-        return [reply for ask in asks for reply in self.desk.open(ask)], saying
+        return [reply for ask in asks for reply in self.desk.process(ask)], saying
 
 
 def _object(arguments: str) -> Any:

@@ -17,7 +17,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from retain.desk import Desk
+from retain.desk import Processor
 from retain.engine.request import Request, FinishReason
 from retain.server.errors import Refused
 from retain.server.shapes import ChatChoice, CompletionChoice, Json
@@ -130,7 +130,7 @@ class Spoken(Response):
         return usage + b"data: [DONE]\n\n"
 
     def _counted(self) -> Json:
-        return {"usage": usage(self.order, self.saying), "retain": cost(self.worker.llm.desk, self.order)}
+        return {"usage": usage(self.order, self.saying), "retain": cost(self.worker.llm.processor, self.order)}
 
 
 def usage(order: Order, saying: Saying) -> Json:
@@ -151,13 +151,13 @@ def usage(order: Order, saying: Saying) -> Json:
     }
 
 
-def cost(desk: Desk, order: Order) -> list[Json]:
+def cost(desk: Processor, order: Order) -> list[Json]:
     """What the cache and the drafts of each answer came to."""
     out = []
     for reply in order.replies:
-        answer = desk.answer(reply)
+        answer = desk.to_output(reply)
         told = {k: v for k, v in answer.kv.items() if k != "groups"}
-        out.append({"kv": told, "speculate": answer.speculate, "preempted": answer.preempted})
+        out.append({"kv": told, "speculate": answer.speculate, "preempted": answer.num_preemptions})
     return out
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Protocol, TypeVar
 
-from retain.desk import Reply
+from retain.desk import RequestOutputState
 from retain.engine.request import Logprob, Request, FinishReason
 from retain.llm import LLM
 
@@ -65,7 +65,7 @@ class News:
 class Order:
     """Replies that are made together. `news` is theirs, in order; the engine adds, whoever waits takes."""
 
-    def __init__(self, replies: Sequence[Reply], owner: str, pin: float = 0.0):
+    def __init__(self, replies: Sequence[RequestOutputState], owner: str, pin: float = 0.0):
         """`owner` is for people who look; the first prompt stays for `pin` seconds once it is computed."""
         self.replies, self.owner, self.pin = list(replies), owner, pin
         self.pinned = 0  # tokens
@@ -79,7 +79,7 @@ class Order:
         reply = self.replies[i]
         r, (tokens, logprobs) = reply.request, self._told[i]
         begin = len(r.prompt) + tokens
-        news = News(i, reply.new(), r.tokens[begin:], r.logprobs[logprobs:], r.finish_reason)
+        news = News(i, reply.take_text(), r.tokens[begin:], r.logprobs[logprobs:], r.finish_reason)
         self._told[i] = tokens + len(news.tokens), len(r.logprobs)
         self._news.append(news)
 

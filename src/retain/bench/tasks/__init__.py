@@ -24,54 +24,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.config import Amount, files
+from retain.config import Amount, plugin_names
 from retain.kv import policies
 from retain.kv.budget import BudgetPolicy
 from retain.llm import LLM
 
-Row = dict[str, float]
+ItemMetrics = dict[str, float]
 
 
-def names() -> list[str]:
+def task_names() -> list[str]:
     """The tasks in this folder."""
-    return files(__name__)
+    return plugin_names(__name__)
 
 
-def load(name: str) -> ModuleType:
+def load_task(name: str) -> ModuleType:
     """The task of that name. Raises ValueError."""
-    if name not in names():
-        raise ValueError(f"unknown task {name!r}: choose from {', '.join(names())}")
+    if name not in task_names():
+        raise ValueError(f"unknown task {name!r}: choose from {', '.join(task_names())}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def records(data: Path, name: str, n: int | None = None) -> list[dict[str, Any]]:
+def load_records(data: Path, name: str, num_records: int | None = None) -> list[dict[str, Any]]:
     """The first n records of data/name.jsonl. Raises OSError or ValueError."""
     path = data / f"{name}.jsonl"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; --data names a folder with the files of this task")
     with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in islice(lines, n)]
+        return [json.loads(line) for line in islice(lines, num_records)]
 
 
-def ask(llm: LLM, text: str, instruction: str, cue: str) -> list[int]:
+def build_prompt(llm: LLM, text: str, instruction: str, cue: str) -> list[int]:
     """Ids of a prompt about a text: a conversation, or where the model has no template the text and a cue."""
     if llm.tokenizer.chat_template is None:
         return llm.encode(f"{text}\n\n{cue}")
     return llm.tokenizer.encode_chat([{"role": "user", "content": f"{instruction}\n\n{text}"}])
 
 
-def articles(llm: LLM, data: Path, n: int, longest: int) -> list[tuple[list[int], str]]:
+def load_articles(llm: LLM, data: Path, num_articles: int, max_prompt_len: int) -> list[tuple[list[int], str]]:
     """Up to n news articles as prompts of at most `longest` tokens, each with the summary of its editors."""
     found: list[tuple[list[int], str]] = []
-    for record in records(data, "cnn_dailymail"):
-        prompt = ask(llm, record["article"], "Summarize the following news article:", "Summary:")
-        if len(prompt) <= longest and len(found) < n:
+    for record in load_records(data, "cnn_dailymail"):
+        prompt = build_prompt(llm, record["article"], "Summarize the following news article:", "Summary:")
+        if len(prompt) <= max_prompt_len and len(found) < num_articles:
             found.append((prompt, record["highlights"]))
     return found
 
 
 @dataclass(frozen=True)
-class Given:
+class ForcedItem:
     """A prompt and the answer that is given, as ids.
 
     Percentages are of `whole` tokens; of the prompt where it is 0. The last `counts` of the answer count, all where it
@@ -79,54 +79,54 @@ class Given:
     """
 
     prompt: list[int]
-    answer: list[int]
-    whole: int = 0
-    counts: int = 0
+    continuation: list[int]
+    budget_base: int = 0
+    num_scored_tokens: int = 0
 
 
-def of_tokens(policy: str, whole: int) -> str:
+def absolute_budget(policy: str, budget_base: int) -> str:
     """The policy with its percentage made one of so many tokens."""
     parsed = policies.parse(policy)
-    if not whole or not isinstance(parsed, BudgetPolicy):
+    if not budget_base or not isinstance(parsed, BudgetPolicy):
         return policy
-    return policies.to_spec(replace(parsed, budget=Amount(tokens=parsed.budget.of(whole))))
+    return policies.to_spec(replace(parsed, budget=Amount(tokens=parsed.budget.resolve(budget_base))))
 
 
-def force(
-    llm: LLM, items: list[Given], chosen: Sequence[str], full: list[Tensor] | None, compare: bool
-) -> tuple[list[Row], list[Tensor]]:
+def teacher_force(
+    llm: LLM, items: list[ForcedItem], policy_specs: Sequence[str], full_log_probs: list[Tensor] | None, compares_full: bool
+) -> tuple[list[ItemMetrics], list[Tensor]]:
     """Answers that are given: `loss` in nats a token, `exact` (1 where a greedy model would have given it).
 
     With `compare` also the distance from the full cache's distributions, a token: `kl` in nats, `top1` as the share
     of tokens where the likeliest is the same; memory holds those distributions.
     """
-    pairs = [(item, of_tokens(policy, item.whole)) for policy in chosen for item in items]
+    pairs = [(item, absolute_budget(policy, item.budget_base)) for policy in policy_specs for item in items]
     likeliest: list[list[Tensor]] = [[] for _ in pairs]
     kept: list[list[Tensor]] = [[] for _ in pairs]
     kl, same, done = [0.0] * len(pairs), [0] * len(pairs), [0] * len(pairs)
 
     def read(i: int, logits: Tensor) -> None:
         likeliest[i].append(logits.argmax(-1).cpu())
-        if not compare:
+        if not compares_full:
             return
         log_p = logits.log_softmax(-1)  # [n, V]
-        if full is None:
+        if full_log_probs is None:
             kept[i].append(log_p.half().cpu())
             return
-        want = full[i % len(items)][done[i] : done[i] + len(log_p)].to(log_p.device).float()
+        want = full_log_probs[i % len(items)][done[i] : done[i] + len(log_p)].to(log_p.device).float()
         done[i] += len(log_p)
         kl[i] += float((want.exp() * (want - log_p)).sum())
         same[i] += int((want.argmax(-1) == log_p.argmax(-1)).sum())
 
-    prompts, answers = [i.prompt for i, _ in pairs], [i.answer for i, _ in pairs]
+    prompts, answers = [i.prompt for i, _ in pairs], [i.continuation for i, _ in pairs]
     found = llm.score(prompts, answers, [p for _, p in pairs], read)
     rows = []
     for i, ((item, _), logprobs) in enumerate(zip(pairs, found, strict=True)):
-        n = len(item.answer)
-        tail = n - (item.counts or n)
-        said = torch.cat(likeliest[i]).tolist()[tail:] == item.answer[tail:]
+        n = len(item.continuation)
+        tail = n - (item.num_scored_tokens or n)
+        said = torch.cat(likeliest[i]).tolist()[tail:] == item.continuation[tail:]
         row = {"loss": -sum(logprobs[tail:]) / (n - tail), "exact": float(said)}
-        if compare:
-            row |= {"kl": kl[i] / n, "top1": 1.0 if full is None else same[i] / n}
+        if compares_full:
+            row |= {"kl": kl[i] / n, "top1": 1.0 if full_log_probs is None else same[i] / n}
         rows.append(row)
     return rows, [torch.cat(k) for k in kept if k]

@@ -11,31 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retain.bench.tasks import Given, Row, force, records
+from retain.bench.tasks import ForcedItem, ItemMetrics, teacher_force, load_records
 from retain.llm import LLM
 
 METRICS = ("needle", "passkey", "keys", "loss")
-ROWS = 1
+REQUESTS_PER_ITEM = 1
 KINDS = ("needle", "passkey", "keys")
 PEOPLE = ("Anna", "Bert", "Carla", "David", "Emma", "Frank", "Greta", "Henry")
 PLACES = ("museum", "library", "station", "harbour", "market", "theatre", "garden", "bakery")
 
 
 @dataclass(frozen=True)
-class Question(Given):
+class RecallItem(ForcedItem):
     """What was hidden."""
 
     kind: str = ""
 
 
-def items(llm: LLM, data: Path, n: int, longest: int) -> list[Question]:
+def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> list[RecallItem]:
     """n questions, kinds in turn, in haystacks of about `longest` tokens; facts lie at even depths."""
-    essays = llm.encode("\n\n".join(r["text"] for r in records(data, "paul_graham_essays", 12)))
+    essays = llm.encode("\n\n".join(r["text"] for r in load_records(data, "paul_graham_essays", 12)))
     rng, found = random.Random(0), []
-    for i in range(n):
+    for i in range(num_items):
         kind, depth = KINDS[i % 3], (i // 3 % 9 + 0.5) / 9
-        facts, question, answer, told = _puzzle(kind, rng)
-        room = max(longest - 30 * len(facts) - 40, 1)
+        facts, question, answer, told = _make_puzzle(kind, rng)
+        room = max(max_prompt_len - 30 * len(facts) - 40, 1)
         start = rng.randrange(max(len(essays) - room, 1))
         hay = llm.tokenizer.decode(essays[start : start + room]).split(". ")
         for j, fact in enumerate(facts):
@@ -43,11 +43,11 @@ def items(llm: LLM, data: Path, n: int, longest: int) -> list[Question]:
             hay.insert(round(at * len(hay)), fact)
         answer_ids, told_ids = (llm.tokenizer.encode(text, add_special_tokens=False) for text in (answer, told))
         prompt = llm.encode(". ".join(hay) + f".\n\n{question}\n")
-        found.append(Question(prompt, answer_ids + told_ids, counts=len(told_ids), kind=kind))
+        found.append(RecallItem(prompt, answer_ids + told_ids, num_scored_tokens=len(told_ids), kind=kind))
     return found
 
 
-def _puzzle(kind: str, rng: random.Random) -> tuple[list[str], str, str, str]:
+def _make_puzzle(kind: str, rng: random.Random) -> tuple[list[str], str, str, str]:
     """Facts to hide, a question, how its answer begins, and what has to be known."""
     number = str(rng.randrange(10_000, 100_000))
     if kind == "passkey":
@@ -68,7 +68,7 @@ def _puzzle(kind: str, rng: random.Random) -> tuple[list[str], str, str, str]:
     )
 
 
-def measure(llm: LLM, items: list[Question], chosen: Sequence[str], full: Any) -> tuple[list[Row], Any]:
+def measure(llm: LLM, items: list[RecallItem], policy_specs: Sequence[str], full_state: Any) -> tuple[list[ItemMetrics], Any]:
     """Whether the answer would have been given, by kind, and its loss."""
-    rows, memory = force(llm, list(items), chosen, full, compare=False)
+    rows, memory = teacher_force(llm, list(items), policy_specs, full_state, compares_full=False)
     return [{items[i % len(items)].kind: row["exact"], "loss": row["loss"]} for i, row in enumerate(rows)], memory

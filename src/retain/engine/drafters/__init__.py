@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from retain.config import files, named
+from retain.config import plugin_names, load_plugin
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.kv.cache import Cache
@@ -54,12 +54,12 @@ class Drafter(Protocol):
 
 def names() -> list[str]:
     """The drafters in this folder."""
-    return files(__name__)
+    return plugin_names(__name__)
 
 
 def parse(spec: str) -> Drafter:
     """The drafter that a text names. Raises ValueError with what is allowed."""
-    drafter: Drafter = named(__name__, "Drafter", "drafter", spec)
+    drafter: Drafter = load_plugin(__name__, "Drafter", "drafter", spec)
     parse_draft_length(drafter)
     return drafter
 

@@ -6,29 +6,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LINE = 64
-BLOCK = 2**26  # taken at a time: the tail of the last one is never touched, and so costs nothing
+CACHE_LINE = 64
+BLOCK_BYTES = 2**26  # taken at a time: the tail of the last one is never touched, and so costs nothing
 
 
-def aligned(size: int, zero: bool) -> Tensor:
+def allocate_aligned(size: int, zero: bool) -> Tensor:
     """uint8 [size] on a cache line. What is not written takes no memory (torch.zeros would touch it all).
 
     numpy asks for huge pages where an array is large, which lets streams of weights cross fewer borders.
     """
-    raw = torch.from_numpy((np.zeros if zero else np.empty)(size + LINE, np.uint8))
-    return raw[-raw.data_ptr() % LINE :][:size]
+    raw = torch.from_numpy((np.zeros if zero else np.empty)(size + CACHE_LINE, np.uint8))
+    return raw[-raw.data_ptr() % CACHE_LINE :][:size]
 
 
 class Arena:
     """Many small arrays that live as long as each other, one behind the other."""
 
     def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.uint8)
+        self._remaining = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         """uint8 [size] on a cache line, not initialised."""
-        if size > len(self._left):
-            self._left = aligned(max(size, BLOCK), zero=False)
-        taken, rest = self._left[:size], -(-size // LINE) * LINE
-        self._left = self._left[rest:]
+        if size > len(self._remaining):
+            self._remaining = allocate_aligned(max(size, BLOCK_BYTES), zero=False)
+        taken, rest = self._remaining[:size], -(-size // CACHE_LINE) * CACHE_LINE
+        self._remaining = self._remaining[rest:]
         return taken

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retain.kernels import CPU, KV, NO_WINDOW, Observe, Tables
-from retain.kernels.order import order
-from retain.kernels.reference.noise import key, noise
+from retain.kernels import CPU, KV, NO_WINDOW, AttentionScoring, Tables
+from retain.kernels.order import eviction_key
+from retain.kernels.reference.noise import noise_key, sample_noise
 
 DEVICES = ("cpu",)
 
 
-def available() -> str | None:
+def unavailable_reason() -> str | None:
     """Runs wherever torch does."""
     return None
 
@@ -26,22 +26,22 @@ def program(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def allocate(
-    n_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, columns: int = 1, device: torch.device = CPU
+    num_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, score_columns: int = 1, device: torch.device = CPU
 ) -> KV:
     """A pool. K and V start as zeros, so that a hole's weight of 0 never meets a NaN."""
-    k, v = (torch.zeros(n_pages, page_size, head_dim, dtype=dtype, device=device) for _ in range(2))
-    pos = torch.zeros(n_pages, page_size, dtype=torch.int32, device=device)
+    k, v = (torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device) for _ in range(2))
+    pos = torch.zeros(num_pages, page_size, dtype=torch.int32, device=device)
     pos[0] = -1
-    mass = torch.zeros(n_pages, columns, page_size, device=device)
+    mass = torch.zeros(num_pages, score_columns, page_size, device=device)
     return KV(k, v, pos, mass, page_size, head_dim, "plain")
 
 
-def write(kv: KV, slots: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
     """Put fresh tokens into their slots, which have no mass yet.
 
     slots int32 [G, T]; k, v [T, G, D] of any float dtype (rounded to the pool's); pos int32 [T].
     """
-    s = slots.long()  # [G, T]
+    s = slot_mapping.long()  # [G, T]
     kv.k.view(-1, kv.head_dim)[s] = k.transpose(0, 1).to(kv.dtype)
     kv.v.view(-1, kv.head_dim)[s] = v.transpose(0, 1).to(kv.dtype)
     kv.pos.view(-1)[s] = pos.expand(s.shape)
@@ -54,8 +54,8 @@ def attend(
     tables: Tables,
     q_pos: Tensor,
     scale: float,
-    slopes: Tensor | None = None,
-    observe: Observe | None = None,
+    alibi_slopes: Tensor | None = None,
+    scoring: AttentionScoring | None = None,
     layer: int = 0,
 ) -> Tensor:
     """Attention of fresh queries over the slots of their own requests: softmax(scale q.k + bias) v, in float32.
@@ -69,7 +69,7 @@ def attend(
     G = tables.pages.shape[1]
     R = H // G
     o = torch.zeros_like(q)
-    starts = tables.starts.tolist()
+    starts = tables.query_start_loc.tolist()
     for b, row in enumerate(tables.rows.tolist()):
         fresh = slice(starts[b], starts[b + 1])
         p = q_pos[fresh, None]  # [t, 1]
@@ -80,20 +80,20 @@ def attend(
             v = kv.v[pages].reshape(-1, D).float()  # [S, D]
             pos = kv.pos[pages].reshape(1, -1)  # [1, S]
             seen = (pos >= 0) & (pos <= p) & ((p - pos < window) | (pos < sinks))  # [t, S]
-            asked = observe if window == NO_WINDOW and len(p) else None
+            asked = scoring if window == NO_WINDOW and len(p) else None
             if asked:
                 kv.mass[pages] *= asked.decay[b]
             for h in range(g * R, (g + 1) * R):
                 x = scale * q[fresh, h].float() @ k.T  # [t, S]
-                if slopes is not None:
-                    x = x + slopes[h] * (pos - p)
+                if alibi_slopes is not None:
+                    x = x + alibi_slopes[h] * (pos - p)
                 x = x.masked_fill(~seen, -torch.inf)
                 w = torch.softmax(x, dim=-1).nan_to_num(0.0)  # a row that sees nothing is all NaN
                 o[fresh, h] = (w @ v).to(q.dtype)
                 if asked:
-                    step = torch.where(asked.anew[b] == 1, p, -1)  # [t, 1]
-                    x = x + noise(int(asked.noise[b]), key(asked.seed[b], layer, g, step), pos)
-                    w = torch.softmax(x / asked.tau[fresh, None], dim=-1).nan_to_num(0.0)  # [t, S]
+                    step = torch.where(asked.redraw_noise[b] == 1, p, -1)  # [t, 1]
+                    x = x + sample_noise(int(asked.noise[b]), noise_key(asked.seed[b], layer, g, step), pos)
+                    w = torch.softmax(x / asked.temperature[fresh, None], dim=-1).nan_to_num(0.0)  # [t, S]
                     column = h - g * R if kv.mass.shape[1] > 1 else 0
                     kv.mass[pages, column] += (asked.weights[fresh] @ w).view(-1, kv.page_size)
     return o
@@ -122,11 +122,11 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     mass[d // S, d % S] = mass[s // S, s % S]
 
 
-def lowest(priority: Tensor, pos: Tensor, used: Tensor, sinks: int, after: int, n: int) -> Tensor:
+def select_victims(priority: Tensor, pos: Tensor, lengths: Tensor, sinks: int, last_evictable: int, n: int) -> Tensor:
     """The n slots that go first of each list, in order: places int64 [N, n].
 
     priority float32 and pos int32 [N, S]; of a list only the first `used` (int32 [N], at least n) are asked. See
     kernels/order.py for the order.
     """
-    rank = order(priority, pos, sinks, after)
-    return rank.masked_fill_(torch.arange(pos.shape[-1]) >= used[:, None], 2**63 - 1).topk(n, largest=False).indices
+    rank = eviction_key(priority, pos, sinks, last_evictable)
+    return rank.masked_fill_(torch.arange(pos.shape[-1]) >= lengths[:, None], 2**63 - 1).topk(n, largest=False).indices

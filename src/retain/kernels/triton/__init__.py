@@ -13,32 +13,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retain.kernels import KV, Observe, Program, Tables
+from retain.kernels import KV, AttentionScoring, Program, Tables
 
 try:
     import triton
 
     from retain.kernels.triton import attention, slots
 except ImportError as error:
-    _missing: str | None = f"triton is not installed ({error})"
+    _import_error: str | None = f"triton is not installed ({error})"
 else:
-    _missing = None
+    _import_error = None
 
 MAX_HEAD_DIM = 256
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-DEVICES = ("cpu", "cuda") if not _missing and triton.knobs.runtime.interpret else ("cuda",)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ("cpu", "cuda") if not _import_error and triton.knobs.runtime.interpret else ("cuda",)
 
 
-def available() -> str | None:
+def unavailable_reason() -> str | None:
     """Runs on an NVIDIA GPU, or under the interpreter."""
-    if _missing or torch.cuda.is_available() or interpreted():
-        return _missing
+    if _import_error or torch.cuda.is_available() or is_interpreted():
+        return _import_error
     return "there is no NVIDIA GPU"
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Whether kernels run in Python, on a CPU."""
-    return not _missing and bool(triton.knobs.runtime.interpret)
+    return not _import_error and bool(triton.knobs.runtime.interpret)
 
 
 def program(dtype: torch.dtype, device: torch.device) -> Program:
@@ -49,36 +49,36 @@ def program(dtype: torch.dtype, device: torch.device) -> Program:
 
 
 def allocate(
-    n_pages: int,
+    num_pages: int,
     page_size: int,
     head_dim: int,
     dtype: torch.dtype,
-    columns: int = 1,
+    score_columns: int = 1,
     device: torch.device | str = "cpu",
 ) -> KV:
     """A pool. K and V start as zeros, so that a hole's weight of 0 never meets a NaN."""
-    if dtype not in TYPES:
+    if dtype not in DTYPES:
         raise ValueError(f"the triton backend keeps K and V in float32, bfloat16 or float16, not {dtype}")
     if page_size % 16 or page_size < 16:
         raise ValueError(f"the triton backend wants a page_size of 16, 32, 48, ..., not {page_size}")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"the triton backend wants a head dim of at most {MAX_HEAD_DIM}, not {head_dim}")
-    k, v = (torch.zeros(n_pages, page_size, head_dim, dtype=dtype, device=device) for _ in range(2))
-    pos = torch.zeros(n_pages, page_size, dtype=torch.int32, device=device)
+    k, v = (torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device) for _ in range(2))
+    pos = torch.zeros(num_pages, page_size, dtype=torch.int32, device=device)
     pos[0] = -1
-    mass = torch.zeros(n_pages, columns, page_size, device=device)
+    mass = torch.zeros(num_pages, score_columns, page_size, device=device)
     return KV(k, v, pos, mass, page_size, head_dim, "plain")
 
 
-def write(kv: KV, slots_: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
     """Put fresh tokens into their slots; see `reference`. k and v [T, G, D] may be strided, but for their last."""
     T, G, D = k.shape
-    if D != kv.head_dim or v.shape != k.shape or slots_.shape != (G, T) or pos.shape != (T,):
+    if D != kv.head_dim or v.shape != k.shape or slot_mapping.shape != (G, T) or pos.shape != (T,):
         raise ValueError(
-            f"write: shapes disagree: slots {list(slots_.shape)}, k {list(k.shape)}, pos {list(pos.shape)}"
+            f"write: shapes disagree: slots {list(slot_mapping.shape)}, k {list(k.shape)}, pos {list(pos.shape)}"
         )
     if T * G:
-        attention.write(kv, slots_, k, v, pos)
+        attention.write(kv, slot_mapping, k, v, pos)
 
 
 def attend(
@@ -87,19 +87,19 @@ def attend(
     tables: Tables,
     q_pos: Tensor,
     scale: float,
-    slopes: Tensor | None = None,
-    observe: Observe | None = None,
+    alibi_slopes: Tensor | None = None,
+    scoring: AttentionScoring | None = None,
     layer: int = 0,
 ) -> Tensor:
     """Attention of fresh queries over the slots of their own requests; see `reference`. q [T, H, D] may be strided."""
-    if q.dtype not in TYPES:
-        return attend(q.float(), kv, tables, q_pos, scale, slopes, observe, layer).to(q.dtype)
+    if q.dtype not in DTYPES:
+        return attend(q.float(), kv, tables, q_pos, scale, alibi_slopes, scoring, layer).to(q.dtype)
     T, H, D = q.shape
     G = tables.pages.shape[1]
     if D != kv.head_dim or H % G or q_pos.shape != (T,):
         raise ValueError(f"attend: shapes disagree: q {list(q.shape)}, {G} kv heads of {kv.head_dim}")
-    work = attention.plan(tables, H // G, D, kv, observe)
-    return attention.attend(q, kv, tables, work, q_pos, scale, slopes, layer)
+    work = attention.plan_attention(tables, H // G, D, kv, scoring)
+    return attention.attend(q, kv, tables, work, q_pos, scale, alibi_slopes, layer)
 
 
 def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,16 +133,16 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
         mass[d // S, d % S] = mass[s // S, s % S]
 
 
-def lowest(priority: Tensor, pos: Tensor, used: Tensor, sinks: int, after: int, n: int) -> Tensor:
+def select_victims(priority: Tensor, pos: Tensor, lengths: Tensor, sinks: int, last_evictable: int, n: int) -> Tensor:
     """The n slots that go first of each list, in order: places int64 [N, n]; see `reference`. `used` is on the host."""
     N, S = pos.shape
-    if priority.shape != (N, S) or used.shape != (N,):
+    if priority.shape != (N, S) or lengths.shape != (N,):
         raise ValueError(f"lowest: shapes disagree: priority {list(priority.shape)}, pos {list(pos.shape)}")
-    if N and int(used.min()) < n:
-        raise ValueError(f"lowest: too few slots in a list of {int(used.min())} to find {n}")
+    if N and int(lengths.min()) < n:
+        raise ValueError(f"lowest: too few slots in a list of {int(lengths.min())} to find {n}")
     places = torch.empty(N, n, dtype=torch.int64, device=pos.device)
     if N and n:
-        lists = priority.float().contiguous(), pos.contiguous(), used.to(pos.device, non_blocking=True)
+        lists = priority.float().contiguous(), pos.contiguous(), lengths.to(pos.device, non_blocking=True)
         block = min(triton.next_power_of_2(S), 2048)
-        slots.lowest[(N,)](*lists, places, S, sinks, after, n, BLOCK=block)
+        slots.select_victims[(N,)](*lists, places, S, sinks, last_evictable, n, BLOCK=block)
     return places

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from retain.kernels import KV, Observe, Tables
-from retain.kernels.matrix import Matrix
+from retain.kernels import KV, AttentionScoring, Tables
+from retain.kernels.matrix import Weight
 from retain.kernels.triton import attention, rows
-from retain.kernels.triton.attention import Turn, tile
-from retain.kernels.triton.graphs import Graphs
-from retain.kernels.triton.step import Call, Step
-from retain.kernels.widths import LOGITS, Widths, size
+from retain.kernels.triton.attention import RopeParams, tokens_per_program
+from retain.kernels.triton.graphs import CUDAGraphRunner
+from retain.kernels.triton.step import HostStep, DeviceStep
+from retain.kernels.widths import LOGITS_BUFFER, BufferShapes, numel_or_none
 
-Op = Callable[[Step], None]
+Op = Callable[[DeviceStep], None]
 
 
 class TritonProgram:
@@ -31,135 +31,135 @@ class TritonProgram:
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype, self.device = dtype, device
-        self._widths = Widths()
+        self._shapes = BufferShapes()
         self._ops: list[Op] = []
-        self._turns: dict[int, Turn] = {}  # of buffers that are not turned yet
-        self._dense: dict[int, tuple[ref[Matrix], Tensor]] = {}  # by id of the matrix
-        self._bytes = 0
-        self._heads = 0  # query heads of a kv head
-        self._dim = 0
-        self._graphs = Graphs(self._compute, device)
+        self._pending_ropes: dict[int, RopeParams] = {}  # of buffers that are not turned yet
+        self._dense_weights: dict[int, tuple[ref[Weight], Tensor]] = {}  # by id of the matrix
+        self._weight_bytes = 0
+        self._num_queries_per_kv = 0  # query heads of a kv head
+        self._head_dim = 0
+        self._graphs = CUDAGraphRunner(self._forward, device)
 
     # ---- the operations ------------------------------------------------------------------------------------------
 
     def buffer(self, name: str, width: int) -> int:  # noqa: D102
-        number = self._widths.number(name, width)
-        return self._widths.add(name, len(self._widths.numbers), width) if number is None else number
+        number = self._shapes.find(name, width)
+        return self._shapes.register(name, len(self._shapes.buffer_ids), width) if number is None else number
 
-    def logits(self, width: int) -> int:  # noqa: D102
-        return self._widths.add("logits", LOGITS, width)
+    def logits_buffer(self, width: int) -> int:  # noqa: D102
+        return self._shapes.register("logits", LOGITS_BUFFER, width)
 
-    def lookup(self, out: int, table: Matrix, factor: float = 1.0) -> None:  # noqa: D102
-        self._widths.looked_up(out, table.shape[1])
-        weight = self._matrix(table)
+    def embedding(self, out: int, table: Weight, factor: float = 1.0) -> None:  # noqa: D102
+        self._shapes.check_embedding(out, table.shape[1])
+        weight = self._to_dense(table)
 
-        def op(s: Step) -> None:
+        def op(s: DeviceStep) -> None:
             found = F.embedding(s.ids, weight)
-            s.rows[out] = found if factor == 1 else found * factor
+            s.buffers[out] = found if factor == 1 else found * factor
 
         self._ops.append(op)
 
-    def lookup_position(self, out: int, table: Matrix, offset: int = 0) -> None:  # noqa: D102
-        self._widths.looked_up(out, table.shape[1])
-        weight = self._matrix(table)
+    def position_embedding(self, out: int, table: Weight, offset: int = 0) -> None:  # noqa: D102
+        self._shapes.check_embedding(out, table.shape[1])
+        weight = self._to_dense(table)
 
-        def op(s: Step) -> None:
-            s.rows[out] = s.rows[out] + F.embedding((s.pos + offset).clamp(min=0), weight)  # nobody's is -1
+        def op(s: DeviceStep) -> None:
+            s.buffers[out] = s.buffers[out] + F.embedding((s.pos + offset).clamp(min=0), weight)  # nobody's is -1
 
         self._ops.append(op)
 
-    def normalise(  # noqa: D102
-        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, add: bool = False
+    def norm(  # noqa: D102
+        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
     ) -> None:
-        heads, n = self._widths.normalised(x, out, weight.shape, size(bias))
-        w, b = self._vector(weight), None if bias is None else self._vector(bias)
+        heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias))
+        w, b = self._to_float32(weight), None if bias is None else self._to_float32(bias)
 
-        def op(s: Step) -> None:
-            given = s.rows[x]
-            to = s.rows[out] if add or out == x or heads > 1 else torch.empty_like(given)
-            T, some = len(given), tile(len(given), 8 if n <= 256 else 1)
+        def op(s: DeviceStep) -> None:
+            given = s.buffers[x]
+            to = s.buffers[out] if add or out == x or heads > 1 else torch.empty_like(given)
+            T, some = len(given), tokens_per_program(len(given), 8 if n <= 256 else 1)
             if T:
                 rows.norm[(triton.cdiv(T, some), heads)](
                     given, given.stride(0), to, to.stride(0), w, w if b is None else b, T, n, eps,
-                    T=some, BLOCK=triton.next_power_of_2(n), CENTRED=centred, BIAS=b is not None, ADD=add,
+                    T=some, BLOCK=triton.next_power_of_2(n), SUBTRACT_MEAN=subtract_mean, BIAS=b is not None, ADD=add,
                     num_warps=8 if n > 2048 else 4,
                 )  # fmt: skip
-            s.rows[out] = to
+            s.buffers[out] = to
 
         self._ops.append(op)
 
-    def linear(self, x: int, out: int, weight: Matrix, bias: Tensor | None = None, add: bool = False) -> None:  # noqa: D102
-        self._widths.multiplied(x, out, weight.shape, size(bias))
-        w, b = self._matrix(weight), None if bias is None else bias.to(self.device, self.dtype)
+    def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:  # noqa: D102
+        self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
+        w, b = self._to_dense(weight), None if bias is None else bias.to(self.device, self.dtype)
 
-        def op(s: Step) -> None:
+        def op(s: DeviceStep) -> None:
             if add and b is None:
-                s.rows[out] = torch.addmm(s.rows[out], s.rows[x], w.T)
+                s.buffers[out] = torch.addmm(s.buffers[out], s.buffers[x], w.T)
             else:
-                y = F.linear(s.rows[x], w, b)
-                s.rows[out] = s.rows[out] + y if add else y
+                y = F.linear(s.buffers[x], w, b)
+                s.buffers[out] = s.buffers[out] + y if add else y
 
         self._ops.append(op)
 
-    def activate(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:  # noqa: D102
-        self._widths.activated(x, out, n, gated)
+    def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:  # noqa: D102
+        self._shapes.check_activation(x, out, n, gated)
         kind, block = rows.ACTIVATIONS[act], min(triton.next_power_of_2(n), 1024)
 
-        def op(s: Step) -> None:
-            given = s.rows[x]
-            T, some = len(given), tile(len(given), 1)
+        def op(s: DeviceStep) -> None:
+            given = s.buffers[x]
+            T, some = len(given), tokens_per_program(len(given), 1)
             to = given.new_empty(T, n)
             if T:
-                rows.activate[(triton.cdiv(T, some), triton.cdiv(n, block))](
+                rows.activation[(triton.cdiv(T, some), triton.cdiv(n, block))](
                     given, given.stride(0), to, T, n, T=some, BLOCK=block, ACT=kind, GATED=gated
                 )
-            s.rows[out] = to
+            s.buffers[out] = to
 
         self._ops.append(op)
 
-    def clip(self, x: int, at: float) -> None:  # noqa: D102
-        self._ops.append(lambda s: s.rows.update({x: s.rows[x].clamp(-at, at)}))
+    def clip(self, x: int, limit: float) -> None:  # noqa: D102
+        self._ops.append(lambda s: s.buffers.update({x: s.buffers[x].clamp(-limit, limit)}))
 
-    def turn(self, x: int, freqs: Tensor, gain: float, pairs: bool, heads: int, head_dim: int) -> None:  # noqa: D102
-        self._widths.turned(x, heads, head_dim, len(freqs))
-        self._turns[x] = Turn(self._vector(freqs), gain, pairs)  # keys are turned where they are written
+    def rope(self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int) -> None:  # noqa: D102
+        self._shapes.check_rope(x, heads, head_dim, len(freqs))
+        self._pending_ropes[x] = RopeParams(self._to_float32(freqs), attention_factor, interleaved)  # keys are turned where they are written
 
     def attend(  # noqa: D102
-        self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, slopes: Tensor | None
+        self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, alibi_slopes: Tensor | None
     ) -> None:
-        self._widths.attended(qkv, out, heads, size(slopes))
+        self._shapes.check_attention(qkv, out, heads, numel_or_none(alibi_slopes))
         H, G, D = heads
-        self._heads, self._dim = H // G, D
-        turn, alibi = self._turns.pop(qkv, None), None if slopes is None else self._vector(slopes)
+        self._num_queries_per_kv, self._head_dim = H // G, D
+        turn, alibi = self._pending_ropes.pop(qkv, None), None if alibi_slopes is None else self._to_float32(alibi_slopes)
 
-        def op(s: Step) -> None:
-            q, k, v = torch.split(s.rows[qkv].view(-1, H + 2 * G, D), [H, G, G], dim=1)
+        def op(s: DeviceStep) -> None:
+            q, k, v = torch.split(s.buffers[qkv].view(-1, H + 2 * G, D), [H, G, G], dim=1)
             if turn and len(q):
-                some, given, q = tile(len(q), 8), q, torch.empty(len(q), H, D, dtype=q.dtype, device=q.device)
-                rows.turn[(triton.cdiv(len(q), some), H)](
-                    given, *given.stride()[:2], q, s.pos, len(q), turn.freqs, len(turn.freqs), turn.gain,
-                    H=H, D=D, DP=triton.next_power_of_2(D), T=some, PAIRS=turn.pairs, num_warps=4 if some > 1 else 1,
+                some, given, q = tokens_per_program(len(q), 8), q, torch.empty(len(q), H, D, dtype=q.dtype, device=q.device)
+                rows.rope[(triton.cdiv(len(q), some), H)](
+                    given, *given.stride()[:2], q, s.pos, len(q), turn.freqs, len(turn.freqs), turn.attention_factor,
+                    H=H, D=D, DP=triton.next_power_of_2(D), T=some, INTERLEAVED=turn.interleaved, num_warps=4 if some > 1 else 1,
                 )  # fmt: skip
-            if s.before:
-                s.before(layer, q)
-            attention.write(s.kv, s.slots[layer], k, v, s.pos, turn)
-            o = attention.attend(q, s.kv, s.tables.of(layer), s.work, s.pos, scale, alibi, layer)
-            s.rows[out] = o.flatten(1)
-            if s.after:
-                s.after(layer)
+            if s.before_attention:
+                s.before_attention(layer, q)
+            attention.write(s.kv, s.slot_mapping[layer], k, v, s.pos, turn)
+            o = attention.attend(q, s.kv, s.tables.for_layer(layer), s.plan, s.pos, scale, alibi, layer)
+            s.buffers[out] = o.flatten(1)
+            if s.after_attention:
+                s.after_attention(layer)
 
         self._ops.append(op)
 
-    def pick(self, x: int, out: int) -> None:  # noqa: D102
-        self._widths.picked(x, out)
-        self._ops.append(lambda s: s.rows.update({out: s.rows[x] if s.wanted is None else s.rows[x][s.wanted]}))
+    def gather_rows(self, x: int, out: int) -> None:  # noqa: D102
+        self._shapes.check_gather_rows(x, out)
+        self._ops.append(lambda s: s.buffers.update({out: s.buffers[x] if s.logits_indices is None else s.buffers[x][s.logits_indices]}))
 
-    def finish(self) -> None:  # noqa: D102
-        self._dense.clear()
+    def finalize(self) -> None:  # noqa: D102
+        self._dense_weights.clear()
 
     @property
     def weight_bytes(self) -> int:  # noqa: D102
-        return self._bytes
+        return self._weight_bytes
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -168,42 +168,42 @@ class TritonProgram:
         self,
         kv: KV,
         tables: Tables,
-        slots: Tensor,
+        slot_mapping: Tensor,
         ids: Tensor,
         pos: Tensor,
-        wanted: Tensor,
-        observe: Observe | None = None,
-        before: Callable[[int, Tensor], None] | None = None,
-        after: Callable[[int], None] | None = None,
+        logits_indices: Tensor,
+        scoring: AttentionScoring | None = None,
+        before_attention: Callable[[int, Tensor], None] | None = None,
+        after_attention: Callable[[int], None] | None = None,
     ) -> Tensor:
         T, (layers, _, G, _) = len(ids), tables.pages.shape
-        if pos.shape != (T,) or slots.shape != (layers, G, T) or tables.starts.shape != (len(tables.rows) + 1,):
-            raise ValueError(f"run: {T} ids, positions {list(pos.shape)} and slots {list(slots.shape)} do not fit")
-        if not (before or after):
-            found = self._graphs.run(Call(kv, tables, slots, ids, pos, wanted, observe), self._heads)
+        if pos.shape != (T,) or slot_mapping.shape != (layers, G, T) or tables.query_start_loc.shape != (len(tables.rows) + 1,):
+            raise ValueError(f"run: {T} ids, positions {list(pos.shape)} and slots {list(slot_mapping.shape)} do not fit")
+        if not (before_attention or after_attention):
+            found = self._graphs.run(HostStep(kv, tables, slot_mapping, ids, pos, logits_indices, scoring), self._num_queries_per_kv)
             if found is not None:
                 return found
-        work = attention.plan(tables, self._heads, self._dim, kv, observe)
-        slots, ids, pos, wanted = (x.to(self.device, non_blocking=True) for x in (slots, ids, pos, wanted))
-        return self._compute(Step(kv, tables, work, slots, ids, pos, wanted, before, after))
+        work = attention.plan_attention(tables, self._num_queries_per_kv, self._head_dim, kv, scoring)
+        slot_mapping, ids, pos, logits_indices = (x.to(self.device, non_blocking=True) for x in (slot_mapping, ids, pos, logits_indices))
+        return self._forward(DeviceStep(kv, tables, work, slot_mapping, ids, pos, logits_indices, before_attention, after_attention))
 
-    def _compute(self, s: Step) -> Tensor:
+    def _forward(self, s: DeviceStep) -> Tensor:
         for op in self._ops:
             op(s)
-        return s.rows[LOGITS].float()
+        return s.buffers[LOGITS_BUFFER].float()
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def _matrix(self, matrix: Matrix) -> Tensor:
+    def _to_dense(self, weight: Weight) -> Tensor:
         """Dense, on the device; once, however often it is used (an embedding may be the head too)."""
-        whose, dense = self._dense.get(id(matrix), (None, None))
-        if dense is None or whose is None or whose() is not matrix:
-            numbers = matrix if isinstance(matrix, Tensor) else matrix.dense(self.dtype)
+        whose, dense = self._dense_weights.get(id(weight), (None, None))
+        if dense is None or whose is None or whose() is not weight:
+            numbers = weight if isinstance(weight, Tensor) else weight.dequantize(self.dtype)
             dense = numbers.to(self.device, self.dtype).contiguous()
             dense = dense.clone() if dense.data_ptr() == numbers.data_ptr() else dense  # what a file maps is not kept
-            self._dense[id(matrix)] = ref(matrix), dense
-            self._bytes += dense.numel() * dense.itemsize
+            self._dense_weights[id(weight)] = ref(weight), dense
+            self._weight_bytes += dense.numel() * dense.itemsize
         return dense
 
-    def _vector(self, x: Tensor) -> Tensor:
+    def _to_float32(self, x: Tensor) -> Tensor:
         return x.to(self.device, torch.float32).clone().contiguous()

@@ -16,40 +16,40 @@ import torch
 import triton
 from torch import Tensor
 
-from retain.kernels import KV, Observe, Tables
+from retain.kernels import KV, AttentionScoring, Tables
 from retain.kernels.triton import attention
-from retain.kernels.triton.attention import FEW, Jobs, Seen, Work
-from retain.kernels.triton.step import Call, Step
+from retain.kernels.triton.attention import MAX_DECODE_ROWS, TileList, MassBuffers, AttentionPlan
+from retain.kernels.triton.step import HostStep, DeviceStep
 
-LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-OFTEN = 2  # a step is recorded when it comes for this time; before, it goes one operation at a time
-MOST = 48  # recorded steps: each has memory of its own for its logits
-Key = tuple[Any, ...]
+BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CAPTURE_AFTER = 2  # a step is recorded when it comes for this time; before, it goes one operation at a time
+MAX_GRAPHS = 48  # recorded steps: each has memory of its own for its logits
+GraphKey = tuple[Any, ...]
 
 
-def rung(n: int) -> int | None:
+def pad_batch_size(n: int) -> int | None:
     """The number of requests that n are padded to; None: there is none so large."""
-    return next((r for r in LADDER if r >= n), None)
+    return next((r for r in BATCH_SIZES if r >= n), None)
 
 
-def ints(n: int, value: int = 0) -> Tensor:
+def full_int32(n: int, value: int = 0) -> Tensor:
     """int32 [n], all of them this."""
     return torch.full((n,), value, dtype=torch.int32)
 
 
-def nothing(T: int, B: int) -> Observe:
+def no_scoring(T: int, B: int) -> AttentionScoring:
     """What padding leaves."""
-    return Observe(torch.zeros(T), torch.ones(T), torch.ones(B), ints(B), ints(B), ints(B))
+    return AttentionScoring(torch.zeros(T), torch.ones(T), torch.ones(B), full_int32(B), full_int32(B), full_int32(B))
 
 
-def cut(words: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+def unpack(words: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """32-bit words as tensors of these lengths and types."""
     parts = words.split([len(x) for x in like.values()])
     return {name: part.view(x.dtype) for (name, x), part in zip(like.items(), parts, strict=True)}
 
 
 @dataclass(frozen=True)
-class Shape:
+class GraphShape:
     """Of recorded steps: B requests of F fresh tokens, tables of L layers and G heads, at most so many pages of a head;
     which noise is drawn (None: nothing is observed).
     """
@@ -58,8 +58,8 @@ class Shape:
     F: int
     L: int
     G: int
-    most: int
-    drawn: int | None
+    max_pages: int
+    noise_mode: int | None
 
     @property
     def T(self) -> int:
@@ -67,105 +67,105 @@ class Shape:
         return self.B * self.F
 
 
-class Inputs:
+class GraphInputs:
     """What varies from step to step: 32-bit words on the host, and the same on the device."""
 
-    def __init__(self, s: Shape, device: torch.device):
-        told = {"ids": ints(s.T), "pos": ints(s.T, -1), "jobs": ints(6 * s.B)}
-        told |= {} if s.drawn is None else vars(nothing(s.T, s.B))
+    def __init__(self, s: GraphShape, device: torch.device):
+        told = {"ids": full_int32(s.T), "pos": full_int32(s.T, -1), "jobs": full_int32(6 * s.B)}
+        told |= {} if s.noise_mode is None else vars(no_scoring(s.T, s.B))
         cuda = device.type == "cuda"
-        self.host = torch.cat([x.view(torch.int32) for x in told.values()])
-        self.host = self.host.pin_memory() if cuda else self.host
-        self.device = torch.zeros_like(self.host, device=device)
-        self.slots = torch.zeros(s.L, s.G, s.T, dtype=torch.int32, device=device)
-        self.copied = torch.cuda.Event() if cuda else None
-        self.here, self.there = (cut(words, told) for words in (self.host, self.device))
-        self._send()
+        self.host_buffer = torch.cat([x.view(torch.int32) for x in told.values()])
+        self.host_buffer = self.host_buffer.pin_memory() if cuda else self.host_buffer
+        self.device_buffer = torch.zeros_like(self.host_buffer, device=device)
+        self.slot_mapping = torch.zeros(s.L, s.G, s.T, dtype=torch.int32, device=device)
+        self.copy_done = torch.cuda.Event() if cuda else None
+        self.host_views, self.device_views = (unpack(words, told) for words in (self.host_buffer, self.device_buffer))
+        self._upload()
 
     @property
-    def asked(self) -> Observe:
+    def scoring(self) -> AttentionScoring:
         """What is left, on the device."""
-        return Observe(**{f.name: self.there[f.name] for f in fields(Observe)})
+        return AttentionScoring(**{f.name: self.device_views[f.name] for f in fields(AttentionScoring)})
 
-    def fill(self, c: Call) -> None:
+    def fill(self, step: HostStep) -> None:
         """Those of a step; who pads has none."""
-        if self.copied:
-            self.copied.synchronize()
-        tables, B, T, here = c.tables, len(c.tables.rows), len(c.ids), self.here
-        for name, x in {"ids": c.ids, "pos": c.pos, **(vars(c.observe) if c.observe else {})}.items():
+        if self.copy_done:
+            self.copy_done.synchronize()
+        tables, B, T, here = step.tables, len(step.tables.rows), len(step.ids), self.host_views
+        for name, x in {"ids": step.ids, "pos": step.pos, **(vars(step.scoring) if step.scoring else {})}.items():
             here[name][: len(x)] = x
         here["pos"][T:] = -1
         jobs = here["jobs"].view(-1, 6)
         jobs[:, 3] = 0
         jobs[:B, 0], jobs[:B, 1] = torch.arange(B, dtype=torch.int32), tables.rows
-        jobs[:B, 2], jobs[:B, 3] = tables.starts[:-1], tables.starts[1:] - tables.starts[:-1]
-        jobs[:B, 5] = tables.starts[:-1]
-        self._send()
-        self.slots[..., :T].copy_(c.slots, non_blocking=True)
-        self.slots[..., T:] = 0
+        jobs[:B, 2], jobs[:B, 3] = tables.query_start_loc[:-1], tables.query_start_loc[1:] - tables.query_start_loc[:-1]
+        jobs[:B, 5] = tables.query_start_loc[:-1]
+        self._upload()
+        self.slot_mapping[..., :T].copy_(step.slot_mapping, non_blocking=True)
+        self.slot_mapping[..., T:] = 0
 
-    def _send(self) -> None:
-        self.device.copy_(self.host, non_blocking=True)
-        if self.copied:
-            self.copied.record()
+    def _upload(self) -> None:
+        self.device_buffer.copy_(self.host_buffer, non_blocking=True)
+        if self.copy_done:
+            self.copy_done.record()
 
 
-class Graphs:
+class CUDAGraphRunner:
     """Recorded steps of one program, `compute`."""
 
-    def __init__(self, compute: Callable[[Step], Tensor], device: torch.device):
-        self.compute, self.device = compute, device
-        self.seen: dict[Key, int] = {}
-        self.recorded: dict[Key, tuple[Inputs, Callable[[], None], Tensor] | None] = {}  # None: there was no room
-        self.pool: Any = None  # of memory: graphs run one at a time, and share it
-        self.side: torch.cuda.Stream | None = None  # where they are tried first
+    def __init__(self, forward: Callable[[DeviceStep], Tensor], device: torch.device):
+        self.forward, self.device = forward, device
+        self.num_calls: dict[GraphKey, int] = {}
+        self.graphs: dict[GraphKey, tuple[GraphInputs, Callable[[], None], Tensor] | None] = {}  # None: there was no room
+        self.memory_pool: Any = None  # of memory: graphs run one at a time, and share it
+        self.capture_stream: torch.cuda.Stream | None = None  # where they are tried first
 
-    def run(self, c: Call, R: int) -> Tensor | None:
+    def run(self, step: HostStep, R: int) -> Tensor | None:
         """The logits [T, V], good until the next step; None: this step is no such step, or came too seldom."""
-        kv, tables, T, B = c.kv, c.tables, len(c.ids), len(c.tables.rows)
-        fresh = tables.starts.diff()
-        padded = rung(B)
-        if not B or T % B or padded is None or len(c.wanted) != T or not bool((fresh == T // B).all()):
+        kv, tables, T, B = step.kv, step.tables, len(step.ids), len(step.tables.rows)
+        fresh = tables.query_start_loc.diff()
+        padded = pad_batch_size(B)
+        if not B or T % B or padded is None or len(step.logits_indices) != T or not bool((fresh == T // B).all()):
             return None
-        if T // B * R > FEW:
+        if T // B * R > MAX_DECODE_ROWS:
             return None
         layers, _, G, n = tables.pages.shape
-        most = min(triton.next_power_of_2(tables.most or n), n)
-        shape = Shape(padded, T // B, layers, G, most, attention.drawn(c.observe) if c.observe else None)
+        most = min(triton.next_power_of_2(tables.max_pages or n), n)
+        shape = GraphShape(padded, T // B, layers, G, most, attention.noise_mode_of(step.scoring) if step.scoring else None)
         where = (kv.k, tables.pages, tables.counts, tables.windows, tables.sinks, tables.dense)
         key = (shape, *(0 if x is None else x.data_ptr() for x in where))
-        if key not in self.recorded:
-            self.seen[key] = self.seen.get(key, 0) + 1
-            if self.seen[key] < OFTEN:
+        if key not in self.graphs:
+            self.num_calls[key] = self.num_calls.get(key, 0) + 1
+            if self.num_calls[key] < CAPTURE_AFTER:
                 return None
             try:
-                self.recorded[key] = self._record(shape, kv, tables, R)
+                self.graphs[key] = self._capture(shape, kv, tables, R)
             except torch.OutOfMemoryError:
-                self.recorded[key] = None
-        self.recorded[key] = found = self.recorded.pop(key)  # now the newest
-        if len(self.recorded) > MOST:
-            self.recorded.pop(next(iter(self.recorded)))
+                self.graphs[key] = None
+        self.graphs[key] = found = self.graphs.pop(key)  # now the newest
+        if len(self.graphs) > MAX_GRAPHS:
+            self.graphs.pop(next(iter(self.graphs)))
         if found is None:
             return None
         inputs, replay, logits = found
-        inputs.fill(c)
+        inputs.fill(step)
         replay()
         return logits[:T]
 
-    def _record(self, shape: Shape, kv: KV, tables: Tables, R: int) -> tuple[Inputs, Callable[[], None], Tensor]:
-        inputs = Inputs(shape, self.device)
-        x, blocks = inputs.there, shape.most * (kv.page_size // attention.block_of(kv))
+    def _capture(self, shape: GraphShape, kv: KV, tables: Tables, R: int) -> tuple[GraphInputs, Callable[[], None], Tensor]:
+        inputs = GraphInputs(shape, self.device)
+        x, blocks = inputs.device_views, shape.max_pages * (kv.page_size // attention.choose_block_n(kv))
         width = shape.F * R
-        jobs = Jobs(x["jobs"].view(-1, 6), attention.rows_of(width), attention.stretches_of(blocks), width)
+        jobs = TileList(x["jobs"].view(-1, 6), attention.pad_rows(width), attention.max_splits(blocks), width)
 
         def compute() -> Tensor:
             seen = None
-            if shape.drawn is not None:
-                room = attention.room(kv, shape.most, shape.T, shape.G * R, shape.T)
-                seen = Seen(inputs.asked, shape.drawn, *room)
-            work = Work([jobs], None, None, seen, attention.block_of(kv), shape.most)
-            step = Step(kv, replace(tables, most=shape.most), work, inputs.slots, x["ids"], x["pos"], None)
-            return self.compute(step)
+            if shape.noise_mode is not None:
+                room = attention.allocate_mass_buffers(kv, shape.max_pages, shape.T, shape.G * R, shape.T)
+                seen = MassBuffers(inputs.scoring, shape.noise_mode, *room)
+            work = AttentionPlan([jobs], None, None, seen, attention.choose_block_n(kv), shape.max_pages)
+            step = DeviceStep(kv, replace(tables, max_pages=shape.max_pages), work, inputs.slot_mapping, x["ids"], x["pos"], None)
+            return self.forward(step)
 
         if self.device.type != "cuda":
             logits = compute()
@@ -174,13 +174,13 @@ class Graphs:
                 logits.copy_(compute())
 
             return inputs, again, logits
-        side = self.side = self.side or torch.cuda.Stream()
+        side = self.capture_stream = self.capture_stream or torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # kernels are compiled, libraries wake up; everybody in it only pads
             compute()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        self.memory_pool = self.memory_pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self.memory_pool, capture_error_mode="thread_local"):
             logits = compute()
         return inputs, graph.replay, logits

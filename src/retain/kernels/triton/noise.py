@@ -7,26 +7,26 @@ import triton.language as tl
 
 from retain.kernels import GAUSSIAN, GUMBEL
 
-GOLDEN = tl.constexpr(0x9E3779B9)
+GOLDEN_RATIO = tl.constexpr(0x9E3779B9)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, ONLY_GUMBEL, ONLY_GAUSSIAN, MIXED = (tl.constexpr(i) for i in range(4))  # what a step's requests draw
 _GUMBEL, _GAUSSIAN = tl.constexpr(GUMBEL), tl.constexpr(GAUSSIAN)
 
 
 @triton.jit
-def mix(x):
+def mix_bits(x):
     """A permutation of 32 bits; uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     return (x ^ (x >> 15)) * 0x846CA68B
 
 
 @triton.jit
-def key(seed, layer, head, step):
+def noise_key(seed, layer, head, query_pos):
     """What rows' noise hangs on; seed, layer and head are scalars, step int32 [M], -1 where it is drawn once."""
-    x = mix(seed.to(tl.uint32) + GOLDEN)
-    x = mix(x + GOLDEN * (layer + 1).to(tl.uint32))
-    x = mix(x + GOLDEN * (head + 1).to(tl.uint32))
-    return mix(x + GOLDEN * (step + 1).to(tl.uint32))
+    x = mix_bits(seed.to(tl.uint32) + GOLDEN_RATIO)
+    x = mix_bits(x + GOLDEN_RATIO * (layer + 1).to(tl.uint32))
+    x = mix_bits(x + GOLDEN_RATIO * (head + 1).to(tl.uint32))
+    return mix_bits(x + GOLDEN_RATIO * (query_pos + 1).to(tl.uint32))
 
 
 @triton.jit
@@ -55,12 +55,12 @@ def erfinv(x):
 
 
 @triton.jit
-def noised(x, kind, keys, pos, NOISE: tl.constexpr):
+def add_noise(x, kind, keys, pos, NOISE: tl.constexpr):
     """Scores [M, N] in base 2 with the noise of their request: keys uint32 [M], pos int32 [N]. A constant changes no
     softmax, so it is left out.
     """
     if NOISE != NONE:
-        u = mix(keys[:, None] + GOLDEN * pos[None, :].to(tl.uint32)) >> 9
+        u = mix_bits(keys[:, None] + GOLDEN_RATIO * pos[None, :].to(tl.uint32)) >> 9
         u = (u.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23: neither 0 nor 1
         if NOISE != ONLY_GAUSSIAN:
             y = -tl.log(-tl.log(u))

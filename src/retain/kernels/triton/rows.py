@@ -12,14 +12,14 @@ ACTIVATIONS = {"silu": SILU.value, "relu": RELU.value, "gelu": GELU.value, "gelu
 @triton.jit
 def norm(
     x, x_row, out, out_row, weight, bias, tokens, n, eps,
-    T: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    T: tl.constexpr, BLOCK: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """One head of T rows: n numbers, by its own weights; to what `out` holds, or added to it (ADD)."""
     t, h = (tl.program_id(0) * T + tl.arange(0, T))[:, None], tl.program_id(1)
     i = tl.arange(0, BLOCK)[None, :]
     there = (t < tokens) & (i < n)
     y = tl.load(x + t.to(tl.int64) * x_row + h * n + i, mask=there, other=0.0).to(tl.float32)
-    if CENTRED:
+    if SUBTRACT_MEAN:
         y = tl.where(there, y - tl.sum(y, 1)[:, None] / n, 0.0)
     y *= tl.rsqrt(tl.sum(y * y, 1) / n + eps)[:, None]
     y *= tl.load(weight + h * n + i, mask=i < n)
@@ -32,7 +32,7 @@ def norm(
 
 
 @triton.jit
-def activate(
+def activation(
     x, x_row, out, tokens, n, T: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
     """out [tokens, n] = act(x[:n]), GATED times x[n : 2 n]."""
@@ -55,31 +55,31 @@ def activate(
 
 
 @triton.jit
-def turned(x, out, d, here, pos, freqs, n, gain, PAIRS: tl.constexpr, TURN: tl.constexpr):
+def apply_rope(x, out, d, mask, pos, freqs, n, attention_factor, INTERLEAVED: tl.constexpr, ROPE: tl.constexpr):
     """Heads x as they are, or with the first 2 n of their numbers d rotated by position (TURN), in float32 in between;
     see models/rope.py. `here`: which tokens and numbers there are.
     """
-    if TURN:
-        a, b = (2 * d, 2 * d + 1) if PAIRS else (d, d + n)
+    if ROPE:
+        a, b = (2 * d, 2 * d + 1) if INTERLEAVED else (d, d + n)
         angle = pos.to(tl.float32) * tl.load(freqs + d, mask=d < n, other=0.0)
-        cos, sin = tl.cos(angle) * gain, tl.sin(angle) * gain
-        there = here & (d < n)
+        cos, sin = tl.cos(angle) * attention_factor, tl.sin(angle) * attention_factor
+        there = mask & (d < n)
         u = tl.load(x + a, mask=there, other=0.0).to(tl.float32)
         w = tl.load(x + b, mask=there, other=0.0).to(tl.float32)
         tl.store(out + a, (u * cos - w * sin).to(out.dtype.element_ty), mask=there)
         tl.store(out + b, (w * cos + u * sin).to(out.dtype.element_ty), mask=there)
-        here &= d >= 2 * n
-    tl.store(out + d, tl.load(x + d, mask=here).to(out.dtype.element_ty), mask=here)
+        mask &= d >= 2 * n
+    tl.store(out + d, tl.load(x + d, mask=mask).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def turn(
-    x, x_token, x_head, out, pos, tokens, freqs, n, gain,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr,
+def rope(
+    x, x_token, x_head, out, pos, tokens, freqs, n, attention_factor,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """T tokens of one head of x [tokens, H, D], turned, into `out`."""
     t, h, d = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1), tl.arange(0, DP)[None, :]
     p = tl.load(pos + t, mask=t < tokens, other=0)[:, None]
     here = (t < tokens)[:, None] & (d < D)
     t = t.to(tl.int64)[:, None]
-    turned(x + t * x_token + h * x_head, out + (t * H + h) * D, d, here, p, freqs, n, gain, PAIRS, True)
+    apply_rope(x + t * x_token + h * x_head, out + (t * H + h) * D, d, here, p, freqs, n, attention_factor, INTERLEAVED, True)

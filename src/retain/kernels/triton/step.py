@@ -7,34 +7,34 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from retain.kernels import KV, Observe, Tables
-from retain.kernels.triton.attention import Work
+from retain.kernels import KV, AttentionScoring, Tables
+from retain.kernels.triton.attention import AttentionPlan
 
 
 @dataclass(frozen=True)
-class Call:
+class HostStep:
     """What `Program.run` is given; ids, pos, wanted and observe lie on the host."""
 
     kv: KV
     tables: Tables  # of all layers
-    slots: Tensor  # int32 [L, G, T]
+    slot_mapping: Tensor  # int32 [L, G, T]
     ids: Tensor  # int64 [T]
     pos: Tensor  # int32 [T]
-    wanted: Tensor  # int64 [N]
-    observe: Observe | None
+    logits_indices: Tensor  # int64 [N]
+    scoring: AttentionScoring | None
 
 
 @dataclass
-class Step:
+class DeviceStep:
     """Everything on the device. `rows`: what buffers hold."""
 
     kv: KV
     tables: Tables  # of all layers
-    work: Work
-    slots: Tensor  # int32 [L, G, T]
+    plan: AttentionPlan
+    slot_mapping: Tensor  # int32 [L, G, T]
     ids: Tensor  # [T]
     pos: Tensor  # int32 [T]
-    wanted: Tensor | None  # int64 [N]; None: all
-    before: Callable[[int, Tensor], None] | None = None
-    after: Callable[[int], None] | None = None
-    rows: dict[int, Tensor] = field(default_factory=dict)
+    logits_indices: Tensor | None  # int64 [N]; None: all
+    before_attention: Callable[[int, Tensor], None] | None = None
+    after_attention: Callable[[int], None] | None = None
+    buffers: dict[int, Tensor] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from retain.config import files, named
+from retain.config import plugin_names, load_plugin
 from retain.kv.view import CacheView
 
 
@@ -41,12 +41,12 @@ class Policy(Protocol):
 
 def names() -> list[str]:
     """The policies in this folder."""
-    return files(__name__)
+    return plugin_names(__name__)
 
 
 def parse(spec: str) -> Policy:
     """The policy that a text names. Raises ValueError with what is allowed."""
-    policy: Policy = named(__name__, "Policy", "KV policy", spec)
+    policy: Policy = load_plugin(__name__, "Policy", "KV policy", spec)
     return policy
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retain.config import one_of
+from retain.config import check_choice
 from retain.kernels import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
 from retain.kv.budget import AttentionScoredPolicy, QueryWeights
 
@@ -30,8 +30,8 @@ class Policy(AttentionScoredPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("noise", self.noise, *NOISE_KINDS)
-        one_of("redraw", self.redraw, "step", "once")
+        check_choice("noise", self.noise, *NOISE_KINDS)
+        check_choice("redraw", self.redraw, "step", "once")
         if not all(0 < tau < math.inf for tau in self.tau_range):
             raise ValueError(f"keyformer: tau must be above 0 and finite, not {self.tau}")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retain.config import one_of
+from retain.config import check_choice
 from retain.kv.budget import BudgetPolicy
 from retain.kv.view import CacheView
 
@@ -23,7 +23,7 @@ class Policy(BudgetPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("keep", self.keep, "any", "prompt")
+        check_choice("keep", self.keep, "any", "prompt")
 
     def priority(self, view: CacheView) -> Tensor:
         """A random number of the layer, the head and the position, always the same."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retain.config import one_of
+from retain.config import check_choice
 from retain.kv.budget import AttentionScoredPolicy, QueryWeights
 
 
@@ -25,7 +25,7 @@ class Policy(AttentionScoredPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("mix", self.mix, "none", "h2o")
+        check_choice("mix", self.mix, "none", "h2o")
         if self.prefill == "stream" or self.rereads < 1:
             raise ValueError("reread reads the whole prompt again, rereads >= 1 at a time; not with prefill=stream")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from retain.config import choice, files, named
+from retain.config import parse_spec, plugin_names, load_plugin
 from retain.kv.span import Bytes, Span
 
 
@@ -95,12 +95,12 @@ class CorruptionError(OSError):
 
 def names() -> list[str]:
     """The tiers in this folder."""
-    return files(__name__)
+    return plugin_names(__name__)
 
 
 def parse_all(specs: Sequence[str]) -> list[Tier]:
     """The tiers that these texts name, one of each. Raises ValueError."""
-    named = [choice(text)[0] for text in specs]
+    named = [parse_spec(text)[0] for text in specs]
     if twice := [name for name in named if named.count(name) > 1]:
         raise ValueError(f"tier {twice[0]!r} is named twice: give one of each")
     return [parse(text) for text in specs]
@@ -108,5 +108,5 @@ def parse_all(specs: Sequence[str]) -> list[Tier]:
 
 def parse(spec: str) -> Tier:
     """The tier that a text names. Raises ValueError with what is allowed."""
-    tier: Tier = named(__name__, "Tier", "tier", spec)
+    tier: Tier = load_plugin(__name__, "Tier", "tier", spec)
     return tier

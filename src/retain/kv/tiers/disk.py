@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from retain.config import Size, one_of
+from retain.config import Size, check_choice
 from retain.kv.ledger import StoredSpan, StoreIndex, checksum
 from retain.kv.span import IO_ALIGNMENT, Bytes, MemoryReader, SpanIndex, Span, alloc_aligned, reset_cpu_affinity
 from retain.kv.tiers import CorruptionError
@@ -40,7 +40,7 @@ class Tier:
     read: Size | None = None  # bytes a second, at most
 
     def __post_init__(self) -> None:
-        one_of("evict", self.evict, "lru", "lfu")
+        check_choice("evict", self.evict, "lru", "lfu")
         if self.read is not None and self.read < 1:
             raise ValueError("read is at least 1 byte a second")
 

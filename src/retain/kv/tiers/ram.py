@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-from retain.config import Size, one_of
+from retain.config import Size, check_choice
 from retain.kv.span import Bytes, MemoryReader, SpanIndex, Span
 from retain.kv.tiers import SpanReader
 
@@ -23,7 +23,7 @@ class Tier:
     evict: str = "lru"  # or lfu; or worth, where only what is important is loaded
 
     def __post_init__(self) -> None:
-        one_of("evict", self.evict, "lru", "lfu", "worth")
+        check_choice("evict", self.evict, "lru", "lfu", "worth")
 
     def open(self) -> RamStore:
         """See `tiers.Tier`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from retain.kernels.matrix import rows
+from retain.kernels.matrix import select_rows
 from retain.models.decoder import Attention, Decoder, ParallelLayer, PreNormLayer, ModelSpec, scope_base_model, multi_head_spec
 from retain.models.parts import MLP, Embedding, Linear, load_lm_head, load_layer_norm, load_linear
 from retain.models.rope import Rope, get_rope_parameters, get_rope
@@ -23,7 +23,7 @@ def regroup_qkv(qkv: Linear, s: ModelSpec) -> Linear:
     """The file has q, k, v of the first head, then of the second, ...: all of q, then all of k, then all of v."""
 
     order = torch.arange(qkv.weight.shape[0]).view(s.num_heads, 3, s.head_dim).transpose(0, 1).flatten()  # [3 H D]
-    return Linear(rows(qkv.weight, order), None if qkv.bias is None else qkv.bias[order])
+    return Linear(select_rows(qkv.weight, order), None if qkv.bias is None else qkv.bias[order])
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer | PreNormLayer:

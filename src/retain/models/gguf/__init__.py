@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from retain.kernels.matrix import Quanta, fits, int8
+from retain.kernels.matrix import QuantizedWeight, is_quantizable, quantize_int8
 from retain.models.gguf.archs import ARCHITECTURES
 from retain.models.gguf.configs import GGUFMetadata, recover_llama3_scaling
 from retain.models.gguf.header import GGUFReader, TensorInfo, UnsupportedError
@@ -48,7 +48,7 @@ class GGUFCheckpoint:
             stem, stored = self._tensor_infos[name]
             return self._arch.to_hf_tensor(stem, self._dequantize(stored), self.config)
 
-    def read_quantized(self, name: str, transposed: bool = False) -> Quanta | None:
+    def read_quantized(self, name: str, transposed: bool = False) -> QuantizedWeight | None:
         """See models/weights.py. What llama.cpp's converter did to matrices permutes rows, or is what is asked for."""
         from retain.models.gguf.blocks import unpack_quantized
 
@@ -59,10 +59,10 @@ class GGUFCheckpoint:
             if matrix is None:
                 return None
             if (stem in self._arch.transposed) != transposed:
-                turned = matrix.dense().T
-                return int8(turned) if fits(turned) else None
+                turned = matrix.dequantize().T
+                return quantize_int8(turned) if is_quantizable(turned) else None
             order = self._arch.row_order(stem, matrix.shape[0], self.config)
-            return matrix if order is None else matrix.rows(order)
+            return matrix if order is None else matrix.select_rows(order)
 
     def _map_names(self) -> dict[str, tuple[str, TensorInfo]]:
         """Hugging Face's name -> what llama.cpp calls the module in its layer, and where the tensor lies."""

@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.matrix import Int4, Int8, Quanta, finite, int8
+from retain.kernels.matrix import Int4, Int8, QuantizedWeight, check_finite, quantize_int8
 from retain.models.gguf.header import UnsupportedError
 
 DENSE_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml types that torch has too
@@ -61,7 +61,7 @@ def _dequantize_simple(blocks: NDArray[Any]) -> NDArray[np.float32]:
     return out
 
 
-def unpack_quantized(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> Quanta | None:
+def unpack_quantized(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> QuantizedWeight | None:
     """The bytes of a tensor of a ggml type -> its quanta as they are in the file; None for what has none.
 
     Types whose groups are not those of Int4 and Int8 are dequantised and become the nearest Int8. Raises ValueError
@@ -76,7 +76,7 @@ def unpack_quantized(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, .
             blocks = raw.view(Q5_0)
             return _make_int8(shape, _unpack_q5_0(blocks), blocks["d"])
         if ggml_type not in SIMPLE_BLOCKS:
-            return int8(dequantize_tensor(raw, ggml_type, shape))
+            return quantize_int8(dequantize_tensor(raw, ggml_type, shape))
         blocks = raw.view(SIMPLE_BLOCKS[ggml_type])
         d, q = blocks["d"], blocks["q"]
         if q.dtype == np.int8:
@@ -96,7 +96,7 @@ def _make_int8(shape: tuple[int, ...], q: NDArray[Any], scale: NDArray[Any]) -> 
 
 def _group_values(shape: tuple[int, ...], x: NDArray[Any]) -> Tensor:
     """float16 [out, in / 32]. Raises ValueError where one is not finite."""
-    return finite(torch.from_numpy(x.astype(np.float16)).view(shape[0], -1))
+    return check_finite(torch.from_numpy(x.astype(np.float16)).view(shape[0], -1))
 
 
 def _unpack_nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
