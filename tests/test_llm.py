@@ -10,7 +10,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM("smollm2", dtype="float32", kv_memory="256MiB", max_requests=8)
+    return LLM("smollm2", dtype="float32", kv_memory="256MiB", max_running_requests=8)
 
 
 def is_idle(llm):
@@ -76,7 +76,7 @@ def test_ignore_eos_and_chat_stop_token(llm):
 
 @pytest.mark.parametrize(
     "options",
-    [{"page_size": 8}, {"dtype": "int4"}, {"context": 10**6}, {"step_tokens": 8}, {"kv_memory": "x"}, {"colour": 1}],
+    [{"page_size": 8}, {"dtype": "int4"}, {"context": 10**6}, {"max_batched_tokens": 8}, {"kv_memory": "x"}, {"colour": 1}],
 )
 def test_invalid_options_raise_one_line_errors(options):
     with pytest.raises(ValueError) as error:
@@ -148,7 +148,7 @@ def test_prefix_cache_hits_only_within_a_salt(llm):
 
 
 def test_pinned_prompt_is_not_evicted():
-    llm = LLM("smollm2", kv_memory="24MiB", max_requests=8)
+    llm = LLM("smollm2", kv_memory="24MiB", max_running_requests=8)
     text = "You are a patient and terse assistant. " * 30
     n = llm.pin(text, seconds=600)
     assert n == len(llm.encode(text))

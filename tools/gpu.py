@@ -86,7 +86,7 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
 
 def kernel_constants(options: dict[str, Any]) -> Line:
     """What a kernel was made for."""
-    return {k: v for k, v in options.items() if k in ("D", "M", "R", "SPLIT", "OBSERVE", "NOISE", "TURN", "num_warps")}
+    return {k: v for k, v in options.items() if k in ("D", "M", "R", "SPLIT", "UPDATE_MASS", "NOISE", "ROPE", "num_warps")}
 
 
 def kernel_usage(kernel: Any, triton: Path) -> Line:
@@ -237,7 +237,7 @@ def bench_attention(with_masses: bool) -> Iterator[Line]:
                 names, works = ["plain", "h2o", "keyformer"], [ours(sparse)]
                 for asked in (keyformer_scoring(B, B), keyformer_scoring(B, B)):
                     h2o = len(works) == 1
-                    asked = replace(asked, noise=asked.noise * 0, tau=asked.tau * 0 + 1) if h2o else asked
+                    asked = replace(asked, noise=asked.noise * 0, temperature=asked.temperature * 0 + 1) if h2o else asked
                     works.append(ours(sparse, asked))
                 times = time_graphs(works)
                 yield {**line, **{f"{k}_over_plain": t / times[0] for k, t in zip(names, times, strict=True)}}
@@ -280,7 +280,7 @@ def bench_decode(model: str, device: str, memory: str | None, prompt_len: int, o
     from retain.bench.budget import time_side_by_side
     from retain.llm import LLM
 
-    sizes = {"context": prompt_len + output_len, "max_requests": 256, "step_tokens": min(8192, prompt_len), "kv_memory": memory}
+    sizes = {"context": prompt_len + output_len, "max_running_requests": 256, "max_batched_tokens": min(8192, prompt_len), "kv_memory": memory}
     llm = LLM(model, device=device, prefix="off", **sizes)
     S, total = llm.cache.page_size, llm.cache.total_pages // (llm.spec.num_layers * llm.spec.num_kv_heads)  # pages of a head
     pages = -(-(prompt_len + output_len) // S)  # of an answer that keeps all
@@ -309,7 +309,7 @@ def bench_speculate(model: str, device: str, prompt_len: int) -> Iterator[Line]:
 
     params, plain = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True), 0.0
     for drafter in (None, "self:k=4", "self:k=4,budget=1024", "self"):
-        llm = LLM(model, device=device, context=prompt_len + 256, max_requests=2, speculate=drafter, prefix="off")
+        llm = LLM(model, device=device, context=prompt_len + 256, max_running_requests=2, speculate=drafter, prefix="off")
         text = torch.randint(300, llm.spec.vocab_size, (prompt_len,), generator=torch.Generator().manual_seed(0)).tolist()
         answer = llm.generate_from_requests([GenerateRequest(text, params)])[0]
         speed, plain = answer.decode_tok_s, plain or answer.decode_tok_s

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from retain.llm import LLM
 
 ENGINE_ARGS = (
-    *("dtype", "weights", "kv_policy", "speculate", "prefix", "tier", "kv_memory", "page_size", "step_tokens"),
+    *("dtype", "weights", "kv_policy", "speculate", "prefix", "tier", "kv_memory", "page_size", "max_batched_tokens"),
     "context",
-    "max_requests",
+    "max_running_requests",
     "backend",
     "device",
 )

@@ -42,7 +42,7 @@ class Config:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype {self.dtype!r} is not supported: choose float32, bfloat16 or float16 (on a GPU)")
         check_weights(self.weights, self.dtype)
-        for name in ("page_size", "max_requests", "step_tokens", "kv_memory", "context"):
+        for name in ("page_size", "max_running_requests", "max_batched_tokens", "kv_memory", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -50,7 +50,7 @@ class Config:
             raise ValueError(f"page_size must be a multiple of 16, not {self.page_size}")
         if self.max_batched_tokens <= self.max_running_requests:
             raise ValueError(
-                f"step_tokens ({self.max_batched_tokens}) must exceed max_requests ({self.max_running_requests}), "
+                f"max_batched_tokens ({self.max_batched_tokens}) must exceed max_running_requests ({self.max_running_requests}), "
                 "or prompts would starve"
             )
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from retain.kernels import KV, Tables, triton
 
-HOST_FIELDS = ("rows", "starts")  # of tables: the host's in any case
-KERNEL_FUNCTIONS = ("write", "attend", "read", "copy", "move", "lowest")
+HOST_FIELDS = ("rows", "query_start_loc")  # of tables: the host's in any case
+KERNEL_FUNCTIONS = ("write", "attend", "read", "copy", "move", "select_victims")
 
 
 class DeviceAdapter:

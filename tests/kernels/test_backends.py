@@ -26,7 +26,7 @@ def backend_variants() -> list[str]:
     for name in backend_names():
         if name != "reference":
             backend = import_backend(name)
-            isas = backend._C.isas() if name == "cpu" and backend.available() is None else [""]
+            isas = backend._C.isas() if name == "cpu" and backend.unavailable_reason() is None else [""]
             found += [f"{name} {isa}".strip() for isa in isas]
     return found
 
@@ -45,7 +45,7 @@ def fast_backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
 def use_backend(variant: str) -> Iterator[ModuleType]:
     name, _, isa = variant.partition(" ")
     module = triton_backend() if name == "triton" else import_backend(name)
-    if why := module.available():
+    if why := module.unavailable_reason():
         pytest.skip(why)
     if not isa:
         yield module
@@ -96,18 +96,18 @@ def test_group_sizes(fast_backend: ModuleType, R: int) -> None:
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("holes", [0.0, 0.5])
 def test_visibility_mask(fast_backend: ModuleType, window: int, sinks: int, scattered: bool, holes: float) -> None:
-    assert_matches_reference(fast_backend, STEP.with_changes(window=window, sinks=sinks, scattered=scattered, holes=holes, D=16))
+    assert_matches_reference(fast_backend, STEP.with_changes(window=window, sinks=sinks, shuffled=scattered, holes=holes, D=16))
 
 
 @pytest.mark.parametrize("window", [5, 64, 200])
 def test_per_request_windows_and_sinks(fast_backend: ModuleType, window: int) -> None:
-    assert_matches_reference(fast_backend, STEP.with_changes(window=window, sinks=2, unlike=True, D=16))
+    assert_matches_reference(fast_backend, STEP.with_changes(window=window, sinks=2, per_request_windows=True, D=16))
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 64])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_alibi(fast_backend: ModuleType, window: int, dtype: torch.dtype) -> None:
-    assert_matches_reference(fast_backend, STEP.with_changes(alibi=True, window=window, sinks=4, dtype=dtype, scattered=True))
+    assert_matches_reference(fast_backend, STEP.with_changes(alibi=True, window=window, sinks=4, dtype=dtype, shuffled=True))
 
 
 @pytest.mark.parametrize("q_dtype", [BF16, torch.float16, torch.float64])
@@ -160,7 +160,7 @@ def test_tokens_outside_all_requests_give_zero(backend: ModuleType) -> None:
     scene = AttentionCase(fresh=(2, 3), pages=((4,), (4,)))
     q, q_pos = scene.build_queries()
     t = scene.build_tables()
-    only = replace(t, rows=t.rows[1:], starts=torch.tensor([2, 4], dtype=torch.int32))
+    only = replace(t, rows=t.rows[1:], query_start_loc=torch.tensor([2, 4], dtype=torch.int32))
     o = backend.attend(q, scene.build_cache(backend), only, q_pos, 1.0)
     want = reference.attend(q, scene.build_cache(reference), only, q_pos, 1.0)
     assert_close(o, want)
@@ -193,12 +193,12 @@ def assert_batch_invariant(backend: ModuleType, case: AttentionCase) -> None:
     scale = case.D**-0.5
     together = backend.attend(q, kv, t, q_pos, scale)
     starts = torch.tensor([0, fresh], dtype=torch.int32)
-    alone = backend.attend(q[:fresh], kv, replace(t, rows=t.rows[:1], starts=starts), q_pos[:fresh], scale)
+    alone = backend.attend(q[:fresh], kv, replace(t, rows=t.rows[:1], query_start_loc=starts), q_pos[:fresh], scale)
     assert torch.equal(alone, together[:fresh])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("given", [F32, BF16, torch.float16, torch.float64])
+@pytest.mark.parametrize("source_dtype", [F32, BF16, torch.float16, torch.float64])
 def test_write_rounds_as_torch_does(backend: ModuleType, dtype: torch.dtype, source_dtype: torch.dtype) -> None:
     """Read back one slot at a time: a query that sees one slot gives its v, whatever its k."""
     n, G, D, S = 12, 2, 40, 16
@@ -316,14 +316,14 @@ def test_select_victims(backend: ModuleType, data: st.DataObject) -> None:
     used = torch.randint(1, S + 1, (N,), generator=g).int()
     n = data.draw(st.integers(0, min(int(used.min()), 40)))
     args = priority, pos, used, data.draw(st.integers(0, 4)), data.draw(st.integers(0, 2 * S)), n
-    places = backend.lowest(*args)
+    places = backend.select_victims(*args)
     assert places.tolist() == reference.select_victims(*args).tolist()
     assert all(len(set(line)) == n and all(p < u for p in line) for line, u in zip(places.tolist(), used, strict=True))
 
 
 def test_select_victims_rejects_short_lists(backend: ModuleType) -> None:
     with pytest.raises(ValueError, match="too few"):
-        backend.lowest(torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.int32), torch.tensor([2]).int(), 0, 9, 3)
+        backend.select_victims(torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.int32), torch.tensor([2]).int(), 0, 9, 3)
 
 
 @st.composite

@@ -34,7 +34,7 @@ def test_chunk_size_invariance(isa: str, chunk: int, window: int) -> None:
     whole = cpu.attend(q, kv, t, q_pos, 0.125)
     for at in range(0, 140, chunk):
         part = slice(at, min(at + chunk, 140))
-        one = replace(t, starts=torch.tensor([0, part.stop - at], dtype=torch.int32))
+        one = replace(t, query_start_loc=torch.tensor([0, part.stop - at], dtype=torch.int32))
         assert torch.equal(cpu.attend(q[part], kv, one, q_pos[part], 0.125), whole[part])
 
 
@@ -119,8 +119,8 @@ def test_rejects_inconsistent_arguments() -> None:
         ((ValueError, "outside the pool"), lambda: attend(pages=t.pages - 2)),
         ((ValueError, "exceeds"), lambda: attend(counts=t.counts + 1)),
         ((ValueError, "rows"), lambda: attend(rows=t.rows + 1)),
-        ((ValueError, "beyond"), lambda: attend(starts=t.query_start_loc * 2)),
-        ((ValueError, "not descend"), lambda: attend(starts=t.query_start_loc.flip(0))),
+        ((ValueError, "beyond"), lambda: attend(query_start_loc=t.query_start_loc * 2)),
+        ((ValueError, "not descend"), lambda: attend(query_start_loc=t.query_start_loc.flip(0))),
         ((ValueError, "pool"), lambda: cpu.write(kv, torch.tensor([[64]]).int(), q[:, :1], q[:, :1], p)),
         ((ValueError, "pool"), lambda: cpu.write(kv, torch.tensor([[-1]]).int(), q[:, :1], q[:, :1], p)),
         ((ValueError, "shapes"), lambda: cpu.write(kv, torch.tensor([[1]]).int(), q, q, p)),

@@ -18,17 +18,17 @@ from retain.kernels import KV, NO_WINDOW, reference
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 triton = triton_backend()
-pytestmark = pytest.mark.skipif(triton.available() is not None, reason=str(triton.available()))
+pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 
 # Few rows and many, stretches and tiles, a head without pages.
 STEP = AttentionCase(fresh=(1, 9, 33), pages=((9, 1), (0, 2), (2, 3)))
 CASES = {
     "head dim 8": STEP.with_changes(D=8, S=16, window=50, sinks=4),
     "head dim 80, bfloat16": STEP.with_changes(D=80, R=4, dtype=BF16, q_dtype=BF16),
-    "head dim 128, float16": STEP.with_changes(D=128, R=2, dtype=F16, q_dtype=F16, scattered=True),
+    "head dim 128, float16": STEP.with_changes(D=128, R=2, dtype=F16, q_dtype=F16, shuffled=True),
     "head dim 256": STEP.with_changes(D=256, R=1, S=64, pages=((3, 1), (0, 1), (1, 2))),
     "a page of 48": STEP.with_changes(S=48, D=16, holes=0.5),
-    "windows and sinks": STEP.with_changes(window=40, sinks=3, unlike=True, scattered=True, D=16),
+    "windows and sinks": STEP.with_changes(window=40, sinks=3, per_request_windows=True, shuffled=True, D=16),
     "a window alone": STEP.with_changes(window=1, D=16),
     "alibi": STEP.with_changes(alibi=True, D=16, holes=0.0),
     "alibi and a window": STEP.with_changes(alibi=True, D=16, window=64, sinks=4, dtype=BF16),

@@ -21,10 +21,10 @@ from retain.kv.view import CacheView
 FULL = policies.parse("full")
 
 
-def make(windows, page_size=16, n_rows=2, context=400, step_tokens=64, pages=4000):
+def make(windows, page_size=16, max_running_requests=2, context=400, max_batched_tokens=64, pages=4000):
     shape = KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows))
     bytes_ = pages * page_size * (2 * 8 * 4 + 8)
-    return Cache(shape, load("reference"), torch.float32, bytes_, page_size, n_rows, context, step_tokens)
+    return Cache(shape, load("reference"), torch.float32, bytes_, page_size, max_running_requests, context, max_batched_tokens)
 
 
 def pay(cache, row, computed, n):

@@ -149,7 +149,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
         store = opened(tmp_path, "3MB")
         assert store.counts["damaged"] == 0 and store.verify() == 0
         most = max(most, check(store, 600))
-        assert {f.name for f in tmp_path.glob("*.[kt]*")} == {f"{s.number}.kv" for s in store.span_index}
+        assert {f.name for f in tmp_path.glob("*.[kt]*")} == {f"{s.span_id}.kv" for s in store.span_index}
         store.close()
     assert most > 0
 

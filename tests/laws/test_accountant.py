@@ -58,17 +58,17 @@ class Wild:
 class Schedule(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(40, 120),
-        step_tokens=st.integers(5, 40) | st.integers(80, 150),
+        max_batched_tokens=st.integers(5, 40) | st.integers(80, 150),
         windows=st.lists(st.one_of(st.none(), st.integers(1, 60)), min_size=1, max_size=3),
         prefix=st.sampled_from([None, PrefixConfig(), PrefixConfig(keep="prompt")]),
     )
-    def start(self, pages, step_tokens, windows, prefix):
+    def start(self, pages, max_batched_tokens, windows, prefix):
         shape = KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows))
         memory = (pages + 1) * kernels.page_bytes(16, 8, torch.float32)
         self.cache = Cache(
-            shape, kernels.load("reference"), torch.float32, memory, 16, 4, 200, step_tokens, prefix_config=prefix
+            shape, kernels.load("reference"), torch.float32, memory, 16, 4, 200, max_batched_tokens, prefix_config=prefix
         )
-        self.engine = Engine(Blind(self.cache), self.cache, step_tokens, Wild())
+        self.engine = Engine(Blind(self.cache), self.cache, max_batched_tokens, Wild())
         self.requests = []
 
     @rule(

@@ -81,7 +81,7 @@ def test_policies(policies: list[str]) -> None:
 
 
 def test_chunks_and_preemption() -> None:
-    same("llama", ["full", "h2o:budget=12,interval=2", "ring:window=10"], n=3, pages=30, step_tokens=16, n_rows=4)
+    same("llama", ["full", "h2o:budget=12,interval=2", "ring:window=10"], n=3, pages=30, max_batched_tokens=16, max_running_requests=4)
 
 
 def test_heads_that_differ() -> None:
@@ -169,7 +169,7 @@ def test_the_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several answers, log-probabilities, a form, scores and a draft model, as LLM gives them."""
 
     def go(**there: str) -> list[Any]:
-        llm = LLM("random:tiny", dtype="float32", kv_memory="8MiB", max_requests=8, **there)
+        llm = LLM("random:tiny", dtype="float32", kv_memory="8MiB", max_running_requests=8, **there)
         params = SamplingParams(max_tokens=3, temperature=0.7, seed=1, n=2, logprobs=2, ignore_eos=True)
         drafts = LLM("random:tiny", dtype="float32", kv_memory="8MiB", speculate="draft:model=random:tiny,k=2", **there)
         answers = [*llm.generate("hello there", params), *drafts.generate([[5, 6, 7, 8] * 5], GREEDY_SHORT)]
@@ -183,7 +183,7 @@ def test_the_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
         from tests.pretend import DEVICE, FakeDevice
 
         monkeypatch.setattr(triton, "DEVICES", (DEVICE.type,))
-        monkeypatch.setattr(kernels, "device", lambda name: DEVICE)
+        monkeypatch.setattr(kernels, "resolve_device", lambda name: DEVICE)
         with FakeDevice():
             assert go(backend="triton") == want
     else:

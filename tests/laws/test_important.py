@@ -124,7 +124,7 @@ def test_company_budgets_followers_and_preemption(tmp_path: Path) -> None:
     rng, made = random.Random(3), texts(9)
     others = [[7, *t] for t in made]
     plain = run_to_completion(make_engine("llama", backend="cpu"), [make_request(t) for t in others])
-    engine = important("llama", tmp_path, 0.4, pages=400, n_rows=8, step_tokens=64)
+    engine = important("llama", tmp_path, 0.4, pages=400, max_running_requests=8, max_batched_tokens=64)
     run_to_completion(engine, [make_request(t) for t in made])
     pack(engine)
     for round in range(3):
@@ -178,7 +178,7 @@ def test_spans_that_are_longer_than_what_is_wanted_of_them(tmp_path: Path) -> No
     pack(engine)
     restart(engine)
     for pages in (1000, 15 * 3 * 2):
-        engine = important("llama", tmp_path, 0.5, context=240, pages=pages, n_rows=4)
+        engine = important("llama", tmp_path, 0.5, context=240, pages=pages, max_running_requests=4)
         for t in texts:
             r = make_request(t, 240 - len(t))
             engine.add(r)

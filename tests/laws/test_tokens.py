@@ -14,7 +14,7 @@ from tests.rig import run_alone, random_prompts, make_request, make_engine, run_
 from tests.tiny import CONFIGS, tiny_model
 
 FAMILIES = sorted(CONFIGS)
-BACKENDS = [n for n in ("cpu", "reference") if kernels.import_backend(n).available() is None]  # others: test_device.py
+BACKENDS = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]  # others: test_device.py
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,9 +30,9 @@ BACKENDS = [n for n in ("cpu", "reference") if kernels.import_backend(n).availab
 )
 def test_chunk_size_changes_no_token(family, policy):
     prompt = random_prompts(1, seed=3)[0] + random_prompts(1, seed=4)[0]
-    whole = run_alone(family, prompt, policy=policy, step_tokens=400)
-    for step_tokens in (65, 97):
-        assert run_alone(family, prompt, policy=policy, step_tokens=step_tokens) == whole
+    whole = run_alone(family, prompt, policy=policy, max_batched_tokens=400)
+    for max_batched_tokens in (65, 97):
+        assert run_alone(family, prompt, policy=policy, max_batched_tokens=max_batched_tokens) == whole
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

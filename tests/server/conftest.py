@@ -74,6 +74,6 @@ def server() -> Iterator[Draining]:
 def locked() -> Iterator[Draining]:
     """The same for two keys, with little patience."""
     limits = Limits(queue=2, per_key=4, tokens=2000, choices=3, body=100_000, upload_s=1.0, pin_s=60.0)
-    engine = {**ENGINE, "max_requests": 2, "kv_memory": "256MiB"}
+    engine = {**ENGINE, "max_running_requests": 2, "kv_memory": "256MiB"}
     with serving(engine=engine, keys=Keys(KEYS), limits=limits) as up:
         yield up

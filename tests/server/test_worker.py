@@ -14,7 +14,7 @@ STORY = "Once upon a time there was a lamp that nobody could put out, and the pe
 
 @pytest.fixture(scope="module")
 def alone():
-    with serving(engine={**ENGINE, "max_requests": 4}, limits=Limits(answer_s=20), inspect=True) as up:
+    with serving(engine={**ENGINE, "max_running_requests": 4}, limits=Limits(answer_s=20), inspect=True) as up:
         yield up
 
 

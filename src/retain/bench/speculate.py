@@ -170,7 +170,7 @@ def _fork_request(llm: LLM, source: Request, output_len: int) -> Request:
     copy.row = llm.cache.fork(source.row, copy.policy, copy.num_computed_tokens)
     if copy.row is None:
         raise ValueError("the pool is too small for a copy of every prompt: raise --kv-memory, or lower --batch")
-    pages = llm.cache.kv.index(llm.cache.pages[copy.row].ravel())
+    pages = llm.cache.kv.to_index(llm.cache.pages[copy.row].ravel())
     llm.cache.kv.mass[pages] = 0  # whole pages are shared with who ran before
     llm.cache.commit(copy.row, copy.num_computed_tokens, 0)
     return copy

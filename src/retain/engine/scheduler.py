@@ -1,8 +1,8 @@
 """Who pays how many tokens in the next step. Pure Python: it counts tokens and asks a purse for pages.
 
 There are no phases. A request owes len(tokens) - computed tokens; chunked prefill, decoding, resumption and (later)
-verification are payments of that debt, under `step_tokens` a step and the pages of the pool. Who owes one token is
-paid first, so that long prompts never stop a conversation; `step_tokens` exceeds the number of rows, so that
+verification are payments of that debt, under `max_batched_tokens` a step and the pages of the pool. Who owes one token is
+paid first, so that long prompts never stop a conversation; `max_batched_tokens` exceeds the number of rows, so that
 conversations never stop a prompt. When pages run out, budgets that may shrink do; then the youngest gives all of its
 own back and starts again later: the oldest always gets on, so nobody starves.
 """

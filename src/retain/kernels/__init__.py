@@ -245,12 +245,12 @@ def backend_names() -> list[str]:
 def load(name: str, device: torch.device = CPU) -> ModuleType:
     """The backend of that name; `auto` is the fastest on that device. Raises ValueError where it cannot run."""
     if name == "auto":
-        able = [n for n in BACKEND_PRIORITY[device.type] if import_backend(n).available() is None]
+        able = [n for n in BACKEND_PRIORITY[device.type] if import_backend(n).unavailable_reason() is None]
         return import_backend((able or BACKEND_PRIORITY[device.type])[0])
     if name not in backend_names():
         raise ValueError(f"unknown backend {name!r}: choose one of auto, {', '.join(backend_names())}")
     backend = import_backend(name)
-    why: str | None = backend.available()
+    why: str | None = backend.unavailable_reason()
     if not why and device.type not in backend.DEVICES:
         why = f"it computes on {' or '.join(backend.DEVICES)}, not on {device.type}"
     if why:
@@ -265,7 +265,7 @@ def resolve_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device(
-            "cuda" if torch.cuda.is_available() and import_backend("triton").available() is None else "cpu"
+            "cuda" if torch.cuda.is_available() and import_backend("triton").unavailable_reason() is None else "cpu"
         )
     if name not in BACKEND_PRIORITY:
         raise ValueError(

@@ -73,7 +73,7 @@ def fork(cache: Cache, row: int, policy: Policy, num_computed_tokens: int) -> in
         return None
     cache.peak_counts[new] = np.maximum(cache.peak_counts[new], cache.counts[new])
     held = (places < np.minimum(cache.counts[new], cache.counts[row])[..., None]) & ~both
-    cache.backend.copy(cache.kv, *(cache.kv.index(cache.pages[r][held]) for r in (row, new)))
+    cache.backend.copy(cache.kv, *(cache.kv.to_index(cache.pages[r][held]) for r in (row, new)))
     return new
 
 
@@ -93,7 +93,7 @@ def attach_pages(cache: Cache, row: int, plan: AttachPlan, must_copy: bool) -> d
     cache.pages[row, cache.window[row] == NO_WINDOW, :, :shared] = plan.pages[..., :shared]
     cache.counts[row, cache.window[row] == NO_WINDOW] = shared
     fresh = taken = np.sort(cache.pool.allocate(n))
-    cache.kv.pos[cache.kv.index(taken)] = -1
+    cache.kv.pos[cache.kv.to_index(taken)] = -1
     dst, jobs = [NO_PAGES], dict[int, list[ReadJob]]()
     for p in pieces:
         mine, taken = np.split(taken, [p.num_pages * G])
@@ -108,7 +108,7 @@ def attach_pages(cache: Cache, row: int, plan: AttachPlan, must_copy: bool) -> d
             job = ReadJob(part.store, part.span, layer, skip, pages[:, i : i + k].T, (p.first_page + i) * S)
             jobs.setdefault(p.layer, []).append(job)
     _copy_pages(cache, src, np.concatenate([d.ravel() for d in dst]), plan.length)
-    cache.kv.mass[cache.kv.index(fresh)] = 0
+    cache.kv.mass[cache.kv.to_index(fresh)] = 0
     cache.pool.free(src)
     cache.peak_counts[row] = cache.counts[row]
     cache.device_tables.mark_dirty(row)
@@ -156,7 +156,7 @@ def _first_visible_page(end: int, window: int, page_size: int) -> int:
 
 def _copy_pages(cache: Cache, src: Ints, dst: Ints, end: int) -> None:
     """Tokens from position `end` on are left out."""
-    to = cache.kv.index(dst)
-    cache.backend.copy(cache.kv, cache.kv.index(src), to)
+    to = cache.kv.to_index(dst)
+    cache.backend.copy(cache.kv, cache.kv.to_index(src), to)
     pos = cache.kv.pos[to]
     cache.kv.pos[to] = pos.masked_fill_(pos >= end, -1)

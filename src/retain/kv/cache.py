@@ -46,7 +46,7 @@ Ints = NDArray[np.int32]
 
 
 class Cache(CapacityPlanner):
-    """Rows of tables over one pool of pages. `n_rows` requests may run at once, each up to `context` tokens long.
+    """Rows of tables over one pool of pages. `max_running_requests` requests may run at once, each up to `context` tokens long.
 
     `columns`: of masses, one for each query head of a kv head, or one for all. `turn`: keys to other positions, where
     the model turns them. `prefix`: what requests leave to others; None: nothing.
@@ -171,7 +171,7 @@ class Cache(CapacityPlanner):
             return False
         if n:
             taken = self.pool.allocate(n)
-            self.kv.pos[self.kv.index(taken)] = -1  # whoever had them before left positions behind
+            self.kv.pos[self.kv.to_index(taken)] = -1  # whoever had them before left positions behind
             j = np.arange(want.max())
             new = (j >= had[..., None]) & (j < want[..., None])  # [L, G, n]
             self.pages[row, :, :, : len(j)][new] = np.sort(taken)  # a head's pages side by side, as far as they go
@@ -280,7 +280,7 @@ class Cache(CapacityPlanner):
     def positions(self, row: int) -> list[list[list[int]]]:
         """Those in the slots of every layer and head, [L][G], in order."""
         tables = zip(self.pages[row], self.counts[row], strict=True)
-        held = [[self.kv.pos[self.kv.index(t[:n])] for t, n in zip(*lg, strict=True)] for lg in tables]
+        held = [[self.kv.pos[self.kv.to_index(t[:n])] for t, n in zip(*lg, strict=True)] for lg in tables]
         return [[pos[pos >= 0].sort().values.tolist() for pos in heads] for heads in held]
 
     def slots_per_layer(self, row: int) -> list[int]:

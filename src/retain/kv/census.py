@@ -61,7 +61,7 @@ def collect_pool_stats(cache: Cache) -> PoolStats:
     """Between two steps."""
     state, _ = classify_pages(cache)
     S, used = cache.page_size, (np.flatnonzero(state[1:]) + 1).astype(np.int32)  # page 0 is nobody's
-    holes = (cache.kv.pos[cache.kv.index(used)] < 0).sum(-1).cpu().numpy() if len(used) else np.zeros(0, np.int64)
+    holes = (cache.kv.pos[cache.kv.to_index(used)] < 0).sum(-1).cpu().numpy() if len(used) else np.zeros(0, np.int64)
     pages = np.bincount(state[1:], minlength=len(PAGE_STATES))
     slots = pages * S
     slots -= np.bincount(state[used], holes, len(PAGE_STATES)).astype(slots.dtype)

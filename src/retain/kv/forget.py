@@ -46,7 +46,7 @@ def punch(kv: KV, backend: ModuleType, pages: Ints, policy: BudgetPolicy, query_
     """Make holes of n slots of each head, out of the first `used` [M, G] of its table: slots [M, G, n]."""
     seen = build_view(kv, backend, pages, query_position)
     lists = (x.flatten(0, 1) for x in (policy.priority(seen), seen.pos, torch.from_numpy(slots_used)))
-    places = backend.lowest(*lists, *policy.evictable_range(query_position), n).view(*slots_used.shape, n)
+    places = backend.select_victims(*lists, *policy.evictable_range(query_position), n).view(*slots_used.shape, n)
     gone = gather_slots(pages, places, kv.page_size)
     kv.pos.view(-1)[gone.long()] = -1
     return gone

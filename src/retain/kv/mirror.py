@@ -22,13 +22,13 @@ class DeviceTables:
     """Of pages [N, L, G, n], counts [N, L, G], windows [N, L]; and `holes` [N, L, G, i], which is only there."""
 
     def __init__(self, pages: Ints, counts: Ints, windows: Ints, device: torch.device):
-        n_rows, L, G, _ = pages.shape
-        self.dense: Ints = np.zeros(n_rows, np.int32)
+        max_running_requests, L, G, _ = pages.shape
+        self.dense: Ints = np.zeros(max_running_requests, np.int32)
         self.host_tensors = [torch.from_numpy(x) for x in (pages, counts, windows, self.dense)]
         self.device_tensors = [x.to(device) for x in self.host_tensors]
         self.counts, self.device, self.dirty_rows = counts, device, set[int]()
-        self.sinks = torch.zeros(n_rows, dtype=torch.int32, device=device)  # no policy here has sinks
-        self.holes = torch.zeros(n_rows, L, G, 0, dtype=torch.int32, device=device)
+        self.sinks = torch.zeros(max_running_requests, dtype=torch.int32, device=device)  # no policy here has sinks
+        self.holes = torch.zeros(max_running_requests, L, G, 0, dtype=torch.int32, device=device)
 
     def mark_dirty(self, row: int, dense: bool | None = None) -> None:
         """Its tables are others now. `dense`: place i of those without a window is position i, from now on (or not)."""

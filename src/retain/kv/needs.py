@@ -30,7 +30,7 @@ class KVCacheSpec:
 
 @dataclass(eq=False)
 class CapacityPlanner:
-    """Of `n_rows` requests at once, each up to `context` tokens long, of whose tokens `step_tokens` a step are paid."""
+    """Of `max_running_requests` requests at once, each up to `context` tokens long, of whose tokens `max_batched_tokens` a step are paid."""
 
     spec: KVCacheSpec
     page_size: int

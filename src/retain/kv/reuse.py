@@ -266,7 +266,7 @@ class PrefixCache:
             found.append(pages)
             # Who came later may have written over the oldest; all heads of a ring hold the same positions.
             here = np.arange(first * S, end)
-            there = c.kv.pos[c.kv.index(pages[0])].flatten()[: len(here)].cpu().numpy()
+            there = c.kv.pos[c.kv.to_index(pages[0])].flatten()[: len(here)].cpu().numpy()
             lost = here[there != here]
             begin = int(lost[-1]) + 1 if len(lost) else first * S
             least = max(least, begin + W - 1 if begin else 0)
@@ -279,7 +279,7 @@ class PrefixCache:
         if not c.pool.ensure_free(len(pages)):
             return None
         copies = c.pool.allocate(len(pages))
-        c.backend.copy(c.kv, c.kv.index(pages), c.kv.index(copies))
+        c.backend.copy(c.kv, c.kv.to_index(pages), c.kv.to_index(copies))
         each = np.split(copies, np.cumsum([p.size for p in found])[:-1])
         return SlidingWindows(tuple(firsts), tuple(x.reshape(p.shape) for x, p in zip(each, found, strict=True)), least)
 

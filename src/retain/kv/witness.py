@@ -42,7 +42,7 @@ class AttentionTrace:
         self._next_record_at = monotonic() + RECORD_EVERY[0]
         n = int(cache.counts[row].max())
         owned = np.arange(n) < cache.counts[row][..., None]  # [L, G, n]
-        pages = cache.kv.index(cache.pages[row][..., :n][owned])
+        pages = cache.kv.to_index(cache.pages[row][..., :n][owned])
         pos = cache.kv.pos[pages].cpu().numpy()  # [pages, S]
         mass = cache.kv.mass[pages].sum(1).cpu().numpy()  # [pages, S]
         layer, head = (np.broadcast_to(x[:, None], pos.shape) for x in np.nonzero(owned)[:2])

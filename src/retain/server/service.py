@@ -87,7 +87,7 @@ class Service:
         )
         kept = body.kv_policy or ""
         system = self.desk.tokenizer.count_system_tokens(messages) if "protect=system" in kept else 0
-        ask = replace(self._ask(ids, body, key), params=params, system=system, form=self._form(body, tools))
+        ask = replace(self._ask(ids, body, key), params=params, num_system_tokens=system, grammar=self._form(body, tools))
 
         def saying(replies: list[RequestOutputState]) -> Saying:
             hear, names = self.way if tools else None, {t["function"]["name"] for t in tools}
@@ -131,7 +131,7 @@ class Service:
             replace(
                 self._ask(ids, body, key),
                 params=body.params(self._most(body, max(tokens, 1), len(ids), body.max_tokens is None), body.logprobs),
-                scored=scored,
+                needs_prompt_logprobs=scored,
             )
             for ids in prompts
         ]

@@ -57,10 +57,10 @@ class Drafter:
         """See Drafter."""
         self._target, cache = target, target.cache
         self._runner = target.runner if self.weights == "auto" else target.load_requantized_runner(self.weights)
-        n_rows, L, G, n = cache.pages.shape
+        max_running_requests, L, G, n = cache.pages.shape
         self._page_budget = min(max(self.budget // cache.page_size, 3) + 1, n)  # one more where drafts cross into a new page
-        self._pages: Ints = np.zeros((n_rows, L, G, n), np.int32)
-        self._counts: Ints = np.zeros((n_rows, L, G), np.int32)
+        self._pages: Ints = np.zeros((max_running_requests, L, G, n), np.int32)
+        self._counts: Ints = np.zeros((max_running_requests, L, G), np.int32)
         self._device_tables = DeviceTables(self._pages, self._counts, cache.window, cache.kv.device)
 
     def remove_request(self, request: Request) -> None:
@@ -107,7 +107,7 @@ class Drafter:
         if thin or row in cache.evictors or not len(whole) or newest[0] <= m or m < 1:
             return
         if request not in self._top_pages or self._num_rounds[request] % self.refresh == 1:
-            table = cache.kv.index(cache.pages[row, whole, :, : newest[0]])  # [M, G, n]
+            table = cache.kv.to_index(cache.pages[row, whole, :, : newest[0]])  # [M, G, n]
             mass = cache.kv.mass.index_select(0, table.flatten()).sum((1, 2)).view(table.shape)
             mass[..., 0] = torch.inf
             self._top_pages[request] = mass.topk(m).indices.sort().values.cpu().numpy()

@@ -40,8 +40,8 @@ def check_scoring(o: AttentionScoring | None, T: int, B: int) -> None:
     """Raise ValueError or TypeError unless it fits T fresh tokens of B requests."""
     if o is None:
         return
-    for name, n, dtype in (("weights", T, torch.float32), ("tau", T, torch.float32), ("decay", B, torch.float32),
-                           ("noise", B, torch.int32), ("seed", B, torch.int32), ("anew", B, torch.int32)):  # fmt: skip
+    for name, n, dtype in (("weights", T, torch.float32), ("temperature", T, torch.float32), ("decay", B, torch.float32),
+                           ("noise", B, torch.int32), ("seed", B, torch.int32), ("redraw_noise", B, torch.int32)):  # fmt: skip
         x = getattr(o, name)
         if x.shape != (n,) or not x.is_contiguous():
             raise ValueError(f"observe.{name} must be [{n}] and contiguous, not {list(x.shape)}")

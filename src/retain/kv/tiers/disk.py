@@ -187,7 +187,7 @@ class DiskStore:
         self._last_file_number += 1
         sums = [checksum(row) for layer in range(len(span.num_blocks)) for row in span.view_layer(data, layer)]
         sums.append(checksum(MemoryReader(span, data).read_metadata()))
-        given = {f.name: getattr(span, f.name) for f in fields(Span) if f.name not in ("data", "share")}
+        given = {f.name: getattr(span, f.name) for f in fields(Span) if f.name not in ("data", "attention_share")}
         filed = StoredSpan(**given, file_number=self._last_file_number, checksums=np.array(sums, np.uint64).tobytes(), created_at=span.last_used_at)
         file = self.store_index.file_path(filed.file_number)
         draft = file.with_suffix(".tmp")
