@@ -140,21 +140,21 @@ def serve(args: argparse.Namespace) -> int:
         raise ValueError("serving needs more packages: pip install 'retain[serve]'") from None
     from retain.server import keys
     from retain.server.limits import Limits
-    from retain.server.serve import Place, serve
+    from retain.server.serve import ServerConfig, serve
 
     if not hasattr(args, "model"):
         raise ValueError("which model? give --model")
-    place = Place(
+    place = ServerConfig(
         host=args.host,
         port=args.port,
-        name=args.name or Path(args.model).stem,
-        keys=keys.read(Path(args.api_keys) if args.api_keys else None, os.environ),
+        served_model_name=args.name or Path(args.model).stem,
+        api_keys=keys.load_api_keys(Path(args.api_keys) if args.api_keys else None, os.environ),
         limits=Limits(**given_args(args, LIMIT_ARGS)),
-        cors=args.cors or (),
+        cors_origins=args.cors or (),
         drafters=list(dict.fromkeys([*(args.drafter or []), "ngram", "self"])),
-        inspect=args.inspect,
+        enable_inspector=args.inspect,
         metrics_prefix=args.metrics_prefix,
-        drain_s=args.drain_s,
+        shutdown_timeout=args.drain_s,
     )
     serve(lambda: load_llm(args)[0], place)
     return 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retain.server.calls import Ear, way
+from retain.server.calls import ToolParser, detect_tool_format
 from retain.text.chat import ChatTemplate
 from retain.text.form import grammar_from_lark
 
@@ -22,14 +22,14 @@ LLAMA = (
     '{% if tools %}Respond {"name": function, "parameters": arguments}{{ tools }}{% endif %}{{ messages[0].content }}'
 )
 TEMPLATES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
-WRITTEN = {
+MODEL_OUTPUTS = {
     "hermes": 'I look. <tool_call>\n{"name": "find", "arguments": {"q": "</b> é"}}\n</tool_call> and '
     '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
     "mistral": "I look. [TOOL_CALLS] "
     '[{"name": "find", "arguments": {"q": "</b> é"}}, {"name": "now", "arguments": {}}]',
     "llama": '[{"name": "find", "parameters": {"q": "</b> é"}}, {"name": "now", "parameters": {}}]',
 }
-TOOL = {
+FIND_TOOL = {
     "name": "find",
     "parameters": {
         "type": "object",
@@ -40,10 +40,10 @@ TOOL = {
 }
 
 
-def heard(kind, pieces):
-    ear, said, calls = Ear(way(TEMPLATES[kind]), {"find", "now"}), "", []
-    for piece in pieces:
-        text, more = ear.hear(piece)
+def parse_chunks(template_name, chunks):
+    ear, said, calls = ToolParser(detect_tool_format(TEMPLATES[template_name]), {"find", "now"}), "", []
+    for piece in chunks:
+        text, more = ear.feed(piece)
         said, calls = said + text, calls + more
     text, more = ear.close()
     return said + text, [(c.name, json.loads(c.arguments)) for c in calls + more]
@@ -51,60 +51,60 @@ def heard(kind, pieces):
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 @given(st.data())
-def test_however_it_is_cut(kind, data):
-    text = WRITTEN[kind]
+def test_tool_calls_do_not_depend_on_chunking(template_name, data):
+    text = MODEL_OUTPUTS[template_name]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    said, calls = heard(kind, pieces)
+    said, calls = parse_chunks(template_name, pieces)
     assert calls == [("find", {"q": "</b> é"}), ("now", {})]
-    assert said == {"hermes": "I look.  and ", "mistral": "I look. ", "llama": ""}[kind]
+    assert said == {"hermes": "I look.  and ", "mistral": "I look. ", "llama": ""}[template_name]
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 @given(st.text(st.sampled_from('<tool_cal>/[TOL_CS]{}"name :,argumentsé\n'), max_size=60), st.integers(0, 60))
-def test_what_is_no_call_is_said_whole(kind, text, cut):
+def test_text_without_tool_calls_is_unchanged(template_name, text, cut):
     """Nothing of an answer is lost, and it does not matter where it is cut."""
-    said, calls = heard(kind, [text[:cut], text[cut:]])
-    assert (said, calls) == heard(kind, [text])
+    said, calls = parse_chunks(template_name, [text[:cut], text[cut:]])
+    assert (said, calls) == parse_chunks(template_name, [text])
     if not calls:
         assert said == text
 
 
-def test_a_template_without_tools_knows_none():
-    assert way("{{ messages[0].content }}") is None
+def test_template_without_tools_is_rejected():
+    assert detect_tool_format("{{ messages[0].content }}") is None
     with pytest.raises(ValueError, match="knows no tools"):
-        ChatTemplate("{{ messages[0].content }}", {}).render([{"content": "x"}], True, [TOOL])
+        ChatTemplate("{{ messages[0].content }}", {}).render([{"content": "x"}], True, [FIND_TOOL])
     shown = ChatTemplate(HERMES, {}).render(
-        [{"role": "user", "content": "x"}], True, [{"type": "function", "function": TOOL}]
+        [{"role": "user", "content": "x"}], True, [{"type": "function", "function": FIND_TOOL}]
     )
     assert '"find"' in shown and ChatTemplate(HERMES, {}).can_use_tools
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_a_grammar_makes_calls(kind, words):
+def test_grammar_generates_one_tool_call(template_name, compiler):
     """Drawn at random from what it allows: a call of one of the tools, as this way of writing reads it."""
     import torch
 
-    form = words.form(grammar_from_lark(way(TEMPLATES[kind]).grammar([TOOL, {"name": "now"}])))
+    form = compiler.form(grammar_from_lark(detect_tool_format(TEMPLATES[template_name]).build_grammar([FIND_TOOL, {"name": "now"}])))
     rng, ids = torch.Generator().manual_seed(3), []
     for step in range(400):
-        logits = torch.randn(1, words.vocab, generator=rng)
-        for token, piece in ENDS.items() if step > 20 else ():
+        logits = torch.randn(1, compiler.vocab, generator=rng)
+        for token, piece in CLOSING_TOKEN_WEIGHTS.items() if step > 20 else ():
             logits[0, token] += 50 * piece
         form.allow(logits, [])
         ids.append(int(logits.argmax()))
-        if ids[-1] in words.tokenizer.stop_ids or form.push(ids[-1]):
+        if ids[-1] in compiler.tokenizer.stop_ids or form.push(ids[-1]):
             break
-    text = words.tokenizer.decode(ids)
-    said, calls = heard(kind, [text])
+    text = compiler.tokenizer.decode(ids)
+    said, calls = parse_chunks(template_name, [text])
     assert not said.strip() and len(calls) == 1 and calls[0][0] in ("find", "now")
 
 
-ENDS: dict[int, float] = {}
+CLOSING_TOKEN_WEIGHTS: dict[int, float] = {}
 
 
 @pytest.fixture(scope="module")
-def words():
+def compiler():
     from retain.models.find import resolve_model
     from retain.text import Tokenizer
     from retain.text.form import GrammarCompiler
@@ -112,6 +112,6 @@ def words():
     tokenizer = Tokenizer.open(resolve_model("smollm2"))
     for text in ('"', '"}', "}", "}}", "]", "</tool_call>", "<"):
         for token in tokenizer.encode(text, add_special_tokens=False)[:1]:
-            ENDS[token] = 1.0
+            CLOSING_TOKEN_WEIGHTS[token] = 1.0
     found = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     return found

@@ -11,7 +11,7 @@ from retain.bench import serve as load
 from retain.client import Client
 
 
-def test_a_load_counts_what_it_sends(server):
+def test_bench_serve_reports_load(server):
     about = load.LoadConfig(server.url, "smollm2", None, ttft_slo_s=60, tpot_slo_s=60)
     calls = load.poisson_requests(6, request_rate=20, prompt_words=30, output_len=5, seed=3)
     found = load.run(about, calls)
@@ -22,7 +22,7 @@ def test_a_load_counts_what_it_sends(server):
     assert load.run(load.LoadConfig(server.url, "smollm2", None, ttft_slo_s=0, tpot_slo_s=0), calls)["goodput"] == 0
 
 
-def test_calls_come_at_their_rate():
+def test_poisson_arrivals_have_given_rate():
     calls = load.poisson_requests(4000, request_rate=50, prompt_words=1, output_len=1)
     gaps = [b.arrival_time - a.arrival_time for a, b in pairwise(calls)]
     mean = sum(gaps) / len(gaps)
@@ -31,7 +31,7 @@ def test_calls_come_at_their_rate():
     assert all(c.arrival_time == 0 for c in load.poisson_requests(3, None, 1, 1))
 
 
-def test_a_trace_begins_alike_where_it_says_so(tmp_path):
+def test_trace_shares_prefixes_by_hash_ids(tmp_path):
     file = tmp_path / "trace.jsonl"
     records = [
         {"timestamp": 1000 * i, "input_length": 1100 + i, "output_length": 64, "hash_ids": [0, 1, 5 + i]}
@@ -47,12 +47,12 @@ def test_a_trace_begins_alike_where_it_says_so(tmp_path):
         load.load_trace(file, 2, 1, 1)
 
 
-def test_a_server_that_is_not_there_is_one_line(capsys):
+def test_unreachable_server_prints_one_line(capsys):
     assert cli.main(["bench", "serve", "--url", "http://127.0.0.1:1/v1", "--model", "x", "--items", "2"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-def test_a_conversation_with_a_server(server, capsys, monkeypatch):
+def test_chat_with_server(server, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\nAnd of Italy?\n\n"))
     asked = ["chat", "--url", server.url, "--system", "Be brief.", "--max-tokens", "12", "--temperature", "0"]
     assert cli.main(asked) == 0
@@ -65,7 +65,7 @@ def test_a_conversation_with_a_server(server, capsys, monkeypatch):
     assert "".join(client.stream(talk, options)).strip() == second.strip()
 
 
-def test_what_a_server_refuses_is_one_line(server, capsys, monkeypatch):
+def test_server_error_prints_one_line(server, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     assert cli.main(["chat", "--url", server.url, "--kv-policy", "lru"]) == 2
     assert "unknown KV policy" in capsys.readouterr().err

@@ -14,34 +14,34 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retain.server import keys as keyring
-from retain.server.errors import Refused
-from retain.server.limits import Gate, Limits
-from tests.server.conftest import KEYS, balanced
+from retain.server.errors import APIError
+from retain.server.limits import AdmissionControl, Limits
+from tests.server.conftest import API_KEYS, assert_nothing_leaked
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 12
 
 
-def post(server, path, body, key="ann", **options):
-    headers = {"Authorization": f"Bearer {KEYS[key]}"} if key else {}
+def post(server, path, body, key_name="ann", **options):
+    headers = {"Authorization": f"Bearer {API_KEYS[key_name]}"} if key_name else {}
     root = server.url.removesuffix("/v1")
     return httpx.post(f"{root}{path}", json=body, headers=headers, timeout=120, **options)
 
 
-def complete(server, key="ann", **more):
-    body = {"model": "smollm2", "prompt": "The sea is", "max_tokens": 4, "temperature": 0, **more}
-    return post(server, "/v1/completions", body, key)
+def complete(server, key_name="ann", **fields):
+    body = {"model": "smollm2", "prompt": "The sea is", "max_tokens": 4, "temperature": 0, **fields}
+    return post(server, "/v1/completions", body, key_name)
 
 
-def metric(server, name):
+def read_metric(server, name):
     text = httpx.get(
-        f"{server.url.removesuffix('/v1')}/metrics", headers={"Authorization": f"Bearer {KEYS['ann']}"}
+        f"{server.url.removesuffix('/v1')}/metrics", headers={"Authorization": f"Bearer {API_KEYS['ann']}"}
     ).text
     return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(name)))
 
 
-def until(true, seconds=10.0):
+def wait_until(condition, seconds=10.0):
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -50,10 +50,10 @@ def until(true, seconds=10.0):
 
 
 @pytest.mark.parametrize(
-    "header", [None, "", "Bearer", "Bearer wrong-wrong", f"Basic {KEYS['ann']}", KEYS["ann"], "Bearer é"]
+    "header", [None, "", "Bearer", "Bearer wrong-wrong", f"Basic {API_KEYS['ann']}", API_KEYS["ann"], "Bearer é"]
 )
-def test_without_a_key_nothing_is_told(locked, header):
-    root = locked.url.removesuffix("/v1")
+def test_missing_or_wrong_key_is_401(secured_server, header):
+    root = secured_server.url.removesuffix("/v1")
     headers = {"Authorization": header.encode("latin-1")} if header is not None else {}
     for path in ("/v1/models", "/metrics"):
         said = httpx.get(f"{root}{path}", headers=headers)
@@ -63,12 +63,12 @@ def test_without_a_key_nothing_is_told(locked, header):
     assert httpx.get(f"{root}/health").status_code == httpx.get(f"{root}/ready").status_code == 200
 
 
-def test_keys_share_no_prefix_and_one_key_does(locked):
+def test_prefixes_are_shared_only_within_a_key(secured_server):
     def cached(key, **more):
-        before = metric(locked, 'retain_prefix_hit_tokens_total{tier="pool"}')
-        said = complete(locked, key, prompt=TEXT, max_tokens=1, **more).json()
+        before = read_metric(secured_server, 'retain_prefix_hit_tokens_total{tier="pool"}')
+        said = complete(secured_server, key, prompt=TEXT, max_tokens=1, **more).json()
         found = said["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert metric(locked, 'retain_prefix_hit_tokens_total{tier="pool"}') - before == found
+        assert read_metric(secured_server, 'retain_prefix_hit_tokens_total{tier="pool"}') - before == found
         return found
 
     assert cached("ann") == 0 and cached("bob") == 0
@@ -77,20 +77,20 @@ def test_keys_share_no_prefix_and_one_key_does(locked):
     assert cached("bob", cache_salt="x") == 0
 
 
-def test_what_one_key_asks_another_cannot_spell():
+def test_salts_of_keys_differ():
     """A salt of one key is no salt of another, whatever is written into cache_salt."""
-    found = keyring.Keys(KEYS)
-    ann, bob = (found.find(f"Bearer {k}") for k in KEYS.values())
+    found = keyring.ApiKeys(API_KEYS)
+    ann, bob = (found.authenticate(f"Bearer {k}") for k in API_KEYS.values())
     assert ann.name == "ann" and bob.name == "bob" and len({ann.salt, bob.salt}) == 2
     assert all(len(k.salt) == 64 for k in (ann, bob)), "of one length: no salt is the beginning of another"
-    assert found.find("Bearer sk-ann-012345678") is None
+    assert found.authenticate("Bearer sk-ann-012345678") is None
 
 
-def test_a_file_of_keys(tmp_path):
+def test_load_api_keys_from_file(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# who may ask\nann sk-ann-0123456789\n\nsk-only-the-key\n")
-    found = keyring.read(file, {keyring.VARIABLE: "eve:sk-eve-9876543210"})
-    assert [k.name for _, k in found._known] == ["ann", "key2", "eve"]
+    found = keyring.load_api_keys(file, {keyring.API_KEYS_ENV: "eve:sk-eve-9876543210"})
+    assert [k.name for _, k in found._hashed_keys] == ["ann", "key2", "eve"]
     for text in (
         "a b c\n",
         "",
@@ -100,44 +100,44 @@ def test_a_file_of_keys(tmp_path):
     ):
         file.write_text(text)
         with pytest.raises(ValueError):
-            keyring.read(file, {})
+            keyring.load_api_keys(file, {})
 
 
 # ---- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_gate_counts():
-    gate = Gate(Limits(queue=2, per_key=3, choices=3), rows=2)
-    with gate.enter("a", 3):
-        with pytest.raises(Refused) as late:
-            gate.enter("a", 1).__enter__()
+def test_admission_control_limits():
+    gate = AdmissionControl(Limits(max_queued_requests=2, max_requests_per_key=3, max_choices=3), max_running_requests=2)
+    with gate.admit("a", 3):
+        with pytest.raises(APIError) as late:
+            gate.admit("a", 1).__enter__()
         assert late.value.status == 429 and int(late.value.headers["Retry-After"]) >= 1
-        with gate.enter("b", 1), pytest.raises(Refused) as full:
-            gate.enter("c", 1).__enter__()
+        with gate.admit("b", 1), pytest.raises(APIError) as full:
+            gate.admit("c", 1).__enter__()
         assert full.value.status == 429 and "queue" in full.value.message
-    assert gate.inside == 0
-    with pytest.raises(Refused) as many:
-        gate.enter("a", 4).__enter__()
+    assert gate.num_in_flight == 0
+    with pytest.raises(APIError) as many:
+        gate.admit("a", 4).__enter__()
     assert many.value.status == 400
 
 
-def test_the_queue_is_bounded(locked):
+def test_full_queue_is_429(secured_server):
     """Two run, two wait, and a fifth is told when to come again; the others end well."""
     found = []
 
     def ask(key):
-        found.append(complete(locked, key, max_tokens=150, ignore_eos=True))
+        found.append(complete(secured_server, key, max_tokens=150, ignore_eos=True))
 
     threads = [threading.Thread(target=ask, args=(key,)) for key in ("ann", "ann", "bob", "bob")]
     for t in threads:
         t.start()
-    until(lambda: locked.service.gate.inside == 4)
-    late = complete(locked)
+    wait_until(lambda: secured_server.service.gate.inside == 4)
+    late = complete(secured_server)
     assert late.status_code == 429 and int(late.headers["retry-after"]) >= 1
     for t in threads:
         t.join()
     assert [r.status_code for r in found] == [200] * 4
-    until(lambda: locked.service.gate.inside == 0)
+    wait_until(lambda: secured_server.service.gate.inside == 0)
 
 
 @pytest.mark.parametrize(
@@ -149,65 +149,65 @@ def test_the_queue_is_bounded(locked):
         ({"pin": 61}, 400),
     ],
 )
-def test_a_request_is_bounded(locked, body, status):
-    said = complete(locked, **body)
+def test_request_limits(secured_server, body, status):
+    said = complete(secured_server, **body)
     assert said.status_code == status and set(said.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_body_without_a_length_is_bounded_too(locked):
+def test_chunked_body_is_limited(secured_server):
     def endless():
         for _ in range(20):
             yield b" " * 10_000
 
     said = httpx.post(
-        f"{locked.url}/completions",
+        f"{secured_server.url}/completions",
         content=endless(),
-        headers={"Authorization": f"Bearer {KEYS['ann']}", "Content-Type": "application/json"},
+        headers={"Authorization": f"Bearer {API_KEYS['ann']}", "Content-Type": "application/json"},
     )
     assert said.status_code == 413
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(locked):
-    where = urlsplit(locked.url)
+def test_upload_timeout(secured_server):
+    where = urlsplit(secured_server.url)
     with socket.create_connection((where.hostname, where.port)) as s:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS['ann']}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEYS['ann']}\r\n"
         s.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{{".encode())
         s.settimeout(10)
         assert b" 408 " in s.recv(100)
 
 
-def test_a_pin_keeps_a_prompt(locked):
-    said = complete(locked, prompt=TEXT + "pinned", max_tokens=1, pin=30)
+def test_pin_keeps_prompt_cached(secured_server):
+    said = complete(secured_server, prompt=TEXT + "pinned", max_tokens=1, pin=30)
     assert said.json()["usage"]["prompt_tokens_details"]["pinned_tokens"] > 100
-    assert locked.service.llm.cache.reuse.tree.unpin()
+    assert secured_server.service.llm.cache.reuse.tree.unpin()
 
 
 # ---- hanging up ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_hangs_up_holds_nothing(locked, stream):
-    where = urlsplit(locked.url)
+def test_disconnect_frees_pages(secured_server, stream):
+    where = urlsplit(secured_server.url)
     connection = http.client.HTTPConnection(where.hostname, where.port)
     body = {"model": "smollm2", "prompt": TEXT + str(stream), "max_tokens": 1500, "ignore_eos": True, "stream": stream}
-    headers = {"Authorization": f"Bearer {KEYS['ann']}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {API_KEYS['ann']}", "Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    until(lambda: locked.service.llm.engine.scheduler.running)
+    wait_until(lambda: secured_server.service.llm.engine.scheduler.running)
     if stream:
         connection.getresponse().read(50)
     connection.close()
-    until(lambda: locked.service.gate.inside == 0 and not locked.service.llm.engine.busy)
-    balanced(locked)
+    wait_until(lambda: secured_server.service.gate.inside == 0 and not secured_server.service.llm.engine.busy)
+    assert_nothing_leaked(secured_server)
 
 
 # ---- whatever is sent ------------------------------------------------------------------------------------------------
 
-JSON = st.recursive(
+JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda kids: st.lists(kids, max_size=3) | st.dictionaries(st.text(max_size=6), kids, max_size=3),
     max_leaves=6,
 )
-GOOD = {
+VALID_BODIES = {
     "/v1/completions": {"model": "smollm2", "prompt": "The sea", "max_tokens": 2},
     "/v1/chat/completions": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/tokenize": {"prompt": "x"},
@@ -220,43 +220,43 @@ FIELDS = (
 
 
 @st.composite
-def bodies(draw):
+def malformed_bodies(draw):
     """A good body, of which something is not."""
-    path = draw(st.sampled_from(sorted(GOOD)))
-    body = dict(GOOD[path])
+    path = draw(st.sampled_from(sorted(VALID_BODIES)))
+    body = dict(VALID_BODIES[path])
     for field in draw(st.lists(st.sampled_from(FIELDS.split()), min_size=1, max_size=3)):
-        body[field] = draw(JSON)
+        body[field] = draw(JSON_VALUES)
     text = json.dumps(body)
     cut = draw(st.one_of(st.none(), st.integers(0, len(text))))
     return path, text if cut is None else text[:cut]
 
 
 @pytest.fixture(scope="module")
-def line(server):
+def http_client(server):
     """One connection: a thousand bodies in a few seconds."""
     with httpx.Client(base_url=server.url.removesuffix("/v1"), timeout=120) as client:
         yield client
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(bodies())
-def test_what_is_malformed_is_refused_and_costs_nothing(server, line, asked):
-    path, text = asked
-    said = line.post(path, content=text.encode(errors="surrogatepass"), headers={"Content-Type": "application/json"})
+@given(malformed_bodies())
+def test_malformed_bodies_are_rejected(server, http_client, path_and_body):
+    path, text = path_and_body
+    said = http_client.post(path, content=text.encode(errors="surrogatepass"), headers={"Content-Type": "application/json"})
     assert said.status_code in (200, 400, 404), (said.status_code, said.text)
     if said.status_code != 200:
         message = said.json()["error"]["message"]
         assert message and "\n" not in message and "/" not in message.replace("/v1/models", "")
 
 
-def test_after_all_that_the_accounts_balance(server):
-    until(lambda: not server.service.llm.engine.busy)
-    balanced(server)
+def test_no_leaks_after_malformed_bodies(server):
+    wait_until(lambda: not server.service.llm.engine.busy)
+    assert_nothing_leaked(server)
 
 
-def test_a_step_that_fails_ends_only_who_ran(locked, monkeypatch):
+def test_failing_step_ends_only_running_requests(secured_server, monkeypatch):
     """And those that wait go on."""
-    engine, worker = locked.service.llm.engine, locked.service.worker
+    engine, worker = secured_server.service.llm.engine, secured_server.service.worker
     forward, failed = engine.runner.forward, []
 
     def fail(batch):
@@ -267,7 +267,7 @@ def test_a_step_that_fails_ends_only_who_ran(locked, monkeypatch):
 
     monkeypatch.setattr(engine.runner, "forward", fail)
     found = []
-    ask = lambda: found.append(complete(locked, max_tokens=30, ignore_eos=True))  # noqa: E731
+    ask = lambda: found.append(complete(secured_server, max_tokens=30, ignore_eos=True))  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for t in threads:
         t.start()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from retain.kv.census import PAGE_STATES, collect_pool_stats, classify_pages
-from retain.server.keys import Keys
+from retain.server.keys import ApiKeys
 from tests.rig import random_prompts, make_request, make_engine, iter_steps
-from tests.server.conftest import ENGINE, KEYS, serving
+from tests.server.conftest import ENGINE_OPTIONS, API_KEYS, run_server
 
 STORY = "Once upon a time there was a lamp that nobody could put out, and the people of the town came to see it. " * 4
 
@@ -20,7 +20,7 @@ STORY = "Once upon a time there was a lamp that nobody could put out, and the pe
     ["full", "ring:window=24", "h2o:budget=24,interval=4", "sinks:budget=30", "h2o:budget=24,prefill=stream,chunk=32"],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_witness_sees_what_is_held(family, policy):
+def test_attention_trace_equals_cached_positions(family, policy):
     """After every step: the positions that the slots hold and queries may see; and what is gone keeps its mass."""
     from retain.kv.witness import AttentionTrace
 
@@ -50,7 +50,7 @@ def test_a_witness_sees_what_is_held(family, policy):
         assert seen.any() == (not policy.startswith("ring"))
 
 
-def test_a_prompt_that_goes_layer_by_layer_is_seen_whole():
+def test_attention_trace_of_layerwise_prefill():
     from retain.kv.witness import AttentionTrace
 
     engine = make_engine("llama", max_batched_tokens=128)
@@ -67,7 +67,7 @@ def test_a_prompt_that_goes_layer_by_layer_is_seen_whole():
     assert np.allclose(seen[0], seen[1], rtol=1e-5) and seen[0].min() > 0
 
 
-def test_looking_changes_no_token():
+def test_attention_trace_changes_no_token():
     from retain.kv.witness import AttentionTrace
 
     answers = []
@@ -88,7 +88,7 @@ def test_looking_changes_no_token():
 
 
 @pytest.mark.parametrize("prefix", ["off", "exact"])
-def test_a_census_counts_every_page_once(prefix):
+def test_pool_stats_count_every_page_once(prefix):
     engine = make_engine("gemma3_text", prefix_cache=prefix, max_running_requests=8, num_pages=3000)
     asked = [
         make_request(p, 20, q)
@@ -115,23 +115,23 @@ def test_a_census_counts_every_page_once(prefix):
 
 
 @pytest.fixture(scope="module")
-def open_():
-    with serving(engine={**ENGINE, "dtype": "bfloat16"}, inspect=True) as up:
+def inspector_server():
+    with run_server(engine={**ENGINE_OPTIONS, "dtype": "bfloat16"}, inspect=True) as up:
         yield up
 
 
-def ask(server, tokens, policy="h2o:budget=40", prompt=STORY):
-    body = {"model": "smollm2", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "kv_policy": policy}
+def post_completion(server, max_tokens, kv_policy="h2o:budget=40", prompt=STORY):
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "kv_policy": kv_policy}
     return httpx.post(f"{server.url}/completions", json={**body, "ignore_eos": True}, timeout=120).json()
 
 
-def test_without_being_asked_for_there_is_no_inspector(server):
+def test_inspector_is_off_by_default(server):
     assert httpx.get(f"{server.url.removesuffix('/v1')}/inspect").status_code == 404
 
 
-def test_one_key_does_not_see_anothers_requests():
-    with serving(engine=ENGINE, inspect=True, keys=Keys(KEYS)) as up:
-        root, (ann, bob) = up.url.removesuffix("/v1"), ({"Authorization": f"Bearer {k}"} for k in KEYS.values())
+def test_inspector_isolates_api_keys():
+    with run_server(engine=ENGINE_OPTIONS, inspect=True, keys=ApiKeys(API_KEYS)) as up:
+        root, (ann, bob) = up.url.removesuffix("/v1"), ({"Authorization": f"Bearer {k}"} for k in API_KEYS.values())
         body = {"model": "smollm2", "prompt": "A secret", "max_tokens": 2}
         assert httpx.post(f"{up.url}/completions", json=body, headers=ann, timeout=120).status_code == 200
         (mine,) = httpx.get(f"{root}/inspect/state", headers=ann).json()["requests"]
@@ -143,19 +143,19 @@ def test_one_key_does_not_see_anothers_requests():
         assert httpx.get(f"{root}/inspect").status_code == 200  # the page itself tells nothing
 
 
-def test_the_page(open_, tmp_path):
+def test_inspector_page_in_browser(inspector_server, tmp_path):
     """It loads, goes on while a stream runs, a click on a token shows its scores, and nobody else is asked anything."""
     sync = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     chromium = shutil.which("chromium") or pytest.skip("no chromium")
     with sync.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page, root = browser.new_page(), open_.url.removesuffix("/v1")
+        page, root = browser.new_page(), inspector_server.url.removesuffix("/v1")
         wrong, asked = [], []
         page.on("console", lambda m: wrong.append(m.text))
         page.on("pageerror", lambda e: wrong.append(str(e)))
         page.on("request", lambda r: asked.append(r.url))
         page.goto(f"{root}/inspect")
-        stream = threading.Thread(target=ask, args=(open_, 700))
+        stream = threading.Thread(target=post_completion, args=(inspector_server, 700))
         stream.start()
         page.wait_for_selector("#text .t.answer")
         first = page.locator("#text .t").count()

@@ -9,7 +9,7 @@ from retain import SamplingParams
 from retain.desk import GenerateRequest
 
 STORY = "Once upon a time there was a lamp that nobody could put out."
-TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"}]
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
@@ -22,27 +22,27 @@ def llm(server):
     return server.service.llm
 
 
-def ask(server, **what):
+def generate_in_engine(server, **fields):
     """The same of the engine itself, in its own thread."""
     import asyncio
 
     service = server.service
     future = asyncio.run_coroutine_threadsafe(
-        service.worker.call(lambda: service.llm.ask([GenerateRequest(**what)])), service.worker._loop
+        service.worker.call(lambda: service.llm.ask([GenerateRequest(**fields)])), service.worker._loop
     )
     return future.result(60)
 
 
-def test_models(client, server):
+def test_list_and_get_models(client, server):
     (model,) = client.models.list().data
     assert model.id == "smollm2" and client.models.retrieve("smollm2").max_model_len == 2048
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("../../etc/passwd")
 
 
-def test_a_conversation(client, server, llm):
-    said = client.chat.completions.create(model="smollm2", messages=TALK, max_completion_tokens=12, temperature=0)
-    (own,) = ask(server, prompt=llm.tokenizer.encode_chat(TALK), params=SamplingParams(max_tokens=12, temperature=0))
+def test_chat_completion_equals_engine(client, server, llm):
+    said = client.chat.completions.create(model="smollm2", messages=MESSAGES, max_completion_tokens=12, temperature=0)
+    (own,) = generate_in_engine(server, prompt=llm.tokenizer.encode_chat(MESSAGES), params=SamplingParams(max_tokens=12, temperature=0))
     assert said.choices[0].message.content == own.text and "Paris" in own.text
     assert said.choices[0].finish_reason == own.why
     assert said.usage.prompt_tokens == own.prompt_tokens and said.usage.completion_tokens == len(own.token_ids)
@@ -52,8 +52,8 @@ def test_a_conversation(client, server, llm):
 @pytest.mark.parametrize(
     "more", [{}, {"stop": ["lamp", "light"]}, {"logprobs": 2}, {"n": 3, "temperature": 0.8, "seed": 5}]
 )
-def test_a_stream_says_what_the_whole_says(client, more):
-    asked = {"model": "smollm2", "prompt": STORY, "max_tokens": 24, "temperature": 0, **more}
+def test_completion_stream_equals_full(client, fields):
+    asked = {"model": "smollm2", "prompt": STORY, "max_tokens": 24, "temperature": 0, **fields}
     whole = client.completions.create(**asked)
     text, usage, reasons, tokens = {}, None, {}, {}
     for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
@@ -73,8 +73,8 @@ def test_a_stream_says_what_the_whole_says(client, more):
     assert len({c.text for c in whole.choices}) == len(whole.choices)
 
 
-def test_a_conversation_as_a_stream(client):
-    asked = {"model": "smollm2", "messages": TALK, "max_tokens": 12, "temperature": 0, "logprobs": True}
+def test_chat_stream_equals_full(client):
+    asked = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 12, "temperature": 0, "logprobs": True}
     whole = client.chat.completions.create(**asked, top_logprobs=3).choices[0]
     chunks = list(client.chat.completions.create(**asked, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -85,7 +85,7 @@ def test_a_conversation_as_a_stream(client):
         assert bytes(t.bytes).decode() == t.token and t.top_logprobs[0].logprob >= t.logprob
 
 
-def test_what_draws_tokens(client, server):
+def test_sampling_params_reach_the_engine(client, server):
     """Every parameter reaches the engine: the same draws as its own."""
     names = {"temperature": 0.9, "top_p": 0.8, "seed": 3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     ours = {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
@@ -93,12 +93,12 @@ def test_what_draws_tokens(client, server):
         model="smollm2", prompt=STORY, max_tokens=20, logit_bias={"260": -100.0}, **names, extra_body=ours
     )
     params = SamplingParams(max_tokens=20, logit_bias=((260, -100.0),), **names, **ours)
-    assert said.choices[0].text == ask(server, prompt=STORY, params=params)[0].text
-    plain = ask(server, prompt=STORY, params=SamplingParams(max_tokens=20, **names, **ours))[0]
+    assert said.choices[0].text == generate_in_engine(server, prompt=STORY, params=params)[0].text
+    plain = generate_in_engine(server, prompt=STORY, params=SamplingParams(max_tokens=20, **names, **ours))[0]
     assert 260 in plain.token_ids, "the bias would show nothing"
 
 
-def test_prompts_as_ids_and_several(client, llm):
+def test_token_id_and_multiple_prompts(client, llm):
     ids = llm.encode(STORY)
     asked = {"model": "smollm2", "max_tokens": 8, "temperature": 0}
     one, two = (client.completions.create(prompt=p, **asked).choices[0].text for p in (STORY, "The sea"))
@@ -108,7 +108,7 @@ def test_prompts_as_ids_and_several(client, llm):
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_an_echo_knows_its_prompt(client, llm, tokens):
+def test_echo_returns_prompt_logprobs(client, llm, tokens):
     """What lm-eval sums: log-probabilities of a prompt's own tokens, as teacher forcing finds them."""
     ids = llm.encode(STORY)
     asked = {"model": "smollm2", "max_tokens": tokens, "temperature": 0, "echo": True, "logprobs": 1}
@@ -122,7 +122,7 @@ def test_an_echo_knows_its_prompt(client, llm, tokens):
     assert streamed == pytest.approx(found.token_logprobs, abs=1e-4)
 
 
-def test_an_echo_is_what_score_says(client, server, llm):
+def test_echo_logprobs_equal_score(client, server, llm):
     import asyncio
 
     ids = llm.encode(STORY)
@@ -146,7 +146,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("speculate", ["off", "ngram", "self"])
-def test_an_answer_in_a_form(client, speculate):
+def test_json_schema_response_format(client, speculate):
     """JSON of a schema, drawn hot; and drafts change nothing of it."""
     asked = {
         "model": "smollm2",
@@ -167,16 +167,16 @@ def test_an_answer_in_a_form(client, speculate):
     assert cold[0] == cold[1] == cold[2]
 
 
-def test_any_object(client):
+def test_json_object_response_format(client):
     said = client.chat.completions.create(
-        model="smollm2", messages=TALK, response_format={"type": "json_object"}, max_tokens=200, temperature=0
+        model="smollm2", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=200, temperature=0
     )
     if said.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(said.choices[0].message.content), dict)
     assert said.choices[0].message.content.lstrip().startswith("{")
 
 
-def test_a_budget_is_a_field_away(client):
+def test_kv_policy_per_request(client):
     long = [{"role": "user", "content": STORY * 20}]
     asked = {"model": "smollm2", "messages": long, "max_tokens": 8, "temperature": 0}
     full = client.chat.completions.create(**asked).retain[0]["kv"]
@@ -184,7 +184,7 @@ def test_a_budget_is_a_field_away(client):
     assert half["bytes_end"] < 0.6 * full["bytes_end"] and half["policy"].startswith("h2o")
 
 
-def test_drafts_are_a_field_away(client):
+def test_speculate_per_request(client):
     asked = {"model": "smollm2", "prompt": "one two three four " * 10, "max_tokens": 40, "temperature": 0}
     plain = client.completions.create(**asked)
     drafted = client.completions.create(**asked, extra_body={"speculate": "ngram"})
@@ -192,14 +192,14 @@ def test_drafts_are_a_field_away(client):
     assert plain.retain[0]["speculate"] is None and drafted.retain[0]["speculate"]["accepted"] > 0
 
 
-def test_tokens_and_back(server, client, llm):
+def test_tokenize_and_detokenize(server, client, llm):
     import httpx
 
     root = server.url.removesuffix("/v1")
     there = httpx.post(f"{root}/tokenize", json={"prompt": STORY}).json()
     assert there["tokens"] == llm.encode(STORY) and there["count"] == len(there["tokens"])
-    talk = httpx.post(f"{root}/tokenize", json={"messages": TALK}).json()
-    assert talk["tokens"] == llm.tokenizer.encode_chat(TALK)
+    talk = httpx.post(f"{root}/tokenize", json={"messages": MESSAGES}).json()
+    assert talk["tokens"] == llm.tokenizer.encode_chat(MESSAGES)
     assert httpx.post(f"{root}/detokenize", json={"tokens": there["tokens"]}).json()["prompt"] == STORY
 
 
@@ -224,14 +224,14 @@ def test_tokens_and_back(server, client, llm):
         ("pin", 10**9, "pin"),
     ],
 )
-def test_what_is_wrong_is_one_line(client, field, value, says):
-    asked = {"messages": TALK, "max_tokens": 4, field: value}
+def test_invalid_field_gives_one_line_error(client, field, value, expected):
+    asked = {"messages": MESSAGES, "max_tokens": 4, field: value}
     with pytest.raises(openai.BadRequestError) as error:
         client.post("/chat/completions", cast_to=object, body={"model": "smollm2", **asked})
     body = error.value.body
-    assert says in body["message"] and "\n" not in body["message"] and set(body) == {"message", "type", "param", "code"}
+    assert expected in body["message"] and "\n" not in body["message"] and set(body) == {"message", "type", "param", "code"}
 
 
-def test_another_model_is_not_there(client):
+def test_unknown_model_is_404(client):
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="/etc/passwd", prompt="x")

@@ -15,7 +15,7 @@ RETAIN = Path(sys.executable).parent / "retain"
 STORY = "It was a bright cold day in April, and the clocks were striking thirteen. " * 12
 
 
-class Process:
+class ServerProcess:
     """`retain serve` of SmolLM2, listening."""
 
     def __init__(self, *options, log=None):
@@ -28,26 +28,26 @@ class Process:
                 break
         assert self.url
 
-    def post(self, **more):
-        body = {"model": "smollm2", "prompt": STORY, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **more}
+    def post(self, **fields):
+        body = {"model": "smollm2", "prompt": STORY, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
         return httpx.post(f"{self.url}/completions", json=body, timeout=120)
 
-    def until(self, says):
+    def wait_for_metric(self, pattern):
         """Wait for a line of its metrics that begins so."""
         deadline, root = time.monotonic() + 60, self.url.removesuffix("/v1")
-        while not re.search(f"^{says}", httpx.get(f"{root}/metrics").text, re.MULTILINE):
-            assert time.monotonic() < deadline, says
+        while not re.search(f"^{pattern}", httpx.get(f"{root}/metrics").text, re.MULTILINE):
+            assert time.monotonic() < deadline, pattern
             time.sleep(0.05)
 
-    def end(self, sig):
-        self.process.send_signal(sig)
+    def stop(self, signal_number):
+        self.process.send_signal(signal_number)
         code = self.process.wait(120)
         self.process.stderr.close()
         return code
 
 
-def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest():
-    server = Process("--max-requests", "2")
+def test_sigterm_finishes_running_and_rejects_waiting():
+    server = ServerProcess("--max-requests", "2")
     texts, codes = {}, {}
 
     def stream(i):
@@ -59,8 +59,8 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest():
     threads = [threading.Thread(target=stream, args=(i,)) for i in range(4)]
     for t, says in zip(threads, ("running 1.0", "running 2.0", "waiting 1.0", "waiting 2.0"), strict=True):
         t.start()  # in this order
-        server.until(f"retain_num_requests_{says}")
-    assert server.end(signal.SIGTERM) == 0
+        server.wait_for_metric(f"retain_num_requests_{says}")
+    assert server.stop(signal.SIGTERM) == 0
     for t in threads:
         t.join()
     for i in (0, 1):
@@ -71,19 +71,19 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest():
         server.post()
 
 
-def test_a_store_outlives_its_server(tmp_path):
+def test_disk_tier_survives_sigkill(tmp_path):
     tier = ("--tier", f"disk:path={tmp_path / 'store'},capacity=1GiB")
-    first = Process(*tier)
+    first = ServerProcess(*tier)
     said = first.post().json()
     assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    first.until(r'retain_tier_total{tier="disk",what="written"} [1-9]')
+    first.wait_for_metric(r'retain_tier_total{tier="disk",what="written"} [1-9]')
     time.sleep(1)  # every span of it
-    first.end(signal.SIGKILL)
-    again = Process(*tier)
+    first.stop(signal.SIGKILL)
+    again = ServerProcess(*tier)
     told = again.post().json()
     assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
     assert told["choices"][0]["text"] == said["choices"][0]["text"]
-    assert again.end(signal.SIGINT) == 0
+    assert again.stop(signal.SIGINT) == 0
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_a_store_outlives_its_server(tmp_path):
         (("--model", "smollm2", "--body", "x"), "size"),
     ],
 )
-def test_what_is_wrong_is_one_line(options, says):
+def test_invalid_option_prints_one_line(options, expected):
     done = subprocess.run([RETAIN, "serve", "--port", "0", *options], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and says in done.stderr
+    assert done.returncode == 2 and expected in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_one_line():
+def test_port_in_use_prints_one_line():
     import socket
 
     with socket.socket() as taken:

@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from tests.server.conftest import ENGINE, serving
+from tests.server.conftest import ENGINE_OPTIONS, run_server
 from tests.server.test_calls import LLAMA
 
 TEMPLATE = """{%- if tools %}You may call: {% for t in tools %}{{ t | tojson }}{% endfor %}
@@ -15,56 +15,56 @@ Write <tool_call>{"name": ..., "arguments": ...}</tool_call>.
 {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-PLACE = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
-PLACE["additionalProperties"] = False
+CITY_SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+CITY_SCHEMA["additionalProperties"] = False
 TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY_SCHEMA}},
     {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "maxProperties": 0}}},
 ]
-GOES_ON = {"ignore_eos": True}
-TALK = [{"role": "user", "content": "What is the weather in Rome?"}]
+IGNORE_EOS = {"ignore_eos": True}
+MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
 
 
 @pytest.fixture(scope="module", params=[TEMPLATE, LLAMA], ids=["hermes", "llama"])
 def client(request):
-    with serving(engine=ENGINE, template=request.param) as up:
+    with run_server(engine=ENGINE_OPTIONS, template=request.param) as up:
         yield openai.OpenAI(base_url=up.url, api_key="none", max_retries=0)
 
 
-def asked(**more):
-    return {"model": "smollm2", "messages": TALK, "tools": TOOLS, "max_tokens": 80, "temperature": 0, **more}
+def build_request(**fields):
+    return {"model": "smollm2", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 80, "temperature": 0, **fields}
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_call_whole_and_as_a_stream(client, choice):
-    (said,) = client.chat.completions.create(**asked(tool_choice=choice)).choices
+def test_tool_call_full_and_streamed(client, choice):
+    (said,) = client.chat.completions.create(**build_request(tool_choice=choice)).choices
     (call,) = said.message.tool_calls
     assert said.finish_reason == "tool_calls" and said.message.content is None
     given = json.loads(call.function.arguments)
     if choice != "required":
         assert call.function.name == "weather"
     assert given == {} if call.function.name == "time" else given["city"] in ("Paris", "Rome")
-    chunks = [c.choices[0] for c in client.chat.completions.create(**asked(tool_choice=choice), stream=True)]
+    chunks = [c.choices[0] for c in client.chat.completions.create(**build_request(tool_choice=choice), stream=True)]
     (part,) = [t for c in chunks for t in c.delta.tool_calls or ()]
     assert (part.index, part.type, part.function) == (0, "function", part.function)
     assert (part.function.name, part.function.arguments) == (call.function.name, call.function.arguments)
     assert chunks[-1].finish_reason == "tool_calls" and not "".join(c.delta.content or "" for c in chunks)
 
 
-def test_a_conversation_goes_on_behind_a_call(client):
+def test_conversation_continues_after_tool_result(client):
     """The call and its result come back, as the client's own objects."""
-    (said,) = client.chat.completions.create(**asked(tool_choice="required")).choices
+    (said,) = client.chat.completions.create(**build_request(tool_choice="required")).choices
     (call,) = said.message.tool_calls
-    talk = [*TALK, said.message, {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 24 degrees."}]
-    after = client.chat.completions.create(**asked(messages=talk, tool_choice="none", max_tokens=8), extra_body=GOES_ON)
+    talk = [*MESSAGES, said.message, {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 24 degrees."}]
+    after = client.chat.completions.create(**build_request(messages=talk, tool_choice="none", max_tokens=8), extra_body=IGNORE_EOS)
     assert after.choices[0].message.tool_calls is None and after.choices[0].message.content
 
 
-def test_without_tools_nothing_is_heard(client):
-    said = client.chat.completions.create(**asked(tools=openai.NOT_GIVEN, max_tokens=4))
+def test_no_tool_calls_without_tools(client):
+    said = client.chat.completions.create(**build_request(tools=openai.NOT_GIVEN, max_tokens=4))
     assert said.choices[0].message.tool_calls is None
 
 
-def test_a_tool_that_is_not_there_is_refused(client):
+def test_unknown_tool_choice_is_rejected(client):
     with pytest.raises(openai.BadRequestError, match="tool_choice"):
-        client.chat.completions.create(**asked(tool_choice={"type": "function", "function": {"name": "x"}}))
+        client.chat.completions.create(**build_request(tool_choice={"type": "function", "function": {"name": "x"}}))

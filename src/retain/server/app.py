@@ -17,49 +17,49 @@ from retain import __version__
 from retain.engine.drafting import NO_SPECULATION
 from retain.kv import policies
 from retain.server import looking, schemas
-from retain.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TalkBody, TextBody
-from retain.server.errors import Error, Refused, invalid
-from retain.server.guard import Guard
+from retain.server.bodies import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
+from retain.server.errors import ErrorResponse, APIError, to_validation_error
+from retain.server.guard import AuthMiddleware
 from retain.server.inspector import Inspector
-from retain.server.keys import Keys
+from retain.server.keys import ApiKeys
 from retain.server.metrics import Metrics
-from retain.server.service import Service
+from retain.server.service import OpenAIServing
 
 Json = dict[str, Any]
-WRONG: dict[int | str, Json] = {
-    400: {"model": Error, "description": "The body is not what it should be"},
-    401: {"model": Error, "description": "No such key"},
-    404: {"model": Error, "description": "No such model, or no such page"},
-    408: {"model": Error, "description": "It took too long"},
-    413: {"model": Error, "description": "The body is too large"},
-    429: {"model": Error, "description": "Later: see Retry-After"},
-    500: {"model": Error, "description": "The server failed"},
-    503: {"model": Error, "description": "The server is going away"},
+ERROR_RESPONSES: dict[int | str, Json] = {
+    400: {"model": ErrorResponse, "description": "The body is not what it should be"},
+    401: {"model": ErrorResponse, "description": "No such key"},
+    404: {"model": ErrorResponse, "description": "No such model, or no such page"},
+    408: {"model": ErrorResponse, "description": "It took too long"},
+    413: {"model": ErrorResponse, "description": "The body is too large"},
+    429: {"model": ErrorResponse, "description": "Later: see Retry-After"},
+    500: {"model": ErrorResponse, "description": "The server failed"},
+    503: {"model": ErrorResponse, "description": "The server is going away"},
 }
 
 
-def app(
-    service: Service, metrics: Metrics, keys: Keys, cors: Sequence[str] = (), inspector: Inspector | None = None
+def create_app(
+    service: OpenAIServing, metrics: Metrics, api_keys: ApiKeys, cors_origins: Sequence[str] = (), inspector: Inspector | None = None
 ) -> FastAPI:
     """All of it, for one model."""
     api = FastAPI(title="retain", version=__version__, description=__doc__.split(":")[0], redoc_url=None)
-    desk = service.desk
+    desk = service.processor
 
-    @api.post("/v1/chat/completions", response_model=None, responses=_answers(schemas.Chat))
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
+    @api.post("/v1/chat/completions", response_model=None, responses=_generation_responses(schemas.ChatCompletionResponse))
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """A conversation goes on."""
-        service.known(body.model)
+        service.check_model(body.model)
         key = request.state.key
-        return await service.answer(body, body.n or 1, key, lambda: service.chat(body, key))
+        return await service.handle(body, body.n or 1, key, lambda: service.prepare_chat(body, key))
 
-    @api.post("/v1/completions", response_model=None, responses=_answers(schemas.Completion))
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    @api.post("/v1/completions", response_model=None, responses=_generation_responses(schemas.CompletionResponse))
+    async def completions(body: CompletionRequest, request: Request) -> Response:
         """A text goes on; or several."""
-        service.known(body.model)
+        service.check_model(body.model)
         key, n = request.state.key, len(body.prompts) * (body.n or 1)
-        return await service.answer(body, n, key, lambda: service.completion(body, key))
+        return await service.handle(body, n, key, lambda: service.prepare_completion(body, key))
 
-    def card() -> Json:
+    def build_model_card() -> Json:
         about = {
             "context": service.llm.max_model_len,
             "kv_policy": policies.to_spec(service.llm.policy),
@@ -67,7 +67,7 @@ def app(
             "drafters": service.drafters,
         }
         return {
-            "id": service.name,
+            "id": service.model_name,
             "object": "model",
             "created": service.created,
             "owned_by": "retain",
@@ -75,103 +75,103 @@ def app(
             "retain": about,
         }
 
-    @api.get("/v1/models", responses=_wrong(200, schemas.ModelList), response_model=None)
-    async def models() -> JSONResponse:
+    @api.get("/v1/models", responses=_with_error_responses(200, schemas.ModelList), response_model=None)
+    async def list_models() -> JSONResponse:
         """What is served."""
-        return JSONResponse({"object": "list", "data": [card()]})
+        return JSONResponse({"object": "list", "data": [build_model_card()]})
 
-    @api.get("/v1/models/{model:path}", responses=_wrong(200, schemas.ModelCard), response_model=None)
-    async def model(model: str) -> JSONResponse:
+    @api.get("/v1/models/{model:path}", responses=_with_error_responses(200, schemas.ModelCard), response_model=None)
+    async def get_model(model: str) -> JSONResponse:
         """One of them."""
-        service.known(model)
-        return JSONResponse(card())
+        service.check_model(model)
+        return JSONResponse(build_model_card())
 
-    @api.post("/tokenize", responses=_wrong(200, schemas.Tokenized), response_model=None)
-    async def tokenize(body: TextBody | TalkBody) -> JSONResponse:
+    @api.post("/tokenize", responses=_with_error_responses(200, schemas.TokenizeResponse), response_model=None)
+    async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest) -> JSONResponse:
         """A text, or a conversation, as token ids."""
-        service.known(body.model)
+        service.check_model(body.model)
 
-        def ids() -> list[int]:
-            if isinstance(body, TextBody):
+        def encode_body() -> list[int]:
+            if isinstance(body, TokenizeCompletionRequest):
                 return desk.tokenizer.encode(body.prompt, body.add_special_tokens)
-            return desk.tokenizer.encode_chat(service.messages(body.messages), body.add_generation_prompt)
+            return desk.tokenizer.encode_chat(service.to_template_messages(body.messages), body.add_generation_prompt)
 
-        found = await asyncio.to_thread(ids)
+        found = await asyncio.to_thread(encode_body)
         return JSONResponse({"tokens": found, "count": len(found), "max_model_len": service.llm.max_model_len})
 
-    @api.get("/tokenizer_info", responses=_wrong(200, schemas.TokenizerInfo), response_model=None)
+    @api.get("/tokenizer_info", responses=_with_error_responses(200, schemas.TokenizerInfo), response_model=None)
     async def tokenizer_info() -> JSONResponse:
         """What lm-eval asks about a tokenizer that it cannot load."""
         tokens = desk.tokenizer.special_tokens_map
         names = ("bos_token", "eos_token", "pad_token")
         return JSONResponse({**{n: tokens.get(n) for n in names}, "chat_template": desk.tokenizer.chat_template})
 
-    @api.post("/detokenize", responses=_wrong(200, schemas.Detokenized), response_model=None)
-    async def detokenize(body: DetokenizeBody) -> JSONResponse:
+    @api.post("/detokenize", responses=_with_error_responses(200, schemas.DetokenizeResponse), response_model=None)
+    async def detokenize(body: DetokenizeRequest) -> JSONResponse:
         """Token ids as a text."""
-        service.known(body.model)
+        service.check_model(body.model)
         return JSONResponse({"prompt": await asyncio.to_thread(desk.tokenizer.decode, body.tokens)})
 
     @api.get("/health", response_model=None)
     async def health() -> JSONResponse:
         """Whether the process is well; 503 where it should be started anew."""
-        broken = service.worker.broken
+        broken = service.engine_thread.fatal_error
         return JSONResponse({"status": broken or "ok"}, 503 if broken else 200)
 
     @api.get("/ready", response_model=None)
     async def ready() -> JSONResponse:
         """Whether it takes requests."""
-        closed = service.gate.closed or bool(service.worker.broken)
+        closed = service.admission.closed or bool(service.engine_thread.fatal_error)
         return JSONResponse({"status": "closed" if closed else "ready"}, 503 if closed else 200)
 
-    @api.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, 401: WRONG[401]})
-    async def counted() -> Response:
+    @api.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, 401: ERROR_RESPONSES[401]})
+    async def get_metrics() -> Response:
         """For Prometheus."""
-        return Response(await service.worker.call(metrics.text), media_type="text/plain; version=0.0.4")
+        return Response(await service.engine_thread.call(metrics.render), media_type="text/plain; version=0.0.4")
 
-    @api.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> JSONResponse:
-        return error.response()
+    @api.exception_handler(APIError)
+    async def handle_api_error(request: Request, error: APIError) -> JSONResponse:
+        return error.to_response()
 
     @api.exception_handler(RequestValidationError)
-    async def wrong(request: Request, error: RequestValidationError) -> JSONResponse:
-        return invalid(error.errors()).response()
+    async def handle_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        return to_validation_error(error.errors()).to_response()
 
     @api.exception_handler(HTTPException)
-    async def other(request: Request, error: HTTPException) -> JSONResponse:
-        return Refused(error.status_code, str(error.detail), headers=error.headers).response()
+    async def handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
+        return APIError(error.status_code, str(error.detail), headers=error.headers).to_response()
 
     @api.exception_handler(ValueError)
-    async def value(request: Request, error: ValueError) -> JSONResponse:
-        return Refused(400, " ".join(str(error).split())).response()
+    async def handle_value_error(request: Request, error: ValueError) -> JSONResponse:
+        return APIError(400, " ".join(str(error).split())).to_response()
 
     if inspector:
-        looking.routes(api, service.worker, inspector)
-    api.add_middleware(Guard, keys=keys, limits=service.limits)
-    if cors:  # outermost, so that web pages can read what the guard refuses
+        looking.add_routes(api, service.engine_thread, inspector)
+    api.add_middleware(AuthMiddleware, keys=api_keys, limits=service.limits)
+    if cors_origins:  # outermost, so that web pages can read what the guard refuses
         api.add_middleware(
             CORSMiddleware,
-            allow_origins=list(cors),
+            allow_origins=list(cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    api.openapi = lambda: described(api, service, bool(keys))  # type: ignore[method-assign]
+    api.openapi = lambda: build_openapi_schema(api, service, bool(api_keys))  # type: ignore[method-assign]
     return api
 
 
-def _wrong(status: int, model: Any) -> dict[int | str, Json]:
-    return {**WRONG, status: {"model": model}}
+def _with_error_responses(status: int, model: Any) -> dict[int | str, Json]:
+    return {**ERROR_RESPONSES, status: {"model": model}}
 
 
-def _answers(model: Any) -> dict[int | str, Json]:
+def _generation_responses(model: Any) -> dict[int | str, Json]:
     """Whole, or, with stream, as events."""
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     events = {"text/event-stream": {"schema": event}}
-    return {**WRONG, 200: {"model": model, "content": events}}
+    return {**ERROR_RESPONSES, 200: {"model": model, "content": events}}
 
 
-def described(api: FastAPI, service: Service, keys: bool) -> Json:
+def build_openapi_schema(api: FastAPI, service: OpenAIServing, requires_key: bool) -> Json:
     """The OpenAPI document: errors are ours, not the framework's, and the model is the one that there is."""
     if api.openapi_schema:
         return api.openapi_schema
@@ -184,15 +184,15 @@ def described(api: FastAPI, service: Service, keys: bool) -> Json:
         found.pop(name, None)
     for body in ("ChatBody", "CompletionBody"):
         fields = found[body]["properties"]
-        fields["model"] = {"type": "string", "enum": [service.name]}
-        for field, most in (("pin", service.limits.pin_s), ("n", service.limits.choices)):
+        fields["model"] = {"type": "string", "enum": [service.model_name]}
+        for field, most in (("pin", service.limits.max_pin_s), ("n", service.limits.max_choices)):
             fields[field]["anyOf"][0]["maximum"] = most
         fields["kv_policy"]["anyOf"][0]["pattern"] = f"^({'|'.join(policies.names())})(:|$)"
         fields["speculate"]["anyOf"][0]["enum"] = [NO_SPECULATION, *service.drafters]
-    if not service.way:  # the model's template knows no tools
+    if not service.tool_format:  # the model's template knows no tools
         for field in ("tools", "tool_choice", "parallel_tool_calls"):
             del found["ChatBody"]["properties"][field]
-    if keys:
+    if requires_key:
         doc["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         doc["security"] = [{"key": []}]
     api.openapi_schema = doc

@@ -11,45 +11,45 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from retain.engine.request import SamplingParams
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
-Text = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+NonEmptyStr = Annotated[str, Field(min_length=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
+PositiveInt32 = Annotated[int, Field(ge=1, lt=2**31)]
 
 
-class Body(BaseModel):
+class StrictModel(BaseModel):
     """Exactly these fields, of exactly these types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _whole(cls, data: Any) -> Any:
+    def _coerce_integers(cls, data: Any) -> Any:
         """JSON does not tell 1.0 from 1."""
-        return {k: _int(v) for k, v in data.items()} if isinstance(data, dict) else data
+        return {k: _coerce_int(v) for k, v in data.items()} if isinstance(data, dict) else data
 
 
-def _int(x: Any, deep: int = 2) -> Any:
-    if isinstance(x, list) and deep:
-        return [_int(y, deep - 1) for y in x]
+def _coerce_int(x: Any, depth: int = 2) -> Any:
+    if isinstance(x, list) and depth:
+        return [_coerce_int(y, depth - 1) for y in x]
     return int(x) if isinstance(x, float) and x.is_integer() else x
 
 
-Biases = Annotated[
+LogitBias = Annotated[
     dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=1024),
 ]
 
 
-class StreamOptions(Body):
+class StreamOptions(StrictModel):
     """Of `stream`."""
 
     include_usage: bool = False
     include_obfuscation: bool = False  # accepted: there is nothing to hide from
 
 
-class Extras(Body):
+class ExtensionFields(StrictModel):
     """What this engine can and OpenAI's cannot; and fields of OpenAI's that change nothing here."""
 
     kv_policy: str | None = Field(None, description="What the cache keeps of this request: docs/policies.md")
@@ -61,7 +61,7 @@ class Extras(Body):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
-    stop_token_ids: Annotated[list[Token], Field(max_length=64)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(default_factory=list)
     ignore_eos: bool = False
     user: str | None = Field(None, description="Accepted; changes nothing")
     safety_identifier: str | None = Field(None, description="Accepted; changes nothing")
@@ -69,7 +69,7 @@ class Extras(Body):
     store: bool | None = Field(None, description="Accepted; nothing is stored")
 
 
-class Drawing(Extras):
+class SamplingFields(ExtensionFields):
     """How tokens are drawn."""
 
     model: str
@@ -77,15 +77,15 @@ class Drawing(Extras):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: NonEmptyStr | Annotated[list[NonEmptyStr], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Biases | None = Field(None, description="By token id")
+    logit_bias: LogitBias | None = Field(None, description="By token id")
 
-    def params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def to_sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The same for the engine. Raises ValueError."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
@@ -107,17 +107,17 @@ class Drawing(Extras):
         )
 
 
-class CompletionBody(Drawing):
+class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+    prompt: NonEmptyStr | Annotated[list[NonEmptyStr], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="The same as n, or absent")
     suffix: None = Field(None, description="Not supported")
 
     @model_validator(mode="after")
-    def _completes(self) -> CompletionBody:
+    def _check_best_of(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
             raise ValueError("best_of other than n is not supported")
         return self
@@ -129,7 +129,7 @@ class CompletionBody(Drawing):
         return [p] if isinstance(p, str) or isinstance(p[0], int) else p  # type: ignore[return-value]
 
 
-class Function(Body):
+class FunctionDefinition(StrictModel):
     """What a tool is."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -138,71 +138,71 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class ToolParam(StrictModel):
     """What a model may call."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
-class CalledFunction(Body):
+class FunctionCallParam(StrictModel):
     """What it called, with arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-class Called(Body):
+class ToolCallParam(StrictModel):
     """A call that it made."""
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionCallParam
 
 
-class Part(Body):
+class TextContentPart(StrictModel):
     """A part of a message. Only text is understood."""
 
     type: Literal["text"]
     text: str
 
 
-class Said(Body):
+class InputMessageParam(StrictModel):
     """What was said to the model."""
 
     role: Literal["system", "developer", "user", "tool"]
-    content: str | list[Part]
+    content: str | list[TextContentPart]
     name: str | None = None
     tool_call_id: str | None = None
 
 
-class Answered(Body):
+class AssistantMessageParam(StrictModel):
     """What the model said, or called."""
 
     role: Literal["assistant"]
-    content: str | list[Part] | None = None
+    content: str | list[TextContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Called] | None = None
+    tool_calls: list[ToolCallParam] | None = None
     refusal: None = None
 
 
-Message = Annotated[Said | Answered, Field(discriminator="role")]
+MessageParam = Annotated[InputMessageParam | AssistantMessageParam, Field(discriminator="role")]
 
 
-class NamedFunction(Body):
+class NamedFunction(StrictModel):
     """Of a tool."""
 
     name: str
 
 
-class ToolChoice(Body):
+class NamedToolChoice(StrictModel):
     """This one must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class Schema(Body):
+class JsonSchema(StrictModel):
     """Of `response_format`."""
 
     name: str = "answer"
@@ -211,43 +211,43 @@ class Schema(Body):
     strict: bool | None = None
 
 
-class FreeFormat(Body):
+class TextOrJsonObjectFormat(StrictModel):
     """Any text, or any JSON object."""
 
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(Body):
+class JsonSchemaFormat(StrictModel):
     """JSON of a schema."""
 
     type: Literal["json_schema"]
-    json_schema: Schema
+    json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[FreeFormat | SchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[TextOrJsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class ChatBody(Drawing):
+class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Count | None = Field(None, description="The older name of max_completion_tokens")
-    max_completion_tokens: Count | None = None
+    messages: Annotated[list[MessageParam], Field(min_length=1)]
+    max_tokens: PositiveInt32 | None = Field(None, description="The older name of max_completion_tokens")
+    max_completion_tokens: PositiveInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="Not null: logprobs, and so many")
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tools: Annotated[list[ToolParam], Field(min_length=1, max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted; a model calls what it calls")
 
     @model_validator(mode="after")
-    def _chats(self) -> ChatBody:
+    def _check_tool_choice(self) -> ChatCompletionRequest:
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice without tools")
         return self
 
 
-class TextBody(Body):
+class TokenizeCompletionRequest(StrictModel):
     """POST /tokenize, of a text."""
 
     model: str | None = None
@@ -255,16 +255,16 @@ class TextBody(Body):
     add_special_tokens: bool = True
 
 
-class TalkBody(Body):
+class TokenizeChatRequest(StrictModel):
     """POST /tokenize, of a conversation."""
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[MessageParam], Field(min_length=1)]
     add_generation_prompt: bool = True
 
 
-class DetokenizeBody(Body):
+class DetokenizeRequest(StrictModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: list[TokenId]

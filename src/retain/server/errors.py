@@ -8,7 +8,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-KINDS = {
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
@@ -21,7 +21,7 @@ KINDS = {
 }
 
 
-class Refused(Exception):
+class APIError(Exception):
     """An answer that is an error. `param`: which field of the body is to blame."""
 
     def __init__(
@@ -35,14 +35,14 @@ class Refused(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
-    def body(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        kind = KINDS.get(self.status, "server_error")
+        kind = ERROR_TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    def to_response(self) -> JSONResponse:
         """As HTTP."""
-        return JSONResponse(self.body(), self.status, dict(self.headers or {}))
+        return JSONResponse(self.to_dict(), self.status, dict(self.headers or {}))
 
 
 class ErrorDetail(BaseModel):
@@ -54,20 +54,20 @@ class ErrorDetail(BaseModel):
     code: str | None
 
 
-class Error(BaseModel):
+class ErrorResponse(BaseModel):
     """Every answer that is no answer."""
 
     error: ErrorDetail
 
 
-def invalid(errors: Sequence[Mapping[str, Any]]) -> Refused:
+def to_validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """The first thing that is wrong with a body, as pydantic tells it."""
     first = errors[0]
     if first.get("type") == "json_invalid":
-        return Refused(400, "the body is not JSON")
+        return APIError(400, "the body is not JSON")
     where = [str(part) for part in first.get("loc", ()) if part != "body" and not str(part).endswith("Body")]
     param = ".".join(where) or None
     if first.get("type") == "extra_forbidden":
-        return Refused(400, f"unknown field {param!r}", param)
+        return APIError(400, f"unknown field {param!r}", param)
     said = str(first.get("msg", "not valid")).removeprefix("Value error, ")
-    return Refused(400, f"{param}: {said}" if param else said, param)
+    return APIError(400, f"{param}: {said}" if param else said, param)

@@ -8,14 +8,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse
 
-from retain.server.errors import Refused
+from retain.server.errors import APIError
 from retain.server.inspector import Inspector
-from retain.server.worker import Worker
+from retain.server.worker import EngineThread
 
-PAGE = Path(__file__).parent / "page"
-FILES = {"": "inspect.html", "inspect.css": "inspect.css", "inspect.js": "inspect.js"}
+STATIC_FOLDER = Path(__file__).parent / "page"
+STATIC_FILES = {"": "inspect.html", "inspect.css": "inspect.css", "inspect.js": "inspect.js"}
 # Nothing is loaded from elsewhere, and nobody else's page shows this one.
-HEADERS = {
+SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -23,38 +23,38 @@ HEADERS = {
 }
 
 
-def routes(api: FastAPI, worker: Worker, inspector: Inspector) -> None:
+def add_routes(api: FastAPI, engine_thread: EngineThread, inspector: Inspector) -> None:
     """Under /inspect."""
 
-    def page(name: str) -> Any:
-        async def file() -> FileResponse:
-            return FileResponse(PAGE / name, headers=HEADERS)
+    def serve_file(file_name: str) -> Any:
+        async def send_file() -> FileResponse:
+            return FileResponse(STATIC_FOLDER / file_name, headers=SECURITY_HEADERS)
 
-        return file
+        return send_file
 
-    for path, name in FILES.items():
-        api.get(f"/inspect{'/' if path else ''}{path}", include_in_schema=False, response_model=None)(page(name))
+    for path, name in STATIC_FILES.items():
+        api.get(f"/inspect{'/' if path else ''}{path}", include_in_schema=False, response_model=None)(serve_file(name))
 
     @api.get("/inspect/state", include_in_schema=False, response_model=None)
-    async def state(request: Request) -> JSONResponse:
+    async def get_state(request: Request) -> JSONResponse:
         key = request.state.key.name
-        return JSONResponse(await worker.call(lambda: inspector.state(key)))
+        return JSONResponse(await engine_thread.call(lambda: inspector.get_state(key)))
 
     @api.get("/inspect/requests/{number}", include_in_schema=False, response_model=None)
-    async def look(number: int, request: Request, layer: int | None = None) -> JSONResponse:
+    async def get_request(request_id: int, request: Request, layer: int | None = None) -> JSONResponse:
         key = request.state.key.name
         if layer is not None and not 0 <= layer < inspector.llm.spec.num_layers:
-            raise Refused(400, f"layers are 0 to {inspector.llm.spec.num_layers - 1}", "layer")
-        found = await worker.call(lambda: inspector.look(number, key, layer))
-        return _there(found)
+            raise APIError(400, f"layers are 0 to {inspector.llm.spec.num_layers - 1}", "layer")
+        found = await engine_thread.call(lambda: inspector.get_request_detail(request_id, key, layer))
+        return _json_or_404(found)
 
     @api.get("/inspect/requests/{number}/tokens/{place}", include_in_schema=False, response_model=None)
-    async def token(number: int, place: int, request: Request) -> JSONResponse:
+    async def get_token(request_id: int, position: int, request: Request) -> JSONResponse:
         key = request.state.key.name
-        return _there(await worker.call(lambda: inspector.token(number, key, place)))
+        return _json_or_404(await engine_thread.call(lambda: inspector.get_token_detail(request_id, key, position)))
 
 
-def _there(found: dict[str, Any] | None) -> JSONResponse:
+def _json_or_404(found: dict[str, Any] | None) -> JSONResponse:
     if found is None:
-        raise Refused(404, "there is no such request, or no more")
+        raise APIError(404, "there is no such request, or no more")
     return JSONResponse(found)

@@ -39,47 +39,47 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
-class SaidFunction(BaseModel):
+class FunctionCall(BaseModel):
     """Arguments are JSON, as text."""
 
     name: str
     arguments: str
 
 
-class SaidCall(BaseModel):
+class ToolCall(BaseModel):
     """A call of a tool."""
 
     id: str
     type: str
-    function: SaidFunction
+    function: FunctionCall
 
 
-class SaidMessage(BaseModel):
+class ChatCompletionMessage(BaseModel):
     """What the model says."""
 
     role: str
     content: str | None
     refusal: None
-    tool_calls: list[SaidCall] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
-class ChatSaid(BaseModel):
+class ChatCompletionResponseChoice(BaseModel):
     """One answer."""
 
     index: int
-    message: SaidMessage
+    message: ChatCompletionMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
 
 
-class Chat(BaseModel):
+class ChatCompletionResponse(BaseModel):
     """An answer of /v1/chat/completions. `retain`: what the cache and the drafts cost, answer by answer."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[ChatSaid]
+    choices: list[ChatCompletionResponseChoice]
     usage: Usage
     retain: list[Json]
 
@@ -93,7 +93,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionSaid(BaseModel):
+class CompletionResponseChoice(BaseModel):
     """One answer."""
 
     index: int
@@ -102,14 +102,14 @@ class CompletionSaid(BaseModel):
     finish_reason: str
 
 
-class Completion(BaseModel):
+class CompletionResponse(BaseModel):
     """An answer of /v1/completions. `retain`: as in Chat."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[CompletionSaid]
+    choices: list[CompletionResponseChoice]
     usage: Usage
     retain: list[Json]
 
@@ -132,7 +132,7 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class Tokenized(BaseModel):
+class TokenizeResponse(BaseModel):
     """Of /tokenize."""
 
     tokens: list[int]
@@ -140,7 +140,7 @@ class Tokenized(BaseModel):
     max_model_len: int
 
 
-class Detokenized(BaseModel):
+class DetokenizeResponse(BaseModel):
     """Of /detokenize."""
 
     prompt: str

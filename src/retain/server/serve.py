@@ -14,47 +14,47 @@ import uvicorn
 
 from retain.kv.span import reset_cpu_affinity
 from retain.llm import LLM
-from retain.server.app import app
+from retain.server.app import create_app
 from retain.server.inspector import Inspector
-from retain.server.keys import Keys
+from retain.server.keys import ApiKeys
 from retain.server.limits import Limits
 from retain.server.metrics import Metrics
-from retain.server.service import Service
-from retain.server.worker import Worker
+from retain.server.service import OpenAIServing
+from retain.server.worker import EngineThread
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerConfig:
     """Where and for whom to serve. `drafters`: whom requests may ask for."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    name: str = "model"
-    keys: Keys = field(default_factory=lambda: Keys({}))
+    served_model_name: str = "model"
+    api_keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
     limits: Limits = field(default_factory=Limits)
-    cors: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
     drafters: Sequence[str] = ()
-    inspect: bool = False  # /inspect is there; watching costs a little
+    enable_inspector: bool = False  # /inspect is there; watching costs a little
     metrics_prefix: str = "retain_"  # vllm: makes dashboards for vLLM show us
-    drain_s: int = 300  # for what runs to end, once nobody new is let in
+    shutdown_timeout: int = 300  # for what runs to end, once nobody new is let in
 
 
-def announce(server: Draining) -> None:
+def print_url(server: GracefulServer) -> None:
     """Where it listens, on stderr."""
-    print(f"retain: {server.service.name} at {server.url}", file=sys.stderr, flush=True)
+    print(f"retain: {server.service.model_name} at {server.url}", file=sys.stderr, flush=True)
 
 
-def serve(make: Callable[[], LLM], place: Place, told: Callable[[Draining], None] = announce) -> None:
+def serve(load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] = print_url) -> None:
     """Until SIGTERM or SIGINT; then what runs is finished, and what waits is refused. `told` when it listens.
 
     Raises what `make` raises.
     """
     sys.setswitchinterval(0.001)  # the engine and the event loop take turns; neither waits for the other for long
-    with asyncio.Runner(loop_factory=_loop()) as runner:
-        runner.run(_serve(make, place, told))
+    with asyncio.Runner(loop_factory=_get_loop_factory()) as runner:
+        runner.run(_serve(load_llm, server_config, on_ready))
 
 
-def _loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def _get_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:
@@ -63,52 +63,52 @@ def _loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-async def _serve(make: Callable[[], LLM], place: Place, told: Callable[[Draining], None]) -> None:
+async def _serve(load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None]) -> None:
     reset_cpu_affinity()  # OpenMP pins threads to cores, and the engine's thread is not this one
-    worker = Worker(make)
+    worker = EngineThread(load_llm)
     llm = await worker.start()
     try:
-        for drafter in place.drafters:
+        for drafter in server_config.drafters:
             await worker.call(partial(llm.add_drafter, drafter))
-        metrics = Metrics(llm, place.metrics_prefix)
+        metrics = Metrics(llm, server_config.metrics_prefix)
         worker.observers.append(metrics)
-        inspector = Inspector(llm) if place.inspect else None
+        inspector = Inspector(llm) if server_config.enable_inspector else None
         if inspector:
             worker.observers.append(inspector)
-        service = Service(llm, worker, place.limits, place.name, place.drafters)
+        service = OpenAIServing(llm, worker, server_config.limits, server_config.served_model_name, server_config.drafters)
         config = uvicorn.Config(
-            app(service, metrics, place.keys, place.cors, inspector),
-            host=place.host,
-            port=place.port,
+            create_app(service, metrics, server_config.api_keys, server_config.cors_origins, inspector),
+            host=server_config.host,
+            port=server_config.port,
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=place.drain_s,
+            timeout_graceful_shutdown=server_config.shutdown_timeout,
         )
-        await Draining(config, service, told).serve()
+        await GracefulServer(config, service, on_ready).serve()
     finally:
         await worker.stop()
 
 
-class Draining(uvicorn.Server):
+class GracefulServer(uvicorn.Server):
     """Told to end, it lets nobody in, refuses who waits, and finishes what runs. Told twice, it ends."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, told: Callable[[Draining], None]):
+    def __init__(self, config: uvicorn.Config, service: OpenAIServing, on_ready: Callable[[GracefulServer], None]):
         super().__init__(config)
-        self.service, self.told = service, told
+        self.service, self.on_ready = service, on_ready
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came."""
         self.force_exit = self.should_exit
         if not self.should_exit:
-            self.should_exit = self.service.gate.closed = True
-            self.service.worker.refuse()
+            self.should_exit = self.service.admission.closed = True
+            self.service.engine_thread.reject_waiting()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """It listens."""
         await super().startup(sockets)
         if self.started:
-            self.told(self)
+            self.on_ready(self)
 
     @property
     def url(self) -> str:

@@ -19,130 +19,130 @@ from starlette.types import Receive, Scope, Send
 
 from retain.desk import Processor
 from retain.engine.request import Request, FinishReason
-from retain.server.errors import Refused
-from retain.server.shapes import ChatChoice, CompletionChoice, Json
-from retain.server.worker import Failed, News, Order, Worker
+from retain.server.errors import APIError
+from retain.server.shapes import ChatChoiceBuilder, CompletionChoiceBuilder, Json
+from retain.server.worker import EngineError, OutputDelta, RequestGroup, EngineThread
 
 
 @dataclass
-class Saying:
+class ResponseBuilder:
     """How an order's answers are said."""
 
-    prefix: str
-    whole: str  # of "object"
-    part: str
-    choices: Sequence[ChatChoice | CompletionChoice]
-    told: Callable[[int], Json]  # the whole of choice i
-    parts: Callable[[News], list[Json]]
-    usage: bool  # at the end of a stream
+    id_prefix: str
+    object_name: str  # of "object"
+    chunk_object_name: str
+    choices: Sequence[ChatChoiceBuilder | CompletionChoiceBuilder]
+    build_choice: Callable[[int], Json]  # the whole of choice i
+    build_chunks: Callable[[OutputDelta], list[Json]]
+    include_usage: bool  # at the end of a stream
 
 
-GRACE = 5.0  # seconds to tell somebody that it is too late
+WRITE_GRACE_S = 5.0  # seconds to tell somebody that it is too late
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """Who asked does not listen any more."""
 
 
-class Spoken(Response):
+class GenerationResponse(Response):
     """An order's answers, whole or as server-sent events. Who hangs up ends it."""
 
     def __init__(
-        self, worker: Worker, model: str, until: float, order: Order, saying: Saying, stream: bool, inside: ExitStack
+        self, engine_thread: EngineThread, model_name: str, deadline: float, group: RequestGroup, builder: ResponseBuilder, stream: bool, admission: ExitStack
     ):
         """`model` is its name; after `until`, on the loop's clock, it is too late; `inside` is left at the end."""
         super().__init__()
-        self.worker, self.until, self.order, self.saying = worker, until, order, saying
-        self.stream, self.inside = stream, inside
-        self.head = {
-            "id": f"{saying.prefix}{uuid4().hex}",
-            "object": saying.part if stream else saying.whole,
+        self.engine_thread, self.deadline, self.group, self.builder = engine_thread, deadline, group, builder
+        self.stream, self.admission = stream, admission
+        self.envelope = {
+            "id": f"{builder.id_prefix}{uuid4().hex}",
+            "object": builder.chunk_object_name if stream else builder.object_name,
             "created": int(time()),
-            "model": model,
+            "model": model_name,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        with self.inside:
-            late = asyncio.get_running_loop().call_at(self.until, self._late)
-            left = asyncio.create_task(self._listen(receive))
+        with self.admission:
+            late = asyncio.get_running_loop().call_at(self.deadline, self._on_timeout)
+            left = asyncio.create_task(self._watch_disconnect(receive))
             try:
-                async with asyncio.timeout_at(self.until + GRACE):  # who does not read is not waited for either
-                    await (self._stream(scope, receive, send) if self.stream else self._whole(scope, receive, send))
-            except (Gone, TimeoutError):
+                async with asyncio.timeout_at(self.deadline + WRITE_GRACE_S):  # who does not read is not waited for either
+                    await (self._send_stream(scope, receive, send) if self.stream else self._send_full(scope, receive, send))
+            except (ClientDisconnected, TimeoutError):
                 pass
             finally:
                 late.cancel()
                 left.cancel()
-                self.worker.cancel(self.order)
+                self.engine_thread.cancel(self.group)
 
-    def _late(self) -> None:
-        self.worker.cancel(self.order)
-        self.order.fail(Refused(408, "the answer took too long"))
+    def _on_timeout(self) -> None:
+        self.engine_thread.cancel(self.group)
+        self.group.fail(APIError(408, "the answer took too long"))
 
-    async def _listen(self, receive: Receive) -> None:
+    async def _watch_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.order.fail(Gone())
+        self.group.fail(ClientDisconnected())
 
-    async def _news(self) -> AsyncIterator[list[News]]:
-        left = len(self.order.replies)
+    async def _iter_deltas(self) -> AsyncIterator[list[OutputDelta]]:
+        left = len(self.group.request_states)
         while left:
-            news = await self.order.wait()
-            if any(n.why is FinishReason.FAILED for n in news):
-                raise Refused(400, "the form of the answer is too complex to be followed", "response_format")
+            news = await self.group.get_deltas()
+            if any(n.finish_reason is FinishReason.FAILED for n in news):
+                raise APIError(400, "the form of the answer is too complex to be followed", "response_format")
             yield news
-            left -= sum(n.why is not None for n in news)
+            left -= sum(n.finish_reason is not None for n in news)
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_full(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for news in self._news():
+            async for news in self._iter_deltas():
                 for n in news:
-                    self.saying.choices[n.index].add(n)
-        except (Failed, Refused) as error:
-            await _refusal(error).response()(scope, receive, send)
+                    self.builder.choices[n.index].update(n)
+        except (EngineError, APIError) as error:
+            await _to_api_error(error).to_response()(scope, receive, send)
             return
-        said = [self.saying.told(i) for i in range(len(self.saying.choices))]
-        data = orjson.dumps({**self.head, "choices": said, **self._counted()})
+        said = [self.builder.build_choice(i) for i in range(len(self.builder.choices))]
+        data = orjson.dumps({**self.envelope, "choices": said, **self._usage_fields()})
         await Response(data, media_type="application/json")(scope, receive, send)
 
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         end: Json | None = None
         try:
-            async for news in self._news():
-                chunks = [chunk for n in news for chunk in self.saying.parts(n)]
-                if data := b"".join(self._event([chunk]) for chunk in chunks):
+            async for news in self._iter_deltas():
+                chunks = [chunk for n in news for chunk in self.builder.build_chunks(n)]
+                if data := b"".join(self._encode_event([chunk]) for chunk in chunks):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-        except (Failed, Refused) as error:
-            end = _refusal(error).body()
-        last = b"data: " + orjson.dumps(end) + b"\n\n" if end else self._last()
+        except (EngineError, APIError) as error:
+            end = _to_api_error(error).to_dict()
+        last = b"data: " + orjson.dumps(end) + b"\n\n" if end else self._encode_end()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _event(self, choices: list[Json], **more: Any) -> bytes:
-        if self.saying.usage and not more:
-            more = {"usage": None}
-        return b"data: " + orjson.dumps({**self.head, "choices": choices, **more}) + b"\n\n"
+    def _encode_event(self, choices: list[Json], **fields: Any) -> bytes:
+        if self.builder.include_usage and not fields:
+            fields = {"usage": None}
+        return b"data: " + orjson.dumps({**self.envelope, "choices": choices, **fields}) + b"\n\n"
 
-    def _last(self) -> bytes:
-        usage = self._event([], **self._counted()) if self.saying.usage else b""
+    def _encode_end(self) -> bytes:
+        usage = self._encode_event([], **self._usage_fields()) if self.builder.include_usage else b""
         return usage + b"data: [DONE]\n\n"
 
-    def _counted(self) -> Json:
-        return {"usage": usage(self.order, self.saying), "retain": cost(self.worker.llm.processor, self.order)}
+    def _usage_fields(self) -> Json:
+        return {"usage": build_usage(self.group, self.builder), "retain": build_request_stats(self.engine_thread.llm.processor, self.group)}
 
 
-def usage(order: Order, saying: Saying) -> Json:
+def build_usage(group: RequestGroup, builder: ResponseBuilder) -> Json:
     """Tokens of an order that has ended: each prompt once."""
     prompts: dict[int, list[Request]] = {}
-    for reply in order.replies:
+    for reply in group.request_states:
         prompts.setdefault(id(reply.request.prompt), []).append(reply.request)
     asked = sum(len(rs[0].prompt) for rs in prompts.values())
-    said = sum(c.tokens for c in saying.choices)
+    said = sum(c.num_tokens for c in builder.choices)
     details = {"cached_tokens": sum(max(r.num_cached_tokens for r in rs) for rs in prompts.values())}
-    if order.pinned:
-        details["pinned_tokens"] = order.pinned
+    if group.num_pinned_tokens:
+        details["pinned_tokens"] = group.num_pinned_tokens
     return {
         "prompt_tokens": asked,
         "completion_tokens": said,
@@ -151,15 +151,15 @@ def usage(order: Order, saying: Saying) -> Json:
     }
 
 
-def cost(desk: Processor, order: Order) -> list[Json]:
+def build_request_stats(processor: Processor, group: RequestGroup) -> list[Json]:
     """What the cache and the drafts of each answer came to."""
     out = []
-    for reply in order.replies:
-        answer = desk.to_output(reply)
+    for reply in group.request_states:
+        answer = processor.to_output(reply)
         told = {k: v for k, v in answer.kv.items() if k != "groups"}
         out.append({"kv": told, "speculate": answer.speculate, "preempted": answer.num_preemptions})
     return out
 
 
-def _refusal(error: Exception) -> Refused:
-    return error if isinstance(error, Refused) else Refused(getattr(error, "status", 500), str(error))
+def _to_api_error(error: Exception) -> APIError:
+    return error if isinstance(error, APIError) else APIError(getattr(error, "status", 500), str(error))

@@ -144,24 +144,24 @@ class CpuProgram:
         kv: KV,
         tables: Tables,
         slot_mapping: Tensor,
-        ids: Tensor,
-        pos: Tensor,
+        input_ids: Tensor,
+        positions: Tensor,
         logits_indices: Tensor,
         scoring: AttentionScoring | None = None,
         before_attention: Callable[[int, Tensor], None] | None = None,
         after_attention: Callable[[int], None] | None = None,
     ) -> Tensor:
-        N, T, B = len(logits_indices), len(ids), len(tables.rows)
+        N, T, B = len(logits_indices), len(input_ids), len(tables.rows)
         layers, _, G, _ = tables.pages.shape
-        if pos.shape != (T,) or slot_mapping.shape != (layers, G, T) or tables.query_start_loc.shape != (B + 1,):
-            raise ValueError(f"run: {T} ids, positions {list(pos.shape)} and slots {list(slot_mapping.shape)} do not fit")
+        if positions.shape != (T,) or slot_mapping.shape != (layers, G, T) or tables.query_start_loc.shape != (B + 1,):
+            raise ValueError(f"run: {T} ids, positions {list(positions.shape)} and slots {list(slot_mapping.shape)} do not fit")
         told.check_scoring(scoring, T, B)
         if len(self._logits) < N:
             self._logits = torch.empty(N, self._shapes.widths[LOGITS_BUFFER])
         step = (
             told.to_c_pool(kv), told.to_c_tables(tables), layers,
             tables.pages.stride(0), tables.counts.stride(0), tables.windows.stride(0),
-            ids.data_ptr(), pos.data_ptr(), logits_indices.data_ptr(), self._logits.data_ptr(), T, N,
+            input_ids.data_ptr(), positions.data_ptr(), logits_indices.data_ptr(), self._logits.data_ptr(), T, N,
             slot_mapping.data_ptr(), *slot_mapping.stride(), told.to_c_scoring(scoring),
         )  # fmt: skip
         begin = 0

@@ -54,7 +54,7 @@ class TritonProgram:
         weight = self._to_dense(table)
 
         def op(s: DeviceStep) -> None:
-            found = F.embedding(s.ids, weight)
+            found = F.embedding(s.input_ids, weight)
             s.buffers[out] = found if factor == 1 else found * factor
 
         self._ops.append(op)
@@ -64,7 +64,7 @@ class TritonProgram:
         weight = self._to_dense(table)
 
         def op(s: DeviceStep) -> None:
-            s.buffers[out] = s.buffers[out] + F.embedding((s.pos + offset).clamp(min=0), weight)  # nobody's is -1
+            s.buffers[out] = s.buffers[out] + F.embedding((s.positions + offset).clamp(min=0), weight)  # nobody's is -1
 
         self._ops.append(op)
 
@@ -137,13 +137,13 @@ class TritonProgram:
             if turn and len(q):
                 some, given, q = tokens_per_program(len(q), 8), q, torch.empty(len(q), H, D, dtype=q.dtype, device=q.device)
                 rows.rope[(triton.cdiv(len(q), some), H)](
-                    given, *given.stride()[:2], q, s.pos, len(q), turn.freqs, len(turn.freqs), turn.attention_factor,
+                    given, *given.stride()[:2], q, s.positions, len(q), turn.freqs, len(turn.freqs), turn.attention_factor,
                     H=H, D=D, DP=triton.next_power_of_2(D), T=some, INTERLEAVED=turn.interleaved, num_warps=4 if some > 1 else 1,
                 )  # fmt: skip
             if s.before_attention:
                 s.before_attention(layer, q)
-            attention.write(s.kv, s.slot_mapping[layer], k, v, s.pos, turn)
-            o = attention.attend(q, s.kv, s.tables.for_layer(layer), s.plan, s.pos, scale, alibi, layer)
+            attention.write(s.kv, s.slot_mapping[layer], k, v, s.positions, turn)
+            o = attention.attend(q, s.kv, s.tables.for_layer(layer), s.plan, s.positions, scale, alibi, layer)
             s.buffers[out] = o.flatten(1)
             if s.after_attention:
                 s.after_attention(layer)
@@ -169,23 +169,23 @@ class TritonProgram:
         kv: KV,
         tables: Tables,
         slot_mapping: Tensor,
-        ids: Tensor,
-        pos: Tensor,
+        input_ids: Tensor,
+        positions: Tensor,
         logits_indices: Tensor,
         scoring: AttentionScoring | None = None,
         before_attention: Callable[[int, Tensor], None] | None = None,
         after_attention: Callable[[int], None] | None = None,
     ) -> Tensor:
-        T, (layers, _, G, _) = len(ids), tables.pages.shape
-        if pos.shape != (T,) or slot_mapping.shape != (layers, G, T) or tables.query_start_loc.shape != (len(tables.rows) + 1,):
-            raise ValueError(f"run: {T} ids, positions {list(pos.shape)} and slots {list(slot_mapping.shape)} do not fit")
+        T, (layers, _, G, _) = len(input_ids), tables.pages.shape
+        if positions.shape != (T,) or slot_mapping.shape != (layers, G, T) or tables.query_start_loc.shape != (len(tables.rows) + 1,):
+            raise ValueError(f"run: {T} ids, positions {list(positions.shape)} and slots {list(slot_mapping.shape)} do not fit")
         if not (before_attention or after_attention):
-            found = self._graphs.run(HostStep(kv, tables, slot_mapping, ids, pos, logits_indices, scoring), self._num_queries_per_kv)
+            found = self._graphs.run(HostStep(kv, tables, slot_mapping, input_ids, positions, logits_indices, scoring), self._num_queries_per_kv)
             if found is not None:
                 return found
         work = attention.plan_attention(tables, self._num_queries_per_kv, self._head_dim, kv, scoring)
-        slot_mapping, ids, pos, logits_indices = (x.to(self.device, non_blocking=True) for x in (slot_mapping, ids, pos, logits_indices))
-        return self._forward(DeviceStep(kv, tables, work, slot_mapping, ids, pos, logits_indices, before_attention, after_attention))
+        slot_mapping, input_ids, positions, logits_indices = (x.to(self.device, non_blocking=True) for x in (slot_mapping, input_ids, positions, logits_indices))
+        return self._forward(DeviceStep(kv, tables, work, slot_mapping, input_ids, positions, logits_indices, before_attention, after_attention))
 
     def _forward(self, s: DeviceStep) -> Tensor:
         for op in self._ops:

@@ -91,8 +91,8 @@ class GraphInputs:
         """Those of a step; who pads has none."""
         if self.copy_done:
             self.copy_done.synchronize()
-        tables, B, T, here = step.tables, len(step.tables.rows), len(step.ids), self.host_views
-        for name, x in {"ids": step.ids, "pos": step.pos, **(vars(step.scoring) if step.scoring else {})}.items():
+        tables, B, T, here = step.tables, len(step.tables.rows), len(step.input_ids), self.host_views
+        for name, x in {"ids": step.input_ids, "pos": step.positions, **(vars(step.scoring) if step.scoring else {})}.items():
             here[name][: len(x)] = x
         here["pos"][T:] = -1
         jobs = here["jobs"].view(-1, 6)
@@ -122,7 +122,7 @@ class CUDAGraphRunner:
 
     def run(self, step: HostStep, R: int) -> Tensor | None:
         """The logits [T, V], good until the next step; None: this step is no such step, or came too seldom."""
-        kv, tables, T, B = step.kv, step.tables, len(step.ids), len(step.tables.rows)
+        kv, tables, T, B = step.kv, step.tables, len(step.input_ids), len(step.tables.rows)
         fresh = tables.query_start_loc.diff()
         padded = pad_batch_size(B)
         if not B or T % B or padded is None or len(step.logits_indices) != T or not bool((fresh == T // B).all()):

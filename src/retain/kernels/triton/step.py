@@ -18,8 +18,8 @@ class HostStep:
     kv: KV
     tables: Tables  # of all layers
     slot_mapping: Tensor  # int32 [L, G, T]
-    ids: Tensor  # int64 [T]
-    pos: Tensor  # int32 [T]
+    input_ids: Tensor  # int64 [T]
+    positions: Tensor  # int32 [T]
     logits_indices: Tensor  # int64 [N]
     scoring: AttentionScoring | None
 
@@ -32,8 +32,8 @@ class DeviceStep:
     tables: Tables  # of all layers
     plan: AttentionPlan
     slot_mapping: Tensor  # int32 [L, G, T]
-    ids: Tensor  # [T]
-    pos: Tensor  # int32 [T]
+    input_ids: Tensor  # [T]
+    positions: Tensor  # int32 [T]
     logits_indices: Tensor | None  # int64 [N]; None: all
     before_attention: Callable[[int, Tensor], None] | None = None
     after_attention: Callable[[int], None] | None = None
