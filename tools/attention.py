@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from retain import kernels
-from retain.kv import policies
-from retain.kv.cache import Cache
-from retain.kv.needs import KVCacheSpec
+from retain.kv.capacity import KVCacheSpec
+from retain.kv.eviction import policies
+from retain.kv.memory.cache import Cache
 
 SLOTS, CHUNK = 4096, 512
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from retain.models.find import resolve_model
-from retain.text import Tokenizer
+from retain.models.resolve import resolve_model
+from retain.processing import Tokenizer
 
 PROMPT_LENS = "20,30,40,60,80,100,150,200,250,300,400,500,600,800,1000,1250,1500,2000,2500,3000"
 
@@ -49,7 +49,18 @@ def run_retain(text: str, model: str, max_tokens: int) -> dict:
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        command = [sys.executable, "-m", "retain.cli", "run", "-f", file.name, "--model", model, "--dtype", "float32"]
+        command = [
+            sys.executable,
+            "-m",
+            "retain.cli.main",
+            "run",
+            "-f",
+            file.name,
+            "--model",
+            model,
+            "--dtype",
+            "float32",
+        ]
         command += ["--max-tokens", str(max_tokens), "--temperature", "0", "--json"]
         return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -89,7 +100,9 @@ def main() -> int:
 
 def is_tie(reference_model, ids: torch.Tensor, expected: list[int], actual: list[int]) -> bool:
     """Print the first difference with the logits that decided it; True when they are within float32 noise."""
-    at = next((i for i, (x, y) in enumerate(zip(expected, actual, strict=False)) if x != y), min(len(expected), len(actual)))
+    at = next(
+        (i for i, (x, y) in enumerate(zip(expected, actual, strict=False)) if x != y), min(len(expected), len(actual))
+    )
     with torch.inference_mode():
         logits = reference_model(torch.cat((ids, torch.tensor([expected[:at]], dtype=torch.long)), dim=1)).logits[0, -1]
     x, y = logits[expected[at]].item(), logits[actual[at]].item()

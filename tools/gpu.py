@@ -86,7 +86,9 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
 
 def kernel_constants(options: dict[str, Any]) -> Line:
     """What a kernel was made for."""
-    return {k: v for k, v in options.items() if k in ("D", "M", "R", "SPLIT", "UPDATE_MASS", "NOISE", "ROPE", "num_warps")}
+    return {
+        k: v for k, v in options.items() if k in ("D", "M", "R", "SPLIT", "UPDATE_MASS", "NOISE", "ROPE", "num_warps")
+    }
 
 
 def kernel_usage(kernel: Any, triton: Path) -> Line:
@@ -119,7 +121,8 @@ LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool]] = 
 
 def launch_kernels(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], with_masses: bool, alibi: bool) -> None:
     """A step of two kv heads, and everything else that there is a kernel for."""
-    from retain.kernels import Tables, triton
+    from retain.kernels import triton
+    from retain.kernels.api import Tables
     from retain.kernels.triton import attention, forward
 
     G, B, T, n = 2, len(fresh), sum(fresh), 40
@@ -163,7 +166,7 @@ def as_single_layer(tables: Any) -> Any:
 
 def keyformer_scoring(T: int, B: int, device: str = "cpu") -> Any:
     """Keyformer's, of every query."""
-    from retain.kernels import GUMBEL, AttentionScoring
+    from retain.kernels.api import GUMBEL, AttentionScoring
 
     i = torch.ones(B, dtype=torch.int32)
     parts = torch.ones(T), torch.full((T,), 1.5), torch.ones(B), i * GUMBEL, i, i
@@ -207,7 +210,8 @@ def measure_bandwidth() -> float:
 
 def bench_attention(with_masses: bool) -> Iterator[Line]:
     """A decode step of one layer, over caches that are larger than what stays near the cores."""
-    from retain.kernels import NO_WINDOW, Tables, triton
+    from retain.kernels import triton
+    from retain.kernels.api import NO_WINDOW, Tables
     from retain.kernels.triton import attention as a
 
     device, peak = torch.device("cuda"), measure_bandwidth()
@@ -237,7 +241,9 @@ def bench_attention(with_masses: bool) -> Iterator[Line]:
                 names, works = ["plain", "h2o", "keyformer"], [ours(sparse)]
                 for asked in (keyformer_scoring(B, B), keyformer_scoring(B, B)):
                     h2o = len(works) == 1
-                    asked = replace(asked, noise=asked.noise * 0, temperature=asked.temperature * 0 + 1) if h2o else asked
+                    asked = (
+                        replace(asked, noise=asked.noise * 0, temperature=asked.temperature * 0 + 1) if h2o else asked
+                    )
                     works.append(ours(sparse, asked))
                 times = time_graphs(works)
                 yield {**line, **{f"{k}_over_plain": t / times[0] for k, t in zip(names, times, strict=True)}}
@@ -280,9 +286,17 @@ def bench_decode(model: str, device: str, memory: str | None, prompt_len: int, o
     from retain.bench.budget import time_side_by_side
     from retain.llm import LLM
 
-    sizes = {"context": prompt_len + output_len, "max_running_requests": 256, "max_batched_tokens": min(8192, prompt_len), "kv_memory": memory}
+    sizes = {
+        "context": prompt_len + output_len,
+        "max_running_requests": 256,
+        "max_batched_tokens": min(8192, prompt_len),
+        "kv_memory": memory,
+    }
     llm = LLM(model, device=device, prefix="off", **sizes)
-    S, total = llm.cache.page_size, llm.cache.total_pages // (llm.spec.num_layers * llm.spec.num_kv_heads)  # pages of a head
+    S, total = (
+        llm.cache.page_size,
+        llm.cache.total_pages // (llm.spec.num_layers * llm.spec.num_kv_heads),
+    )  # pages of a head
     pages = -(-(prompt_len + output_len) // S)  # of an answer that keeps all
     whole = min(total // pages, 64)
     if not whole:
@@ -304,16 +318,26 @@ def bench_decode(model: str, device: str, memory: str | None, prompt_len: int, o
 def bench_speculate(model: str, device: str, prompt_len: int) -> Iterator[Line]:
     """A long text, answered with and without drafts of the model itself on a few pages."""
     from retain.desk import GenerateRequest
-    from retain.engine.request import SamplingParams
     from retain.llm import LLM
+    from retain.sampling_params import SamplingParams
 
     params, plain = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True), 0.0
     for drafter in (None, "self:k=4", "self:k=4,budget=1024", "self"):
-        llm = LLM(model, device=device, context=prompt_len + 256, max_running_requests=2, speculate=drafter, prefix="off")
-        text = torch.randint(300, llm.spec.vocab_size, (prompt_len,), generator=torch.Generator().manual_seed(0)).tolist()
+        llm = LLM(
+            model, device=device, context=prompt_len + 256, max_running_requests=2, speculate=drafter, prefix="off"
+        )
+        text = torch.randint(
+            300, llm.spec.vocab_size, (prompt_len,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         answer = llm.generate_from_requests([GenerateRequest(text, params)])[0]
         speed, plain = answer.decode_tok_s, plain or answer.decode_tok_s
-        line = {"model": model, "prompt": prompt_len, "drafter": drafter or "none", "tok_s": speed, "over": speed / plain}
+        line = {
+            "model": model,
+            "prompt": prompt_len,
+            "drafter": drafter or "none",
+            "tok_s": speed,
+            "over": speed / plain,
+        }
         yield line | (answer.speculate or {})
         llm.close()
         del llm
@@ -326,7 +350,7 @@ def bench_transformers(model: str, device: str, prompt_len: int, output_len: int
     """transformers' own generation on the same shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from retain.models.find import resolve_model
+    from retain.models.resolve import resolve_model
 
     config = AutoConfig.from_pretrained(resolve_model(model))
     with torch.device(device):

@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from retain.answer import RequestOutput
 from retain.bench.tasks import load_records
-from retain.engine.request import SamplingParams
 from retain.llm import LLM
+from retain.outputs import RequestOutput
+from retain.sampling_params import SamplingParams
 
 POLICIES = ("full", "sinks:budget=300", "snapkv:budget=30%", "h2o:budget=40%", "knorm:budget=50%")
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
@@ -39,7 +39,9 @@ def offload_all(llm: LLM) -> None:
     reuse.offloader.sync()
 
 
-def report_mismatch(model: str, policy: str, scenario: str, outputs: list[RequestOutput], expected: dict[str, list[list[int]]]) -> bool:
+def report_mismatch(
+    model: str, policy: str, scenario: str, outputs: list[RequestOutput], expected: dict[str, list[list[int]]]
+) -> bool:
     """Whether they are not what was expected."""
     same = [a.token_ids for a in outputs] == expected[policy]
     share = sum(a.cached_tokens for a in outputs) / sum(a.prompt_tokens for a in outputs)

@@ -104,7 +104,9 @@ async def soak(url, process, concurrency, seconds):
             now = await fetch_metrics(session, url)
             names = ("running", "waiting")
             state = " ".join(f"{n} {now[f'retain_num_requests_{n}']:.0f}" for n in names)
-            print(f"{seconds - (end - perf_counter()):6.0f} s: {resident_mib(process):6.0f} MiB  {state}  {dict(found)}")
+            print(
+                f"{seconds - (end - perf_counter()):6.0f} s: {resident_mib(process):6.0f} MiB  {state}  {dict(found)}"
+            )
         await asyncio.gather(*tasks)
         await asyncio.sleep(1)
         now = await fetch_metrics(session, url)

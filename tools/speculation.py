@@ -13,16 +13,19 @@ from pathlib import Path
 
 from retain.bench.speculate import load_prompts
 from retain.engine import drafters
-from retain.engine.loop import Engine
-from retain.engine.request import Request, SamplingParams
-from retain.kv import policies
+from retain.engine.engine import Engine
+from retain.engine.request import Request
+from retain.kv.eviction import policies
 from retain.llm import LLM
+from retain.sampling_params import SamplingParams
 
 DRAFTERS = ("ngram", "ngram:k=4,min=1", "draft:model={},k=3", "self:k=3,budget=128")
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
-def generate_answers(llm: LLM, drafter_spec: str | None, texts: list[list[int]], policy: str, output_len: int, batch_size: int) -> list[list[int]]:
+def generate_answers(
+    llm: LLM, drafter_spec: str | None, texts: list[list[int]], policy: str, output_len: int, batch_size: int
+) -> list[list[int]]:
     """Of all texts, so many at once."""
     drafter = drafters.parse(drafter_spec) if drafter_spec else None
     if drafter:

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from retain import kernels
-from retain.engine.loop import Engine
-from retain.engine.request import Request, SamplingParams
-from retain.kv import policies
-from retain.kv.cache import Cache
-from retain.kv.needs import KVCacheSpec
+from retain.engine.engine import Engine
+from retain.engine.request import Request
+from retain.kv.capacity import KVCacheSpec
+from retain.kv.eviction import policies
+from retain.kv.memory.cache import Cache
+from retain.sampling_params import SamplingParams
 
 KV_SPECS = {  # layers, kv heads and head dim of the embedded models; windows as in their files
     "smollm2": KVCacheSpec(3, 64, (None,) * 30),

@@ -10,21 +10,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retain.answer import RequestOutput as RequestOutput
-    from retain.answer import StreamChunk as StreamChunk
-    from retain.engine.request import SamplingParams as SamplingParams
     from retain.llm import LLM as LLM
+    from retain.outputs import RequestOutput as RequestOutput
+    from retain.outputs import StreamChunk as StreamChunk
+    from retain.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "StreamChunk", "SamplingParams"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StreamChunk"]
 
 
 def __getattr__(name: str) -> Any:
     homes = {
         "LLM": "retain.llm",
-        "Answer": "retain.answer",
-        "Piece": "retain.answer",
-        "SamplingParams": "retain.engine.request",
+        "Answer": "retain.outputs",
+        "Piece": "retain.outputs",
+        "SamplingParams": "retain.sampling_params",
     }
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)

@@ -9,17 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
-from retain.answer import RequestOutput
-from retain.engine.drafting import NO_SPECULATION
-from retain.engine.request import Logprob, Request, SamplingParams, FinishReason
+from retain.engine.request import FinishReason, Logprob, Request
 from retain.engine.sampler import compute_logprobs
-from retain.kv import policies
-from retain.kv.account import request_memory_stats
-from retain.kv.cache import Cache
-from retain.kv.policies import Policy
+from retain.engine.spec_decode.speculator import NO_SPECULATION
+from retain.kv.eviction import policies
+from retain.kv.eviction.policies import Policy
+from retain.kv.memory.cache import Cache
+from retain.kv.stats.request import request_memory_stats
 from retain.models.decoder import ModelSpec
-from retain.text import IncrementalDetokenizer, Tokenizer
-from retain.text.form import GrammarCompiler
+from retain.outputs import RequestOutput
+from retain.processing import IncrementalDetokenizer, Tokenizer
+from retain.processing.grammar import GrammarCompiler
+from retain.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 
@@ -91,7 +92,13 @@ class Processor:
         register_drafter: Callable[[str], None],
         has_drafter: bool,
     ):
-        self.tokenizer, self.spec, self.cache, self.policy, self.max_model_len = tokenizer, spec, cache, policy, max_model_len
+        self.tokenizer, self.spec, self.cache, self.policy, self.max_model_len = (
+            tokenizer,
+            spec,
+            cache,
+            policy,
+            max_model_len,
+        )
         self.score_columns, self.register_drafter, self.has_drafter = score_columns, register_drafter, has_drafter
 
     @cached_property
@@ -107,7 +114,9 @@ class Processor:
             and isinstance(prompt, str)
             and len(prompt) > self.max_model_len * self.tokenizer.max_token_bytes
         ):
-            raise ValueError(f"a text of {len(prompt)} characters exceeds the context of {self.max_model_len}: shorten it")
+            raise ValueError(
+                f"a text of {len(prompt)} characters exceeds the context of {self.max_model_len}: shorten it"
+            )
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._check_token_ids(ids)
         if not ids:
@@ -124,7 +133,10 @@ class Processor:
         ids, params = self.encode(generate_request.prompt), generate_request.params
         self._check_token_ids([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])
         policy = self.policy if generate_request.kv_policy is None else policies.parse(generate_request.kv_policy)
-        if getattr(policy, "per_query", False) and self.score_columns == 1 < self.spec.num_heads // self.spec.num_kv_heads:
+        if (
+            getattr(policy, "per_query", False)
+            and self.score_columns == 1 < self.spec.num_heads // self.spec.num_kv_heads
+        ):
             raise ValueError(
                 f"{policies.to_spec(policy)} needs the masses of every query head: start the engine with such a policy"
             )
@@ -140,11 +152,15 @@ class Processor:
             self.register_drafter(generate_request.speculate)
         return [self._create_state(generate_request, ids, policy, i) for i in range(params.n)]
 
-    def _create_state(self, generate_request: GenerateRequest, token_ids: list[int], policy: Policy, sample_index: int) -> RequestOutputState:
+    def _create_state(
+        self, generate_request: GenerateRequest, token_ids: list[int], policy: Policy, sample_index: int
+    ) -> RequestOutputState:
         params = generate_request.params
         if params.seed is not None and sample_index:
             params = replace(params, seed=params.seed + sample_index)  # n answers must differ
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.stop_token_ids)
+        stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else self.tokenizer.stop_token_ids
+        )
         request = Request(
             prompt=token_ids,
             params=params,
@@ -158,7 +174,9 @@ class Processor:
             grammar=self.grammar_compiler.compile(generate_request.grammar) if generate_request.grammar else None,
             needs_prompt_logits=generate_request.needs_prompt_logprobs,
         )
-        drafted = self.has_drafter if generate_request.speculate is None else generate_request.speculate != NO_SPECULATION
+        drafted = (
+            self.has_drafter if generate_request.speculate is None else generate_request.speculate != NO_SPECULATION
+        )
         return RequestOutputState(request, self.tokenizer.create_detokenizer(params.stop), drafted)
 
     def max_output_tokens(self, num_prompt_tokens: int, policy: Policy | None = None) -> int:
@@ -198,5 +216,12 @@ class Processor:
     def kv_usage(self, request: Request) -> dict[str, Any]:
         """Bytes and slots of a request that has ended."""
         return request_memory_stats(
-            *(self.cache, request.policy, len(request.tokens) - 1, request.peak_slots, request.final_slots, request.num_final_pages)
+            *(
+                self.cache,
+                request.policy,
+                len(request.tokens) - 1,
+                request.peak_slots,
+                request.final_slots,
+                request.num_final_pages,
+            )
         )

@@ -16,20 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain import build, kernels
-from retain.answer import RequestOutput, StreamChunk
-from retain.config import Config, default_kv_memory, check_weights, parse_size
+from retain import factory, kernels
+from retain.config import Config, check_weights, default_kv_memory
 from retain.desk import GenerateRequest, Processor, Prompt, RequestOutputState
 from retain.engine import drafters
 from retain.engine.drafters import TargetModel
-from retain.engine.loop import Engine
-from retain.engine.request import Request, SamplingParams
+from retain.engine.engine import Engine
+from retain.engine.request import Request
 from retain.engine.runner import Runner
-from retain.kv import policies, reuse, tiers
-from retain.kv.cache import Cache
+from retain.kv.eviction import policies
+from retain.kv.memory.cache import Cache
+from retain.kv.offload import tiers
+from retain.kv.prefix import cache
 from retain.models.decoder import ModelSpec
-from retain.models.find import resolve_model
-from retain.text import Tokenizer
+from retain.models.resolve import resolve_model
+from retain.outputs import RequestOutput, StreamChunk
+from retain.plugins import parse_size
+from retain.processing import Tokenizer
+from retain.sampling_params import SamplingParams
 
 
 class LLM:
@@ -44,7 +48,7 @@ class LLM:
         started = perf_counter()
         self.config = c = Config(model, kv_memory=None if kv_memory is None else parse_size(kv_memory), **options)
         self.policy = policies.parse(c.kv_policy)
-        reused = reuse.parse_prefix_config(c.prefix_cache)
+        reused = cache.parse_prefix_config(c.prefix_cache)
         below = tiers.parse_all([c.tier] if isinstance(c.tier, str) else c.tier)
         if below and not reused:
             raise ValueError("prefix=off keeps nothing: there is nothing for a tier")
@@ -53,21 +57,29 @@ class LLM:
         backend = kernels.load(c.backend, self.device)
         dtype: torch.dtype = getattr(torch, c.dtype)
         path = resolve_model(model)
-        self.spec, self.weight_bytes, runner, turn = build.load_model(path, backend, dtype, c.weights, progress, self.device)
+        self.spec, self.weight_bytes, runner, turn = factory.load_model(
+            path, backend, dtype, c.weights, progress, self.device
+        )
         spec = self.spec
         self.tokenizer = Tokenizer.open(path)
         if c.max_model_len and c.max_model_len > spec.max_position_embeddings:
-            raise ValueError(f"context {c.max_model_len} is longer than the model's own, {spec.max_position_embeddings}")
+            raise ValueError(
+                f"context {c.max_model_len} is longer than the model's own, {spec.max_position_embeddings}"
+            )
         self.max_model_len = c.max_model_len or spec.max_position_embeddings
-        self.score_columns = spec.num_heads // spec.num_kv_heads if getattr(self.policy, "per_query", False) else 1  # of masses
+        self.score_columns = (
+            spec.num_heads // spec.num_kv_heads if getattr(self.policy, "per_query", False) else 1
+        )  # of masses
         whole = spec.num_layers * spec.num_kv_heads * -(-self.max_model_len // c.page_size)  # pages
         memory = c.kv_memory or default_kv_memory(
-            whole * kernels.page_bytes(c.page_size, spec.head_dim, dtype, self.score_columns),
+            whole * kernels.api.page_bytes(c.page_size, spec.head_dim, dtype, self.score_columns),
             torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None,
         )
-        self.cache = build.build_cache(c, spec, backend, memory, self.max_model_len, self.score_columns, turn, reused, self.device)
-        if self.cache.prefix_cache and reused and (below or isinstance(reused, reuse.SelectiveConfig)):
-            self.cache.prefix_cache.set_offloader(build.build_offload(c, reused, below, self.cache, spec, path))
+        self.cache = factory.build_cache(
+            c, spec, backend, memory, self.max_model_len, self.score_columns, turn, reused, self.device
+        )
+        if self.cache.prefix_cache and reused and (below or isinstance(reused, cache.SelectiveConfig)):
+            self.cache.prefix_cache.set_offloader(factory.build_offload(c, reused, below, self.cache, spec, path))
         self.engine = Engine(runner(self.cache), self.cache, c.max_batched_tokens, drafter)
         rooms = self.tokenizer, spec, self.cache, self.policy, self.max_model_len, self.score_columns
         self.processor = Processor(*rooms, self.add_drafter, drafter is not None)
@@ -90,7 +102,10 @@ class LLM:
     def target(self) -> TargetModel:
         """What drafters are told of it."""
         return TargetModel(
-            self.engine.runner, self.cache, self._load_model_and_cache, lambda weights: self._load_model(None, weights)[1](self.cache)
+            self.engine.runner,
+            self.cache,
+            self._load_model_and_cache,
+            lambda weights: self._load_model(None, weights)[1](self.cache),
         )
 
     def _load_model(self, model: str | None, weights: str) -> tuple[ModelSpec, Callable[[Cache], Runner]]:
@@ -99,16 +114,25 @@ class LLM:
         check_weights(weights, self.config.dtype)
         if model and not self.tokenizer.has_same_vocab(Tokenizer.open(path)):
             raise ValueError(f"{model} has another vocabulary than {self.config.model}, so it cannot guess its tokens")
-        spec, _, runner, _ = build.load_model(path, self.cache.backend, self.cache.kv.dtype, weights, False, self.device)
+        spec, _, runner, _ = factory.load_model(
+            path, self.cache.backend, self.cache.kv.dtype, weights, False, self.device
+        )
         return spec, runner
 
     def _load_model_and_cache(self, model: str, weights: str) -> tuple[Runner, Cache]:
         """A model beside this one, with a cache for as many tokens."""
         c, (spec, runner) = self.config, self._load_model(model, weights)
         pages = self.cache.pool.num_pages // (self.spec.num_layers * self.spec.num_kv_heads) + 1  # of a head
-        page = kernels.page_bytes(c.page_size, spec.head_dim, self.cache.kv.dtype)
+        page = kernels.api.page_bytes(c.page_size, spec.head_dim, self.cache.kv.dtype)
         memory = pages * spec.num_layers * spec.num_kv_heads * page
-        cache = build.build_cache(c, spec, self.cache.backend, memory, min(self.max_model_len, spec.max_position_embeddings), device=self.device)
+        cache = factory.build_cache(
+            c,
+            spec,
+            self.cache.backend,
+            memory,
+            min(self.max_model_len, spec.max_position_embeddings),
+            device=self.device,
+        )
         return runner(cache), cache
 
     def generate(
@@ -178,10 +202,14 @@ class LLM:
         self._run_to_completion(asked)
         return found
 
-    def kept_positions(self, prompt: Prompt, kv_policy: str | None = None, num_system_tokens: int = 0) -> list[list[list[int]]]:
+    def kept_positions(
+        self, prompt: Prompt, kv_policy: str | None = None, num_system_tokens: int = 0
+    ) -> list[list[list[int]]]:
         """Which positions of a prompt every layer and head keeps: [L][G], each in order. Raises ValueError."""
         params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-        (reply,) = self.processor.process(GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens))
+        (reply,) = self.processor.process(
+            GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens)
+        )
         request = reply.request
         self.engine.add(request)
         try:
@@ -196,7 +224,9 @@ class LLM:
         """Compute a prompt and let it stay for so long. How many tokens of it are there. Raises ValueError."""
         if not self.cache.prefix_cache:
             raise ValueError("prefix=off keeps nothing: there is nothing to pin")
-        (reply,) = self.processor.process(GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt))
+        (reply,) = self.processor.process(
+            GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
+        )
         request = reply.request
         self._run_to_completion([request])
         return self.cache.prefix_cache.pin(request.policy, request.prompt, salt, seconds)
@@ -228,7 +258,9 @@ class LLM:
 
         Closing the stream cancels the request.
         """
-        (reply,) = self.processor.process(GenerateRequest(prompt, replace(params or SamplingParams(), n=1), kv_policy, None, num_system_tokens, salt))
+        (reply,) = self.processor.process(
+            GenerateRequest(prompt, replace(params or SamplingParams(), n=1), kv_policy, None, num_system_tokens, salt)
+        )
         self.engine.add(reply.request)
         return self._stream_chunks(reply)
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from scene import AttentionCase, assert_close, torch_threads
 from torch import Tensor
 
-from retain.kernels import NO_WINDOW, Tables, import_backend, backend_names, reference, triton
+from retain.kernels import backend_names, import_backend, reference, triton
+from retain.kernels.api import NO_WINDOW, Tables
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -65,7 +66,9 @@ def expected_output(case: AttentionCase) -> Tensor:
 def assert_matches_reference(backend: ModuleType, case: AttentionCase) -> None:
     # ALiBi's scores grow with the distance, and so does what float32 rounds off them. A pool of bfloat16 may be looked
     # at with queries and weights of bfloat16.
-    assert_close(case.attend(backend), expected_output(case), 2**-7 if case.dtype == BF16 else 1e-4 if case.alibi else 1e-5)
+    assert_close(
+        case.attend(backend), expected_output(case), 2**-7 if case.dtype == BF16 else 1e-4 if case.alibi else 1e-5
+    )
 
 
 # One to many fresh tokens, tables of every length, heads with no page.
@@ -78,7 +81,9 @@ STEP = AttentionCase(fresh=FRESH, pages=((3, 1), (0, 2), (5, 5), (1, 0), (9, 4),
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_shapes(fast_backend: ModuleType, D: int, S: int, dtype: torch.dtype) -> None:
     for R in (1, 3, 4):
-        assert_matches_reference(fast_backend, STEP.with_changes(D=D, S=S, R=R, dtype=dtype, window=100, sinks=4, seed=D + S + R))
+        assert_matches_reference(
+            fast_backend, STEP.with_changes(D=D, S=S, R=R, dtype=dtype, window=100, sinks=4, seed=D + S + R)
+        )
 
 
 @pytest.mark.parametrize("S", [48, 96, 512])
@@ -96,7 +101,9 @@ def test_group_sizes(fast_backend: ModuleType, R: int) -> None:
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("holes", [0.0, 0.5])
 def test_visibility_mask(fast_backend: ModuleType, window: int, sinks: int, scattered: bool, holes: float) -> None:
-    assert_matches_reference(fast_backend, STEP.with_changes(window=window, sinks=sinks, shuffled=scattered, holes=holes, D=16))
+    assert_matches_reference(
+        fast_backend, STEP.with_changes(window=window, sinks=sinks, shuffled=scattered, holes=holes, D=16)
+    )
 
 
 @pytest.mark.parametrize("window", [5, 64, 200])
@@ -107,7 +114,9 @@ def test_per_request_windows_and_sinks(fast_backend: ModuleType, window: int) ->
 @pytest.mark.parametrize("window", [NO_WINDOW, 64])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_alibi(fast_backend: ModuleType, window: int, dtype: torch.dtype) -> None:
-    assert_matches_reference(fast_backend, STEP.with_changes(alibi=True, window=window, sinks=4, dtype=dtype, shuffled=True))
+    assert_matches_reference(
+        fast_backend, STEP.with_changes(alibi=True, window=window, sinks=4, dtype=dtype, shuffled=True)
+    )
 
 
 @pytest.mark.parametrize("q_dtype", [BF16, torch.float16, torch.float64])
@@ -121,7 +130,9 @@ def test_output_has_the_query_dtype(fast_backend: ModuleType, q_dtype: torch.dty
 def test_long_contexts(fast_backend: ModuleType, fresh: int, S: int) -> None:
     for window in (NO_WINDOW, 1500):
         pages = ((2100 // S, 3000 // S), (1, 1), (700 // S, 513 // S + 1))
-        assert_matches_reference(fast_backend, AttentionCase(fresh=(fresh, 1, 3), pages=pages, S=S, dtype=BF16, window=window, sinks=5))
+        assert_matches_reference(
+            fast_backend, AttentionCase(fresh=(fresh, 1, 3), pages=pages, S=S, dtype=BF16, window=window, sinks=5)
+        )
 
 
 def test_many_requests(fast_backend: ModuleType) -> None:
@@ -133,7 +144,9 @@ def test_large_scores(backend: ModuleType) -> None:
     scene = STEP.with_changes(D=16)
     q, q_pos = scene.build_queries()
     args = scene.build_tables(), q_pos, 4.0  # scores up to about 60
-    assert_close(backend.attend(q, scene.build_cache(backend), *args), reference.attend(q, scene.build_cache(reference), *args))
+    assert_close(
+        backend.attend(q, scene.build_cache(backend), *args), reference.attend(q, scene.build_cache(reference), *args)
+    )
 
 
 def test_query_without_visible_slots_gives_zero(backend: ModuleType) -> None:
@@ -183,7 +196,9 @@ def test_tables_may_be_views(backend: ModuleType) -> None:
 
 @pytest.mark.parametrize("fresh", [1, 4, 100])
 def test_batch_invariance(fast_backend: ModuleType, fresh: int) -> None:
-    assert_batch_invariant(fast_backend, AttentionCase(fresh=(fresh, 1, 5, 90), pages=((80, 3), (1, 2), (40, 50), (4, 4))))
+    assert_batch_invariant(
+        fast_backend, AttentionCase(fresh=(fresh, 1, 5, 90), pages=((80, 3), (1, 2), (40, 50), (4, 4)))
+    )
 
 
 def assert_batch_invariant(backend: ModuleType, case: AttentionCase) -> None:
@@ -323,7 +338,9 @@ def test_select_victims(backend: ModuleType, data: st.DataObject) -> None:
 
 def test_select_victims_rejects_short_lists(backend: ModuleType) -> None:
     with pytest.raises(ValueError, match="too few"):
-        backend.select_victims(torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.int32), torch.tensor([2]).int(), 0, 9, 3)
+        backend.select_victims(
+            torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.int32), torch.tensor([2]).int(), 0, 9, 3
+        )
 
 
 @st.composite

@@ -30,7 +30,17 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     kernels = {line["kernel"] for line in lines}
-    assert kernels >= {"attention_fwd", "merge_splits", "accumulate_mass", "write", "copy", "select_victims", "norm", "activation", "rope"}
+    assert kernels >= {
+        "attention_fwd",
+        "merge_splits",
+        "accumulate_mass",
+        "write",
+        "copy",
+        "select_victims",
+        "norm",
+        "activation",
+        "rope",
+    }
     assert all(line["mma"] for line in lines if line["kernel"] == "attention_fwd"), "products without tensor cores"
     assert max(line["spilled"] for line in lines) <= 64
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from scene import AttentionCase, torch_threads
 
-from retain.kernels import NO_WINDOW, Tables, cpu
+from retain.kernels import cpu
+from retain.kernels.api import NO_WINDOW, Tables
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 

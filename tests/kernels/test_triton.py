@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scene import AttentionCase, assert_close
 from test_backends import assert_batch_invariant
-from test_observe import SCORING_KINDS, make_scoring, attend_once
+from test_observe import SCORING_KINDS, attend_once, make_scoring
 from torch import Tensor
 
-from retain.kernels import KV, NO_WINDOW, reference
+from retain.kernels import reference
+from retain.kernels.api import KV, NO_WINDOW
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 triton = triton_backend()
@@ -34,7 +35,9 @@ CASES = {
     "alibi and a window": STEP.with_changes(alibi=True, D=16, window=64, sinks=4, dtype=BF16),
     "50 query heads": STEP.with_changes(R=50, D=16, fresh=(1, 2, 3)),
     "queries of another type": STEP.with_changes(q_dtype=torch.float64, D=16),
-    "lengths that are cut unlike": AttentionCase(fresh=(1, 1), pages=((256, 5), (209, 257)), S=16, D=16, R=1, holes=0.9),
+    "lengths that are cut unlike": AttentionCase(
+        fresh=(1, 1), pages=((256, 5), (209, 257)), S=16, D=16, R=1, holes=0.9
+    ),
 }
 
 
@@ -76,7 +79,11 @@ MASS_CASES = {
     "tiles, each head": (AttentionCase((40,), ((3, 4),), D=16, shared_pages=False), "damped", "each"),
     "alibi": (AttentionCase((30, 1), ((2, 4), (3, 4)), D=16, alibi=True, shared_pages=False), "tempered", "sum"),
     "gaussian": (AttentionCase((30, 1), ((2, 4), (3, 4)), D=16, shuffled=True, shared_pages=False), "gaussian", "sum"),
-    "constant, bfloat16": (AttentionCase((30, 1), ((2, 4), (3, 4)), D=64, dtype=BF16, shared_pages=False), "constant", "sum"),
+    "constant, bfloat16": (
+        AttentionCase((30, 1), ((2, 4), (3, 4)), D=64, dtype=BF16, shared_pages=False),
+        "constant",
+        "sum",
+    ),
     "float16": (AttentionCase((2, 30), ((4, 2), (3, 4)), D=64, dtype=F16, shared_pages=False), "keyformer", "sum"),
 }
 
@@ -95,7 +102,9 @@ def test_per_request_noise() -> None:
     """All kinds in one step; who has a window leaves nothing, and shares nothing with who does."""
     scene = AttentionCase((1, 2, 1, 20, 1), ((2, 3),) * 5, D=16, shared_pages=False)
     asked = make_scoring(scene, 0)
-    asked = replace(asked, noise=torch.arange(5, dtype=torch.int32) % 4, tau=asked.temperature + 0.5 * torch.arange(25) % 2)
+    asked = replace(
+        asked, noise=torch.arange(5, dtype=torch.int32) % 4, tau=asked.temperature + 0.5 * torch.arange(25) % 2
+    )
     t = scene.build_tables()
     windows = t.windows.clone()
     windows[t.rows[1]] = 9

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from retain import models
-from retain.kernels import NO_WINDOW, Tables, reference
+from retain.kernels import reference
+from retain.kernels.api import NO_WINDOW, Tables
 from retain.models.decoder import Attend, Decoder, ModelSpec
 from retain.models.weights import Weights
-from tests.tiny import CONFIGS, TinyCheckpoint, tiny_model, tiny_checkpoint
+from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint, tiny_model
 
 Changes = dict[str, Any]
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -195,7 +196,11 @@ def test_the_config_that_transformers_5_writes_is_read_the_same(family: str, cha
     (ours,) = run_decoder(models.build(Weights(source, torch.float32)), [random_tokens(40)], [[40]])
     config = json.loads(build_transformers_model(source).config.to_json_string(use_diff=False))
     assert "rope_theta" not in config
-    (again,) = run_decoder(models.build(Weights(TinyCheckpoint(config, source.shapes, source.seed), torch.float32)), [random_tokens(40)], [[40]])
+    (again,) = run_decoder(
+        models.build(Weights(TinyCheckpoint(config, source.shapes, source.seed), torch.float32)),
+        [random_tokens(40)],
+        [[40]],
+    )
     assert torch.equal(ours, again)
 
 

@@ -14,14 +14,14 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from retain import models
-from retain.models.find import resolve_model
-from retain.models.gguf import GGUFCheckpoint
-from retain.models.gguf.blocks import GGML_BLOCK_SIZES, dequantize_tensor
-from retain.models.gguf.configs import recover_llama3_scaling
-from retain.models.gguf.header import GGUFReader
+from retain.formats.gguf import GGUFCheckpoint
+from retain.formats.gguf.config import recover_llama3_scaling
+from retain.formats.gguf.dequantize import GGML_BLOCK_SIZES, dequantize_tensor
+from retain.formats.gguf.reader import GGUFReader
+from retain.models.resolve import resolve_model
 from retain.models.weights import Weights, open_checkpoint, open_weights
-from tests.models.ggufs import GGUF_ARCHS, BYTE_LEVEL_VOCABULARY, write_gguf
-from tests.tiny import TinyCheckpoint, tiny_checkpoint
+from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, GGUF_ARCHS, write_gguf
+from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 
 FLOAT_TYPES = [k for k in GGMLQuantizationType if k.name not in ("I8", "I16", "I32", "I64", "F64")]
 
@@ -100,7 +100,9 @@ def test_transformers_reads_the_same(tmp_path: Path, model_type: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    path = write_gguf(tmp_path / "m.gguf", tiny_for_gguf(model_type), "Q8_0", BYTE_LEVEL_VOCABULARY, {"general.name": "tiny"})
+    path = write_gguf(
+        tmp_path / "m.gguf", tiny_for_gguf(model_type), "Q8_0", BYTE_LEVEL_VOCABULARY, {"general.name": "tiny"}
+    )
     theirs = load_gguf_checkpoint(str(path))["config"]
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.for_model(**theirs))
@@ -186,7 +188,7 @@ def llama3_rope_factors(dim: int, theta: float, factor: float = 8.0) -> np.ndarr
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3_scaling_is_recovered_from_its_tensor(tmp_path: Path, factor: float) -> None:
     """And gives the frequencies that llama.cpp would use."""
-    from retain.models.rope import get_rope_parameters, get_rope
+    from retain.models.rope import get_rope, get_rope_parameters
 
     source = tiny_checkpoint("llama", head_dim=128, num_attention_heads=2, num_key_value_heads=1, rope_theta=500000.0)
     factors = llama3_rope_factors(128, 500000.0, factor)
@@ -203,7 +205,9 @@ def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
     assert recover_llama3_scaling(torch.ones(8), 10000.0) is None
     for wrong in (factors[::-1].copy(), factors + 0.5, factors[:4], np.full(8, np.nan, np.float32), factors * 0):
         with pytest.raises(ValueError, match="rope_freqs"):
-            GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), tensors={"rope_freqs.weight": wrong}))
+            GGUFCheckpoint(
+                write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), tensors={"rope_freqs.weight": wrong})
+            )
 
 
 def test_gemma_scales_its_queries(tmp_path: Path) -> None:
@@ -252,7 +256,11 @@ def test_what_is_not_supported_is_said(tmp_path: Path, extra: dict[str, Any], wh
 
 def test_a_tensor_that_is_not_known_is_not_ignored(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"blk\.0\.attn_sinks"):
-        GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)}))
+        GGUFCheckpoint(
+            write_gguf(
+                tmp_path / "m.gguf", tiny_for_gguf("llama"), tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)}
+            )
+        )
 
 
 # Weights
@@ -288,7 +296,9 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
 # Damage
 
 
-def gguf_bytes(tensors: bytes = b"", pairs: bytes = b"", n_tensors: int = 0, n_pairs: int = 0, version: int = 3) -> bytes:
+def gguf_bytes(
+    tensors: bytes = b"", pairs: bytes = b"", n_tensors: int = 0, n_pairs: int = 0, version: int = 3
+) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_pairs) + pairs + tensors
 
 
@@ -335,7 +345,12 @@ ZERO_BYTES = bytes(200)
         gguf_bytes(tensor_info_bytes("t", 16) + tensor_info_bytes("u", 16, offset=32) + ZERO_BYTES, n_tensors=2),
         gguf_bytes(tensor_info_bytes("t", 16, kind=8) + ZERO_BYTES, n_tensors=1),
         gguf_bytes(tensor_info_bytes("t", 8, kind=99) + ZERO_BYTES, n_tensors=1),
-        gguf_bytes(tensor_info_bytes("t", 8) + ZERO_BYTES, n_tensors=1, pairs=string_bytes("general.alignment") + struct.pack("<II", 4, 3), n_pairs=1),
+        gguf_bytes(
+            tensor_info_bytes("t", 8) + ZERO_BYTES,
+            n_tensors=1,
+            pairs=string_bytes("general.alignment") + struct.pack("<II", 4, 3),
+            n_pairs=1,
+        ),
     ],
 )
 def test_damage_is_found_at_once(tmp_path: Path, data: bytes) -> None:
@@ -393,7 +408,10 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
             **{"strings": ["a", "", "é"], "ints": [1, 2, 3], "bools": [True, False]},
         }
         stored = header.tensors["t"]
-        assert dequantize_tensor(header.tensor_bytes(stored), stored.ggml_type, stored.shape).tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert dequantize_tensor(header.tensor_bytes(stored), stored.ggml_type, stored.shape).tolist() == [
+            [0, 1, 2],
+            [3, 4, 5],
+        ]
 
 
 @pytest.mark.parametrize(("version", "why"), [(1, "version 1"), (4, "version 4"), (3 << 24, "big-endian")])

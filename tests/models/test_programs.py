@@ -13,13 +13,14 @@ from torch import Tensor
 from retain import kernels, models
 from retain.engine.batch import Batch
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.kernels import CPU, cpu, reference, triton
-from retain.kv import policies
-from retain.kv.cache import Cache
-from retain.kv.needs import KVCacheSpec
+from retain.kernels import cpu, reference, triton
+from retain.kernels.api import CPU
+from retain.kv.capacity import KVCacheSpec
+from retain.kv.eviction import policies
+from retain.kv.memory.cache import Cache
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
-from tests.tiny import TinyCheckpoint, tiny_checkpoint
+from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 STEPS = [(20, 3), (1, 10), (0, 9), (18, 1), (1, 0)]  # fresh tokens of two requests

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from retain.models.rope import Rope, get_rope_parameters, get_rope
+from retain.models.rope import Rope, get_rope, get_rope_parameters
 
 D = 32
 DEFAULT_PARAMETERS = {"rope_theta": 10000.0, "rope_type": "default"}
@@ -98,7 +98,12 @@ def test_each_kind_of_layer_has_its_own() -> None:
 def test_defaults() -> None:
     assert DEFAULT_PARAMETERS.items() <= get_rope_parameters({}).items()
     assert get_rope_parameters({"rope_scaling": None, "rope_theta": None}, default_theta=7.0)["rope_theta"] == 7.0
-    assert get_rope_parameters({"rope_parameters": {"full_attention": None}}, "full_attention", default_theta=7.0)["rope_theta"] == 7.0
+    assert (
+        get_rope_parameters({"rope_parameters": {"full_attention": None}}, "full_attention", default_theta=7.0)[
+            "rope_theta"
+        ]
+        == 7.0
+    )
 
 
 def test_unknown_types_are_refused() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from retain import LLM
-from retain.server.keys import ApiKeys
-from retain.server.limits import Limits
-from retain.server.serve import GracefulServer, ServerConfig, serve
+from retain.server.admission import Limits
+from retain.server.auth import ApiKeys
+from retain.server.launch import GracefulServer, ServerConfig, serve
 
 API_KEYS = {"ann": "sk-ann-0123456789", "bob": "sk-bob-0123456789"}
 ENGINE_OPTIONS = {"kv_memory": "512MiB", "context": 2048, "dtype": "float32"}
@@ -19,7 +19,10 @@ ENGINE_OPTIONS = {"kv_memory": "512MiB", "context": 2048, "dtype": "float32"}
 
 @contextmanager
 def run_server(
-    model: str = "smollm2", engine_options: dict[str, Any] = ENGINE_OPTIONS, chat_template: str | None = None, **server_options: Any
+    model: str = "smollm2",
+    engine_options: dict[str, Any] = ENGINE_OPTIONS,
+    chat_template: str | None = None,
+    **server_options: Any,
 ) -> Iterator[GracefulServer]:
     """A server in a thread; all its pages are free when it ends, but for those of the prefix tree.
 
@@ -73,7 +76,15 @@ def server() -> Iterator[GracefulServer]:
 @pytest.fixture(scope="session")
 def secured_server() -> Iterator[GracefulServer]:
     """The same for two keys, with little patience."""
-    limits = Limits(max_queued_requests=2, max_requests_per_key=4, max_output_tokens=2000, max_choices=3, max_body_size=100_000, upload_timeout=1.0, max_pin_s=60.0)
+    limits = Limits(
+        max_queued_requests=2,
+        max_requests_per_key=4,
+        max_output_tokens=2000,
+        max_choices=3,
+        max_body_size=100_000,
+        upload_timeout=1.0,
+        max_pin_s=60.0,
+    )
     engine = {**ENGINE_OPTIONS, "max_running_requests": 2, "kv_memory": "256MiB"}
     with run_server(engine=engine, keys=ApiKeys(API_KEYS), limits=limits) as up:
         yield up

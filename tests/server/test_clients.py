@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from retain import cli
 from retain.bench import serve as load
-from retain.client import Client
+from retain.cli import main
+from retain.cli.http_client import Client
 
 
 def test_bench_serve_reports_load(server):
@@ -48,14 +48,14 @@ def test_trace_shares_prefixes_by_hash_ids(tmp_path):
 
 
 def test_unreachable_server_prints_one_line(capsys):
-    assert cli.main(["bench", "serve", "--url", "http://127.0.0.1:1/v1", "--model", "x", "--items", "2"]) == 2
+    assert main.main(["bench", "serve", "--url", "http://127.0.0.1:1/v1", "--model", "x", "--items", "2"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
 def test_chat_with_server(server, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\nAnd of Italy?\n\n"))
     asked = ["chat", "--url", server.url, "--system", "Be brief.", "--max-tokens", "12", "--temperature", "0"]
-    assert cli.main(asked) == 0
+    assert main.main(asked) == 0
     first, second = capsys.readouterr().out.strip().split("\n", 1)
     client = Client(server.url)
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"}]
@@ -67,5 +67,5 @@ def test_chat_with_server(server, capsys, monkeypatch):
 
 def test_server_error_prints_one_line(server, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
-    assert cli.main(["chat", "--url", server.url, "--kv-policy", "lru"]) == 2
+    assert main.main(["chat", "--url", server.url, "--kv-policy", "lru"]) == 2
     assert "unknown KV policy" in capsys.readouterr().err

@@ -14,7 +14,10 @@ METRICS_NOT_ON_DASHBOARD = {
     "request_generation_tokens",
     "prefix_evicted_idle_seconds",
 }
-METRICS_NOT_ON_DASHBOARD |= {"pages", "request_time_per_output_token_seconds"}  # the same as another panel, seen otherwise
+METRICS_NOT_ON_DASHBOARD |= {
+    "pages",
+    "request_time_per_output_token_seconds",
+}  # the same as another panel, seen otherwise
 
 
 def test_dashboard_matches_metrics(server):
@@ -32,7 +35,7 @@ def test_dashboard_matches_metrics(server):
 
 def test_deployed_commands_parse():
     """Options in the unit and the image are options of `retain serve`."""
-    from retain.options import build_parser
+    from retain.cli.args import build_parser
 
     for name in ("retain.service", "Dockerfile"):
         text = (DEPLOY_FOLDER / name).read_text()

@@ -42,7 +42,9 @@ def test_list_and_get_models(client, server):
 
 def test_chat_completion_equals_engine(client, server, llm):
     said = client.chat.completions.create(model="smollm2", messages=MESSAGES, max_completion_tokens=12, temperature=0)
-    (own,) = generate_in_engine(server, prompt=llm.tokenizer.encode_chat(MESSAGES), params=SamplingParams(max_tokens=12, temperature=0))
+    (own,) = generate_in_engine(
+        server, prompt=llm.tokenizer.encode_chat(MESSAGES), params=SamplingParams(max_tokens=12, temperature=0)
+    )
     assert said.choices[0].message.content == own.text and "Paris" in own.text
     assert said.choices[0].finish_reason == own.why
     assert said.usage.prompt_tokens == own.prompt_tokens and said.usage.completion_tokens == len(own.token_ids)
@@ -229,7 +231,11 @@ def test_invalid_field_gives_one_line_error(client, field, value, expected):
     with pytest.raises(openai.BadRequestError) as error:
         client.post("/chat/completions", cast_to=object, body={"model": "smollm2", **asked})
     body = error.value.body
-    assert expected in body["message"] and "\n" not in body["message"] and set(body) == {"message", "type", "param", "code"}
+    assert (
+        expected in body["message"]
+        and "\n" not in body["message"]
+        and set(body) == {"message", "type", "param", "code"}
+    )
 
 
 def test_unknown_model_is_404(client):

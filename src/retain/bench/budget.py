@@ -13,10 +13,11 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from retain.engine.loop import Engine
-from retain.engine.request import Request, SamplingParams
-from retain.kv import policies
+from retain.engine.engine import Engine
+from retain.engine.request import Request
+from retain.kv.eviction import policies
 from retain.llm import LLM
+from retain.sampling_params import SamplingParams
 
 Line = dict[str, Any]
 UNREACHABLE_BUDGET = 10**6  # a budget that is never reached
@@ -74,7 +75,9 @@ def measure_decode(llm: LLM, prompt_len: int = 7000, batch_size: int = 8) -> lis
     ]
 
 
-def measure_throughput(llm: LLM, prompt_len: int = 7000, output_len: int = 512, num_requests: int = 32) -> Iterator[Line]:
+def measure_throughput(
+    llm: LLM, prompt_len: int = 7000, output_len: int = 512, num_requests: int = 32
+) -> Iterator[Line]:
     """32 queued requests in memory that holds four full ones: their own tokens a second, all in all and while decoding.
 
     The pool is as it is: choose it by --kv-memory; how many full requests it holds is printed. `bound` is what
@@ -86,7 +89,9 @@ def measure_throughput(llm: LLM, prompt_len: int = 7000, output_len: int = 512, 
         alone, started = _make_engine(llm, [_make_request(llm, prompt_len, policy, num_requests, 1)]), perf_counter()
         _run_until(alone, lambda r: bool(r.first_token_time))
         prompts = num_requests * (perf_counter() - started)  # seconds
-        engine = _make_engine(llm, [_make_request(llm, prompt_len, policy, seed, output_len) for seed in range(num_requests)])
+        engine = _make_engine(
+            llm, [_make_request(llm, prompt_len, policy, seed, output_len) for seed in range(num_requests)]
+        )
         started, paid, prefilling = perf_counter(), 0, 0.0
         requests = list(engine.scheduler.waiting)
         while engine.has_unfinished_requests:
@@ -99,7 +104,9 @@ def measure_throughput(llm: LLM, prompt_len: int = 7000, output_len: int = 512, 
         total = perf_counter() - started
         rate, apart = num_requests * output_len / total, num_requests * output_len / max(total - prefilling, 1e-9)
         full = full or (rate, apart)  # whose turn is first
-        held = llm.cache.total_pages / llm.cache.pages_needed(policies.parse("full"), prompt_len + output_len, prompt_len)
+        held = llm.cache.total_pages / llm.cache.pages_needed(
+            policies.parse("full"), prompt_len + output_len, prompt_len
+        )
         yield {
             "what": f"{num_requests} requests",
             "policy": policy,
@@ -114,13 +121,24 @@ def measure_throughput(llm: LLM, prompt_len: int = 7000, output_len: int = 512, 
         }
 
 
-PARTS: dict[str, Callable[[LLM], Iterable[Line]]] = {"scoring": measure_scoring, "decode": measure_decode, "throughput": measure_throughput}
+PARTS: dict[str, Callable[[LLM], Iterable[Line]]] = {
+    "scoring": measure_scoring,
+    "decode": measure_decode,
+    "throughput": measure_throughput,
+}
 
 
-def time_side_by_side(llm: LLM, policy_specs: Sequence[str], prompt_len: int, batch_size: int, num_steps: int) -> list[list[float]]:
+def time_side_by_side(
+    llm: LLM, policy_specs: Sequence[str], prompt_len: int, batch_size: int, num_steps: int
+) -> list[list[float]]:
     """Seconds of each step, for each policy, when all requests of all policies decode; policies in turn."""
-    new = min(num_steps + 8 + 2 * batch_size * len(policy_specs) * (prompt_len // llm.config.max_batched_tokens + 1), llm.max_model_len - prompt_len)
-    kinds = [[_make_request(llm, prompt_len, policy, seed, new) for seed in range(batch_size)] for policy in policy_specs]
+    new = min(
+        num_steps + 8 + 2 * batch_size * len(policy_specs) * (prompt_len // llm.config.max_batched_tokens + 1),
+        llm.max_model_len - prompt_len,
+    )
+    kinds = [
+        [_make_request(llm, prompt_len, policy, seed, new) for seed in range(batch_size)] for policy in policy_specs
+    ]
     whole = _make_engine(llm, [r for kind in kinds for r in kind])  # equal prompts are computed once
     _run_until(whole, lambda r: bool(r.first_token_time))
     engines = [_make_engine(llm, []) for _ in kinds]
@@ -141,7 +159,9 @@ def time_side_by_side(llm: LLM, policy_specs: Sequence[str], prompt_len: int, ba
 def _make_request(llm: LLM, prompt_len: int, policy: str, seed: int, output_len: int = 8) -> Request:
     rng, top = random.Random(seed), min(40000, llm.spec.vocab_size)
     params = SamplingParams(temperature=0, ignore_eos=True, seed=seed)
-    return Request([rng.randrange(min(100, top - 1), top) for _ in range(prompt_len)], params, policies.parse(policy), output_len)
+    return Request(
+        [rng.randrange(min(100, top - 1), top) for _ in range(prompt_len)], params, policies.parse(policy), output_len
+    )
 
 
 def _make_engine(llm: LLM, requests: Sequence[Request]) -> Engine:

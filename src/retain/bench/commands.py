@@ -82,7 +82,9 @@ def run_speculate(args: Namespace, load_llm: LLMFactory) -> int:
     if not all(c.strip().isdigit() for c in args.contexts.split(",")):
         raise ValueError(f"--contexts are numbers of tokens, not {args.contexts!r}")
     workloads, contexts = [w.strip() for w in args.workloads.split(",")], [int(c) for c in args.contexts.split(",")]
-    asked = bench.SpeculateBenchConfig(workloads, args.drafters.split(), Path(args.data), args.items, args.batch, args.new, contexts)
+    asked = bench.SpeculateBenchConfig(
+        workloads, args.drafters.split(), Path(args.data), args.items, args.batch, args.new, contexts
+    )
     return _print_results(args, bench.run(load_llm(), asked), bench.write_results)
 
 
@@ -115,7 +117,9 @@ def run_serve(args: Namespace) -> int:
     return _print_results(args, [bench.run(load, calls)], bench.write_results)
 
 
-def _print_results(args: Namespace, results: Iterable[dict[str, Any]], write_results: Callable[[Sequence[Any], Path], None]) -> int:
+def _print_results(
+    args: Namespace, results: Iterable[dict[str, Any]], write_results: Callable[[Sequence[Any], Path], None]
+) -> int:
     """Each as it comes; all of them where --out says."""
     lines = []
     for line in results:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from retain.bench.quality import FULL, QualityResults, bootstrap_interval
-from retain.kv import policies
-from retain.kv.budget import BudgetPolicy
+from retain.kv.eviction import policies
+from retain.kv.eviction.budget import BudgetPolicy
 
 
 def import_pyplot() -> Any:
@@ -38,7 +38,9 @@ def plot_metrics(results: QualityResults, out: Path) -> list[Path]:
             if len(a) and isinstance(parsed, BudgetPolicy) and parsed.budget.tokens is None:
                 lo, hi = bootstrap_interval(a - b)
                 name = re.sub("budget=[^,]*,?", "", policy).rstrip(":")
-                curves.setdefault(name, []).append((100 * parsed.budget.fraction, a.mean(), b.mean() + lo, b.mean() + hi))
+                curves.setdefault(name, []).append(
+                    (100 * parsed.budget.fraction, a.mean(), b.mean() + lo, b.mean() + hi)
+                )
         if not curves:
             continue
         figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
@@ -54,7 +56,9 @@ def plot_metrics(results: QualityResults, out: Path) -> list[Path]:
     return made
 
 
-def plot_kept_positions(kept_positions: dict[str, list[list[list[int]]]], num_prompt_tokens: int, out: Path) -> list[Path]:
+def plot_kept_positions(
+    kept_positions: dict[str, list[list[list[int]]]], num_prompt_tokens: int, out: Path
+) -> list[Path]:
     """stays[policy][layer][head] = positions that are kept of a prompt of so many tokens: two pictures.
 
     Layer by position (how many of the layer's heads keep it), and for the layer in the middle head by position.
@@ -62,7 +66,9 @@ def plot_kept_positions(kept_positions: dict[str, list[list[list[int]]]], num_pr
     plt, made = import_pyplot(), []
     for title in ("layer", "head"):
         size = (10, 1 + 1.6 * len(kept_positions))
-        figure, axes = plt.subplots(len(kept_positions), 1, figsize=size, constrained_layout=True, sharex=True, squeeze=False)
+        figure, axes = plt.subplots(
+            len(kept_positions), 1, figsize=size, constrained_layout=True, sharex=True, squeeze=False
+        )
         for (policy, layers), axis in zip(kept_positions.items(), axes[:, 0], strict=True):
             if title == "layer":
                 image = np.zeros((len(layers), num_prompt_tokens))

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from retain.answer import RequestOutput
-from retain.bench.below import METHODS, OffloadSetup
+from retain.bench.offload_setup import METHODS, OffloadSetup
 from retain.bench.tasks import load_records
 from retain.bench.tasks.choice import DATASETS, MultipleChoiceItem
-from retain.engine.request import SamplingParams
 from retain.llm import LLM
+from retain.outputs import RequestOutput
+from retain.sampling_params import SamplingParams
 
 Line = dict[str, Any]
 WORKLOADS = (*DATASETS, "document", "documents", "trace")
@@ -84,7 +84,9 @@ class PrefixBenchConfig:
             each, weights = range(len(texts)), [1 / (k + 1) for k in range(len(texts))]
             order = [*each, *each, *random.Random(1).choices(each, weights, k=self.num_requests)]
             asks = [encode(f"\n\nQuestion {i}: {QUESTIONS[i % len(QUESTIONS)]}") for i in range(len(order))]
-            return [MultipleChoiceItem(workload, texts[t] + ask, [], 0) for t, ask in zip(order, asks, strict=True)], len(texts)
+            return [
+                MultipleChoiceItem(workload, texts[t] + ask, [], 0) for t, ask in zip(order, asks, strict=True)
+            ], len(texts)
         file, read = DATASETS[workload]
         shown = [(*read(r), int(r["label"])) for r in load_records(self.data, file)]
         examples, length, i = "", 0, 0

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from retain.bench.tasks import ItemMetrics
-from retain.kv import policies
-from retain.kv.budget import BudgetPolicy
+from retain.kv.eviction import policies
+from retain.kv.eviction.budget import BudgetPolicy
 from retain.llm import LLM
 
 Floats = NDArray[np.float64]
@@ -36,7 +36,11 @@ class QualityResults:
 
     def paired_values(self, policy: str, metric: str) -> tuple[Floats, Floats]:
         """Of every item that has the metric: under the policy, and under the full cache."""
-        pairs = [(a[metric], b[metric]) for a, b in zip(self.item_metrics[policy], self.item_metrics[FULL], strict=True) if metric in a]
+        pairs = [
+            (a[metric], b[metric])
+            for a, b in zip(self.item_metrics[policy], self.item_metrics[FULL], strict=True)
+            if metric in a
+        ]
         a, b = np.array(pairs).reshape(-1, 2).T
         return a, b
 
@@ -135,7 +139,9 @@ class QualityBenchConfig:
         return ids
 
 
-def run(llm: LLM, config: QualityBenchConfig, policy_specs: Sequence[str], out: Path | None) -> Iterator[QualityResults]:
+def run(
+    llm: LLM, config: QualityBenchConfig, policy_specs: Sequence[str], out: Path | None
+) -> Iterator[QualityResults]:
     """The results of each task. Where there is a folder `out`, everything measured is in its JSON files at once."""
     for task in config.tasks:
         name, items = _task_name(task), config.load_items(llm, task)

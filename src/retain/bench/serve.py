@@ -64,7 +64,9 @@ class LoadConfig:
     max_concurrency: int | None = None
 
 
-def poisson_requests(num_requests: int, request_rate: float | None, prompt_words: int, output_len: int, seed: int = 0) -> list[TimedRequest]:
+def poisson_requests(
+    num_requests: int, request_rate: float | None, prompt_words: int, output_len: int, seed: int = 0
+) -> list[TimedRequest]:
     """n calls, `rate` a second; all at once where there is none."""
     rng, due, calls = random.Random(seed), 0.0, []
     for _ in range(num_requests):

@@ -17,14 +17,21 @@ from typing import Any
 
 from retain.bench.tasks import load_articles, load_records
 from retain.engine import drafters
-from retain.engine.loop import Engine
-from retain.engine.request import Request, SamplingParams
-from retain.kv import policies
+from retain.engine.engine import Engine
+from retain.engine.request import Request
+from retain.kv.eviction import policies
 from retain.llm import LLM
+from retain.sampling_params import SamplingParams
 
 Line = dict[str, Any]
 PLAIN = "plain"
-SPEC_BENCH_CATEGORIES = ("translation", "summarization", "qa", "math_reasoning", "rag")  # of Spec-Bench; all others are conversation
+SPEC_BENCH_CATEGORIES = (
+    "translation",
+    "summarization",
+    "qa",
+    "math_reasoning",
+    "rag",
+)  # of Spec-Bench; all others are conversation
 WORKLOADS = ("humaneval", "editing", "summaries", "books", "conversation", *SPEC_BENCH_CATEGORIES)
 
 
@@ -54,7 +61,9 @@ class SpeculateBenchConfig:
         for name in self.workloads:
             for context in self.context_lens if name == "books" else [0]:
                 room = llm.max_model_len - self.output_len - 32
-                found = [p for p in load_prompts(llm, name, self.data, self.num_prompts, context or room) if len(p) <= room]
+                found = [
+                    p for p in load_prompts(llm, name, self.data, self.num_prompts, context or room) if len(p) <= room
+                ]
                 yield (f"books-{context}" if context else name), found[: self.num_prompts]
 
 
@@ -70,9 +79,16 @@ def load_prompts(llm: LLM, workload: str, data: Path, num_prompts: int, max_prom
         return [p for p, _ in load_articles(llm, data, num_prompts, min(max_prompt_len, 2000))]
     if workload == "books":
         texts = [llm.encode(r["text"][: 8 * max_prompt_len * num_prompts]) for r in load_records(data, "books")]
-        return [t[i : i + max_prompt_len] for i in range(0, max_prompt_len * num_prompts, max_prompt_len) for t in texts if len(t) >= i + max_prompt_len]
+        return [
+            t[i : i + max_prompt_len]
+            for i in range(0, max_prompt_len * num_prompts, max_prompt_len)
+            for t in texts
+            if len(t) >= i + max_prompt_len
+        ]
     found = load_records(data, "spec_bench")
-    mine = [r for r in found if (r["category"] if r["category"] in SPEC_BENCH_CATEGORIES else "conversation") == workload]
+    mine = [
+        r for r in found if (r["category"] if r["category"] in SPEC_BENCH_CATEGORIES else "conversation") == workload
+    ]
     return [llm.tokenizer.encode_chat([{"role": "user", "content": r["turns"][0]}]) for r in mine[: 2 * num_prompts]]
 
 
@@ -166,7 +182,11 @@ def _prefill(llm: LLM, prompt_token_ids: Sequence[list[int]], output_len: int) -
 def _fork_request(llm: LLM, source: Request, output_len: int) -> Request:
     assert source.row is not None
     copy = Request(source.prompt, source.params, source.policy, output_len + 1)
-    copy.tokens, copy.num_computed_tokens, copy.first_token_time = list(source.tokens), source.num_computed_tokens, perf_counter()
+    copy.tokens, copy.num_computed_tokens, copy.first_token_time = (
+        list(source.tokens),
+        source.num_computed_tokens,
+        perf_counter(),
+    )
     copy.row = llm.cache.fork(source.row, copy.policy, copy.num_computed_tokens)
     if copy.row is None:
         raise ValueError("the pool is too small for a copy of every prompt: raise --kv-memory, or lower --batch")
@@ -176,7 +196,9 @@ def _fork_request(llm: LLM, source: Request, output_len: int) -> Request:
     return copy
 
 
-def _accumulate(totals: DecodeTotals, requests: Sequence[Request], seconds: float, tokens: int, speedup: float, tokens_equal: bool) -> None:
+def _accumulate(
+    totals: DecodeTotals, requests: Sequence[Request], seconds: float, tokens: int, speedup: float, tokens_equal: bool
+) -> None:
     totals.speedups.append(speedup)
     totals.seconds += seconds
     totals.tokens += tokens

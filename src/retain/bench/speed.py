@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import retain
-from retain.engine.request import SamplingParams
-from retain.kv.budget import BudgetPolicy
+from retain.kv.eviction.budget import BudgetPolicy
 from retain.llm import LLM
+from retain.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,16 @@ def measure_read_bandwidth(device: torch.device) -> float:
 
 def decode_step_bytes(llm: LLM, workload: Workload) -> int:
     """What the step in the middle of decoding must read: weights, and the slots that are seen."""
-    spec, length, policy = llm.spec, workload.prompt_len + workload.output_len // 2, llm.policy.resolve(workload.prompt_len)
+    spec, length, policy = (
+        llm.spec,
+        workload.prompt_len + workload.output_len // 2,
+        llm.policy.resolve(workload.prompt_len),
+    )
     most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # where everything is seen
     seen = sum(min(length, most, window) for window in llm.cache.windows(policy).tolist())
-    return llm.weight_bytes + workload.batch_size * seen * spec.num_kv_heads * llm.cache.page_bytes // llm.config.page_size
+    return (
+        llm.weight_bytes + workload.batch_size * seen * spec.num_kv_heads * llm.cache.page_bytes // llm.config.page_size
+    )
 
 
 def measure_workload(llm: LLM, workload: Workload, bandwidth: float) -> dict[str, Any]:
@@ -121,7 +127,9 @@ def measure_workload(llm: LLM, workload: Workload, bandwidth: float) -> dict[str
 def time_batch(llm: LLM, workload: Workload, seed: int, output_len: int) -> float:
     """Wall time of one batch to its end."""
     rng, top = random.Random(seed), min(40000, llm.spec.vocab_size)
-    prompts = [[rng.randrange(min(100, top - 1), top) for _ in range(workload.prompt_len)] for _ in range(workload.batch_size)]
+    prompts = [
+        [rng.randrange(min(100, top - 1), top) for _ in range(workload.prompt_len)] for _ in range(workload.batch_size)
+    ]
     started = perf_counter()
     llm.generate(prompts, SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True))
     return perf_counter() - started

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from retain.engine.scheduler import ScheduledRequest
-from retain.kernels import AttentionScoring, Tables
-from retain.kv.budget import Floats, QueryWeights
-from retain.kv.cache import Cache
+from retain.kernels.api import AttentionScoring, Tables
+from retain.kv.eviction.budget import Floats, QueryWeights
+from retain.kv.memory.cache import Cache
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Batch:
     num_logits: list[int]  # [B]: how many of them each request has
     attention_scoring: AttentionScoring | None = None
     tables: Tables | None = None  # what they look at, if not at everything that their rows own
-    before_attention: Callable[[int, Tensor], None] | None = None  # told of every layer, with its queries, before it looks
+    before_attention: Callable[[int, Tensor], None] | None = (
+        None  # told of every layer, with its queries, before it looks
+    )
     after_attention: Callable[[int], None] | None = None  # and when it has looked
 
 
@@ -47,7 +49,10 @@ def build_batch(scheduled: Sequence[ScheduledRequest], cache: Cache) -> Batch:
     rows = batch.rows.tolist()
     before = cache.prefix_cache.load_hook(rows, batch.query_start_loc.tolist()) if cache.prefix_cache else None
     return replace(
-        batch, attention_scoring=build_attention_scoring(scheduled), before_attention=before, after_attention=cache.start_layerwise(rows, [s.request.attention_trace for s in scheduled])
+        batch,
+        attention_scoring=build_attention_scoring(scheduled),
+        before_attention=before,
+        after_attention=cache.start_layerwise(rows, [s.request.attention_trace for s in scheduled]),
     )
 
 

@@ -7,7 +7,6 @@ scheduling, slots.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,72 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.engine.form import Grammar
-from retain.engine.rounds import SpecDecodeStats
-from retain.kv.budget import BudgetPolicy, QueryWeights
-from retain.kv.policies import Policy
-from retain.kv.witness import AttentionTrace
+from retain.engine.grammar import Grammar
+from retain.engine.spec_decode.stats import SpecDecodeStats
+from retain.kv.eviction.budget import BudgetPolicy, QueryWeights
+from retain.kv.eviction.policies import Policy
+from retain.kv.stats.attention_trace import AttentionTrace
+from retain.sampling_params import SamplingParams
 
 TokenCallback = Callable[[int], bool]  # told every new token; True ends the request
 LogitsCallback = Callable[[Tensor], None]  # told logits [n, V] as they are computed; good until it returns
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are drawn and when to stop. Raises ValueError for a value out of range."""
-
-    max_tokens: int | None = None  # None: to the end of the context, or as far as the KV memory reaches
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 is all
-    top_p: float = 1.0
-    min_p: float = 0.0  # of the likeliest token's probability
-    repetition_penalty: float = 1.0  # of tokens in prompt or answer (CTRL, arXiv 1909.05858)
-    presence_penalty: float = 0.0  # subtracted once from tokens in the answer
-    frequency_penalty: float = 0.0  # subtracted for each time
-    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
-    seed: int | None = None
-    stop: tuple[str, ...] = ()  # strings; the text ends before them
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None  # 0: of the drawn tokens; n: and of the n likeliest
-    n: int = 1  # answers to each prompt
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        ranges: dict[str, tuple[float, float]] = {
-            "max_tokens": (1, math.inf),
-            "temperature": (0, math.inf),
-            "top_k": (0, math.inf),
-            "top_p": (0, 1),
-            "min_p": (0, 1),
-            "repetition_penalty": (0, math.inf),
-            "presence_penalty": (-math.inf, math.inf),
-            "frequency_penalty": (-math.inf, math.inf),
-            "seed": (0, 2**63 - 1),
-            "logprobs": (0, 100),
-            "n": (1, 1024),
-        }
-        for name, (lo, hi) in ranges.items():
-            value = getattr(self, name)
-            if value is not None and not (lo <= value <= hi and math.isfinite(value)):
-                raise ValueError(f"{name} must be from {lo:g} to {hi:g}, not {value}")
-        if self.top_p == 0 or self.repetition_penalty == 0:
-            raise ValueError("top_p and repetition_penalty must be above 0")
-        if any(not s for s in self.stop):
-            raise ValueError("a stop string must not be empty")
-
-    @property
-    def greedy(self) -> bool:
-        """The likeliest token, always."""
-        return self.temperature == 0
-
-    @property
-    def has_penalties_or_bias(self) -> bool:
-        """Some token's logit is not the model's own."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.logit_bias) != (1.0, 0, 0, ())
 
 
 class FinishReason(Enum):
@@ -126,7 +68,9 @@ class Request:
     drafter_name: str = ""  # who drafts for it, of those that the engine knows by name; "" is its own
     grammar: Grammar | None = None  # what its answer may be
     attention_trace: AttentionTrace | None = None  # for people who look at what it keeps
-    needs_prompt_logits: bool = False  # its reader sees the logits before every token of the prompt too, but for the first
+    needs_prompt_logits: bool = (
+        False  # its reader sees the logits before every token of the prompt too, but for the first
+    )
 
     id: int = field(default_factory=itertools.count().__next__)
     tokens: list[int] = field(default_factory=list)
@@ -138,14 +82,18 @@ class Request:
     draft_probs: Tensor | None = None  # p [K, V] that they were drawn from; None: they were certain
     score_decay: float | None = None  # of masses that somebody wants who drafts or looks, where the policy wants none
     spec_decode_stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
-    num_logits_read: int = field(default=0, init=False)  # tokens whose logits its reader has seen; below 0: of the prompt
+    num_logits_read: int = field(
+        default=0, init=False
+    )  # tokens whose logits its reader has seen; below 0: of the prompt
     num_reread_tokens: int = 0  # tokens of the prompt that were read again; their slots are forgotten
     row: int | None = None  # of the cache, while it runs
     finish_reason: FinishReason | None = None
     logprobs: list[Logprob] = field(default_factory=list)
     num_preemptions: int = 0  # times
     peak_slots: list[int] = field(default_factory=list)  # slots, one a layer: the most that one head of it owned
-    final_slots: list[int] = field(default_factory=list)  # the same at its end: a budget holds from the end of the prompt on
+    final_slots: list[int] = field(
+        default_factory=list
+    )  # the same at its end: a budget holds from the end of the prompt on
     num_final_pages: int = 0  # pages at its end
     arrival_time: float = field(default_factory=perf_counter)  # seconds
     first_token_time: float = 0.0
@@ -182,7 +130,13 @@ class Request:
     @property
     def max_drafts(self) -> int:
         """How many tokens may be drafted for it: 0 while it owes more than one, or where its answer is given."""
-        if self.reread_chunk or self.logits_callback or self.num_uncomputed_tokens != 1 or self.num_computed_tokens < len(self.prompt) or self.finish_reason:
+        if (
+            self.reread_chunk
+            or self.logits_callback
+            or self.num_uncomputed_tokens != 1
+            or self.num_computed_tokens < len(self.prompt)
+            or self.finish_reason
+        ):
             return 0
         return self.max_tokens - len(self.tokens) + len(self.prompt) - 1
 
@@ -250,14 +204,23 @@ class Request:
     def reread_chunk(self) -> int:
         """How many tokens of the prompt are read again at a time; 0 where none are, or no more."""
         policy, P = self.policy, len(self.prompt)
-        if not isinstance(policy, BudgetPolicy) or self.num_computed_tokens != P or self.num_reread_tokens == P or P <= policy.budget_tokens:
+        if (
+            not isinstance(policy, BudgetPolicy)
+            or self.num_computed_tokens != P
+            or self.num_reread_tokens == P
+            or P <= policy.budget_tokens
+        ):
             return 0
         return min(policy.rereads, self.max_model_len - P)
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens to be computed before the next one can be drawn."""
-        return len(self.prompt) - self.num_reread_tokens if self.reread_chunk else len(self.tokens) - self.num_computed_tokens
+        return (
+            len(self.prompt) - self.num_reread_tokens
+            if self.reread_chunk
+            else len(self.tokens) - self.num_computed_tokens
+        )
 
     @property
     def next_position(self) -> int:
@@ -268,7 +231,10 @@ class Request:
         """The next n tokens to compute."""
         if self.reread_chunk:
             return self.prompt[self.num_reread_tokens : self.num_reread_tokens + num_tokens]
-        return self.tokens[self.num_computed_tokens : self.num_computed_tokens + num_tokens] + self.drafts[: max(num_tokens - self.num_uncomputed_tokens, 0)]
+        return (
+            self.tokens[self.num_computed_tokens : self.num_computed_tokens + num_tokens]
+            + self.drafts[: max(num_tokens - self.num_uncomputed_tokens, 0)]
+        )
 
     def advance(self, num_tokens: int) -> None:
         """So many are computed."""
@@ -282,7 +248,9 @@ class Request:
         if self.reread_chunk:
             return 0
         if self.logits_callback:
-            return min(num_tokens, max(self.num_computed_tokens + num_tokens - len(self.prompt) + 1 - self.num_logits_read, 0))
+            return min(
+                num_tokens, max(self.num_computed_tokens + num_tokens - len(self.prompt) + 1 - self.num_logits_read, 0)
+            )
         return 1 + len(self.drafts) if self.will_sample(num_tokens) else 0
 
     @property

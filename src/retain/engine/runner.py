@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from retain.engine.batch import Batch
-from retain.kernels import Program
-from retain.kv.cache import Cache
+from retain.kernels.api import Program
+from retain.kv.memory.cache import Cache
 from retain.models.decoder import Decoder
 
 
@@ -35,7 +35,17 @@ class ProgramRunner:
         """See Runner."""
         tables = batch.tables or self.cache.device_tables.build_tables(batch.rows, batch.query_start_loc)
         b = batch
-        return self.program.run(self.cache.kv, tables, b.slot_mapping, b.input_ids, b.positions, b.logits_indices, b.attention_scoring, b.before_attention, b.after_attention)
+        return self.program.run(
+            self.cache.kv,
+            tables,
+            b.slot_mapping,
+            b.input_ids,
+            b.positions,
+            b.logits_indices,
+            b.attention_scoring,
+            b.before_attention,
+            b.after_attention,
+        )
 
 
 class TorchRunner:
@@ -57,7 +67,16 @@ class TorchRunner:
                 batch.before_attention(layer, q)
             self.backend.write(kv, batch.slot_mapping[layer], k, v, batch.positions)
             o: Tensor = self.backend.attend(
-                *(q, kv, tables.for_layer(layer), batch.positions, scale, self.alibi_slopes, batch.attention_scoring, layer)
+                *(
+                    q,
+                    kv,
+                    tables.for_layer(layer),
+                    batch.positions,
+                    scale,
+                    self.alibi_slopes,
+                    batch.attention_scoring,
+                    layer,
+                )
             )
             if batch.after_attention:
                 batch.after_attention(layer)

@@ -15,8 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retain.engine.request import Logprob, Request, SamplingParams
-from retain.engine.speculate import verify_greedy, to_device_like, verify_deterministic, sample_inverse_cdf, rejection_sample
+from retain.engine.request import Logprob, Request
+from retain.engine.spec_decode.rejection_sampler import (
+    rejection_sample,
+    sample_inverse_cdf,
+    to_device_like,
+    verify_deterministic,
+    verify_greedy,
+)
+from retain.sampling_params import SamplingParams
 
 SampledTokens = list[tuple[int, Logprob | None]]
 
@@ -39,7 +46,9 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledTokens]:
     alone = [k for k, i in enumerate(drawn) if not whose[i].drafts]
     if alone:
         u = [whose[drawn[k]].next_uniform() for k in alone]
-        tokens = tokens.index_copy(0, to_device_like(tokens, [drawn[k] for k in alone]), sample_inverse_cdf(select_rows(q, alone), u))
+        tokens = tokens.index_copy(
+            0, to_device_like(tokens, [drawn[k] for k in alone]), sample_inverse_cdf(select_rows(q, alone), u)
+        )
     at, best, found = {i: k for k, i in enumerate(drawn)}, tokens_to_host(tokens), []
     for start, end, r in zip(starts, starts[1:], requests, strict=False):
         if r.drafts and not r.params.greedy:

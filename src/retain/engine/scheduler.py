@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from retain.engine.request import Request
-from retain.kv.policies import Policy
-from retain.kv.reuse import PrefixCache
+from retain.kv.eviction.policies import Policy
+from retain.kv.prefix.cache import PrefixCache
 
 
 class KVCacheManager(Protocol):
@@ -58,7 +58,10 @@ class Scheduler:
     def check_fits(self, request: Request) -> None:
         """Raises ValueError when even the empty pool could not hold it."""
         length = len(request.prompt) + request.max_tokens - 1  # the last token is never written
-        cost, total = self.kv_cache_manager.pages_needed(request.policy, length, length), self.kv_cache_manager.total_pages
+        cost, total = (
+            self.kv_cache_manager.pages_needed(request.policy, length, length),
+            self.kv_cache_manager.total_pages,
+        )
         if cost > total:
             raise ValueError(
                 f"a request of {len(request.prompt)} + {request.max_tokens} tokens needs {cost} pages of KV memory "
@@ -95,7 +98,9 @@ class Scheduler:
             self.running.append(request)
             if self.kv_cache_manager.prefix_cache:
                 again = request.num_preemptions > 0
-                request.start_from_prefix(*self.kv_cache_manager.prefix_cache.attach_prefix(request.row, *request.prefix_query, again))
+                request.start_from_prefix(
+                    *self.kv_cache_manager.prefix_cache.attach_prefix(request.row, *request.prefix_query, again)
+                )
             yield request
 
     def _can_admit(self, request: Request) -> bool:
@@ -107,7 +112,10 @@ class Scheduler:
         missing = cost + spare - self.kv_cache_manager.free_pages
         if missing <= 0 or not self.running:  # alone it fits: see check
             return True
-        return self.kv_cache_manager.prefix_cache is not None and self.kv_cache_manager.prefix_cache.num_shared_pages(*request.prefix_query) >= missing
+        return (
+            self.kv_cache_manager.prefix_cache is not None
+            and self.kv_cache_manager.prefix_cache.num_shared_pages(*request.prefix_query) >= missing
+        )
 
     def _get_token_limit(self, request: Request) -> int:
         """How many tokens it may pay at once: none past a moment of forgetting."""
@@ -117,7 +125,11 @@ class Scheduler:
         if request.reread_chunk:
             return request.reread_chunk - request.num_reread_tokens % request.reread_chunk
         stretch = self.kv_cache_manager.tokens_until_eviction(request.row, request.num_computed_tokens)
-        return min(stretch, request.branch_point - request.num_computed_tokens) if request.branch_point > request.num_computed_tokens else stretch
+        return (
+            min(stretch, request.branch_point - request.num_computed_tokens)
+            if request.branch_point > request.num_computed_tokens
+            else stretch
+        )
 
     def _reserve_pages(self, request: Request, end_position: int) -> bool:
         """Pages for `request` up to a position; where there are none, budgets shrink, or the youngest has to go."""
@@ -125,7 +137,11 @@ class Scheduler:
         while not self.kv_cache_manager.reserve(request.row, end_position):
             if self._shrink_one_budget():
                 continue
-            if len(self.running) == 1 and self.kv_cache_manager.prefix_cache and self.kv_cache_manager.prefix_cache.tree.unpin_all():
+            if (
+                len(self.running) == 1
+                and self.kv_cache_manager.prefix_cache
+                and self.kv_cache_manager.prefix_cache.tree.unpin_all()
+            ):
                 continue  # alone it fits: see check
             youngest = max(self.running, key=lambda r: r.id)
             self.preempt(youngest)

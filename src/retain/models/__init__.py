@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from retain.kernels import Program
+from retain.kernels.api import Program
 from retain.models.decoder import Decoder
 from retain.models.weights import Weights
 

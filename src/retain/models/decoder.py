@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from retain.kernels import Program
-from retain.models.parts import Embedding, Linear, Layer
+from retain.kernels.api import Program
+from retain.models.layers import Embedding, Layer, Linear
 from retain.models.rope import Angles, Rope
 from retain.models.weights import Weights
 
@@ -60,10 +60,14 @@ class ModelSpec:
         return len(self.windows)
 
 
-def multi_head_spec(vocab_size: int, hidden_size: int, num_heads: int, num_layers: int, max_position_embeddings: int) -> ModelSpec:
+def multi_head_spec(
+    vocab_size: int, hidden_size: int, num_heads: int, num_layers: int, max_position_embeddings: int
+) -> ModelSpec:
     """The spec of plain attention: a kv head for every query head, everything seen, the hidden size shared by heads."""
     dim = hidden_size // num_heads
-    return ModelSpec(vocab_size, hidden_size, num_heads, num_heads, dim, max_position_embeddings, (None,) * num_layers, dim**-0.5)
+    return ModelSpec(
+        vocab_size, hidden_size, num_heads, num_heads, dim, max_position_embeddings, (None,) * num_layers, dim**-0.5
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +96,10 @@ class Attention:
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """The same from buffer `x` into buffer `out`, or added to what that holds."""
         s, turned = self.spec, self.spec.num_heads + self.spec.num_kv_heads
-        qkv, o = program.buffer("qkv", (turned + s.num_kv_heads) * s.head_dim), program.buffer("o", s.num_heads * s.head_dim)
+        qkv, o = (
+            program.buffer("qkv", (turned + s.num_kv_heads) * s.head_dim),
+            program.buffer("o", s.num_heads * s.head_dim),
+        )
         self.qkv_proj.emit(program, x, qkv)
         if self.qk_norm:
             self.qk_norm.emit(program, qkv, qkv)
@@ -182,7 +189,9 @@ class Decoder:
     def emit(self, program: Program) -> None:
         """Forward and logits as a program. Raises ValueError where a shape is not as the spec says."""
         s, places = self.spec, self.embedding.position_table
-        if self.embedding.table.shape[0] < s.vocab_size or (places is not None and len(places) < s.max_position_embeddings + self.embedding.position_offset):
+        if self.embedding.table.shape[0] < s.vocab_size or (
+            places is not None and len(places) < s.max_position_embeddings + self.embedding.position_offset
+        ):
             raise ValueError("the embedding has fewer rows than the vocabulary, or than the context")
         x, last = program.buffer("x", s.hidden_size), program.buffer("last", s.hidden_size)
         self.embedding.emit(program, x)

@@ -48,7 +48,9 @@ class Rope:
         return self.apply(keys[:, None], replace(self, attention_factor=1.0).angles(offsets, keys.dtype))[:, 0]
 
 
-def get_rope_parameters(config: dict[str, Any], layer_type: str | None = None, default_theta: float = 10000.0) -> dict[str, Any]:
+def get_rope_parameters(
+    config: dict[str, Any], layer_type: str | None = None, default_theta: float = 10000.0
+) -> dict[str, Any]:
     """What a config says of its rotary positions: `rope_theta`, `rope_type` and what that type needs.
 
     Reads both styles: `rope_parameters` (transformers 5; in some families one for each `kind` of layer), and the older

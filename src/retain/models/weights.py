@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from retain.config import check_weights
-from retain.kernels.matrix import Int4, Int8, Weight, QuantizedWeight, is_quantizable, quantize_int4, quantize_int8
+from retain.kernels.quantized import Int4, Int8, QuantizedWeight, Weight, is_quantizable, quantize_int4, quantize_int8
 
 
 class Checkpoint(Protocol):
@@ -60,7 +60,13 @@ class Weights:
 
         `vectors`: what is not a matrix is of another dtype.
         """
-        self.checkpoint, self.dtype, self.quantization, self.prefix, self._on_read = checkpoint, dtype, quantization, prefix, on_read
+        self.checkpoint, self.dtype, self.quantization, self.prefix, self._on_read = (
+            checkpoint,
+            dtype,
+            quantization,
+            prefix,
+            on_read,
+        )
         self.vector_dtype = vector_dtype or dtype
         self.config = checkpoint.config
         self._names = checkpoint.names()
@@ -85,7 +91,9 @@ class Weights:
 
     def scope(self, prefix: str) -> Weights:
         """The same weights, names taken below a prefix."""
-        return Weights(self.checkpoint, self.dtype, self.quantization, self.prefix + prefix, self._on_read, self.vector_dtype)
+        return Weights(
+            self.checkpoint, self.dtype, self.quantization, self.prefix + prefix, self._on_read, self.vector_dtype
+        )
 
     def _full_name(self, name: str) -> str:
         """The whole name of a tensor. Raises ValueError where there is none."""
@@ -115,14 +123,14 @@ class Weights:
 def open_checkpoint(path: Path) -> Checkpoint:
     """The model file or folder at a path. Raises ValueError when it is missing, damaged or not supported."""
     if path.is_dir():
-        from retain.models.folder import SafetensorsCheckpoint
-        from retain.models.shapes import MARKER_FILE, RandomCheckpoint
+        from retain.formats.random_weights import MARKER_FILE, RandomCheckpoint
+        from retain.formats.safetensors import SafetensorsCheckpoint
 
         if (path / MARKER_FILE).is_file():
             return RandomCheckpoint(path)
         return SafetensorsCheckpoint(path)
     if path.is_file():
-        from retain.models.gguf import GGUFCheckpoint
+        from retain.formats.gguf import GGUFCheckpoint
 
         return GGUFCheckpoint(path)
     raise ValueError(f"{path} does not exist: give a .gguf file or a Hugging Face folder")

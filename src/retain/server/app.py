@@ -14,16 +14,23 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from retain import __version__
-from retain.engine.drafting import NO_SPECULATION
-from retain.kv import policies
-from retain.server import looking, schemas
-from retain.server.bodies import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
-from retain.server.errors import ErrorResponse, APIError, to_validation_error
-from retain.server.guard import AuthMiddleware
-from retain.server.inspector import Inspector
-from retain.server.keys import ApiKeys
+from retain.engine.spec_decode.speculator import NO_SPECULATION
+from retain.kv.eviction import policies
+from retain.server.auth import ApiKeys
+from retain.server.inspector import routes
+from retain.server.inspector.recorder import Inspector
 from retain.server.metrics import Metrics
-from retain.server.service import OpenAIServing
+from retain.server.middleware import AuthMiddleware
+from retain.server.openai import schemas
+from retain.server.openai.errors import APIError, ErrorResponse, to_validation_error
+from retain.server.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
+from retain.server.openai.serving import OpenAIServing
 
 Json = dict[str, Any]
 ERROR_RESPONSES: dict[int | str, Json] = {
@@ -39,13 +46,19 @@ ERROR_RESPONSES: dict[int | str, Json] = {
 
 
 def create_app(
-    service: OpenAIServing, metrics: Metrics, api_keys: ApiKeys, cors_origins: Sequence[str] = (), inspector: Inspector | None = None
+    service: OpenAIServing,
+    metrics: Metrics,
+    api_keys: ApiKeys,
+    cors_origins: Sequence[str] = (),
+    inspector: Inspector | None = None,
 ) -> FastAPI:
     """All of it, for one model."""
     api = FastAPI(title="retain", version=__version__, description=__doc__.split(":")[0], redoc_url=None)
     desk = service.processor
 
-    @api.post("/v1/chat/completions", response_model=None, responses=_generation_responses(schemas.ChatCompletionResponse))
+    @api.post(
+        "/v1/chat/completions", response_model=None, responses=_generation_responses(schemas.ChatCompletionResponse)
+    )
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """A conversation goes on."""
         service.check_model(body.model)
@@ -124,7 +137,9 @@ def create_app(
         closed = service.admission.closed or bool(service.engine_thread.fatal_error)
         return JSONResponse({"status": "closed" if closed else "ready"}, 503 if closed else 200)
 
-    @api.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, 401: ERROR_RESPONSES[401]})
+    @api.get(
+        "/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, 401: ERROR_RESPONSES[401]}
+    )
     async def get_metrics() -> Response:
         """For Prometheus."""
         return Response(await service.engine_thread.call(metrics.render), media_type="text/plain; version=0.0.4")
@@ -146,8 +161,8 @@ def create_app(
         return APIError(400, " ".join(str(error).split())).to_response()
 
     if inspector:
-        looking.add_routes(api, service.engine_thread, inspector)
-    api.add_middleware(AuthMiddleware, keys=api_keys, limits=service.limits)
+        routes.add_routes(api, service.engine_thread, inspector)
+    api.add_middleware(AuthMiddleware, api_keys=api_keys, limits=service.limits)
     if cors_origins:  # outermost, so that web pages can read what the guard refuses
         api.add_middleware(
             CORSMiddleware,

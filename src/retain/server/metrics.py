@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from retain.engine.request import Request
-from retain.kv.census import collect_pool_stats, count_evicted_slots, count_ring_overwrites
+from retain.kv.stats.pool import collect_pool_stats, count_evicted_slots, count_ring_overwrites
 from retain.llm import LLM
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -29,24 +29,48 @@ class Metrics:
 
     def __init__(self, llm: LLM, prefix: str = "retain_"):
         self.llm, self.prefix, self.registry = llm, prefix, CollectorRegistry()
-        self._last_token: WeakKeyDictionary[Request, tuple[float, int]] = WeakKeyDictionary()  # when, and tokens by then
-        self.preemptions = self._create_counter("num_preemptions", "Requests that gave all their pages back, to begin again")
+        self._last_token: WeakKeyDictionary[Request, tuple[float, int]] = (
+            WeakKeyDictionary()
+        )  # when, and tokens by then
+        self.preemptions = self._create_counter(
+            "num_preemptions", "Requests that gave all their pages back, to begin again"
+        )
         self.prompt_tokens = self._create_counter("prompt_tokens", "Tokens of prompts")
         self.generation_tokens = self._create_counter("generation_tokens", "Tokens of answers")
-        self.finished_requests = self._create_counter("request_success", "Answers that ended, by why", "finished_reason")
+        self.finished_requests = self._create_counter(
+            "request_success", "Answers that ended, by why", "finished_reason"
+        )
         self.draft_tokens = self._create_counter("spec_decode_num_draft_tokens", "Tokens that were drafted")
         self.accepted_tokens = self._create_counter("spec_decode_num_accepted_tokens", "Of them, those that were right")
         self.num_ring_overwrites = 0  # slots that rings have written over
         self.step_time = self._create_histogram("step_seconds", "A step of the engine", TOKEN_LATENCY_BUCKETS)
-        self.ttft = self._create_histogram("time_to_first_token_seconds", "From arrival to the first token", LATENCY_BUCKETS)
-        self.itl = self._create_histogram("inter_token_latency_seconds", "From a token to the next", TOKEN_LATENCY_BUCKETS)
-        self.tpot = self._create_histogram("request_time_per_output_token_seconds", "Of an answer, on average", TOKEN_LATENCY_BUCKETS)
-        self.e2e_latency = self._create_histogram("e2e_request_latency_seconds", "From arrival to the end", LATENCY_BUCKETS)
-        self.request_prompt_tokens = self._create_histogram("request_prompt_tokens", "Tokens of a prompt", TOKEN_COUNT_BUCKETS)
-        self.request_generation_tokens = self._create_histogram("request_generation_tokens", "Tokens of an answer", TOKEN_COUNT_BUCKETS)
-        self.eviction_age = self._create_histogram("prefix_evicted_age_seconds", "Of prefixes that had to go, since they came", AGE_BUCKETS)
-        self.eviction_idle = self._create_histogram("prefix_evicted_idle_seconds", "The same, since somebody used them", AGE_BUCKETS)
-        self.eviction_hits = self._create_histogram("prefix_evicted_hits", "How often they had been used", (0, 1, 2, 5, 10, 50, 100))
+        self.ttft = self._create_histogram(
+            "time_to_first_token_seconds", "From arrival to the first token", LATENCY_BUCKETS
+        )
+        self.itl = self._create_histogram(
+            "inter_token_latency_seconds", "From a token to the next", TOKEN_LATENCY_BUCKETS
+        )
+        self.tpot = self._create_histogram(
+            "request_time_per_output_token_seconds", "Of an answer, on average", TOKEN_LATENCY_BUCKETS
+        )
+        self.e2e_latency = self._create_histogram(
+            "e2e_request_latency_seconds", "From arrival to the end", LATENCY_BUCKETS
+        )
+        self.request_prompt_tokens = self._create_histogram(
+            "request_prompt_tokens", "Tokens of a prompt", TOKEN_COUNT_BUCKETS
+        )
+        self.request_generation_tokens = self._create_histogram(
+            "request_generation_tokens", "Tokens of an answer", TOKEN_COUNT_BUCKETS
+        )
+        self.eviction_age = self._create_histogram(
+            "prefix_evicted_age_seconds", "Of prefixes that had to go, since they came", AGE_BUCKETS
+        )
+        self.eviction_idle = self._create_histogram(
+            "prefix_evicted_idle_seconds", "The same, since somebody used them", AGE_BUCKETS
+        )
+        self.eviction_hits = self._create_histogram(
+            "prefix_evicted_hits", "How often they had been used", (0, 1, 2, 5, 10, 50, 100)
+        )
         self.registry.register(self)
 
     def _create_counter(self, name: str, documentation: str, *labels: str) -> Counter:
@@ -112,9 +136,13 @@ class Metrics:
         yield GaugeMetricFamily(p + "num_requests_waiting", "Requests that wait", len(scheduler.waiting))
         used = 1 - cache.free_pages / max(cache.total_pages, 1)
         yield GaugeMetricFamily(p + "kv_cache_usage_perc", "Of the pool, what nobody else can have", used)
-        yield _add_labelled_values(GaugeMetricFamily(p + "slots", "Slots that hold a token", labels=["state"]), found.slots_by_state)
+        yield _add_labelled_values(
+            GaugeMetricFamily(p + "slots", "Slots that hold a token", labels=["state"]), found.slots_by_state
+        )
         yield GaugeMetricFamily(p + "slot_holes", "Slots that are owned and hold none", found.num_holes)
-        yield _add_labelled_values(GaugeMetricFamily(p + "pages", "Pages of the pool", labels=["state"]), found.pages_by_state)
+        yield _add_labelled_values(
+            GaugeMetricFamily(p + "pages", "Pages of the pool", labels=["state"]), found.pages_by_state
+        )
         yield GaugeMetricFamily(p + "page_bytes", "Bytes of a page", found.page_bytes)
         tokens = CounterMetricFamily(p + "prefix_hit_tokens", "Tokens that were not computed again", labels=["tier"])
         yield _add_labelled_values(tokens, found.prefix_hit_tokens)

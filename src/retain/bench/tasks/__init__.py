@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.config import Amount, plugin_names
-from retain.kv import policies
-from retain.kv.budget import BudgetPolicy
+from retain.kv.eviction import policies
+from retain.kv.eviction.budget import BudgetPolicy
 from retain.llm import LLM
+from retain.plugins import Amount, plugin_names
 
 ItemMetrics = dict[str, float]
 
@@ -93,7 +93,11 @@ def absolute_budget(policy: str, budget_base: int) -> str:
 
 
 def teacher_force(
-    llm: LLM, items: list[ForcedItem], policy_specs: Sequence[str], full_log_probs: list[Tensor] | None, compares_full: bool
+    llm: LLM,
+    items: list[ForcedItem],
+    policy_specs: Sequence[str],
+    full_log_probs: list[Tensor] | None,
+    compares_full: bool,
 ) -> tuple[list[ItemMetrics], list[Tensor]]:
     """Answers that are given: `loss` in nats a token, `exact` (1 where a greedy model would have given it).
 

@@ -65,11 +65,15 @@ def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> lis
                 examples = [f"{made[name][j][0]}{made[name][j][1][labels[name][j]]}\n\n" for j in range(shots)]
                 prompt, choices = made[name][i]
                 ids = [llm.tokenizer.encode(c, add_special_tokens=False) for c in choices]
-                found.append(MultipleChoiceItem(f"{name}-{shots}", llm.encode("".join(examples) + prompt), ids, labels[name][i]))
+                found.append(
+                    MultipleChoiceItem(f"{name}-{shots}", llm.encode("".join(examples) + prompt), ids, labels[name][i])
+                )
     return found[:num_items]
 
 
-def measure(llm: LLM, items: list[MultipleChoiceItem], policy_specs: Sequence[str], full_state: Any) -> tuple[list[ItemMetrics], None]:
+def measure(
+    llm: LLM, items: list[MultipleChoiceItem], policy_specs: Sequence[str], full_state: Any
+) -> tuple[list[ItemMetrics], None]:
     """1 where the right answer is the likeliest, else 0."""
     asked = [(q.prompt, c, policy) for policy in policy_specs for q in items for c in q.choices]
     sums = iter([sum(x) for x in llm.score(*map(list, zip(*asked, strict=True)))])  # type: ignore[arg-type]

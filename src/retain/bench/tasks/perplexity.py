@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retain.bench.tasks import ForcedItem, ItemMetrics, teacher_force, load_records
+from retain.bench.tasks import ForcedItem, ItemMetrics, load_records, teacher_force
 from retain.llm import LLM
 
 METRICS = ("loss",)
@@ -26,7 +26,9 @@ def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> lis
     return found
 
 
-def measure(llm: LLM, items: list[ForcedItem], policy_specs: Sequence[str], full_state: Any) -> tuple[list[ItemMetrics], Any]:
+def measure(
+    llm: LLM, items: list[ForcedItem], policy_specs: Sequence[str], full_state: Any
+) -> tuple[list[ItemMetrics], Any]:
     """Loss in nats a token."""
     rows, memory = teacher_force(llm, items, policy_specs, full_state, compares_full=False)
     return [{"loss": row["loss"]} for row in rows], memory

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retain.bench.tasks import ForcedItem, ItemMetrics, teacher_force, load_records
+from retain.bench.tasks import ForcedItem, ItemMetrics, load_records, teacher_force
 from retain.llm import LLM
 
 METRICS = ("needle", "passkey", "keys", "loss")
@@ -68,7 +68,9 @@ def _make_puzzle(kind: str, rng: random.Random) -> tuple[list[str], str, str, st
     )
 
 
-def measure(llm: LLM, items: list[RecallItem], policy_specs: Sequence[str], full_state: Any) -> tuple[list[ItemMetrics], Any]:
+def measure(
+    llm: LLM, items: list[RecallItem], policy_specs: Sequence[str], full_state: Any
+) -> tuple[list[ItemMetrics], Any]:
     """Whether the answer would have been given, by kind, and its loss."""
     rows, memory = teacher_force(llm, list(items), policy_specs, full_state, compares_full=False)
     return [{items[i % len(items)].kind: row["exact"], "loss": row["loss"]} for i, row in enumerate(rows)], memory

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retain.bench.tasks import ItemMetrics, load_articles
-from retain.engine.request import SamplingParams
 from retain.llm import LLM
+from retain.sampling_params import SamplingParams
 
 METRICS = ("R-1", "R-2", "R-L", "R-1 to full", "R-2 to full", "R-L to full")
 REQUESTS_PER_ITEM = 1
@@ -45,7 +45,9 @@ def measure(
     each = [policy for policy in policy_specs for _ in items]
     texts = [a.text for a in llm.generate([i.prompt for i in items] * len(policy_specs), params, each)]
     rows = []
-    for item, text, own in zip([*items] * len(policy_specs), texts, [*(full_state or texts)] * len(policy_specs), strict=True):
+    for item, text, own in zip(
+        [*items] * len(policy_specs), texts, [*(full_state or texts)] * len(policy_specs), strict=True
+    ):
         true, near = scorer.score(item.reference, text), scorer.score(own, text)
         row = {name: 100 * true[kind].fmeasure for name, kind in ROUGE_TYPES.items()}
         rows.append(row | {f"{name} to full": 100 * near[kind].fmeasure for name, kind in ROUGE_TYPES.items()})

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from retain.config import plugin_names, load_plugin
 from retain.engine.request import Request
 from retain.engine.runner import Runner
-from retain.kv.cache import Cache
+from retain.kv.memory.cache import Cache
+from retain.plugins import load_plugin, plugin_names
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from retain.engine.ahead import draft_autoregressive
 from retain.engine.batch import pack_tokens
 from retain.engine.drafters import TargetModel
 from retain.engine.drafters.self import Drafter as Same
 from retain.engine.request import Request
 from retain.engine.runner import Runner
-from retain.kv import policies
-from retain.kv.cache import Cache
+from retain.engine.spec_decode.draft_loop import draft_autoregressive
+from retain.kv.eviction import policies
+from retain.kv.memory.cache import Cache
 
-MAX_CATCH_UP_TOKENS = 16  # tokens, no more than a page, that are computed with the first draft; more have to be read first
+MAX_CATCH_UP_TOKENS = (
+    16  # tokens, no more than a page, that are computed with the first draft; more have to be read first
+)
 
 
 @dataclass
@@ -97,7 +99,10 @@ class Drafter:
             return False
         few = len(tokens) - len(seen.tokens) <= MAX_CATCH_UP_TOKENS
         while (owed := len(tokens) - 1 - len(seen.tokens)) > 0 and not few:
-            begin, most = len(seen.tokens), cache.page_size if cache.rings_shrunk[seen.row] else cache.max_batched_tokens
+            begin, most = (
+                len(seen.tokens),
+                cache.page_size if cache.rings_shrunk[seen.row] else cache.max_batched_tokens,
+            )
             self._forward([seen], [tokens[begin : begin + min(owed, most)]])  # a ring that is settled spares a page
             cache.commit(seen.row, len(seen.tokens), owed - min(owed, most))
         return few
@@ -105,7 +110,9 @@ class Drafter:
     def _forward(self, states: Sequence[DraftState], fresh: Sequence[Sequence[int]]) -> Tensor:
         """Logits behind the last of these tokens, [n, V]."""
         assert self._cache and self._runner
-        batch = pack_tokens(self._cache, [s.row for s in states], [len(s.tokens) for s in states], fresh, [1] * len(states))
+        batch = pack_tokens(
+            self._cache, [s.row for s in states], [len(s.tokens) for s in states], fresh, [1] * len(states)
+        )
         for s, f in zip(states, fresh, strict=True):
             s.tokens += f
         return self._runner.forward(batch)

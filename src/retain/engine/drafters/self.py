@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.engine.ahead import draft_autoregressive
 from retain.engine.batch import Batch, pack_tokens
 from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
-from retain.kernels import NO_WINDOW
-from retain.kv.mirror import DeviceTables
+from retain.engine.spec_decode.draft_loop import draft_autoregressive
+from retain.kernels.api import NO_WINDOW
+from retain.kv.memory.device_tables import DeviceTables
 
 Ints = NDArray[np.int32]
 
@@ -42,7 +42,9 @@ class Drafter:
     _target: TargetModel | None = field(default=None, init=False)
     _runner: Runner | None = field(default=None, init=False)
     _num_rounds: dict[Request, int] = field(default_factory=dict, init=False)
-    _top_pages: dict[Request, NDArray[np.int64]] = field(default_factory=dict, init=False)  # [M, G, m], places in tables
+    _top_pages: dict[Request, NDArray[np.int64]] = field(
+        default_factory=dict, init=False
+    )  # [M, G, m], places in tables
 
     def __post_init__(self) -> None:
         if self.budget < 1 or self.refresh < 1 or not 0 < self.decay <= 1:
@@ -58,7 +60,9 @@ class Drafter:
         self._target, cache = target, target.cache
         self._runner = target.runner if self.weights == "auto" else target.load_requantized_runner(self.weights)
         max_running_requests, L, G, n = cache.pages.shape
-        self._page_budget = min(max(self.budget // cache.page_size, 3) + 1, n)  # one more where drafts cross into a new page
+        self._page_budget = min(
+            max(self.budget // cache.page_size, 3) + 1, n
+        )  # one more where drafts cross into a new page
         self._pages: Ints = np.zeros((max_running_requests, L, G, n), np.int32)
         self._counts: Ints = np.zeros((max_running_requests, L, G), np.int32)
         self._device_tables = DeviceTables(self._pages, self._counts, cache.window, cache.kv.device)
@@ -82,7 +86,9 @@ class Drafter:
             # The first round of who has to choose only leaves masses.
             if (rounds or not chooses) and cache.reserve(request.row, request.num_computed_tokens + 1 + n):
                 self._select_pages(request, n)
-                ready.append((request, min(n, cache.tokens_until_eviction(request.row, request.num_computed_tokens) - 1)))
+                ready.append(
+                    (request, min(n, cache.tokens_until_eviction(request.row, request.num_computed_tokens) - 1))
+                )
 
         def forward(who: Sequence[int], tokens: Sequence[int], i: int) -> Tensor:
             batch = self._build_batch([ready[j][0] for j in who], tokens, i)
@@ -101,7 +107,9 @@ class Drafter:
         self._device_tables.mark_dirty(row)
         self._pages[row, :, :, : counts.max()] = cache.pages[row, :, :, : counts.max()]
         whole = np.flatnonzero(cache.window[row] == NO_WINDOW)
-        newest = np.arange(max(request.num_computed_tokens - S, 0) // S, (request.num_computed_tokens + num_drafts) // S + 1)  # pages
+        newest = np.arange(
+            max(request.num_computed_tokens - S, 0) // S, (request.num_computed_tokens + num_drafts) // S + 1
+        )  # pages
         m = self._page_budget - len(newest)
         thin = cache.prefix_cache is not None and row in cache.prefix_cache.sparse_rows
         if thin or row in cache.evictors or not len(whole) or newest[0] <= m or m < 1:
@@ -120,5 +128,7 @@ class Drafter:
         """One token of each: the i-th behind what is computed."""
         assert self._target
         cache, ids = self._target.cache, [[t] for t in tokens]
-        batch = pack_tokens(cache, [r.row for r in requests], [r.num_computed_tokens + i for r in requests], ids, [1] * len(ids))
+        batch = pack_tokens(
+            cache, [r.row for r in requests], [r.num_computed_tokens + i for r in requests], ids, [1] * len(ids)
+        )
         return replace(batch, tables=self._device_tables.build_tables(batch.rows, batch.query_start_loc))

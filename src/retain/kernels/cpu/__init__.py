@@ -28,12 +28,12 @@ from dataclasses import replace
 import torch  # before _C: its libgomp must be the one that both use
 from torch import Tensor
 
-from retain.kernels import CPU, KV, AttentionScoring, Program, Tables
+from retain.kernels.api import CPU, KV, AttentionScoring, Program, Tables
 from retain.kernels.cpu.memory import allocate_aligned
 
 try:
     import retain.kernels.cpu._C as _C
-    from retain.kernels.cpu import told
+    from retain.kernels.cpu import ffi
 except ImportError as error:
     _import_error: str | None = f"its extension is not built ({error})"
 else:
@@ -58,7 +58,12 @@ def program(dtype: torch.dtype, device: torch.device) -> Program:
 
 
 def allocate(
-    num_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, score_columns: int = 1, device: torch.device = CPU
+    num_pages: int,
+    page_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    score_columns: int = 1,
+    device: torch.device = CPU,
 ) -> KV:
     """A pool; it takes no memory until it is written."""
     if dtype not in DTYPES:
@@ -81,7 +86,9 @@ def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> No
     if k.dtype not in DTYPES or v.dtype != k.dtype:
         k, v = k.float(), v.float()
     if D != kv.head_dim or v.shape != k.shape or slot_mapping.shape != (G, T) or pos.shape != (T,):
-        raise ValueError(f"write: shapes disagree: {_format_shapes(slots=slot_mapping, k=k, v=v, pos=pos)}, head dim {kv.head_dim}")
+        raise ValueError(
+            f"write: shapes disagree: {_format_shapes(slots=slot_mapping, k=k, v=v, pos=pos)}, head dim {kv.head_dim}"
+        )
     if slot_mapping.dtype != torch.int32 or pos.dtype != torch.int32:
         raise TypeError(f"write: slots and pos must be int32, not {slot_mapping.dtype} and {pos.dtype}")
     k_token, k_head, k_dim = k.stride()
@@ -90,7 +97,7 @@ def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> No
         raise ValueError("write: the last dimension of k and v must be contiguous")
     pos = pos.contiguous()
     _C.write(
-        told.to_c_pool(kv),
+        ffi.to_c_pool(kv),
         slot_mapping.data_ptr(), *slot_mapping.stride(), T, G,
         k.data_ptr(), k_token, k_head, v.data_ptr(), v_token, v_head, k.dtype == torch.bfloat16,
         pos.data_ptr(),
@@ -129,15 +136,15 @@ def attend(
         raise ValueError("attend: the last dimension of q and of tables.pages must be contiguous")
     if alibi_slopes is not None and (alibi_slopes.dtype != torch.float32 or alibi_slopes.shape != (H,)):
         raise ValueError(f"attend: slopes must be float32 [{H}], not {alibi_slopes.dtype} {list(alibi_slopes.shape)}")
-    told.check_scoring(scoring, T, B)
+    ffi.check_scoring(scoring, T, B)
     tables = replace(tables, rows=rows.contiguous(), query_start_loc=starts.contiguous())
     q_pos = q_pos.contiguous()
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     o = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
     _C.attend(
-        told.to_c_pool(kv), told.to_c_tables(tables),
+        ffi.to_c_pool(kv), ffi.to_c_tables(tables),
         q.data_ptr(), q_token, q_head, bf16, o.data_ptr(), q_pos.data_ptr(), T, H // G, scale,
-        0 if alibi_slopes is None else alibi_slopes.data_ptr(), told.to_c_scoring(scoring, layer),
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(), ffi.to_c_scoring(scoring, layer),
     )  # fmt: skip
     return o
 
@@ -155,17 +162,21 @@ def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy whole pages, positions too: src, dst int64 [n]; no page is in both."""
     if src.shape != dst.shape or src.dim() != 1 or src.dtype != torch.int64 or dst.dtype != torch.int64:
-        raise ValueError(f"copy: wants int64 [n] twice, not {src.dtype}, {dst.dtype}, {_format_shapes(src=src, dst=dst)}")
+        raise ValueError(
+            f"copy: wants int64 [n] twice, not {src.dtype}, {dst.dtype}, {_format_shapes(src=src, dst=dst)}"
+        )
     src, dst = src.contiguous(), dst.contiguous()
-    _C.copy(told.to_c_pool(kv), src.data_ptr(), dst.data_ptr(), src.shape[0])
+    _C.copy(ffi.to_c_pool(kv), src.data_ptr(), dst.data_ptr(), src.shape[0])
 
 
 def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy slots with their positions and masses, int32 [M, n] both; see `reference`."""
     if src.shape != dst.shape or src.dim() != 2 or src.dtype != torch.int32 or dst.dtype != torch.int32:
-        raise ValueError(f"move: wants int32 [M, n] twice, not {src.dtype}, {dst.dtype}, {_format_shapes(src=src, dst=dst)}")
+        raise ValueError(
+            f"move: wants int32 [M, n] twice, not {src.dtype}, {dst.dtype}, {_format_shapes(src=src, dst=dst)}"
+        )
     src, dst = src.contiguous(), dst.contiguous()
-    _C.move(told.to_c_pool(kv), src.data_ptr(), dst.data_ptr(), *src.shape)
+    _C.move(ffi.to_c_pool(kv), src.data_ptr(), dst.data_ptr(), *src.shape)
 
 
 def select_victims(priority: Tensor, pos: Tensor, lengths: Tensor, sinks: int, last_evictable: int, n: int) -> Tensor:
@@ -177,7 +188,9 @@ def select_victims(priority: Tensor, pos: Tensor, lengths: Tensor, sinks: int, l
         raise TypeError(f"lowest: pos and used must be int32, not {pos.dtype} and {lengths.dtype}")
     priority, pos, lengths = priority.float().contiguous(), pos.contiguous(), lengths.contiguous()
     places = torch.empty(N, n, dtype=torch.int64)
-    _C.lowest(priority.data_ptr(), pos.data_ptr(), lengths.data_ptr(), N, S, sinks, last_evictable, n, places.data_ptr())
+    _C.lowest(
+        priority.data_ptr(), pos.data_ptr(), lengths.data_ptr(), N, S, sinks, last_evictable, n, places.data_ptr()
+    )
     return places
 
 

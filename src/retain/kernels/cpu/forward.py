@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 import retain.kernels.cpu._C as _C
-from retain.kernels import KV, AttentionScoring, Tables
-from retain.kernels.cpu import told
+from retain.kernels.api import KV, AttentionScoring, Tables
+from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import Arena
-from retain.kernels.matrix import Int4, Int8, Weight
-from retain.kernels.widths import LOGITS_BUFFER, BufferShapes, numel_or_none
+from retain.kernels.quantized import Int4, Int8, Weight
+from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, numel_or_none
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, Int8: 2, Int4: 3}
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
@@ -99,7 +99,9 @@ class CpuProgram:
         self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
     ) -> None:
         heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias))
-        self._program.normalise(x, out, self._keep_alive(weight), self._keep_alive(bias), eps, subtract_mean, n, heads, add)
+        self._program.normalise(
+            x, out, self._keep_alive(weight), self._keep_alive(bias), eps, subtract_mean, n, heads, add
+        )
 
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:  # noqa: D102
         self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
@@ -112,10 +114,14 @@ class CpuProgram:
     def clip(self, x: int, limit: float) -> None:  # noqa: D102
         self._program.clip(x, limit)
 
-    def rope(self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int) -> None:  # noqa: D102
+    def rope(
+        self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int
+    ) -> None:  # noqa: D102
         self._shapes.check_rope(x, heads, head_dim, len(freqs))
         if id(freqs) not in self._ropes:
-            self._ropes[id(freqs)] = self._program.rope(self._keep_alive(freqs), len(freqs), attention_factor, interleaved)
+            self._ropes[id(freqs)] = self._program.rope(
+                self._keep_alive(freqs), len(freqs), attention_factor, interleaved
+            )
         self._program.turn(x, self._ropes[id(freqs)], heads, head_dim)
 
     def attend(  # noqa: D102
@@ -154,15 +160,17 @@ class CpuProgram:
         N, T, B = len(logits_indices), len(input_ids), len(tables.rows)
         layers, _, G, _ = tables.pages.shape
         if positions.shape != (T,) or slot_mapping.shape != (layers, G, T) or tables.query_start_loc.shape != (B + 1,):
-            raise ValueError(f"run: {T} ids, positions {list(positions.shape)} and slots {list(slot_mapping.shape)} do not fit")
-        told.check_scoring(scoring, T, B)
+            raise ValueError(
+                f"run: {T} ids, positions {list(positions.shape)} and slots {list(slot_mapping.shape)} do not fit"
+            )
+        ffi.check_scoring(scoring, T, B)
         if len(self._logits) < N:
             self._logits = torch.empty(N, self._shapes.widths[LOGITS_BUFFER])
         step = (
-            told.to_c_pool(kv), told.to_c_tables(tables), layers,
+            ffi.to_c_pool(kv), ffi.to_c_tables(tables), layers,
             tables.pages.stride(0), tables.counts.stride(0), tables.windows.stride(0),
             input_ids.data_ptr(), positions.data_ptr(), logits_indices.data_ptr(), self._logits.data_ptr(), T, N,
-            slot_mapping.data_ptr(), *slot_mapping.stride(), told.to_c_scoring(scoring),
+            slot_mapping.data_ptr(), *slot_mapping.stride(), ffi.to_c_scoring(scoring),
         )  # fmt: skip
         begin = 0
         for look in self._attention_ops if before_attention or after_attention else []:

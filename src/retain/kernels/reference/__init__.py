@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retain.kernels import CPU, KV, NO_WINDOW, AttentionScoring, Tables
-from retain.kernels.order import eviction_key
+from retain.kernels.api import CPU, KV, NO_WINDOW, AttentionScoring, Tables
+from retain.kernels.eviction_order import eviction_key
 from retain.kernels.reference.noise import noise_key, sample_noise
 
 DEVICES = ("cpu",)
@@ -26,7 +26,12 @@ def program(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def allocate(
-    num_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, score_columns: int = 1, device: torch.device = CPU
+    num_pages: int,
+    page_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    score_columns: int = 1,
+    device: torch.device = CPU,
 ) -> KV:
     """A pool. K and V start as zeros, so that a hole's weight of 0 never meets a NaN."""
     k, v = (torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device) for _ in range(2))

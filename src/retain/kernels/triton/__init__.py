@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retain.kernels import KV, AttentionScoring, Program, Tables
+from retain.kernels.api import KV, AttentionScoring, Program, Tables
 
 try:
     import triton

@@ -1,4 +1,4 @@
-"""A step's attention as launches: which kernels (look.py, observe.py, slots.py) run over which jobs.
+"""A step's attention as launches: which kernels (attention_kernels.py, mass_kernels.py, slots.py) run over which jobs.
 
 A job is (request b, its row in the tables, its first fresh token, how many tokens, the first of its query rows, the
 place of its first token among those that leave weights). Requests with few query rows are one job each, in stretches;
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retain.kernels import GAUSSIAN, GUMBEL, KV, AttentionScoring, Tables
-from retain.kernels.triton import look, noise, observe, slots
+from retain.kernels.api import GAUSSIAN, GUMBEL, KV, AttentionScoring, Tables
+from retain.kernels.triton import attention_kernels, mass_kernels, noise, slots
 
 MAX_DECODE_ROWS = 64  # query rows, at most, that look in stretches
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -94,7 +94,9 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
         ],
         prefill=TileList(_tiles_to_device(many, kv.device), tile, 0) if many else None,
         mass_tiles=_tiles_to_device(whole, kv.device) if whole and scoring else None,
-        mass_buffers=make_mass_buffers(scoring, kv, most, starts[-1], R * tables.pages.shape[-2], left) if scoring else None,
+        mass_buffers=make_mass_buffers(scoring, kv, most, starts[-1], R * tables.pages.shape[-2], left)
+        if scoring
+        else None,
         block_n=N,
         max_pages=most,
     )
@@ -107,7 +109,7 @@ def pad_rows(width: int) -> int:
 
 def max_splits(blocks: int) -> int:
     """Of a table of so many blocks, at most, and of all shorter ones. (257 blocks are 52 stretches, 256 are 64.)"""
-    return max(min(-(-blocks // look.MIN_SPLIT_BLOCKS.value), look.MAX_SPLITS.value), 1)
+    return max(min(-(-blocks // attention_kernels.MIN_SPLIT_BLOCKS.value), attention_kernels.MAX_SPLITS.value), 1)
 
 
 def noise_mode_of(scoring: AttentionScoring) -> int:
@@ -117,13 +119,17 @@ def noise_mode_of(scoring: AttentionScoring) -> int:
     return int((mixed if kinds else noise.NONE).value)
 
 
-def make_mass_buffers(scoring: AttentionScoring, kv: KV, max_pages: int, T: int, H: int, num_decode_tokens: int) -> MassBuffers:
+def make_mass_buffers(
+    scoring: AttentionScoring, kv: KV, max_pages: int, T: int, H: int, num_decode_tokens: int
+) -> MassBuffers:
     """What is asked, brought to the device, and room for what it takes."""
     there = AttentionScoring(**{name: x.to(kv.device, non_blocking=True) for name, x in vars(scoring).items()})
     return MassBuffers(there, noise_mode_of(scoring), *allocate_mass_buffers(kv, max_pages, T, H, num_decode_tokens))
 
 
-def allocate_mass_buffers(kv: KV, max_pages: int, T: int, H: int, num_decode_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def allocate_mass_buffers(
+    kv: KV, max_pages: int, T: int, H: int, num_decode_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """For what is left: sums [T, H]; of few tokens weights [few, H, places] and tops [few, H, places / N]."""
     places, N = max_pages * kv.page_size, choose_block_n(kv)
     half = torch.float32 if kv.dtype == torch.float32 else torch.float16
@@ -153,7 +159,14 @@ def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope:
 
 
 def attend(
-    q: Tensor, kv: KV, tables: Tables, plan: AttentionPlan, q_pos: Tensor, scale: float, alibi_slopes: Tensor | None, layer: int
+    q: Tensor,
+    kv: KV,
+    tables: Tables,
+    plan: AttentionPlan,
+    q_pos: Tensor,
+    scale: float,
+    alibi_slopes: Tensor | None,
+    layer: int,
 ) -> Tensor:
     """The output [T, H, D] of queries of one layer, and its masses."""
     T, H, D = q.shape
@@ -168,13 +181,13 @@ def attend(
     blocks = max(plan.max_pages, 1) * (kv.page_size // plan.block_n)
     for jobs in plan.decode if s else []:
         assert s
-        observe.accumulate_mass[(len(jobs.data), G, blocks)](
+        mass_kernels.accumulate_mass[(len(jobs.data), G, blocks)](
             kv.mass, *_page_args(tables), tables.windows, tables.windows.stride(0), jobs.data,
             s.scoring.weights, s.scoring.decay, s.lse, s.split_weights, s.tile_max, s.split_weights.shape[-1], M=jobs.rows_per_tile, **shape,
         )  # fmt: skip
     if s and plan.mass_tiles is not None:
         a = s.scoring
-        observe.recompute_mass[(len(plan.mass_tiles), G, blocks)](
+        mass_kernels.recompute_mass[(len(plan.mass_tiles), G, blocks)](
             q, *q.stride()[:2], kv.k, kv.pos, kv.mass, *_page_args(tables), *_visibility_args(tables), plan.mass_tiles, q_pos,
             q if alibi_slopes is None else alibi_slopes, scale * LOG2E,
             a.weights, a.temperature, a.decay, a.noise, a.seed, a.redraw_noise, layer, s.lse,
@@ -194,9 +207,11 @@ def _launch_attention(
     room = J * G * tiles.num_splits * tiles.max_rows if split else 1
     tops, sums = torch.empty(2, (2 if s else 1) * room, device=device)
     parts = torch.empty(room, D, device=device)
-    asked = (a.weights, a.temperature, a.noise, a.seed, a.redraw_noise) if s and (a := s.scoring) else (q,) * 5  # which is not read
+    asked = (
+        (a.weights, a.temperature, a.noise, a.seed, a.redraw_noise) if s and (a := s.scoring) else (q,) * 5
+    )  # which is not read
     shape = {"G": G, "R": H // G, "S": kv.page_size, "D": D, "DP": DP, "M": M, "N": plan.block_n}
-    look.attention_fwd[(J, G, max(tiles.num_splits, 1))](
+    attention_kernels.attention_fwd[(J, G, max(tiles.num_splits, 1))](
         q, *q.stride()[:2], o, tops, sums, parts, tiles.max_rows, kv.k, kv.v, kv.pos, *_page_args(tables), *_visibility_args(tables),
         tiles.data, q_pos, q if alibi_slopes is None else alibi_slopes, scale * LOG2E, tiles.num_splits,
         *asked, layer, *((s.lse, s.split_weights, s.tile_max, s.split_weights.shape[-1]) if s else (q, q, q, 0)),
@@ -206,7 +221,7 @@ def _launch_attention(
     if split:
         rows = M if triton.knobs.runtime.interpret else 1
         shape.pop("M")
-        look.merge_splits[(J, G, triton.cdiv(tiles.max_rows, rows))](
+        attention_kernels.merge_splits[(J, G, triton.cdiv(tiles.max_rows, rows))](
             o, tops, sums, parts, tiles.max_rows, *_page_args(tables)[3:], tiles.data, tiles.num_splits, s.lse if s else q,
             ROWS=rows, UPDATE_MASS=s is not None, **shape,
         )  # fmt: skip

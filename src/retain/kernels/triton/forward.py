@@ -15,13 +15,13 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from retain.kernels import KV, AttentionScoring, Tables
-from retain.kernels.matrix import Weight
-from retain.kernels.triton import attention, rows
+from retain.kernels.api import KV, AttentionScoring, Tables
+from retain.kernels.quantized import Weight
+from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, numel_or_none
+from retain.kernels.triton import attention, elementwise
 from retain.kernels.triton.attention import RopeParams, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
-from retain.kernels.triton.step import HostStep, DeviceStep
-from retain.kernels.widths import LOGITS_BUFFER, BufferShapes, numel_or_none
+from retain.kernels.triton.step import DeviceStep, HostStep
 
 Op = Callable[[DeviceStep], None]
 
@@ -79,7 +79,7 @@ class TritonProgram:
             to = s.buffers[out] if add or out == x or heads > 1 else torch.empty_like(given)
             T, some = len(given), tokens_per_program(len(given), 8 if n <= 256 else 1)
             if T:
-                rows.norm[(triton.cdiv(T, some), heads)](
+                elementwise.norm[(triton.cdiv(T, some), heads)](
                     given, given.stride(0), to, to.stride(0), w, w if b is None else b, T, n, eps,
                     T=some, BLOCK=triton.next_power_of_2(n), SUBTRACT_MEAN=subtract_mean, BIAS=b is not None, ADD=add,
                     num_warps=8 if n > 2048 else 4,
@@ -103,14 +103,14 @@ class TritonProgram:
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:  # noqa: D102
         self._shapes.check_activation(x, out, n, gated)
-        kind, block = rows.ACTIVATIONS[act], min(triton.next_power_of_2(n), 1024)
+        kind, block = elementwise.ACTIVATIONS[act], min(triton.next_power_of_2(n), 1024)
 
         def op(s: DeviceStep) -> None:
             given = s.buffers[x]
             T, some = len(given), tokens_per_program(len(given), 1)
             to = given.new_empty(T, n)
             if T:
-                rows.activation[(triton.cdiv(T, some), triton.cdiv(n, block))](
+                elementwise.activation[(triton.cdiv(T, some), triton.cdiv(n, block))](
                     given, given.stride(0), to, T, n, T=some, BLOCK=block, ACT=kind, GATED=gated
                 )
             s.buffers[out] = to
@@ -120,9 +120,13 @@ class TritonProgram:
     def clip(self, x: int, limit: float) -> None:  # noqa: D102
         self._ops.append(lambda s: s.buffers.update({x: s.buffers[x].clamp(-limit, limit)}))
 
-    def rope(self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int) -> None:  # noqa: D102
+    def rope(
+        self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int
+    ) -> None:  # noqa: D102
         self._shapes.check_rope(x, heads, head_dim, len(freqs))
-        self._pending_ropes[x] = RopeParams(self._to_float32(freqs), attention_factor, interleaved)  # keys are turned where they are written
+        self._pending_ropes[x] = RopeParams(
+            self._to_float32(freqs), attention_factor, interleaved
+        )  # keys are turned where they are written
 
     def attend(  # noqa: D102
         self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, alibi_slopes: Tensor | None
@@ -130,13 +134,20 @@ class TritonProgram:
         self._shapes.check_attention(qkv, out, heads, numel_or_none(alibi_slopes))
         H, G, D = heads
         self._num_queries_per_kv, self._head_dim = H // G, D
-        turn, alibi = self._pending_ropes.pop(qkv, None), None if alibi_slopes is None else self._to_float32(alibi_slopes)
+        turn, alibi = (
+            self._pending_ropes.pop(qkv, None),
+            None if alibi_slopes is None else self._to_float32(alibi_slopes),
+        )
 
         def op(s: DeviceStep) -> None:
             q, k, v = torch.split(s.buffers[qkv].view(-1, H + 2 * G, D), [H, G, G], dim=1)
             if turn and len(q):
-                some, given, q = tokens_per_program(len(q), 8), q, torch.empty(len(q), H, D, dtype=q.dtype, device=q.device)
-                rows.rope[(triton.cdiv(len(q), some), H)](
+                some, given, q = (
+                    tokens_per_program(len(q), 8),
+                    q,
+                    torch.empty(len(q), H, D, dtype=q.dtype, device=q.device),
+                )
+                elementwise.rope[(triton.cdiv(len(q), some), H)](
                     given, *given.stride()[:2], q, s.positions, len(q), turn.freqs, len(turn.freqs), turn.attention_factor,
                     H=H, D=D, DP=triton.next_power_of_2(D), T=some, INTERLEAVED=turn.interleaved, num_warps=4 if some > 1 else 1,
                 )  # fmt: skip
@@ -152,7 +163,11 @@ class TritonProgram:
 
     def gather_rows(self, x: int, out: int) -> None:  # noqa: D102
         self._shapes.check_gather_rows(x, out)
-        self._ops.append(lambda s: s.buffers.update({out: s.buffers[x] if s.logits_indices is None else s.buffers[x][s.logits_indices]}))
+        self._ops.append(
+            lambda s: s.buffers.update(
+                {out: s.buffers[x] if s.logits_indices is None else s.buffers[x][s.logits_indices]}
+            )
+        )
 
     def finalize(self) -> None:  # noqa: D102
         self._dense_weights.clear()
@@ -177,15 +192,30 @@ class TritonProgram:
         after_attention: Callable[[int], None] | None = None,
     ) -> Tensor:
         T, (layers, _, G, _) = len(input_ids), tables.pages.shape
-        if positions.shape != (T,) or slot_mapping.shape != (layers, G, T) or tables.query_start_loc.shape != (len(tables.rows) + 1,):
-            raise ValueError(f"run: {T} ids, positions {list(positions.shape)} and slots {list(slot_mapping.shape)} do not fit")
+        if (
+            positions.shape != (T,)
+            or slot_mapping.shape != (layers, G, T)
+            or tables.query_start_loc.shape != (len(tables.rows) + 1,)
+        ):
+            raise ValueError(
+                f"run: {T} ids, positions {list(positions.shape)} and slots {list(slot_mapping.shape)} do not fit"
+            )
         if not (before_attention or after_attention):
-            found = self._graphs.run(HostStep(kv, tables, slot_mapping, input_ids, positions, logits_indices, scoring), self._num_queries_per_kv)
+            found = self._graphs.run(
+                HostStep(kv, tables, slot_mapping, input_ids, positions, logits_indices, scoring),
+                self._num_queries_per_kv,
+            )
             if found is not None:
                 return found
         work = attention.plan_attention(tables, self._num_queries_per_kv, self._head_dim, kv, scoring)
-        slot_mapping, input_ids, positions, logits_indices = (x.to(self.device, non_blocking=True) for x in (slot_mapping, input_ids, positions, logits_indices))
-        return self._forward(DeviceStep(kv, tables, work, slot_mapping, input_ids, positions, logits_indices, before_attention, after_attention))
+        slot_mapping, input_ids, positions, logits_indices = (
+            x.to(self.device, non_blocking=True) for x in (slot_mapping, input_ids, positions, logits_indices)
+        )
+        return self._forward(
+            DeviceStep(
+                kv, tables, work, slot_mapping, input_ids, positions, logits_indices, before_attention, after_attention
+            )
+        )
 
     def _forward(self, s: DeviceStep) -> Tensor:
         for op in self._ops:

@@ -16,10 +16,10 @@ import torch
 import triton
 from torch import Tensor
 
-from retain.kernels import KV, AttentionScoring, Tables
+from retain.kernels.api import KV, AttentionScoring, Tables
 from retain.kernels.triton import attention
-from retain.kernels.triton.attention import MAX_DECODE_ROWS, TileList, MassBuffers, AttentionPlan
-from retain.kernels.triton.step import HostStep, DeviceStep
+from retain.kernels.triton.attention import MAX_DECODE_ROWS, AttentionPlan, MassBuffers, TileList
+from retain.kernels.triton.step import DeviceStep, HostStep
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CAPTURE_AFTER = 2  # a step is recorded when it comes for this time; before, it goes one operation at a time
@@ -92,7 +92,11 @@ class GraphInputs:
         if self.copy_done:
             self.copy_done.synchronize()
         tables, B, T, here = step.tables, len(step.tables.rows), len(step.input_ids), self.host_views
-        for name, x in {"ids": step.input_ids, "pos": step.positions, **(vars(step.scoring) if step.scoring else {})}.items():
+        for name, x in {
+            "ids": step.input_ids,
+            "pos": step.positions,
+            **(vars(step.scoring) if step.scoring else {}),
+        }.items():
             here[name][: len(x)] = x
         here["pos"][T:] = -1
         jobs = here["jobs"].view(-1, 6)
@@ -116,7 +120,9 @@ class CUDAGraphRunner:
     def __init__(self, forward: Callable[[DeviceStep], Tensor], device: torch.device):
         self.forward, self.device = forward, device
         self.num_calls: dict[GraphKey, int] = {}
-        self.graphs: dict[GraphKey, tuple[GraphInputs, Callable[[], None], Tensor] | None] = {}  # None: there was no room
+        self.graphs: dict[
+            GraphKey, tuple[GraphInputs, Callable[[], None], Tensor] | None
+        ] = {}  # None: there was no room
         self.memory_pool: Any = None  # of memory: graphs run one at a time, and share it
         self.capture_stream: torch.cuda.Stream | None = None  # where they are tried first
 
@@ -131,7 +137,9 @@ class CUDAGraphRunner:
             return None
         layers, _, G, n = tables.pages.shape
         most = min(triton.next_power_of_2(tables.max_pages or n), n)
-        shape = GraphShape(padded, T // B, layers, G, most, attention.noise_mode_of(step.scoring) if step.scoring else None)
+        shape = GraphShape(
+            padded, T // B, layers, G, most, attention.noise_mode_of(step.scoring) if step.scoring else None
+        )
         where = (kv.k, tables.pages, tables.counts, tables.windows, tables.sinks, tables.dense)
         key = (shape, *(0 if x is None else x.data_ptr() for x in where))
         if key not in self.graphs:
@@ -152,7 +160,9 @@ class CUDAGraphRunner:
         replay()
         return logits[:T]
 
-    def _capture(self, shape: GraphShape, kv: KV, tables: Tables, R: int) -> tuple[GraphInputs, Callable[[], None], Tensor]:
+    def _capture(
+        self, shape: GraphShape, kv: KV, tables: Tables, R: int
+    ) -> tuple[GraphInputs, Callable[[], None], Tensor]:
         inputs = GraphInputs(shape, self.device)
         x, blocks = inputs.device_views, shape.max_pages * (kv.page_size // attention.choose_block_n(kv))
         width = shape.F * R
@@ -164,7 +174,9 @@ class CUDAGraphRunner:
                 room = attention.allocate_mass_buffers(kv, shape.max_pages, shape.T, shape.G * R, shape.T)
                 seen = MassBuffers(inputs.scoring, shape.noise_mode, *room)
             work = AttentionPlan([jobs], None, None, seen, attention.choose_block_n(kv), shape.max_pages)
-            step = DeviceStep(kv, replace(tables, max_pages=shape.max_pages), work, inputs.slot_mapping, x["ids"], x["pos"], None)
+            step = DeviceStep(
+                kv, replace(tables, max_pages=shape.max_pages), work, inputs.slot_mapping, x["ids"], x["pos"], None
+            )
             return self.forward(step)
 
         if self.device.type != "cuda":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.triton.rows import apply_rope
+from retain.kernels.triton.elementwise import apply_rope
 
 
 @triton.jit

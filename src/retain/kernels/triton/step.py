@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from retain.kernels import KV, AttentionScoring, Tables
+from retain.kernels.api import KV, AttentionScoring, Tables
 from retain.kernels.triton.attention import AttentionPlan
 
 

@@ -12,11 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.kernels import Program
-from retain.models.decoder import Attend, Attention, Decoder, ModelSpec, scope_base_model, check_supported, get_layer_windows
+from retain.kernels.api import Program
+from retain.models.decoder import (
+    Attend,
+    Attention,
+    Decoder,
+    ModelSpec,
+    check_supported,
+    get_layer_windows,
+    scope_base_model,
+)
 from retain.models.families import llama
-from retain.models.parts import Embedding, GatedMLP, Layer, RMSNorm, load_lm_head, load_linear
-from retain.models.rope import Angles, Rope, get_rope_parameters, get_rope
+from retain.models.layers import Embedding, GatedMLP, Layer, RMSNorm, load_linear, load_lm_head
+from retain.models.rope import Angles, Rope, get_rope, get_rope_parameters
 from retain.models.weights import Weights
 
 DEFAULTS = {  # transformers' own: published configs leave out what equals them
@@ -41,7 +49,9 @@ def spec_from_config(c: dict[str, Any]) -> ModelSpec:
     c = {**DEFAULTS, **c}
     every = c["sliding_window_pattern"]
     kinds = ["full_attention" if i % every == 0 else "sliding_attention" for i in range(1, c["num_hidden_layers"] + 1)]
-    return replace(llama.spec_from_config(c), windows=get_layer_windows(c, kinds), scale=c["query_pre_attn_scalar"] ** -0.5)
+    return replace(
+        llama.spec_from_config(c), windows=get_layer_windows(c, kinds), scale=c["query_pre_attn_scalar"] ** -0.5
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +101,10 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, eps: float, act: s
 def get_ropes(c: dict[str, Any], dim: int) -> tuple[Rope, Rope]:
     """Of full and of sliding layers. In an old config `rope_theta` and `rope_scaling` are those of the full ones."""
     local = {"rope_theta": c["rope_local_base_freq"], "rope_parameters": c.get("rope_parameters")}
-    far, near = get_rope_parameters(c, "full_attention", default_theta=1_000_000.0), get_rope_parameters(local, "sliding_attention")
+    far, near = (
+        get_rope_parameters(c, "full_attention", default_theta=1_000_000.0),
+        get_rope_parameters(local, "sliding_attention"),
+    )
     return get_rope(dim, far), get_rope(dim, near)
 
 
@@ -102,11 +115,15 @@ def build(w: Weights) -> Decoder:
 
 def build_text_decoder(w: Weights, config: dict[str, Any]) -> Decoder:
     """The same with the text's part of the config. A file with vision has one of two prefixes of its own."""
-    check_supported(config, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False)
+    check_supported(
+        config, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False
+    )
     c, s = {**DEFAULTS, **config}, spec_from_config(config)
     eps, act, (far, near) = c["rms_norm_eps"], c["hidden_activation"], get_ropes(c, s.head_dim)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
-    scale = torch.tensor(s.hidden_size**0.5, dtype=m.dtype).item()  # rounded, as in training: in bfloat16 25.25, not 25.3
+    scale = torch.tensor(
+        s.hidden_size**0.5, dtype=m.dtype
+    ).item()  # rounded, as in training: in bfloat16 25.25, not 25.3
     embed = Embedding(m.load_matrix("embed_tokens.weight", embedding=True), scale, dtype=m.dtype)
     output = load_lm_head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True))
 

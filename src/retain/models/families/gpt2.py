@@ -10,9 +10,17 @@ from typing import Any
 
 import torch
 
-from retain.kernels.matrix import scale_rows
-from retain.models.decoder import Attention, Decoder, PreNormLayer, ModelSpec, scope_base_model, multi_head_spec, check_supported
-from retain.models.parts import MLP, Embedding, Linear, load_lm_head, load_layer_norm, load_linear
+from retain.kernels.quantized import scale_rows
+from retain.models.decoder import (
+    Attention,
+    Decoder,
+    ModelSpec,
+    PreNormLayer,
+    check_supported,
+    multi_head_spec,
+    scope_base_model,
+)
+from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear, load_lm_head
 from retain.models.weights import Weights
 
 

@@ -6,10 +6,18 @@ from typing import Any
 
 import torch
 
-from retain.kernels.matrix import select_rows
-from retain.models.decoder import Attention, Decoder, ParallelLayer, PreNormLayer, ModelSpec, scope_base_model, multi_head_spec
-from retain.models.parts import MLP, Embedding, Linear, load_lm_head, load_layer_norm, load_linear
-from retain.models.rope import Rope, get_rope_parameters, get_rope
+from retain.kernels.quantized import select_rows
+from retain.models.decoder import (
+    Attention,
+    Decoder,
+    ModelSpec,
+    ParallelLayer,
+    PreNormLayer,
+    multi_head_spec,
+    scope_base_model,
+)
+from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear, load_lm_head
+from retain.models.rope import Rope, get_rope, get_rope_parameters
 from retain.models.weights import Weights
 
 
@@ -39,7 +47,10 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer |
 def build(w: Weights) -> Decoder:
     """The decoder from weights in Hugging Face's names. They name rope's base and part in their own way, too."""
     c, s = w.config, spec_from_config(w.config)
-    p = {"partial_rotary_factor": c.get("rotary_pct", 0.25), **get_rope_parameters(c, default_theta=c.get("rotary_emb_base", 10000.0))}
+    p = {
+        "partial_rotary_factor": c.get("rotary_pct", 0.25),
+        **get_rope_parameters(c, default_theta=c.get("rotary_emb_base", 10000.0)),
+    }
     turn = get_rope(int(s.head_dim * p["partial_rotary_factor"]), p)
     m = scope_base_model(w, "embed_in.weight", "gpt_neox.", "")
     embed = Embedding(m.load_matrix("embed_in.weight", embedding=True), dtype=m.dtype)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from retain.models.decoder import Attention, Decoder, ParallelLayer, ModelSpec, scope_base_model, multi_head_spec
-from retain.models.parts import MLP, Embedding, load_lm_head, load_layer_norm, load_linear
+from retain.models.decoder import Attention, Decoder, ModelSpec, ParallelLayer, multi_head_spec, scope_base_model
+from retain.models.layers import MLP, Embedding, load_layer_norm, load_linear, load_lm_head
 from retain.models.rope import Rope, get_rope
 from retain.models.weights import Weights
 
@@ -21,8 +21,12 @@ def spec_from_config(c: dict[str, Any]) -> ModelSpec:
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer:
     """One layer, of the weights below h.<i>."""
     qkv, out = load_linear(w, "attn.q_proj", "attn.k_proj", "attn.v_proj"), load_linear(w, "attn.out_proj")
-    mlp = MLP(load_linear(w, "mlp.fc_in"), load_linear(w, "mlp.fc_out"), w.config.get("activation_function", "gelu_new"))
-    return ParallelLayer(load_layer_norm(w, "ln_1", w.config["layer_norm_epsilon"]), Attention(i, s, qkv, out, rope), None, mlp)
+    mlp = MLP(
+        load_linear(w, "mlp.fc_in"), load_linear(w, "mlp.fc_out"), w.config.get("activation_function", "gelu_new")
+    )
+    return ParallelLayer(
+        load_layer_norm(w, "ln_1", w.config["layer_norm_epsilon"]), Attention(i, s, qkv, out, rope), None, mlp
+    )
 
 
 def build(w: Weights) -> Decoder:

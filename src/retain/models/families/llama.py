@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from retain.models.decoder import Attention, Decoder, PreNormLayer, ModelSpec, scope_base_model, check_supported
-from retain.models.parts import Embedding, GatedMLP, RMSNorm, load_lm_head, load_linear
-from retain.models.rope import Rope, get_rope_parameters, get_rope
+from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, check_supported, scope_base_model
+from retain.models.layers import Embedding, GatedMLP, RMSNorm, load_linear, load_lm_head
+from retain.models.rope import Rope, get_rope, get_rope_parameters
 from retain.models.weights import Weights
 
 
@@ -45,7 +45,9 @@ def build_attention(w: Weights, i: int, s: ModelSpec, rope: Rope, eps: float, no
     """The attention of one layer. Norms of the heads of q and k, where there are such, multiply by w + `plus`."""
     norm = None
     if "q_norm.weight" in w:
-        q, k = (w[f"{n}_norm.weight"].float().expand(heads, -1) for n, heads in (("q", s.num_heads), ("k", s.num_kv_heads)))
+        q, k = (
+            w[f"{n}_norm.weight"].float().expand(heads, -1) for n, heads in (("q", s.num_heads), ("k", s.num_kv_heads))
+        )
         norm = RMSNorm(torch.cat((q, k)) + norm_offset, eps)  # [H + G, D]
     return Attention(i, s, load_linear(w, "q_proj", "k_proj", "v_proj"), load_linear(w, "o_proj"), rope, norm)
 

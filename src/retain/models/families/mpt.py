@@ -6,8 +6,16 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from retain.models.decoder import Attention, Decoder, PreNormLayer, ModelSpec, scope_base_model, multi_head_spec, check_supported
-from retain.models.parts import MLP, ClippedLinear, Embedding, load_lm_head, load_layer_norm, load_linear
+from retain.models.decoder import (
+    Attention,
+    Decoder,
+    ModelSpec,
+    PreNormLayer,
+    check_supported,
+    multi_head_spec,
+    scope_base_model,
+)
+from retain.models.layers import MLP, ClippedLinear, Embedding, load_layer_norm, load_linear, load_lm_head
 from retain.models.weights import Weights
 
 
@@ -15,7 +23,11 @@ def spec_from_config(c: dict[str, Any]) -> ModelSpec:
     """From config.json."""
     s = multi_head_spec(c["vocab_size"], c["d_model"], c["n_heads"], c["n_layers"], c["max_seq_len"])
     a = c.get("attn_config") or {}
-    return replace(s, scale=a.get("softmax_scale") or s.scale, alibi_slopes=get_alibi_slopes(s.num_heads, a.get("alibi_bias_max", 8)))
+    return replace(
+        s,
+        scale=a.get("softmax_scale") or s.scale,
+        alibi_slopes=get_alibi_slopes(s.num_heads, a.get("alibi_bias_max", 8)),
+    )
 
 
 def get_alibi_slopes(num_heads: int, alibi_bias_max: float) -> tuple[float, ...]:
@@ -30,7 +42,9 @@ def build_layer(w: Weights, i: int, s: ModelSpec) -> PreNormLayer:
     qkv, at = load_linear(w, "attn.Wqkv"), (w.config.get("attn_config") or {}).get("clip_qkv")
     attention = Attention(i, s, ClippedLinear(qkv, at) if at else qkv, load_linear(w, "attn.out_proj"))
     norm1, norm2 = (load_layer_norm(w, n, w.config.get("layer_norm_epsilon", 1e-5)) for n in ("norm_1", "norm_2"))
-    return PreNormLayer(norm1, attention, norm2, MLP(load_linear(w, "ffn.up_proj"), load_linear(w, "ffn.down_proj"), "gelu"))
+    return PreNormLayer(
+        norm1, attention, norm2, MLP(load_linear(w, "ffn.up_proj"), load_linear(w, "ffn.down_proj"), "gelu")
+    )
 
 
 def build(w: Weights) -> Decoder:

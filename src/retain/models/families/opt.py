@@ -7,9 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
-from retain.kernels import Program
-from retain.models.decoder import Attend, Attention, Decoder, DecoderLayer, PreNormLayer, ModelSpec, scope_base_model, multi_head_spec, check_supported
-from retain.models.parts import MLP, Sequential, Embedding, Layer, load_lm_head, load_layer_norm, load_linear
+from retain.kernels.api import Program
+from retain.models.decoder import (
+    Attend,
+    Attention,
+    Decoder,
+    DecoderLayer,
+    ModelSpec,
+    PreNormLayer,
+    check_supported,
+    multi_head_spec,
+    scope_base_model,
+)
+from retain.models.layers import MLP, Embedding, Layer, Sequential, load_layer_norm, load_linear, load_lm_head
 from retain.models.rope import Angles, Rope
 from retain.models.weights import Weights
 

@@ -1,0 +1,76 @@
+"""An engine with a policy as a model of the lm-eval harness (`pip install lm-eval`, which is not among our extras).
+
+    from lm_eval import simple_evaluate
+    simple_evaluate(model=Harness(LLM("smollm2"), "h2o:budget=50%"), tasks=["piqa"])
+
+What is not known here: tasks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lm_eval.api.model import LM
+
+from retain.llm import LLM
+from retain.sampling_params import SamplingParams
+
+
+class RetainLM(LM):  # type: ignore[misc]
+    """Every request runs under the one policy; `batch` of them together."""
+
+    def __init__(self, llm: LLM, kv_policy: str | None = None, batch_size: int = 32):
+        super().__init__()
+        self.llm, self.kv_policy, self.batch_size = llm, kv_policy, batch_size
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        """Of each (context, continuation): log-probability, and whether greedy decoding would have given it."""
+        return self._score_pairs([self._encode_pair(*r.args) for r in requests])
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        """Log-probabilities of whole texts, from their first token on; of a long one, its beginning."""
+        pairs = [self._encode_pair("", *r.args) for r in requests]
+        return [
+            found
+            for found, _ in self._score_pairs([(start, ids[: self.llm.max_model_len - 1]) for start, ids in pairs])
+        ]
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        """Texts, up to the strings that the task names."""
+        found: list[str] = []
+        for start in range(0, len(requests), self.batch_size):
+            group = [r.args for r in requests[start : start + self.batch_size]]
+            params = [
+                SamplingParams(
+                    max_tokens=options.get("max_gen_toks", 256),
+                    temperature=options.get("temperature", 0.0) if options.get("do_sample") else 0.0,
+                    stop=tuple(options.get("until", ())),
+                )
+                for _, options in group
+            ]
+            found += [a.text for a in self.llm.generate([text for text, _ in group], params, self.kv_policy)]
+        return found
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids; the blanks between go with the continuation, as tokenizers want it."""
+        stripped = context.rstrip()
+        tokenizer = self.llm.tokenizer
+        nothing = tokenizer.encode("") or [min(tokenizer.stop_token_ids)]  # what a text begins behind
+        prompt = self.llm.encode(stripped) if stripped else nothing
+        answer = self.llm.tokenizer.encode(context[len(stripped) :] + continuation, add_special_tokens=False)
+        return prompt[len(answer) - self.llm.max_model_len :], answer
+
+    def _score_pairs(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        found = []
+        for start in range(0, len(pairs), self.batch_size):
+            group = pairs[start : start + self.batch_size]
+            likeliest: list[list[int]] = [[] for _ in group]
+            scores = self.llm.score(
+                [p for p, _ in group],
+                [a for _, a in group],
+                self.kv_policy,
+                lambda i, logits, likeliest=likeliest: likeliest[i].extend(logits.argmax(-1).tolist()),  # type: ignore[misc]
+            )
+            for (_, answer), logprobs, greedy in zip(group, scores, likeliest, strict=True):
+                found.append((sum(logprobs), greedy == answer))
+        return found

@@ -1,0 +1,1 @@
+"""The `retain` command: one file a command. Does not depend on: how requests run."""

@@ -1,0 +1,7 @@
+"""`python -m retain.cli`."""
+
+import sys
+
+from retain.cli.main import main
+
+sys.exit(main())

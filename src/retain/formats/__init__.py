@@ -1,0 +1,1 @@
+"""File formats of model weights. Does not depend on: what a model computes."""

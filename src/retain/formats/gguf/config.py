@@ -1,0 +1,203 @@
+"""What config.json would say, out of a GGUF file's metadata and the shapes of its tensors: one function a family.
+
+The keys are those that the family's config has at Hugging Face. What is not known here: tensors' names and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from retain.formats.gguf.reader import UnsupportedError
+
+HFConfig = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GGUFMetadata:
+    """What a file says of its architecture: metadata (`llama.block_count` is `block_count`) and tensors' shapes."""
+
+    arch: str
+    entries: Mapping[str, Any]
+    tensor_shapes: Mapping[str, tuple[int, ...]]
+
+    def get(self, key: str, default: T) -> T:
+        """A value of the type of its default. A list, one value for each layer, must hold the same value throughout."""
+        value: Any = self.entries.get(f"{self.arch}.{key}")
+        if value is None:
+            return default
+        if hasattr(value, "tolist"):
+            each = set(value.tolist())
+            if len(each) != 1:
+                raise UnsupportedError(f"{self.arch}.{key} differs between layers, which is not supported")
+            value = each.pop()
+        if type(default) is float and type(value) is int:
+            value = float(value)
+        if type(value) is not type(default):
+            raise ValueError(f"{self.arch}.{key} is {value!r}, which is no {type(default).__name__}")
+        result: T = value
+        return result
+
+    def get_positive(self, key: str, default: int = 0) -> int:
+        """A number that must be there, unless there is a default, and is at least 1."""
+        value = self.get(key, default)
+        if value < 1:
+            raise ValueError(f"{self.arch}.{key} is {value or 'missing or 0'}")
+        return value
+
+
+def _common_config(meta: GGUFMetadata) -> HFConfig:
+    """What all configs say in the same words. More layers than tensors are damage, so nobody loops for ever."""
+    layers = meta.get_positive("block_count")
+    if layers > len(meta.tensor_shapes):
+        raise ValueError(f"{meta.arch}.block_count is {layers}, but there are only {len(meta.tensor_shapes)} tensors")
+    if meta.get("expert_count", 0):
+        raise UnsupportedError("mixtures of experts are not supported")
+    if "token_embd.weight" not in meta.tensor_shapes:
+        raise ValueError("there is no tensor 'token_embd.weight'")
+    return {
+        "vocab_size": meta.tensor_shapes["token_embd.weight"][0],
+        "tie_word_embeddings": "output.weight" not in meta.tensor_shapes,
+        "bos_token_id": meta.entries.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": meta.entries.get("tokenizer.ggml.eos_token_id"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": meta.get_positive("attention.head_count"),
+        "hidden_size": meta.get_positive("embedding_length"),
+        "intermediate_size": meta.get_positive("feed_forward_length"),
+        "max_position_embeddings": meta.get_positive("context_length"),
+    }
+
+
+def llama_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
+    """Llama and its kin."""
+    c = _common_config(meta)
+    heads, hidden = c["num_attention_heads"], c["hidden_size"]
+    dim = meta.get_positive("attention.key_length", max(1, hidden // heads))
+    if meta.get_positive("attention.value_length", dim) != dim or meta.get_positive("rope.dimension_count", dim) != dim:
+        raise UnsupportedError("heads whose keys, values and rotated part differ in size are not supported")
+    return c | {
+        "model_type": model_type,
+        "num_key_value_heads": meta.get_positive("attention.head_count_kv", heads),
+        "head_dim": dim,
+        "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": meta.get("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(meta),
+        "hidden_act": "silu",
+        "sliding_window": meta.get("attention.sliding_window", 0) or None,
+    }
+
+
+def _rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
+    """`rope_scaling` of config.json."""
+    kind, factor = meta.get("rope.scaling.type", "none"), meta.get("rope.scaling.factor", 1.0)
+    if kind == "none":
+        linear = meta.get("rope.scale_linear", 1.0)  # what old files say
+        return {"rope_type": "linear", "factor": linear} if linear != 1 else None
+    scaling: HFConfig = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        if meta.get("rope.scaling.attn_factor", 1.0) != 1:
+            raise UnsupportedError("yarn with an attn_factor of its own is not supported")
+        scaling["original_max_position_embeddings"] = meta.get_positive("rope.scaling.original_context_length")
+        for key in ("beta_fast", "beta_slow"):
+            if beta := meta.get(f"rope.scaling.yarn_{key}", 0.0):
+                scaling[key] = beta
+    return scaling
+
+
+def gemma3_config(meta: GGUFMetadata) -> HFConfig:
+    """Gemma 3, the text model. Every sixth layer sees everything, where the file says nothing else."""
+    c = llama_config(meta, "gemma3_text")
+    layers, heads, dim = c["num_hidden_layers"], c["num_attention_heads"], c["head_dim"]
+    pattern: Any = meta.entries.get("gemma3.attention.sliding_window_pattern")
+    if hasattr(pattern, "tolist"):  # one for each layer: whether it slides
+        slides = [bool(slide) for slide in pattern.tolist()]
+        if len(slides) != layers:
+            raise ValueError(f"attention.sliding_window_pattern is for {len(slides)} layers, there are {layers}")
+    else:
+        every = meta.get_positive("attention.sliding_window_pattern", 6)
+        slides = [(i + 1) % every != 0 for i in range(layers)]
+    del c["hidden_act"]
+    return c | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0),
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
+        # Not in the file. Google scales by the head dim, except in the 27B model, the one with 62 layers.
+        "query_pre_attn_scalar": c["hidden_size"] // heads if layers == 62 else dim,
+        "attn_logit_softcapping": meta.get("attn_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": meta.get("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def gpt2_config(meta: GGUFMetadata) -> HFConfig:
+    """GPT-2. The activation is not in the file; all that are converted have this one."""
+    c = _common_config(meta)
+    return c | {
+        "model_type": "gpt2",
+        "n_layer": c["num_hidden_layers"],
+        "n_head": c["num_attention_heads"],
+        "n_embd": c["hidden_size"],
+        "n_inner": c["intermediate_size"],
+        "n_positions": c["max_position_embeddings"],
+        "layer_norm_epsilon": meta.get("attention.layer_norm_epsilon", 1e-5),
+        "activation_function": "gelu_new",
+    }
+
+
+def gpt_neox_config(meta: GGUFMetadata) -> HFConfig:
+    """GPT-NeoX and Pythia."""
+    c = _common_config(meta)
+    dim = max(1, c["hidden_size"] // c["num_attention_heads"])
+    return c | {
+        "model_type": "gpt_neox",
+        "layer_norm_eps": meta.get("attention.layer_norm_epsilon", 1e-5),
+        "rotary_pct": meta.get_positive("rope.dimension_count", dim) / dim,
+        "rotary_emb_base": meta.get("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(meta),
+        "use_parallel_residual": meta.get("use_parallel_residual", True),
+        "hidden_act": "gelu",
+        "attention_bias": "blk.0.attn_qkv.bias" in meta.tensor_shapes,
+    }
+
+
+def mpt_config(meta: GGUFMetadata) -> HFConfig:
+    """MPT. Its config keeps what concerns attention in a dict of its own."""
+    c = _common_config(meta)
+    alibi, clip = meta.get("attention.max_alibi_bias", 0.0), meta.get("attention.clamp_kqv", 0.0)
+    return c | {
+        "model_type": "mpt",
+        "d_model": c["hidden_size"],
+        "n_heads": c["num_attention_heads"],
+        "n_layers": c["num_hidden_layers"],
+        "expansion_ratio": c["intermediate_size"] // c["hidden_size"],
+        "max_seq_len": c["max_position_embeddings"],
+        "layer_norm_epsilon": meta.get("attention.layer_norm_epsilon", 1e-5),
+        "no_bias": "blk.0.attn_norm.bias" not in meta.tensor_shapes,
+        "attn_config": {
+            "alibi": alibi > 0,
+            "alibi_bias_max": alibi,
+            "clip_qkv": clip or None,
+            "kv_n_heads": meta.get_positive("attention.head_count_kv", c["num_attention_heads"]),
+        },
+    }
+
+
+def recover_llama3_scaling(factors: Tensor, theta: float) -> HFConfig | None:
+    """Llama 3.1's `rope_scaling`, recovered from the divisors of the frequencies that its files have as a tensor.
+
+    `factors` float32 [D / 2]. The file does not say the parameters, but all models that Meta released share three
+    of them, and the fourth is the largest divisor. None where nothing is divided; ValueError where the divisors
+    come out differently.
+    """
+    if torch.all(factors == 1):
+        return None
+    c = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    turns = 8192 / (2 * torch.pi) * theta ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
+    keep = ((turns - 1.0) / (4.0 - 1.0)).clamp(0, 1)  # how much of the frequency stays as it is
+    if not torch.allclose(1 / (keep + (1 - keep) / c["factor"]), factors.double(), rtol=1e-3):
+        raise UnsupportedError("the tensor 'rope_freqs.weight' holds no Llama 3 scaling, and no other is supported")
+    return {"rope_type": "llama3", **c, "original_max_position_embeddings": 8192}

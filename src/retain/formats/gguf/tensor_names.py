@@ -1,0 +1,166 @@
+"""From llama.cpp's language to Hugging Face's: the tensor names and the layouts of each architecture.
+
+llama.cpp's converter renames everything, and changes a few tensors for its own kernels. An `Arch` says how to go back.
+A new architecture is one more entry in ARCHS. What is not known here: files and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retain.formats.gguf.config import (
+    GGUFMetadata,
+    HFConfig,
+    gemma3_config,
+    gpt2_config,
+    gpt_neox_config,
+    llama_config,
+    mpt_config,
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to read one architecture. Tensor names are without `.weight` and `.bias`; `block` has a {} for the layer."""
+
+    make_config: Callable[[GGUFMetadata], HFConfig]
+    global_tensors: Mapping[str, str]
+    layer_prefix: str
+    layer_tensors: Mapping[str, str]
+    norm_offset: float = 0.0  # what the converter added to the weights of norms
+    transposed: frozenset[str] = frozenset()  # whose matrices Hugging Face keeps [in, out], llama.cpp [out, in]
+    row_order: Callable[[str, int, HFConfig], Tensor | None] = lambda stem, rows, config: None  # see _llama_heads
+
+    def to_hf_name(self, name: str, num_layers: int) -> str | None:
+        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for a name that is not known."""
+        stem, _, leaf = name.rpartition(".")
+        if stem in self.global_tensors:
+            return f"{self.global_tensors[stem]}.{leaf}"
+        blk, _, rest = stem.partition(".")
+        number, _, stem = rest.partition(".")
+        if blk == "blk" and stem in self.layer_tensors and number in map(str, range(num_layers)):
+            return f"{self.layer_prefix.format(number)}.{self.layer_tensors[stem]}.{leaf}"
+        return None
+
+    def to_hf_tensor(self, stem: str, x: Tensor, config: HFConfig) -> Tensor:
+        """A tensor as Hugging Face has it. Raises RuntimeError where it does not fit the config."""
+        if self.norm_offset and stem.endswith("norm"):
+            return x.float() - self.norm_offset
+        if stem in self.transposed and x.ndim == 2:
+            return x.T.contiguous()
+        order = self.row_order(stem, len(x), config)
+        return x if order is None else x[order]
+
+
+def _llama_row_order(stem: str, num_rows: int, c: HFConfig) -> Tensor | None:
+    """llama.cpp turns neighbouring pairs: it interleaved the halves of every head of q and k.
+
+    The place in the file of each of Hugging Face's rows, int64 [rows]; None where it is the same.
+    """
+    if stem not in ("attn_q", "attn_k"):
+        return None
+    heads = c["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
+    return torch.arange(num_rows).reshape(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _gpt_neox_row_order(stem: str, num_rows: int, c: HFConfig) -> Tensor | None:
+    """GPT-NeoX keeps q, k and v of a head together; llama.cpp put all q first, then all k, then all v."""
+    if stem != "attn_qkv":
+        return None
+    return torch.arange(num_rows).reshape(3, c["num_attention_heads"], -1).transpose(0, 1).flatten()
+
+
+LLAMA_GLOBAL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LLAMA_LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+QK_NORM_TENSORS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+GEMMA_NORM_TENSORS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(
+        lambda f: llama_config(f, "llama"),
+        LLAMA_GLOBAL_TENSORS,
+        "model.layers.{}",
+        LLAMA_LAYER_TENSORS,
+        row_order=_llama_row_order,
+    ),
+    "qwen2": Architecture(
+        lambda f: llama_config(f, "qwen2"), LLAMA_GLOBAL_TENSORS, "model.layers.{}", LLAMA_LAYER_TENSORS
+    ),
+    "qwen3": Architecture(
+        lambda f: llama_config(f, "qwen3"),
+        LLAMA_GLOBAL_TENSORS,
+        "model.layers.{}",
+        LLAMA_LAYER_TENSORS | QK_NORM_TENSORS,
+    ),
+    "gemma3": Architecture(
+        gemma3_config,
+        LLAMA_GLOBAL_TENSORS,
+        "model.layers.{}",
+        LLAMA_LAYER_TENSORS | QK_NORM_TENSORS | GEMMA_NORM_TENSORS,
+        norm_offset=1.0,
+    ),
+    "gpt2": Architecture(
+        gpt2_config,
+        {
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        "transformer.h.{}",
+        {
+            "attn_norm": "ln_1",
+            "attn_qkv": "attn.c_attn",
+            "attn_output": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn_up": "mlp.c_fc",
+            "ffn_down": "mlp.c_proj",
+        },
+        transposed=frozenset(("attn_qkv", "attn_output", "ffn_up", "ffn_down")),  # GPT-2 calls them Conv1D
+    ),
+    "gptneox": Architecture(
+        gpt_neox_config,
+        {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "lm_head"},
+        "gpt_neox.layers.{}",
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        row_order=_gpt_neox_row_order,
+    ),
+    "mpt": Architecture(
+        mpt_config,
+        {"token_embd": "transformer.wte", "output_norm": "transformer.norm_f", "output": "lm_head"},
+        "transformer.blocks.{}",
+        {
+            "attn_norm": "norm_1",
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.out_proj",
+            "ffn_norm": "norm_2",
+            "ffn_up": "ffn.up_proj",
+            "ffn_down": "ffn.down_proj",
+        },
+    ),
+}

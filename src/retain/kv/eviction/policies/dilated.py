@@ -1,0 +1,29 @@
+"""dilated: keep every `stride`-th token, the newest of them: a window that reaches further back (arXiv 2004.05150).
+
+A baseline of Keyformer's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.view import CacheView
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(BudgetPolicy):
+    """A dilated window."""
+
+    stride: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stride < 1:
+            raise ValueError(f"dilated: stride must be at least 1, not {self.stride}")
+
+    def priority(self, view: CacheView) -> Tensor:
+        """The position, of the tokens between far behind that of the others."""
+        return view.pos - (view.pos % self.stride != 0) * 2**22  # no text is as long

@@ -1,0 +1,31 @@
+"""h2o: keep the heavy hitters, the tokens that received the most attention (arXiv 2306.14048).
+
+The score is the sum of attention weights over all queries of prompt and answer, per layer and kv head. `damping` below
+1 lets old attention fade, which Keyformer reports not to help (arXiv 2403.09054, figure 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retain.kv.eviction.budget import AttentionScoredPolicy, QueryWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(AttentionScoredPolicy):
+    """Accumulated attention."""
+
+    damping: float = 1.0  # a query
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.damping <= 1:
+            raise ValueError(f"h2o: damping must be above 0 and at most 1, not {self.damping}")
+
+    def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
+        """Every query counts, later ones more where there is damping."""
+        n = len(pos)
+        return QueryWeights((self.damping ** np.arange(n - 1, -1, -1)).astype(np.float32), decay=self.damping**n)

@@ -1,0 +1,24 @@
+"""keydiff: keep keys that are unlike the others: the least like their mean (arXiv 2504.15364).
+
+Nothing is observed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.view import CacheView
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(BudgetPolicy):
+    """Unusual keys."""
+
+    def priority(self, view: CacheView) -> Tensor:
+        """Minus the cosine of the angle between a key and the mean of the head's unit keys."""
+        keys = torch.nn.functional.normalize(view.keys, dim=-1) * (view.pos >= 0)[..., None]  # [M, G, S, D]
+        return -torch.nn.functional.cosine_similarity(keys, keys.sum(-2, keepdim=True), dim=-1)

@@ -1,0 +1,1 @@
+"""Pages, block tables and slots. Does not depend on: policies, prefixes, requests."""

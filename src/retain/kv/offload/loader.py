@@ -1,0 +1,138 @@
+"""Pages that wake: rows of spans into a row's own pages, layer by layer while a step computes.
+
+What is not known here: which row, which text, why these spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from itertools import chain
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retain.kv.offload.manager import Offloader
+from retain.kv.offload.span import Span
+from retain.kv.offload.tiers import CorruptionError, SpanReader, Store
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """Rows of one layer of a span that are to come into pages [rows, G], from position `first` of the text on."""
+
+    store: Store
+    span: Span
+    layer: int  # of the span
+    start_block: int
+    pages: Ints
+    start_position: int
+
+
+class LayerLoader:
+    """What one row waits for: all of it is on its way at once, the first layers of the model first.
+
+    `failed`: something did not come, and will never.
+    """
+
+    def __init__(self, offloader: Offloader, jobs_by_layer: dict[int, list[ReadJob]]):
+        self.offloader, self.failed, self.cancelled = offloader, False, False
+        self.bytes_read: dict[str, int] = {}  # bytes, by store
+        self.loaded_spans: set[tuple[Store, Span]] = set()  # that came whole
+        self.started_at = self.finished_at = perf_counter()
+        self.readers: dict[Span, SpanReader] = {}
+        for job in chain.from_iterable(jobs_by_layer.values()):
+            self._open_reader(job.store, job.span, job.store.open)
+        offloader.transfer.fence()
+        self.layer_futures: dict[int, Future[Any]] = {
+            layer: offloader.read_executor.submit(self._load_layer, jobs)
+            for layer, jobs in sorted(jobs_by_layer.items())
+        }
+
+    def _open_reader(self, store: Store, span: Span, open_reader: Callable[[Span], SpanReader]) -> None:
+        if not self.failed and span not in self.readers:
+            try:
+                self.readers[span] = open_reader(span)
+            except OSError as error:
+                self._fail(store, span, error)
+
+    def _load_layer(self, jobs: Sequence[ReadJob]) -> Any:
+        """What who computes has to wait for."""
+        for job in jobs:
+            if self.failed or self.cancelled or not self._run_job(job):
+                return None
+            if len(job.pages) == job.span.num_blocks[job.layer]:
+                self.loaded_spans.add((job.store, job.span))
+        try:
+            self.offloader.write_positions(jobs)
+            self.finished_at = perf_counter()
+            return self.offloader.transfer.record_event()
+        except Exception as error:
+            self._fail(jobs[0].store, jobs[0].span, error)
+            return None
+
+    def _run_job(self, job: ReadJob) -> bool:
+        """Whether it came. Whatever goes wrong here costs the row what it waits for, and nobody else anything."""
+        if self.failed or self.cancelled:
+            return False
+        try:
+            rows = self.readers[job.span].read_blocks(job.layer, job.start_block, job.start_block + len(job.pages))
+            self.offloader.write_pages(job, rows)
+            self._count_bytes(job.store, rows.size)
+        except Exception as error:
+            self._fail(job.store, job.span, error)
+        return not self.failed
+
+    def _fail(self, store: Store, span: Span, error: Exception) -> None:
+        """A span did not come: whoever has it has it no more."""
+        self.failed = True
+        store.delete(span, is_corrupted=isinstance(error, CorruptionError))
+
+    def wait_layer(self, layer: int, q: Tensor) -> None:
+        """Until a layer is there. (Who loads everything does not ask for what.)"""
+        if layer in self.layer_futures:
+            self.offloader.transfer.wait_event(self.layer_futures[layer].result())
+
+    @property
+    def futures(self) -> list[Future[Any]]:
+        """All that was begun, what others wait for last."""
+        return list(self.layer_futures.values())
+
+    def cancel(self) -> None:
+        """Nothing is written any more when this returns."""
+        self.cancelled = True
+        try:
+            wait([f for f in self.futures if not f.cancel()])
+            self.offloader.transfer.synchronize()
+        finally:
+            self._close_readers()
+
+    def _count_bytes(self, store: Store, num_bytes: int) -> None:
+        self.bytes_read[store.name] = self.bytes_read.get(store.name, 0) + num_bytes
+
+    @property
+    def read_seconds(self) -> float:
+        """Seconds that reading took."""
+        return self.finished_at - self.started_at
+
+    def _close_readers(self) -> None:
+        for reader in self.readers.values():
+            reader.close()
+
+    def finish(self) -> bool:
+        """All layers were waited for: whether everything came. What is in the pool now sleeps no more beside it."""
+        if self.failed:
+            self.cancel()
+            return False
+        self.offloader.transfer.synchronize()  # what it came from may go now
+        self._close_readers()
+        if len(self.bytes_read) == 1:
+            ((name, size),) = self.bytes_read.items()
+            self.offloader.cost_model.record_read(name, size, max(self.read_seconds, 1e-6))
+        return True

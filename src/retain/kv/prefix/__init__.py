@@ -1,0 +1,1 @@
+"""Prefix caching: a radix tree of pages that requests share. Does not depend on: scheduling."""

@@ -1,9 +1,0 @@
-"""Text: a model's own tokenizer and chat template, whatever file they lie in, and the streaming of an answer.
-
-What is not known here: models, requests, the cache.
-"""
-
-from retain.text.stream import IncrementalDetokenizer
-from retain.text.tokenizer import Tokenizer
-
-__all__ = ["IncrementalDetokenizer", "Tokenizer"]

@@ -1,0 +1,175 @@
+"""GGUF files for tests, written the way llama.cpp's converter writes them: with the `gguf` library's names and writer.
+
+    write(path, tiny_source("llama"))             a whole model in float32
+    write(path, source, kind="Q8_0", vocabulary=BYTES)
+
+What the converter does to tensors is written down here a second time, forwards, from llama.cpp's convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from numpy.typing import NDArray
+
+from retain.processing.detokenizer import unicode_to_bytes
+from tests.helpers.tiny_models import TinyCheckpoint
+
+GGUF_ARCHS = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+    "gpt2": "gpt2",
+    "gpt_neox": "gptneox",
+    "mpt": "mpt",
+}
+BYTE_TO_CHAR = {b: c for c, b in unicode_to_bytes().items()}
+# 128 tokens: 100 bytes' worth of letters, some merges, and three control tokens at the end.
+MERGES = [
+    "h e",
+    "l l",
+    "he ll",
+    "hell o",
+    "Ġ w",
+    "o r",
+    "Ġw or",
+    "l d",
+    "Ġwor ld",
+    "e r",
+    "Ġ Ġ",
+    "t h",
+    "th e",
+    "a n",
+    "i n",
+]
+BYTE_LEVEL_TOKENS = (
+    [BYTE_TO_CHAR[b] for b in range(10, 120)] + [m.replace(" ", "") for m in MERGES] + ["<|a|>", "<|b|>", "<|c|>"]
+)
+BYTE_LEVEL_VOCABULARY: dict[str, Any] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": BYTE_LEVEL_TOKENS,
+    "tokenizer.ggml.token_type": [1] * 125 + [3] * 3,
+    "tokenizer.ggml.merges": MERGES,
+    "tokenizer.ggml.bos_token_id": 125,
+    "tokenizer.ggml.eos_token_id": 126,
+}
+SENTENCEPIECE_PIECES = ["▁the", "▁cat", "ca", "▁s", "at", "th", "the", "▁t", "▁c", "▁the▁cat", "he", "▁sat", "▁▁"]
+SENTENCEPIECE_TOKENS = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    *(f"<0x{b:02X}>" for b in range(256)),
+    "<tag>",
+    *SENTENCEPIECE_PIECES,
+    *"▁thecasox.,é",
+]
+SENTENCEPIECE_VOCABULARY: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": SENTENCEPIECE_TOKENS,
+    "tokenizer.ggml.scores": [0.0] * 260 + [-float(i) for i in range(len(SENTENCEPIECE_TOKENS) - 260)],
+    "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [4] + [1] * (len(SENTENCEPIECE_TOKENS) - 260),
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+}
+
+
+def write_gguf(
+    path: Path,
+    checkpoint: TinyCheckpoint,
+    ggml_type: str = "F32",
+    vocabulary: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+    tensors: dict[str, NDArray[Any]] | None = None,
+) -> Path:
+    """A GGUF of the source's model. Matrices are of `kind`; `extra` metadata replaces the usual, None takes it away."""
+    arch = GGUF_ARCHS[checkpoint.config["model_type"]]
+    meta = {**config_to_metadata(arch, checkpoint.config), **(vocabulary or {}), **(extra or {})}
+    w = GGUFWriter(path, arch)
+    for key, value in meta.items():
+        if value is not None:
+            add_metadata(w, key, value)
+    names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 100)
+    for name in checkpoint.names():
+        stem, _, leaf = name.rpartition(".")
+        theirs = names.get_name(stem)
+        assert theirs, name
+        x = convert_tensor(arch, name, checkpoint.read(name), checkpoint.config)
+        to = GGMLQuantizationType[ggml_type] if x.ndim == 2 else GGMLQuantizationType.F32
+        w.add_tensor(f"{theirs}.{leaf}", gguf.quants.quantize(x, to), raw_dtype=to)
+    for name, values in (tensors or {}).items():
+        w.add_tensor(name, values)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return path
+
+
+def add_metadata(w: GGUFWriter, key: str, value: Any) -> None:
+    """One pair of metadata, of the type that llama.cpp's converter would use."""
+    if isinstance(value, bool):
+        w.add_bool(key, value)
+    elif isinstance(value, int):
+        w.add_uint32(key, value)
+    elif isinstance(value, float):
+        w.add_float32(key, value)
+    elif isinstance(value, str):
+        w.add_string(key, value)
+    else:
+        w.add_array(key, value)
+
+
+def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
+    """What the converter makes of config.json."""
+    hidden = c.get("hidden_size") or c.get("n_embd") or c["d_model"]
+    heads = c.get("num_attention_heads") or c.get("n_head") or c["n_heads"]
+    said = {
+        "block_count": c.get("num_hidden_layers") or c.get("n_layer") or c["n_layers"],
+        "context_length": c.get("max_position_embeddings") or c.get("n_positions") or c["max_seq_len"],
+        "embedding_length": hidden,
+        "feed_forward_length": c.get("intermediate_size") or 4 * hidden,
+        "attention.head_count": heads,
+    }
+    if arch in ("llama", "qwen2", "qwen3", "gemma3"):
+        said |= {
+            "attention.head_count_kv": c["num_key_value_heads"],
+            "attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
+            "attention.key_length": c["head_dim"],
+            "attention.value_length": c["head_dim"],
+            "rope.freq_base": c["rope_theta"],
+        }
+    else:
+        said["attention.layer_norm_epsilon"] = 1e-5
+    if arch == "gemma3":
+        said["attention.sliding_window"] = c["sliding_window"]
+    if arch == "gptneox":
+        said["rope.dimension_count"] = int(c["rotary_pct"] * hidden // heads)
+        said["use_parallel_residual"] = c.get("use_parallel_residual", True)
+    if arch == "mpt":
+        said["attention.max_alibi_bias"] = 8.0
+    return {f"{arch}.{key}": value for key, value in said.items()}
+
+
+def convert_tensor(arch: str, name: str, x: torch.Tensor, c: dict[str, Any]) -> NDArray[np.float32]:
+    """A tensor as the converter writes it."""
+    a = x.float().numpy()
+    if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+        heads = c["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+        a = a.reshape(heads, 2, a.shape[0] // heads // 2, *a.shape[1:]).swapaxes(1, 2).reshape(a.shape)
+    if arch == "gemma3" and name.endswith("norm.weight"):
+        a = a + 1
+    if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        a = a.T
+    if arch == "gptneox" and ".query_key_value." in name:
+        heads = c["num_attention_heads"]
+        each = a.reshape(heads, 3, c["hidden_size"] // heads, *a.shape[1:])
+        a = np.concatenate([each[:, i].reshape(-1, *a.shape[1:]) for i in range(3)])
+    return np.ascontiguousarray(a)

@@ -1,0 +1,182 @@
+"""Quantised matrices are what they say, and as near to what they were made of as their steps allow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+
+from retain.kernels.quantized import (
+    Int4,
+    Int8,
+    Weight,
+    concat_rows,
+    is_quantizable,
+    quantize_int4,
+    quantize_int8,
+    scale_rows,
+    select_rows,
+)
+
+NUMBERS = st.floats(-60000, 60000, width=32) | st.floats(-(2**-10), 2**-10, width=32) | st.floats(5, 6, width=32)
+SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([32, 64, 96]))
+MATRICES = arrays(np.float32, SHAPES, elements=NUMBERS).map(torch.from_numpy)
+
+
+def random_matrix(out: int, into: int, seed: int = 0) -> Tensor:
+    return torch.randn(out, into, generator=torch.Generator().manual_seed(seed))
+
+
+def expand_groups(x: Tensor) -> Tensor:
+    """One value a group -> one a number."""
+    return x.float().repeat_interleave(32, 1)
+
+
+def float16_rounding_error(x: Tensor) -> Tensor:
+    """By how much a float16 may differ from what was rounded to it."""
+    return (x.float().abs() * 2**-11).clamp(min=2**-25)
+
+
+def is_nearest_quantization(x: Tensor, m: Int4 | Int8, lowest: int, highest: int) -> bool:
+    """The steps are chosen against the scale and shift as they are after rounding."""
+    error = (x - m.dequantize()).abs()
+    others = [replace(m, q=(m.q.int() + by).clamp(lowest, highest).to(m.q.dtype)) for by in (-1, 1)]
+    return all((error <= (x - other.dequantize()).abs() + x.abs().max() * 2**-20).all() for other in others)
+
+
+def matrices_equal(a: Weight, b: Weight) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and all(torch.equal(x, getattr(b, name)) for name, x in vars(a).items())
+
+
+def test_what_quanta_mean() -> None:
+    """Number by number."""
+    q = torch.arange(128).reshape(2, 64)
+    scale, shift = torch.tensor([[0.5, -2.0], [3.0, 0.0]]).half(), torch.tensor([[1.0, -1.5], [0.0, 7.0]]).half()
+    four, eight = Int4((q % 16).byte(), scale, shift), Int8((q - 128).to(torch.int8), scale)
+    assert four.shape == eight.shape == (2, 64)
+    for o in range(2):
+        for i in range(64):
+            s, m = scale[o, i // 32], shift[o, i // 32]
+            assert four.dequantize()[o, i] == s * (q[o, i] % 16) + m
+            assert eight.dequantize()[o, i] == s * (q[o, i] - 128)
+    assert four.dequantize().dtype == torch.float32
+    assert torch.equal(four.dequantize(torch.bfloat16), four.dequantize().bfloat16())
+    assert torch.equal(eight.dequantize(torch.bfloat16), eight.dequantize().bfloat16())
+
+
+@settings(deadline=None)
+@given(MATRICES)
+@example(torch.zeros(1, 32))
+@example(torch.full((1, 32), 2.0**-26))
+@example(torch.full((1, 32), -60000.0))
+def test_int8_is_the_nearest(x: Tensor) -> None:
+    m = quantize_int8(x)
+    assert (m.q.dtype, m.scale.dtype) == (torch.int8, torch.float16)
+    assert (m.q.shape, m.scale.shape) == (x.shape, (x.shape[0], x.shape[1] // 32))
+    assert m.q.min() >= -127
+    most = x.abs().view(x.shape[0], -1, 32).amax(-1)
+    assert torch.equal(m.scale, (most / 127).half())
+    assert not m.q[expand_groups(m.scale) == 0].any()
+    assert (
+        (x - m.dequantize()).abs()
+        <= expand_groups(m.scale.float() / 2 + 127.5 * float16_rounding_error(m.scale)) * (1 + 1e-5)
+    ).all()
+    assert is_nearest_quantization(x, m, -127, 127)
+
+
+@settings(deadline=None)
+@given(MATRICES)
+@example(torch.zeros(1, 32))
+@example(torch.full((1, 32), 5.0001))
+@example(torch.full((1, 32), -60000.0))
+def test_int4_is_the_nearest(x: Tensor) -> None:
+    m = quantize_int4(x)
+    assert (m.q.dtype, m.scale.dtype, m.shift.dtype) == (torch.uint8, torch.float16, torch.float16)
+    assert (m.q.shape, m.scale.shape, m.shift.shape) == (x.shape, *[(x.shape[0], x.shape[1] // 32)] * 2)
+    assert m.q.max() <= 15
+    groups = x.view(x.shape[0], -1, 32)
+    assert torch.equal(m.shift, groups.amin(-1).half())
+    assert torch.equal(m.scale, ((groups.amax(-1) - groups.amin(-1)) / 15).half())
+    allowed = expand_groups(
+        m.scale.float() / 2 + 15.5 * float16_rounding_error(m.scale) + float16_rounding_error(m.shift)
+    ) * (1 + 1e-5)
+    assert ((x - m.dequantize()).abs() <= allowed).all()
+    assert is_nearest_quantization(x, m, 0, 15)
+
+
+@pytest.mark.parametrize("make", [quantize_int4, quantize_int8])
+def test_what_is_exact_stays_exact(make: type) -> None:
+    """Steps of 1: also from bfloat16, and from a matrix that does not lie row by row."""
+    x = (torch.arange(64 * 64).reshape(64, 64) * 7 % 16).float()
+    x[:, ::32], x[:, 1::32] = 0, 15 if make is quantize_int4 else 127
+    assert torch.equal(make(x).dense(), x)
+    assert torch.equal(make(x.bfloat16()).dense(), x)
+    assert torch.equal(make(x.T.contiguous().T).dense(), x)
+
+
+@pytest.mark.parametrize(("make", "large"), [(quantize_int4, 1e6), (quantize_int8, 1e7)])
+def test_what_cannot_be_quantised_is_refused(make: type, large: float) -> None:
+    for number in (large, -large, float("inf"), float("nan")):
+        x = random_matrix(2, 64)
+        x[1, 40] = number
+        with pytest.raises(ValueError, match="not finite in float16"):
+            make(x)
+    assert is_quantizable(random_matrix(2, 64)) and not is_quantizable(random_matrix(2, 40))
+    with pytest.raises(ValueError, match="40 inputs has no whole groups of 32"):
+        make(random_matrix(2, 40))
+
+
+@pytest.mark.parametrize("kind", [Tensor.clone, quantize_int4, quantize_int8])
+def test_rows(kind: type) -> None:
+    x = kind(random_matrix(6, 64))
+    dense = x if isinstance(x, Tensor) else x.dense()
+    for index in ([3, 0, 5], [1, 1], [], list(range(6))):
+        picked = select_rows(x, torch.tensor(index, dtype=torch.int64))
+        assert type(picked) is type(x)
+        assert torch.equal(picked if isinstance(picked, Tensor) else picked.dequantize(), dense[index])
+    with pytest.raises(IndexError):
+        select_rows(x, torch.tensor([6]))
+
+
+@pytest.mark.parametrize("kind", [Tensor.clone, quantize_int4, quantize_int8])
+def test_rows_are_scaled(kind: type) -> None:
+    x, by = kind(random_matrix(3, 64)), torch.tensor([1.0, 0.3, -2.0])
+    before, after = ((m if isinstance(m, Tensor) else m.dequantize()) for m in (x, scale_rows(x, by)))
+    torch.testing.assert_close(after, before * by[:, None], rtol=2**-10, atol=2**-10)
+    assert torch.equal(after[0], before[0]) and torch.equal(after[2], -2 * before[2])
+
+
+def test_a_stack_of_one_kind_keeps_it() -> None:
+    for kind in (quantize_int4, quantize_int8):
+        parts = [kind(random_matrix(n, 64, seed=n)) for n in (2, 3, 1)]
+        whole = concat_rows(parts)
+        assert type(whole) is type(parts[0])
+        assert torch.equal(whole.dequantize(), torch.cat([m.dequantize() for m in parts]))
+        assert concat_rows(parts[:1]) is parts[0]
+    dense = [random_matrix(n, 40).bfloat16() for n in (2, 3)]
+    assert matrices_equal(concat_rows(dense), torch.cat(dense))
+
+
+def test_a_stack_of_two_kinds_is_of_the_widest() -> None:
+    four, eight, dense = (
+        quantize_int4(random_matrix(2, 64)),
+        quantize_int8(random_matrix(3, 64, seed=1)),
+        random_matrix(1, 64, seed=2).bfloat16(),
+    )
+    for parts in ([four, eight], [eight, four, four]):
+        whole = concat_rows(parts)
+        assert isinstance(whole, Int8)
+        expected = [quantize_int8(m.dequantize()) if isinstance(m, Int4) else m for m in parts]
+        assert torch.equal(whole.dequantize(), torch.cat([m.dequantize() for m in expected]))
+    for parts in ([four, dense], [dense, eight, four]):
+        whole = concat_rows(parts)
+        assert isinstance(whole, Tensor) and whole.dtype == torch.bfloat16
+        assert torch.equal(whole, torch.cat([m if isinstance(m, Tensor) else m.dense(torch.bfloat16) for m in parts]))

@@ -1,0 +1,129 @@
+"""Hugging Face folders: one file, shards, nested language models; and what is wrong with them, in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from retain import models
+from retain.formats.safetensors import SafetensorsCheckpoint
+from retain.models.weights import open_checkpoint, open_weights
+from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
+
+
+def save_folder(folder: Path, checkpoint: TinyCheckpoint, shards: int = 1, dtype: torch.dtype = torch.float32) -> Path:
+    """A folder as `save_pretrained` makes it."""
+    (folder / "config.json").write_text(json.dumps(checkpoint.config))
+    tensors = {n: checkpoint.read(n).to(dtype).contiguous() for n in sorted(checkpoint.names())}
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    where = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        part = dict(list(tensors.items())[i::shards])
+        save_file(part, folder / file)
+        where |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_folder_comes_back(tmp_path: Path, shards: int, dtype: torch.dtype) -> None:
+    source = tiny_checkpoint("llama")
+    ours = open_checkpoint(save_folder(tmp_path, source, shards, dtype))
+    assert ours.config == source.config
+    assert ours.names() == source.names()
+    for name in source.names():
+        assert ours.read(name).dtype == dtype
+        assert torch.equal(ours.read(name), source.read(name).to(dtype))
+    models.build(open_weights(tmp_path, torch.float32))
+
+
+@pytest.mark.parametrize("before", ["model.language_model.", "language_model.model."])
+def test_the_language_model_of_a_multimodal_one(tmp_path: Path, before: str) -> None:
+    text = tiny_checkpoint("gemma3_text")
+    text.shapes["model.vision_tower.x.weight"] = text.shapes["model.multi_modal_projector.y"] = (3, 3)
+    save_folder(tmp_path, text)
+    tensors = {n.replace("model.", before, 1) if "vis" not in n and "multi" not in n else n: n for n in text.names()}
+    save_file({new: text.read(old) for new, old in tensors.items()}, tmp_path / "model.safetensors")
+    whole = {"model_type": "gemma3", "text_config": text.config, "eos_token_id": [1, 106]}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    ours = SafetensorsCheckpoint(tmp_path)
+    assert ours.config == {**text.config, "eos_token_id": [1, 106]}
+    assert ours.names() == tiny_checkpoint("gemma3_text").names()
+    assert torch.equal(ours.read("model.norm.weight"), text.read("model.norm.weight"))
+    models.build(open_weights(tmp_path, torch.float32))
+
+
+def test_transformers_own_folder(tmp_path: Path) -> None:
+    """As it is saved today, split by its own rule."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = {k: v for k, v in tiny_checkpoint("llama").config.items() if k not in ("model_type", "rope_theta")}
+    theirs = LlamaForCausalLM(LlamaConfig(**config))
+    theirs.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    ours = SafetensorsCheckpoint(tmp_path)
+    assert ours.names() == theirs.state_dict().keys()
+    assert all(torch.equal(ours.read(n), x) for n, x in theirs.state_dict().items())
+
+
+def load_error(folder: Path, file: str, content: Any) -> str:
+    """The complaint about a folder in which one file has another content; None for no file."""
+    path = folder / file
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(ValueError) as e:
+        ours = SafetensorsCheckpoint(folder)
+        for name in sorted(ours.names()):
+            ours.read(name)
+    assert str(e.value).startswith(str(folder)) and "\n" not in str(e.value)
+    return str(e.value)
+
+
+def test_damage_to_one_file(tmp_path: Path) -> None:
+    config = save_folder(tmp_path, tiny_checkpoint("llama")).joinpath("config.json").read_bytes()
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for content in (b"", b"\0" * 8, b"\xff" * 64, whole[:header], whole[:-1], whole[:8] + b"[" + whole[9:]):
+        assert "damaged" in load_error(tmp_path, "model.safetensors", content)
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    assert "cannot be read: No such file" in load_error(tmp_path, "config.json", None)
+    for content in (b"", b"\xff\xfe", b"[1]", b"{" * 100_000, b'{"a": ' * 100_000, config[:-1]):
+        assert "damaged" in load_error(tmp_path, "config.json", content)
+    assert "quantised by 'gptq'" in load_error(
+        tmp_path, "config.json", {"quantization_config": {"quant_method": "gptq"}}
+    )
+
+
+def test_damage_to_shards(tmp_path: Path) -> None:
+    save_folder(tmp_path, tiny_checkpoint("llama"), shards=3)
+    index = "model.safetensors.index.json"
+    where = json.loads((tmp_path / index).read_text())["weight_map"]
+    name = next(iter(where))
+    assert "'nothing'" in load_error(tmp_path, index, {"weight_map": {**where, "nothing": where[name]}})
+    assert "no file of this folder" in load_error(tmp_path, index, {"weight_map": {name: "../model.safetensors"}})
+    assert "cannot be read" in load_error(tmp_path, index, {"weight_map": {name: "model-9.safetensors"}})
+    for content in ({"weight_map": {name: 3}}, {"weight_map": []}, {}, []):
+        assert "damaged" in load_error(tmp_path, index, content)
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    save_folder(tmp_path, tiny_checkpoint("llama"))
+    assert "no weights" in load_error(tmp_path, "model.safetensors", None)
+    assert "pickled" in load_error(tmp_path, "pytorch_model.bin", b"cos\nsystem\n(S'true'\ntR.")
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    save_folder(tmp_path, tiny_checkpoint("llama"))
+    save_file({"x": torch.ones(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="int8"):
+        SafetensorsCheckpoint(tmp_path).read("x")

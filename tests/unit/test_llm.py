@@ -1,0 +1,173 @@
+"""The Python front door on a real model."""
+
+import pytest
+import torch
+
+from retain import LLM, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("smollm2", dtype="float32", kv_memory="256MiB", max_running_requests=8)
+
+
+def is_idle(llm):
+    llm.cache.check()
+    return llm.cache.free_pages == llm.cache.total_pages and not llm.engine.busy
+
+
+def test_generate_takes_text_token_ids_and_batches(llm):
+    text = "The capital of France is"
+    (alone,) = llm.generate(text, GREEDY)
+    assert "Paris" in alone.text and alone.why in ("stop", "length")
+    ids = llm.encode(text)
+    others = llm.generate([ids, "One, two, three,", text], [GREEDY, SamplingParams(max_tokens=3, seed=1), GREEDY])
+    assert [a.token_ids for a in others[::2]] == [alone.token_ids] * 2
+    assert len(others[1].token_ids) == 3 and is_idle(llm)
+
+
+def test_stream_equals_generate_and_can_be_closed(llm):
+    pieces = list(llm.stream("Once upon a time", GREEDY))
+    (whole,) = llm.generate("Once upon a time", GREEDY)
+    assert "".join(p.text for p in pieces) == whole.text and len(pieces) > 10
+    assert pieces[-1].answer.token_ids == whole.token_ids and all(p.answer is None for p in pieces[:-1])
+    stream = llm.stream("Once upon a time", GREEDY)
+    next(stream)
+    assert not is_idle(llm)
+    stream.close()
+    assert is_idle(llm)
+
+
+def test_stop_string_is_excluded_from_text(llm):
+    (whole,) = llm.generate("One, two, three,", GREEDY)
+    stop = whole.text[10:14]
+    for params in (SamplingParams(max_tokens=24, temperature=0, stop=stop),):
+        (cut,) = llm.generate("One, two, three,", params)
+        pieces = [p.text for p in llm.stream("One, two, three,", params)]
+        assert cut.text == whole.text[: whole.text.index(stop)] == "".join(pieces)
+        assert cut.why == "stop" and len(cut.token_ids) < 24
+    token = whole.token_ids[4]
+    (cut,) = llm.generate("One, two, three,", SamplingParams(max_tokens=24, temperature=0, stop_token_ids=(token,)))
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
+
+
+def test_n_outputs_differ_and_are_reproducible(llm):
+    params = SamplingParams(max_tokens=8, seed=5, n=3)
+    first, again = llm.generate("A poem about", params), llm.generate("A poem about", params)
+    assert [a.text for a in first] == [a.text for a in again] and len({a.text for a in first}) == 3
+
+
+def test_invalid_prompt_rejects_batch_and_leaks_no_pages(llm):
+    for bad in ([[]], [[49152]], ["x " * 9000], ["x " * 2000] * 2):
+        with pytest.raises(ValueError):
+            llm.generate(["fine", *bad], SamplingParams(max_tokens=4000, temperature=0))
+        assert is_idle(llm)
+
+
+def test_ignore_eos_and_chat_stop_token(llm):
+    ids = llm.tokenizer.encode_chat([{"role": "user", "content": "Say yes."}])
+    (chat,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0))
+    assert chat.why == "stop" and chat.token_ids[-1] in llm.tokenizer.stop_ids and "<|im_end|>" not in chat.text
+    (longer,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
+    assert len(longer.token_ids) == 100 and longer.token_ids[: len(chat.token_ids)] == chat.token_ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 8},
+        {"dtype": "int4"},
+        {"context": 10**6},
+        {"max_batched_tokens": 8},
+        {"kv_memory": "x"},
+        {"colour": 1},
+    ],
+)
+def test_invalid_options_raise_one_line_errors(options):
+    with pytest.raises(ValueError) as error:
+        LLM("smollm2", **options)
+    assert "\n" not in str(error.value)
+
+
+def test_each_request_has_its_own_policy(llm):
+    text = " ".join(f"Item {i} costs {i * i} coins." for i in range(60))
+    chosen = ["full", "h2o:budget=64", "ring:window=100"]
+    together = llm.generate([text] * 3, GREEDY, kv_policy=chosen)
+    assert [a.token_ids for a in together] == [llm.generate(text, GREEDY, kv_policy=c)[0].token_ids for c in chosen]
+    full, h2o, ring = (a.kv["groups"][0] for a in together)
+    assert together[1].kv["bytes_end"] == 90 * 2 * llm.cache.page_bytes < together[0].kv["bytes_end"]
+    assert h2o["slots_end"] == 128 < ring["slots_end"] == 192 < full["slots_end"] == full["slots_peak"]
+    assert h2o["policy"].startswith("h2o:budget=64") and ring["policy"] == "ring:window=100" and is_idle(llm)
+    assert llm.generate(text, GREEDY)[0].token_ids == together[0].token_ids
+    for wrong in ("lru", "h2o", ["full"]):
+        with pytest.raises(ValueError):
+            llm.generate([text] * 2, GREEDY, kv_policy=wrong)
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o:budget=64", "keyformer:budget=25%,interval=5"])
+def test_score_equals_sampling(llm, policy):
+    """Given tokens are computed many at a time, and forgotten as if they had been drawn one by one."""
+    text = " ".join(f"Item {i} costs {i * i} coins." for i in range(40))
+    greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=0, seed=7)
+    (drawn,) = llm.generate(text, greedy, kv_policy=policy)
+    seen = []
+    (scored,) = llm.score([text], [drawn.token_ids], policy, lambda i, logits: seen.append(logits.argmax(-1)), seed=7)
+    assert torch.cat(seen).tolist() == drawn.token_ids
+    assert scored == pytest.approx([p.logprob for p in drawn.logprobs], abs=0.02)
+    assert is_idle(llm)
+
+
+def test_per_query_head_policy_needs_per_query_head_masses(llm):
+    with pytest.raises(ValueError, match="every query head"):
+        llm.generate("Once upon a time", GREEDY, kv_policy="h2o:budget=64,heads=kv-max")
+    assert is_idle(llm)
+
+
+def test_protected_system_prompt_is_never_evicted(llm):
+    said = [{"role": "system", "content": "Answer like a pirate."}, {"role": "user", "content": "Count. " * 60}]
+    ids, system = llm.tokenizer.encode_chat(said), llm.tokenizer.system_tokens(said)
+    assert "pirate" in "".join(llm.tokenizer.piece(i).decode() for i in ids[:system])
+    assert llm.tokenizer.system_tokens(said[1:]) == 0
+    policy = "window:budget=40,protect=system"
+    kept = llm.kept(ids, policy, system)
+    n = len(ids)
+    assert kept[7][1] == [*range(system), *range(n - 40 + system, n)]
+    assert llm.kept(ids, policy)[7][1] == list(range(n - 40, n))
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    (a,), (b,) = (llm.generate([ids], params, policy, system=s) for s in (system, 0))
+    assert a.token_ids != b.token_ids and is_idle(llm)
+    assert list(llm.stream(ids, params, policy, system))[-1].answer.token_ids == a.token_ids
+
+
+def test_prefix_cache_hits_only_within_a_salt(llm):
+    ids = llm.encode("Once upon a time there was a lamp that nobody could put out. " * 20)
+    first, again = (llm.generate(ids, GREEDY)[0] for _ in range(2))
+    assert again.cached_tokens == len(ids) - 1 and first.token_ids == again.token_ids
+    (turn,) = llm.generate([*ids, *first.token_ids, *llm.encode(" And then?")], GREEDY)
+    assert turn.cached_tokens == len(ids) + len(first.token_ids) - 1  # the last token was never computed
+    (other,) = llm.generate(ids, GREEDY, salt="somebody else")
+    assert other.cached_tokens == 0 and other.token_ids == first.token_ids and is_idle(llm)
+    streamed = list(llm.stream(ids, GREEDY, salt="somebody else"))[-1].answer
+    assert streamed.cached_tokens == len(ids) - 1
+
+
+def test_pinned_prompt_is_not_evicted():
+    llm = LLM("smollm2", kv_memory="24MiB", max_running_requests=8)
+    text = "You are a patient and terse assistant. " * 30
+    n = llm.pin(text, seconds=600)
+    assert n == len(llm.encode(text))
+    for token in range(100, 106):  # as much as there is room for beside it, again and again
+        llm.generate([token] * 300, SamplingParams(max_tokens=1, temperature=0))
+    assert llm.generate(text, GREEDY)[0].cached_tokens == n - 1
+    llm.cache.prefix_cache.tree.pins.clear()
+    for token in range(100, 106):
+        llm.generate([token] * 300, SamplingParams(max_tokens=1, temperature=0))
+    assert llm.generate(text, GREEDY)[0].cached_tokens == 0 and is_idle(llm)
+
+
+def test_pin_needs_prefix_cache():
+    with pytest.raises(ValueError, match="off"):
+        LLM("smollm2", kv_memory="64MiB", prefix="off").pin("Hello", 1.0)
