@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "inner.h"
-#include "team.h"
+#include "types.h"
+#include "thread_team.h"
 
 namespace retain {
 

@@ -5,9 +5,9 @@
 // window, a causal prefill and a padded table cheap.
 #pragma once
 
-#include "inner.h"
-#include "observe.h"
-#include "product.h"
+#include "types.h"
+#include "attention_mass.h"
+#include "gemm.h"
 #include "simd.h"
 
 namespace retain::RETAIN_ISA {

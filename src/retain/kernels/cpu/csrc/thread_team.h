@@ -9,7 +9,7 @@
 #include <omp.h>
 #endif
 
-#include "inner.h"
+#include "types.h"
 
 namespace retain {
 

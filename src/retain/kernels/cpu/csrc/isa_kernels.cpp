@@ -1,9 +1,9 @@
 // The inner loops for one instruction set: CMake compiles this file once for each, as RETAIN_ISA with RETAIN_WIDTH
 // lanes.
-#include "linear.h"
-#include "look.h"
-#include "observe.h"
-#include "rows.h"
+#include "packed_gemm.h"
+#include "attention_tile.h"
+#include "attention_mass.h"
+#include "elementwise.h"
 
 namespace retain::RETAIN_ISA {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "inner.h"
+#include "types.h"
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
