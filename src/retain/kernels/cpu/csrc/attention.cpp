@@ -1,4 +1,4 @@
-// attend: jobs over the cores, records merged span by span, sums divided.
+// The `attend` kernel: runs the jobs of the plan, merges partial results block by block and divides by the softmax sum.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -7,107 +7,110 @@
 
 namespace retain {
 
-static void clear(float* records, int rows, int D) {
+static void clear(float* partials, int rows, int D) {
   for (int r = 0; r < rows; ++r) {
-    float* x = records + r * record_size(D);
+    float* x = partials + r * partial_size(D);
     std::fill_n(x, D, 0.0f);
-    record_max(x, D) = NOTHING;
-    record_sum(x, D) = 0.0f;
+    partial_max(x, D) = NEG_INF;
+    partial_sum(x, D) = 0.0f;
   }
 }
 
-// Take the next span's records into those of the spans before it.
-static void merge(float* into, const float* from, int rows, int D) {
-  const int size = record_size(D);
-  for (int r = 0; r < rows; ++r, into += size, from += size) {
-    if (record_max(from, D) == NOTHING) continue;
-    const float top = std::max(record_max(into, D), record_max(from, D));
-    const float old = std::exp(record_max(into, D) - top), fresh = std::exp(record_max(from, D) - top);
-    for (int d = 0; d < D; ++d) into[d] = into[d] * old + from[d] * fresh;
-    record_sum(into, D) = record_sum(into, D) * old + record_sum(from, D) * fresh;
-    record_max(into, D) = top;
+// Merges the partial results of the next block into those of the blocks before it.
+static void merge(float* total, const float* next, int rows, int D) {
+  const int size = partial_size(D);
+  for (int r = 0; r < rows; ++r, total += size, next += size) {
+    if (partial_max(next, D) == NEG_INF) continue;
+    const float top = std::max(partial_max(total, D), partial_max(next, D));
+    const float total_factor = std::exp(partial_max(total, D) - top);
+    const float next_factor = std::exp(partial_max(next, D) - top);
+    for (int d = 0; d < D; ++d) total[d] = total[d] * total_factor + next[d] * next_factor;
+    partial_sum(total, D) = partial_sum(total, D) * total_factor + partial_sum(next, D) * next_factor;
+    partial_max(total, D) = top;
   }
 }
 
-// Divide and put the rows where they belong; a row that saw nothing is 0.
-static void finish(const Attend& a, const Tile& t, float* records) {
-  const int D = a.kv.D;
-  const int64_t H = int64_t(a.tables.G) * a.R, first = a.tables.starts[t.b];
-  for (int i = t.begin; i < t.end; ++i, records += record_size(D)) {
-    const int64_t at = ((first + i / a.R) * H + t.g * a.R + i % a.R) * D;
-    const float sum = record_sum(records, D), by = record_max(records, D) == NOTHING ? 0.0f : 1.0f / sum;
-    if (a.q.type == Type::float32) {
-      float* o = static_cast<float*>(a.o) + at;
-      for (int d = 0; d < D; ++d) o[d] = records[d] * by;
+// Divides by the softmax sum and stores the rows. A row without a visible slot is 0.
+static void store_output(const AttentionArgs& args, const QueryTile& tile, float* partials) {
+  const int D = args.kv.D;
+  const int64_t H = int64_t(args.tables.G) * args.R, first = args.tables.query_start_loc[tile.b];
+  for (int i = tile.begin; i < tile.end; ++i, partials += partial_size(D)) {
+    const int64_t offset = ((first + i / args.R) * H + tile.g * args.R + i % args.R) * D;
+    const float sum = partial_sum(partials, D), factor = partial_max(partials, D) == NEG_INF ? 0.0f : 1.0f / sum;
+    if (args.q.dtype == DType::float32) {
+      float* o = static_cast<float*>(args.o) + offset;
+      for (int d = 0; d < D; ++d) o[d] = partials[d] * factor;
     } else {
-      uint16_t* o = static_cast<uint16_t*>(a.o) + at;
-      for (int d = 0; d < D; ++d) o[d] = float_to_bf16(records[d] * by);
+      uint16_t* o = static_cast<uint16_t*>(args.o) + offset;
+      for (int d = 0; d < D; ++d) o[d] = float_to_bf16(partials[d] * factor);
     }
   }
 }
 
-// Fresh tokens before the first request and after the last are nobody's: 0.
-static void clear_strays(const Attend& a) {
-  const size_t token = size_t(a.tables.G) * a.R * a.kv.D * bytes(a.q.type);
-  const int32_t begin = a.tables.starts[0], end = a.tables.starts[a.tables.B];
-  memset(a.o, 0, begin * token);
-  memset(static_cast<char*>(a.o) + end * token, 0, (a.T - end) * token);
+// Sets the output to 0 for fresh tokens before the first request and after the last.
+static void clear_padding(const AttentionArgs& args) {
+  const size_t token = size_t(args.tables.G) * args.R * args.kv.D * element_size(args.q.dtype);
+  const int32_t begin = args.tables.query_start_loc[0], end = args.tables.query_start_loc[args.tables.B];
+  memset(args.o, 0, begin * token);
+  memset(static_cast<char*>(args.o) + end * token, 0, (args.T - end) * token);
 }
 
-void Work::make(const Attend& a, int threads) {
-  plan.make(a, threads);
-  watch.make(a, plan, threads);
-  if (partial.size() < size_t(plan.partial_floats)) partial.resize(plan.partial_floats);
-  if (tiles < plan.tiles.size()) {
-    tiles = 2 * plan.tiles.size();
-    done.reset(new std::atomic<int>[tiles]);
+void AttentionWorkspace::build(const AttentionArgs& args, int threads) {
+  plan.build(args, threads);
+  mass.build(args, plan, threads);
+  if (partials.size() < size_t(plan.num_partial_floats)) partials.resize(plan.num_partial_floats);
+  if (max_tiles < plan.tiles.size()) {
+    max_tiles = 2 * plan.tiles.size();
+    blocks_done.reset(new std::atomic<int>[max_tiles]);
   }
-  for (size_t i = 0; i < plan.tiles.size(); ++i) done[i].store(0, std::memory_order_relaxed);
+  for (size_t i = 0; i < plan.tiles.size(); ++i) blocks_done[i].store(0, std::memory_order_relaxed);
 }
 
-static void do_job(const Attend& a, Work& work, const Job& job, int thread) {
-  // On the stack, for memory fresh from the system costs more to touch than a short job takes.
-  alignas(64) float scratch[SCRATCH], state[TILE_ROWS * MAX_RECORD], records[TILE_ROWS * MAX_RECORD];
-  const Isa& inner = isa();
-  const Tile& t = work.plan.tiles[job.tile];
-  const int D = a.kv.D, spans = spans_of(a, t), mine = job.end - job.begin;
-  const bool watched = work.watch.watches(job.tile);
-  const Seen seen = watched ? work.watch.seen(a, work.plan, job.tile, thread) : Seen{};
-  auto look = [&](int span, float* to) {
-    if (inner.look(a, t, span, scratch, to, watched ? &seen : nullptr)) return true;
-    for (int r = 0; watched && r < t.rows(); ++r) seen.tops[r * spans + span] = NOTHING;
+static void run_job(const AttentionArgs& args, AttentionWorkspace& work, const AttentionJob& job, int thread) {
+  // On the stack: the first touch of fresh heap memory costs more than a short job takes.
+  alignas(64) float scratch[SCRATCH_FLOATS], total[MAX_TILE_ROWS * MAX_PARTIAL], partials[MAX_TILE_ROWS * MAX_PARTIAL];
+  const IsaKernels& isa = selected_isa();
+  const QueryTile& tile = work.plan.tiles[job.tile];
+  const int D = args.kv.D, blocks = num_blocks(args, tile), job_blocks = job.end - job.begin;
+  const bool is_scored = work.mass.is_scored(job.tile);
+  const MassBuffers mass = is_scored ? work.mass.buffers(args, work.plan, job.tile, thread) : MassBuffers{};
+  auto attend_block = [&](int block, float* to) {
+    if (isa.attend_tile(args, tile, block, scratch, to, is_scored ? &mass : nullptr)) return true;
+    for (int r = 0; is_scored && r < tile.num_rows(); ++r) mass.maxima[r * blocks + block] = NEG_INF;
     return false;
   };
-  if (mine == spans) {
-    clear(state, t.rows(), D);
-    for (int span = 0; span < spans; ++span)
-      if (look(span, records)) merge(state, records, t.rows(), D);
+  if (job_blocks == blocks) {
+    clear(total, tile.num_rows(), D);
+    for (int block = 0; block < blocks; ++block)
+      if (attend_block(block, partials)) merge(total, partials, tile.num_rows(), D);
   } else {
-    float* const parts = work.partial.data() + work.plan.records[job.tile];
-    const int64_t size = int64_t(t.rows()) * record_size(D);
-    for (int span = job.begin; span < job.end; ++span)
-      if (!look(span, parts + span * size)) clear(parts + span * size, t.rows(), D);
-    if ((work.done[job.tile] += mine) < spans) return;  // whoever comes last merges: no thread waits for another
-    clear(state, t.rows(), D);
-    for (int span = 0; span < spans; ++span) merge(state, parts + span * size, t.rows(), D);
+    float* const block_partials = work.partials.data() + work.plan.partial_offsets[job.tile];
+    const int64_t size = int64_t(tile.num_rows()) * partial_size(D);
+    for (int block = job.begin; block < job.end; ++block)
+      if (!attend_block(block, block_partials + block * size)) clear(block_partials + block * size, tile.num_rows(), D);
+    // The job that finishes last merges, so no thread waits for another.
+    if ((work.blocks_done[job.tile] += job_blocks) < blocks) return;
+    clear(total, tile.num_rows(), D);
+    for (int block = 0; block < blocks; ++block) merge(total, block_partials + block * size, tile.num_rows(), D);
   }
-  finish(a, t, state);
-  if (watched) work.watch.finish(a, work.plan, job.tile, seen);
+  store_output(args, tile, total);
+  if (is_scored) work.mass.finish_tile(args, work.plan, job.tile, mass);
 }
 
-void attend(const Attend& a, Work& work, Team::Member& me) {
-  me.share(int(work.plan.jobs.size()), 1, [&](int begin, int end) {
-    for (int i = begin; i < end; ++i) do_job(a, work, work.plan.jobs[i], me.id);
+void attend(const AttentionArgs& args, AttentionWorkspace& work, ThreadTeam::Member& member) {
+  member.parallel_for(int(work.plan.jobs.size()), 1, [&](int begin, int end) {
+    for (int i = begin; i < end; ++i) run_job(args, work, work.plan.jobs[i], member.id);
   });
 }
 
-void attend(const Attend& a) {
-  constexpr double WORTH_WAKING = 1 << 17;  // multiply-adds
-  check(a);
-  clear_strays(a);
-  Work work;
-  work.make(a, threads());
-  Team::run(work.plan.work < WORTH_WAKING, [&](Team::Member& me) { attend(a, work, me); });
+void attend(const AttentionArgs& args) {
+  constexpr double MIN_PARALLEL_MULTIPLY_ADDS = 1 << 17;
+  check(args);
+  clear_padding(args);
+  AttentionWorkspace work;
+  work.build(args, max_threads());
+  ThreadTeam::run(work.plan.multiply_adds < MIN_PARALLEL_MULTIPLY_ADDS,
+                  [&](ThreadTeam::Member& member) { attend(args, work, member); });
 }
 
 }  // namespace retain

@@ -1,4 +1,4 @@
-// What an observed tile leaves: weights of tempered and noised scores, and their sums over its rows.
+// Mass weights of a scored tile, from tempered and noised scores, and their sums over the tile's rows.
 #pragma once
 
 #include "simd.h"
@@ -7,7 +7,7 @@ namespace retain::RETAIN_ISA {
 
 using U = Lanes<WIDTH>::u;
 
-// The inverse of the error function (Giles, "Approximating the erfinv function", single precision).
+// The inverse error function in single precision (Giles, "Approximating the erfinv function").
 INLINE F erfinv(F x) {
   const F w = -log<float>((1.0f - x) * (1.0f + x));
   const F a = w - 2.5f;
@@ -33,86 +33,95 @@ INLINE F erfinv(F x) {
   return (w < 5.0f ? p : q) * x;
 }
 
-// Uniform between 0 and 1, 23 bits and half a step.
+// Hashes positions to uniform numbers between 0 and 1, neither included: 23 bits plus half a step.
 INLINE F uniform(uint32_t key, I pos) {
-  const U h = mix(key + GOLDEN * (U)pos);
+  const U h = mix(key + GOLDEN_RATIO * (U)pos);
   return (__builtin_convertvector((I)(h >> 9), F) + 0.5f) * 0x1p-23f;
 }
 
-// What a query leaves on slots: the weight w = e^d that it attends by, or that of its score tempered, e^(d / tau), and
-// either times e^(noise / tau). All are relative to the score's own maximum in the span. A constant changes no softmax.
-enum class Way { nothing, as_it_is, tempered, noised, tempered_noised };
+// How a mass weight follows from d, a score minus its row's maximum in the block, at temperature tau:
+//   unchanged e^d,  tempered e^(d / tau),  noised e^(d + noise),  tempered_noised e^((d + noise) / tau)
+// `noised` is the case tau = 1. The maximum is taken before noise is added: a constant cancels in the softmax.
+enum class ScoreKind { none, unchanged, tempered, noised, tempered_noised };
 
-struct Leave {
-  Way way;
-  float by;  // 1 / tau
+struct ScoreTransform {
+  ScoreKind kind;
+  float inv_temperature;
 };
 
-template <class T, Way WAY>
-INLINE F leave_on(const Leave& l, F d, F w, const float* noise) {
-  if constexpr (WAY == Way::as_it_is) return w;
-  if constexpr (WAY == Way::tempered) return exp<T>(d * l.by);
-  return (WAY == Way::noised ? w : exp<T>(d * l.by)) * load<WIDTH>(noise);
+// `w` is e^d; `noise` points at e^(noise / tau).
+template <class T, ScoreKind KIND>
+INLINE F mass_weight(const ScoreTransform& transform, F d, F w, const float* noise) {
+  if constexpr (KIND == ScoreKind::unchanged) return w;
+  if constexpr (KIND == ScoreKind::tempered) return exp<T>(d * transform.inv_temperature);
+  return (KIND == ScoreKind::noised ? w : exp<T>(d * transform.inv_temperature)) * load<WIDTH>(noise);
 }
 
-INLINE Leave leave_of(const Attend& a, const Tile& t, int token) {
-  const Observe& o = a.observe;
-  if (o.weights[token] == 0) return {Way::nothing, 1};
-  const Noise kind = Noise(o.noise[t.b]);
-  const bool one = o.tau[token] == 1.0f, noised = kind == Noise::gumbel || kind == Noise::gaussian;
-  return {noised ? (one ? Way::noised : Way::tempered_noised) : (one ? Way::as_it_is : Way::tempered), 1 / o.tau[token]};
+INLINE ScoreTransform score_transform(const AttentionArgs& args, const QueryTile& tile, int token) {
+  const AttentionScoring& scoring = args.scoring;
+  if (scoring.weights[token] == 0) return {ScoreKind::none, 1};
+  const NoiseKind kind = NoiseKind(scoring.noise[tile.b]);
+  const bool one = scoring.temperature[token] == 1.0f;
+  const bool noised = kind == NoiseKind::gumbel || kind == NoiseKind::gaussian;
+  return {noised ? (one ? ScoreKind::noised : ScoreKind::tempered_noised)
+                 : (one ? ScoreKind::unchanged : ScoreKind::tempered),
+          1 / scoring.temperature[token]};
 }
 
-// e^(noise / tau) for all slots of n pages: drawn for a query and a kv head, and so the same for the query heads there.
+// Computes e^(noise / tau) for all slots of n pages. Query heads of one kv head share the noise.
 template <class T>
-void draw(const Attend& a, const Tile& t, int token, float by, int n, const int32_t* const* pos, float* to) {
-  const Observe& o = a.observe;
-  const uint32_t key = noise_key(o.seed[t.b], o.layer, t.g, o.anew[t.b] ? a.q_pos[token] : -1);
-  const int S = a.kv.S;
+void draw_noise(const AttentionArgs& args, const QueryTile& tile, int token, float inv_temperature, int n,
+                const int32_t* const* pos, float* out) {
+  const AttentionScoring& scoring = args.scoring;
+  const uint32_t key = noise_key(scoring.seed[tile.b], scoring.layer, tile.g,
+                                 scoring.redraw_noise[tile.b] ? args.q_pos[token] : -1);
+  const int S = args.kv.S;
   for (int j = 0; j < n; ++j)
     for (int s = 0; s < S; s += WIDTH) {
       const F u = uniform(key, load_ints(pos[j] + s));
       F y;
-      if (Noise(o.noise[t.b]) == Noise::gaussian) {
-        y = exp<T>((0.5772157f + 1.2825498f * 1.41421356f * erfinv(2.0f * u - 1.0f)) * by);
+      if (NoiseKind(scoring.noise[tile.b]) == NoiseKind::gaussian) {
+        y = exp<T>((0.5772157f + 1.2825498f * 1.41421356f * erfinv(2.0f * u - 1.0f)) * inv_temperature);
       } else {
         const F e = -log<T>(u);  // e^noise = 1 / e
-        y = by == 1.0f ? reciprocal<T>(e) : exp<T>(-log<T>(e) * by);
+        y = inv_temperature == 1.0f ? reciprocal<T>(e) : exp<T>(-log<T>(e) * inv_temperature);
       }
-      store<WIDTH>(to + j * S + s, y);
+      store<WIDTH>(out + j * S + s, y);
     }
 }
 
-// Sums over a tile's rows of factor * weight, [columns, slots]; or, without a place for them, straight into the masses
-// of its pages. A factor of 0 means that there is no weight to read.
+// Sums factor * weight over a tile's rows, into sums [columns, slots]. If `sums` is null, updates the masses of the
+// tile's pages instead. A row whose factor is 0 has no valid weights in that block.
 template <class T>
-void fold_rows(const Attend& a, const Tile& t, const Seen& seen, const float* factors, float* sums) {
-  const int columns = a.kv.columns, rows = t.rows(), S = a.kv.S, per_span = pages_per_span(a.kv);
-  const int32_t* table = a.tables.of(t.b, t.g);
-  const float decay = a.observe.decay[t.b];
-  const int pages = a.tables.count(t.b, t.g);
+void reduce_mass_impl(const AttentionArgs& args, const QueryTile& tile, const MassBuffers& mass, const float* factors,
+                      float* sums) {
+  const int columns = args.kv.mass_columns, rows = tile.num_rows(), S = args.kv.S;
+  const int per_block = pages_per_block(args.kv);
+  const int32_t* table = args.tables.page_table(tile.b, tile.g);
+  const float decay = args.scoring.decay[tile.b];
+  const int pages = args.tables.num_pages(tile.b, tile.g);
   for (int c = 0; c < columns; ++c)
-    for (int span = 0; span < seen.spans; ++span) {
-      float factor[TILE_ROWS];
-      const T* row[TILE_ROWS];
+    for (int block = 0; block < mass.num_blocks; ++block) {
+      float factor[MAX_TILE_ROWS];
+      const T* row[MAX_TILE_ROWS];
       int n = 0;
       for (int r = 0; r < rows; ++r) {
-        if (columns > 1 && (t.begin + r) % a.R != c) continue;
-        factor[n] = factors[r * seen.spans + span];
-        row[n] = reinterpret_cast<const T*>(seen.weights) + r * seen.slots;
+        if (columns > 1 && (tile.begin + r) % args.R != c) continue;
+        factor[n] = factors[r * mass.num_blocks + block];
+        row[n] = reinterpret_cast<const T*>(mass.weights) + r * mass.num_slots;
         n += factor[n] != 0;
       }
-      const int end = (span + 1) * per_span < pages ? (span + 1) * per_span : pages;
-      for (int i = span * per_span; i < end; ++i) {
-        const int64_t at = int64_t(i) * S;
-        float* mass = a.kv.mass_page(table[i]) + c * S;
+      const int end = (block + 1) * per_block < pages ? (block + 1) * per_block : pages;
+      for (int i = block * per_block; i < end; ++i) {
+        const int64_t offset = int64_t(i) * S;
+        float* slot_mass = args.kv.mass_page(table[i]) + c * S;
         for (int s = 0; s < S; s += WIDTH) {
           F sum = {};
-          for (int r = 0; r < n; ++r) sum += factor[r] * load<WIDTH>(row[r] + at + s);
+          for (int r = 0; r < n; ++r) sum += factor[r] * load<WIDTH>(row[r] + offset + s);
           if (sums)
-            store<WIDTH>(sums + c * seen.slots + at + s, sum);
+            store<WIDTH>(sums + c * mass.num_slots + offset + s, sum);
           else
-            store<WIDTH>(mass + s, load<WIDTH>(mass + s) * decay + sum);
+            store<WIDTH>(slot_mass + s, load<WIDTH>(slot_mass + s) * decay + sum);
         }
       }
     }

@@ -1,4 +1,4 @@
-// How attend's work is checked and cut into jobs.
+// Checks the arguments of the `attend` kernel and splits its work into jobs.
 #include <algorithm>
 #include <stdexcept>
 
@@ -6,61 +6,64 @@
 
 namespace retain {
 
-// A request with few fresh tokens has too few tiles to keep the cores busy, so its tiles are cut into stretches of
-// spans, whose records are merged afterwards: some stretches for each thread, to share them out evenly, but as long
-// as that allows, for only inside a stretch is the next page known and asked for in time. With many fresh tokens a
-// job is a whole tile. Either way the numbers are the same (see SPAN).
-constexpr int FEW = 64;
-constexpr int STRETCHES = 4;
+// A request with few fresh tokens has too few tiles to keep all threads busy. So the plan splits the blocks of its
+// tiles among jobs and merges the partial results later. Several jobs for each thread balance the load. Jobs are as
+// long as that allows, because a job can prefetch only its own next page. With many fresh tokens a job is a whole tile.
+// The results are the same either way (see ACC_BLOCK).
+constexpr int MAX_SPLIT_TOKENS = 64;
+constexpr int JOBS_PER_THREAD = 4;
 
-// What would make a kernel read where it must not. Serial, for it costs far less than the work.
-void check(const Attend& a) {
-  const Tables& t = a.tables;
-  int32_t end = t.starts[0];
+// Raises std::invalid_argument if a kernel would read out of bounds. Serial, because it costs far less than the work.
+void check(const AttentionArgs& args) {
+  const PageTables& t = args.tables;
+  int32_t end = t.query_start_loc[0];
   if (end < 0) throw std::invalid_argument("tables.starts must not be negative");
   for (int b = 0; b < t.B; ++b) {
-    if (t.starts[b + 1] < end) throw std::invalid_argument("tables.starts must not descend");
-    end = t.starts[b + 1];
-    if (t.rows[b] < 0 || t.rows[b] >= t.N) throw std::invalid_argument("tables.rows names a row outside tables.pages");
+    if (t.query_start_loc[b + 1] < end) throw std::invalid_argument("tables.starts must not descend");
+    end = t.query_start_loc[b + 1];
+    if (t.rows[b] < 0 || t.rows[b] >= t.num_rows)
+      throw std::invalid_argument("tables.rows names a row outside tables.pages");
     for (int g = 0; g < t.G; ++g) {
-      const int32_t n = t.count(b, g);
-      if (n < 0 || n > t.n) throw std::invalid_argument("tables.counts exceeds the width of tables.pages");
+      const int32_t n = t.num_pages(b, g);
+      if (n < 0 || n > t.max_pages) throw std::invalid_argument("tables.counts exceeds the width of tables.pages");
       uint32_t highest = 0;
-      for (int i = 0; i < n; ++i) highest = std::max(highest, uint32_t(t.of(b, g)[i]));
-      if (highest >= a.kv.n_pages && n > 0) throw std::invalid_argument("tables.pages names a page outside the pool");
+      for (int i = 0; i < n; ++i) highest = std::max(highest, uint32_t(t.page_table(b, g)[i]));
+      if (highest >= args.kv.num_pages && n > 0)
+        throw std::invalid_argument("tables.pages names a page outside the pool");
     }
   }
-  if (end > a.T) throw std::invalid_argument("tables.starts ends beyond the fresh tokens");
+  if (end > args.T) throw std::invalid_argument("tables.starts ends beyond the fresh tokens");
 }
 
-void Plan::make(const Attend& a, int threads) {
-  const Tables& tables = a.tables;
-  tiles.clear(), cut.clear(), records.clear(), jobs.clear(), parts.clear();
-  partial_floats = 0, work = 0;
-  int64_t few = 0;  // spans of all tiles that may be cut
+void AttentionPlan::build(const AttentionArgs& args, int threads) {
+  const PageTables& tables = args.tables;
+  tiles.clear(), is_split.clear(), partial_offsets.clear(), jobs.clear(), split_jobs.clear();
+  num_partial_floats = 0, multiply_adds = 0;
+  int64_t split_blocks = 0;  // blocks of all tiles that may be split
   for (int b = tables.B - 1; b >= 0; --b)
-    for (int end = tables.fresh(b) * a.R; end > 0; end -= TILE_ROWS)  // the last rows see most: they go first
+    for (int end = tables.num_fresh(b) * args.R; end > 0; end -= MAX_TILE_ROWS)  // last rows first: they take longest
       for (int g = 0; g < tables.G; ++g) {
-        tiles.push_back({b, g, std::max(0, end - TILE_ROWS), end});
-        const Tile& t = tiles.back();
-        if (tables.fresh(b) <= FEW) few += spans_of(a, t);
-        work += 2.0 * t.rows() * tables.count(b, g) * a.kv.S * a.kv.D;
+        tiles.push_back({b, g, std::max(0, end - MAX_TILE_ROWS), end});
+        const QueryTile& tile = tiles.back();
+        if (tables.num_fresh(b) <= MAX_SPLIT_TOKENS) split_blocks += num_blocks(args, tile);
+        multiply_adds += 2.0 * tile.num_rows() * tables.num_pages(b, g) * args.kv.S * args.kv.D;
       }
 
-  const int stretch = int(std::max<int64_t>(1, few / (STRETCHES * threads)));
+  const int job_blocks = int(std::max<int64_t>(1, split_blocks / (JOBS_PER_THREAD * threads)));
   for (int i = 0; i < int(tiles.size()); ++i) {
-    const Tile& t = tiles[i];
-    const int spans = spans_of(a, t);
-    records.push_back(partial_floats);
-    cut.push_back(tables.fresh(t.b) <= FEW && spans > stretch);
-    if (!cut.back()) {
-      jobs.push_back({i, 0, spans});
+    const QueryTile& tile = tiles[i];
+    const int blocks = num_blocks(args, tile);
+    partial_offsets.push_back(num_partial_floats);
+    is_split.push_back(tables.num_fresh(tile.b) <= MAX_SPLIT_TOKENS && blocks > job_blocks);
+    if (!is_split.back()) {
+      jobs.push_back({i, 0, blocks});
       continue;
     }
-    for (int first = 0; first < spans; first += stretch) parts.push_back({i, first, std::min(spans, first + stretch)});
-    partial_floats += int64_t(spans) * t.rows() * record_size(a.kv.D);
+    for (int first = 0; first < blocks; first += job_blocks)
+      split_jobs.push_back({i, first, std::min(blocks, first + job_blocks)});
+    num_partial_floats += int64_t(blocks) * tile.num_rows() * partial_size(args.kv.D);
   }
-  jobs.insert(jobs.end(), parts.begin(), parts.end());
+  jobs.insert(jobs.end(), split_jobs.begin(), split_jobs.end());
 }
 
 }  // namespace retain

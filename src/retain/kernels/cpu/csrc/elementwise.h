@@ -1,18 +1,18 @@
-// What happens to one row of numbers between two products: norms, rotations, activations.
+// Row operations between two products: norms, RoPE, activations.
 #pragma once
 
 #include "simd.h"
 
 namespace retain::RETAIN_ISA {
 
-// A vector of a row of which n numbers are left.
-INLINE F load_some(const float* x, int n) {
+// Load or store one vector of a row with n numbers left.
+INLINE F load_tail(const float* x, int n) {
   if (n >= WIDTH) return load<WIDTH>(x);
-  float some[WIDTH] = {};
-  for (int i = 0; i < n; ++i) some[i] = x[i];
-  return load<WIDTH>(some);
+  float tail[WIDTH] = {};
+  for (int i = 0; i < n; ++i) tail[i] = x[i];
+  return load<WIDTH>(tail);
 }
-INLINE void store_some(float* x, int n, F y) {
+INLINE void store_tail(float* x, int n, F y) {
   if (n >= WIDTH) {
     store<WIDTH>(x, y);
   } else {
@@ -20,31 +20,31 @@ INLINE void store_some(float* x, int n, F y) {
   }
 }
 
-INLINE void normalise_row(const Norm& norm, const float* x, int n, bool add, float* out) {
+INLINE void normalize_row(const NormParams& norm, const float* x, int n, bool add, float* out) {
   float mean = 0;
-  if (norm.centred) {
+  if (norm.subtract_mean) {
     F total = {};
-    for (int i = 0; i < n; i += WIDTH) total += load_some(x + i, n - i);
-    mean = sum<WIDTH>(total) / n;
+    for (int i = 0; i < n; i += WIDTH) total += load_tail(x + i, n - i);
+    mean = reduce_sum<WIDTH>(total) / n;
   }
   F squares = {};
   for (int i = 0; i < n; i += WIDTH) {
-    F y = load_some(x + i, n - i) - mean;
-    if (n - i < WIDTH) y = (lanes() < splat(int32_t(n - i))) ? y : F{};
+    F y = load_tail(x + i, n - i) - mean;
+    if (n - i < WIDTH) y = (lane_indices() < splat(int32_t(n - i))) ? y : F{};
     squares += y * y;
   }
-  const float by = 1 / __builtin_sqrtf(sum<WIDTH>(squares) / n + norm.eps);
+  const float factor = 1 / __builtin_sqrtf(reduce_sum<WIDTH>(squares) / n + norm.eps);
   for (int i = 0; i < n; i += WIDTH) {
-    F y = (load_some(x + i, n - i) - mean) * by * load_some(norm.weight + i, n - i);
-    if (norm.bias) y += load_some(norm.bias + i, n - i);
-    if (add) y += load_some(out + i, n - i);
-    store_some(out + i, n - i, y);
+    F y = (load_tail(x + i, n - i) - mean) * factor * load_tail(norm.weight + i, n - i);
+    if (norm.bias) y += load_tail(norm.bias + i, n - i);
+    if (add) y += load_tail(out + i, n - i);
+    store_tail(out + i, n - i, y);
   }
 }
 
-INLINE void turn_row(float* x, const float* angles, int n, bool neighbours) {
+INLINE void rope_row(float* x, const float* angles, int n, bool interleaved) {
   const float *cos = angles, *sin = angles + n;
-  if (neighbours) {
+  if (interleaved) {
     for (int i = 0; i < n; ++i) {
       const float a = x[2 * i], b = x[2 * i + 1];
       x[2 * i] = a * cos[i] - b * sin[i];
@@ -53,21 +53,21 @@ INLINE void turn_row(float* x, const float* angles, int n, bool neighbours) {
     return;
   }
   for (int i = 0; i < n; i += WIDTH) {
-    const int some = n - i;
-    const F a = load_some(x + i, some), b = load_some(x + n + i, some);
-    const F c = load_some(cos + i, some), s = load_some(sin + i, some);
-    store_some(x + i, some, a * c - b * s);
-    store_some(x + n + i, some, b * c + a * s);
+    const int left = n - i;
+    const F a = load_tail(x + i, left), b = load_tail(x + n + i, left);
+    const F c = load_tail(cos + i, left), s = load_tail(sin + i, left);
+    store_tail(x + i, left, a * c - b * s);
+    store_tail(x + n + i, left, b * c + a * s);
   }
 }
 
-INLINE F sigmoid(F x) {  // by e^-|x|, which cannot overflow
+INLINE F sigmoid(F x) {  // from e^-|x|, which cannot overflow
   const F e = exp<float>(-absolute(x));
   return (x < 0.0f ? e : splat(1.0f)) / (e + 1.0f);
 }
 
 template <Activation A>
-INLINE F active(F x) {
+INLINE F activation(F x) {
   if constexpr (A == Activation::relu) return max(x, F{});
   if constexpr (A == Activation::silu) return x * sigmoid(x);
   if constexpr (A == Activation::gelu_tanh)  // (1 + tanh y) / 2 = sigmoid(2 y)
@@ -80,11 +80,11 @@ INLINE F active(F x) {
 }
 
 template <Activation A>
-INLINE void activate_row(const float* x, const float* times, int n, float* out) {
+INLINE void activate_row(const float* x, const float* gate, int n, float* out) {
   for (int i = 0; i < n; i += WIDTH) {
-    F y = active<A>(load_some(x + i, n - i));
-    if (times) y *= load_some(times + i, n - i);
-    store_some(out + i, n - i, y);
+    F y = activation<A>(load_tail(x + i, n - i));
+    if (gate) y *= load_tail(gate + i, n - i);
+    store_tail(out + i, n - i, y);
   }
 }
 

@@ -1,70 +1,71 @@
-// Which instruction sets this machine runs, and which of them is in use: the only state of this backend.
+// Lists the instruction sets that this machine supports, and selects one. The selection is the backend's only state.
 #include <stdexcept>
 
 #include "kernels.h"
 
 namespace retain {
 
-#define INNER(name)                                                                     \
-  namespace name {                                                                      \
-  bool look(const Attend&, const Tile&, int span, float*, float* records, const Seen*); \
-  void fold(const Attend&, const Tile&, const Seen&, const float* factors, float*);     \
-  void write(const Write&, int g, int begin, int end);                                  \
-  void prepare(const Packed&, const float* x, char* row);                               \
-  void multiply(const Packed&, int begin, int end, const char* prepared, int rows, const Into&); \
-  void lookup(const Packed&, int64_t index, float factor, bool add, float* out);        \
-  void normalise(const Norm&, const float* x, int n, bool add, float* out);             \
-  void activate(Activation, const float* x, const float* times, int n, float* out);     \
-  void turn(float* x, const float* angles, int n, bool neighbours);                     \
+#define DECLARE_KERNELS(isa)                                                                                          \
+  namespace isa {                                                                                                     \
+  bool attend_tile(const AttentionArgs&, const QueryTile&, int block, float* scratch, float* partials,                \
+                   const MassBuffers*);                                                                               \
+  void reduce_mass(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float* sums);    \
+  void write(const WriteArgs&, int g, int begin, int end);                                                            \
+  void prepare_activations(const PackedWeight&, const float* x, char* row);                                           \
+  void packed_gemm(const PackedWeight&, int begin, int end, const char* prepared, int rows, const OutputView&);       \
+  void unpack_row(const PackedWeight&, int64_t index, float factor, bool add, float* out);                            \
+  void normalize(const NormParams&, const float* x, int n, bool add, float* out);                                     \
+  void activate(Activation, const float* x, const float* gate, int n, float* out);                                    \
+  void rope(float* x, const float* angles, int n, bool interleaved);                                                  \
   }
-#define ALL(name)                                                                                                     \
-  name::look, name::fold, name::write, name::prepare, name::multiply, name::lookup, name::normalise, name::activate,  \
-      name::turn
-#define CAN(what) __builtin_cpu_supports(what)
+#define KERNELS(isa)                                                                                           \
+  isa::attend_tile, isa::reduce_mass, isa::write, isa::prepare_activations, isa::packed_gemm, isa::unpack_row, \
+      isa::normalize, isa::activate, isa::rope
+#define HAS(feature) __builtin_cpu_supports(feature)
 
-INNER(plain)
+DECLARE_KERNELS(plain)
 #ifdef RETAIN_X86
-INNER(avx2)
-INNER(avx512)
-INNER(avx512bf16)
-static bool can_avx512() {
-  return CAN("avx512f") && CAN("avx512bw") && CAN("avx512vl") && CAN("avx512dq") && CAN("avx512vnni") && CAN("fma");
+DECLARE_KERNELS(avx2)
+DECLARE_KERNELS(avx512)
+DECLARE_KERNELS(avx512bf16)
+static bool has_avx512() {
+  return HAS("avx512f") && HAS("avx512bw") && HAS("avx512vl") && HAS("avx512dq") && HAS("avx512vnni") && HAS("fma");
 }
 #endif
 
-static const Isa known[] = {
+static const IsaKernels compiled[] = {
 #ifdef RETAIN_X86
-    {"avx512bf16", [] { return can_avx512() && CAN("avx512bf16") != 0; }, ALL(avx512bf16)},
-    {"avx512", can_avx512, ALL(avx512)},
-    {"avx2", [] { return CAN("avx2") && CAN("fma"); }, ALL(avx2)},
+    {"avx512bf16", [] { return has_avx512() && HAS("avx512bf16") != 0; }, KERNELS(avx512bf16)},
+    {"avx512", has_avx512, KERNELS(avx512)},
+    {"avx2", [] { return HAS("avx2") && HAS("fma"); }, KERNELS(avx2)},
 #endif
-    {"plain", [] { return true; }, ALL(plain)},
+    {"plain", [] { return true; }, KERNELS(plain)},
 };
 
-const std::vector<Isa>& isas() {
-  static const std::vector<Isa> able = [] {
-    std::vector<Isa> found;
-    for (const Isa& i : known)
-      if (i.runs()) found.push_back(i);
+const std::vector<IsaKernels>& supported_isas() {
+  static const std::vector<IsaKernels> supported = [] {
+    std::vector<IsaKernels> found;
+    for (const IsaKernels& i : compiled)
+      if (i.is_supported()) found.push_back(i);
     return found;
   }();
-  return able;
+  return supported;
 }
 
-static const Isa* chosen = &isas().front();
+static const IsaKernels* selected = &supported_isas().front();
 
-const Isa& isa() { return *chosen; }
+const IsaKernels& selected_isa() { return *selected; }
 
-void set_isa(const std::string& name) {
-  std::string here;
-  for (const Isa& i : isas()) {
+void select_isa(const std::string& name) {
+  std::string names;
+  for (const IsaKernels& i : supported_isas()) {
     if (i.name == name) {
-      chosen = &i;
+      selected = &i;
       return;
     }
-    here += std::string(here.empty() ? "" : ", ") + i.name;
+    names += std::string(names.empty() ? "" : ", ") + i.name;
   }
-  throw std::invalid_argument("instruction set '" + name + "' does not run here: choose one of " + here);
+  throw std::invalid_argument("instruction set '" + name + "' does not run here: choose one of " + names);
 }
 
 }  // namespace retain

@@ -1,17 +1,17 @@
-// Products with packed weights over the cores.
+// Products with packed weights, on all threads of a team.
 #include "kernels.h"
 
 namespace retain {
 
-void linear(const Packed& w, const float* x, int64_t ldx, int rows, char* prepared, const Into& into,
-            Team::Member& me) {
-  const Isa& inner = isa();
-  me.share(rows, [&](int begin, int end) {
-    for (int r = begin; r < end; ++r) inner.prepare(w, x + r * ldx, prepared + r * w.row_bytes());
+void packed_gemm(const PackedWeight& w, const float* x, int64_t ldx, int rows, char* prepared, const OutputView& out,
+                 ThreadTeam::Member& member) {
+  const IsaKernels& isa = selected_isa();
+  member.parallel_for(rows, [&](int begin, int end) {
+    for (int r = begin; r < end; ++r) isa.prepare_activations(w, x + r * ldx, prepared + r * w.activation_bytes());
   });
-  me.barrier();
-  me.share(w.tiles(), [&](int begin, int end) {
-    inner.multiply(w, begin, end, prepared, rows, into);
+  member.barrier();
+  member.parallel_for(w.num_tiles(), [&](int begin, int end) {
+    isa.packed_gemm(w, begin, end, prepared, rows, out);
   });
 }
 

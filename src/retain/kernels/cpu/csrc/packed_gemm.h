@@ -1,216 +1,224 @@
 // Products with packed weights: y [rows, out] (+)= x [rows, in] W^T + b.
 //
-// A matrix is packed in tiles of 16 outputs, so that one vector holds a number of each and a core that takes whole
-// tiles reads its weights in one stream:
+// A matrix is packed in tiles of 16 outputs, so that one vector holds one number of each output. A thread that takes
+// whole tiles reads its weights in one stream. The layout of a tile:
 //
-//   float32    [in][16]             bfloat16   [in / 2][16][2]      pairs of inputs, as the dot product wants them
-//   int4       for each group of 32 inputs [4][16][4]: low halves of the bytes are inputs 8i .. 8i+3, high 8i+4 .. 8i+7;
-//              then scale [16] and shift [16], float16:   w = scale * q + shift
-//   int8       for each group [8][16][4]: q + 128, for the instruction multiplies unsigned by signed;
-//              then scale [16], float16:                  w = scale * q
+//   float32    [in][16]
+//   bfloat16   [in / 2][16][2]: pairs of inputs, for the pairwise dot product
+//   int4       for each group of 32 inputs [4][16][4] bytes: inputs 8i .. 8i+3 in low nibbles, 8i+4 .. 8i+7 in high;
+//              then scale [16] and shift [16] in float16:   w = scale * q + shift
+//   int8       for each group of 32 inputs [8][16][4] bytes: q + 128, because the instruction multiplies unsigned by
+//              signed numbers; then scale [16] in float16:   w = scale * q
 //
-// Scales stand with their group because a core reads one stream nearly twice as fast as two (docs/log.md).
-// For int4 and int8 the activations too are rounded to 8 bits, group by group (`prepare_row`), so sums inside a group
-// are exact integers. Every output is summed in the order of the inputs, whatever the number of rows: a token's bits
-// depend neither on its company nor on the size of its chunk.
+// Scales follow the numbers of their group, because one core reads one stream nearly twice as fast as two.
+// For int4 and int8, `prepare_row` rounds activations to 8 bits in groups of 32, so sums within a group are exact
+// integers. Each output is summed in the order of the inputs, for any number of rows. So a token's bits do not depend
+// on the other tokens or on the chunk size.
 #pragma once
 
 #include "simd.h"
 
 namespace retain::RETAIN_ISA {
 
-constexpr int PIECES = TILE_OUT / WIDTH;        // vectors of a tile
-// From how many rows on two tiles at once pay. Fewer wait for the memory only, which gives one stream faster.
-constexpr int pair_rows(Kind kind) { return kind == Kind::int8 ? 12 : 4; }
+constexpr int TILE_VECTORS = TILE_OUT / WIDTH;
+// The number of rows from which two tiles at once are faster. Fewer rows are bound by memory, which is fastest with one
+// stream.
+constexpr int min_rows_for_two_tiles(WeightFormat format) { return format == WeightFormat::int8 ? 12 : 4; }
 
-// Rows at once, so that their sums stay in registers.
-constexpr int max_rows(Kind kind, int tiles) {
+// The number of rows at once whose sums stay in registers.
+constexpr int max_rows(WeightFormat format, int tiles) {
   if (WIDTH < 16) return 4;
-  return tiles == 2 && (kind == Kind::int4 || kind == Kind::int8) ? 6 : 12;
+  return tiles == 2 && (format == WeightFormat::int4 || format == WeightFormat::int8) ? 6 : 12;
 }
 
-INLINE int8_t* quanta_of(char* row) { return reinterpret_cast<int8_t*>(row); }
-INLINE const GroupFacts* facts_of(const Packed& w, const char* row) {
-  return reinterpret_cast<const GroupFacts*>(row + w.in);
+// The groups of a prepared row follow its quantized numbers.
+INLINE const ActivationGroup* groups_of(const PackedWeight& w, const char* row) {
+  return reinterpret_cast<const ActivationGroup*>(row + w.in);
 }
 
-// ---- rows of activations, made ready ---------------------------------------------------------------------------
+// ---- preparing activations --------------------------------------------------------------------------------------
 
-INLINE void quantise(const float* x, int8_t* q, GroupFacts& facts) {
-  F most = {}, zero = {};
-  for (int i = 0; i < GROUP; i += WIDTH) {
+INLINE void quantize(const float* x, int8_t* q, ActivationGroup& group) {
+  F maxima = {}, zero = {};
+  for (int i = 0; i < QUANT_GROUP; i += WIDTH) {
     const F y = load<WIDTH>(x + i);
-    most = max(most, absolute(y));
-    zero += y * 0.0f;  // unless a number is infinite or none: then so is the scale
+    maxima = max(maxima, absolute(y));
+    zero += y * 0.0f;  // NaN if a number is infinite or NaN, which makes the scale NaN
   }
-  const float top = highest<WIDTH>(most), scale = top / 127 + sum<WIDTH>(zero), by = top > 0 ? 127 / top : 0.0f;
+  const float maximum = reduce_max<WIDTH>(maxima), scale = maximum / 127 + reduce_sum<WIDTH>(zero);
+  const float inverse = maximum > 0 ? 127 / maximum : 0.0f;
   I total = {};
-  for (int i = 0; i < GROUP; i += WIDTH) {
-    const I n = nearest(load<WIDTH>(x + i) * by);
+  for (int i = 0; i < QUANT_GROUP; i += WIDTH) {
+    const I n = round_to_int(load<WIDTH>(x + i) * inverse);
     total += n;
     store_bytes(q + i, n);
   }
   int32_t sum = 0;
   for (int l = 0; l < WIDTH; ++l) sum += total[l];
-  facts = {scale, scale * float(sum), -128 * sum};
+  group = {scale, scale * float(sum), -128 * sum};
 }
 
-INLINE void prepare_row(const Packed& w, const float* x, char* row) {
-  if (w.kind == Kind::float32) {
+INLINE void prepare_row(const PackedWeight& w, const float* x, char* row) {
+  if (w.format == WeightFormat::float32) {
     memcpy(row, x, size_t(w.in) * 4);
-  } else if (w.kind == Kind::bfloat16) {
-    bf16* to = reinterpret_cast<bf16*>(row);
+  } else if (w.format == WeightFormat::bfloat16) {
+    bf16* out = reinterpret_cast<bf16*>(row);
     int i = 0;
-    for (; i + WIDTH <= w.in; i += WIDTH) store_as(to + i, load<WIDTH>(x + i));
-    for (; i < w.in; ++i) from_float(x[i], to[i]);
-    to[w.in].bits = 0;  // the other of the last pair, where `in` is odd
+    for (; i + WIDTH <= w.in; i += WIDTH) store_as(out + i, load<WIDTH>(x + i));
+    for (; i < w.in; ++i) from_float(x[i], out[i]);
+    out[w.in].bits = 0;  // completes the last pair if `in` is odd
   } else {
-    GroupFacts* facts = reinterpret_cast<GroupFacts*>(row + w.in);
-    for (int g = 0; g < w.groups(); ++g) quantise(x + g * GROUP, quanta_of(row) + g * GROUP, facts[g]);
+    ActivationGroup* groups = reinterpret_cast<ActivationGroup*>(row + w.in);
+    int8_t* q = reinterpret_cast<int8_t*>(row);
+    for (int g = 0; g < w.num_groups(); ++g) quantize(x + g * QUANT_GROUP, q + g * QUANT_GROUP, groups[g]);
   }
 }
 
-// ---- the products: sum[t][r] = row r times the outputs of one piece of tile t -----------------------------------
+// ---- products: sum[t][r] = row r times the outputs of one vector of tile t --------------------------------------
 
 #define EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < n; ++i)
 
 template <int TILES, int ROWS>
-INLINE void product_float32(const Packed& w, const char* tile, int piece, const char* rows, F (&sum)[TILES][ROWS]) {
-  const float* b = reinterpret_cast<const float*>(tile) + piece * WIDTH;
-  const int64_t stride = w.row_bytes() / 4, next = w.tile_bytes() / 4;
+INLINE void dot_float32(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
+  const float* b = reinterpret_cast<const float*>(tile) + vector * WIDTH;
+  const int64_t stride = w.activation_bytes() / 4, tile_stride = w.tile_bytes() / 4;
   const float* a = reinterpret_cast<const float*>(rows);
   for (int k = 0; k < w.in; ++k, b += TILE_OUT) {
     F x[TILES];
-    EACH(t, TILES) x[t] = load<WIDTH>(b + t * next);
+    EACH(t, TILES) x[t] = load<WIDTH>(b + t * tile_stride);
     EACH(r, ROWS) EACH(t, TILES) sum[t][r] += a[r * stride + k] * x[t];
   }
 }
 
 template <int TILES, int ROWS>
-INLINE void product_bfloat16(const Packed& w, const char* tile, int piece, const char* rows, F (&sum)[TILES][ROWS]) {
-  const bf16* b = reinterpret_cast<const bf16*>(tile) + 2 * piece * WIDTH;
-  const int64_t stride = w.row_bytes() / 2, next = w.tile_bytes() / 2;
+INLINE void dot_bfloat16(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
+  const bf16* b = reinterpret_cast<const bf16*>(tile) + 2 * vector * WIDTH;
+  const int64_t stride = w.activation_bytes() / 2, tile_stride = w.tile_bytes() / 2;
   const bf16* a = reinterpret_cast<const bf16*>(rows);
   for (int k = 0; k < w.in; k += 2, b += 2 * TILE_OUT) {
-    Pairs<WIDTH> x[TILES];
-    EACH(t, TILES) x[t] = load_pairs<WIDTH>(b + t * next);
+    Bf16Pairs<WIDTH> x[TILES];
+    EACH(t, TILES) x[t] = load_pairs<WIDTH>(b + t * tile_stride);
     EACH(r, ROWS) EACH(t, TILES) sum[t][r] = dot<WIDTH>(sum[t][r], x[t], a + r * stride + k);
   }
 }
 
-template <Kind KIND, int TILES, int ROWS>
-INLINE void product_groups(const Packed& w, const char* tile, int piece, const char* rows, F (&sum)[TILES][ROWS]) {
-  constexpr bool INT4 = KIND == Kind::int4;
-  constexpr int STEP = 4 * TILE_OUT, STEPS = number_bytes(KIND) / STEP;  // bytes of a step; steps of a group
+template <WeightFormat FORMAT, int TILES, int ROWS>
+INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
+  constexpr bool INT4 = FORMAT == WeightFormat::int4;
+  constexpr int STEP = 4 * TILE_OUT, STEPS = group_number_bytes(FORMAT) / STEP;  // bytes of a step; steps of a group
   const char* group = tile;
-  const int64_t stride = w.row_bytes(), next = w.tile_bytes();
+  const int64_t stride = w.activation_bytes(), tile_stride = w.tile_bytes();
   const char* a = rows;
-  const GroupFacts* facts = facts_of(w, rows);
-  for (int g = 0; g < w.groups(); ++g) {
-    I inside[TILES][ROWS];
-    auto facts_of_row = [&](int r) -> const GroupFacts& {
-      return *reinterpret_cast<const GroupFacts*>(reinterpret_cast<const char*>(facts + g) + r * stride);
+  const ActivationGroup* groups = groups_of(w, rows);  // of the first row
+  for (int g = 0; g < w.num_groups(); ++g) {
+    I group_sum[TILES][ROWS];
+    auto group_of_row = [&](int r) -> const ActivationGroup& {
+      const char* row_group = reinterpret_cast<const char*>(groups + g) + r * stride;
+      return *reinterpret_cast<const ActivationGroup*>(row_group);
     };
-    EACH(r, ROWS) EACH(t, TILES) inside[t][r] = INT4 ? I{} : splat(facts_of_row(r).offset);
-    const uint8_t* b = reinterpret_cast<const uint8_t*>(group) + 4 * piece * WIDTH;
+    EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = INT4 ? I{} : splat(group_of_row(r).offset);
+    const uint8_t* b = reinterpret_cast<const uint8_t*>(group) + 4 * vector * WIDTH;
     EACH(i, STEPS) {
       Bytes x[TILES];
-      EACH(t, TILES) x[t] = load_bytes(b + i * STEP + t * next);
+      EACH(t, TILES) x[t] = load_bytes(b + i * STEP + t * tile_stride);
       if constexpr (INT4) {
         Bytes low[TILES], high[TILES];
-        EACH(t, TILES) low[t] = low_halves(x[t]), high[t] = high_halves(x[t]);
-        EACH(r, ROWS) EACH(t, TILES) inside[t][r] = dot(inside[t][r], low[t], a + r * stride + 8 * i);
-        EACH(r, ROWS) EACH(t, TILES) inside[t][r] = dot(inside[t][r], high[t], a + r * stride + 8 * i + 4);
+        EACH(t, TILES) low[t] = low_nibbles(x[t]), high[t] = high_nibbles(x[t]);
+        EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = dot(group_sum[t][r], low[t], a + r * stride + 8 * i);
+        EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = dot(group_sum[t][r], high[t], a + r * stride + 8 * i + 4);
       } else {
-        EACH(r, ROWS) EACH(t, TILES) inside[t][r] = dot(inside[t][r], x[t], a + r * stride + 4 * i);
+        EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = dot(group_sum[t][r], x[t], a + r * stride + 4 * i);
       }
     }
     EACH(t, TILES) {
-      const half* scales = reinterpret_cast<const half*>(group + number_bytes(KIND) + t * next) + piece * WIDTH;
+      const char* tile_scales = group + group_number_bytes(FORMAT) + t * tile_stride;
+      const float16* scales = reinterpret_cast<const float16*>(tile_scales) + vector * WIDTH;
       const F scale = load<WIDTH>(scales);
-      EACH(r, ROWS) sum[t][r] += __builtin_convertvector(inside[t][r], F) * (scale * facts_of_row(r).scale);
+      EACH(r, ROWS) sum[t][r] += __builtin_convertvector(group_sum[t][r], F) * (scale * group_of_row(r).scale);
       if constexpr (INT4) {
         const F shift = load<WIDTH>(scales + TILE_OUT);
-        EACH(r, ROWS) sum[t][r] += shift * facts_of_row(r).sum;
+        EACH(r, ROWS) sum[t][r] += shift * group_of_row(r).sum;
       }
     }
-    group += group_bytes(KIND);
-    a += GROUP;
+    group += group_bytes(FORMAT);
+    a += QUANT_GROUP;
   }
 }
 
-// Outputs first .. of all rows, as far as there are any.
+// Stores one vector of outputs of all rows, starting at output `first` and clipped to w.out.
 template <int ROWS>
-INLINE void put(const Packed& w, int first, const Into& into, const F (&sum)[ROWS]) {
+INLINE void store_outputs(const PackedWeight& w, int first, const OutputView& out, const F (&sum)[ROWS]) {
   const int n = w.out - first;
   float bias[WIDTH] = {};
-  if (into.bias)
-    for (int i = 0; i < WIDTH && i < n; ++i) bias[i] = into.bias[first + i];
+  if (out.bias)
+    for (int i = 0; i < WIDTH && i < n; ++i) bias[i] = out.bias[first + i];
   for (int r = 0; r < ROWS; ++r) {
-    float* y = into.y + r * into.ldy + first;
+    float* y = out.y + r * out.ldy + first;
     F x = sum[r] + load<WIDTH>(bias);
     if (n >= WIDTH) {
-      store<WIDTH>(y, into.add ? load<WIDTH>(y) + x : x);
+      store<WIDTH>(y, out.accumulate ? load<WIDTH>(y) + x : x);
     } else {
-      for (int i = 0; i < n; ++i) y[i] = into.add ? y[i] + x[i] : x[i];
+      for (int i = 0; i < n; ++i) y[i] = out.accumulate ? y[i] + x[i] : x[i];
     }
   }
 }
 
-template <Kind KIND, int TILES, int ROWS>
-INLINE void some_rows(const Packed& w, int t, const char* rows, const Into& into) {
+template <WeightFormat FORMAT, int TILES, int ROWS>
+INLINE void gemm_block(const PackedWeight& w, int t, const char* rows, const OutputView& out) {
   const char* tile = w.data + t * w.tile_bytes();
-  for (int piece = 0; piece < PIECES; ++piece) {
+  for (int vector = 0; vector < TILE_VECTORS; ++vector) {
     F sum[TILES][ROWS] = {};
-    if constexpr (KIND == Kind::float32) product_float32(w, tile, piece, rows, sum);
-    if constexpr (KIND == Kind::bfloat16) product_bfloat16(w, tile, piece, rows, sum);
-    if constexpr (KIND == Kind::int8 || KIND == Kind::int4) product_groups<KIND>(w, tile, piece, rows, sum);
-    for (int i = 0; i < TILES; ++i) put(w, (t + i) * TILE_OUT + piece * WIDTH, into, sum[i]);
+    if constexpr (FORMAT == WeightFormat::float32) dot_float32(w, tile, vector, rows, sum);
+    if constexpr (FORMAT == WeightFormat::bfloat16) dot_bfloat16(w, tile, vector, rows, sum);
+    if constexpr (FORMAT == WeightFormat::int8 || FORMAT == WeightFormat::int4)
+      dot_groups<FORMAT>(w, tile, vector, rows, sum);
+    for (int i = 0; i < TILES; ++i) store_outputs(w, (t + i) * TILE_OUT + vector * WIDTH, out, sum[i]);
   }
 }
 
-template <Kind KIND, int TILES, int ROWS>
-void last_rows_of(const Packed& w, int tile, const char* rows, int n, const Into& into) {
+template <WeightFormat FORMAT, int TILES, int ROWS>
+void gemm_remaining_rows(const PackedWeight& w, int tile, const char* rows, int n, const OutputView& out) {
   if constexpr (ROWS > 0) {
     if (n == ROWS)
-      some_rows<KIND, TILES, ROWS>(w, tile, rows, into);
+      gemm_block<FORMAT, TILES, ROWS>(w, tile, rows, out);
     else
-      last_rows_of<KIND, TILES, ROWS - 1>(w, tile, rows, n, into);
+      gemm_remaining_rows<FORMAT, TILES, ROWS - 1>(w, tile, rows, n, out);
   }
 }
 
-template <Kind KIND, int TILES>
-void all_rows(const Packed& w, int tile, const char* rows, int n, Into into) {
-  constexpr int MOST = max_rows(KIND, TILES);
-  for (; n >= MOST; n -= MOST) {
-    some_rows<KIND, TILES, MOST>(w, tile, rows, into);
-    rows += MOST * w.row_bytes();
-    into.y += MOST * into.ldy;
+template <WeightFormat FORMAT, int TILES>
+void gemm_rows(const PackedWeight& w, int tile, const char* rows, int n, OutputView out) {
+  constexpr int MAX_ROWS = max_rows(FORMAT, TILES);
+  for (; n >= MAX_ROWS; n -= MAX_ROWS) {
+    gemm_block<FORMAT, TILES, MAX_ROWS>(w, tile, rows, out);
+    rows += MAX_ROWS * w.activation_bytes();
+    out.y += MAX_ROWS * out.ldy;
   }
-  last_rows_of<KIND, TILES, MOST - 1>(w, tile, rows, n, into);
+  gemm_remaining_rows<FORMAT, TILES, MAX_ROWS - 1>(w, tile, rows, n, out);
 }
 
-template <Kind KIND>
-void all_tiles(const Packed& w, int begin, int end, const char* rows, int n, const Into& into) {
+template <WeightFormat FORMAT>
+void gemm_tiles(const PackedWeight& w, int begin, int end, const char* rows, int n, const OutputView& out) {
   if constexpr (WIDTH == 16)
-    for (; n >= pair_rows(KIND) && end - begin > 1; begin += 2) all_rows<KIND, 2>(w, begin, rows, n, into);
-  for (; begin < end; ++begin) all_rows<KIND, 1>(w, begin, rows, n, into);
+    for (; n >= min_rows_for_two_tiles(FORMAT) && end - begin > 1; begin += 2)
+      gemm_rows<FORMAT, 2>(w, begin, rows, n, out);
+  for (; begin < end; ++begin) gemm_rows<FORMAT, 1>(w, begin, rows, n, out);
 }
 #undef EACH
 
-// ---- the other way round: one row of the matrix ------------------------------------------------------------------
+// ---- unpacking --------------------------------------------------------------------------------------------------
 
-INLINE float number(const Packed& w, const char* tile, int o, int i) {
-  if (w.kind == Kind::float32) return reinterpret_cast<const float*>(tile)[i * TILE_OUT + o];
-  if (w.kind == Kind::bfloat16)
+INLINE float unpack_number(const PackedWeight& w, const char* tile, int o, int i) {
+  if (w.format == WeightFormat::float32) return reinterpret_cast<const float*>(tile)[i * TILE_OUT + o];
+  if (w.format == WeightFormat::bfloat16)
     return to_float(reinterpret_cast<const bf16*>(tile)[i / 2 * 2 * TILE_OUT + 2 * o + i % 2]);
-  const char* group = tile + i / GROUP * group_bytes(w.kind);
+  const char* group = tile + i / QUANT_GROUP * group_bytes(w.format);
   const uint8_t* q = reinterpret_cast<const uint8_t*>(group);
-  const half* scales = reinterpret_cast<const half*>(group + number_bytes(w.kind)) + o;
-  const int k = i % GROUP;
-  if (w.kind == Kind::int8) return to_float(scales[0]) * (int(q[k / 4 * 4 * TILE_OUT + 4 * o + k % 4]) - 128);
-  const uint8_t both = q[k / 8 * 4 * TILE_OUT + 4 * o + k % 4];
-  return to_float(scales[0]) * (k % 8 < 4 ? both & 15 : both >> 4) + to_float(scales[TILE_OUT]);
+  const float16* scales = reinterpret_cast<const float16*>(group + group_number_bytes(w.format)) + o;
+  const int k = i % QUANT_GROUP;
+  if (w.format == WeightFormat::int8) return to_float(scales[0]) * (int(q[k / 4 * 4 * TILE_OUT + 4 * o + k % 4]) - 128);
+  const uint8_t byte = q[k / 8 * 4 * TILE_OUT + 4 * o + k % 4];
+  return to_float(scales[0]) * (k % 8 < 4 ? byte & 15 : byte >> 4) + to_float(scales[TILE_OUT]);
 }
 
 }  // namespace retain::RETAIN_ISA

@@ -1,4 +1,4 @@
-// The operations of a program, and how it runs.
+// The operations of a program, and the loop that runs them.
 #include "program.h"
 
 #include <cmath>
@@ -7,224 +7,231 @@
 
 namespace retain {
 
-struct Program::Now {
-  const Step& step;
+struct Program::StepState {
+  const StepArgs& step;
   Program& program;
-  int rows;  // T, or N after `pick`
+  int rows;  // T, or N after `gather_rows`
 
-  float* at(int buffer) const { return buffer == LOGITS ? step.logits : program.at_[buffer]; }
+  float* data(int buffer) const { return buffer == LOGITS ? step.logits : program.buffers_[buffer]; }
   int width(int buffer) const { return program.widths_[buffer]; }
 };
 
-// An operation has `run(now, me)`, after which comes a barrier, and perhaps `check(now)`, which throws.
+// Every thread calls an operation's `run(state, member)`, and a barrier follows. An operation may have `check(state)`,
+// which throws if the step is invalid.
 template <class T>
 void Program::push(const T& op) {
-  ops_.push_back([op](Now& now, Team::Member& me) { op.run(now, me); });
+  ops_.push_back([op](StepState& state, ThreadTeam::Member& member) { op.run(state, member); });
 }
 template <class T>
 void Program::push_checked(const T& op) {
-  checks_.push_back([op](const Now& now) { op.check(now); });
+  checks_.push_back([op](const StepState& state) { op.check(state); });
   push(op);
 }
 
-struct Program::Lookup {
+struct Program::EmbeddingOp {
   int out;
-  Packed table;
+  PackedWeight table;
   bool by_position;
   int offset;
   float factor;
   bool add;
 
-  void run(Now& now, Team::Member& me) const {
-    const int width = now.width(out);
-    me.share(now.rows, [&](int begin, int end) {
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const int width = state.width(out);
+    member.parallel_for(state.rows, [&](int begin, int end) {
       for (int t = begin; t < end; ++t)
-        isa().lookup(table, index(now, t), factor, add, now.at(out) + int64_t(t) * width);
+        selected_isa().unpack_row(table, index(state, t), factor, add, state.data(out) + int64_t(t) * width);
     });
   }
 
-  int64_t index(const Now& now, int t) const { return by_position ? now.step.pos[t] + offset : now.step.ids[t]; }
+  int64_t index(const StepState& state, int t) const {
+    return by_position ? state.step.pos[t] + offset : state.step.ids[t];
+  }
 
-  void check(const Now& now) const {
-    for (int t = 0; t < now.step.T; ++t)
-      if (const int64_t i = index(now, t); i < 0 || i >= table.out)
+  void check(const StepState& state) const {
+    for (int t = 0; t < state.step.T; ++t)
+      if (const int64_t i = index(state, t); i < 0 || i >= table.out)
         throw std::invalid_argument("a token or a position outside its table");
   }
 };
 
-struct Program::Normalise {
+struct Program::NormOp {
   int in, out;
-  Norm norm;
-  int n, heads;  // a row is heads of n numbers, each with weights of its own
+  NormParams norm;
+  int n, heads;  // a row is `heads` times n numbers; each head has its own weights
   bool add;
 
-  void run(Now& now, Team::Member& me) const {
-    me.share(now.rows, [&](int begin, int end) {
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    member.parallel_for(state.rows, [&](int begin, int end) {
       for (int t = begin; t < end; ++t)
         for (int h = 0; h < heads; ++h) {
-          const float* x = now.at(in) + int64_t(t) * now.width(in) + h * n;
-          float* y = now.at(out) + int64_t(t) * now.width(out) + h * n;
-          isa().normalise({norm.weight + h * n, norm.bias, norm.eps, norm.centred}, x, n, add, y);
+          const float* x = state.data(in) + int64_t(t) * state.width(in) + h * n;
+          float* y = state.data(out) + int64_t(t) * state.width(out) + h * n;
+          selected_isa().normalize({norm.weight + h * n, norm.bias, norm.eps, norm.subtract_mean}, x, n, add, y);
         }
     });
   }
 };
 
-struct Program::Linear {
+struct Program::LinearOp {
   int in, out;
-  Packed weight;
+  PackedWeight weight;
   const float* bias;
   bool add;
 
-  void run(Now& now, Team::Member& me) const {
-    const int64_t ldy = out == LOGITS ? weight.out : now.width(out);
-    retain::linear(weight, now.at(in), now.width(in), now.rows, now.program.prepared_.data(),
-                   {now.at(out), ldy, bias, add}, me);
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const int64_t ldy = out == LOGITS ? weight.out : state.width(out);
+    packed_gemm(weight, state.data(in), state.width(in), state.rows, state.program.prepared_.data(),
+                {state.data(out), ldy, bias, add}, member);
   }
 };
 
-struct Program::Activate {
+struct Program::ActivationOp {
   int in, out;
   Activation kind;
   int n;
-  bool gated;  // the first half of a row, then times the second
+  bool gated;  // activation(first half of a row) * second half
 
-  void run(Now& now, Team::Member& me) const {
-    me.share(now.rows, [&](int begin, int end) {
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    member.parallel_for(state.rows, [&](int begin, int end) {
       for (int t = begin; t < end; ++t) {
-        const float* x = now.at(in) + int64_t(t) * now.width(in);
-        isa().activate(kind, x, gated ? x + n : nullptr, n, now.at(out) + int64_t(t) * now.width(out));
+        const float* x = state.data(in) + int64_t(t) * state.width(in);
+        selected_isa().activate(kind, x, gated ? x + n : nullptr, n,
+                                state.data(out) + int64_t(t) * state.width(out));
       }
     });
   }
 };
 
-struct Program::Clip {
+struct Program::ClipOp {
   int buffer;
   float limit;
 
-  void run(Now& now, Team::Member& me) const {
-    const int64_t n = now.width(buffer);
-    me.share(now.rows, [&](int begin, int end) {
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const int64_t n = state.width(buffer);
+    member.parallel_for(state.rows, [&](int begin, int end) {
       for (int64_t i = begin * n; i < end * n; ++i) {
-        float& x = now.at(buffer)[i];
+        float& x = state.data(buffer)[i];
         x = std::min(std::max(x, -limit), limit);
       }
     });
   }
 };
 
-struct Program::Turn {
-  int buffer, rope, heads, D;
+struct Program::RopeOp {
+  int buffer, table, heads, D;
 
-  void run(Now& now, Team::Member& me) const {
-    const Rope& r = now.program.ropes_[rope];
-    me.share(now.rows, [&](int begin, int end) {
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const RopeTable& r = state.program.rope_tables_[table];
+    member.parallel_for(state.rows, [&](int begin, int end) {
       for (int t = begin; t < end; ++t)
         for (int h = 0; h < heads; ++h)
-          isa().turn(now.at(buffer) + int64_t(t) * now.width(buffer) + h * D, now.at(r.buffer) + int64_t(t) * 2 * r.n,
-                     r.n, r.neighbours);
+          selected_isa().rope(state.data(buffer) + int64_t(t) * state.width(buffer) + h * D,
+                              state.data(r.buffer) + int64_t(t) * 2 * r.n, r.n, r.interleaved);
     });
   }
 };
 
-struct Program::Look {
+struct Program::AttentionOp {
   int qkv, out, layer;
-  Heads heads;
+  QkvLayout layout;
   float scale;
   const float* slopes;
 
-  Attend attend_of(const Now& now) const {
-    const Step& s = now.step;
-    Tables t = s.tables;
-    t.pages += layer * s.page_layer;
-    t.counts += layer * s.count_layer;
-    t.windows += layer * s.window_layer;
-    const Rows q = {now.at(qkv), now.width(qkv), heads.D, Type::float32};
-    Observe observe = s.observe;
-    observe.layer = layer;
-    return {s.kv, t, q, now.at(out), s.pos, s.T, heads.H / heads.G, scale, slopes, observe};
+  AttentionArgs attention_args(const StepState& state) const {
+    const StepArgs& s = state.step;
+    PageTables t = s.tables;
+    t.pages += layer * s.page_layer_stride;
+    t.page_counts += layer * s.count_layer_stride;
+    t.windows += layer * s.window_layer_stride;
+    const StridedRows q = {state.data(qkv), state.width(qkv), layout.D, DType::float32};
+    AttentionScoring scoring = s.scoring;
+    scoring.layer = layer;
+    return {s.kv, t, q, state.data(out), s.pos, s.T, layout.H / layout.G, scale, slopes, scoring};
   }
 
-  Write write_of(const Now& now) const {
-    const Step& s = now.step;
-    const int64_t width = now.width(qkv);
-    const float* k = now.at(qkv) + heads.H * heads.D;
-    const Rows keys = {k, width, heads.D, Type::float32};
-    const Rows values = {k + heads.G * heads.D, width, heads.D, Type::float32};
-    return {s.kv, keys, values, s.slots + layer * s.slot_layer, s.slot_head, s.slot_token, s.pos, s.T, heads.G};
+  WriteArgs write_args(const StepState& state) const {
+    const StepArgs& s = state.step;
+    const int64_t width = state.width(qkv);
+    const float* k = state.data(qkv) + layout.H * layout.D;
+    const StridedRows keys = {k, width, layout.D, DType::float32};
+    const StridedRows values = {k + layout.G * layout.D, width, layout.D, DType::float32};
+    return {s.kv, keys, values, s.slots + layer * s.slot_layer_stride, s.slot_head_stride, s.slot_token_stride, s.pos,
+            s.T, layout.G};
   }
 
-  void run(Now& now, Team::Member& me) const {
-    const Write write = write_of(now);
-    const Attend a = attend_of(now);
-    if (me.id == 0) now.program.work_.make(a, me.size);
-    me.share(write.T, [&](int begin, int end) {
-      for (int g = 0; g < heads.G; ++g) isa().write(write, g, begin, end);
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const WriteArgs write = write_args(state);
+    const AttentionArgs args = attention_args(state);
+    if (member.id == 0) state.program.attention_.build(args, member.size);
+    member.parallel_for(write.T, [&](int begin, int end) {
+      for (int g = 0; g < layout.G; ++g) selected_isa().write(write, g, begin, end);
     });
-    me.barrier();
-    retain::attend(a, now.program.work_, me);
+    member.barrier();
+    retain::attend(args, state.program.attention_, member);
   }
 
-  void check(const Now& now) const {
-    if (layer >= now.step.layers) throw std::invalid_argument("the step has tables of fewer layers than the program");
-    retain::check(attend_of(now));
-    retain::check(write_of(now));
+  void check(const StepState& state) const {
+    if (layer >= state.step.num_layers)
+      throw std::invalid_argument("the step has tables of fewer layers than the program");
+    retain::check(attention_args(state));
+    retain::check(write_args(state));
   }
 };
 
-struct Program::Pick {
+struct Program::GatherRowsOp {
   int in, out;
 
-  void run(Now& now, Team::Member& me) const {
-    const int64_t n = now.width(in);
-    now.rows = now.step.N;
-    if (me.id != 0) return;
-    for (int i = 0; i < now.step.N; ++i) memcpy(now.at(out) + i * n, now.at(in) + now.step.wanted[i] * n, n * 4);
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const int64_t n = state.width(in);
+    state.rows = state.step.N;
+    if (member.id != 0) return;
+    for (int i = 0; i < state.step.N; ++i)
+      memcpy(state.data(out) + i * n, state.data(in) + state.step.logit_indices[i] * n, n * 4);
   }
 
-  void check(const Now& now) const {
-    for (int i = 0; i < now.step.N; ++i)
-      if (now.step.wanted[i] < 0 || now.step.wanted[i] >= now.step.T)
+  void check(const StepState& state) const {
+    for (int i = 0; i < state.step.N; ++i)
+      if (state.step.logit_indices[i] < 0 || state.step.logit_indices[i] >= state.step.T)
         throw std::invalid_argument("wanted names a token that is not there");
   }
 };
 
 int Program::buffer(int width) {
   widths_.push_back(width);
-  rows_ = 0;  // nothing is reserved any more
+  reserved_rows_ = 0;  // the new buffer has no memory yet
   return int(widths_.size()) - 1;
 }
 
-int Program::rope(const float* freqs, int n, float gain, bool neighbours) {
-  ropes_.push_back({freqs, n, gain, neighbours, buffer(2 * n)});
-  return int(ropes_.size()) - 1;
+int Program::rope_table(const float* freqs, int n, float gain, bool interleaved) {
+  rope_tables_.push_back({freqs, n, gain, interleaved, buffer(2 * n)});
+  return int(rope_tables_.size()) - 1;
 }
 
-void Program::lookup(int out, const Packed& table, bool by_position, int offset, float factor, bool add) {
-  push_checked(Lookup{out, table, by_position, offset, factor, add});
+void Program::embedding(int out, const PackedWeight& table, bool by_position, int offset, float factor, bool add) {
+  push_checked(EmbeddingOp{out, table, by_position, offset, factor, add});
 }
-void Program::normalise(int in, int out, const Norm& norm, int n, int heads, bool add) {
-  push(Normalise{in, out, norm, n, heads, add});
+void Program::norm(int in, int out, const NormParams& norm, int n, int heads, bool add) {
+  push(NormOp{in, out, norm, n, heads, add});
 }
-void Program::linear(int in, int out, const Packed& weight, const float* bias, bool add) {
-  prepared_bytes_ = std::max(prepared_bytes_, weight.row_bytes());
-  push(Linear{in, out, weight, bias, add});
+void Program::linear(int in, int out, const PackedWeight& weight, const float* bias, bool add) {
+  max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, weight.activation_bytes());
+  push(LinearOp{in, out, weight, bias, add});
 }
-void Program::activate(int in, int out, Activation kind, int n, bool gated) {
-  push(Activate{in, out, kind, n, gated});
+void Program::activation(int in, int out, Activation kind, int n, bool gated) {
+  push(ActivationOp{in, out, kind, n, gated});
 }
-void Program::clip(int buffer, float at) { push(Clip{buffer, at}); }
-void Program::turn(int buffer, int rope, int heads, int D) { push(Turn{buffer, rope, heads, D}); }
-void Program::attend(int qkv, int out, int layer, Heads heads, float scale, const float* slopes) {
-  push_checked(Look{qkv, out, layer, heads, scale, slopes});
+void Program::clip(int buffer, float limit) { push(ClipOp{buffer, limit}); }
+void Program::rope(int buffer, int table, int heads, int D) { push(RopeOp{buffer, table, heads, D}); }
+void Program::attend(int qkv, int out, int layer, QkvLayout layout, float scale, const float* slopes) {
+  push_checked(AttentionOp{qkv, out, layer, layout, scale, slopes});
 }
-void Program::pick(int in, int out) { push_checked(Pick{in, out}); }
+void Program::gather_rows(int in, int out) { push_checked(GatherRowsOp{in, out}); }
 
-// Room for so many rows in every buffer. It only grows.
+// Allocates `rows` rows in every buffer, unless they have as many already.
 void Program::reserve(int rows) {
-  if (rows <= rows_) return;
-  rows_ = rows;
+  if (rows <= reserved_rows_) return;
+  reserved_rows_ = rows;
   std::vector<int64_t> offsets;
   int64_t total = 16;
   for (int width : widths_) {
@@ -232,18 +239,19 @@ void Program::reserve(int rows) {
     total += round_up(int64_t(width) * rows, 16);
   }
   memory_ = std::vector<float>(total);
-  float* base = memory_.data() + (-(reinterpret_cast<uintptr_t>(memory_.data()) / 4) & 15);  // on a cache line
-  at_.clear();
-  for (int64_t offset : offsets) at_.push_back(base + offset - 16);
-  prepared_ = std::vector<char>(prepared_bytes_ * rows);
+  // Aligned to a cache line.
+  float* base = memory_.data() + (-(reinterpret_cast<uintptr_t>(memory_.data()) / 4) & 15);
+  buffers_.clear();
+  for (int64_t offset : offsets) buffers_.push_back(base + offset - 16);
+  prepared_ = std::vector<char>(max_prepared_row_bytes_ * rows);
 }
 
-// Of all positions and ropes of the step: for each token cos [n], then sin [n], in float32 as torch computes them.
-void Program::angles(const Step& s, Team::Member& me) {
-  for (const Rope& r : ropes_) {
-    me.share(s.T, [&](int begin, int end) {
+// Computes cos [n] and sin [n] for each token and RoPE table, in float32 as torch does.
+void Program::compute_rope_tables(const StepArgs& s, ThreadTeam::Member& member) {
+  for (const RopeTable& r : rope_tables_) {
+    member.parallel_for(s.T, [&](int begin, int end) {
       for (int t = begin; t < end; ++t) {
-        float* cos = at_[r.buffer] + int64_t(t) * 2 * r.n;
+        float* cos = buffers_[r.buffer] + int64_t(t) * 2 * r.n;
         for (int i = 0; i < r.n; ++i) {
           const float angle = float(s.pos[t]) * r.freqs[i];
           cos[i] = std::cos(angle) * r.gain;
@@ -251,21 +259,21 @@ void Program::angles(const Step& s, Team::Member& me) {
         }
       }
     });
-    me.barrier();
+    member.barrier();
   }
 }
 
-void Program::run(const Step& step, int begin, int end) {
+void Program::run(const StepArgs& step, int begin, int end) {
   if (begin == 0) {
     reserve(std::max(step.T, step.N));
     for (const auto& check : checks_) check({step, *this, step.T});
   }
-  Team::run(false, [&](Team::Member& me) {
-    Now now = {step, *this, step.T};
-    if (begin == 0) angles(step, me);
+  ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
+    StepState state = {step, *this, step.T};
+    if (begin == 0) compute_rope_tables(step, member);
     for (int i = begin; i < end; ++i) {
-      ops_[i](now, me);
-      me.barrier();
+      ops_[i](state, member);
+      member.barrier();
     }
   });
 }

@@ -1,5 +1,5 @@
-// A decoder as a list of operations over buffers of float32 rows, one row a fresh token: the threads go through the
-// whole list together, so that a step costs one call, no allocation and no wakened thread.
+// A decoder as a list of operations over buffers of float32 rows, one row for each fresh token. All threads run the
+// whole list together. So a step costs one call and one wake-up of the threads, and it allocates nothing.
 #pragma once
 
 #include <functional>
@@ -8,92 +8,93 @@
 
 namespace retain {
 
-// What a step brings. Letters as in inner.h; N rows of logits are wanted.
-struct Step {
+// The inputs of a step. Letters as in types.h, and N rows of logits. `tables` is the first layer's; the strides lead to
+// the other layers.
+struct StepArgs {
   int T, N;
-  const int64_t* ids;    // [T]
-  const int32_t* pos;    // [T]
-  const int64_t* wanted; // [N] tokens whose logits are wanted
-  float* logits;         // [N, V]
+  const int64_t* ids;            // [T]
+  const int32_t* pos;            // [T]
+  const int64_t* logit_indices;  // [N]; the tokens whose logits are computed
+  float* logits;                 // [N, V]
   Pool kv;
   const int32_t* slots;  // [L, G, T]
-  int64_t slot_layer, slot_head, slot_token;
-  Tables tables;         // of the first layer; of the others so far on:
-  int64_t page_layer, count_layer, window_layer;
-  int layers;
-  Observe observe;
+  int64_t slot_layer_stride, slot_head_stride, slot_token_stride;
+  PageTables tables;
+  int64_t page_layer_stride, count_layer_stride, window_layer_stride;
+  int num_layers;
+  AttentionScoring scoring;
 };
 
-// How q, k and v lie in a row: the heads of q, of k, of v.
-struct Heads {
+// The layout of a row of q, k and v: H heads of q, G of k, G of v, each of D numbers.
+struct QkvLayout {
   int H, G, D;
 };
 
 class Program {
  public:
-  static constexpr int LOGITS = -1;  // the buffer that the caller owns
+  static constexpr int LOGITS = -1;  // the buffer that belongs to the caller
 
-  // A buffer of rows of `width` numbers, by number.
+  // Adds a buffer with rows of `width` numbers and returns its number.
   int buffer(int width);
-  // A table of angles for every step: `freqs` [n], kept by the caller.
-  int rope(const float* freqs, int n, float gain, bool neighbours);
+  // Adds a RoPE table that each step computes, and returns its number. The caller keeps `freqs` [n] alive.
+  int rope_table(const float* freqs, int n, float gain, bool interleaved);
 
-  // The operations. Weights and vectors are kept by the caller.
-  void lookup(int out, const Packed&, bool by_position, int offset, float factor, bool add);
-  void normalise(int in, int out, const Norm&, int n, int heads, bool add);
-  void linear(int in, int out, const Packed&, const float* bias, bool add);
-  void activate(int in, int out, Activation, int n, bool gated);
-  void clip(int buffer, float at);
-  void turn(int buffer, int rope, int heads, int D);
-  void attend(int qkv, int out, int layer, Heads, float scale, const float* slopes);
-  void pick(int in, int out);  // the rows whose logits are wanted; what follows sees only these
+  // Each of these appends an operation. The caller keeps weights, biases and slopes alive.
+  void embedding(int out, const PackedWeight&, bool by_position, int offset, float factor, bool add);
+  void norm(int in, int out, const NormParams&, int n, int heads, bool add);
+  void linear(int in, int out, const PackedWeight&, const float* bias, bool add);
+  void activation(int in, int out, Activation, int n, bool gated);
+  void clip(int buffer, float limit);
+  void rope(int buffer, int table, int heads, int D);
+  void attend(int qkv, int out, int layer, QkvLayout, float scale, const float* slopes);
+  void gather_rows(int in, int out);  // keeps the rows of logit_indices; later operations run on these only
 
-  // A buffer's rows as the last `run` left them; good until the next that begins at 0.
-  const float* rows(int buffer) const { return at_.at(buffer); }
+  // Returns the rows of a buffer after the last `run`. They are valid until the next `run` that begins at 0.
+  const float* rows(int buffer) const { return buffers_.at(buffer); }
 
-  // How many operations there are so far.
+  // Returns the number of operations.
   int size() const { return int(ops_.size()); }
 
-  // Those from `begin` to `end`; a step is all of them, in stretches or at once. Raises std::invalid_argument before
-  // anything is touched.
-  void run(const Step&, int begin, int end);
+  // Runs operations begin .. end - 1. A step runs all operations, in one call or several. The call that begins at 0
+  // checks the step: it raises std::invalid_argument before it changes anything.
+  void run(const StepArgs&, int begin, int end);
 
  private:
-  struct Now;  // a step, and where its buffers are
-  struct Lookup;
-  struct Normalise;
-  struct Linear;
-  struct Activate;
-  struct Clip;
-  struct Turn;
-  struct Look;
-  struct Pick;
-  struct Rope {
+  struct StepState;
+  struct EmbeddingOp;
+  struct NormOp;
+  struct LinearOp;
+  struct ActivationOp;
+  struct ClipOp;
+  struct RopeOp;
+  struct AttentionOp;
+  struct GatherRowsOp;
+  struct RopeTable {
     const float* freqs;
     int n;
     float gain;
-    bool neighbours;
+    bool interleaved;
     int buffer;
   };
 
   void reserve(int rows);
-  void angles(const Step&, Team::Member&);
+  void compute_rope_tables(const StepArgs&, ThreadTeam::Member&);
   template <class T>
   void push(const T& op);
   template <class T>
   void push_checked(const T& op);
 
   std::vector<int> widths_;
-  std::vector<Rope> ropes_;
-  std::vector<std::function<void(Now&, Team::Member&)>> ops_;
-  std::vector<std::function<void(const Now&)>> checks_;
-  int64_t prepared_bytes_ = 0;  // of a row, at most
+  std::vector<RopeTable> rope_tables_;
+  std::vector<std::function<void(StepState&, ThreadTeam::Member&)>> ops_;
+  std::vector<std::function<void(const StepState&)>> checks_;
+  int64_t max_prepared_row_bytes_ = 0;
 
-  int rows_ = 0;  // that there is room for
+  int reserved_rows_ = 0;
   std::vector<float> memory_;
-  std::vector<float*> at_;
+  std::vector<float*> buffers_;
   std::vector<char> prepared_;
-  Work work_;
+  AttentionWorkspace attention_;
 };
 
 }  // namespace retain

@@ -1,4 +1,5 @@
-// lowest: of many slots a few go, so one pass keeps the lowest so far in a heap, whose top seldom changes.
+// Selects the slots that are evicted first. Few of many slots are selected, so one pass keeps the best candidates in a
+// heap whose top rarely changes.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -9,39 +10,41 @@
 
 namespace retain {
 
-constexpr int64_t SLOTS_WORTH_WAKING = 1 << 13;
+constexpr int64_t MIN_PARALLEL_SLOTS = 1 << 13;
 
-// The order of kernels/order.py.
-INLINE int64_t rank_of(const Lists& l, float priority, int32_t pos, int64_t place) {
-  if (pos < 0) return place - l.S;
+// The order of the reference backend, lowest first: holes by index, then slots by priority, then protected slots; equal
+// ones by position.
+INLINE int64_t eviction_key(const VictimLists& lists, float priority, int32_t pos, int64_t slot) {
+  if (pos < 0) return slot - lists.S;
   int32_t bits;
   memcpy(&bits, &priority, 4);
   int64_t number = (int64_t(1) << 31) + (bits < 0 ? -int64_t(bits & 0x7FFFFFFF) : bits);
-  if (pos < l.sinks || pos > l.after) number = int64_t(1) << 32;
+  if (pos < lists.sinks || pos > lists.protect_after) number = int64_t(1) << 32;
   return (number << 30) + pos;
 }
 
-void lowest(const Lists& l, int n, int64_t* places) {
-  for (int64_t i = 0; i < l.N; ++i)
-    if (l.used[i] < n || l.used[i] > l.S) throw std::invalid_argument("lowest: too few slots, or more than there are");
+void select_victims(const VictimLists& lists, int n, int64_t* victims) {
+  for (int64_t i = 0; i < lists.N; ++i)
+    if (lists.used[i] < n || lists.used[i] > lists.S)
+      throw std::invalid_argument("lowest: too few slots, or more than there are");
   if (n == 0) return;
-#pragma omp parallel for schedule(dynamic) if (l.N * l.S > SLOTS_WORTH_WAKING)
-  for (int64_t i = 0; i < l.N; ++i) {
-    const float* priority = l.priority + i * l.S;
-    const int32_t* pos = l.pos + i * l.S;
-    std::vector<std::pair<int64_t, int64_t>> heap;  // rank and place, the highest on top
+#pragma omp parallel for schedule(dynamic) if (lists.N * lists.S > MIN_PARALLEL_SLOTS)
+  for (int64_t i = 0; i < lists.N; ++i) {
+    const float* priority = lists.priority + i * lists.S;
+    const int32_t* pos = lists.pos + i * lists.S;
+    std::vector<std::pair<int64_t, int64_t>> heap;  // key and slot, the highest key on top
     heap.reserve(n + 1);
-    for (int64_t s = 0; s < l.used[i]; ++s) {
-      const int64_t rank = rank_of(l, priority[s], pos[s], s);
-      if (int(heap.size()) == n && rank >= heap.front().first) continue;
-      heap.emplace_back(rank, s);
+    for (int64_t s = 0; s < lists.used[i]; ++s) {
+      const int64_t key = eviction_key(lists, priority[s], pos[s], s);
+      if (int(heap.size()) == n && key >= heap.front().first) continue;
+      heap.emplace_back(key, s);
       std::push_heap(heap.begin(), heap.end());
       if (int(heap.size()) <= n) continue;
       std::pop_heap(heap.begin(), heap.end());
       heap.pop_back();
     }
     std::sort_heap(heap.begin(), heap.end());
-    for (int j = 0; j < n; ++j) places[i * n + j] = heap[j].second;
+    for (int j = 0; j < n; ++j) victims[i * n + j] = heap[j].second;
   }
 }
 

@@ -1,4 +1,4 @@
-// Threads that go through a list of work together: phases of jobs that anybody may take, a barrier after each.
+// Threads that run the same function together. In each phase they share a range of indices; a barrier ends the phase.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace retain {
 
-INLINE int threads() {
+INLINE int max_threads() {
 #ifdef _OPENMP
   return omp_get_max_threads();
 #else
@@ -21,49 +21,49 @@ INLINE int threads() {
 #endif
 }
 
-class Team {
+class ThreadTeam {
  public:
-  // f(member) on every thread of OpenMP's pool, or on this one alone.
+  // Runs f(member) on every thread of OpenMP's pool, or only on the calling thread.
   template <class F>
-  static void run(bool alone, F f);
+  static void run(bool single_threaded, F f);
 
   class Member;
 
  private:
-  explicit Team(int size) : size_(size) {}
+  explicit ThreadTeam(int size) : size_(size) {}
 
   const int size_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> generation_{0};
-  struct alignas(64) Next {
-    std::atomic<int> job{0};
+  struct alignas(64) Counter {
+    std::atomic<int> next{0};
   };
-  Next next_[4];  // of this phase, of those around it, and one that is being reset
+  Counter counters_[4];  // of the current phase, the phases before and after it, and one that is reset
 };
 
-class Team::Member {
+class ThreadTeam::Member {
  public:
-  Member(Team& team, int id) : id(id), size(team.size_), team_(team) {}
+  Member(ThreadTeam& team, int id) : id(id), size(team.size_), team_(team) {}
 
   const int id, size;
 
-  // f(begin, end) for stretches of 0 .. n - 1 until there are none left; who is held up leaves its share to the others.
-  // The phase goes on until `barrier`.
+  // Calls f(begin, end) for chunks of 0 .. n - 1 until none is left. Chunks go to the first free thread, so a delayed
+  // thread takes fewer. Call it at most once between two barriers.
   template <class F>
-  void share(int n, int stretch, F f) {
-    std::atomic<int>& next = team_.next_[phase_ & 3].job;
-    if (size == 1) stretch = n;
-    for (int i; (i = next.fetch_add(stretch, std::memory_order_relaxed)) < n;) f(i, std::min(n, i + stretch));
+  void parallel_for(int n, int chunk, F f) {
+    std::atomic<int>& next = team_.counters_[phase_ & 3].next;
+    if (size == 1) chunk = n;
+    for (int i; (i = next.fetch_add(chunk, std::memory_order_relaxed)) < n;) f(i, std::min(n, i + chunk));
   }
-  // In stretches long enough to stream memory, short enough to end together.
+  // Uses chunks that are long enough to stream memory and short enough to balance the threads.
   template <class F>
-  void share(int n, F f) {
-    share(n, std::max(1, n / (8 * size)), f);
+  void parallel_for(int n, F f) {
+    parallel_for(n, std::max(1, n / (8 * size)), f);
   }
 
-  // Everybody is here, and what they wrote can be read.
+  // Waits for all threads. Their earlier writes are visible afterwards.
   void barrier() {
-    if (id == 0) team_.next_[(phase_ + 2) & 3].job.store(0, std::memory_order_relaxed);  // nobody is there any more
+    if (id == 0) team_.counters_[(phase_ + 2) & 3].next.store(0, std::memory_order_relaxed);  // no thread uses it now
     ++phase_;
     if (size == 1) return;
     const int now = team_.generation_.load(std::memory_order_relaxed);
@@ -76,7 +76,7 @@ class Team::Member {
       if (spins < 20000)
         pause();
       else
-        std::this_thread::yield();  // somebody shares a core with another program
+        std::this_thread::yield();  // the core of a late thread is probably busy with another program
     }
   }
 
@@ -87,19 +87,19 @@ class Team::Member {
 #endif
   }
 
-  Team& team_;
+  ThreadTeam& team_;
   int phase_ = 0;
 };
 
 template <class F>
-void Team::run(bool alone, F f) {
+void ThreadTeam::run(bool single_threaded, F f) {
 #ifdef _OPENMP
-  if (!alone && omp_get_max_threads() > 1) {
-    Team* team = nullptr;
+  if (!single_threaded && omp_get_max_threads() > 1) {
+    ThreadTeam* team = nullptr;
 #pragma omp parallel
     {
 #pragma omp single
-      team = new Team(omp_get_num_threads());
+      team = new ThreadTeam(omp_get_num_threads());
       Member member(*team, omp_get_thread_num());
       f(member);
     }
@@ -107,7 +107,7 @@ void Team::run(bool alone, F f) {
     return;
   }
 #endif
-  Team team(1);
+  ThreadTeam team(1);
   Member member(team, 0);
   f(member);
 }
