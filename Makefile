@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/retain/kernels/cpu/*.cpp src/retain/kernels/cpu/*.h)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/retain/kernels/cpu/csrc/*)
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 PROMPT ?= What is a key-value cache in a language model? Answer in two sentences.
 

@@ -1,11 +1,11 @@
-// Vectors of float32 in GCC's and Clang's own notation, so that one source serves every instruction set. Everything
-// lives in the namespace of that set, for the reason that inner.h gives.
+// Vectors of float32 in the vector extensions of GCC and Clang, so that one source serves every instruction set. Each
+// set has its own namespace, for the reason in types.h.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "inner.h"
+#include "types.h"
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -27,7 +27,7 @@ using I = Lanes<WIDTH>::i;
 struct bf16 {
   uint16_t bits;
 };
-struct half {  // float16, of scales
+struct float16 {  // only scales use it
   uint16_t bits;
 };
 
@@ -42,7 +42,7 @@ template <int W>
 INLINE typename Lanes<W>::f load(const bf16* p) {  // a bfloat16 is the upper half of a float32
   typename Lanes<W>::h x;
   memcpy(&x, p, sizeof x);
-#ifdef __AVX512BW__  // one shuffle to the odd places of zeros; compilers find none of these by themselves
+#ifdef __AVX512BW__  // one shuffle moves the bits to the upper halves; compilers do not find it by themselves
   if constexpr (W == 16) {
     const __m512i from = _mm512_slli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 16);
     return (__m512)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, from, _mm512_castsi256_si512((__m256i)x));
@@ -54,9 +54,9 @@ INLINE typename Lanes<W>::f load(const bf16* p) {  // a bfloat16 is the upper ha
   return (typename Lanes<W>::f)(__builtin_convertvector(x, typename Lanes<W>::u) << 16);
 }
 
-// A float16 that is finite: its bits, moved to a float32's places, are the number times 2^-112.
+// Loads finite float16: their bits, moved to a float32's fields, are the number times 2^-112.
 template <int W>
-INLINE typename Lanes<W>::f load(const half* p) {
+INLINE typename Lanes<W>::f load(const float16* p) {
   typename Lanes<W>::h x;
   memcpy(&x, p, sizeof x);
 #ifdef __AVX512F__
@@ -64,8 +64,8 @@ INLINE typename Lanes<W>::f load(const half* p) {
 #endif
   using U = typename Lanes<W>::u;
   const U u = __builtin_convertvector(x, U);
-  const typename Lanes<W>::f size = (typename Lanes<W>::f)((u & 0x7fff) << 13) * 0x1p112f;
-  return (typename Lanes<W>::f)((U)size | ((u & 0x8000) << 16));
+  const typename Lanes<W>::f magnitude = (typename Lanes<W>::f)((u & 0x7fff) << 13) * 0x1p112f;
+  return (typename Lanes<W>::f)((U)magnitude | ((u & 0x8000) << 16));
 }
 
 template <int W>
@@ -81,12 +81,12 @@ INLINE I load_ints(const int32_t* p) {
 
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) { return bf16_to_float(x.bits); }
-INLINE float to_float(half x) {
+INLINE float to_float(float16 x) {
   const uint32_t u = uint32_t(x.bits & 0x7fff) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
-  float size;
-  memcpy(&size, &u, 4);
-  size *= 0x1p112f;
-  return sign ? -size : size;
+  float magnitude;
+  memcpy(&magnitude, &u, 4);
+  magnitude *= 0x1p112f;
+  return sign ? -magnitude : magnitude;
 }
 INLINE void from_float(float x, float& to) { to = x; }
 INLINE void from_float(float x, bf16& to) { to.bits = float_to_bf16(x); }
@@ -95,51 +95,52 @@ INLINE F splat(float x) { return x - F{}; }
 INLINE I splat(int32_t x) { return x - I{}; }
 INLINE F max(F a, F b) { return a > b ? a : b; }
 INLINE F absolute(F x) { return (F)((I)x & 0x7fffffff); }
-INLINE I nearest(F x) {  // of numbers below 2^22: adding 1.5 * 2^23 leaves the integer in the low bits
+INLINE I round_to_int(F x) {  // for |x| < 2^22: adding 1.5 * 2^23 leaves the integer in the low bits
   return (I)(x + 0x1.8p23f) - 0x4b400000;
 }
-INLINE I lanes() {
+INLINE I lane_indices() {
   I x;
   for (int l = 0; l < WIDTH; ++l) x[l] = l;
   return x;
 }
 INLINE void store_bytes(int8_t* p, I x) {
-  typedef int8_t Small __attribute__((vector_size(WIDTH)));
-  const Small y = __builtin_convertvector(x, Small);
+  typedef int8_t Int8 __attribute__((vector_size(WIDTH)));
+  const Int8 y = __builtin_convertvector(x, Int8);
   memcpy(p, &y, sizeof y);
 }
 
-// Two bfloat16 a lane, and their dot product with the two at `a`, added in float32.
+// Two bfloat16 in each lane. `dot` multiplies them with the pair at `a` and adds both products in float32.
 template <int W>
-struct Pairs {
-  typename Lanes<W>::u both;
+struct Bf16Pairs {
+  typename Lanes<W>::u bits;
 };
 template <int W>
-INLINE Pairs<W> load_pairs(const bf16* p) {
-  Pairs<W> x;
+INLINE Bf16Pairs<W> load_pairs(const bf16* p) {
+  Bf16Pairs<W> x;
   memcpy(&x, p, sizeof x);
   return x;
 }
 template <int W>
-INLINE typename Lanes<W>::f dot(typename Lanes<W>::f sum, const Pairs<W>& x, const bf16* a) {
-  uint32_t both;
-  memcpy(&both, a, 4);
-  const typename Lanes<W>::u y = both - typename Lanes<W>::u{};
+INLINE typename Lanes<W>::f dot(typename Lanes<W>::f sum, const Bf16Pairs<W>& x, const bf16* a) {
+  uint32_t pair;
+  memcpy(&pair, a, 4);
+  const typename Lanes<W>::u y = pair - typename Lanes<W>::u{};
 #ifdef __AVX512BF16__
-  if constexpr (W == 16) return (__m512)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x.both, (__m512bh)y);
-  if constexpr (W == 8) return (__m256)_mm256_dpbf16_ps((__m256)sum, (__m256bh)x.both, (__m256bh)y);
+  if constexpr (W == 16) return (__m512)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x.bits, (__m512bh)y);
+  if constexpr (W == 8) return (__m256)_mm256_dpbf16_ps((__m256)sum, (__m256bh)x.bits, (__m256bh)y);
 #endif
   using F = typename Lanes<W>::f;
-  sum += (F)(x.both << 16) * (F)(y << 16);
-  return sum + (F)(x.both & 0xffff0000) * (F)(y & 0xffff0000);
+  sum += (F)(x.bits << 16) * (F)(y << 16);
+  return sum + (F)(x.bits & 0xffff0000) * (F)(y & 0xffff0000);
 }
 
-// Four unsigned bytes a lane, and their dot product with the four signed ones at `a`, added in 32 bits. Exact.
+// Four unsigned bytes in each lane. `dot` multiplies them with the four signed bytes at `a` and adds the products in
+// 32 bits, exactly.
 #if defined(__AVX512VNNI__)
 using Bytes = __m512i;
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
-INLINE Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-INLINE Bytes high_halves(Bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+INLINE Bytes low_nibbles(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+INLINE Bytes high_nibbles(Bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 INLINE I dot(I sum, Bytes x, const char* a) {
   int32_t four;
   memcpy(&four, a, 4);
@@ -148,9 +149,9 @@ INLINE I dot(I sum, Bytes x, const char* a) {
 #elif defined(__AVX2__)
 using Bytes = __m256i;
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-INLINE Bytes low_halves(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-INLINE Bytes high_halves(Bytes x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
-// Two products would overflow their 16 bits where x is above 127, so its highest bit is multiplied by itself.
+INLINE Bytes low_nibbles(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+INLINE Bytes high_nibbles(Bytes x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+// Two products overflow 16 bits where x is above 127, so the top bit of x is multiplied separately.
 INLINE I dot(I sum, Bytes x, const char* a) {
   int32_t four;
   memcpy(&four, a, 4);
@@ -161,29 +162,29 @@ INLINE I dot(I sum, Bytes x, const char* a) {
 }
 #else
 struct Bytes {
-  uint8_t at[4 * WIDTH];
+  uint8_t data[4 * WIDTH];
 };
 INLINE Bytes load_bytes(const uint8_t* p) {
   Bytes x;
   memcpy(&x, p, sizeof x);
   return x;
 }
-INLINE Bytes low_halves(Bytes x) {
-  for (uint8_t& b : x.at) b &= 15;
+INLINE Bytes low_nibbles(Bytes x) {
+  for (uint8_t& b : x.data) b &= 15;
   return x;
 }
-INLINE Bytes high_halves(Bytes x) {
-  for (uint8_t& b : x.at) b >>= 4;
+INLINE Bytes high_nibbles(Bytes x) {
+  for (uint8_t& b : x.data) b >>= 4;
   return x;
 }
 INLINE I dot(I sum, const Bytes& x, const char* a) {
   for (int l = 0; l < WIDTH; ++l)
-    for (int j = 0; j < 4; ++j) sum[l] += x.at[4 * l + j] * int8_t(a[j]);
+    for (int j = 0; j < 4; ++j) sum[l] += x.data[4 * l + j] * int8_t(a[j]);
   return sum;
 }
 #endif
 
-// To bfloat16, nearest, ties to even.
+// Stores as bfloat16, rounded to nearest, ties to even.
 INLINE void store_as(bf16* p, F x) {
 #ifdef __AVX512BF16__
   const __m256bh y = _mm512_cvtneps_pbh((__m512)x);
@@ -197,41 +198,42 @@ INLINE void store_as(bf16* p, F x) {
 }
 INLINE void store_as(float* p, F x) { store<WIDTH>(p, x); }
 
-// Lane by lane into one number, by halves.
+// Reduce the lanes of a vector to one number, in a fixed order: by halves.
 template <int W>
-INLINE float sum(typename Lanes<W>::f x) {
+INLINE float reduce_sum(typename Lanes<W>::f x) {
   if constexpr (W == 1) {
     return x[0];
   } else {
-    typename Lanes<W / 2>::f half[2];
-    memcpy(half, &x, sizeof x);
-    return sum<W / 2>(half[0] + half[1]);
+    typename Lanes<W / 2>::f halves[2];
+    memcpy(halves, &x, sizeof x);
+    return reduce_sum<W / 2>(halves[0] + halves[1]);
   }
 }
 template <int W>
-INLINE float highest(typename Lanes<W>::f x) {
+INLINE float reduce_max(typename Lanes<W>::f x) {
   if constexpr (W == 1) {
     return x[0];
   } else {
-    typename Lanes<W / 2>::f half[2];
-    memcpy(half, &x, sizeof x);
-    return highest<W / 2>(half[0] > half[1] ? half[0] : half[1]);
+    typename Lanes<W / 2>::f halves[2];
+    memcpy(halves, &x, sizeof x);
+    return reduce_max<W / 2>(halves[0] > halves[1] ? halves[0] : halves[1]);
   }
 }
 template <int W>
-INLINE int32_t any(typename Lanes<W>::i x) {
+INLINE int32_t reduce_or(typename Lanes<W>::i x) {
   if constexpr (W == 1) {
     return x[0];
   } else {
-    typename Lanes<W / 2>::i half[2];
-    memcpy(half, &x, sizeof x);
-    return any<W / 2>(half[0] | half[1]);
+    typename Lanes<W / 2>::i halves[2];
+    memcpy(halves, &x, sizeof x);
+    return reduce_or<W / 2>(halves[0] | halves[1]);
   }
 }
 
-// Functions of numbers that become weights of type T: a bfloat16 keeps 9 bits of them, so there 13 are enough.
+// Approximations whose results are stored as T. A bfloat16 has 9 bits, so 13 correct bits are enough for it.
 
-// e^x for x below about 80, to 2e-7 of itself, or 1e-4; exactly 0 below -86, so also at -inf.
+// Computes e^x for x below about 80. The relative error is 2e-7 for float32 and 1e-4 for bfloat16. The result is
+// exactly 0 below -86, also at -inf.
 template <class T>
 INLINE F exp(F x) {
   const F magic = splat(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
@@ -240,16 +242,16 @@ INLINE F exp(F x) {
   if constexpr (sizeof(T) == 2) {
     const F t = y * 0x1.715476p0f;  // log2 e
     n = t + magic;
-    const F r = t - (n - magic);  // minimax for 2^r over half either side of 0
+    const F r = t - (n - magic);  // minimax for 2^r, |r| <= 1/2
     p = r * 0.0550089292f + 0.242210954f;
     p = p * r + 0.693282902f;
-    p = p * r + 1.0f;  // so that e^0 is 1
+    p = p * r + 1.0f;  // makes e^0 exactly 1
   } else {
     n = y * 0x1.715476p0f + magic;
     const F m = n - magic;
-    F r = y - m * 0x1.62e4p-1f;  // ln 2 in two parts: m times the first is exact
+    F r = y - m * 0x1.62e4p-1f;  // ln 2 in two parts; m times the first is exact
     r -= m * 0x1.7f7d1cp-20f;
-    p = r * 0x1.10621ep-7f + 0x1.572adap-5f;  // minimax over half of ln 2 either side of 0, 1 + r kept
+    p = r * 0x1.10621ep-7f + 0x1.572adap-5f;  // minimax for |r| <= ln 2 / 2, with 1 + r fixed
     p = p * r + 0x1.5557bp-3f;
     p = p * r + 0x1.fffdfap-2f;
     p = p * r + 1.0f;
@@ -259,11 +261,11 @@ INLINE F exp(F x) {
   return x > -86.0f ? e : F{};
 }
 
-// ln x of normal x > 0, to 1e-7 of itself, or 6e-5, also where it is near 0.
+// Computes ln x of normal x > 0. The relative error is 1e-7 for float32 and 6e-5 for bfloat16, also near ln x = 0.
 template <class T>
 INLINE F log(F x) {
   const I bits = (I)x, e = (bits - 0x3f400000) >> 23;
-  const F f = (F)(bits - (e << 23)) - 1.0f;  // of 0.75 to 1.5; minimax for ln(1 + f) / f
+  const F f = (F)(bits - (e << 23)) - 1.0f;  // mantissa in [0.75, 1.5), minus 1; minimax for ln(1 + f) / f
   F p;
   if constexpr (sizeof(T) == 2) {
     p = f * 0.138097629f - 0.257927209f;

@@ -1,0 +1,116 @@
+// The `attend` kernel: runs the jobs of the plan, merges partial results block by block and divides by the softmax sum.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace retain {
+
+static void clear(float* partials, int rows, int D) {
+  for (int r = 0; r < rows; ++r) {
+    float* x = partials + r * partial_size(D);
+    std::fill_n(x, D, 0.0f);
+    partial_max(x, D) = NEG_INF;
+    partial_sum(x, D) = 0.0f;
+  }
+}
+
+// Merges the partial results of the next block into those of the blocks before it.
+static void merge(float* total, const float* next, int rows, int D) {
+  const int size = partial_size(D);
+  for (int r = 0; r < rows; ++r, total += size, next += size) {
+    if (partial_max(next, D) == NEG_INF) continue;
+    const float top = std::max(partial_max(total, D), partial_max(next, D));
+    const float total_factor = std::exp(partial_max(total, D) - top);
+    const float next_factor = std::exp(partial_max(next, D) - top);
+    for (int d = 0; d < D; ++d) total[d] = total[d] * total_factor + next[d] * next_factor;
+    partial_sum(total, D) = partial_sum(total, D) * total_factor + partial_sum(next, D) * next_factor;
+    partial_max(total, D) = top;
+  }
+}
+
+// Divides by the softmax sum and stores the rows. A row without a visible slot is 0.
+static void store_output(const AttentionArgs& args, const QueryTile& tile, float* partials) {
+  const int D = args.kv.D;
+  const int64_t H = int64_t(args.tables.G) * args.R, first = args.tables.query_start_loc[tile.b];
+  for (int i = tile.begin; i < tile.end; ++i, partials += partial_size(D)) {
+    const int64_t offset = ((first + i / args.R) * H + tile.g * args.R + i % args.R) * D;
+    const float sum = partial_sum(partials, D), factor = partial_max(partials, D) == NEG_INF ? 0.0f : 1.0f / sum;
+    if (args.q.dtype == DType::float32) {
+      float* o = static_cast<float*>(args.o) + offset;
+      for (int d = 0; d < D; ++d) o[d] = partials[d] * factor;
+    } else {
+      uint16_t* o = static_cast<uint16_t*>(args.o) + offset;
+      for (int d = 0; d < D; ++d) o[d] = float_to_bf16(partials[d] * factor);
+    }
+  }
+}
+
+// Sets the output to 0 for fresh tokens before the first request and after the last.
+static void clear_padding(const AttentionArgs& args) {
+  const size_t token = size_t(args.tables.G) * args.R * args.kv.D * element_size(args.q.dtype);
+  const int32_t begin = args.tables.query_start_loc[0], end = args.tables.query_start_loc[args.tables.B];
+  memset(args.o, 0, begin * token);
+  memset(static_cast<char*>(args.o) + end * token, 0, (args.T - end) * token);
+}
+
+void AttentionWorkspace::build(const AttentionArgs& args, int threads) {
+  plan.build(args, threads);
+  mass.build(args, plan, threads);
+  if (partials.size() < size_t(plan.num_partial_floats)) partials.resize(plan.num_partial_floats);
+  if (max_tiles < plan.tiles.size()) {
+    max_tiles = 2 * plan.tiles.size();
+    blocks_done.reset(new std::atomic<int>[max_tiles]);
+  }
+  for (size_t i = 0; i < plan.tiles.size(); ++i) blocks_done[i].store(0, std::memory_order_relaxed);
+}
+
+static void run_job(const AttentionArgs& args, AttentionWorkspace& work, const AttentionJob& job, int thread) {
+  // On the stack: the first touch of fresh heap memory costs more than a short job takes.
+  alignas(64) float scratch[SCRATCH_FLOATS], total[MAX_TILE_ROWS * MAX_PARTIAL], partials[MAX_TILE_ROWS * MAX_PARTIAL];
+  const IsaKernels& isa = selected_isa();
+  const QueryTile& tile = work.plan.tiles[job.tile];
+  const int D = args.kv.D, blocks = num_blocks(args, tile), job_blocks = job.end - job.begin;
+  const bool is_scored = work.mass.is_scored(job.tile);
+  const MassBuffers mass = is_scored ? work.mass.buffers(args, work.plan, job.tile, thread) : MassBuffers{};
+  auto attend_block = [&](int block, float* to) {
+    if (isa.attend_tile(args, tile, block, scratch, to, is_scored ? &mass : nullptr)) return true;
+    for (int r = 0; is_scored && r < tile.num_rows(); ++r) mass.maxima[r * blocks + block] = NEG_INF;
+    return false;
+  };
+  if (job_blocks == blocks) {
+    clear(total, tile.num_rows(), D);
+    for (int block = 0; block < blocks; ++block)
+      if (attend_block(block, partials)) merge(total, partials, tile.num_rows(), D);
+  } else {
+    float* const block_partials = work.partials.data() + work.plan.partial_offsets[job.tile];
+    const int64_t size = int64_t(tile.num_rows()) * partial_size(D);
+    for (int block = job.begin; block < job.end; ++block)
+      if (!attend_block(block, block_partials + block * size)) clear(block_partials + block * size, tile.num_rows(), D);
+    // The job that finishes last merges, so no thread waits for another.
+    if ((work.blocks_done[job.tile] += job_blocks) < blocks) return;
+    clear(total, tile.num_rows(), D);
+    for (int block = 0; block < blocks; ++block) merge(total, block_partials + block * size, tile.num_rows(), D);
+  }
+  store_output(args, tile, total);
+  if (is_scored) work.mass.finish_tile(args, work.plan, job.tile, mass);
+}
+
+void attend(const AttentionArgs& args, AttentionWorkspace& work, ThreadTeam::Member& member) {
+  member.parallel_for(int(work.plan.jobs.size()), 1, [&](int begin, int end) {
+    for (int i = begin; i < end; ++i) run_job(args, work, work.plan.jobs[i], member.id);
+  });
+}
+
+void attend(const AttentionArgs& args) {
+  constexpr double MIN_PARALLEL_MULTIPLY_ADDS = 1 << 17;
+  check(args);
+  clear_padding(args);
+  AttentionWorkspace work;
+  work.build(args, max_threads());
+  ThreadTeam::run(work.plan.multiply_adds < MIN_PARALLEL_MULTIPLY_ADDS,
+                  [&](ThreadTeam::Member& member) { attend(args, work, member); });
+}
+
+}  // namespace retain

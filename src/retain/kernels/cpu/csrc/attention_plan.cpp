@@ -1,0 +1,69 @@
+// Checks the arguments of the `attend` kernel and splits its work into jobs.
+#include <algorithm>
+#include <stdexcept>
+
+#include "kernels.h"
+
+namespace retain {
+
+// A request with few fresh tokens has too few tiles to keep all threads busy. So the plan splits the blocks of its
+// tiles among jobs and merges the partial results later. Several jobs for each thread balance the load. Jobs are as
+// long as that allows, because a job can prefetch only its own next page. With many fresh tokens a job is a whole tile.
+// The results are the same either way (see ACC_BLOCK).
+constexpr int MAX_SPLIT_TOKENS = 64;
+constexpr int JOBS_PER_THREAD = 4;
+
+// Raises std::invalid_argument if a kernel would read out of bounds. Serial, because it costs far less than the work.
+void check(const AttentionArgs& args) {
+  const PageTables& t = args.tables;
+  int32_t end = t.query_start_loc[0];
+  if (end < 0) throw std::invalid_argument("tables.starts must not be negative");
+  for (int b = 0; b < t.B; ++b) {
+    if (t.query_start_loc[b + 1] < end) throw std::invalid_argument("tables.starts must not descend");
+    end = t.query_start_loc[b + 1];
+    if (t.rows[b] < 0 || t.rows[b] >= t.num_rows)
+      throw std::invalid_argument("tables.rows names a row outside tables.pages");
+    for (int g = 0; g < t.G; ++g) {
+      const int32_t n = t.num_pages(b, g);
+      if (n < 0 || n > t.max_pages) throw std::invalid_argument("tables.counts exceeds the width of tables.pages");
+      uint32_t highest = 0;
+      for (int i = 0; i < n; ++i) highest = std::max(highest, uint32_t(t.page_table(b, g)[i]));
+      if (highest >= args.kv.num_pages && n > 0)
+        throw std::invalid_argument("tables.pages names a page outside the pool");
+    }
+  }
+  if (end > args.T) throw std::invalid_argument("tables.starts ends beyond the fresh tokens");
+}
+
+void AttentionPlan::build(const AttentionArgs& args, int threads) {
+  const PageTables& tables = args.tables;
+  tiles.clear(), is_split.clear(), partial_offsets.clear(), jobs.clear(), split_jobs.clear();
+  num_partial_floats = 0, multiply_adds = 0;
+  int64_t split_blocks = 0;  // blocks of all tiles that may be split
+  for (int b = tables.B - 1; b >= 0; --b)
+    for (int end = tables.num_fresh(b) * args.R; end > 0; end -= MAX_TILE_ROWS)  // last rows first: they take longest
+      for (int g = 0; g < tables.G; ++g) {
+        tiles.push_back({b, g, std::max(0, end - MAX_TILE_ROWS), end});
+        const QueryTile& tile = tiles.back();
+        if (tables.num_fresh(b) <= MAX_SPLIT_TOKENS) split_blocks += num_blocks(args, tile);
+        multiply_adds += 2.0 * tile.num_rows() * tables.num_pages(b, g) * args.kv.S * args.kv.D;
+      }
+
+  const int job_blocks = int(std::max<int64_t>(1, split_blocks / (JOBS_PER_THREAD * threads)));
+  for (int i = 0; i < int(tiles.size()); ++i) {
+    const QueryTile& tile = tiles[i];
+    const int blocks = num_blocks(args, tile);
+    partial_offsets.push_back(num_partial_floats);
+    is_split.push_back(tables.num_fresh(tile.b) <= MAX_SPLIT_TOKENS && blocks > job_blocks);
+    if (!is_split.back()) {
+      jobs.push_back({i, 0, blocks});
+      continue;
+    }
+    for (int first = 0; first < blocks; first += job_blocks)
+      split_jobs.push_back({i, first, std::min(blocks, first + job_blocks)});
+    num_partial_floats += int64_t(blocks) * tile.num_rows() * partial_size(args.kv.D);
+  }
+  jobs.insert(jobs.end(), split_jobs.begin(), split_jobs.end());
+}
+
+}  // namespace retain

@@ -1,0 +1,212 @@
+// Attention of one tile of queries over one block of its page table: scores, softmax, values.
+//
+// Each step takes the whole block before the next one starts. So the maximum is known before the first exponential, and
+// nothing is rescaled within a block. Pages without a visible slot are skipped. This keeps windows, causal prefills and
+// padded tables cheap.
+#pragma once
+
+#include "attention_mass.h"
+#include "gemm.h"
+#include "simd.h"
+#include "types.h"
+
+namespace retain::RETAIN_ISA {
+
+constexpr int MAX_BLOCK_PAGES = ACC_BLOCK / 16;  // a page has at least 16 slots
+constexpr int MAX_PREFETCH_ROWS = 12;            // more rows hide the memory latency by themselves
+
+enum class Visibility { none, some, all };
+
+// A query at p sees slot s iff 0 <= pos[s] <= p and (p - pos[s] < window or pos[s] < sinks). The window test is written
+// as pos[s] > p - window, because p - pos[s] would overflow for a hole and a large p.
+INLINE int32_t last_before_window(int32_t p, int32_t window) {
+  int64_t x = int64_t(p) - window;
+  return x < INT32_MIN ? INT32_MIN : int32_t(x);
+}
+INLINE I is_visible(I pos, int32_t p, int32_t window, int32_t sinks) {
+  return (pos >= 0) & (pos <= p) & ((pos > last_before_window(p, window)) | (pos < sinks));
+}
+
+// Classifies a page for queries at positions low .. high. `none` and `all` are exact; `some` needs a mask.
+INLINE Visibility page_visibility(const int32_t* pos, int S, int32_t low, int32_t high, int32_t window, int32_t sinks) {
+  const int32_t before_low = last_before_window(low, window), before_high = last_before_window(high, window);
+  I any_visible = {}, any_hidden = {};
+  for (int s = 0; s < S; s += WIDTH) {
+    I x = load_ints(pos + s);
+    I sink = x < sinks;
+    any_visible |= (x >= 0) & (x <= high) & ((x > before_low) | sink);
+    any_hidden |= ~((x >= 0) & (x <= low) & ((x > before_high) | sink));
+  }
+  if (!reduce_or<WIDTH>(any_visible)) return Visibility::none;
+  return reduce_or<WIDTH>(any_hidden) ? Visibility::some : Visibility::all;
+}
+
+// Copies the queries of a tile to contiguous rows, scaled and converted to the pool's dtype.
+template <class Q, class T>
+void gather_queries(const AttentionArgs& args, const QueryTile& tile, T* rows) {
+  const int D = args.kv.D, first = args.tables.query_start_loc[tile.b];
+  for (int i = tile.begin; i < tile.end; ++i, rows += D) {
+    const Q* q = static_cast<const Q*>(args.q.data) + (first + i / args.R) * args.q.token_stride +
+                 (tile.g * args.R + i % args.R) * args.q.head_stride;
+    for (int d = 0; d < D; ++d) from_float(args.scale * to_float(q[d]), rows[d]);
+  }
+}
+
+// Adds the ALiBi bias to the scores of one page and masks hidden slots. `x` points at the first row's scores.
+INLINE void apply_bias_and_mask(const AttentionArgs& args, const QueryTile& tile, const int32_t* pos, bool mask,
+                                float* x) {
+  for (int i = tile.begin; i < tile.end; ++i, x += SCORE_STRIDE) {
+    const int32_t p = args.q_pos[args.tables.query_start_loc[tile.b] + i / args.R];
+    for (int s = 0; s < args.kv.S; s += WIDTH) {
+      I slot_pos = load_ints(pos + s);
+      F y = load<WIDTH>(x + s);
+      if (args.slopes) y += args.slopes[tile.g * args.R + i % args.R] * __builtin_convertvector(slot_pos - p, F);
+      if (mask)
+        y = is_visible(slot_pos, p, args.tables.window_of(tile.b), args.tables.sinks_of(tile.b)) ? y : splat(NEG_INF);
+      store<WIDTH>(x + s, y);
+    }
+  }
+}
+
+// Prefetches the next pages into L2 during softmax, when the memory bus is idle.
+struct Prefetch {
+  const char* page[MAX_BLOCK_PAGES];
+  int lines;  // cache lines to fetch for each vector of scores; 0 if the tile has many rows
+
+  INLINE void issue(int j, int vector) const {
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(page[j] + 64 * (vector * lines + i), 0, 2);
+  }
+};
+
+// The mass weights of one row. Page j of the block writes to out[page_index[j] * S].
+template <class T>
+struct MassOutput {
+  ScoreTransform transform;
+  const float* noise;
+  const int* page_index;
+  T* out;
+};
+
+// Turns row r's scores into weights e^(score - maximum) of dtype T, in place: a weight is never longer than its score.
+// Writes the mass weights too, unless KIND is none. `sums` receives the sum of weights and the sum of mass weights.
+template <class T, ScoreKind KIND>
+INLINE void softmax_row(float* x, int r, int n, int S, float maximum, const Prefetch& prefetch,
+                        const MassOutput<T>* mass, float (&sums)[2]) {
+  const F shift = splat(maximum == NEG_INF ? 0.0f : maximum);  // if no slot is visible, every weight is e^-inf = 0
+  F total = {}, mass_total = {};
+  T* weights = reinterpret_cast<T*>(x);
+  for (int j = 0; j < n; ++j)
+    for (int s = 0; s < S; s += WIDTH) {
+      prefetch.issue(j, (r * S + s) / WIDTH);
+      const F d = load<WIDTH>(x + j * S + s) - shift, w = exp<T>(d);
+      total += w;
+      store_as(weights + j * S + s, w);
+      if constexpr (KIND != ScoreKind::none) {
+        const F y = mass_weight<T, KIND>(mass->transform, d, w, mass->noise + j * S + s);
+        mass_total += y;
+        store_as(mass->out + int64_t(mass->page_index[j]) * S + s, y);
+      }
+    }
+  sums[0] = reduce_sum<WIDTH>(total);
+  sums[1] = reduce_sum<WIDTH>(mass_total);
+}
+
+template <class T>
+bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int block, float* scratch, float* partials,
+                      const MassBuffers* mass) {
+  const int S = args.kv.S, D = args.kv.D, rows = tile.num_rows();
+  const int32_t* p = args.q_pos + args.tables.query_start_loc[tile.b];
+  int32_t low = INT32_MAX, high = INT32_MIN;
+  for (int i = tile.begin / args.R; i <= (tile.end - 1) / args.R; ++i) {
+    low = p[i] < low ? p[i] : low;
+    high = p[i] > high ? p[i] : high;
+  }
+
+  const int32_t* table = args.tables.page_table(tile.b, tile.g);
+  const int per_block = pages_per_block(args.kv), num_pages = args.tables.num_pages(tile.b, tile.g);
+  const int first = block * per_block, last = first + per_block < num_pages ? first + per_block : num_pages;
+  for (int i = first; i < num_pages && i < last + per_block; ++i)  // positions of this block and of the next
+    for (int s = 0; s < S; s += 16) __builtin_prefetch(args.kv.pos + int64_t(table[i]) * S + s);
+  // The n pages with a visible slot.
+  int64_t page[MAX_BLOCK_PAGES];
+  int page_index[MAX_BLOCK_PAGES];  // in the page table
+  const int32_t* pos[MAX_BLOCK_PAGES];
+  bool mask[MAX_BLOCK_PAGES];
+  int n = 0;
+  for (int i = first; i < last; ++i) {
+    Visibility visible = page_visibility(args.kv.pos + int64_t(table[i]) * S, S, low, high,
+                                         args.tables.window_of(tile.b), args.tables.sinks_of(tile.b));
+    page[n] = table[i];
+    page_index[n] = i;
+    pos[n] = args.kv.pos + int64_t(table[i]) * S;
+    if (mass)
+      for (int s = 0; s < args.kv.mass_columns * S; s += 16) __builtin_prefetch(args.kv.mass_page(table[i]) + s, 1);
+    mask[n] = visible == Visibility::some;
+    n += visible != Visibility::none;
+    if (visible == Visibility::none && mass)
+      for (int r = 0; r < rows; ++r)
+        memset(mass->weights + (r * mass->num_slots + int64_t(i) * S) * sizeof(T), 0, S * sizeof(T));
+  }
+  if (n == 0) return false;
+
+  float* x = scratch;                                          // [rows, SCORE_STRIDE]
+  T* q = reinterpret_cast<T*>(scratch + rows * SCORE_STRIDE);  // [rows, D]
+  const T* weights = reinterpret_cast<const T*>(x);
+  constexpr ptrdiff_t WEIGHT_STRIDE = SCORE_STRIDE * sizeof(float) / sizeof(T);
+  if (args.q.dtype == DType::float32)
+    gather_queries<float>(args, tile, q);
+  else
+    gather_queries<bf16>(args, tile, q);
+
+  auto keys = [&](int j) { return static_cast<const T*>(args.kv.key_page(page[j])); };
+  auto values = [&](int j) { return static_cast<const T*>(args.kv.value_page(page[j])); };
+  auto next_keys = [&](int j) { return args.kv.key_page(table[last + j < num_pages ? last + j : num_pages - 1]); };
+  auto distance = [](const void* from, const void* to) { return intptr_t(to) - intptr_t(from); };
+
+  for (int j = 0; j < n; ++j) {
+    const ptrdiff_t prefetch_bytes = distance(keys(j), values(j));
+    gemm<T>({q, D, keys(j), INTERLEAVE<T> * S, D, x + j * S, SCORE_STRIDE, false, prefetch_bytes}, rows, S);
+    if (args.slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], x + j * S);
+  }
+  const int size = partial_size(D), vectors = rows * S / WIDTH;
+  Prefetch prefetch = {{}, rows > MAX_PREFETCH_ROWS ? 0 : S * D * int(sizeof(T)) / 64 / vectors};
+  for (int j = 0; j < n; ++j) prefetch.page[j] = static_cast<const char*>(next_keys(j));
+  alignas(64) float noise[SCORE_STRIDE];
+  ScoreTransform transform = {ScoreKind::none, 1};
+  for (int r = 0, noise_token = -1; r < rows; ++r) {
+    float *partial = partials + r * size, *row = x + r * SCORE_STRIDE;
+    F maxima = splat(NEG_INF);
+    for (int s = 0; s < n * S; s += WIDTH) maxima = max(maxima, load<WIDTH>(row + s));
+    const float maximum = partial_max(partial, D) = reduce_max<WIDTH>(maxima);
+    const int token = args.tables.query_start_loc[tile.b] + (tile.begin + r) / args.R;
+    const int entry = mass ? r * mass->num_blocks + block : 0;
+    if (mass && token != noise_token) {
+      noise_token = token, transform = score_transform(args, tile, token);
+      if (transform.kind >= ScoreKind::noised)
+        draw_noise<T>(args, tile, token, transform.inv_temperature, n, pos, noise);
+    }
+    const MassOutput<T> mass_output = {transform, noise, page_index,
+                                       mass ? reinterpret_cast<T*>(mass->weights) + r * mass->num_slots : nullptr};
+    float sums[2];
+    switch (transform.kind) {
+#define CASE(kind)                                                                        \
+  case ScoreKind::kind:                                                                   \
+    softmax_row<T, ScoreKind::kind>(row, r, n, S, maximum, prefetch, &mass_output, sums); \
+    break;
+      CASE(none) CASE(unchanged) CASE(tempered) CASE(noised) CASE(tempered_noised)
+#undef CASE
+    }
+    partial_sum(partial, D) = sums[0];
+    if (!mass) continue;
+    mass->maxima[entry] = transform.kind == ScoreKind::none ? NEG_INF : maximum * transform.inv_temperature;
+    mass->sums[entry] = sums[1];
+  }
+  for (int j = 0; j < n; ++j) {
+    const ptrdiff_t prefetch_bytes = distance(values(j), next_keys(j));
+    gemm<T>({weights + j * S, WEIGHT_STRIDE, values(j), INTERLEAVE<T> * D, S, partials, size, j > 0, prefetch_bytes},
+            rows, D);
+  }
+  return true;
+}
+
+}  // namespace retain::RETAIN_ISA

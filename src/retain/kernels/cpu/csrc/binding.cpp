@@ -1,0 +1,182 @@
+// The Python module `_C`. Python checks types and shapes and passes tensors as addresses, sizes and strides. A call
+// costs less than exporting one tensor by DLPack; without a program, a decode step makes two calls in every layer.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace retain;
+using Address = uintptr_t;
+
+template <class T>
+static T* ptr(Address a) {
+  return reinterpret_cast<T*>(a);
+}
+
+static DType dtype_of(bool bf16) { return bf16 ? DType::bfloat16 : DType::float32; }
+
+static StridedRows strided_rows(Address data, int64_t token_stride, int64_t head_stride, bool bf16) {
+  return {ptr<void>(data), token_stride, head_stride, dtype_of(bf16)};
+}
+
+static PackedWeight packed_weight(Address data, int out, int in, int format) {
+  return {ptr<char>(data), out, in, WeightFormat(format)};
+}
+
+static void bind_structs(nb::module_& m) {
+  nb::class_<Pool>(m, "Pool")
+      .def("__init__",
+           [](Pool* p, Address k, Address v, Address pos, Address mass, int64_t num_pages, int S, int D,
+              int mass_columns, bool bf16) {
+             new (p) Pool{ptr<void>(k), ptr<void>(v), ptr<int32_t>(pos), ptr<float>(mass), num_pages, S, D,
+                          mass_columns, dtype_of(bf16)};
+           });
+  nb::class_<AttentionScoring>(m, "Observe")
+      .def(nb::init<>())  // without weights: no mass changes
+      .def("__init__", [](AttentionScoring* s, Address weights, Address temperature, Address decay, Address noise,
+                          Address seed, Address redraw_noise, int layer) {
+        new (s) AttentionScoring{ptr<float>(weights), ptr<float>(temperature), ptr<float>(decay), ptr<int32_t>(noise),
+                                 ptr<int32_t>(seed), ptr<int32_t>(redraw_noise), layer};
+      });
+  nb::class_<PageTables>(m, "Tables")
+      .def("__init__",
+           [](PageTables* t, Address pages, int64_t page_row_stride, int64_t page_head_stride, Address page_counts,
+              int64_t count_row_stride, int64_t count_head_stride, Address windows, int64_t window_row_stride,
+              Address sinks, int64_t sinks_row_stride, Address rows, Address query_start_loc, int B, int G,
+              int64_t num_rows, int64_t max_pages) {
+             new (t) PageTables{ptr<int32_t>(pages), page_row_stride, page_head_stride, ptr<int32_t>(page_counts),
+                                count_row_stride, count_head_stride, ptr<int32_t>(windows), window_row_stride,
+                                ptr<int32_t>(sinks), sinks_row_stride, ptr<int32_t>(rows),
+                                ptr<int32_t>(query_start_loc), B, G, num_rows, max_pages};
+           });
+}
+
+static void bind_program(nb::module_& m) {
+  nb::class_<Program>(m, "Program")
+      .def(nb::init<>())
+      .def_prop_ro_static("LOGITS", [](nb::handle) { return int(Program::LOGITS); })
+      .def("buffer", &Program::buffer)
+      .def("rope",
+           [](Program& p, Address freqs, int n, float gain, bool interleaved) {
+             return p.rope_table(ptr<float>(freqs), n, gain, interleaved);
+           })
+      .def("lookup",
+           [](Program& p, int out, Address data, int rows, int in, int format, bool by_position, int offset,
+              float factor, bool add) {
+             p.embedding(out, packed_weight(data, rows, in, format), by_position, offset, factor, add);
+           })
+      .def("normalise",
+           [](Program& p, int in, int out, Address weight, Address bias, float eps, bool subtract_mean, int n,
+              int heads, bool add) {
+             p.norm(in, out, {ptr<float>(weight), ptr<float>(bias), eps, subtract_mean}, n, heads, add);
+           })
+      .def("linear",
+           [](Program& p, int in, int out, Address data, int rows, int columns, int format, Address bias, bool add) {
+             p.linear(in, out, packed_weight(data, rows, columns, format), ptr<float>(bias), add);
+           })
+      .def("activate",
+           [](Program& p, int in, int out, int kind, int n, bool gated) {
+             p.activation(in, out, Activation(kind), n, gated);
+           })
+      .def("clip", &Program::clip)
+      .def("turn", &Program::rope)
+      .def("attend",
+           [](Program& p, int qkv, int out, int layer, int H, int G, int D, float scale, Address slopes) {
+             p.attend(qkv, out, layer, {H, G, D}, scale, ptr<float>(slopes));
+           })
+      .def("pick", &Program::gather_rows)
+      .def("rows", [](const Program& p, int buffer) { return reinterpret_cast<Address>(p.rows(buffer)); })
+      .def("size", &Program::size)
+      .def(
+          "run",
+          [](Program& p, const Pool& kv, const PageTables& tables, int num_layers, int64_t page_layer_stride,
+             int64_t count_layer_stride, int64_t window_layer_stride, Address ids, Address pos, Address logit_indices,
+             Address logits, int T, int N, Address slots, int64_t slot_layer_stride, int64_t slot_head_stride,
+             int64_t slot_token_stride, const AttentionScoring& scoring, int begin, int end) {
+            p.run({T, N, ptr<int64_t>(ids), ptr<int32_t>(pos), ptr<int64_t>(logit_indices), ptr<float>(logits), kv,
+                   ptr<int32_t>(slots), slot_layer_stride, slot_head_stride, slot_token_stride, tables,
+                   page_layer_stride, count_layer_stride, window_layer_stride, num_layers, scoring}, begin, end);
+          },
+          nb::call_guard<nb::gil_scoped_release>());
+}
+
+NB_MODULE(_C, m) {
+  nb::set_leak_warnings(false);  // a thread that outlives main may still hold a program; this leak is harmless
+
+  bind_structs(m);
+  bind_program(m);
+  m.def("packed_bytes", [](int out, int in, int format) {
+    const PackedWeight w = packed_weight(0, out, in, format);
+    return w.tile_bytes() * w.num_tiles();
+  });
+  m.def(
+      "pack",
+      [](Address numbers, Address scale, Address shift, Address data, int out, int in, int format) {
+        pack({ptr<void>(numbers), ptr<uint16_t>(scale), ptr<uint16_t>(shift)}, packed_weight(data, out, in, format));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  // A single product, for tests.
+  m.def(
+      "linear",
+      [](Address data, int out, int in, int format, Address x, int rows, Address bias, Address y, bool add) {
+        const PackedWeight w = packed_weight(data, out, in, format);
+        std::vector<char> prepared(w.activation_bytes() * rows);
+        ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
+          packed_gemm(w, ptr<float>(x), in, rows, prepared.data(), {ptr<float>(y), out, ptr<float>(bias), add},
+                      member);
+        });
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def("isas", [] {
+    nb::list names;
+    for (const IsaKernels& i : supported_isas()) names.append(i.name);
+    return names;
+  });
+  m.def("isa", [] { return selected_isa().name; });
+  m.def("set_isa", &select_isa);
+
+  m.def(
+      "write",
+      [](const Pool& kv, Address slots, int64_t slot_head_stride, int64_t slot_token_stride, int T, int G, Address k,
+         int64_t k_token_stride, int64_t k_head_stride, Address v, int64_t v_token_stride, int64_t v_head_stride,
+         bool bf16, Address pos) {
+        write({kv, strided_rows(k, k_token_stride, k_head_stride, bf16),
+               strided_rows(v, v_token_stride, v_head_stride, bf16), ptr<int32_t>(slots), slot_head_stride,
+               slot_token_stride, ptr<int32_t>(pos), T, G});
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "attend",
+      [](const Pool& kv, const PageTables& tables, Address q, int64_t q_token_stride, int64_t q_head_stride, bool bf16,
+         Address o, Address q_pos, int T, int R, float scale, Address slopes, const AttentionScoring& scoring) {
+        attend({kv, tables, strided_rows(q, q_token_stride, q_head_stride, bf16), ptr<void>(o), ptr<int32_t>(q_pos), T,
+                R, scale, ptr<float>(slopes), scoring});
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "move",
+      [](const Pool& kv, Address src, Address dst, int64_t lists, int64_t n) {
+        move(kv, ptr<int32_t>(src), ptr<int32_t>(dst), lists, n);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "lowest",
+      [](Address priority, Address pos, Address used, int64_t N, int64_t S, int32_t sinks, int32_t after, int n,
+         Address victims) {
+        select_victims({ptr<float>(priority), ptr<int32_t>(pos), ptr<int32_t>(used), N, S, sinks, after}, n,
+                       ptr<int64_t>(victims));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "copy",
+      [](const Pool& kv, Address src, Address dst, int64_t n) {
+        copy(kv, ptr<int64_t>(src), ptr<int64_t>(dst), n);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,91 @@
+// Row operations between two products: norms, RoPE, activations.
+#pragma once
+
+#include "simd.h"
+
+namespace retain::RETAIN_ISA {
+
+// Load or store one vector of a row with n numbers left.
+INLINE F load_tail(const float* x, int n) {
+  if (n >= WIDTH) return load<WIDTH>(x);
+  float tail[WIDTH] = {};
+  for (int i = 0; i < n; ++i) tail[i] = x[i];
+  return load<WIDTH>(tail);
+}
+INLINE void store_tail(float* x, int n, F y) {
+  if (n >= WIDTH) {
+    store<WIDTH>(x, y);
+  } else {
+    for (int i = 0; i < n; ++i) x[i] = y[i];
+  }
+}
+
+INLINE void normalize_row(const NormParams& norm, const float* x, int n, bool add, float* out) {
+  float mean = 0;
+  if (norm.subtract_mean) {
+    F total = {};
+    for (int i = 0; i < n; i += WIDTH) total += load_tail(x + i, n - i);
+    mean = reduce_sum<WIDTH>(total) / n;
+  }
+  F squares = {};
+  for (int i = 0; i < n; i += WIDTH) {
+    F y = load_tail(x + i, n - i) - mean;
+    if (n - i < WIDTH) y = (lane_indices() < splat(int32_t(n - i))) ? y : F{};
+    squares += y * y;
+  }
+  const float factor = 1 / __builtin_sqrtf(reduce_sum<WIDTH>(squares) / n + norm.eps);
+  for (int i = 0; i < n; i += WIDTH) {
+    F y = (load_tail(x + i, n - i) - mean) * factor * load_tail(norm.weight + i, n - i);
+    if (norm.bias) y += load_tail(norm.bias + i, n - i);
+    if (add) y += load_tail(out + i, n - i);
+    store_tail(out + i, n - i, y);
+  }
+}
+
+INLINE void rope_row(float* x, const float* angles, int n, bool interleaved) {
+  const float *cos = angles, *sin = angles + n;
+  if (interleaved) {
+    for (int i = 0; i < n; ++i) {
+      const float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * cos[i] - b * sin[i];
+      x[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+    return;
+  }
+  for (int i = 0; i < n; i += WIDTH) {
+    const int left = n - i;
+    const F a = load_tail(x + i, left), b = load_tail(x + n + i, left);
+    const F c = load_tail(cos + i, left), s = load_tail(sin + i, left);
+    store_tail(x + i, left, a * c - b * s);
+    store_tail(x + n + i, left, b * c + a * s);
+  }
+}
+
+INLINE F sigmoid(F x) {  // from e^-|x|, which cannot overflow
+  const F e = exp<float>(-absolute(x));
+  return (x < 0.0f ? e : splat(1.0f)) / (e + 1.0f);
+}
+
+template <Activation A>
+INLINE F activation(F x) {
+  if constexpr (A == Activation::relu) return max(x, F{});
+  if constexpr (A == Activation::silu) return x * sigmoid(x);
+  if constexpr (A == Activation::gelu_tanh)  // (1 + tanh y) / 2 = sigmoid(2 y)
+    return x * sigmoid(x * (x * x * 0.044715f + 1.0f) * 1.5957691216057308f);
+  if constexpr (A == Activation::gelu) {
+    F y;
+    for (int l = 0; l < WIDTH; ++l) y[l] = 0.5f * x[l] * (1 + __builtin_erff(x[l] * 0.70710678f));
+    return y;
+  }
+}
+
+template <Activation A>
+INLINE void activate_row(const float* x, const float* gate, int n, float* out) {
+  for (int i = 0; i < n; i += WIDTH) {
+    F y = activation<A>(load_tail(x + i, n - i));
+    if (gate) y *= load_tail(gate + i, n - i);
+    store_tail(out + i, n - i, y);
+  }
+}
+
+}  // namespace retain::RETAIN_ISA

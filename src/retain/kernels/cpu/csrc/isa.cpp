@@ -1,0 +1,71 @@
+// Lists the instruction sets that this machine supports, and selects one. The selection is the backend's only state.
+#include <stdexcept>
+
+#include "kernels.h"
+
+namespace retain {
+
+#define DECLARE_KERNELS(isa)                                                                                          \
+  namespace isa {                                                                                                     \
+  bool attend_tile(const AttentionArgs&, const QueryTile&, int block, float* scratch, float* partials,                \
+                   const MassBuffers*);                                                                               \
+  void reduce_mass(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float* sums);    \
+  void write(const WriteArgs&, int g, int begin, int end);                                                            \
+  void prepare_activations(const PackedWeight&, const float* x, char* row);                                           \
+  void packed_gemm(const PackedWeight&, int begin, int end, const char* prepared, int rows, const OutputView&);       \
+  void unpack_row(const PackedWeight&, int64_t index, float factor, bool add, float* out);                            \
+  void normalize(const NormParams&, const float* x, int n, bool add, float* out);                                     \
+  void activate(Activation, const float* x, const float* gate, int n, float* out);                                    \
+  void rope(float* x, const float* angles, int n, bool interleaved);                                                  \
+  }
+#define KERNELS(isa)                                                                                           \
+  isa::attend_tile, isa::reduce_mass, isa::write, isa::prepare_activations, isa::packed_gemm, isa::unpack_row, \
+      isa::normalize, isa::activate, isa::rope
+#define HAS(feature) __builtin_cpu_supports(feature)
+
+DECLARE_KERNELS(plain)
+#ifdef RETAIN_X86
+DECLARE_KERNELS(avx2)
+DECLARE_KERNELS(avx512)
+DECLARE_KERNELS(avx512bf16)
+static bool has_avx512() {
+  return HAS("avx512f") && HAS("avx512bw") && HAS("avx512vl") && HAS("avx512dq") && HAS("avx512vnni") && HAS("fma");
+}
+#endif
+
+static const IsaKernels compiled[] = {
+#ifdef RETAIN_X86
+    {"avx512bf16", [] { return has_avx512() && HAS("avx512bf16") != 0; }, KERNELS(avx512bf16)},
+    {"avx512", has_avx512, KERNELS(avx512)},
+    {"avx2", [] { return HAS("avx2") && HAS("fma"); }, KERNELS(avx2)},
+#endif
+    {"plain", [] { return true; }, KERNELS(plain)},
+};
+
+const std::vector<IsaKernels>& supported_isas() {
+  static const std::vector<IsaKernels> supported = [] {
+    std::vector<IsaKernels> found;
+    for (const IsaKernels& i : compiled)
+      if (i.is_supported()) found.push_back(i);
+    return found;
+  }();
+  return supported;
+}
+
+static const IsaKernels* selected = &supported_isas().front();
+
+const IsaKernels& selected_isa() { return *selected; }
+
+void select_isa(const std::string& name) {
+  std::string names;
+  for (const IsaKernels& i : supported_isas()) {
+    if (i.name == name) {
+      selected = &i;
+      return;
+    }
+    names += std::string(names.empty() ? "" : ", ") + i.name;
+  }
+  throw std::invalid_argument("instruction set '" + name + "' does not run here: choose one of " + names);
+}
+
+}  // namespace retain

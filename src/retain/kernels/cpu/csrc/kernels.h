@@ -1,0 +1,100 @@
+// Functions that the files of this backend share: checks, plans, threads. types.h has their structs.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "thread_team.h"
+#include "types.h"
+
+namespace retain {
+
+const std::vector<IsaKernels>& supported_isas();  // fastest first
+const IsaKernels& selected_isa();
+void select_isa(const std::string& name);
+
+// Blocks begin .. end - 1 of a tile, computed by one thread.
+struct AttentionJob {
+  int tile;
+  int begin, end;
+};
+
+// The jobs of one attention call (attention_plan.cpp). Callers reuse a plan to keep its memory.
+struct AttentionPlan {
+  std::vector<QueryTile> tiles;
+  std::vector<char> is_split;            // for each tile: whether several jobs share its blocks
+  std::vector<int64_t> partial_offsets;  // for each split tile: where its blocks' partial results begin
+  std::vector<AttentionJob> jobs, split_jobs;
+  int64_t num_partial_floats = 0;
+  double multiply_adds = 0;
+
+  void build(const AttentionArgs&, int threads);
+};
+void check(const AttentionArgs&);
+void check(const WriteArgs&);
+
+// Sums the mass weights of scored tiles and updates the masses of their slots (attention_mass.cpp).
+class MassAccumulator {
+ public:
+  void build(const AttentionArgs&, const AttentionPlan&, int threads);
+  bool is_scored(int tile) const { return !sum_offsets_.empty() && sum_offsets_[tile] >= 0; }
+  // The buffers of a tile: memory of the thread, or memory of the tile if it is split.
+  MassBuffers buffers(const AttentionArgs&, const AttentionPlan&, int tile, int thread);
+  // Takes a tile whose blocks are all computed. The last tile of a head updates the masses of that head.
+  void finish_tile(const AttentionArgs&, const AttentionPlan&, int tile, const MassBuffers&);
+
+ private:
+  std::vector<int64_t> sum_offsets_;         // for each tile: where its sums begin, or -1 if it is not scored
+  std::vector<int> first_tile_, next_tile_;  // a linked list of tiles for each request and head; -1 ends it
+  std::vector<int64_t> buffer_offsets_;      // for each split tile: where its buffers begin
+  std::vector<float> sums_;
+  std::vector<char> memory_;  // buffers of threads, then buffers of split tiles
+  int64_t thread_bytes_ = 0;  // buffer size of one thread
+  std::unique_ptr<std::atomic<int>[]> tiles_left_;  // for each request and head
+  int num_heads_ = 0;
+};
+
+// Memory of the `attend` kernel. Callers reuse it between calls.
+struct AttentionWorkspace {
+  AttentionPlan plan;
+  MassAccumulator mass;
+  std::vector<float> partials;
+  std::unique_ptr<std::atomic<int>[]> blocks_done;  // for each tile
+  size_t max_tiles = 0;
+
+  void build(const AttentionArgs&, int threads);
+};
+// Every member of a team calls this, after one thread has built the workspace and all have passed a barrier.
+void attend(const AttentionArgs&, AttentionWorkspace&, ThreadTeam::Member&);
+
+void attend(const AttentionArgs&);
+void write(const WriteArgs&);
+void copy(const Pool&, const int64_t* src, const int64_t* dst, int64_t n);
+void move(const Pool&, const int32_t* src, const int32_t* dst, int64_t lists, int64_t n);
+
+// N lists of S slots, of which the first `used` are candidates for eviction (select_victims.cpp).
+struct VictimLists {
+  const float* priority;  // [N, S]
+  const int32_t* pos;     // [N, S]
+  const int32_t* used;    // [N]
+  int64_t N, S;
+  int32_t sinks, protect_after;  // positions < sinks or > protect_after are evicted last
+};
+// Writes the n slots of each list that are evicted first, in order, to victims [N, n].
+void select_victims(const VictimLists&, int n, int64_t* victims);
+
+// A weight matrix before packing (pack.cpp). `numbers` is [out, in] in float32 or bfloat16, or in 8 bits if quantized.
+// Quantized matrices have float16 scales [out, in / 32], int4 has shifts too.
+struct UnpackedWeight {
+  const void* numbers;
+  const uint16_t *scale, *shift;
+};
+void pack(const UnpackedWeight&, const PackedWeight& packed);
+
+// Computes y (+)= x W^T + bias for rows of x [rows, in]. Every member of a team calls this, and the result is complete
+// after the next barrier. `prepared` has room for rows * w.activation_bytes().
+void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, const OutputView&,
+                 ThreadTeam::Member&);
+
+}  // namespace retain

@@ -1,0 +1,51 @@
+// Packs weight matrices into tiles (packed_gemm.h draws the layout). Packing runs at memory speed, so no file stores
+// packed weights.
+#include <cstring>
+
+#include "kernels.h"
+
+namespace retain {
+
+static void pack_tile(const UnpackedWeight& unpacked, const PackedWeight& w, int t) {
+  char* tile = const_cast<char*>(w.data) + t * w.tile_bytes();
+  memset(tile, 0, w.tile_bytes());
+  for (int o = 0; o < TILE_OUT; ++o) {
+    const int64_t row = int64_t(t) * TILE_OUT + o;
+    if (row >= w.out) break;
+    if (w.format == WeightFormat::float32) {
+      const float* x = static_cast<const float*>(unpacked.numbers) + row * w.in;
+      for (int i = 0; i < w.in; ++i) reinterpret_cast<float*>(tile)[i * TILE_OUT + o] = x[i];
+      continue;
+    }
+    if (w.format == WeightFormat::bfloat16) {
+      const uint16_t* x = static_cast<const uint16_t*>(unpacked.numbers) + row * w.in;
+      uint16_t* to = reinterpret_cast<uint16_t*>(tile);
+      for (int i = 0; i < w.in; ++i) to[i / 2 * 2 * TILE_OUT + 2 * o + i % 2] = x[i];
+      continue;
+    }
+    const uint8_t* q = static_cast<const uint8_t*>(unpacked.numbers) + row * w.in;
+    for (int g = 0; g < w.num_groups(); ++g, q += QUANT_GROUP) {
+      char* group = tile + g * group_bytes(w.format);
+      uint8_t* to = reinterpret_cast<uint8_t*>(group) + 4 * o;
+      uint16_t* scales = reinterpret_cast<uint16_t*>(group + group_number_bytes(w.format)) + o;
+      scales[0] = unpacked.scale[row * w.num_groups() + g];
+      if (w.format == WeightFormat::int8) {
+        for (int i = 0; i < QUANT_GROUP; ++i) to[i / 4 * 4 * TILE_OUT + i % 4] = q[i] ^ 0x80;  // signed, plus 128
+        continue;
+      }
+      scales[TILE_OUT] = unpacked.shift[row * w.num_groups() + g];
+      for (int i = 0; i < QUANT_GROUP; i += 8)
+        for (int j = 0; j < 4; ++j) to[i / 8 * 4 * TILE_OUT + j] = uint8_t(q[i + j] | q[i + j + 4] << 4);
+    }
+  }
+}
+
+void pack(const UnpackedWeight& unpacked, const PackedWeight& packed) {
+  ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
+    member.parallel_for(packed.num_tiles(), [&](int begin, int end) {
+      for (int t = begin; t < end; ++t) pack_tile(unpacked, packed, t);
+    });
+  });
+}
+
+}  // namespace retain

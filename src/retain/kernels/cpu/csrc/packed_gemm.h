@@ -1,0 +1,224 @@
+// Products with packed weights: y [rows, out] (+)= x [rows, in] W^T + b.
+//
+// A matrix is packed in tiles of 16 outputs, so that one vector holds one number of each output. A thread that takes
+// whole tiles reads its weights in one stream. The layout of a tile:
+//
+//   float32    [in][16]
+//   bfloat16   [in / 2][16][2]: pairs of inputs, for the pairwise dot product
+//   int4       for each group of 32 inputs [4][16][4] bytes: inputs 8i .. 8i+3 in low nibbles, 8i+4 .. 8i+7 in high;
+//              then scale [16] and shift [16] in float16:   w = scale * q + shift
+//   int8       for each group of 32 inputs [8][16][4] bytes: q + 128, because the instruction multiplies unsigned by
+//              signed numbers; then scale [16] in float16:   w = scale * q
+//
+// Scales follow the numbers of their group, because one core reads one stream nearly twice as fast as two.
+// For int4 and int8, `prepare_row` rounds activations to 8 bits in groups of 32, so sums within a group are exact
+// integers. Each output is summed in the order of the inputs, for any number of rows. So a token's bits do not depend
+// on the other tokens or on the chunk size.
+#pragma once
+
+#include "simd.h"
+
+namespace retain::RETAIN_ISA {
+
+constexpr int TILE_VECTORS = TILE_OUT / WIDTH;
+// The number of rows from which two tiles at once are faster. Fewer rows are bound by memory, which is fastest with one
+// stream.
+constexpr int min_rows_for_two_tiles(WeightFormat format) { return format == WeightFormat::int8 ? 12 : 4; }
+
+// The number of rows at once whose sums stay in registers.
+constexpr int max_rows(WeightFormat format, int tiles) {
+  if (WIDTH < 16) return 4;
+  return tiles == 2 && (format == WeightFormat::int4 || format == WeightFormat::int8) ? 6 : 12;
+}
+
+// The groups of a prepared row follow its quantized numbers.
+INLINE const ActivationGroup* groups_of(const PackedWeight& w, const char* row) {
+  return reinterpret_cast<const ActivationGroup*>(row + w.in);
+}
+
+// ---- preparing activations --------------------------------------------------------------------------------------
+
+INLINE void quantize(const float* x, int8_t* q, ActivationGroup& group) {
+  F maxima = {}, zero = {};
+  for (int i = 0; i < QUANT_GROUP; i += WIDTH) {
+    const F y = load<WIDTH>(x + i);
+    maxima = max(maxima, absolute(y));
+    zero += y * 0.0f;  // NaN if a number is infinite or NaN, which makes the scale NaN
+  }
+  const float maximum = reduce_max<WIDTH>(maxima), scale = maximum / 127 + reduce_sum<WIDTH>(zero);
+  const float inverse = maximum > 0 ? 127 / maximum : 0.0f;
+  I total = {};
+  for (int i = 0; i < QUANT_GROUP; i += WIDTH) {
+    const I n = round_to_int(load<WIDTH>(x + i) * inverse);
+    total += n;
+    store_bytes(q + i, n);
+  }
+  int32_t sum = 0;
+  for (int l = 0; l < WIDTH; ++l) sum += total[l];
+  group = {scale, scale * float(sum), -128 * sum};
+}
+
+INLINE void prepare_row(const PackedWeight& w, const float* x, char* row) {
+  if (w.format == WeightFormat::float32) {
+    memcpy(row, x, size_t(w.in) * 4);
+  } else if (w.format == WeightFormat::bfloat16) {
+    bf16* out = reinterpret_cast<bf16*>(row);
+    int i = 0;
+    for (; i + WIDTH <= w.in; i += WIDTH) store_as(out + i, load<WIDTH>(x + i));
+    for (; i < w.in; ++i) from_float(x[i], out[i]);
+    out[w.in].bits = 0;  // completes the last pair if `in` is odd
+  } else {
+    ActivationGroup* groups = reinterpret_cast<ActivationGroup*>(row + w.in);
+    int8_t* q = reinterpret_cast<int8_t*>(row);
+    for (int g = 0; g < w.num_groups(); ++g) quantize(x + g * QUANT_GROUP, q + g * QUANT_GROUP, groups[g]);
+  }
+}
+
+// ---- products: sum[t][r] = row r times the outputs of one vector of tile t --------------------------------------
+
+#define EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < n; ++i)
+
+template <int TILES, int ROWS>
+INLINE void dot_float32(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
+  const float* b = reinterpret_cast<const float*>(tile) + vector * WIDTH;
+  const int64_t stride = w.activation_bytes() / 4, tile_stride = w.tile_bytes() / 4;
+  const float* a = reinterpret_cast<const float*>(rows);
+  for (int k = 0; k < w.in; ++k, b += TILE_OUT) {
+    F x[TILES];
+    EACH(t, TILES) x[t] = load<WIDTH>(b + t * tile_stride);
+    EACH(r, ROWS) EACH(t, TILES) sum[t][r] += a[r * stride + k] * x[t];
+  }
+}
+
+template <int TILES, int ROWS>
+INLINE void dot_bfloat16(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
+  const bf16* b = reinterpret_cast<const bf16*>(tile) + 2 * vector * WIDTH;
+  const int64_t stride = w.activation_bytes() / 2, tile_stride = w.tile_bytes() / 2;
+  const bf16* a = reinterpret_cast<const bf16*>(rows);
+  for (int k = 0; k < w.in; k += 2, b += 2 * TILE_OUT) {
+    Bf16Pairs<WIDTH> x[TILES];
+    EACH(t, TILES) x[t] = load_pairs<WIDTH>(b + t * tile_stride);
+    EACH(r, ROWS) EACH(t, TILES) sum[t][r] = dot<WIDTH>(sum[t][r], x[t], a + r * stride + k);
+  }
+}
+
+template <WeightFormat FORMAT, int TILES, int ROWS>
+INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
+  constexpr bool INT4 = FORMAT == WeightFormat::int4;
+  constexpr int STEP = 4 * TILE_OUT, STEPS = group_number_bytes(FORMAT) / STEP;  // bytes of a step; steps of a group
+  const char* group = tile;
+  const int64_t stride = w.activation_bytes(), tile_stride = w.tile_bytes();
+  const char* a = rows;
+  const ActivationGroup* groups = groups_of(w, rows);  // of the first row
+  for (int g = 0; g < w.num_groups(); ++g) {
+    I group_sum[TILES][ROWS];
+    auto group_of_row = [&](int r) -> const ActivationGroup& {
+      const char* row_group = reinterpret_cast<const char*>(groups + g) + r * stride;
+      return *reinterpret_cast<const ActivationGroup*>(row_group);
+    };
+    EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = INT4 ? I{} : splat(group_of_row(r).offset);
+    const uint8_t* b = reinterpret_cast<const uint8_t*>(group) + 4 * vector * WIDTH;
+    EACH(i, STEPS) {
+      Bytes x[TILES];
+      EACH(t, TILES) x[t] = load_bytes(b + i * STEP + t * tile_stride);
+      if constexpr (INT4) {
+        Bytes low[TILES], high[TILES];
+        EACH(t, TILES) low[t] = low_nibbles(x[t]), high[t] = high_nibbles(x[t]);
+        EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = dot(group_sum[t][r], low[t], a + r * stride + 8 * i);
+        EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = dot(group_sum[t][r], high[t], a + r * stride + 8 * i + 4);
+      } else {
+        EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = dot(group_sum[t][r], x[t], a + r * stride + 4 * i);
+      }
+    }
+    EACH(t, TILES) {
+      const char* tile_scales = group + group_number_bytes(FORMAT) + t * tile_stride;
+      const float16* scales = reinterpret_cast<const float16*>(tile_scales) + vector * WIDTH;
+      const F scale = load<WIDTH>(scales);
+      EACH(r, ROWS) sum[t][r] += __builtin_convertvector(group_sum[t][r], F) * (scale * group_of_row(r).scale);
+      if constexpr (INT4) {
+        const F shift = load<WIDTH>(scales + TILE_OUT);
+        EACH(r, ROWS) sum[t][r] += shift * group_of_row(r).sum;
+      }
+    }
+    group += group_bytes(FORMAT);
+    a += QUANT_GROUP;
+  }
+}
+
+// Stores one vector of outputs of all rows, starting at output `first` and clipped to w.out.
+template <int ROWS>
+INLINE void store_outputs(const PackedWeight& w, int first, const OutputView& out, const F (&sum)[ROWS]) {
+  const int n = w.out - first;
+  float bias[WIDTH] = {};
+  if (out.bias)
+    for (int i = 0; i < WIDTH && i < n; ++i) bias[i] = out.bias[first + i];
+  for (int r = 0; r < ROWS; ++r) {
+    float* y = out.y + r * out.ldy + first;
+    F x = sum[r] + load<WIDTH>(bias);
+    if (n >= WIDTH) {
+      store<WIDTH>(y, out.accumulate ? load<WIDTH>(y) + x : x);
+    } else {
+      for (int i = 0; i < n; ++i) y[i] = out.accumulate ? y[i] + x[i] : x[i];
+    }
+  }
+}
+
+template <WeightFormat FORMAT, int TILES, int ROWS>
+INLINE void gemm_block(const PackedWeight& w, int t, const char* rows, const OutputView& out) {
+  const char* tile = w.data + t * w.tile_bytes();
+  for (int vector = 0; vector < TILE_VECTORS; ++vector) {
+    F sum[TILES][ROWS] = {};
+    if constexpr (FORMAT == WeightFormat::float32) dot_float32(w, tile, vector, rows, sum);
+    if constexpr (FORMAT == WeightFormat::bfloat16) dot_bfloat16(w, tile, vector, rows, sum);
+    if constexpr (FORMAT == WeightFormat::int8 || FORMAT == WeightFormat::int4)
+      dot_groups<FORMAT>(w, tile, vector, rows, sum);
+    for (int i = 0; i < TILES; ++i) store_outputs(w, (t + i) * TILE_OUT + vector * WIDTH, out, sum[i]);
+  }
+}
+
+template <WeightFormat FORMAT, int TILES, int ROWS>
+void gemm_remaining_rows(const PackedWeight& w, int tile, const char* rows, int n, const OutputView& out) {
+  if constexpr (ROWS > 0) {
+    if (n == ROWS)
+      gemm_block<FORMAT, TILES, ROWS>(w, tile, rows, out);
+    else
+      gemm_remaining_rows<FORMAT, TILES, ROWS - 1>(w, tile, rows, n, out);
+  }
+}
+
+template <WeightFormat FORMAT, int TILES>
+void gemm_rows(const PackedWeight& w, int tile, const char* rows, int n, OutputView out) {
+  constexpr int MAX_ROWS = max_rows(FORMAT, TILES);
+  for (; n >= MAX_ROWS; n -= MAX_ROWS) {
+    gemm_block<FORMAT, TILES, MAX_ROWS>(w, tile, rows, out);
+    rows += MAX_ROWS * w.activation_bytes();
+    out.y += MAX_ROWS * out.ldy;
+  }
+  gemm_remaining_rows<FORMAT, TILES, MAX_ROWS - 1>(w, tile, rows, n, out);
+}
+
+template <WeightFormat FORMAT>
+void gemm_tiles(const PackedWeight& w, int begin, int end, const char* rows, int n, const OutputView& out) {
+  if constexpr (WIDTH == 16)
+    for (; n >= min_rows_for_two_tiles(FORMAT) && end - begin > 1; begin += 2)
+      gemm_rows<FORMAT, 2>(w, begin, rows, n, out);
+  for (; begin < end; ++begin) gemm_rows<FORMAT, 1>(w, begin, rows, n, out);
+}
+#undef EACH
+
+// ---- unpacking --------------------------------------------------------------------------------------------------
+
+INLINE float unpack_number(const PackedWeight& w, const char* tile, int o, int i) {
+  if (w.format == WeightFormat::float32) return reinterpret_cast<const float*>(tile)[i * TILE_OUT + o];
+  if (w.format == WeightFormat::bfloat16)
+    return to_float(reinterpret_cast<const bf16*>(tile)[i / 2 * 2 * TILE_OUT + 2 * o + i % 2]);
+  const char* group = tile + i / QUANT_GROUP * group_bytes(w.format);
+  const uint8_t* q = reinterpret_cast<const uint8_t*>(group);
+  const float16* scales = reinterpret_cast<const float16*>(group + group_number_bytes(w.format)) + o;
+  const int k = i % QUANT_GROUP;
+  if (w.format == WeightFormat::int8) return to_float(scales[0]) * (int(q[k / 4 * 4 * TILE_OUT + 4 * o + k % 4]) - 128);
+  const uint8_t byte = q[k / 8 * 4 * TILE_OUT + 4 * o + k % 4];
+  return to_float(scales[0]) * (k % 8 < 4 ? byte & 15 : byte >> 4) + to_float(scales[TILE_OUT]);
+}
+
+}  // namespace retain::RETAIN_ISA

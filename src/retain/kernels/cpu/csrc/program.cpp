@@ -1,0 +1,281 @@
+// The operations of a program, and the loop that runs them.
+#include "program.h"
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+namespace retain {
+
+struct Program::StepState {
+  const StepArgs& step;
+  Program& program;
+  int rows;  // T, or N after `gather_rows`
+
+  float* data(int buffer) const { return buffer == LOGITS ? step.logits : program.buffers_[buffer]; }
+  int width(int buffer) const { return program.widths_[buffer]; }
+};
+
+// Every thread calls an operation's `run(state, member)`, and a barrier follows. An operation may have `check(state)`,
+// which throws if the step is invalid.
+template <class T>
+void Program::push(const T& op) {
+  ops_.push_back([op](StepState& state, ThreadTeam::Member& member) { op.run(state, member); });
+}
+template <class T>
+void Program::push_checked(const T& op) {
+  checks_.push_back([op](const StepState& state) { op.check(state); });
+  push(op);
+}
+
+struct Program::EmbeddingOp {
+  int out;
+  PackedWeight table;
+  bool by_position;
+  int offset;
+  float factor;
+  bool add;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const int width = state.width(out);
+    member.parallel_for(state.rows, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t)
+        selected_isa().unpack_row(table, index(state, t), factor, add, state.data(out) + int64_t(t) * width);
+    });
+  }
+
+  int64_t index(const StepState& state, int t) const {
+    return by_position ? state.step.pos[t] + offset : state.step.ids[t];
+  }
+
+  void check(const StepState& state) const {
+    for (int t = 0; t < state.step.T; ++t)
+      if (const int64_t i = index(state, t); i < 0 || i >= table.out)
+        throw std::invalid_argument("a token or a position outside its table");
+  }
+};
+
+struct Program::NormOp {
+  int in, out;
+  NormParams norm;
+  int n, heads;  // a row is `heads` times n numbers; each head has its own weights
+  bool add;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    member.parallel_for(state.rows, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t)
+        for (int h = 0; h < heads; ++h) {
+          const float* x = state.data(in) + int64_t(t) * state.width(in) + h * n;
+          float* y = state.data(out) + int64_t(t) * state.width(out) + h * n;
+          selected_isa().normalize({norm.weight + h * n, norm.bias, norm.eps, norm.subtract_mean}, x, n, add, y);
+        }
+    });
+  }
+};
+
+struct Program::LinearOp {
+  int in, out;
+  PackedWeight weight;
+  const float* bias;
+  bool add;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const int64_t ldy = out == LOGITS ? weight.out : state.width(out);
+    packed_gemm(weight, state.data(in), state.width(in), state.rows, state.program.prepared_.data(),
+                {state.data(out), ldy, bias, add}, member);
+  }
+};
+
+struct Program::ActivationOp {
+  int in, out;
+  Activation kind;
+  int n;
+  bool gated;  // activation(first half of a row) * second half
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    member.parallel_for(state.rows, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t) {
+        const float* x = state.data(in) + int64_t(t) * state.width(in);
+        selected_isa().activate(kind, x, gated ? x + n : nullptr, n,
+                                state.data(out) + int64_t(t) * state.width(out));
+      }
+    });
+  }
+};
+
+struct Program::ClipOp {
+  int buffer;
+  float limit;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const int64_t n = state.width(buffer);
+    member.parallel_for(state.rows, [&](int begin, int end) {
+      for (int64_t i = begin * n; i < end * n; ++i) {
+        float& x = state.data(buffer)[i];
+        x = std::min(std::max(x, -limit), limit);
+      }
+    });
+  }
+};
+
+struct Program::RopeOp {
+  int buffer, table, heads, D;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const RopeTable& r = state.program.rope_tables_[table];
+    member.parallel_for(state.rows, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t)
+        for (int h = 0; h < heads; ++h)
+          selected_isa().rope(state.data(buffer) + int64_t(t) * state.width(buffer) + h * D,
+                              state.data(r.buffer) + int64_t(t) * 2 * r.n, r.n, r.interleaved);
+    });
+  }
+};
+
+struct Program::AttentionOp {
+  int qkv, out, layer;
+  QkvLayout layout;
+  float scale;
+  const float* slopes;
+
+  AttentionArgs attention_args(const StepState& state) const {
+    const StepArgs& s = state.step;
+    PageTables t = s.tables;
+    t.pages += layer * s.page_layer_stride;
+    t.page_counts += layer * s.count_layer_stride;
+    t.windows += layer * s.window_layer_stride;
+    const StridedRows q = {state.data(qkv), state.width(qkv), layout.D, DType::float32};
+    AttentionScoring scoring = s.scoring;
+    scoring.layer = layer;
+    return {s.kv, t, q, state.data(out), s.pos, s.T, layout.H / layout.G, scale, slopes, scoring};
+  }
+
+  WriteArgs write_args(const StepState& state) const {
+    const StepArgs& s = state.step;
+    const int64_t width = state.width(qkv);
+    const float* k = state.data(qkv) + layout.H * layout.D;
+    const StridedRows keys = {k, width, layout.D, DType::float32};
+    const StridedRows values = {k + layout.G * layout.D, width, layout.D, DType::float32};
+    return {s.kv, keys, values, s.slots + layer * s.slot_layer_stride, s.slot_head_stride, s.slot_token_stride, s.pos,
+            s.T, layout.G};
+  }
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const WriteArgs write = write_args(state);
+    const AttentionArgs args = attention_args(state);
+    if (member.id == 0) state.program.attention_.build(args, member.size);
+    member.parallel_for(write.T, [&](int begin, int end) {
+      for (int g = 0; g < layout.G; ++g) selected_isa().write(write, g, begin, end);
+    });
+    member.barrier();
+    retain::attend(args, state.program.attention_, member);
+  }
+
+  void check(const StepState& state) const {
+    if (layer >= state.step.num_layers)
+      throw std::invalid_argument("the step has tables of fewer layers than the program");
+    retain::check(attention_args(state));
+    retain::check(write_args(state));
+  }
+};
+
+struct Program::GatherRowsOp {
+  int in, out;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const int64_t n = state.width(in);
+    state.rows = state.step.N;
+    if (member.id != 0) return;
+    for (int i = 0; i < state.step.N; ++i)
+      memcpy(state.data(out) + i * n, state.data(in) + state.step.logit_indices[i] * n, n * 4);
+  }
+
+  void check(const StepState& state) const {
+    for (int i = 0; i < state.step.N; ++i)
+      if (state.step.logit_indices[i] < 0 || state.step.logit_indices[i] >= state.step.T)
+        throw std::invalid_argument("wanted names a token that is not there");
+  }
+};
+
+int Program::buffer(int width) {
+  widths_.push_back(width);
+  reserved_rows_ = 0;  // the new buffer has no memory yet
+  return int(widths_.size()) - 1;
+}
+
+int Program::rope_table(const float* freqs, int n, float gain, bool interleaved) {
+  rope_tables_.push_back({freqs, n, gain, interleaved, buffer(2 * n)});
+  return int(rope_tables_.size()) - 1;
+}
+
+void Program::embedding(int out, const PackedWeight& table, bool by_position, int offset, float factor, bool add) {
+  push_checked(EmbeddingOp{out, table, by_position, offset, factor, add});
+}
+void Program::norm(int in, int out, const NormParams& norm, int n, int heads, bool add) {
+  push(NormOp{in, out, norm, n, heads, add});
+}
+void Program::linear(int in, int out, const PackedWeight& weight, const float* bias, bool add) {
+  max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, weight.activation_bytes());
+  push(LinearOp{in, out, weight, bias, add});
+}
+void Program::activation(int in, int out, Activation kind, int n, bool gated) {
+  push(ActivationOp{in, out, kind, n, gated});
+}
+void Program::clip(int buffer, float limit) { push(ClipOp{buffer, limit}); }
+void Program::rope(int buffer, int table, int heads, int D) { push(RopeOp{buffer, table, heads, D}); }
+void Program::attend(int qkv, int out, int layer, QkvLayout layout, float scale, const float* slopes) {
+  push_checked(AttentionOp{qkv, out, layer, layout, scale, slopes});
+}
+void Program::gather_rows(int in, int out) { push_checked(GatherRowsOp{in, out}); }
+
+// Allocates `rows` rows in every buffer, unless they have as many already.
+void Program::reserve(int rows) {
+  if (rows <= reserved_rows_) return;
+  reserved_rows_ = rows;
+  std::vector<int64_t> offsets;
+  int64_t total = 16;
+  for (int width : widths_) {
+    offsets.push_back(total);
+    total += round_up(int64_t(width) * rows, 16);
+  }
+  memory_ = std::vector<float>(total);
+  // Aligned to a cache line.
+  float* base = memory_.data() + (-(reinterpret_cast<uintptr_t>(memory_.data()) / 4) & 15);
+  buffers_.clear();
+  for (int64_t offset : offsets) buffers_.push_back(base + offset - 16);
+  prepared_ = std::vector<char>(max_prepared_row_bytes_ * rows);
+}
+
+// Computes cos [n] and sin [n] for each token and RoPE table, in float32 as torch does.
+void Program::compute_rope_tables(const StepArgs& s, ThreadTeam::Member& member) {
+  for (const RopeTable& r : rope_tables_) {
+    member.parallel_for(s.T, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t) {
+        float* cos = buffers_[r.buffer] + int64_t(t) * 2 * r.n;
+        for (int i = 0; i < r.n; ++i) {
+          const float angle = float(s.pos[t]) * r.freqs[i];
+          cos[i] = std::cos(angle) * r.gain;
+          cos[r.n + i] = std::sin(angle) * r.gain;
+        }
+      }
+    });
+    member.barrier();
+  }
+}
+
+void Program::run(const StepArgs& step, int begin, int end) {
+  if (begin == 0) {
+    reserve(std::max(step.T, step.N));
+    for (const auto& check : checks_) check({step, *this, step.T});
+  }
+  ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
+    StepState state = {step, *this, step.T};
+    if (begin == 0) compute_rope_tables(step, member);
+    for (int i = begin; i < end; ++i) {
+      ops_[i](state, member);
+      member.barrier();
+    }
+  });
+}
+
+}  // namespace retain

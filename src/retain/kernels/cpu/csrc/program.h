@@ -1,0 +1,100 @@
+// A decoder as a list of operations over buffers of float32 rows, one row for each fresh token. All threads run the
+// whole list together. So a step costs one call and one wake-up of the threads, and it allocates nothing.
+#pragma once
+
+#include <functional>
+
+#include "kernels.h"
+
+namespace retain {
+
+// The inputs of a step. Letters as in types.h, and N rows of logits. `tables` is the first layer's; the strides lead to
+// the other layers.
+struct StepArgs {
+  int T, N;
+  const int64_t* ids;            // [T]
+  const int32_t* pos;            // [T]
+  const int64_t* logit_indices;  // [N]; the tokens whose logits are computed
+  float* logits;                 // [N, V]
+  Pool kv;
+  const int32_t* slots;  // [L, G, T]
+  int64_t slot_layer_stride, slot_head_stride, slot_token_stride;
+  PageTables tables;
+  int64_t page_layer_stride, count_layer_stride, window_layer_stride;
+  int num_layers;
+  AttentionScoring scoring;
+};
+
+// The layout of a row of q, k and v: H heads of q, G of k, G of v, each of D numbers.
+struct QkvLayout {
+  int H, G, D;
+};
+
+class Program {
+ public:
+  static constexpr int LOGITS = -1;  // the buffer that belongs to the caller
+
+  // Adds a buffer with rows of `width` numbers and returns its number.
+  int buffer(int width);
+  // Adds a RoPE table that each step computes, and returns its number. The caller keeps `freqs` [n] alive.
+  int rope_table(const float* freqs, int n, float gain, bool interleaved);
+
+  // Each of these appends an operation. The caller keeps weights, biases and slopes alive.
+  void embedding(int out, const PackedWeight&, bool by_position, int offset, float factor, bool add);
+  void norm(int in, int out, const NormParams&, int n, int heads, bool add);
+  void linear(int in, int out, const PackedWeight&, const float* bias, bool add);
+  void activation(int in, int out, Activation, int n, bool gated);
+  void clip(int buffer, float limit);
+  void rope(int buffer, int table, int heads, int D);
+  void attend(int qkv, int out, int layer, QkvLayout, float scale, const float* slopes);
+  void gather_rows(int in, int out);  // keeps the rows of logit_indices; later operations run on these only
+
+  // Returns the rows of a buffer after the last `run`. They are valid until the next `run` that begins at 0.
+  const float* rows(int buffer) const { return buffers_.at(buffer); }
+
+  // Returns the number of operations.
+  int size() const { return int(ops_.size()); }
+
+  // Runs operations begin .. end - 1. A step runs all operations, in one call or several. The call that begins at 0
+  // checks the step: it raises std::invalid_argument before it changes anything.
+  void run(const StepArgs&, int begin, int end);
+
+ private:
+  struct StepState;
+  struct EmbeddingOp;
+  struct NormOp;
+  struct LinearOp;
+  struct ActivationOp;
+  struct ClipOp;
+  struct RopeOp;
+  struct AttentionOp;
+  struct GatherRowsOp;
+  struct RopeTable {
+    const float* freqs;
+    int n;
+    float gain;
+    bool interleaved;
+    int buffer;
+  };
+
+  void reserve(int rows);
+  void compute_rope_tables(const StepArgs&, ThreadTeam::Member&);
+  template <class T>
+  void push(const T& op);
+  template <class T>
+  void push_checked(const T& op);
+
+  std::vector<int> widths_;
+  std::vector<RopeTable> rope_tables_;
+  std::vector<std::function<void(StepState&, ThreadTeam::Member&)>> ops_;
+  std::vector<std::function<void(const StepState&)>> checks_;
+  int64_t max_prepared_row_bytes_ = 0;
+
+  int reserved_rows_ = 0;
+  std::vector<float> memory_;
+  std::vector<float*> buffers_;
+  std::vector<char> prepared_;
+  AttentionWorkspace attention_;
+};
+
+}  // namespace retain

@@ -1,0 +1,273 @@
+// Structs that the kernels take: plain addresses, sizes and strides.
+//
+// Several instruction sets compile this header. If the linker merged a function across them, it could keep the widest
+// version, which traps on an older machine. So every function here is forced inline, and this header includes no
+// C++ library header that contains code.
+//
+// Letters: B requests, T fresh tokens, G kv heads, R query heads per kv head, H = G * R, S slots of a page, D head dim.
+//
+// Does not depend on: Python, torch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace retain {
+
+enum class DType : int { float32, bfloat16 };
+
+INLINE int element_size(DType t) { return t == DType::float32 ? 4 : 2; }
+
+constexpr int MAX_HEAD_DIM = 256, MAX_PAGE_SIZE = 512;  // scratch memory is sized for these
+
+// Slots that one pass of softmax accumulates; a larger page is a block of its own. A row is always summed slot by slot
+// within a block and then block by block over its page table. So its bits do not depend on the other requests, on the
+// chunk size or on how threads share the work.
+constexpr int ACC_BLOCK = 512;
+
+constexpr float NEG_INF = -__builtin_inff();  // the score of a hidden slot, and the maximum of no scores
+
+// The memory of the KV cache, in pages. A page of K is [D, S], so that one load reads many slots of one dimension.
+// A page of V is [S, D]. In bfloat16 pairs are interleaved: K is [D / 2, S, 2], V is [S / 2, D, 2].
+struct Pool {
+  void* k;
+  void* v;
+  int32_t* pos;  // [P, S]; -1 is a hole
+  float* mass;   // [P, mass_columns, S]
+  int64_t num_pages;
+  int S, D, mass_columns;
+  DType dtype;
+
+  INLINE const void* key_page(int64_t page) const {
+    return static_cast<const char*>(k) + page * S * D * element_size(dtype);
+  }
+  INLINE const void* value_page(int64_t page) const {
+    return static_cast<const char*>(v) + page * S * D * element_size(dtype);
+  }
+  INLINE float* mass_page(int64_t page) const { return mass + page * mass_columns * S; }
+};
+
+// Fresh rows [T, heads, D] with any stride between tokens and heads; the last dimension is contiguous.
+struct StridedRows {
+  const void* data;
+  int64_t token_stride, head_stride;  // in elements
+  DType dtype;
+};
+
+// The number format of a packed weight matrix (packed_gemm.h draws the layouts).
+enum class WeightFormat : int { float32, bfloat16, int8, int4 };
+constexpr int TILE_OUT = 16;     // outputs of a tile
+constexpr int QUANT_GROUP = 32;  // inputs that share a scale
+
+INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// Bytes of one quantization group in a tile: its numbers alone, and its numbers followed by its scales.
+INLINE constexpr int group_number_bytes(WeightFormat f) {
+  return QUANT_GROUP * TILE_OUT / (f == WeightFormat::int4 ? 2 : 1);
+}
+INLINE constexpr int group_bytes(WeightFormat f) {
+  return group_number_bytes(f) + TILE_OUT * (f == WeightFormat::int4 ? 4 : 2);
+}
+
+// A weight matrix [out, in] in tiles.
+struct PackedWeight {
+  const char* data;  // aligned to a cache line
+  int out, in;
+  WeightFormat format;
+
+  INLINE int num_tiles() const { return (out + TILE_OUT - 1) / TILE_OUT; }
+  INLINE int num_groups() const { return in / QUANT_GROUP; }
+  INLINE int64_t tile_bytes() const {
+    if (format == WeightFormat::float32) return int64_t(in) * TILE_OUT * 4;
+    if (format == WeightFormat::bfloat16) return round_up(in, 2) * TILE_OUT * 2;
+    return int64_t(num_groups()) * group_bytes(format);
+  }
+  // Bytes of one row of activations, prepared for a product with this matrix.
+  INLINE int64_t activation_bytes() const {
+    if (format == WeightFormat::float32) return round_up(int64_t(in) * 4, 64);
+    if (format == WeightFormat::bfloat16) return round_up(int64_t(in) * 2 + 2, 64);
+    return round_up(in + int64_t(num_groups()) * 12, 64);
+  }
+};
+
+// One group of 32 quantized activations, x = scale * q.
+struct ActivationGroup {
+  float scale, sum;  // sum of x
+  int32_t offset;    // -128 * sum of q, because int8 weights are stored 128 too high
+};
+
+struct NormParams {
+  const float* weight;  // [n]
+  const float* bias;    // [n] or null
+  float eps;
+  bool subtract_mean;  // layer norm; false: RMS norm
+};
+
+enum class Activation : int { silu, relu, gelu, gelu_tanh };
+
+// The destination of a product: y (+)= x W^T + bias.
+struct OutputView {
+  float* y;
+  int64_t ldy;  // elements between rows
+  const float* bias;
+  bool accumulate;
+};
+
+struct WriteArgs {
+  Pool kv;
+  StridedRows k, v;
+  const int32_t* slots;  // [G, T]
+  int64_t slot_head_stride, slot_token_stride;
+  const int32_t* pos;  // [T]
+  int T, G;
+};
+
+// The pages of every request that has a row, in one layer.
+struct PageTables {
+  const int32_t* pages;  // [num_rows, G, max_pages]
+  int64_t page_row_stride, page_head_stride;
+  const int32_t* page_counts;  // [num_rows, G]
+  int64_t count_row_stride, count_head_stride;
+  const int32_t* windows;  // [num_rows]
+  int64_t window_row_stride;
+  const int32_t* sinks;  // [num_rows]
+  int64_t sinks_row_stride;
+  const int32_t* rows;             // [B]
+  const int32_t* query_start_loc;  // [B + 1]
+  int B, G;
+  int64_t num_rows, max_pages;
+
+  INLINE int num_fresh(int b) const { return query_start_loc[b + 1] - query_start_loc[b]; }
+  INLINE int num_pages(int b, int g) const { return page_counts[rows[b] * count_row_stride + g * count_head_stride]; }
+  INLINE int32_t window_of(int b) const { return windows[rows[b] * window_row_stride]; }
+  INLINE int32_t sinks_of(int b) const { return sinks[rows[b] * sinks_row_stride]; }
+  INLINE const int32_t* page_table(int b, int g) const {
+    return pages + rows[b] * page_row_stride + g * page_head_stride;
+  }
+};
+
+enum class NoiseKind : int { none, gumbel, gaussian, constant };
+
+// How a step updates the mass of slots:
+//   mass = decay * mass + sum over fresh queries of weight * softmax((score + noise) / temperature)
+// If `weights` is null, the step leaves masses unchanged.
+struct AttentionScoring {
+  const float* weights;         // [T] or null
+  const float* temperature;     // [T]
+  const float* decay;           // [B]
+  const int32_t* noise;         // [B], a NoiseKind each
+  const int32_t* seed;          // [B]
+  const int32_t* redraw_noise;  // [B]; 1: the query's position enters the seed too
+  int layer;
+};
+
+struct AttentionArgs {
+  Pool kv;
+  PageTables tables;
+  StridedRows q;         // [T, H, D]
+  void* o;               // [T, H, D], contiguous, of q's dtype
+  const int32_t* q_pos;  // [T]
+  int T, R;
+  float scale;
+  const float* slopes;  // [H] (ALiBi) or null
+  AttentionScoring scoring;
+};
+
+// Query rows begin .. end - 1 of request b and kv head g. Row i is query head g * R + i % R of fresh token i / R.
+struct QueryTile {
+  int b, g, begin, end;
+
+  INLINE int num_rows() const { return end - begin; }
+};
+// More rows share the cost of fetching and converting a page; fewer rows keep a tile's scores in cache.
+constexpr int MAX_TILE_ROWS = 48;
+
+INLINE float bf16_to_float(uint16_t x) {
+  uint32_t u = uint32_t(x) << 16;
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+INLINE uint16_t float_to_bf16(float x) {  // round to nearest, ties to even; NaN stays NaN
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  return x == x ? uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16) : uint16_t(0x7fc0);
+}
+
+// The partial softmax of one row over some slots: D sums of weight * value, then the maximum score and the sum of
+// weights. Weights are relative to that maximum.
+INLINE int partial_size(int D) { return D + 16; }
+constexpr int MAX_PARTIAL = MAX_HEAD_DIM + 16;
+template <class Float>
+INLINE Float& partial_max(Float* partial, int D) {
+  return partial[D];
+}
+template <class Float>
+INLINE Float& partial_sum(Float* partial, int D) {
+  return partial[D + 1];
+}
+
+// The mass weights of a scored tile, kept until all of its blocks are computed. A weight is relative to its row's
+// maximum in its block. A row without mass in a block has the maximum NEG_INF there and no valid weights.
+struct MassBuffers {
+  char* weights;         // [rows, slots], of the pool's dtype
+  float *maxima, *sums;  // [rows, blocks]
+  int64_t num_slots;
+  int num_blocks;
+};
+
+// The hash behind noise, a permutation of 32 bits. Every backend uses the same one.
+constexpr uint32_t GOLDEN_RATIO = 0x9e3779b9;
+template <class Bits>  // uint32_t or a vector of uint32_t
+INLINE Bits mix(Bits x) {
+  x = (x ^ (x >> 16)) * 0x7feb352d;
+  return (x ^ (x >> 15)) * 0x846ca68b;
+}
+INLINE uint32_t noise_key(int32_t seed, int32_t layer, int32_t head, int32_t step) {
+  uint32_t x = mix(uint32_t(seed) + GOLDEN_RATIO);
+  x = mix(x + GOLDEN_RATIO * uint32_t(layer + 1));
+  x = mix(x + GOLDEN_RATIO * uint32_t(head + 1));
+  return mix(x + GOLDEN_RATIO * uint32_t(step + 1));
+}
+
+INLINE int pages_per_block(const Pool& kv) { return ACC_BLOCK / kv.S > 0 ? ACC_BLOCK / kv.S : 1; }
+INLINE int num_blocks(const AttentionArgs& args, const QueryTile& tile) {
+  return (args.tables.num_pages(tile.b, tile.g) + pages_per_block(args.kv) - 1) / pages_per_block(args.kv);
+}
+
+// The kernels of one instruction set (isa_kernels.cpp).
+struct IsaKernels {
+  const char* name;
+  bool (*is_supported)();
+  // Attends from a tile to one block of its page table. Fills `partials` and returns true if any slot is visible.
+  // Also fills this block's part of `mass` if that is not null.
+  bool (*attend_tile)(const AttentionArgs&, const QueryTile&, int block, float* scratch, float* partials,
+                      const MassBuffers* mass);
+  // Sums factor [rows, blocks] * weight over a tile's rows, into sums [columns, slots]. If `sums` is null, updates the
+  // masses of the pages instead.
+  void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float* sums);
+  // Writes fresh tokens begin .. end - 1 of kv head g into their slots.
+  void (*write)(const WriteArgs&, int g, int begin, int end);
+
+  // Converts one row of activations x [in] to the form that products with w read.
+  void (*prepare_activations)(const PackedWeight& w, const float* x, char* row);
+  // Computes output tiles begin .. end - 1 for `rows` prepared rows.
+  void (*packed_gemm)(const PackedWeight& w, int begin, int end, const char* prepared, int rows, const OutputView&);
+  // Unpacks row `index` of w, times a factor; `add` adds it to `out`.
+  void (*unpack_row)(const PackedWeight& w, int64_t index, float factor, bool add, float* out);
+  // Normalizes one row of n numbers; `add` adds the result to `out`.
+  void (*normalize)(const NormParams&, const float* x, int n, bool add, float* out);
+  // Applies an activation to n numbers, then multiplies by `gate` if that is not null.
+  void (*activate)(Activation, const float* x, const float* gate, int n, float* out);
+  // Rotates the n pairs of a head by their angles: cos [n], then sin [n]. Pairs are (2i, 2i + 1) if interleaved, else
+  // (i, i + n).
+  void (*rope)(float* x, const float* angles, int n, bool interleaved);
+};
+
+// Floats between rows of scores. Not a power of 2: all rows would then map to the same cache sets.
+constexpr ptrdiff_t SCORE_STRIDE = MAX_PAGE_SIZE + 16;
+constexpr int SCRATCH_FLOATS = MAX_TILE_ROWS * (SCORE_STRIDE + MAX_HEAD_DIM);  // scratch memory of `attend_tile`
+
+}  // namespace retain

@@ -1,0 +1,78 @@
+// The kernels `write`, `copy` and `move`: put tokens into slots, copy pages and copy slots.
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "kernels.h"
+
+namespace retain {
+
+constexpr int CHUNK = 64;                       // tokens that one thread writes at a time
+constexpr int64_t MIN_PARALLEL_SIZE = 1 << 15;  // numbers to write, or bytes to copy
+
+void check(const WriteArgs& w) {
+  const int64_t num_slots = w.kv.num_pages * w.kv.S;
+  for (int g = 0; g < w.G; ++g)
+    for (int t = 0; t < w.T; ++t) {
+      const int32_t slot = w.slots[g * w.slot_head_stride + t * w.slot_token_stride];
+      if (slot < 0 || slot >= num_slots) throw std::invalid_argument("slots names a slot outside the pool");
+    }
+}
+
+void write(const WriteArgs& w) {
+  check(w);
+  const IsaKernels& isa = selected_isa();
+  const int chunks = (w.T + CHUNK - 1) / CHUNK;
+#pragma omp parallel for schedule(dynamic) if (int64_t(w.T) * w.G * w.kv.D > MIN_PARALLEL_SIZE)
+  for (int i = 0; i < w.G * chunks; ++i) {
+    const int begin = i % chunks * CHUNK;
+    isa.write(w, i / chunks, begin, std::min(w.T, begin + CHUNK));
+  }
+}
+
+void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
+  for (int64_t i = 0; i < n; ++i)
+    if (std::min(src[i], dst[i]) < 0 || std::max(src[i], dst[i]) >= kv.num_pages)
+      throw std::invalid_argument("src or dst names a page outside the pool");
+  const size_t page_bytes = size_t(kv.S) * kv.D * element_size(kv.dtype);
+#pragma omp parallel for if (n * int64_t(page_bytes) > MIN_PARALLEL_SIZE)
+  for (int64_t i = 0; i < n; ++i) {
+    memcpy(const_cast<void*>(kv.key_page(dst[i])), kv.key_page(src[i]), page_bytes);
+    memcpy(const_cast<void*>(kv.value_page(dst[i])), kv.value_page(src[i]), page_bytes);
+    memcpy(kv.pos + dst[i] * kv.S, kv.pos + src[i] * kv.S, size_t(kv.S) * sizeof(int32_t));
+    memcpy(kv.mass_page(dst[i]), kv.mass_page(src[i]), size_t(kv.mass_columns) * kv.S * sizeof(float));
+  }
+}
+
+// In bfloat16 two dimensions of K are interleaved, and two slots of V (see Pool).
+template <class T, int INTERLEAVE>
+static void move_slot(const Pool& kv, int64_t from, int64_t to) {
+  constexpr int P = INTERLEAVE;
+  const int S = kv.S, D = kv.D;
+  const int64_t a = from / S, b = to / S, i = from % S, j = to % S;
+  const T* k = static_cast<const T*>(kv.k) + a * S * D + P * i;
+  const T* v = static_cast<const T*>(kv.v) + a * S * D + i / P * P * D + i % P;
+  T* to_k = static_cast<T*>(kv.k) + b * S * D + P * j;
+  T* to_v = static_cast<T*>(kv.v) + b * S * D + j / P * P * D + j % P;
+  for (int d = 0; d < D; ++d) to_k[d / P * P * S + d % P] = k[d / P * P * S + d % P];
+  for (int d = 0; d < D; ++d) to_v[P * d] = v[P * d];
+  kv.pos[to] = kv.pos[from];
+  for (int c = 0; c < kv.mass_columns; ++c) kv.mass_page(b)[c * S + j] = kv.mass_page(a)[c * S + i];
+}
+
+void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists, int64_t n) {
+  for (int64_t i = 0; i < lists * n; ++i)
+    if (std::min(src[i], dst[i]) < 0 || std::max(src[i], dst[i]) >= kv.num_pages * kv.S)
+      throw std::invalid_argument("src or dst names a slot outside the pool");
+#pragma omp parallel for schedule(dynamic) if (lists * n * kv.D > MIN_PARALLEL_SIZE)
+  for (int64_t l = 0; l < lists; ++l)
+    for (int64_t i = l * n; i < (l + 1) * n; ++i) {
+      if (src[i] == dst[i]) continue;
+      if (kv.dtype == DType::float32)
+        move_slot<float, 1>(kv, src[i], dst[i]);
+      else
+        move_slot<uint16_t, 2>(kv, src[i], dst[i]);
+    }
+}
+
+}  // namespace retain
