@@ -95,8 +95,8 @@ def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pyte
     run_to_completion(engine, [make_request([*stem, 1, 2])])
     chosen: list[dict[int, int]] = []
     done = SelectiveLoader.finish
-    monkeypatch.setattr(SelectiveLoader, "done", lambda self: chosen.append(self.chosen) or done(self))
-    monkeypatch.setattr("retain.kv.offload.selective.importance.agree", lambda mass, ratio: True)
+    monkeypatch.setattr(SelectiveLoader, "finish", lambda self: chosen.append(self.num_selected_blocks) or done(self))
+    monkeypatch.setattr("retain.kv.offload.selective.importance.heads_agree", lambda mass, ratio: True)
     for i in range(3):
         pack(engine)
         forget(engine)
@@ -124,7 +124,7 @@ def test_company_budgets_followers_and_preemption(tmp_path: Path) -> None:
     rng, made = random.Random(3), texts(9)
     others = [[7, *t] for t in made]
     plain = run_to_completion(make_engine("llama", backend="cpu"), [make_request(t) for t in others])
-    engine = important("llama", tmp_path, 0.4, pages=400, max_running_requests=8, max_batched_tokens=64)
+    engine = important("llama", tmp_path, 0.4, num_pages=400, max_running_requests=8, max_batched_tokens=64)
     run_to_completion(engine, [make_request(t) for t in made])
     pack(engine)
     for round in range(3):
@@ -172,13 +172,13 @@ def test_spans_that_are_longer_than_what_is_wanted_of_them(tmp_path: Path) -> No
     rng = random.Random(2)
     stem = [rng.randrange(128) for _ in range(64)]
     texts = [stem + [rng.randrange(128) for _ in range(85)] for _ in range(4)]
-    engine = important("llama", tmp_path, 0.5, context=160)
+    engine = important("llama", tmp_path, 0.5, max_model_len=160)
     for t in texts:
         run_to_completion(engine, [make_request(t, 5)])
     pack(engine)
     restart(engine)
     for pages in (1000, 15 * 3 * 2):
-        engine = important("llama", tmp_path, 0.5, context=240, pages=pages, max_running_requests=4)
+        engine = important("llama", tmp_path, 0.5, max_model_len=240, num_pages=pages, max_running_requests=4)
         for t in texts:
             r = make_request(t, 240 - len(t))
             engine.add(r)

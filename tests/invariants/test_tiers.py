@@ -194,10 +194,10 @@ def test_where_there_is_no_room_for_what_sleeps_it_is_computed(tmp_path: Path, m
 
     def none(c: object, *rest: object) -> object:
         with pytest.MonkeyPatch.context() as m:
-            m.setattr(pool, "room", lambda n: refused.append(n))
+            m.setattr(pool, "ensure_free", lambda n: refused.append(n))
             return attach_pages(c, *rest)
 
-    monkeypatch.setattr("retain.kv.prefix.cache.adopt", none)
+    monkeypatch.setattr("retain.kv.prefix.cache.attach_pages", none)
     assert [run_to_completion(engine, [make_request(t)])[0] for t in made] == answers and refused
     restart(engine)
 
@@ -206,7 +206,7 @@ def test_where_there_is_no_room_for_what_sleeps_it_is_computed(tmp_path: Path, m
 def test_whatever_a_reader_meets_costs_nobody_else_anything(error, tmp_path: Path, monkeypatch) -> None:
     made, answers = filled(tmp_path)
     engine = make_engine("llama", backend="cpu", prefix_cache="exact", tiers=[disk(tmp_path)])
-    monkeypatch.setattr(engine.cache.prefix_cache.offloader, "put", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(engine.cache.prefix_cache.offloader, "write_pages", lambda *_: (_ for _ in ()).throw(error))
     for r in (requests := [make_request(t) for t in made]):
         engine.add(r)
     for _ in iter_steps(engine):

@@ -98,7 +98,7 @@ def test_random_operations(by: str, tmp_path: Path) -> None:
             assert check(store, 300) > 0 and check(ram, 300) > 0
             store.close()
             store = opened(tmp_path, "200kB", f",evict={by}")
-        assert store.span_index.used_bytes <= capacity and ram.shelf.bytes <= capacity
+        assert store.span_index.used_bytes <= capacity and ram.span_index.used_bytes <= capacity
     store.sync()
     assert sum(f.stat().st_size for f in tmp_path.glob("*.kv")) == store.span_index.used_bytes
     assert store.counts["damaged"] == store.counts["failed"] == 0
@@ -125,12 +125,12 @@ def test_who_is_used_stays(tmp_path: Path) -> None:
 WRITER = """
 import sys
 sys.path[:0] = {path!r}
-from tests.kv.test_disk import opened, span_of
+from tests.unit.test_disk_tier import opened, span_of
 from pathlib import Path
 store = opened(Path({store!r}), "3MB")
 print("ready", flush=True)
 for i in range(100000):
-    store.keep(*span_of(list(range(3 * i, 3 * i + 3))))
+    store.put(*span_of(list(range(3 * i, 3 * i + 3))))
     if i % 20 == 0:
         store.sync()
 """
@@ -149,7 +149,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
         store = opened(tmp_path, "3MB")
         assert store.counts["damaged"] == 0 and store.verify() == 0
         most = max(most, check(store, 600))
-        assert {f.name for f in tmp_path.glob("*.[kt]*")} == {f"{s.span_id}.kv" for s in store.span_index}
+        assert {f.name for f in tmp_path.glob("*.[kt]*")} == {f"{s.file_number}.kv" for s in store.span_index}
         store.close()
     assert most > 0
 

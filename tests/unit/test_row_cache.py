@@ -26,7 +26,7 @@ def test_through_memory_or_not_the_bytes_are_the_same(by: str, tmp_path: Path) -
         spans.append(store.find(key(first))[0])
     for _ in range(300):
         n = rng.randrange(2)
-        with closing(CachedReader(store.open(spans[n]), hot, spans[n], spans[n].number)) as reader:
+        with closing(CachedReader(store.open(spans[n]), hot, spans[n], spans[n].file_number)) as reader:
             reader.attention_shares = np.random.default_rng(n).random((3, 9), np.float32)
             layer, begin = rng.randrange(3), rng.randrange(9)
             end = rng.randint(begin + 1, 9)
@@ -43,7 +43,7 @@ def test_what_was_found_is_not_read(tmp_path: Path) -> None:
     store.sync()
     span = store.find(key(0))[0]
     for again in range(2):
-        with closing(CachedReader(store.open(span), hot, span, span.number)) as reader:
+        with closing(CachedReader(store.open(span), hot, span, span.file_number)) as reader:
             before = store.counts["read"]
             reader.read_blocks(1, 0, 3)
             assert (store.counts["read"] == before) == bool(again)
