@@ -20,8 +20,8 @@ from retain.kv.eviction.operations import ShiftKeys
 from retain.kv.memory.cache import Cache
 from retain.kv.offload import tiers
 from retain.kv.offload.manager import Offloader
+from retain.kv.offload.selective.block_cache import BlockCache
 from retain.kv.offload.selective.repack import ProbeConfig
-from retain.kv.offload.selective.row_cache import BlockCache
 from retain.kv.offload.tiers import disk, ram
 from retain.kv.prefix.cache import PrefixConfig, SelectiveConfig
 from retain.models.decoder import ModelSpec

@@ -17,7 +17,7 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kv.capacity import KVCacheSpec
 from retain.kv.eviction import policies
 from retain.kv.memory.cache import Cache
-from retain.kv.offload.manager import LoadCostModel
+from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.offload.tiers import parse_all
 from retain.kv.prefix.cache import parse_prefix_config
 from retain.models.weights import Weights

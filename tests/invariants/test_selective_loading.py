@@ -11,8 +11,10 @@ import torch
 
 from retain.engine.engine import Engine
 from retain.kernels.api import NO_WINDOW
+from retain.kv.offload.loader import write_pages
+from retain.kv.offload.selective.block_cache import BlockCache
 from retain.kv.offload.selective.loader import SelectiveLoader
-from retain.kv.offload.selective.row_cache import BlockCache
+from retain.kv.offload.span import ReadJob
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.invariants.test_prefix import texts
 from tests.invariants.test_tiers import disk, flip, restart, store
@@ -75,9 +77,7 @@ def test_a_packed_span_has_the_same_tokens_elsewhere(tmp_path: Path) -> None:
     for m in range(len(span.num_blocks)):
         assert (np.diff(notes.mass[m][notes.token_order[m]]) <= 0).all()
         at = c.pool.allocate(pages[0].size).reshape(-1, pages.shape[1])  # [n, G]
-        from retain.kv.offload.loader import ReadJob
-
-        sleep.write_pages(ReadJob(store(engine), span, m, 0, at, 0), reader.read_blocks(m, 0, 6))
+        write_pages(sleep.transfer, ReadJob(store(engine), span, m, 0, at, 0), reader.read_blocks(m, 0, 6))
         ours = [x.view(6, -1, 16, x.shape[-1]) for x in c.backend.read(c.kv, torch.from_numpy(at).long().flatten())]
         for mine, theirs in zip(ours, (k[m], v[m]), strict=True):  # [n, G, S, D], [G, n, S, D]
             flat = theirs.flatten(1, 2)[:, torch.from_numpy(notes.token_order[m].astype(np.int64))]

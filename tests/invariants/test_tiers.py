@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import retain.kv.offload.loader
 from retain.engine.engine import Engine
 from retain.kv.offload.tiers.disk import DiskStore
 from retain.kv.prefix.attach import attach_pages
@@ -206,7 +207,7 @@ def test_where_there_is_no_room_for_what_sleeps_it_is_computed(tmp_path: Path, m
 def test_whatever_a_reader_meets_costs_nobody_else_anything(error, tmp_path: Path, monkeypatch) -> None:
     made, answers = filled(tmp_path)
     engine = make_engine("llama", backend="cpu", prefix_cache="exact", tiers=[disk(tmp_path)])
-    monkeypatch.setattr(engine.cache.prefix_cache.offloader, "write_pages", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(retain.kv.offload.loader, "write_pages", lambda *_: (_ for _ in ()).throw(error))
     for r in (requests := [make_request(t) for t in made]):
         engine.add(r)
     for _ in iter_steps(engine):

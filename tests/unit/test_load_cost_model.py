@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from retain.kv.offload.manager import LoadCostModel
+from retain.kv.offload.cost_model import LoadCostModel
 
 
 def test_what_is_not_known_is_tried() -> None:

@@ -7,32 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kv.offload.manager import Offloader
-from retain.kv.offload.span import Span
-from retain.kv.offload.tiers import CorruptionError, SpanReader, Store
-
-Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class ReadJob:
-    """Rows of one layer of a span that are to come into pages [rows, G], from position `first` of the text on."""
-
-    store: Store
-    span: Span
-    layer: int  # of the span
-    start_block: int
-    pages: Ints
-    start_position: int
+from retain.kv.offload.span import CorruptionError, ReadJob, Span, SpanReader, Store
+from retain.kv.offload.transfer import PageTransfer
+from retain.types import Bytes
 
 
 class LayerLoader:
@@ -70,7 +55,7 @@ class LayerLoader:
             if len(job.pages) == job.span.num_blocks[job.layer]:
                 self.loaded_spans.add((job.store, job.span))
         try:
-            self.offloader.write_positions(jobs)
+            write_positions(self.offloader.transfer, self.offloader.kv.page_size, jobs)
             self.finished_at = perf_counter()
             return self.offloader.transfer.record_event()
         except Exception as error:
@@ -83,7 +68,7 @@ class LayerLoader:
             return False
         try:
             rows = self.readers[job.span].read_blocks(job.layer, job.start_block, job.start_block + len(job.pages))
-            self.offloader.write_pages(job, rows)
+            write_pages(self.offloader.transfer, job, rows)
             self._count_bytes(job.store, rows.size)
         except Exception as error:
             self._fail(job.store, job.span, error)
@@ -136,3 +121,16 @@ class LayerLoader:
             ((name, size),) = self.bytes_read.items()
             self.offloader.cost_model.record_read(name, size, max(self.read_seconds, 1e-6))
         return True
+
+
+def write_pages(transfer: PageTransfer, job: ReadJob, blocks: Bytes) -> None:
+    """Rows [n, row_bytes] come into their pages."""
+    transfer.upload(job.pages, blocks.reshape(*job.pages.shape, 2, -1))
+
+
+def write_positions(transfer: PageTransfer, page_size: int, jobs: Sequence[ReadJob]) -> None:
+    """Pages that have come hold the positions of their text."""
+    S = page_size
+    pages = np.concatenate([job.pages for job in jobs])  # [n, G]
+    firsts = np.concatenate([job.start_position + S * np.arange(len(job.pages), dtype=np.int32) for job in jobs])
+    transfer.set_positions(pages, (firsts[:, None] + np.arange(S, dtype=np.int32))[:, None])

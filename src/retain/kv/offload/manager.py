@@ -8,65 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retain.kernels.api import KV
+from retain.kv.memory.sliding_windows import SlidingWindows
+from retain.kv.offload.cost_model import LoadCostModel
+from retain.kv.offload.selective.block_cache import BlockCache, CachedReader
 from retain.kv.offload.selective.repack import ProbeConfig, Repacker
-from retain.kv.offload.selective.row_cache import BlockCache, CachedReader
-from retain.kv.offload.span import Bytes, Span, reset_cpu_affinity
+from retain.kv.offload.span import Span, SpanRange, SpanReader, Store
 from retain.kv.offload.sqlite_index import StoredSpan
-from retain.kv.offload.tiers import SpanReader, Store
 from retain.kv.offload.transfer import create_transfer
-from retain.kv.prefix.node import SlidingWindows
-
-if TYPE_CHECKING:
-    from retain.kv.offload.loader import ReadJob
-
-Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class SpanRange:
-    """Some keys of a span, from `begin` to `end`: as many rows of each of its layers. Of windows: all rows."""
-
-    store: Store
-    span: Span
-    begin: int
-    end: int
-
-
-class LoadCostModel:
-    """What was measured: tokens computed a second, and bytes read, by store."""
-
-    def __init__(self) -> None:
-        self.compute_rate: float | None = None
-        self.read_rates: dict[str, float] = {}
-
-    def record_compute(self, num_tokens: int, seconds: float) -> None:
-        """Half of what we believe is the newest."""
-        rate = num_tokens / seconds
-        self.compute_rate = rate if self.compute_rate is None else (self.compute_rate + rate) / 2
-
-    def record_read(self, store: str, num_bytes: int, seconds: float) -> None:
-        """The same for a store."""
-        rate = num_bytes / seconds
-        self.read_rates[store] = (self.read_rates.get(store, rate) + rate) / 2
-
-    def should_load(self, bytes_by_store: dict[str, int], num_tokens: int) -> bool:
-        """Whether to read so many bytes is sooner done than to compute so many tokens; so, where it is not known.
-
-        A store that was refused is believed to be a little faster the next time: what was slow once may not be now.
-        """
-        known = {s: n / self.read_rates[s] for s, n in bytes_by_store.items() if s in self.read_rates}
-        sooner = self.compute_rate is None or sum(known.values()) < num_tokens / self.compute_rate
-        if not sooner:
-            self.read_rates |= {s: 1.02 * self.read_rates[s] for s in known}
-        return sooner
+from retain.threads import reset_cpu_affinity
+from retain.types import Ints
 
 
 class Offloader:
@@ -219,17 +176,6 @@ class Offloader:
         """Somebody begins with them."""
         for p in ranges or ([windows] if windows else []):
             self.num_loaded_tokens[p.store.name] += (p.end - p.begin) * self.kv.page_size
-
-    def write_pages(self, job: ReadJob, blocks: Bytes) -> None:
-        """Rows [n, row_bytes] come into their pages."""
-        self.transfer.upload(job.pages, blocks.reshape(*job.pages.shape, 2, -1))
-
-    def write_positions(self, jobs: Sequence[ReadJob]) -> None:
-        """Pages that have come hold the positions of their text."""
-        S = self.kv.page_size
-        pages = np.concatenate([job.pages for job in jobs])  # [n, G]
-        firsts = np.concatenate([job.start_position + S * np.arange(len(job.pages), dtype=np.int32) for job in jobs])
-        self.transfer.set_positions(pages, (firsts[:, None] + np.arange(S, dtype=np.int32))[:, None])
 
     def open_span(self, store: Store, span: Span) -> SpanReader:
         """A span, to be read through what is hot. Raises OSError."""

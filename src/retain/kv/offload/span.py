@@ -7,19 +7,17 @@ are a span of one key and as many rows in each layer as its window takes. What i
 
 from __future__ import annotations
 
-import heapq
 import mmap
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate
 from time import time
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+from retain.types import Bytes, Ints
+
 IO_ALIGNMENT = 4096  # layers begin at multiples of it, as direct reads want it
 
 
@@ -85,92 +83,94 @@ def alloc_aligned(size: int) -> Bytes:
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
 
 
-def reset_cpu_affinity() -> None:
-    """This thread may run on any core: it would inherit the one that OpenMP has bound its parent to."""
-    with suppress(OSError, AttributeError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+class Store(Protocol):
+    """Spans that sleep. Every method may be called while others read; none but `open` raises."""
 
-
-class SpanIndex:
-    """Which spans a tier has: found by key, bounded in bytes.
-
-    `by`: who goes first when room is wanted: `lru`, the longest unused; `lfu`, the least often used; `worth`, the
-    lowest product of how often it was used and its share of what was looked at.
-    """
-
-    def __init__(self, capacity: int, replacement: str):
-        self.capacity, self.replacement, self.used_bytes = capacity, replacement, 0
-        self.by_key: dict[bytes, tuple[Span, int]] = {}
-        self.spans: dict[Span, int] = {}  # and their tickets
-        self.by_id: dict[int, Span] = {}
-        self.heap: list[tuple[tuple[float, ...], int]] = []  # a heap of worths, perhaps old ones, and tickets
-        self.id_counter = count()
-
-    def __iter__(self) -> Iterator[Span]:
-        return iter(list(self.spans))
-
-    def stats(self) -> dict[str, int]:
-        """For people."""
-        return {"spans": len(self.spans), "bytes": self.used_bytes, "capacity": self.capacity}
+    name: str  # the tier's
+    max_keys: int  # keys of a span
+    write_through: bool  # whether it wants everything as soon as it is computed, or what the pool gives up
 
     def find(self, key: bytes) -> tuple[Span, int] | None:
         """The span that has the key, and which of its keys it is."""
-        return self.by_key.get(key)
+        ...
 
     def touch(self, spans: Sequence[Span]) -> None:
-        """Somebody wanted them, in one go."""
-        now = time()
-        for span in spans:
-            span.hits, span.last_used_at = span.hits + 1, now
+        """Somebody wanted them."""
+        ...
 
-    def priority(self, span: Span) -> tuple[float, ...]:
-        """What is deeper in a text goes before what leads there."""
-        recent = (span.last_used_at, -span.start_page)
-        if self.replacement == "worth":
-            return (span.hits * span.attention_share, *recent)
-        return (span.hits, *recent) if self.replacement == "lfu" else recent
+    def contains(self, key: bytes) -> bool:
+        """Whether somebody has the key, or will soon."""
+        ...
 
-    def make_room(self, size: int, priority: tuple[float, ...] | None = None) -> list[Span] | None:
-        """Who must go before a span of so many bytes fits: removed. None where it never would; or, by worth, where it
-        is worth less than who would have to go.
+    def accepts(self, size: int) -> bool:
+        """Whether it would keep a span of so many bytes."""
+        ...
+
+    def put(self, span: Span, data: Bytes, replaces: Span | None = None) -> None:
+        """Keep a span, now or in the background, `instead` of another with its keys; `data` [span.size] is given away.
+
+        Who reads the other goes on.
         """
-        if size > self.capacity:
-            return None
-        gone = []
-        while self.used_bytes + size > self.capacity:
-            old, ticket = self.heap[0]
-            span = self.by_id.get(ticket)
-            if span and old != self.priority(span):
-                heapq.heapreplace(self.heap, (self.priority(span), ticket))
-                continue
-            if span and priority and self.replacement == "worth" and old[0] > priority[0]:
-                return None
-            heapq.heappop(self.heap)
-            if span:
-                self.remove(span)
-                gone.append(span)
-        return gone
+        ...
 
-    def add(self, span: Span) -> None:
-        """There is room for it."""
-        self.by_key |= {key: (span, i) for i, key in enumerate(span.keys)}
-        self.spans[span] = ticket = next(self.id_counter)
-        self.by_id[ticket] = span
-        self.used_bytes += span.size
-        if len(self.heap) > 2 * len(self.spans) + 64:  # most of whom are gone
-            self.heap = [(self.priority(s), t) for s, t in self.spans.items()]
-            heapq.heapify(self.heap)
-        else:
-            heapq.heappush(self.heap, (self.priority(span), ticket))
+    def open(self, span: Span) -> SpanReader:
+        """Its bytes, whatever becomes of it meanwhile. Raises OSError."""
+        ...
 
-    def remove(self, span: Span) -> bool:
-        """Whether it was there."""
-        ticket = self.spans.pop(span, None)
-        if ticket is None:
-            return False
-        del self.by_id[ticket]
-        self.used_bytes -= span.size
-        for key in span.keys:
-            if key in self.by_key and self.by_key[key][0] is span:
-                del self.by_key[key]
-        return True
+    def delete(self, span: Span, is_corrupted: bool = False) -> None:
+        """It is not kept any more."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """What there is and what happened, for people: spans, bytes, capacity, and counts since it was opened."""
+        ...
+
+    def sync(self) -> None:
+        """Wait until everything that was kept is where it stays."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was begun and let others open it."""
+        ...
+
+
+class SpanReader(Protocol):
+    """An open span. Raises OSError where it cannot be read, and Damaged where it is not what was kept."""
+
+    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
+        """Of one of its layers, [end - begin, row_bytes]; good until this thread reads again."""
+        ...
+
+    def read_metadata(self) -> Bytes:
+        """Good until this thread reads again."""
+        ...
+
+    def close(self) -> None:
+        """It is not read any more."""
+        ...
+
+
+class CorruptionError(OSError):
+    """What was read is not what was written."""
+
+
+@dataclass(frozen=True)
+class SpanRange:
+    """Some keys of a span, from `begin` to `end`: as many rows of each of its layers. Of windows: all rows."""
+
+    store: Store
+    span: Span
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """Rows of one layer of a span that are to come into pages [rows, G], from position `first` of the text on."""
+
+    store: Store
+    span: Span
+    layer: int  # of the span
+    start_block: int
+    pages: Ints
+    start_position: int

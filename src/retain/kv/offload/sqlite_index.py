@@ -22,7 +22,8 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from retain.kv.offload.span import Bytes, Span
+from retain.kv.offload.span import Span
+from retain.types import Bytes
 
 FORMAT_VERSION = 1
 CREATE_TABLE = """

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import KV
-from retain.kv.offload.span import Bytes, alloc_aligned
-
-Ints = NDArray[np.int32]
+from retain.kv.offload.span import alloc_aligned
+from retain.types import Bytes, Ints
 
 
 class PageTransfer(Protocol):

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.eviction.policies import Policy
-from retain.kv.offload.loader import ReadJob
-from retain.kv.offload.manager import SpanRange
-from retain.kv.prefix.node import SlidingWindows
+from retain.kv.memory.sliding_windows import SlidingWindows
+from retain.kv.offload.span import ReadJob, SpanRange
 
 if TYPE_CHECKING:
     from retain.kv.memory.cache import Cache

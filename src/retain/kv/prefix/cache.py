@@ -20,11 +20,13 @@ from torch import Tensor
 from retain.kernels.api import NO_WINDOW
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.policies import Policy
-from retain.kv.offload.loader import LayerLoader, ReadJob
+from retain.kv.memory.sliding_windows import SlidingWindows
+from retain.kv.offload.loader import LayerLoader
 from retain.kv.offload.manager import Offloader
 from retain.kv.offload.selective.loader import SelectiveLoader
+from retain.kv.offload.span import ReadJob
 from retain.kv.prefix.attach import EXTRA_TABLE_PAGES, AttachPlan, attach_pages, remove_pages
-from retain.kv.prefix.node import PrefixMatch, SlidingWindows
+from retain.kv.prefix.node import PrefixMatch
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.plugins import check_choice, from_strings, parse_spec
 

@@ -9,18 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from retain.kv.memory.sliding_windows import SlidingWindows
+
 Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class SlidingWindows:
-    """Pages of sliding layers: of each, [G, n], those from page `first` of the text on. They serve texts that go on
-    from position `least` or later.
-    """
-
-    first_pages: tuple[int, ...]
-    pages: tuple[Ints, ...]
-    min_resume_position: int
 
 
 class EvictionRecord(NamedTuple):

@@ -20,9 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kv.offload.span import Bytes
+from retain.types import Bytes, Ints
 
-Ints = NDArray[np.int32]
 NUM_PROBE_HEADS = 3  # heads, or all where there are fewer
 NUM_QUERIES = 8  # of the fresh ones, the last: the question
 PREFETCH_FRACTION = 0.75  # of what is loaded: what was looked at most until now, read ahead of the queries

@@ -20,14 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kv.offload.loader import LayerLoader, ReadJob
-from retain.kv.offload.manager import Offloader, SpanRange
+from retain.kv.offload.loader import LayerLoader
+from retain.kv.offload.manager import Offloader
 from retain.kv.offload.selective import importance
+from retain.kv.offload.selective.block_cache import CachedReader
 from retain.kv.offload.selective.importance import SpanMetadata
 from retain.kv.offload.selective.repack import ProbeConfig
-from retain.kv.offload.selective.row_cache import CachedReader
+from retain.kv.offload.span import ReadJob, SpanRange
+from retain.types import Ints
 
-Ints = NDArray[np.int32]
 EMPTY = np.zeros(0, np.float32)
 
 

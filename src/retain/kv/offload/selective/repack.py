@@ -21,10 +21,10 @@ from torch import Tensor
 from retain.kernels.api import KV
 from retain.kv.offload.selective import importance
 from retain.kv.offload.selective.importance import SpanMetadata
-from retain.kv.offload.span import Bytes, Span, alloc_aligned, reset_cpu_affinity
-from retain.kv.offload.tiers import CorruptionError, SpanReader, Store
+from retain.kv.offload.span import CorruptionError, Span, SpanReader, Store, alloc_aligned
+from retain.threads import reset_cpu_affinity
+from retain.types import Bytes, Ints
 
-Ints = NDArray[np.int32]
 REPACK_AFTER = 16  # wakings of a span after which it is packed anew, and that its running averages remember
 
 

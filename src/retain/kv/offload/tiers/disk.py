@@ -22,10 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from retain.kv.offload.span import IO_ALIGNMENT, Bytes, MemoryReader, Span, SpanIndex, alloc_aligned, reset_cpu_affinity
+from retain.kv.offload.index import SpanIndex
+from retain.kv.offload.span import IO_ALIGNMENT, CorruptionError, MemoryReader, Span, alloc_aligned
 from retain.kv.offload.sqlite_index import StoredSpan, StoreIndex, checksum
-from retain.kv.offload.tiers import CorruptionError
 from retain.plugins import Size, check_choice
+from retain.threads import reset_cpu_affinity
+from retain.types import Bytes
 
 MAX_QUEUED_BYTES = 2**29  # bytes that may wait to be written
 

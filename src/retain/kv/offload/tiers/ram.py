@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-from retain.kv.offload.span import Bytes, MemoryReader, Span, SpanIndex
-from retain.kv.offload.tiers import SpanReader
+from retain.kv.offload.index import SpanIndex
+from retain.kv.offload.span import MemoryReader, Span, SpanReader
 from retain.plugins import Size, check_choice
+from retain.types import Bytes
 
 
 @dataclass(frozen=True)

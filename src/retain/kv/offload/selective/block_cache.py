@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retain.kv.offload.span import Bytes, Span, SpanIndex
-from retain.kv.offload.tiers import SpanReader
+from retain.kv.offload.index import SpanIndex
+from retain.kv.offload.span import Span, SpanReader
+from retain.types import Bytes
 
 METADATA_LAYER = 2**31 - 1  # as a layer
 

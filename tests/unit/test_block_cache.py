@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retain.kv.offload.selective.row_cache import BlockCache, CachedReader
+from retain.kv.offload.selective.block_cache import BlockCache, CachedReader
 from tests.unit.test_disk_tier import content, key, opened, span_of
 
 ROW = 1536
