@@ -50,25 +50,30 @@ class SpanIndex:
         return (span.hits, *recent) if self.replacement == "lfu" else recent
 
     def make_room(self, size: int, priority: tuple[float, ...] | None = None) -> list[Span] | None:
-        """Who must go before a span of so many bytes fits: removed. None where it never would; or, by worth, where it
-        is worth less than who would have to go.
+        """Evict the spans of lowest priority until `size` bytes fit, and return them. None evicts nothing: `size` can
+        never fit or, for `worth`, a victim is worth more than the new span, which has `priority`.
         """
         if size > self.capacity:
             return None
-        gone = []
-        while self.used_bytes + size > self.capacity:
-            old, ticket = self.heap[0]
-            span = self.by_id.get(ticket)
-            if span and old != self.priority(span):
-                heapq.heapreplace(self.heap, (self.priority(span), ticket))
-                continue
-            if span and priority and self.replacement == "worth" and old[0] > priority[0]:
+        victims: list[Span] = []
+        free = self.capacity - self.used_bytes
+        while free < size:
+            known, span_id = self.heap[0]
+            span = self.by_id.get(span_id)
+            if span and known != self.priority(span):
+                heapq.heapreplace(self.heap, (self.priority(span), span_id))
+            elif span and priority and self.replacement == "worth" and known[0] > priority[0]:
+                for victim in victims:
+                    heapq.heappush(self.heap, (self.priority(victim), self.spans[victim]))
                 return None
-            heapq.heappop(self.heap)
-            if span:
-                self.remove(span)
-                gone.append(span)
-        return gone
+            else:
+                heapq.heappop(self.heap)
+                if span:
+                    victims.append(span)
+                    free += span.size
+        for victim in victims:
+            self.remove(victim)
+        return victims
 
     def add(self, span: Span) -> None:
         """There is room for it."""
