@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from retain.kv.offload.span import Span, alloc_aligned
+from retain.kv.offload.sqlite_index import StoredSpan, list_spans
 from retain.kv.offload.tiers import parse
 from retain.kv.offload.tiers.disk import DiskStore
 from retain.kv.offload.tiers.ram import RamStore
@@ -237,3 +238,42 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         opened(tmp_path / "file")
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_index_columns_are_read_by_name(tmp_path: Path) -> None:
+    """A later version may add columns; the spans are still found."""
+    store = opened(tmp_path)
+    store.put(*span_of([0, 1]))
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "index.db")) as db:
+        db.execute("alter table spans add column comment text")
+        db.commit()
+    assert [len(span.keys) for span in list_spans(tmp_path)] == [2]
+    store = opened(tmp_path)
+    assert check(store, 2) == 2 and store.counts["damaged"] == 0
+    store.put(*span_of([5]))
+    store.close()
+    assert [len(span.keys) for span in list_spans(tmp_path)] == [1, 2]
+
+
+def test_format_of_the_index_is_stable(tmp_path: Path) -> None:
+    """Names and order of the columns, and the checksum of a row, as format 1 has always had them."""
+    opened(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "index.db")) as db:
+        columns = [name for _, name, *_ in db.execute("pragma table_info(spans)")]
+    assert " ".join(columns) == (
+        "number keys rows row_bytes begin firsts least notes packed sums hits used made checksum"
+    )
+    shape = {"num_blocks": (2, 2, 3), "block_bytes": 1536, "start_page": 7, "window_starts": (4, 5)}
+    span = StoredSpan(
+        keys=(b"k" * 16, b"l" * 16),
+        **shape,
+        min_resume_position=96,
+        metadata_bytes=4096,
+        is_reordered=True,
+        file_number=9,
+        checksums=b"\1" * 64,
+    )
+    assert span.row_checksum == 5814753509197113999
+    span = StoredSpan(keys=(b"k" * 16,), num_blocks=(1,), block_bytes=1536, file_number=1, checksums=b"\1" * 8)
+    assert span.row_checksum == 7104303425395954811

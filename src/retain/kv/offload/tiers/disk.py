@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from time import monotonic, sleep
@@ -189,13 +189,7 @@ class DiskStore:
         self._last_file_number += 1
         sums = [checksum(row) for layer in range(len(span.num_blocks)) for row in span.view_layer(data, layer)]
         sums.append(checksum(MemoryReader(span, data).read_metadata()))
-        given = {f.name: getattr(span, f.name) for f in fields(Span) if f.name not in ("data", "attention_share")}
-        filed = StoredSpan(
-            **given,
-            file_number=self._last_file_number,
-            checksums=np.array(sums, np.uint64).tobytes(),
-            created_at=span.last_used_at,
-        )
+        filed = StoredSpan.from_span(span, self._last_file_number, np.array(sums, np.uint64).tobytes())
         file = self.store_index.file_path(filed.file_number)
         draft = file.with_suffix(".tmp")
         try:
