@@ -1,8 +1,9 @@
-"""What sleeps in tiers: spans of a text, layer by layer, and which of them go first when a tier is full.
+"""Spans: consecutive pages of a text in one piece, as stores keep them, and what stores and readers of spans provide.
 
-A row is a page of every kv head of one layer, G times K and then V, as bytes. A span of text has as many rows in every
-layer as it has keys: key i, the chained hash of a whole page of tokens, names row i of each. Windows of sliding layers
-are a span of one key and as many rows in each layer as its window takes. What is not known here: where spans lie.
+A block is one page of every kv head of one layer, as bytes: for each of the G heads its keys, then its values. A span
+of text has one key for each of its pages, and as many blocks in every layer: key i, the chained hash of that page's
+tokens, names block i of each layer. The windows of sliding layers are a span of one key. Each of its layers has as
+many blocks as its window takes.
 """
 
 from __future__ import annotations
@@ -18,145 +19,144 @@ import numpy as np
 
 from retain.types import Bytes, Ints
 
-IO_ALIGNMENT = 4096  # layers begin at multiples of it, as direct reads want it
+IO_ALIGNMENT = 4096  # bytes; direct reads need layers that start at multiples of it
 
 
 @dataclass(eq=False)
 class Span:
-    """Rows that sleep together; in bytes the layers lie one behind the other."""
+    """Blocks that are kept together, layer after layer, with metadata behind them."""
 
     keys: tuple[bytes, ...]
-    num_blocks: tuple[int, ...]  # of each layer
+    num_blocks: tuple[int, ...]  # in each layer
     block_bytes: int
-    start_page: int = 0  # pages of its text before it
-    window_starts: tuple[int, ...] = ()  # windows: the page of the text with which each layer begins
-    min_resume_position: int = 0  # windows: the first position from which texts can go on
-    metadata_bytes: int = 0  # bytes, behind the layers: see kv/importance.py
-    is_reordered: bool = False  # tokens of a layer lie in the order that the notes say, not in that of the text
-    hits: int = 1  # how often somebody wanted it
-    last_used_at: float = 0.0  # when, the last time (seconds since 1970)
-    data: Bytes | None = None  # all of it, where it is in memory
-    attention_share: float = 1.0  # of what was looked at, beside others
+    start_page: int = 0  # pages of the text before the span
+    window_starts: tuple[int, ...] = ()  # windows only: the page of the text at which each layer starts
+    min_resume_position: int = 0  # windows only: the first position at which a text can continue
+    metadata_bytes: int = 0  # size of the metadata; see selective/importance.py
+    is_reordered: bool = False  # each layer's tokens are in the order that the metadata gives, not in the text's
+    hits: int = 1  # how often the span was used
+    last_used_at: float = 0.0  # seconds since 1970
+    data: Bytes | None = None  # all bytes, if the span is in memory
+    attention_share: float = 1.0  # attention that it received, relative to the average
 
     def __post_init__(self) -> None:
         self.last_used_at = self.last_used_at or time()
         sizes = [*(n * self.block_bytes for n in self.num_blocks), self.metadata_bytes]
-        self.offsets = [
-            0,
-            *accumulate(-(-n // IO_ALIGNMENT) * IO_ALIGNMENT for n in sizes),
-        ]  # of layers, of the notes, and the end
+        aligned = [-(-n // IO_ALIGNMENT) * IO_ALIGNMENT for n in sizes]
+        self.offsets = [0, *accumulate(aligned)]  # of each layer, of the metadata, and the end
 
     @property
     def size(self) -> int:
-        """Bytes, with what fills up blocks."""
+        """Size in bytes, padding included."""
         return self.offsets[-1]
 
     def view_layer(self, data: Bytes, layer: int) -> Bytes:
-        """The rows of a layer in all its bytes: a view, [rows, row_bytes]."""
+        """Return a view of the blocks of a layer, [blocks, block_bytes], in the span's bytes."""
         begin, n = self.offsets[layer], self.num_blocks[layer]
         return data[begin : begin + n * self.block_bytes].reshape(n, self.block_bytes)
+
+    def view_metadata(self, data: Bytes) -> Bytes:
+        """Return a view of the metadata in the span's bytes."""
+        begin = self.offsets[-2]
+        return data[begin : begin + self.metadata_bytes]
+
+
+class CorruptionError(OSError):
+    """The bytes that were read are not the bytes that were written."""
+
+
+class SpanReader(Protocol):
+    """An open span. Methods raise OSError if it cannot be read, and CorruptionError if its bytes have changed."""
+
+    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
+        """Read blocks of a layer, [end - begin, block_bytes]. They are valid until this thread reads again."""
+        ...
+
+    def read_metadata(self) -> Bytes:
+        """Read the metadata. It is valid until this thread reads again."""
+        ...
+
+    def close(self) -> None:
+        """Release the span."""
+        ...
 
 
 @dataclass(frozen=True)
 class MemoryReader:
-    """A span in memory, to be read. See `tiers.Reader`."""
+    """Reads a span that is in memory."""
 
     span: Span
     data: Bytes
-    on_read: Callable[[int], None] | None = None  # how many bytes were read
+    on_read: Callable[[int], None] | None = None  # called with the number of bytes read
 
-    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
+    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
+        """Return a view of the blocks."""
         if self.on_read:
             self.on_read((end - begin) * self.span.block_bytes)
         return self.span.view_layer(self.data, layer)[begin:end]
 
-    def read_metadata(self) -> Bytes:  # noqa: D102
-        at = self.span.offsets[-2]
-        return self.data[at : at + self.span.metadata_bytes]
+    def read_metadata(self) -> Bytes:
+        """Return a view of the metadata."""
+        return self.span.view_metadata(self.data)
 
-    def close(self) -> None:  # noqa: D102
-        pass
-
-
-def alloc_aligned(size: int) -> Bytes:
-    """So many bytes of zeros, at a multiple of BLOCK in memory."""
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Store(Protocol):
-    """Spans that sleep. Every method may be called while others read; none but `open` raises."""
+    """A set of spans. Methods may be called while other threads read; only `open` raises."""
 
-    name: str  # the tier's
-    max_keys: int  # keys of a span
-    write_through: bool  # whether it wants everything as soon as it is computed, or what the pool gives up
+    name: str  # of its tier
+    max_keys: int  # most keys of a span
+    write_through: bool  # True: it takes pages when they are computed. False: when the pool evicts them
 
     def find(self, key: bytes) -> tuple[Span, int] | None:
-        """The span that has the key, and which of its keys it is."""
+        """Return the span that has the key, and the key's index in it."""
         ...
 
     def touch(self, spans: Sequence[Span]) -> None:
-        """Somebody wanted them."""
+        """Record a use of these spans."""
         ...
 
     def contains(self, key: bytes) -> bool:
-        """Whether somebody has the key, or will soon."""
+        """Whether a span has the key, or a span that is being written will have it."""
         ...
 
     def accepts(self, size: int) -> bool:
-        """Whether it would keep a span of so many bytes."""
+        """Whether the store would take a span of this many bytes now."""
         ...
 
     def put(self, span: Span, data: Bytes, replaces: Span | None = None) -> None:
-        """Keep a span, now or in the background, `instead` of another with its keys; `data` [span.size] is given away.
+        """Keep a span, now or in the background. The store owns `data` [span.size] from here on.
 
-        Who reads the other goes on.
+        It takes the place of `replaces`, a span with the same keys. Open readers of that one go on.
         """
         ...
 
     def open(self, span: Span) -> SpanReader:
-        """Its bytes, whatever becomes of it meanwhile. Raises OSError."""
+        """Open a span for reading; it stays readable if the store evicts it. Raises OSError."""
         ...
 
     def delete(self, span: Span, is_corrupted: bool = False) -> None:
-        """It is not kept any more."""
+        """Remove a span."""
         ...
 
     def stats(self) -> dict[str, Any]:
-        """What there is and what happened, for people: spans, bytes, capacity, and counts since it was opened."""
+        """Return spans, bytes and capacity, and the counts of events since the store was opened."""
         ...
 
     def sync(self) -> None:
-        """Wait until everything that was kept is where it stays."""
+        """Wait until all spans that were put are written."""
         ...
 
     def close(self) -> None:
-        """Finish what was begun and let others open it."""
+        """Finish pending work and release the store."""
         ...
-
-
-class SpanReader(Protocol):
-    """An open span. Raises OSError where it cannot be read, and Damaged where it is not what was kept."""
-
-    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
-        """Of one of its layers, [end - begin, row_bytes]; good until this thread reads again."""
-        ...
-
-    def read_metadata(self) -> Bytes:
-        """Good until this thread reads again."""
-        ...
-
-    def close(self) -> None:
-        """It is not read any more."""
-        ...
-
-
-class CorruptionError(OSError):
-    """What was read is not what was written."""
 
 
 @dataclass(frozen=True)
 class SpanRange:
-    """Some keys of a span, from `begin` to `end`: as many rows of each of its layers. Of windows: all rows."""
+    """Pages `begin` to `end` of a span: that many blocks of each layer, or all blocks of a span of windows."""
 
     store: Store
     span: Span
@@ -166,7 +166,7 @@ class SpanRange:
 
 @dataclass(frozen=True)
 class ReadJob:
-    """Rows of one layer of a span that are to come into pages [rows, G], from position `first` of the text on."""
+    """Blocks of one layer of a span, to be read into pages [blocks, G] for the text from `start_position` on."""
 
     store: Store
     span: Span
@@ -174,3 +174,8 @@ class ReadJob:
     start_block: int
     pages: Ints
     start_position: int
+
+
+def alloc_aligned(size: int) -> Bytes:
+    """Allocate zeroed bytes at an address that is a multiple of IO_ALIGNMENT."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]

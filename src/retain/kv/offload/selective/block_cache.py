@@ -1,7 +1,7 @@
-"""Rows of spans on a disk that are kept in memory too: wanted often, and looked at much (IMPRESS, FAST'25).
+"""A cache in memory for blocks of spans on a disk (IMPRESS, FAST'25).
 
-Where only what is important is loaded, no page of it may go into the pool's tree, for other texts want other tokens; so
-what would be read again and again is kept here as it was read. What is not known here: what rows are for.
+With selective loading, a row's pages must not enter the prefix tree, because other texts select other tokens. Blocks
+that would be read again and again are therefore kept here, as they were read.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retain.kv.offload.index import SpanIndex
 from retain.kv.offload.span import Span, SpanReader
-from retain.types import Bytes
+from retain.types import Bytes, Floats
 
-METADATA_LAYER = 2**31 - 1  # as a layer
+METADATA_LAYER = 2**31 - 1  # the layer number of metadata in keys
 
 
 class BlockCache:
-    """Rows in memory. `by`: who goes first where there is no room: `lru`, `lfu`, or `worth`: the lowest product of how
-    often its span was wanted and its share of what was looked at; what is worth less than all others does not come.
+    """Blocks in memory, each in the index as a span of one key. See SpanIndex for `replacement`.
+
+    Under `worth`, a block counts the uses of its span on the disk, and a block worth less than all others is not kept.
     """
 
     def __init__(self, capacity: int, replacement: str):
@@ -30,78 +30,76 @@ class BlockCache:
         self.counts = {"found": 0, "missed": 0, "evicted": 0}
 
     def get(self, key: bytes, hits: int, attention_share: float) -> Bytes | None:
-        """A row that is here. `hits`: how often its span was wanted."""
+        """Return a cached block, or None. `hits` are the uses of its span."""
         with self._lock:
-            there = self.span_index.find(key)
-            self.counts["found" if there else "missed"] += 1
-            if not there:
+            found = self.span_index.find(key)
+            self.counts["found" if found else "missed"] += 1
+            if not found:
                 return None
-            span = there[0]
-            self.span_index.touch([span])
+            entry = found[0]
+            self.span_index.touch([entry])
             if self.span_index.replacement == "worth":
-                span.hits, span.attention_share = hits, attention_share
-            return span.data
+                entry.hits, entry.attention_share = hits, attention_share
+            return entry.data
 
     def put(self, key: bytes, block: Bytes, hits: int, attention_share: float) -> None:
-        """One more row, if it is worth it."""
-        span = Span(
-            (key,),
-            (1,),
-            len(block),
+        """Copy a block into the cache, unless what would be evicted is worth more."""
+        entry = Span(
+            keys=(key,),
+            num_blocks=(1,),
+            block_bytes=len(block),
             hits=hits if self.span_index.replacement == "worth" else 1,
             attention_share=attention_share,
         )
         with self._lock:
-            if (
-                self.span_index.find(key)
-                or (gone := self.span_index.make_room(span.size, self.span_index.priority(span))) is None
-            ):
+            if self.span_index.find(key):
                 return
-            self.counts["evicted"] += len(gone)
-            span.data = block.copy()
-            self.span_index.add(span)
+            victims = self.span_index.make_room(entry.size, self.span_index.priority(entry))
+            if victims is None:
+                return
+            self.counts["evicted"] += len(victims)
+            entry.data = block.copy()
+            self.span_index.add(entry)
 
     def stats(self) -> dict[str, Any]:
-        """For people."""
+        """Return the statistics of the cache, which stands for the RAM tier."""
         return {"tier": "ram", **self.span_index.stats(), **self.counts}
 
 
 class CachedReader:
-    """See `tiers.Reader`: what is hot does not have to be read. `number` names the span as it lies on the disk now."""
+    """Reads a span through a block cache. `file_number` identifies the span's present bytes on the disk."""
 
     def __init__(self, reader: SpanReader, block_cache: BlockCache, span: Span, file_number: int):
         self.reader, self.block_cache, self.span, self.file_number = reader, block_cache, span, file_number
-        self.attention_shares: NDArray[np.float32] | None = None  # [M, n] of what was looked at, beside the average
+        self.attention_shares: Floats | None = None  # of each block [M, n], relative to the average
 
-    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
-        found = [
+    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
+        """Read blocks of a layer: the cached ones from memory, the rest in one read, which may span cached ones."""
+        blocks = [
             self.block_cache.get(self._block_key(layer, i), self.span.hits, self._attention_share(layer, i))
             for i in range(begin, end)
         ]
-        if all(row is not None for row in found):
-            return np.stack([row for row in found if row is not None])
-        missing = [i for i, row in enumerate(found) if row is None]
-        first, last = missing[0], missing[-1] + 1  # in one go: what is between comes along
-        read = self.reader.read_blocks(layer, begin + first, begin + last).copy()
-        for i in missing:
-            self.block_cache.put(
-                self._block_key(layer, begin + i),
-                read[i - first],
-                self.span.hits,
-                self._attention_share(layer, begin + i),
-            )
-        whole = [row for row in (*found[:first], *read, *found[last:]) if row is not None]
-        return np.stack(whole)
+        missing = [i for i, block in enumerate(blocks) if block is None]
+        if missing:
+            first, last = missing[0], missing[-1] + 1
+            read = self.reader.read_blocks(layer, begin + first, begin + last).copy()
+            for i in missing:
+                share = self._attention_share(layer, begin + i)
+                self.block_cache.put(self._block_key(layer, begin + i), read[i - first], self.span.hits, share)
+            blocks[first:last] = read
+        return np.stack([block for block in blocks if block is not None])
 
-    def read_metadata(self) -> Bytes:  # noqa: D102
+    def read_metadata(self) -> Bytes:
+        """Read the metadata, from memory if it is cached."""
         key = self._block_key(METADATA_LAYER, 0)
-        found = self.block_cache.get(key, self.span.hits, 1.0)
-        if found is None:
-            found = self.reader.read_metadata()
-            self.block_cache.put(key, found, self.span.hits, 1.0)
-        return found
+        metadata = self.block_cache.get(key, self.span.hits, 1.0)
+        if metadata is None:
+            metadata = self.reader.read_metadata()
+            self.block_cache.put(key, metadata, self.span.hits, 1.0)
+        return metadata
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
+        """Close the span."""
         self.reader.close()
 
     def _block_key(self, layer: int, block: int) -> bytes:

@@ -1,8 +1,8 @@
-"""Tiers: where pages sleep that the pool has no room for, or that shall outlive the process. One tier is one file here,
-found by its name: `parse("disk:path=store,capacity=50GiB")`.
+"""Tiers: where pages go that the pool has no room for, or that must outlive the process.
 
-A file defines `class Tier`, a frozen dataclass whose fields are its options on the command line, with `open()`, which
-gives a `Store`. What is not known here: texts, requests, what K and V look like.
+A tier is one file of this package, selected by its name: `parse("disk:path=store,capacity=50GiB")`. The file defines
+`class Tier`, a frozen dataclass whose fields are the tier's options. Its method `open()` returns a `Store`.
+Does not depend on: texts, requests, the layout of K and V.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from retain.plugins import load_plugin, parse_spec, plugin_names
 
 
 class Tier(Protocol):
-    """What can be chosen of a tier."""
+    """The options of a tier."""
 
     def open(self) -> Store:
-        """The store. Raises ValueError where it cannot be used, OSError where it cannot be reached."""
+        """Open the store. Raises ValueError if it must not be used, and OSError if it cannot be opened."""
         ...
 
 
 def names() -> list[str]:
-    """The tiers in this folder."""
+    """Return the names of all tiers."""
     return plugin_names(__name__)
 
 
 def parse_all(specs: Sequence[str]) -> list[Tier]:
-    """The tiers that these texts name, one of each. Raises ValueError."""
-    named = [parse_spec(text)[0] for text in specs]
-    if twice := [name for name in named if named.count(name) > 1]:
-        raise ValueError(f"tier {twice[0]!r} is named twice: give one of each")
-    return [parse(text) for text in specs]
+    """Parse the specs of several tiers, of different names. Raises ValueError."""
+    named = [parse_spec(spec)[0] for spec in specs]
+    if repeated := [name for name in named if named.count(name) > 1]:
+        raise ValueError(f"tier {repeated[0]!r} is named twice: give one of each")
+    return [parse(spec) for spec in specs]
 
 
 def parse(spec: str) -> Tier:
-    """The tier that a text names. Raises ValueError with what is allowed."""
+    """Parse the spec of a tier. Raises ValueError that says what is allowed."""
     tier: Tier = load_plugin(__name__, "Tier", "tier", spec)
     return tier
