@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ from xxhash import xxh3_64_intdigest
 
 from retain.kv.offload.span import Span
 from retain.types import Bytes
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 KEY_BYTES = 16
@@ -225,6 +228,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
                 raise
             if isinstance(error, sqlite3.OperationalError):
                 raise OSError(f"the index of the store {path} cannot be opened: {error}") from None
+            log.warning("the index of the store %s is corrupt and starts empty: %s", path, error)
             for name in ("index.db", "index.db-wal", "index.db-shm"):
                 (path / name).unlink(missing_ok=True)
     raise OSError(f"the index of the store {path} cannot be created")
