@@ -1,4 +1,4 @@
-"""The pages that sliding-window layers hold at one position of a text."""
+"""The pages of sliding layers at one position of a text, from where other texts can go on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from retain.types import Ints
 
 @dataclass(frozen=True)
 class SlidingWindows:
-    """Pages of the sliding layers, for each layer [G, n] from page `first_pages` of the text on.
+    """Pages [G, n] of each sliding layer, from page `first_pages[i]` of the text on.
 
-    Only texts that continue at `min_resume_position` or later can use them: older slots may be overwritten.
+    A text can resume from position `min_resume_position` or later.
     """
 
     first_pages: tuple[int, ...]
