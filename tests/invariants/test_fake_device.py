@@ -21,7 +21,7 @@ from retain.kernels import triton
 from retain.processing.grammar import grammar_from_lark
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import make_engine, make_request, run_to_completion
-from tests.invariants.test_tiers import disk
+from tests.helpers.tiers import disk_spec as disk
 
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 GREEDY_SHORT = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3)
