@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scene import AttentionCase, torch_threads
+from tests.helpers.attention_case import AttentionCase, torch_threads
 
 from retain.kernels import cpu
 from retain.kernels.api import NO_WINDOW, Tables

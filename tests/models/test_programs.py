@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from test_families import CASES, Changes
+from tests.models.test_families import CASES, Changes
 from torch import Tensor
 
 from retain import kernels, models

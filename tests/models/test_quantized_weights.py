@@ -117,9 +117,9 @@ def test_what_is_exact_stays_exact(make: type) -> None:
     """Steps of 1: also from bfloat16, and from a matrix that does not lie row by row."""
     x = (torch.arange(64 * 64).reshape(64, 64) * 7 % 16).float()
     x[:, ::32], x[:, 1::32] = 0, 15 if make is quantize_int4 else 127
-    assert torch.equal(make(x).dense(), x)
-    assert torch.equal(make(x.bfloat16()).dense(), x)
-    assert torch.equal(make(x.T.contiguous().T).dense(), x)
+    assert torch.equal(make(x).dequantize(), x)
+    assert torch.equal(make(x.bfloat16()).dequantize(), x)
+    assert torch.equal(make(x.T.contiguous().T).dequantize(), x)
 
 
 @pytest.mark.parametrize(("make", "large"), [(quantize_int4, 1e6), (quantize_int8, 1e7)])
@@ -137,7 +137,7 @@ def test_what_cannot_be_quantised_is_refused(make: type, large: float) -> None:
 @pytest.mark.parametrize("kind", [Tensor.clone, quantize_int4, quantize_int8])
 def test_rows(kind: type) -> None:
     x = kind(random_matrix(6, 64))
-    dense = x if isinstance(x, Tensor) else x.dense()
+    dense = x if isinstance(x, Tensor) else x.dequantize()
     for index in ([3, 0, 5], [1, 1], [], list(range(6))):
         picked = select_rows(x, torch.tensor(index, dtype=torch.int64))
         assert type(picked) is type(x)
@@ -179,4 +179,4 @@ def test_a_stack_of_two_kinds_is_of_the_widest() -> None:
     for parts in ([four, dense], [dense, eight, four]):
         whole = concat_rows(parts)
         assert isinstance(whole, Tensor) and whole.dtype == torch.bfloat16
-        assert torch.equal(whole, torch.cat([m if isinstance(m, Tensor) else m.dense(torch.bfloat16) for m in parts]))
+        assert torch.equal(whole, torch.cat([m if isinstance(m, Tensor) else m.dequantize(torch.bfloat16) for m in parts]))
