@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW, Tables

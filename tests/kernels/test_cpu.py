@@ -1,4 +1,4 @@
-"""Properties of the cpu backend alone: bits that depend on nothing else, lazy memory, one OpenMP runtime, plain errors."""
+"""Properties of the cpu backend alone: bits that depend on nothing else, lazy memory, one OpenMP, plain errors."""
 
 from __future__ import annotations
 
