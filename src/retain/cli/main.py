@@ -139,8 +139,8 @@ def serve(args: argparse.Namespace) -> int:
     except ImportError:
         raise ValueError("serving needs more packages: pip install 'retain[serve]'") from None
     from retain.server import auth
-    from retain.server.admission import Limits
-    from retain.server.launch import ServerConfig, serve
+    from retain.server.config import Limits, ServerConfig
+    from retain.server.launch import serve
 
     if not hasattr(args, "model"):
         raise ValueError("which model? give --model")
@@ -150,11 +150,11 @@ def serve(args: argparse.Namespace) -> int:
         served_model_name=args.name or Path(args.model).stem,
         api_keys=auth.load_api_keys(Path(args.api_keys) if args.api_keys else None, os.environ),
         limits=Limits(**given_args(args, LIMIT_ARGS)),
-        cors_origins=args.cors or (),
-        drafters=list(dict.fromkeys([*(args.drafter or []), "ngram", "self"])),
+        allowed_origins=tuple(args.cors or ()),
+        allowed_drafters=tuple(dict.fromkeys([*(args.drafter or []), "ngram", "self"])),
         enable_inspector=args.inspect,
         metrics_prefix=args.metrics_prefix,
-        shutdown_timeout=args.drain_s,
+        drain_timeout=args.drain_s,
     )
     serve(lambda: load_llm(args)[0], place)
     return 0
