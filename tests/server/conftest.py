@@ -1,4 +1,4 @@
-"""Servers of SmolLM2, each in a thread: two that all tests share, and others with options of their own."""
+"""Servers in threads: three that all tests share, and others with options of their own."""
 
 import asyncio
 import threading
@@ -65,8 +65,8 @@ def assert_nothing_leaked(server: GracefulServer) -> None:
     engine, admission = server.service.llm.engine, server.service.admission
     wait_until(lambda: not engine.has_unfinished_requests and not admission.num_in_flight, 60)
     cache.check()
-    if cache.prefix_cache:
-        cache.prefix_cache.tree.unpin_all()
+    if cache.prefix_cache.enabled:
+        cache.prefix_cache.unpin_all()
     assert cache.free_pages == cache.total_pages and cache.free_rows == server.service.llm.config.max_running_requests
     assert admission.num_in_flight == 0
 
@@ -95,27 +95,30 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+def run_tiny_server(**server_options: Any) -> AbstractContextManager[GracefulServer]:
+    """Run a server of a tiny model with random weights and a tokenizer of bytes, for tests that ignore the text."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    engine_options = {"kv_memory": "64MiB", "dtype": "float32"}
+    engine_options |= server_options.pop("engine_options", {})
+    return run_server("random:tiny", engine_options, template, **server_options)
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[GracefulServer]:
+    """A server of SmolLM2."""
     with run_server(limits=Limits(max_output_tokens=250)) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def tiny_server() -> Iterator[GracefulServer]:
-    """A server of a tiny model with random weights and a tokenizer of bytes, where the generated text is irrelevant."""
     with run_tiny_server() as running:
         yield running
 
 
-def run_tiny_server(**server_options: Any) -> AbstractContextManager[GracefulServer]:
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    return run_server("random:tiny", {"kv_memory": "64MiB", "dtype": "float32"}, template, **server_options)
-
-
 @pytest.fixture(scope="session")
 def secured_server() -> Iterator[GracefulServer]:
-    """A server with API keys, the inspector and tight limits."""
+    """A tiny server with API keys, the inspector and tight limits."""
     limits = Limits(
         max_queued_requests=2,
         max_requests_per_key=4,
@@ -125,7 +128,8 @@ def secured_server() -> Iterator[GracefulServer]:
         upload_timeout=0.5,
         max_pin_seconds=60.0,
     )
-    engine_options = {**ENGINE_OPTIONS, "max_running_requests": 2, "kv_memory": "256MiB"}
     api_keys = ApiKeys({**API_KEYS, **INSPECTOR_API_KEYS})
-    with run_server(engine_options=engine_options, api_keys=api_keys, limits=limits, enable_inspector=True) as running:
+    with run_tiny_server(
+        engine_options={"max_running_requests": 2}, api_keys=api_keys, limits=limits, enable_inspector=True
+    ) as running:
         yield running

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,12 +17,6 @@ STORY = "Once upon a time there was a lamp that nobody could put out, and the pe
 def post(server, **fields):
     body = {"model": "smollm2", "prompt": STORY, "max_tokens": 4, "ignore_eos": True, **fields}
     return HTTP.post(f"{server.url}/completions", json=body)
-
-
-@pytest.fixture
-def set_limits(server, monkeypatch):
-    """Change limits of the shared server for one test."""
-    return lambda **limits: monkeypatch.setattr(server.service, "limits", replace(server.service.limits, **limits))
 
 
 @pytest.mark.parametrize(
@@ -44,9 +39,9 @@ def test_extreme_policy_options_do_not_break_the_engine(tiny_server, policy):
     assert post(tiny_server).status_code == 200
 
 
-def test_failing_fork_fails_only_its_request(server, monkeypatch):
+def test_failing_fork_fails_only_its_request(tiny_server, monkeypatch):
     """The second choice of a prompt starts as a fork of the first, and its first commit raises."""
-    cache, commit = server.service.llm.cache, server.service.llm.cache.commit
+    cache, commit = tiny_server.service.llm.cache, tiny_server.service.llm.cache.commit
     calls = []
 
     def fail(row, num_computed_tokens, num_uncomputed_tokens):
@@ -56,9 +51,9 @@ def test_failing_fork_fails_only_its_request(server, monkeypatch):
         commit(row, num_computed_tokens, num_uncomputed_tokens)
 
     monkeypatch.setattr(cache, "commit", fail)
-    assert post(server, n=2).status_code == 500
+    assert post(tiny_server, n=2).status_code == 500
     monkeypatch.undo()
-    assert post(server, n=2).status_code == 200 and server.service.engine_thread.fatal_error is None
+    assert post(tiny_server, n=2).status_code == 200 and tiny_server.service.engine_thread.fatal_error is None
 
 
 def test_engine_thread_failure_is_reported(monkeypatch):
@@ -79,37 +74,45 @@ def test_engine_thread_failure_is_reported(monkeypatch):
             service.llm.engine.cancel(request)
 
 
-def test_cancelled_call_does_not_block_others(server):
+def test_cancelled_call_does_not_block_others(tiny_server):
     hold = threading.Event()
-    first = run_in_engine_thread(server, hold.wait)
-    second = run_in_engine_thread(server, lambda: 1)
+    first = run_in_engine_thread(tiny_server, hold.wait)
+    second = run_in_engine_thread(tiny_server, lambda: 1)
     second.cancel()
     hold.set()
-    assert first.result(60) and run_in_engine_thread(server, lambda: 2).result(60) == 2
-    assert post(server).status_code == 200
+    assert first.result(60) and run_in_engine_thread(tiny_server, lambda: 2).result(60) == 2
+    assert post(tiny_server).status_code == 200
 
 
-def test_failing_observer_is_ignored(server, monkeypatch):
+def test_failing_observer_is_ignored(tiny_server, monkeypatch):
     for name in ("on_request", "on_step", "on_finish"):
-        monkeypatch.setattr(server.service.engine_thread.observers[0], name, lambda *_: 1 / 0)
-    assert post(server).status_code == 200
+        monkeypatch.setattr(tiny_server.service.engine_thread.observers[0], name, lambda *_: 1 / 0)
+    assert post(tiny_server).status_code == 200
 
 
-def test_rejected_requests_are_not_tracked(server, set_limits, monkeypatch):
-    inspector = Inspector(server.service.llm)
-    monkeypatch.setattr(server.service.engine_thread, "observers", [inspector])
-    set_limits(max_output_tokens=None)
+def test_rejected_requests_are_not_tracked(tiny_server, monkeypatch):
+    inspector = Inspector(tiny_server.service.llm)
+    monkeypatch.setattr(tiny_server.service.engine_thread, "observers", [inspector])
     for _ in range(3):
-        assert post(server, max_tokens=100_000).status_code == 400
-    run_in_engine_thread(server, lambda: None).result(60)
+        assert post(tiny_server, max_tokens=100_000).status_code == 400
+    run_in_engine_thread(tiny_server, lambda: None).result(60)
     assert not inspector.live
 
 
-@pytest.mark.slow
-def test_request_timeout(server, set_limits):
-    set_limits(request_timeout=1.0, max_output_tokens=None)
-    assert post(server, max_tokens=1700).status_code == 408
-    text = post(server, max_tokens=1700, stream=True).text
+def test_request_timeout(tiny_server, monkeypatch):
+    """A response of 1000 slow steps ends at the timeout: full with 408, streamed with an error event."""
+    service = tiny_server.service
+    runner = service.llm.engine.runner
+    forward = runner.forward
+
+    def forward_slowly(batch):
+        time.sleep(0.02)
+        return forward(batch)
+
+    monkeypatch.setattr(runner, "forward", forward_slowly)
+    monkeypatch.setattr(service, "limits", replace(service.limits, request_timeout=0.4))
+    assert post(tiny_server, max_tokens=1000).status_code == 408
+    text = post(tiny_server, max_tokens=1000, stream=True).text
     assert text.count("data: {") > 3 and '"timeout_error"' in text.splitlines()[-2] and "[DONE]" not in text
 
 
@@ -129,9 +132,9 @@ def nested_json(depth):
         ),
     ],
 )
-def test_deeply_nested_body_is_rejected(server, path, body):
+def test_deeply_nested_body_is_rejected(tiny_server, path, body):
     headers = {"Content-Type": "application/json"}
-    response = HTTP.post(f"{server.url}{path}", content=body, headers=headers)
+    response = HTTP.post(f"{tiny_server.url}{path}", content=body, headers=headers)
     assert response.status_code == 400, response.text
 
 
@@ -148,7 +151,7 @@ def request_pattern(server, pattern, **fields):
 @pytest.mark.slow
 def test_incomplete_object_is_never_returned_as_complete(server):
     """llguidance gives up on some expressions; half of an object must not pass for a whole one."""
-    response = request_pattern(server, "((a{1,30}){1,30}){1,30}", max_tokens=200)
+    response = request_pattern(server, "((a{1,30}){1,30}){1,30}", max_tokens=100)
     if response.status_code == 200:
         (choice,) = response.json()["choices"]
         assert choice["finish_reason"] == "length" or choice["message"]["content"].endswith('"')
@@ -166,15 +169,15 @@ def test_grammar_failure_is_an_error(tiny_server, monkeypatch, stream):
     assert response.status_code == (200 if stream else 400)
 
 
-def test_cached_tokens_with_n(server):
+def test_cached_tokens_with_n(tiny_server):
     fields = {"prompt": STORY + "several", "temperature": 0}
-    post(server, **fields)
-    responses = [post(server, **fields, n=n).json() for n in (1, 2)]
+    post(tiny_server, **fields)
+    responses = [post(tiny_server, **fields, n=n).json() for n in (1, 2)]
     one, two = (response["usage"]["prompt_tokens_details"]["cached_tokens"] for response in responses)
     assert one == two > 100
 
 
-def test_echo_logprobs_with_n(server):
-    choices = post(server, prompt="The sea is wide", echo=True, logprobs=1, n=2, seed=1).json()["choices"]
+def test_echo_logprobs_with_n(tiny_server):
+    choices = post(tiny_server, prompt="The sea is wide", echo=True, logprobs=1, n=2, seed=1).json()["choices"]
     first, second = (c["logprobs"]["token_logprobs"][:4] for c in choices)
     assert first[0] is second[0] is None and first[1:] == pytest.approx(second[1:], abs=1e-4)

@@ -101,7 +101,7 @@ class EngineThread:
         def command() -> None:
             self.closed_error = EngineError(SHUTTING_DOWN, 503)
             started = {
-                group for r, (group, _) in self._group_of_request.items() if r.row is not None or r.first_token_time
+                group for r, (group, _) in self._group_of_request.items() if r.row is not None or r.stats.first_token_time
             }
             waiting = self._groups() - started
             log.info("draining: %d requests running, %d rejected", len(started), len(waiting))
@@ -194,8 +194,9 @@ class EngineThread:
     def _pin_prompt(self, group: RequestGroup, request: Request) -> None:
         """Pin the prompt of a group's first sampled request, if the client wants it pinned."""
         prefix_cache = self.llm.cache.prefix_cache
-        if group.pin_s and prefix_cache:
-            group.num_pinned_tokens = prefix_cache.pin(request.policy, request.prompt, request.salt, group.pin_s)
+        if group.pin_s and prefix_cache.enabled:
+            salt = request.input.salt
+            group.num_pinned_tokens = prefix_cache.pin(request.policy, request.prompt, salt, group.pin_s)
             group.pin_s = 0
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:
@@ -210,6 +211,8 @@ class EngineThread:
         if self.closed_error:
             raise self.closed_error
         requests = group.requests
+        for state in group.request_states:
+            self.llm.output_processor.register(state)
         self._engine.add(*requests)
         self._group_of_request |= {request: (group, index) for index, request in enumerate(requests)}
         for request in requests:
@@ -237,7 +240,8 @@ class EngineThread:
         """
         scheduler = self._engine.scheduler
         suspects = set(scheduler.running) or set(scheduler.waiting[:1])
-        known = {r for queued in (*suspects, *scheduler.waiting) for r in (queued, *queued.prompt_sharers)}
+        followers = self._engine.sharing.followers
+        known = {r for queued in (*suspects, *scheduler.waiting) for r in (queued, *followers(queued))}
         failed = {group for r, (group, _) in self._group_of_request.items() if r in suspects or r not in known}
         log.warning("engine step failed: %d requests fail", len(failed), exc_info=error)
         for group in failed:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from retain.engine.request import Request
-from retain.kv.stats.pool import collect_pool_stats, count_evicted_slots, count_ring_overwrites
+from retain.kv.prefix.cache import PrefixCache
 from retain.llm import LLM
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -83,7 +83,7 @@ class Metrics:
             if last_output:
                 self.itl.observe((now - last_time) / max(num_output - last_output, 1))
             else:
-                self.ttft.observe(request.first_token_time - request.arrival_time)
+                self.ttft.observe(request.stats.first_token_time - request.stats.arrival_time)
             self._last_sample[request] = now, num_output
             num_new += num_output - last_output
         self.generation_tokens.inc(num_new)
@@ -92,25 +92,25 @@ class Metrics:
         """Record the totals of a request that finished, failed or was cancelled."""
         assert request.finish_reason
         self.finished_requests.labels(request.finish_reason.value).inc()
-        self.preemptions.inc(request.num_preemptions)
-        self.prompt_tokens.inc(len(request.prompt) if request.first_token_time else request.num_computed_tokens)
-        self.draft_tokens.inc(sum(request.spec_decode_stats.num_drafted_per_position))
-        self.accepted_tokens.inc(sum(request.spec_decode_stats.num_accepted_per_position))
-        self.num_ring_overwrites += count_ring_overwrites(self.llm.cache, request.policy, request.num_computed_tokens)
+        self.preemptions.inc(request.stats.num_preemptions)
+        self.prompt_tokens.inc(len(request.prompt) if request.stats.first_token_time else request.num_computed_tokens)
+        self.draft_tokens.inc(sum(request.stats.spec_decode.num_drafted_per_position))
+        self.accepted_tokens.inc(sum(request.stats.spec_decode.num_accepted_per_position))
+        self.num_ring_overwrites += self.llm.cache.ring_overwrites(request.policy, request.num_computed_tokens)
         self.request_prompt_tokens.observe(len(request.prompt))
-        if request.first_token_time:
+        if request.stats.first_token_time:
             num_output = len(request.output_tokens)
             self.request_generation_tokens.observe(num_output)
-            self.e2e_latency.observe(request.finish_time - request.arrival_time)
+            self.e2e_latency.observe(request.stats.finish_time - request.stats.arrival_time)
             if num_output > 1:
-                self.tpot.observe((request.finish_time - request.first_token_time) / (num_output - 1))
+                self.tpot.observe((request.stats.finish_time - request.stats.first_token_time) / (num_output - 1))
 
     # ---- at each scrape ------------------------------------------------------------------------------------------
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         prefix_cache = self.llm.cache.prefix_cache
-        while prefix_cache and prefix_cache.tree.evictions:
+        while isinstance(prefix_cache, PrefixCache) and prefix_cache.tree.evictions:
             record = prefix_cache.tree.evictions.popleft()
             self.eviction_age.observe(record.age)
             self.eviction_idle.observe(record.idle)
@@ -119,7 +119,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the state of the scheduler, the pool and the tiers (a prometheus_client collector)."""
-        cache, scheduler, stats = self.llm.cache, self.llm.engine.scheduler, collect_pool_stats(self.llm.cache)
+        cache, scheduler, stats = self.llm.cache, self.llm.engine.scheduler, self.llm.cache.pool_stats()
         yield self._gauge("num_requests_running", "Running requests", len(scheduler.running))
         yield self._gauge("num_requests_waiting", "Waiting requests", len(scheduler.waiting))
         usage = 1 - cache.free_pages / max(cache.total_pages, 1)
@@ -130,7 +130,7 @@ class Metrics:
         yield self._gauge("page_bytes", "Bytes of a page", stats.page_bytes)
         hits = "Prompt tokens served from the prefix cache"
         yield self._counter("prefix_cache_hits", hits, stats.prefix_hit_tokens, "tier")
-        evicted = {**count_evicted_slots(cache), "ring": self.num_ring_overwrites}
+        evicted = {**cache.evicted_slots(), "ring": self.num_ring_overwrites}
         yield self._counter("evicted_slots", "Evicted slots", evicted, "policy")
         yield from self._collect_tiers(stats.tier_stats, stats.page_bytes)
 

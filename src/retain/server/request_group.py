@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from retain.desk import RequestOutputState
 from retain.engine.request import FinishReason, Logprob, Request
+from retain.processing.output import RequestOutputState
 
 
 class EngineError(Exception):

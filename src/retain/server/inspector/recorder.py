@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from retain.engine.request import Request
 from retain.kv.eviction import policies
 from retain.kv.stats.attention_trace import AttentionTrace
-from retain.kv.stats.pool import PAGE_STATES, classify_pages, collect_pool_stats
+from retain.kv.stats.pool import PAGE_STATES
 from retain.llm import LLM
 
 MAX_LIVE, MAX_FINISHED = 16, 16
@@ -74,7 +74,7 @@ class Inspector:
     def get_state(self, key_name: str) -> dict[str, Any]:
         """Return the state of the engine and a summary of this key's requests."""
         cache, scheduler = self.llm.cache, self.llm.engine.scheduler
-        stats, (page_states, page_rows) = collect_pool_stats(cache), classify_pages(cache)
+        stats, (page_states, page_rows) = cache.pool_stats(), cache.classify_pages()
         tracked = self._requests_of_key(key_name)
         request_id_of_row = {t.request.row: t.request.id for t in tracked if t.request.row is not None}
         return {
@@ -93,7 +93,7 @@ class Inspector:
             "prefix_hits": stats.prefix_hit_tokens,
             "layers": self.llm.spec.num_layers,
             "heads": self.llm.spec.num_kv_heads,
-            "windows": [None if w > 2**30 else int(w) for w in cache.windows(self.llm.policy)],
+            "windows": [None if w > 2**30 else int(w) for w in cache.planner.windows(self.llm.policy)],
         }
 
     def get_request_detail(self, request_id: int, key_name: str, layer: int | None) -> dict[str, Any] | None:
@@ -106,7 +106,7 @@ class Inspector:
             return None
         request, trace = tracked.request, tracked.attention_trace
         if request.row is not None and request.num_computed_tokens:
-            trace.record(self.llm.cache, request.row, request.num_computed_tokens)
+            trace.record(self.llm.cache.tables, request.row, request.num_computed_tokens)
         for token in request.tokens[len(tracked.token_texts) :]:
             tracked.token_texts.append(self.llm.tokenizer.token_bytes(token).decode(errors="replace"))
         mass, kept = trace.scores(layer)
@@ -137,7 +137,7 @@ class Inspector:
     def _summarize(self, tracked: TrackedRequest) -> dict[str, Any]:
         request = tracked.request
         state = "waiting" if request.row is None else "running"
-        num_pages = request.num_final_pages
+        num_pages = request.stats.num_final_pages
         if request.finish_reason:
             state = request.finish_reason.value
         elif request.row is not None:
@@ -149,11 +149,11 @@ class Inspector:
             "num_prompt_tokens": len(request.prompt),
             "num_tokens": len(request.tokens),
             "num_computed_tokens": request.num_computed_tokens,
-            "num_cached_tokens": request.num_cached_tokens,
-            "num_preemptions": request.num_preemptions,
+            "num_cached_tokens": request.stats.num_cached_tokens,
+            "num_preemptions": request.stats.num_preemptions,
             "state": state,
             "num_pages": num_pages,
-            "num_system_tokens": request.num_system_tokens,
+            "num_system_tokens": request.input.num_system_tokens,
         }
 
 

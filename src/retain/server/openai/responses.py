@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from retain.engine.request import FinishReason, Logprob
-from retain.processing import Tokenizer
+from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.tool_parser import ParsedToolCall, ToolParser
 from retain.server.request_group import OutputDelta
 

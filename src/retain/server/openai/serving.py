@@ -12,11 +12,12 @@ from typing import Any
 
 from starlette.responses import Response
 
-from retain.desk import GenerateRequest, RequestOutputState
 from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.kv.eviction import policies
 from retain.llm import LLM
 from retain.processing import grammar
+from retain.processing.input import GenerateRequest
+from retain.processing.output import RequestOutputState
 from retain.server.admission import AdmissionControl
 from retain.server.auth import ApiKey
 from retain.server.config import Limits
@@ -51,7 +52,7 @@ class OpenAIServing:
     """Serves one model under one name. `drafters` are those that requests may select."""
 
     def __init__(self, llm: LLM, engine_thread: EngineThread, limits: Limits, model_name: str, drafters: Sequence[str]):
-        self.llm, self.processor, self.engine_thread = llm, llm.processor, engine_thread
+        self.llm, self.engine_thread = llm, engine_thread
         self.limits, self.model_name, self.drafters = limits, model_name, list(drafters)
         self.admission = AdmissionControl(limits, llm.config.max_running_requests)
         self.created = int(time())
@@ -136,7 +137,7 @@ class OpenAIServing:
 
     def prepare_completion(self, body: CompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a completion of each prompt. Raises APIError or ValueError."""
-        prompts, n, echo = [self.processor.encode(p) for p in body.prompts], body.n or 1, bool(body.echo)
+        prompts, n, echo = [self.llm.encode(p) for p in body.prompts], body.n or 1, bool(body.echo)
         requested = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         requests = []
         for ids in prompts:
@@ -183,7 +184,7 @@ class OpenAIServing:
         policy = policies.parse(body.kv_policy) if body.kv_policy else None
         fits = 1  # for a prompt that is too long, which the processor rejects
         if num_prompt_tokens < self.llm.max_model_len:
-            fits = self.processor.max_output_tokens(num_prompt_tokens, policy)
+            fits = self.llm.input_processor.max_output_tokens(num_prompt_tokens, policy)
         return min(x for x in (requested, limit, fits) if x is not None)
 
     # ---- submission ----------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ class OpenAIServing:
 
     def _process(self, prepare: Callable[[], Prepared]) -> tuple[list[RequestOutputState], ResponseBuilder]:
         requests, builder = prepare()
-        return [state for request in requests for state in self.processor.process(request)], builder
+        return [state for request in requests for state in self.llm.input_processor.process(request)], builder
 
 
 def _parse_arguments(text: str) -> Any:

@@ -16,8 +16,8 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from retain.desk import Processor
 from retain.engine.request import FinishReason, Request
+from retain.processing.output import OutputProcessor
 from retain.server.engine_thread import EngineThread
 from retain.server.openai.errors import APIError
 from retain.server.openai.responses import Json, ResponseBuilder
@@ -125,7 +125,7 @@ class GenerationResponse(Response):
     def _usage_fields(self) -> Json:
         return {
             "usage": build_usage(self.group, self.builder),
-            "retain": build_request_stats(self.engine_thread.llm.processor, self.group),
+            "retain": build_request_stats(self.engine_thread.llm.output_processor, self.group),
         }
 
 
@@ -137,7 +137,7 @@ def build_usage(group: RequestGroup, builder: ResponseBuilder) -> Json:
     prompts = requests_by_prompt.values()
     num_prompt = sum(len(requests[0].prompt) for requests in prompts)
     num_output = sum(choice.num_tokens for choice in builder.choices)
-    details = {"cached_tokens": sum(max(r.num_cached_tokens for r in requests) for requests in prompts)}
+    details = {"cached_tokens": sum(max(r.stats.num_cached_tokens for r in requests) for requests in prompts)}
     if group.num_pinned_tokens:
         details["pinned_tokens"] = group.num_pinned_tokens
     return {
@@ -148,11 +148,11 @@ def build_usage(group: RequestGroup, builder: ResponseBuilder) -> Json:
     }
 
 
-def build_request_stats(processor: Processor, group: RequestGroup) -> list[Json]:
+def build_request_stats(output_processor: OutputProcessor, group: RequestGroup) -> list[Json]:
     """Build the KV cache and speculation statistics of each choice of a finished group."""
     stats = []
     for state in group.request_states:
-        output = processor.to_output(state)
+        output = output_processor.to_output(state)
         kv = {k: v for k, v in output.kv.items() if k != "groups"}
         stats.append({"kv": kv, "speculate": output.speculate, "num_preemptions": output.num_preemptions})
     return stats
