@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from retain.desk import GenerateRequest
 
 from retain import LLM, kernels
-from retain.desk import GenerateRequest
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
@@ -154,7 +154,7 @@ def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
         again = make_request(texts[0], 3)
         found += steps(engine, [again])
         engine.cache.prefix_cache.close_offloader()
-        return found, again.num_cached_tokens
+        return found, again.stats.num_cached_tokens
 
     (found, woken), _ = far(go)
     assert found == [*want, want[0]] and woken >= 32

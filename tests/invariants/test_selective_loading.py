@@ -103,8 +103,8 @@ def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pyte
         r = make_request([*stem, 5, 6, i], 40)
         engine.add(r)
         engine.step()
-        kept = cache.positions(r.row)
-        sees_all = np.flatnonzero(cache.window[r.row] == NO_WINDOW)
+        kept = cache.tables.positions(r.row)
+        sees_all = np.flatnonzero(cache.tables.window[r.row] == NO_WINDOW)
         for m, layer in enumerate(sees_all):
             assert len(kept[layer]) == cache.spec.kv_heads and all(k == kept[layer][0] for k in kept[layer])
             assert chosen[i][m] == (3 if i else 10) and len(kept[layer][0]) == 16 * chosen[i][m] + 3

@@ -66,7 +66,14 @@ class TorchRunner:
                 batch.before_attention(layer, q)
             self.backend.write(kv, batch.slot_mapping[layer], k, v, batch.positions)
             o: Tensor = self.backend.attend(
-                q, kv, tables.for_layer(layer), batch.positions, scale, self.alibi_slopes, batch.attention_scoring, layer
+                q,
+                kv,
+                tables.for_layer(layer),
+                batch.positions,
+                scale,
+                self.alibi_slopes,
+                batch.attention_scoring,
+                layer,
             )
             if batch.after_attention:
                 batch.after_attention(layer)

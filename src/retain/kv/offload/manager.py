@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.kernels.api import KV
+from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.offload.selective.repack import ProbeConfig, Repacker
 from retain.kv.offload.selective.row_cache import BlockCache, CachedReader
 from retain.kv.offload.span import Bytes, Span, reset_cpu_affinity
 from retain.kv.offload.sqlite_index import StoredSpan
 from retain.kv.offload.tiers import SpanReader, Store
 from retain.kv.offload.transfer import create_transfer
-from retain.kv.memory.sliding_windows import SlidingWindows
 
 if TYPE_CHECKING:
     from retain.kv.offload.loader import ReadJob
