@@ -116,8 +116,8 @@ def open_offload_tiers(
         hot = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
         tier_configs = [t for t in tier_configs if t not in memory]
         if not tier_configs:
-            raise ValueError("prefix=important loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
+            raise ValueError("--prefix-cache selective loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
     elif memory and memory[0].evict == "worth":
-        raise ValueError("evict=worth goes by what is important: it is for --prefix important")
+        raise ValueError("evict=worth goes by what is important: it is for --prefix-cache selective")
     opened = sorted((t.open() for t in tier_configs), key=lambda s: s.write_through)
     return Offloader(opened, cache.kv, spec.num_kv_heads, model_fingerprint, probes, hot)

@@ -51,7 +51,7 @@ class LLM:
         reused = cache.parse_prefix_config(c.prefix_cache)
         below = tiers.parse_all([c.tier] if isinstance(c.tier, str) else c.tier)
         if below and not reused:
-            raise ValueError("prefix=off keeps nothing: there is nothing for a tier")
+            raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
         drafter = drafters.parse(c.speculate) if c.speculate else None
         self.device = kernels.resolve_device(c.device)
         backend = kernels.load(c.backend, self.device)
@@ -223,7 +223,7 @@ class LLM:
     def pin(self, prompt: Prompt, seconds: float, salt: str = "") -> int:
         """Compute a prompt and let it stay for so long. How many tokens of it are there. Raises ValueError."""
         if not self.cache.prefix_cache:
-            raise ValueError("prefix=off keeps nothing: there is nothing to pin")
+            raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
         (reply,) = self.processor.process(
             GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
         )

@@ -22,7 +22,7 @@ FAMILIES = ["llama", "mpt", "gemma3_text"]
 
 def important(family: str, path: Path, ratio: float, **options: object) -> Engine:
     tiers = [disk(path)]
-    return make_engine(family, prefix_cache=f"important:ratio={ratio}", tiers=tiers, **{"backend": "cpu", **options})  # type: ignore
+    return make_engine(family, prefix_cache=f"selective:ratio={ratio}", tiers=tiers, **{"backend": "cpu", **options})  # type: ignore
 
 
 def pack(engine: Engine) -> None:

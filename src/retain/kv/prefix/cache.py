@@ -53,17 +53,17 @@ class SelectiveConfig(PrefixConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"important: ratio is above 0 and at most 1, not {self.ratio:g}")
+            raise ValueError(f"selective: ratio is above 0 and at most 1, not {self.ratio:g}")
 
 
 def parse_prefix_config(spec: str) -> PrefixConfig | None:
-    """`exact`, `exact:keep=prompt`, `important:ratio=0.25`, or `off`, which is None. Raises ValueError."""
+    """`exact`, `exact:keep=prompt`, `selective:ratio=0.25`, or `off`, which is None. Raises ValueError."""
     name, given = parse_spec(spec)
     if name == "off" and not given:
         return None
-    if name not in ("exact", "important"):
-        raise ValueError(f"unknown prefix {spec!r}: choose exact, exact:keep=prompt, important:ratio=0.25 or off")
-    found: PrefixConfig = from_strings(SelectiveConfig if name == "important" else PrefixConfig, name, given)
+    if name not in ("exact", "selective"):
+        raise ValueError(f"unknown prefix {spec!r}: choose exact, exact:keep=prompt, selective:ratio=0.25 or off")
+    found: PrefixConfig = from_strings(SelectiveConfig if name == "selective" else PrefixConfig, name, given)
     return found
 
 
