@@ -45,10 +45,10 @@ def engine_config(args: Namespace) -> Config:
 def run_speed(args: Namespace) -> int:
     """Run `retain bench speed`."""
     from retain.bench import speed
-    from retain.cli.loading import load_llm
+    from retain.cli import loading
 
     config, workloads = engine_config(args), speed.select_workloads(from_args(SpeedBenchConfig, args).workloads)
-    llm = load_llm(config)
+    llm = loading.load_llm(config)
     speed.run(llm, workloads, as_json=args.json)
     return 0
 
@@ -56,11 +56,11 @@ def run_speed(args: Namespace) -> int:
 def run_budget(args: Namespace) -> int:
     """Run `retain bench budget`."""
     from retain.bench import budget
-    from retain.cli.loading import load_llm
+    from retain.cli import loading
 
     config, names = engine_config(args), from_args(BudgetBenchConfig, args).measurements
     budget.check_measurements(names)
-    llm = load_llm(config)
+    llm = loading.load_llm(config)
     for name in names:
         for line in budget.MEASUREMENTS[name](llm):
             print(_format_line({"bench": name, **line}, args.json), flush=True)
@@ -70,14 +70,14 @@ def run_budget(args: Namespace) -> int:
 def run_quality(args: Namespace) -> int:
     """Run `retain bench quality`."""
     from retain.bench import plots, quality
-    from retain.cli.loading import load_llm
+    from retain.cli import loading
 
     config, options = engine_config(args), from_args(QualityBenchConfig, args)
     tasks, policies = quality.load_tasks(options.tasks), quality.expand_policies(options.policies, options.budgets)
     if options.output_dir:
         plots.import_pyplot()
         options.output_dir.mkdir(parents=True, exist_ok=True)
-    llm = load_llm(replace(config, kv_policy=quality.choose_engine_policy(policies)))
+    llm = loading.load_llm(replace(config, kv_policy=quality.choose_engine_policy(policies)))
     for results in quality.run(llm, options, tasks, policies):
         print(*(map(json.dumps, results.summarize()) if args.json else [quality.format_table(results)]), sep="\n")
         if options.output_dir:
@@ -92,11 +92,11 @@ def run_quality(args: Namespace) -> int:
 def run_speculate(args: Namespace) -> int:
     """Run `retain bench speculate`."""
     from retain.bench import plots, speculate
-    from retain.cli.loading import load_llm
+    from retain.cli import loading
 
     config, options = engine_config(args), from_args(SpeculateBenchConfig, args)
     speculate.check_names(options)
-    lines = _print_lines(args, speculate.run(load_llm(config), options))
+    lines = _print_lines(args, speculate.run(loading.load_llm(config), options))
     if options.output_dir:
         _write_lines(lines, options.output_dir, "speculate")
         plots.plot_speedups(lines, options.output_dir)
@@ -106,11 +106,11 @@ def run_speculate(args: Namespace) -> int:
 def run_prefix(args: Namespace) -> int:
     """Run `retain bench prefix`."""
     from retain.bench import prefix
-    from retain.cli.loading import load_llm
+    from retain.cli import loading
 
     config, options = engine_config(args), from_args(PrefixBenchConfig, args)
     prefix.check_names(options)
-    lines = _print_lines(args, prefix.run(load_llm(config), options))
+    lines = _print_lines(args, prefix.run(loading.load_llm(config), options))
     if options.output_dir:
         _write_lines(lines, options.output_dir, "prefix")
     return 0

@@ -23,10 +23,10 @@ def chat(args: Namespace) -> int:
 def chat_with_engine(args: Namespace) -> int:
     """Answer with an engine in this process. Arguments are checked before the model is loaded."""
     config, params = from_args(Config, args), from_args(SamplingParams, args)
-    from retain.cli.loading import load_llm
+    from retain.cli import loading
     from retain.cli.run import limit_max_tokens, print_stats, stream_to_stdout
 
-    with closing(load_llm(config)) as llm:
+    with closing(loading.load_llm(config)) as llm:
 
         def generate_reply(messages: list[dict[str, str]]) -> str:
             ids = llm.tokenizer.encode_chat(messages)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from retain.cli import loading
 from retain.cli.args import from_args
-from retain.cli.loading import load_llm
 from retain.config import Config
 from retain.llm import LLM
 from retain.outputs import RequestOutput
@@ -24,7 +24,7 @@ def run(args: Namespace) -> int:
     """Answer one prompt. Arguments are checked before the model is loaded."""
     prompt = read_prompt(args)
     config, params = from_args(Config, args), from_args(SamplingParams, args)
-    with closing(load_llm(config)) as llm:
+    with closing(loading.load_llm(config)) as llm:
         ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
         params = limit_max_tokens(llm, params, len(ids))
         if args.json:

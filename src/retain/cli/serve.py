@@ -31,7 +31,7 @@ def serve(args: Namespace) -> int:
         from retain.server import launch
     except ModuleNotFoundError as error:
         raise ValueError(f"serving needs the package {error.name}: pip install 'retain[serve]'") from None
-    from retain.cli.loading import load_llm
+    from retain.cli import loading
 
-    launch.serve(partial(load_llm, config), server_config)
+    launch.serve(partial(loading.load_llm, config), server_config)
     return 0
