@@ -188,14 +188,14 @@ class Lists:
 def positions(engine: Engine, row: int, layer: int, g: int) -> set[int]:
     """Those in the slots of a head."""
     cache = engine.cache
-    pages = torch.from_numpy(cache.pages[row, layer, g, : cache.counts[row, layer, g]]).long()
+    pages = torch.from_numpy(cache.tables.pages[row, layer, g, : cache.tables.counts[row, layer, g]]).long()
     return {p for p in cache.kv.pos[pages].flatten().tolist() if p >= 0}
 
 
 def contents(engine: Engine, row: int, layer: int, g: int) -> Tensor:
     """Keys and values of a head's tokens in order, [n, 2, D]."""
     cache = engine.cache
-    pages = torch.from_numpy(cache.pages[row, layer, g, : cache.counts[row, layer, g]]).long()
+    pages = torch.from_numpy(cache.tables.pages[row, layer, g, : cache.tables.counts[row, layer, g]]).long()
     pos = cache.kv.pos[pages].flatten()
     kv = torch.stack([x.flatten(0, 1) for x in cache.backend.read(cache.kv, pages)], 1)
     return kv[pos >= 0][pos[pos >= 0].argsort()]
@@ -376,8 +376,8 @@ def test_a_prompt_longer_than_memory_streams_through_its_budget() -> None:
     asked = make_request(text, 40, f"{chosen},prefill=stream,chunk=24")
     assert (
         len(run_to_completion(engine, [asked])[0]) == 40
-        and max(asked.peak_slots) == 64
-        and max(asked.final_slots) == 48
+        and max(asked.stats.peak_slots) == 64
+        and max(asked.stats.final_slots) == 48
     )
 
 
@@ -409,9 +409,9 @@ def test_budgets_shrink_before_anybody_is_preempted(family: str, share: str) -> 
     shape = make_engine(family).cache.spec
     pages = 40 * len(shape.windows) * shape.kv_heads
     stiff, giving = go("", pages), go(",shrink=16", pages)
-    assert sum(r.num_preemptions for r in stiff) and not sum(r.num_preemptions for r in giving)
+    assert sum(r.stats.num_preemptions for r in stiff) and not sum(r.stats.num_preemptions for r in giving)
     assert stiff[0].output_tokens == giving[0].output_tokens == go("", 10_000)[0].output_tokens
-    assert min(max(r.final_slots) for r in giving[1:]) < max(max(r.final_slots) for r in stiff[1:])
+    assert min(max(r.stats.final_slots) for r in giving[1:]) < max(max(r.stats.final_slots) for r in stiff[1:])
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,9 @@ def test_cold_warm_and_without(family: str, backend: str, seed: int) -> None:
     for again in range(2):
         made = asked(family, seed)
         assert [run_to_completion(engine, [r])[0] for r in made] == plain
-        assert sum(r.num_cached_tokens for r in made) > (again + 1) * 40
+        assert sum(r.stats.num_cached_tokens for r in made) > (again + 1) * 40
     whole = made[::2] if family in ("llama", "gpt2", "mpt") else []
-    assert all(r.num_cached_tokens == len(r.prompt) - 1 for r in whole)
+    assert all(r.stats.num_cached_tokens == len(r.prompt) - 1 for r in whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -79,7 +79,7 @@ def test_in_company_and_where_pages_are_short(family: str, prefix: str, pages: i
     )
     rng, cached = random.Random(5), 0
     for _ in range(3):
-        cached += sum(r.num_cached_tokens for r in disturbed(engine, family, rng, plain))
+        cached += sum(r.stats.num_cached_tokens for r in disturbed(engine, family, rng, plain))
     assert cached > 100
     assert engine.cache.free_pages == engine.cache.total_pages
 
@@ -108,8 +108,8 @@ def test_with_drafts(family: str) -> None:
         made = asked(family, 1, plain=True)[::2]
         assert run_to_completion(engine, made) == plain
     assert (
-        sum(r.num_cached_tokens for r in made) > 60
-        and sum(sum(r.spec_decode_stats.num_drafted_per_position) for r in made) > 20
+        sum(r.stats.num_cached_tokens for r in made) > 60
+        and sum(sum(r.stats.spec_decode.num_drafted_per_position) for r in made) > 20
     )
 
 
@@ -123,7 +123,7 @@ def test_a_conversation_computes_only_what_is_new() -> None:
         assert run_to_completion(engine, [then]) == run_to_completion(
             make_engine("llama"), [make_request(then.prompt, 5)]
         )
-        assert then.num_cached_tokens == expected
+        assert then.stats.num_cached_tokens == expected
 
 
 def test_a_salt_never_matches_another_nor_do_windows() -> None:
@@ -132,13 +132,11 @@ def test_a_salt_never_matches_another_nor_do_windows() -> None:
     for salt, policy, cached in (("b", "full", 0), ("", "full", 0), ("a", "ring:window=30", 0), ("a", "full", 99)):
         made = salted(text, salt, policy)
         run_to_completion(engine, [made])
-        assert made.num_cached_tokens == cached
+        assert made.stats.num_cached_tokens == cached
 
 
 def salted(text: Sequence[int], salt: str, policy: str = "full") -> Request:
-    made = make_request(text, 4, policy)
-    made.salt = salt
-    return made
+    return make_request(text, 4, policy, salt=salt)
 
 
 def test_equal_prompts_of_two_tenants_asked_together_share_nothing() -> None:
@@ -146,7 +144,7 @@ def test_equal_prompts_of_two_tenants_asked_together_share_nothing() -> None:
     made = [salted(text, s) for s in "aab"]
     engine.add(*made)
     engine.step()
-    pages = [set(engine.cache.pages[r.row, :, :, :4].flatten().tolist()) for r in made]
+    pages = [set(engine.cache.tables.pages[r.row, :, :, :4].flatten().tolist()) for r in made]
     assert pages[0] == pages[1] and not pages[0] & pages[2]
 
 
@@ -183,7 +181,7 @@ def test_windows_are_found_beside_longer_texts_that_have_none_there() -> None:
     assert (
         run_to_completion(engine, [then])
         == run_to_completion(make_engine("gemma3_text"), [make_request(then.prompt, 4)])
-        and then.num_cached_tokens == 40
+        and then.stats.num_cached_tokens == 40
     )
 
 
@@ -194,7 +192,7 @@ def test_sliding_layers_go_on_where_texts_part() -> None:
     engine: Engine = make_engine("gemma3_text", prefix_cache="exact")
     for r in made:
         run_to_completion(engine, [r])
-    assert [r.num_cached_tokens for r in made] == [0, 0, 96, 96]
+    assert [r.stats.num_cached_tokens for r in made] == [0, 0, 96, 96]
     assert [r.output_tokens for r in made] == run_to_completion(
         make_engine("gemma3_text"), [make_request(r.prompt, 4) for r in made]
     )
@@ -209,7 +207,7 @@ def test_requests_that_run_share_pages() -> None:
     engine.add(*made)
     engine.step()
     assert len(engine.scheduler.running) >= 3
-    used = [set(engine.cache.pages[r.row, 0, 0, :8]) for r in made if r.row is not None]
+    used = [set(engine.cache.tables.pages[r.row, 0, 0, :8]) for r in made if r.row is not None]
     assert all(u == used[0] for u in used)
     for _ in iter_steps(engine):
         pass
@@ -227,11 +225,11 @@ def test_what_is_pinned_stays_while_others_go_unless_somebody_could_not_run() ->
         run_on(engine, make_request([i + 1] * 100, 4))
     again = make_request(text, 2)
     run_on(engine, again)
-    assert again.num_cached_tokens == 63
+    assert again.stats.num_cached_tokens == 63
     run_on(engine, make_request([99] * 240, 8))  # needs every page
     again = make_request(text, 2)
     run_on(engine, again)
-    assert again.num_cached_tokens == 0 and engine.cache.free_pages == engine.cache.total_pages
+    assert again.stats.num_cached_tokens == 0 and engine.cache.free_pages == engine.cache.total_pages
 
 
 def test_pins_end() -> None:
@@ -246,7 +244,8 @@ def run_on(engine: Engine, made: Request) -> None:
     for _ in iter_steps(engine):
         pass
     assert (
-        made.output_tokens == run_to_completion(make_engine("llama"), [make_request(made.prompt, made.max_tokens)])[0]
+        made.output_tokens
+        == run_to_completion(make_engine("llama"), [make_request(made.prompt, made.input.max_tokens)])[0]
     )
 
 
@@ -257,7 +256,7 @@ def test_equal_prompts_asked_together_share_whole_pages() -> None:
         made = [make_request(text, 20, params=SamplingParams(seed=i, ignore_eos=True)) for i in range(6)]
         engine.add(*made)
         engine.step()
-        tables = [engine.cache.pages[r.row, 0, 0].copy() for r in made]
+        tables = [engine.cache.tables.pages[r.row, 0, 0].copy() for r in made]
         assert all((t[:6] == tables[0][:6]).all() for t in tables) and len({int(t[6]) for t in tables}) == 6
         for _ in iter_steps(engine):
             pass

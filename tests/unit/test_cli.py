@@ -124,7 +124,7 @@ def bad_inputs(tmp_path):
     yield (*TINY_RUN_ARGS, "--tier", "ram:capacity=lots", hello), "512MiB"
     yield (*TINY_RUN_ARGS, "--tier", "ram:capacity=1GB", "--tier", "ram:capacity=2GB", hello), "twice"
     yield (*TINY_RUN_ARGS, "--tier", f"disk:path={tmp_path / 'latin.txt'},capacity=1GB", hello), "latin.txt"
-    yield (*TINY_RUN_ARGS, "--tier", "ram:capacity=1GB,evict=worth", hello), "selective"
+    yield (*TINY_RUN_ARGS, "--tier", "ram:capacity=1GB,evict=importance", hello), "selective"
     yield ("cache", "ls", tmp_path), "no store"
     yield ("cache", "sell", tmp_path), "ls"
     yield (*RUN_ARGS, "--kv-memory", "lots", hello), "512MiB"

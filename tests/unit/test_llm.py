@@ -97,7 +97,7 @@ def test_each_request_has_its_own_policy(llm):
     together = llm.generate([text] * 3, GREEDY, kv_policy=chosen)
     assert [a.token_ids for a in together] == [llm.generate(text, GREEDY, kv_policy=c)[0].token_ids for c in chosen]
     full, h2o, ring = (a.kv["groups"][0] for a in together)
-    assert together[1].kv["bytes_end"] == 90 * 2 * llm.cache.page_bytes < together[0].kv["bytes_end"]
+    assert together[1].kv["bytes_end"] == 90 * 2 * llm.cache.store.page_bytes < together[0].kv["bytes_end"]
     assert h2o["slots_end"] == 128 < ring["slots_end"] == 192 < full["slots_end"] == full["slots_peak"]
     assert h2o["policy"].startswith("h2o:budget=64") and ring["policy"] == "ring:window=100" and is_idle(llm)
     assert llm.generate(text, GREEDY)[0].token_ids == together[0].token_ids

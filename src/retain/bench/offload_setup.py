@@ -25,7 +25,7 @@ METHODS = {
     "selective-200": SLOW_DISK_TIER,
     "selective-lru": "ram:capacity={hot} " + SLOW_DISK_TIER,
     "selective-lfu": "ram:capacity={hot},evict=lfu " + SLOW_DISK_TIER,
-    "selective-importance": "ram:capacity={hot},evict=worth " + SLOW_DISK_TIER,
+    "selective-importance": "ram:capacity={hot},evict=importance " + SLOW_DISK_TIER,
     "lru": "ram:capacity=256MiB " + DISK_TIER,
     "lfu": "ram:capacity=256MiB,evict=lfu " + DISK_TIER,
 }
