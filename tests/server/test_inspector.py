@@ -122,7 +122,7 @@ def test_pool_stats_count_every_page_once(prefix):
 
 @pytest.fixture(scope="module")
 def inspector_server():
-    with run_server(engine={**ENGINE_OPTIONS, "dtype": "bfloat16"}, inspect=True) as up:
+    with run_server(engine_options={**ENGINE_OPTIONS, "dtype": "bfloat16"}, enable_inspector=True) as up:
         yield up
 
 
@@ -136,7 +136,7 @@ def test_inspector_is_off_by_default(server):
 
 
 def test_inspector_isolates_api_keys():
-    with run_server(engine=ENGINE_OPTIONS, inspect=True, keys=ApiKeys(API_KEYS)) as up:
+    with run_server(engine_options=ENGINE_OPTIONS, enable_inspector=True, api_keys=ApiKeys(API_KEYS)) as up:
         root, (ann, bob) = up.url.removesuffix("/v1"), ({"Authorization": f"Bearer {k}"} for k in API_KEYS.values())
         body = {"model": "smollm2", "prompt": "A secret", "max_tokens": 2}
         assert httpx.post(f"{up.url}/completions", json=body, headers=ann, timeout=120).status_code == 200
@@ -163,18 +163,18 @@ def test_inspector_page_in_browser(inspector_server, tmp_path):
         page.goto(f"{root}/inspect")
         stream = threading.Thread(target=post_completion, args=(inspector_server, 700))
         stream.start()
-        page.wait_for_selector("#text .t.answer")
-        first = page.locator("#text .t").count()
-        page.locator("#text .t").nth(first + 5).wait_for(state="attached")
+        page.wait_for_selector("#text .token.answer")
+        first = page.locator("#text .token").count()
+        page.locator("#text .token").nth(first + 5).wait_for(state="attached")
         stream.join()
         sync.expect(page.locator("#requests button span").first).to_contain_text("length")
-        page.locator("#text .t").nth(5).click()
+        page.locator("#text .token").nth(5).click()
         page.wait_for_selector("#token:not([hidden])")
-        assert "heads keep it" in page.locator("#token-says").inner_text()
+        assert "heads keep it" in page.locator("#token-detail").inner_text()
         page.locator("#text").focus()
         page.keyboard.press("ArrowRight")
         sync.expect(page.locator("#token-name")).to_contain_text("Token 6")
-        struck = page.locator("#text .t").evaluate_all("x => x.filter(t => Number(t.dataset.gone) > 0.9).length")
+        struck = page.locator("#text .token").evaluate_all("x => x.filter(t => Number(t.dataset.evicted) > 0.9).length")
         assert struck > 50, "a budget of 40 forgets most of it"
         page.select_option("#layer", "3")
         sync.expect(page.locator("#summary")).to_contain_text("In layer 3")

@@ -27,7 +27,7 @@ MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
 
 @pytest.fixture(scope="module", params=[TEMPLATE, LLAMA], ids=["hermes", "llama"])
 def client(request):
-    with run_server(engine=ENGINE_OPTIONS, template=request.param) as up:
+    with run_server(engine_options=ENGINE_OPTIONS, chat_template=request.param) as up:
         yield openai.OpenAI(base_url=up.url, api_key="none", max_retries=0)
 
 
