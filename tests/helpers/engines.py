@@ -21,7 +21,7 @@ from retain.kernels.api import CPU, page_bytes
 from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
-from retain.kv.offload.manager import LoadCostModel
+from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.offload.tiers import parse_all
 from retain.kv.prefix import config as prefix_configs
 from retain.kv.prefix.cache import PrefixCache

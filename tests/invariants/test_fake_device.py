@@ -21,7 +21,7 @@ from retain.kernels import triton
 from retain.processing.grammar import grammar_from_lark
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import make_engine, make_request, run_to_completion
-from tests.invariants.test_tiers import disk
+from tests.helpers.tiers import disk_spec as disk
 
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 GREEDY_SHORT = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3)
@@ -165,7 +165,7 @@ def test_only_what_is_important(tmp_path: Path) -> None:
     want = run_to_completion(make_engine("llama", backend="reference"), [make_request(text, 2)])
 
     def go(rig: Callable[..., Engine]) -> list[list[int]]:
-        engine = rig("llama", prefix="important:ratio=1", tiers=[disk(tmp_path)])
+        engine = rig("llama", prefix="selective:ratio=1", tiers=[disk(tmp_path)])
         found = []
         for _ in range(3):  # computed, woken, woken from what was packed
             engine.cache.prefix_cache.tree.clear()
