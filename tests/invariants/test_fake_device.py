@@ -165,7 +165,7 @@ def test_only_what_is_important(tmp_path: Path) -> None:
     want = run_to_completion(make_engine("llama", backend="reference"), [make_request(text, 2)])
 
     def go(rig: Callable[..., Engine]) -> list[list[int]]:
-        engine = rig("llama", prefix="important:ratio=1", tiers=[disk(tmp_path)])
+        engine = rig("llama", prefix="selective:ratio=1", tiers=[disk(tmp_path)])
         found = []
         for _ in range(3):  # computed, woken, woken from what was packed
             engine.cache.prefix_cache.tree.clear()
