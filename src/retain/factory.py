@@ -24,8 +24,8 @@ from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.pool import PagePool
 from retain.kv.offload import tiers
 from retain.kv.offload.manager import Offloader
+from retain.kv.offload.selective.block_cache import BlockCache
 from retain.kv.offload.selective.repack import ProbeConfig
-from retain.kv.offload.selective.row_cache import BlockCache
 from retain.kv.offload.tiers import disk, ram
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
 from retain.models.decoder import ModelSpec

@@ -15,13 +15,13 @@ def llm():
 
 def is_idle(llm):
     llm.cache.check()
-    return llm.cache.free_pages == llm.cache.total_pages and not llm.engine.busy
+    return llm.cache.free_pages == llm.cache.total_pages and not llm.engine.has_unfinished_requests
 
 
 def test_generate_takes_text_token_ids_and_batches(llm):
     text = "The capital of France is"
     (alone,) = llm.generate(text, GREEDY)
-    assert "Paris" in alone.text and alone.why in ("stop", "length")
+    assert "Paris" in alone.text and alone.finish_reason in ("stop", "length")
     ids = llm.encode(text)
     others = llm.generate([ids, "One, two, three,", text], [GREEDY, SamplingParams(max_tokens=3, seed=1), GREEDY])
     assert [a.token_ids for a in others[::2]] == [alone.token_ids] * 2
@@ -47,7 +47,7 @@ def test_stop_string_is_excluded_from_text(llm):
         (cut,) = llm.generate("One, two, three,", params)
         pieces = [p.text for p in llm.stream("One, two, three,", params)]
         assert cut.text == whole.text[: whole.text.index(stop)] == "".join(pieces)
-        assert cut.why == "stop" and len(cut.token_ids) < 24
+        assert cut.finish_reason == "stop" and len(cut.token_ids) < 24
     token = whole.token_ids[4]
     (cut,) = llm.generate("One, two, three,", SamplingParams(max_tokens=24, temperature=0, stop_token_ids=(token,)))
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
@@ -69,7 +69,7 @@ def test_invalid_prompt_rejects_batch_and_leaks_no_pages(llm):
 def test_ignore_eos_and_chat_stop_token(llm):
     ids = llm.tokenizer.encode_chat([{"role": "user", "content": "Say yes."}])
     (chat,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0))
-    assert chat.why == "stop" and chat.token_ids[-1] in llm.tokenizer.stop_ids and "<|im_end|>" not in chat.text
+    assert chat.finish_reason == "stop" and chat.token_ids[-1] in llm.tokenizer.stop_ids and "<|im_end|>" not in chat.text
     (longer,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
     assert len(longer.token_ids) == 100 and longer.token_ids[: len(chat.token_ids)] == chat.token_ids
 
@@ -97,7 +97,7 @@ def test_each_request_has_its_own_policy(llm):
     together = llm.generate([text] * 3, GREEDY, kv_policy=chosen)
     assert [a.token_ids for a in together] == [llm.generate(text, GREEDY, kv_policy=c)[0].token_ids for c in chosen]
     full, h2o, ring = (a.kv["groups"][0] for a in together)
-    assert together[1].kv["bytes_end"] == 90 * 2 * llm.cache.page_bytes < together[0].kv["bytes_end"]
+    assert together[1].kv["bytes_end"] == 90 * 2 * llm.cache.store.page_bytes < together[0].kv["bytes_end"]
     assert h2o["slots_end"] == 128 < ring["slots_end"] == 192 < full["slots_end"] == full["slots_peak"]
     assert h2o["policy"].startswith("h2o:budget=64") and ring["policy"] == "ring:window=100" and is_idle(llm)
     assert llm.generate(text, GREEDY)[0].token_ids == together[0].token_ids

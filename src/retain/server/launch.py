@@ -12,7 +12,6 @@ from types import FrameType
 
 import uvicorn
 
-from retain.kv.offload.span import reset_cpu_affinity
 from retain.llm import LLM
 from retain.server.admission import Limits
 from retain.server.app import create_app
@@ -21,6 +20,7 @@ from retain.server.engine_thread import EngineThread
 from retain.server.inspector.recorder import Inspector
 from retain.server.metrics import Metrics
 from retain.server.openai.serving import OpenAIServing
+from retain.threads import reset_cpu_affinity
 
 
 @dataclass(frozen=True)
