@@ -1,8 +1,10 @@
-"""Rooms that are built from a config: a model with its runner, a cache. What is not known here: text, requests."""
+"""The factory: builds the parts of an engine from a configuration. Does not depend on: text, requests."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -14,110 +16,126 @@ from xxhash import xxh3_128
 from retain import models
 from retain.config import Config
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.kernels.api import CPU
-from retain.kv.capacity import KVCacheSpec
+from retain.kernels.api import CPU, page_bytes
+from retain.kv.capacity import CacheConfig, CapacityPlanner, KVCacheSpec
 from retain.kv.eviction.operations import ShiftKeys
-from retain.kv.memory.cache import Cache
+from retain.kv.manager import KVCacheManager
+from retain.kv.memory.page_store import PageStore
+from retain.kv.memory.pool import PagePool
 from retain.kv.offload import tiers
 from retain.kv.offload.manager import Offloader
 from retain.kv.offload.selective.repack import ProbeConfig
 from retain.kv.offload.selective.row_cache import BlockCache
 from retain.kv.offload.tiers import disk, ram
-from retain.kv.prefix.cache import PrefixConfig, SelectiveConfig
+from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
 from retain.models.decoder import ModelSpec
 from retain.models.weights import open_weights
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory. `create_runner` gives it a cache; `shift_keys` moves cached keys to other positions."""
+
+    spec: ModelSpec
+    weight_bytes: int  # of packed weights; 0 where torch computes
+    create_runner: Callable[[KVCacheManager], Runner]
+    shift_keys: ShiftKeys | None
+
+    @property
+    def cache_spec(self) -> KVCacheSpec:
+        """What a cache needs to know of the model."""
+        return KVCacheSpec(self.spec.num_kv_heads, self.spec.head_dim, self.spec.windows)
+
 
 def load_model(
-    path: Path, backend: ModuleType, dtype: torch.dtype, weights: str, progress: bool, device: torch.device = CPU
-) -> tuple[ModelSpec, int, Callable[[Cache], Runner], ShiftKeys | None]:
-    """A model's spec, the bytes of its packed weights (0 where torch computes), its runner, given a cache, and what
-    moves its keys, if they are turned.
+    path: Path,
+    backend: ModuleType,
+    dtype: torch.dtype,
+    weights: str,
+    progress: bool = False,
+    device: torch.device = CPU,
+) -> LoadedModel:
+    """Load a model for a backend. Raises ValueError or OSError.
 
-    Where a program computes, nothing of the file outlives this call: room for the cache comes after.
+    Where a program computes, nothing of the file outlives this call: the cache may take the memory.
     """
     program = backend.program(dtype, device)
-    # torch wants a bias or a norm of its input's dtype; a program keeps rows in float32.
-    vectors = torch.float32 if program else None
-    decoder = models.build(open_weights(path, dtype, weights, progress, vectors), program)
-    turn = decoder.ropes[0].shift if decoder.ropes else None
-    if program:
-        return decoder.spec, program.weight_bytes, partial(ProgramRunner, program), turn
-    return decoder.spec, 0, partial(TorchRunner, decoder, backend), turn
+    # torch wants biases and norms in its input's dtype; a program computes them in float32.
+    vector_dtype = torch.float32 if program else None
+    decoder = models.build(open_weights(path, dtype, weights, progress, vector_dtype), program)
+    log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
+    create_runner = partial(ProgramRunner, program) if program else partial(TorchRunner, decoder, backend)
+    shift_keys = decoder.ropes[0].shift if decoder.ropes else None
+    return LoadedModel(decoder.spec, program.weight_bytes if program else 0, create_runner, shift_keys)
 
 
 def build_cache(
-    config: Config,
-    spec: ModelSpec,
+    spec: KVCacheSpec,
+    config: CacheConfig,
     backend: ModuleType,
+    dtype: torch.dtype,
     memory_bytes: int,
-    max_model_len: int,
-    score_columns: int = 1,
-    shift_keys: ShiftKeys | None = None,
+    *,
     prefix_config: PrefixConfig | None = None,
+    shift_keys: ShiftKeys | None = None,
     device: torch.device = CPU,
-) -> Cache:
-    """For a model of this spec, of so many bytes, for texts of at most `context` tokens."""
-    shape, dtype = KVCacheSpec(spec.num_kv_heads, spec.head_dim, spec.windows), getattr(torch, config.dtype)
-    return Cache(
-        *(
-            shape,
-            backend,
-            dtype,
-            memory_bytes,
-            config.page_size,
-            config.max_running_requests,
-            max_model_len,
-            config.max_batched_tokens,
-            score_columns,
-            shift_keys,
-            prefix_config,
-        ),
-        device,
-    )
+) -> KVCacheManager:
+    """Build a cache of at most `memory_bytes`, and no more than all rows could ever use."""
+    planner = CapacityPlanner(spec, config)
+    size = page_bytes(config.page_size, spec.head_dim, dtype, config.score_columns)
+    most = config.max_running_requests * len(spec.windows) * spec.kv_heads * planner.max_pages_per_head
+    pool = PagePool(1 + min(max(memory_bytes // size - 1, 0), most))  # the trash page counts too
+    kv = backend.allocate(pool.num_pages, config.page_size, spec.head_dim, dtype, config.score_columns, device)
+    log.info("KV pool: %d pages of %d slots, %.1f MiB", pool.num_pages, config.page_size, pool.num_pages * size / 2**20)
+    return KVCacheManager(planner, PageStore(pool, kv, backend, size), prefix_config, shift_keys)
 
 
 def build_offload(
     config: Config,
     prefix_config: PrefixConfig,
     tier_configs: Sequence[tiers.Tier],
-    cache: Cache,
+    cache: KVCacheManager,
     spec: ModelSpec,
     path: Path,
 ) -> Offloader:
-    """The tiers below a cache of the model at `path`. Raises ValueError or OSError."""
+    """Open the tiers below a cache of the model at `path`. Raises ValueError or OSError."""
     kv, shape = cache.kv, cache.spec
-    made = (config.weights, config.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
-    # What computes decides the last bits: another processor, or another version of us, has other keys and values.
+    format = (config.weights, config.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
+    # Another processor, GPU or version of this package computes keys and values with other last bits.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""
-    who = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")
-    brand = xxh3_128(repr((made, isinstance(prefix_config, SelectiveConfig), who)).encode())
-    if any(isinstance(t, disk.Tier) for t in tier_configs):  # outlives the process: other weights have others too
+    machine = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")
+    fingerprint = xxh3_128(repr((format, isinstance(prefix_config, SelectiveConfig), machine)).encode())
+    if any(isinstance(t, disk.Tier) for t in tier_configs):  # outlives the process, so the weights count too
         for file in [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]:
             with file.open("rb") as f:
                 while block := f.read(2**24):
-                    brand.update(block)
-    return open_offload_tiers(prefix_config, tier_configs, cache, spec, brand.digest())
+                    fingerprint.update(block)
+    return open_offload_tiers(prefix_config, tier_configs, cache, spec, fingerprint.digest())
 
 
 def open_offload_tiers(
     prefix_config: PrefixConfig,
     tier_configs: Sequence[tiers.Tier],
-    cache: Cache,
+    cache: KVCacheManager,
     spec: ModelSpec,
     model_fingerprint: bytes,
 ) -> Offloader:
-    """The same of a brand that is known. Memory is asked before disks; where only what is important is loaded, it keeps
-    what was read.
+    """Open tiers for a model of this fingerprint. Raises ValueError or OSError.
+
+    Memory tiers are searched before disks. With selective loading, a memory tier caches blocks that were read.
     """
-    memory, probes, hot = [t for t in tier_configs if isinstance(t, ram.Tier)], None, None
+    memory = [t for t in tier_configs if isinstance(t, ram.Tier)]
+    probe_config, block_cache = None, None
     if isinstance(prefix_config, SelectiveConfig):
-        probes = ProbeConfig(prefix_config.ratio, spec.scale, spec.num_kv_heads, cache.backend)
-        hot = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
+        probe_config = ProbeConfig(prefix_config.ratio, spec.scale, spec.num_kv_heads, cache.backend)
+        block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
         tier_configs = [t for t in tier_configs if t not in memory]
         if not tier_configs:
-            raise ValueError("prefix=important loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
+            raise ValueError("prefix_cache=important loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
     elif memory and memory[0].evict == "worth":
-        raise ValueError("evict=worth goes by what is important: it is for --prefix important")
+        raise ValueError("evict=worth goes by what is important: it is for --prefix-cache important")
     opened = sorted((t.open() for t in tier_configs), key=lambda s: s.write_through)
-    return Offloader(opened, cache.kv, spec.num_kv_heads, model_fingerprint, probes, hot)
+    log.info("tiers: %s", ", ".join(s.name for s in opened))
+    return Offloader(opened, cache.kv, spec.num_kv_heads, model_fingerprint, probe_config, block_cache)

@@ -1,8 +1,8 @@
-"""The composition root: builds every room, wires them, and gives the front door, `LLM`.
+"""`LLM`: a model with its cache, for Python.
 
 llm = LLM("smollm2")
-for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=20)):
-    print(answer.text)
+for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=20)):
+    print(output.text)
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from torch import Tensor
 
 from retain import factory, kernels
 from retain.config import Config, check_weights, default_kv_memory
-from retain.desk import GenerateRequest, Processor, Prompt, RequestOutputState
 from retain.engine import drafters
 from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.engine.runner import Runner
+from retain.kernels.api import page_bytes
+from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
-from retain.kv.memory.cache import Cache
+from retain.kv.manager import KVCacheManager
 from retain.kv.offload import tiers
-from retain.kv.prefix import cache
-from retain.models.decoder import ModelSpec
+from retain.kv.prefix import config as prefix_configs
+from retain.kv.prefix.cache import PrefixCache
 from retain.models.resolve import resolve_model
 from retain.outputs import RequestOutput, StreamChunk
 from retain.plugins import parse_size
-from retain.processing import Tokenizer
+from retain.processing.input import EngineInfo, GenerateRequest, InputProcessor, Prompt
+from retain.processing.output import OutputProcessor, RequestOutputState
+from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 
 
@@ -40,100 +43,127 @@ class LLM:
     """A model with its cache. Options are those of `Config`; sizes may be texts such as "512MiB". Raises ValueError."""
 
     def __init__(self, model: str, *, progress: bool = False, kv_memory: str | int | None = None, **options: Any):
-        unknown = set(options) - {f for f in Config.__dataclass_fields__ if f != "model"}
-        if unknown:
-            raise ValueError(
-                f"unknown option {sorted(unknown)[0]!r}: LLM takes {', '.join(Config.__dataclass_fields__)}"
-            )
+        known = Config.__dataclass_fields__
+        if unknown := sorted(set(options) - {f for f in known if f != "model"}):
+            raise ValueError(f"unknown option {unknown[0]!r}: LLM takes {', '.join(known)}")
         started = perf_counter()
         self.config = c = Config(model, kv_memory=None if kv_memory is None else parse_size(kv_memory), **options)
         self.policy = policies.parse(c.kv_policy)
-        reused = cache.parse_prefix_config(c.prefix_cache)
-        below = tiers.parse_all([c.tier] if isinstance(c.tier, str) else c.tier)
-        if below and not reused:
-            raise ValueError("prefix=off keeps nothing: there is nothing for a tier")
+        prefix_config = prefix_configs.parse(c.prefix_cache)
+        tier_configs = tiers.parse_all([c.tier] if isinstance(c.tier, str) else c.tier)
+        if tier_configs and not prefix_config:
+            raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
         drafter = drafters.parse(c.speculate) if c.speculate else None
         self.device = kernels.resolve_device(c.device)
+        self.dtype: torch.dtype = getattr(torch, c.dtype)
         backend = kernels.load(c.backend, self.device)
-        dtype: torch.dtype = getattr(torch, c.dtype)
         path = resolve_model(model)
-        self.spec, self.weight_bytes, runner, turn = factory.load_model(
-            path, backend, dtype, c.weights, progress, self.device
-        )
-        spec = self.spec
+        loaded = factory.load_model(path, backend, self.dtype, c.weights, progress, self.device)
+        self.spec, self.weight_bytes = loaded.spec, loaded.weight_bytes
         self.tokenizer = Tokenizer.open(path)
-        if c.max_model_len and c.max_model_len > spec.max_position_embeddings:
-            raise ValueError(
-                f"context {c.max_model_len} is longer than the model's own, {spec.max_position_embeddings}"
-            )
-        self.max_model_len = c.max_model_len or spec.max_position_embeddings
-        self.score_columns = (
-            spec.num_heads // spec.num_kv_heads if getattr(self.policy, "per_query", False) else 1
-        )  # of masses
-        whole = spec.num_layers * spec.num_kv_heads * -(-self.max_model_len // c.page_size)  # pages
-        memory = c.kv_memory or default_kv_memory(
-            whole * kernels.api.page_bytes(c.page_size, spec.head_dim, dtype, self.score_columns),
-            torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None,
-        )
+        self.max_model_len = self._resolve_max_model_len()
+        heads_per_kv_head = self.spec.num_heads // self.spec.num_kv_heads
+        cache_config = self._cache_config(heads_per_kv_head if self.policy.per_query_head else 1)
         self.cache = factory.build_cache(
-            c, spec, backend, memory, self.max_model_len, self.score_columns, turn, reused, self.device
+            loaded.cache_spec,
+            cache_config,
+            backend,
+            self.dtype,
+            self._memory_bytes(cache_config),
+            prefix_config=prefix_config,
+            shift_keys=loaded.shift_keys,
+            device=self.device,
         )
-        if self.cache.prefix_cache and reused and (below or isinstance(reused, cache.SelectiveConfig)):
-            self.cache.prefix_cache.set_offloader(factory.build_offload(c, reused, below, self.cache, spec, path))
-        self.engine = Engine(runner(self.cache), self.cache, c.max_batched_tokens, drafter)
-        rooms = self.tokenizer, spec, self.cache, self.policy, self.max_model_len, self.score_columns
-        self.processor = Processor(*rooms, self.add_drafter, drafter is not None)
+        selective = isinstance(prefix_config, prefix_configs.SelectiveConfig)
+        if prefix_config and isinstance(self.cache.prefix_cache, PrefixCache) and (tier_configs or selective):
+            offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, self.spec, path)
+            self.cache.prefix_cache.set_offloader(offloader)
+        self.output_processor = OutputProcessor(self.cache)
+        self.engine = Engine(loaded.create_runner(self.cache), self.cache, drafter, self.output_processor)
+        info = EngineInfo(
+            vocab_size=self.spec.vocab_size,
+            heads_per_kv_head=heads_per_kv_head,
+            max_model_len=self.max_model_len,
+            policy=self.policy,
+            has_default_drafter=drafter is not None,
+        )
+        self.input_processor = InputProcessor(self.tokenizer, info, self.cache, self.add_drafter)
         try:
             if drafter:
                 drafter.attach(self.target)
         except BaseException:
-            self.close()  # nobody will have this engine, and others want its store
+            self.close()  # releases the store on the disk for others
             raise
         self.load_s = perf_counter() - started
 
-    def add_drafter(self, drafter_spec: str) -> None:
-        """From now on requests may ask for this drafter. Raises ValueError."""
-        if drafter_spec not in self.engine.speculator.named:
-            drafter = drafters.parse(drafter_spec)
+    # ---- building ------------------------------------------------------------------------------------------------
+
+    def _resolve_max_model_len(self) -> int:
+        limit, given = self.spec.max_position_embeddings, self.config.max_model_len
+        if given and given > limit:
+            raise ValueError(f"max_model_len {given} is longer than the model's own context, {limit}")
+        return given or limit
+
+    def _cache_config(self, score_columns: int) -> CacheConfig:
+        c = self.config
+        return CacheConfig(
+            c.page_size, c.max_running_requests, self.max_model_len, c.max_batched_tokens, score_columns
+        )
+
+    def _memory_bytes(self, config: CacheConfig) -> int:
+        """Bytes of the pool: as configured, or by what the machine has free."""
+        s = self.spec
+        pages = s.num_layers * s.num_kv_heads * -(-self.max_model_len // config.page_size)
+        request = pages * page_bytes(config.page_size, s.head_dim, self.dtype, config.score_columns)
+        free_gpu = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+        return self.config.kv_memory or default_kv_memory(request, free_gpu)
+
+    def add_drafter(self, spec: str) -> None:
+        """Let requests name this drafter. Raises ValueError."""
+        if spec not in self.engine.speculator.named:
+            drafter = drafters.parse(spec)
             drafter.attach(self.target)
-            self.engine.speculator.named[drafter_spec] = drafter
+            self.engine.speculator.named[spec] = drafter
 
     @property
     def target(self) -> TargetModel:
-        """What drafters are told of it."""
+        """What a drafter may use of this engine."""
         return TargetModel(
             self.engine.runner,
             self.cache,
-            self._load_model_and_cache,
-            lambda weights: self._load_model(None, weights)[1](self.cache),
+            self._load_draft_model,
+            lambda weights: self._load_model(None, weights).create_runner(self.cache),
         )
 
-    def _load_model(self, model: str | None, weights: str) -> tuple[ModelSpec, Callable[[Cache], Runner]]:
-        """Another model, or this one, with these weights. Raises ValueError where its tokens are others."""
+    def _load_model(self, model: str | None, weights: str) -> factory.LoadedModel:
+        """Load another model, or this one, with these weights. Raises ValueError where its vocabulary differs."""
         path = resolve_model(model or self.config.model)
         check_weights(weights, self.config.dtype)
         if model and not self.tokenizer.has_same_vocab(Tokenizer.open(path)):
-            raise ValueError(f"{model} has another vocabulary than {self.config.model}, so it cannot guess its tokens")
-        spec, _, runner, _ = factory.load_model(
-            path, self.cache.backend, self.cache.kv.dtype, weights, False, self.device
-        )
-        return spec, runner
+            raise ValueError(f"{model} has another vocabulary than {self.config.model}, so it cannot draft for it")
+        return factory.load_model(path, self.cache.backend, self.dtype, weights, device=self.device)
 
-    def _load_model_and_cache(self, model: str, weights: str) -> tuple[Runner, Cache]:
-        """A model beside this one, with a cache for as many tokens."""
-        c, (spec, runner) = self.config, self._load_model(model, weights)
-        pages = self.cache.pool.num_pages // (self.spec.num_layers * self.spec.num_kv_heads) + 1  # of a head
-        page = kernels.api.page_bytes(c.page_size, spec.head_dim, self.cache.kv.dtype)
-        memory = pages * spec.num_layers * spec.num_kv_heads * page
+    def _load_draft_model(self, model: str, weights: str) -> tuple[Runner, KVCacheManager]:
+        """Load a model beside this one, with a cache for as many tokens."""
+        loaded, config = self._load_model(model, weights), self._cache_config(1)
+        spec = loaded.spec
+        pages_per_head = self.cache.pool.num_pages // (self.spec.num_layers * self.spec.num_kv_heads) + 1
+        size = page_bytes(config.page_size, spec.head_dim, self.dtype)
         cache = factory.build_cache(
-            c,
-            spec,
+            loaded.cache_spec,
+            replace(config, max_model_len=min(self.max_model_len, spec.max_position_embeddings)),
             self.cache.backend,
-            memory,
-            min(self.max_model_len, spec.max_position_embeddings),
+            self.dtype,
+            pages_per_head * spec.num_layers * spec.num_kv_heads * size,
             device=self.device,
         )
-        return runner(cache), cache
+        return loaded.create_runner(cache), cache
+
+    def close(self) -> None:
+        """Finish writing to tiers, and release them. The engine can go on without them."""
+        self.cache.prefix_cache.close_offloader()
+
+    # ---- answering -----------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -145,9 +175,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts (texts or token ids), `params.n` times each, in their order; all run together.
 
-        Parameters and policies are for all, or one for each; the engine's own policy where none is given. The first
-        `system` tokens of every prompt are a system prompt: policies with `protect=system` never forget them. Texts
-        share prefixes with those of the same `salt` only.
+        Parameters and policies are for all prompts, or one for each; without a policy the engine's own applies. The
+        first `num_system_tokens` of every prompt are a system prompt, which policies with `protect=system` never evict.
+        Prefixes are shared only among prompts of the same `salt`.
 
         Raises ValueError when one of them cannot be run; then none is.
         """
@@ -155,96 +185,21 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(each)} sampling parameters")
-        kept = [kv_policy] * len(many) if kv_policy is None or isinstance(kv_policy, str) else list(kv_policy)
-        if len(kept) != len(many):
-            raise ValueError(f"{len(many)} prompts but {len(kept)} policies")
-        asks = [
-            GenerateRequest(p, q, k, None, num_system_tokens, salt)  # type: ignore[arg-type]
-            for p, q, k in zip(many, each, kept, strict=True)
-        ]
-        return self.generate_from_requests(asks)
+        specs = [kv_policy] * len(many) if kv_policy is None or isinstance(kv_policy, str) else list(kv_policy)
+        if len(specs) != len(many):
+            raise ValueError(f"{len(many)} prompts but {len(specs)} policies")
+        return self.generate_from_requests(
+            [
+                GenerateRequest(p, q, spec, num_system_tokens=num_system_tokens, salt=salt)  # type: ignore[arg-type]
+                for p, q, spec in zip(many, each, specs, strict=True)
+            ]
+        )
 
     def generate_from_requests(self, generate_requests: Sequence[GenerateRequest]) -> list[RequestOutput]:
-        """The same for those who ask for more: `params.n` answers to each, in their order. Raises ValueError."""
-        replies = [reply for ask in generate_requests for reply in self.processor.process(ask)]
-        self._run_to_completion([reply.request for reply in replies])
-        return [self.processor.to_output(reply) for reply in replies]
-
-    def score(
-        self,
-        prompts: Sequence[Prompt],
-        continuations: Sequence[Sequence[int]],
-        kv_policy: str | Sequence[str] | None = None,
-        logits_callback: Callable[[int, Tensor], None] | None = None,
-        seed: int = 0,
-    ) -> list[list[float]]:
-        """Log-probabilities (nats) of answers that are given, token by token: teacher forcing.
-
-        Every request forgets as it would have done had it drawn these tokens itself. `reader(i, logits)` is told the
-        logits [n, V] before the next n tokens of answer i as they are computed; they are good until it returns.
-        `seed` is that of a policy's noise. Raises ValueError.
-        """
-        found: list[list[float]] = [[] for _ in prompts]
-
-        def listen(i: int, logits: Tensor) -> None:
-            ids = continuations[i][len(found[i]) : len(found[i]) + len(logits)]
-            found[i] += logits.log_softmax(-1)[range(len(ids)), ids].tolist()
-            if logits_callback:
-                logits_callback(i, logits)
-
-        asked = []
-        for i, (prompt, ids) in enumerate(zip(prompts, continuations, strict=True)):
-            ids = self.encode(ids)
-            policy = kv_policy if kv_policy is None or isinstance(kv_policy, str) else kv_policy[i]
-            params = SamplingParams(max_tokens=len(ids), ignore_eos=True, seed=seed)
-            (reply,) = self.processor.process(GenerateRequest(prompt, params, policy))
-            asked.append(replace(reply.request, forced_tokens=ids[:-1], logits_callback=partial(listen, i)))
-        self._run_to_completion(asked)
-        return found
-
-    def kept_positions(
-        self, prompt: Prompt, kv_policy: str | None = None, num_system_tokens: int = 0
-    ) -> list[list[list[int]]]:
-        """Which positions of a prompt every layer and head keeps: [L][G], each in order. Raises ValueError."""
-        params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-        (reply,) = self.processor.process(
-            GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens)
-        )
-        request = reply.request
-        self.engine.add(request)
-        try:
-            while not request.first_token_time or request.reread_chunk:
-                self.engine.step()
-            assert request.row is not None
-            return self.cache.positions(request.row)
-        finally:
-            self.engine.cancel(request)
-
-    def pin(self, prompt: Prompt, seconds: float, salt: str = "") -> int:
-        """Compute a prompt and let it stay for so long. How many tokens of it are there. Raises ValueError."""
-        if not self.cache.prefix_cache:
-            raise ValueError("prefix=off keeps nothing: there is nothing to pin")
-        (reply,) = self.processor.process(
-            GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
-        )
-        request = reply.request
-        self._run_to_completion([request])
-        return self.cache.prefix_cache.pin(request.policy, request.prompt, salt, seconds)
-
-    def close(self) -> None:
-        """Finish what is being written to tiers, and let others open them. The engine can go on without them."""
-        if self.cache.prefix_cache:
-            self.cache.prefix_cache.close_offloader()
-
-    def _run_to_completion(self, requests: Sequence[Request]) -> None:
-        """All of them, to their ends."""
-        try:
-            self.engine.add(*requests)
-            while any(r.finish_reason is None for r in requests):
-                self.engine.step()
-        finally:
-            for request in requests:
-                self.engine.cancel(request)  # after an error or Ctrl-C: nothing stays behind
+        """Answer requests with all their options, `params.n` times each, in their order. Raises ValueError."""
+        states = [state for g in generate_requests for state in self.input_processor.process(g)]
+        self._run_to_completion(states)
+        return [self.output_processor.to_output(state) for state in states]
 
     def stream(
         self,
@@ -254,15 +209,15 @@ class LLM:
         num_system_tokens: int = 0,
         salt: str = "",
     ) -> Iterator[StreamChunk]:
-        """One answer, piece by piece as its tokens come, the whole of it with the last piece.
+        """Yield one answer chunk by chunk as its tokens come; the last chunk has the whole output.
 
-        Closing the stream cancels the request.
+        Closing the iterator cancels the request.
         """
-        (reply,) = self.processor.process(
-            GenerateRequest(prompt, replace(params or SamplingParams(), n=1), kv_policy, None, num_system_tokens, salt)
-        )
-        self.engine.add(reply.request)
-        return self._stream_chunks(reply)
+        one = replace(params or SamplingParams(), n=1)
+        g = GenerateRequest(prompt, one, kv_policy, num_system_tokens=num_system_tokens, salt=salt)
+        (state,) = self.input_processor.process(g)
+        self._add([state])
+        return self._stream_chunks(state)
 
     def _stream_chunks(self, state: RequestOutputState) -> Iterator[StreamChunk]:
         try:
@@ -272,12 +227,86 @@ class LLM:
                     yield StreamChunk(text)
         finally:
             self.engine.cancel(state.request)
-        yield StreamChunk(state.take_text(), self.processor.to_output(state))
+        yield StreamChunk(state.take_text(), self.output_processor.to_output(state))
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Sequence[int]],
+        kv_policy: str | Sequence[str] | None = None,
+        logits_callback: Callable[[int, Tensor], None] | None = None,
+        seed: int = 0,
+    ) -> list[list[float]]:
+        """Return log-probabilities (nats) of given continuations, token by token (teacher forcing).
+
+        Every request evicts as if it had sampled these tokens itself. `logits_callback(i, logits)` gets the logits
+        [n, V] before the next n tokens of continuation i as they are computed; they are good until it returns.
+        `seed` is that of a policy's noise. Raises ValueError.
+        """
+        found: list[list[float]] = [[] for _ in prompts]
+
+        def on_logits(i: int, logits: Tensor) -> None:
+            ids = continuations[i][len(found[i]) : len(found[i]) + len(logits)]
+            found[i] += logits.log_softmax(-1)[range(len(ids)), ids].tolist()
+            if logits_callback:
+                logits_callback(i, logits)
+
+        states = []
+        for i, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
+            ids = self.encode(continuation)
+            spec = kv_policy if kv_policy is None or isinstance(kv_policy, str) else kv_policy[i]
+            params = SamplingParams(max_tokens=len(ids), ignore_eos=True, seed=seed)
+            g = GenerateRequest(prompt, params, spec, forced_tokens=tuple(ids[:-1]))
+            states += self.input_processor.process(g, partial(on_logits, i))
+        self._run_to_completion(states)
+        return found
+
+    def kept_positions(
+        self, prompt: Prompt, kv_policy: str | None = None, num_system_tokens: int = 0
+    ) -> list[list[list[int]]]:
+        """Return the positions of a prompt that every layer and head keeps, [L][G], ascending. Raises ValueError."""
+        params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        g = GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens)
+        (state,) = self.input_processor.process(g)
+        request = state.request
+        self._add([state])
+        try:
+            while not request.stats.first_token_time or request.scoring:
+                self.engine.step()
+            assert request.row is not None
+            return self.cache.tables.positions(request.row)
+        finally:
+            self.engine.cancel(request)
+
+    def pin(self, prompt: Prompt, seconds: float, salt: str = "") -> int:
+        """Compute a prompt and keep its prefix for `seconds`. Returns the tokens that are kept. Raises ValueError."""
+        if not self.cache.prefix_cache.enabled:
+            raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
+        g = GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
+        (state,) = self.input_processor.process(g)
+        self._run_to_completion([state])
+        request: Request = state.request
+        return self.cache.prefix_cache.pin(request.policy, request.prompt, salt, seconds)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; ids are checked. Raises ValueError."""
-        return self.processor.encode(prompt)
+        """Return the token ids of a prompt; given ids are checked. Raises ValueError."""
+        return self.input_processor.encode(prompt)
 
     def max_output_tokens(self, num_prompt_tokens: int) -> int:
-        """How many tokens can follow a prompt of so many."""
-        return self.processor.max_output_tokens(num_prompt_tokens)
+        """Return how many tokens can follow a prompt of that length."""
+        return self.input_processor.max_output_tokens(num_prompt_tokens)
+
+    def _add(self, states: Sequence[RequestOutputState]) -> None:
+        for state in states:
+            self.output_processor.register(state)
+        self.engine.add(*(state.request for state in states))
+
+    def _run_to_completion(self, states: Sequence[RequestOutputState]) -> None:
+        """Step until all requests have ended; after an error or Ctrl-C cancel them."""
+        try:
+            self._add(states)
+            while any(state.request.finish_reason is None for state in states):
+                self.engine.step()
+        finally:
+            for state in states:
+                self.engine.cancel(state.request)

@@ -409,9 +409,9 @@ def test_budgets_shrink_before_anybody_is_preempted(family: str, share: str) -> 
     shape = make_engine(family).cache.spec
     pages = 40 * len(shape.windows) * shape.kv_heads
     stiff, giving = go("", pages), go(",shrink=16", pages)
-    assert sum(r.num_preemptions for r in stiff) and not sum(r.num_preemptions for r in giving)
+    assert sum(r.stats.num_preemptions for r in stiff) and not sum(r.stats.num_preemptions for r in giving)
     assert stiff[0].output_tokens == giving[0].output_tokens == go("", 10_000)[0].output_tokens
-    assert min(max(r.final_slots) for r in giving[1:]) < max(max(r.final_slots) for r in stiff[1:])
+    assert min(max(r.stats.final_slots) for r in giving[1:]) < max(max(r.stats.final_slots) for r in stiff[1:])
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_drafts(name: str, temperature: float) -> None:
 
     def go(engine: Engine) -> tuple[list[list[int]], int]:
         made = [make_request(text[i:], 5, params=params) for i in range(2)]
-        return steps(engine, made), sum(sum(r.spec_decode_stats.num_drafted_per_position) for r in made)
+        return steps(engine, made), sum(sum(r.stats.spec_decode.num_drafted_per_position) for r in made)
 
     want = go(make_engine("llama", backend="reference", drafter=drafters.parse(name)))
     got, waits = far(lambda rig: go(rig("llama", drafter=drafters.parse(name))))

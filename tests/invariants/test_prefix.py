@@ -62,9 +62,9 @@ def test_cold_warm_and_without(family: str, backend: str, seed: int) -> None:
     for again in range(2):
         made = asked(family, seed)
         assert [run_to_completion(engine, [r])[0] for r in made] == plain
-        assert sum(r.num_cached_tokens for r in made) > (again + 1) * 40
+        assert sum(r.stats.num_cached_tokens for r in made) > (again + 1) * 40
     whole = made[::2] if family in ("llama", "gpt2", "mpt") else []
-    assert all(r.num_cached_tokens == len(r.prompt) - 1 for r in whole)
+    assert all(r.stats.num_cached_tokens == len(r.prompt) - 1 for r in whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -79,7 +79,7 @@ def test_in_company_and_where_pages_are_short(family: str, prefix: str, pages: i
     )
     rng, cached = random.Random(5), 0
     for _ in range(3):
-        cached += sum(r.num_cached_tokens for r in disturbed(engine, family, rng, plain))
+        cached += sum(r.stats.num_cached_tokens for r in disturbed(engine, family, rng, plain))
     assert cached > 100
     assert engine.cache.free_pages == engine.cache.total_pages
 
@@ -108,8 +108,8 @@ def test_with_drafts(family: str) -> None:
         made = asked(family, 1, plain=True)[::2]
         assert run_to_completion(engine, made) == plain
     assert (
-        sum(r.num_cached_tokens for r in made) > 60
-        and sum(sum(r.spec_decode_stats.num_drafted_per_position) for r in made) > 20
+        sum(r.stats.num_cached_tokens for r in made) > 60
+        and sum(sum(r.stats.spec_decode.num_drafted_per_position) for r in made) > 20
     )
 
 
@@ -194,7 +194,7 @@ def test_sliding_layers_go_on_where_texts_part() -> None:
     engine: Engine = make_engine("gemma3_text", prefix_cache="exact")
     for r in made:
         run_to_completion(engine, [r])
-    assert [r.num_cached_tokens for r in made] == [0, 0, 96, 96]
+    assert [r.stats.num_cached_tokens for r in made] == [0, 0, 96, 96]
     assert [r.output_tokens for r in made] == run_to_completion(
         make_engine("gemma3_text"), [make_request(r.prompt, 4) for r in made]
     )

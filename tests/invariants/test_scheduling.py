@@ -108,7 +108,7 @@ def test_sixty_four_requests_with_preemption(family, pages):
     assert run_to_completion(make_engine(family, backend="cpu"), [make_request(p, 30) for p in asked]) == plenty
     few = [make_request(p, 30) for p in asked]
     assert run_to_completion(make_engine(family, backend="cpu", num_pages=pages), few) == plenty
-    assert sum(r.num_preemptions for r in few) > 0
+    assert sum(r.stats.num_preemptions for r in few) > 0
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_who_was_preempted_forgets_again_as_it_did(family, policy):
         if step % 31 == 30 and step < 140:
             for r in list(engine.scheduler.running):
                 engine.scheduler.preempt(r)
-    assert [r.output_tokens for r in again] == undisturbed and all(r.num_preemptions for r in again)
+    assert [r.output_tokens for r in again] == undisturbed and all(r.stats.num_preemptions for r in again)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt", "gpt2"])

@@ -111,7 +111,7 @@ def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pyte
             assert set(range(160, 163)) <= set(kept[layer][0])
         for _ in iter_steps(engine):
             pass
-        assert len(r.output_tokens) == 40 and r.num_cached_tokens == 160
+        assert len(r.output_tokens) == 40 and r.stats.num_cached_tokens == 160
         assert cache.free_pages == cache.total_pages
         if i:
             hit = cache.prefix_cache.match_prefix(r.policy, r.prompt, 160, "")
@@ -184,7 +184,7 @@ def test_spans_that_are_longer_than_what_is_wanted_of_them(tmp_path: Path) -> No
             engine.add(r)
             for step in iter_steps(engine):
                 assert step < 500
-            assert len(r.output_tokens) == r.max_tokens and r.num_preemptions <= 2
+            assert len(r.output_tokens) == r.max_tokens and r.stats.num_preemptions <= 2
         pack(engine)
         restart(engine)
 

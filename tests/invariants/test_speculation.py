@@ -78,7 +78,7 @@ def test_greedy_answers_are_the_plain_ones(family: str, backend: str, wrong: flo
     plain, _ = go(None)
     answers, made = go(seer(asked, plain, wrong))
     assert answers == plain
-    drafted, accepted = (sum(sum(getattr(r.spec_decode_stats, n)) for r in made) for n in ("drafted", "accepted"))
+    drafted, accepted = (sum(sum(getattr(r.stats.spec_decode, n)) for r in made) for n in ("drafted", "accepted"))
     assert drafted > 300
     if wrong == 0:
         assert accepted == drafted
@@ -104,12 +104,12 @@ def test_every_drafter_gives_the_plain_tokens(family: str, name: str) -> None:
     plain, made = go(None), go(drafters.parse(name))
     assert [r.output_tokens for r in made] == [r.output_tokens for r in plain]
     if "k=" in name:
-        assert sum(sum(r.spec_decode_stats.num_drafted_per_position) for r in made) > 100
+        assert sum(sum(r.stats.spec_decode.num_drafted_per_position) for r in made) > 100
     if "k=" in name and "ngram" not in name:  # random models repeat nothing, but look at pages as they look at all
-        assert sum(sum(r.spec_decode_stats.num_accepted_per_position) for r in made) > 100
+        assert sum(sum(r.stats.spec_decode.num_accepted_per_position) for r in made) > 100
     if "draft" in name:  # the same model: all is accepted where nothing is forgotten
         for r in made[::4]:
-            assert r.spec_decode_stats.num_accepted_per_position == r.spec_decode_stats.num_drafted_per_position
+            assert r.stats.spec_decode.num_accepted_per_position == r.stats.spec_decode.num_drafted_per_position
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -127,7 +127,7 @@ def test_preemption_cancellation_and_company_in_the_middle_of_rounds(family: str
             engine.scheduler.preempt(engine.scheduler.running[0])
     assert [r.output_tokens for i, r in enumerate(made) if i != 3] == plain[:3] + plain[4:]
     assert made[3].output_tokens == plain[3][: len(made[3].output_tokens)]
-    assert engine.cache.free_pages == engine.cache.total_pages and sum(r.num_preemptions for r in made) > 0
+    assert engine.cache.free_pages == engine.cache.total_pages and sum(r.stats.num_preemptions for r in made) > 0
 
 
 def test_a_draft_that_was_not_asked_for_long_reads_what_it_missed() -> None:
@@ -174,7 +174,7 @@ def test_certain_drafts_change_no_drawn_token_either() -> None:
     )
     made = [make_request(p, 30, params=q) for p, q in zip(asked, params, strict=True)]
     assert run_to_completion(make_engine("llama", drafter=seer(asked, plain, 0.3)), made) == plain
-    assert sum(sum(r.spec_decode_stats.num_accepted_per_position) for r in made) > 50
+    assert sum(sum(r.stats.spec_decode.num_accepted_per_position) for r in made) > 50
 
 
 @dataclass
@@ -206,8 +206,8 @@ def test_answers_follow_the_target_through_the_whole_engine() -> None:
             engine.step()
         for r in made:
             counts[tuple(r.output_tokens)] += 1
-            drafted += sum(r.spec_decode_stats.num_drafted_per_position)
-            accepted += sum(r.spec_decode_stats.num_accepted_per_position)
+            drafted += sum(r.stats.spec_decode.num_drafted_per_position)
+            accepted += sum(r.stats.spec_decode.num_accepted_per_position)
     assert 0.2 * drafted < accepted < 0.9 * drafted
     assert sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in want.items()) < 60  # 15 degrees of freedom
 

@@ -43,7 +43,7 @@ def test_after_a_restart(family: str, backend: str, seed: int, tmp_path: Path) -
         assert [run_to_completion(engine, [r])[0] for r in made] == plain
         if again:
             assert store(engine).counts["read"] > 0
-        assert sum(r.num_cached_tokens for r in made) > (again > 0) * 40
+        assert sum(r.stats.num_cached_tokens for r in made) > (again > 0) * 40
         restart(engine)
 
 
@@ -142,7 +142,7 @@ def test_a_disk_that_fails_costs_time_only(call: str, tmp_path: Path, monkeypatc
     run_to_completion(engine, [make_request(t) for t in others])
     store(engine).sync()
     if call == "preadv":
-        assert all(r.num_cached_tokens == 0 for r in [make_request(made[0])])
+        assert all(r.stats.num_cached_tokens == 0 for r in [make_request(made[0])])
     else:
         assert store(engine).counts["failed"] > 0 and store(engine).span_index.used_bytes == before
         assert not list(tmp_path.glob("*.tmp"))

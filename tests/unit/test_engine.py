@@ -82,7 +82,7 @@ def test_the_oldest_always_gets_on_and_the_queue_is_served_in_order():
         engine.step()
         assert oldest.finish_reason or oldest.num_computed_tokens > before
         ended += [r.id for r in asked if r.finish_reason and r.id not in ended]
-    assert sum(r.num_preemptions for r in asked) > 0 and len(ended) == 12
+    assert sum(r.stats.num_preemptions for r in asked) > 0 and len(ended) == 12
     assert ended[0] == asked[0].id
 
 

@@ -149,4 +149,4 @@ def test_a_seed_decides_and_company_does_not():
     assert twice[0] == twice[1] != twice[2]
     preempted = [make_request(q, 15, params=replace(p, seed=i)) for i, q in enumerate(asked)]
     assert run_to_completion(make_engine("llama", num_pages=75), preempted) == together
-    assert sum(r.num_preemptions for r in preempted) > 0
+    assert sum(r.stats.num_preemptions for r in preempted) > 0

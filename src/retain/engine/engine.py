@@ -1,7 +1,12 @@
-"""The engine: `step` is its whole life. What is not known here: text and files."""
+"""The engine: requests go in by `add`, and every `step` computes some of their tokens.
+
+`step` is the table of contents of this package: propose drafts, schedule, build the batch, run the model, sample,
+commit, process outputs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from time import perf_counter
 
@@ -10,171 +15,199 @@ from torch import Tensor
 
 from retain.engine.batch import Batch, build_batch
 from retain.engine.drafters import Drafter
-from retain.engine.request import FinishReason, Request
+from retain.engine.output import OutputProcessor
+from retain.engine.prompt_sharing import PromptSharing
+from retain.engine.request import FinishReason, Request, SampledTokens
 from retain.engine.runner import Runner
 from retain.engine.sampler import sample, select_rows
 from retain.engine.scheduler import ScheduledRequest, Scheduler
 from retain.engine.spec_decode.rejection_sampler import to_device_like
 from retain.engine.spec_decode.speculator import Speculator
-from retain.kv.memory.cache import Cache
+from retain.kv.manager import KVCacheManager
 
 
 class Engine:
-    """Requests go in by `add`; every `step` gives the requests that got a token."""
+    """Compute requests with one model and one cache. Not thread-safe: `add`, `step` and `cancel` run one by one."""
 
-    def __init__(self, runner: Runner, cache: Cache, max_batched_tokens: int, drafter: Drafter | None = None):
-        self.runner, self.cache, self.speculator = runner, cache, Speculator(drafter)
-        self.scheduler = Scheduler(cache, max_batched_tokens)
+    def __init__(
+        self,
+        runner: Runner,
+        cache: KVCacheManager,
+        drafter: Drafter | None = None,
+        output_processor: OutputProcessor | None = None,
+    ):
+        self.runner, self.cache = runner, cache
+        self.speculator, self.sharing = Speculator(drafter), PromptSharing()
+        self.scheduler = Scheduler(cache, self.sharing)
+        self.output_processor = output_processor or OutputProcessor()
 
     def add(self, *requests: Request) -> None:
-        """Queue them; equal prompts among them are computed once, as far as policies allow.
+        """Enqueue requests; equal prompts among them are computed once, as far as policies allow.
 
-        Raises ValueError when one could never fit; then none is queued.
+        Raises ValueError when one of them could never fit; then none is enqueued.
         """
         for request in requests:
             request.policy = self.cache.effective_policy(request.policy)
             request.max_model_len = min(request.max_model_len, self.cache.max_model_len)
-        leaders: dict[tuple[str, *tuple[int, ...]], list[Request]] = {}  # of a tenant's prompt
-        for request in sorted(requests, key=lambda r: not r.score_key):  # who sees nothing may follow anybody
-            alike = leaders.setdefault((request.salt, *request.prompt), [])
-            leader = next((r for r in alike if request.can_share_prompt(r)), None)
-            if leader:
-                leader.prompt_sharers.append(request)
-                leader.require_full_prefill()
-                request.require_full_prefill()
-            else:
-                alike.append(request)
-        for request in requests:
-            self.scheduler.check_fits(request)
-        for request in (r for alike in leaders.values() for r in alike):
+        leaders = self.sharing.group(requests)
+        try:
+            for request in requests:
+                self.scheduler.check_fits(request)
+                request.plan_scoring()
+        except ValueError:
+            for leader in leaders:
+                self.sharing.release(leader)
+            raise
+        for request in leaders:
             self.scheduler.enqueue(request)
 
     def step(self) -> list[Request]:
-        """Pay debts, draw tokens, settle. The requests that got a token; those with a `why` have ended."""
-        began, drafting = perf_counter(), self._propose_drafts()
-        shares = self.scheduler.schedule()
-        if not shares:
+        """Compute one step. Returns the requests that got tokens; those with a `finish_reason` have ended."""
+        started = perf_counter()
+        draft_s = self.speculator.propose(self.scheduler.running, self._max_drafts())
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
             return []
-        batch = build_batch(shares, self.cache)
+        batch = build_batch(scheduled, self.cache)
         logits = self.runner.forward(batch)  # [N, V]
-        self._requeue_failed_loads(shares)
-        ready: list[Request] = []
-        rows: list[int] = []
-        for share, end in zip(shares, accumulate(batch.num_logits), strict=True):
-            for request in share.request.with_prompt_sharers(share.num_tokens) if share.request.row is not None else []:
-                if (
-                    share.request.will_sample(share.num_tokens)
-                    if request is share.request
-                    else not request.forced_tokens
-                ):
-                    ready.append(request)
-                    rows += range(end - 1 - len(request.drafts), end)
-        drawn = sample(select_rows(logits, rows), ready)
-        took = perf_counter() - began - drafting
-        waited = bool(ready) or logits.device.type == "cpu"  # else the device may still compute
-        if self.cache.prefix_cache and waited and not batch.before_attention:
-            self.cache.prefix_cache.record_compute(len(batch.input_ids), took)
-        self.speculator.update(shares, dict(zip(ready, drawn, strict=True)), took, drafting)
-        wrong = {r: r.accept_drafts(len(tokens)) for r, tokens in zip(ready, drawn, strict=True)}
-        self._reject_drafts(batch, shares, wrong)
-        self._commit(shares, torch.split(logits, batch.num_logits), wrong)
-        for request, tokens in zip(ready, drawn, strict=True):
-            request.append_tokens(tokens)
-            if request.finish_reason:
-                self._finish(request)
-        return ready
+        self._requeue_failed_loads(scheduled)
+        sampled = self._sample(logits, batch, scheduled)
+        self._record_times(batch, scheduled, sampled, perf_counter() - started - draft_s, draft_s)
+        self._commit(logits, batch, scheduled, sampled)
+        for request, tokens in sampled.items():
+            if reason := self.output_processor.process_tokens(request, tokens):
+                self._finish(request, reason)
+        return list(sampled)
 
     def cancel(self, request: Request) -> None:
-        """End a request now; its pages are free when this returns. Nothing happens to one that has ended."""
+        """End a request now; its pages are free when this returns. A request that has ended stays as it is."""
         if request.finish_reason is None:
-            request.finish_reason = FinishReason.CANCELLED
-            self._finish(request)
+            self._finish(request, FinishReason.CANCELLED)
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Somebody waits or runs."""
+        """Whether a request waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
-    def _propose_drafts(self) -> float:
-        """A step has room for one token of everybody first."""
-        running = self.scheduler.running
-        most = (
-            min(self.scheduler.max_batched_tokens // max(len(running), 1), self.cache.page_size) - 1
-        )  # rings spare a page
-        return self.speculator.propose(running, most)
+    # ---- the parts of a step -------------------------------------------------------------------------------------
 
-    def _requeue_failed_loads(self, scheduled: list[ScheduledRequest]) -> None:
-        """For whom something did not come that it was to begin with."""
-        reuse = self.cache.prefix_cache
-        for request in [s.request for s in scheduled if reuse and not reuse.finish_load(s.request.row)]:
-            self.scheduler.requeue(request)
+    def _max_drafts(self) -> int:
+        """Drafts of one request that fit into a step beside one token of every other."""
+        fair_share = self.scheduler.max_batched_tokens // max(len(self.scheduler.running), 1)
+        return min(fair_share, self.cache.page_size) - 1  # a shrunk ring has one spare page
 
-    def _reject_drafts(self, batch: Batch, scheduled: list[ScheduledRequest], num_rejected: dict[Request, int]) -> None:
-        """Drafts that were not accepted are holes."""
-        ends = batch.query_start_loc[1:].tolist()
-        gone = [
-            t for s, end in zip(scheduled, ends, strict=True) for t in range(end - num_rejected.get(s.request, 0), end)
-        ]
-        if gone:
-            self.cache.reject(batch.slot_mapping.index_select(-1, to_device_like(batch.slot_mapping, gone)))
+    def _requeue_failed_loads(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Put requests whose offloaded prefix did not arrive back into the queue; they begin with less."""
+        for s in scheduled:
+            if s.request.row is not None and not self.cache.finish_load(s.request.row):
+                self.scheduler.requeue(s.request)
+
+    def _sample(
+        self, logits: Tensor, batch: Batch, scheduled: Sequence[ScheduledRequest]
+    ) -> dict[Request, SampledTokens]:
+        """Sample the next tokens of every request whose tokens are all computed, its followers included."""
+        requests: list[Request] = []
+        indices: list[int] = []  # of logits
+        for s, end in zip(scheduled, accumulate(batch.num_logits), strict=True):
+            if s.request.row is None:
+                continue
+            for request in self.sharing.completing(s.request, s.num_tokens):
+                is_leader = request is s.request
+                if s.request.will_sample(s.num_tokens) if is_leader else not request.input.forced_tokens:
+                    requests.append(request)
+                    indices += range(end - 1 - len(request.drafts), end)
+        return dict(zip(requests, sample(select_rows(logits, indices), requests), strict=True))
+
+    def _record_times(
+        self,
+        batch: Batch,
+        scheduled: Sequence[ScheduledRequest],
+        sampled: dict[Request, SampledTokens],
+        step_s: float,
+        draft_s: float,
+    ) -> None:
+        """Tell the cost models of loading and of drafting how long the step took."""
+        waited_for_device = bool(sampled) or self.cache.kv.device.type == "cpu"
+        if waited_for_device and not batch.before_attention:
+            self.cache.prefix_cache.record_compute(len(batch.input_ids), step_s)
+        self.speculator.update(scheduled, sampled, step_s, draft_s)
 
     def _commit(
-        self, scheduled: list[ScheduledRequest], logits: tuple[Tensor, ...], num_rejected: dict[Request, int]
+        self,
+        logits: Tensor,
+        batch: Batch,
+        scheduled: Sequence[ScheduledRequest],
+        sampled: dict[Request, SampledTokens],
     ) -> None:
-        """Book what was paid, but for `wrong` drafts, and show logits to who reads them."""
-        for share, rows in zip(scheduled, logits, strict=True):
-            request, again = share.request, share.request.reread_chunk
-            if request.row is None:
-                continue  # what it began with did not come
-            for twin in request.with_prompt_sharers(share.num_tokens):
-                if twin.logits_callback and len(rows):
-                    twin.logits_callback(rows)
-                    twin.num_logits_read += len(rows)
-                if twin is not request:
-                    twin.num_computed_tokens = len(twin.prompt)
-            before = request.num_computed_tokens
-            request.advance(share.num_tokens - num_rejected.get(request, 0))
-            if self.cache.prefix_cache and (
-                before < len(request.prompt) <= request.num_computed_tokens
-                or request.num_computed_tokens == request.branch_point
-            ):
-                self.cache.prefix_cache.insert(request.row, *request.prefix_entry, still_running=True)
-            if again and (request.num_reread_tokens % again == 0 or not request.reread_chunk):
-                self.cache.rollback(request.row, request.num_computed_tokens)
-            if not request.reread_chunk:
-                if request.num_computed_tokens >= len(request.prompt):
-                    self._start_prompt_sharers(request)
-                if request.attention_trace:
-                    request.attention_trace.record_if_due(self.cache, request.row, request.num_computed_tokens)
-                self.cache.commit(request.row, request.num_computed_tokens, max(request.num_uncomputed_tokens, 0))
+        """Reject drafts, count tokens as computed, store prefixes, start followers, and evict."""
+        num_rejected = {r: r.accept_drafts(len(tokens)) for r, tokens in sampled.items()}
+        self._reject_drafts(batch, scheduled, num_rejected)
+        for s, rows in zip(scheduled, torch.split(logits, batch.num_logits), strict=True):
+            if s.request.row is not None:
+                self._read_logits(s, rows)
+                self._commit_request(s.request, s.num_tokens - num_rejected.get(s.request, 0))
 
-    def _start_prompt_sharers(self, request: Request) -> None:
-        """Its followers begin, each with a copy of the prompt's slots; or, where there is no room, later and alone."""
+    def _reject_drafts(
+        self, batch: Batch, scheduled: Sequence[ScheduledRequest], num_rejected: dict[Request, int]
+    ) -> None:
+        """Turn the slots of rejected drafts into holes."""
+        ends = zip(scheduled, batch.query_start_loc[1:].tolist(), strict=True)
+        rejected = [t for s, end in ends for t in range(end - num_rejected.get(s.request, 0), end)]
+        if rejected:
+            self.cache.reject(batch.slot_mapping.index_select(-1, to_device_like(batch.slot_mapping, rejected)))
+
+    def _read_logits(self, s: ScheduledRequest, logits: Tensor) -> None:
+        """Give logits [n, V] to the output processor, for the request and for followers whose prompt completes."""
+        for request in self.sharing.completing(s.request, s.num_tokens):
+            if (request.input.needs_logits or request.input.needs_prompt_logits) and len(logits):
+                self.output_processor.process_logits(request, logits)
+                request.num_logits_read += len(logits)
+            if request is not s.request:
+                request.num_computed_tokens = len(request.prompt)
+
+    def _commit_request(self, request: Request, num_tokens: int) -> None:
+        """Count `num_tokens` of a running request as computed; evict, unless a scoring pass is due first."""
         assert request.row is not None
-        followers, request.prompt_sharers = request.prompt_sharers, []
-        for follower in followers:
-            if follower.finish_reason is None:
-                follower.row = self.cache.fork(request.row, follower.policy, follower.num_computed_tokens)
-                if follower.row is None:
-                    self.scheduler.enqueue(follower)
-                    continue
-                follower.num_reread_tokens = request.num_reread_tokens
-                self.scheduler.running.append(follower)
-                if not follower.reread_chunk:
-                    self.cache.commit(follower.row, follower.num_computed_tokens, follower.num_uncomputed_tokens)
+        before, scoring = request.num_computed_tokens, request.scoring
+        request.advance(num_tokens)
+        now = request.num_computed_tokens
+        if before < len(request.prompt) <= now or now == request.branch_point:
+            self.cache.store_prefix(request.row, request.prefix_entry, still_running=True)
+        if scoring and scoring.at_chunk_end:
+            self.cache.rollback(request.row, now)
+        if request.scoring:
+            return
+        if now >= len(request.prompt):
+            self._start_followers(request)
+        if request.attention_trace:
+            evicts_now = self.cache.evicts_at(request.row, now)
+            request.attention_trace.record_if_due(self.cache.tables, request.row, now, evicts_now)
+        self.cache.commit(request.row, now, max(request.num_uncomputed_tokens, 0))
 
-    def _finish(self, request: Request) -> None:
+    def _start_followers(self, leader: Request) -> None:
+        """Fork the leader's row for every follower; one that gets no pages is enqueued alone."""
+        assert leader.row is not None
+        for follower in self.sharing.release(leader):
+            row = self.cache.fork_row(leader.row, follower.policy, follower.num_computed_tokens)
+            if row is None:
+                self.scheduler.enqueue(follower)
+                continue
+            self.scheduler.start_forked(follower, row)
+            if leader.scoring_passes:  # the same passes: masses are copied with the slots
+                follower.skip_scoring()
+            if not follower.scoring:
+                self.cache.commit(row, follower.num_computed_tokens, follower.num_uncomputed_tokens)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request: record its memory, free its pages, and let its followers go on without it."""
+        request.finish_reason = reason
         if request.row is not None:
             if request.attention_trace:
-                request.attention_trace.record(self.cache, request.row, request.num_computed_tokens)
-            request.final_slots, request.num_final_pages = (
-                self.cache.slots_per_layer(request.row),
-                self.cache.num_pages(request.row),
-            )
+                request.attention_trace.record(self.cache.tables, request.row, request.num_computed_tokens)
+            request.stats.final_slots = self.cache.tables.slots_per_layer(request.row)
+            request.stats.num_final_pages = self.cache.num_pages(request.row)
         self.scheduler.remove(request)
         self.speculator.remove_request(request)
-        request.finish_time = perf_counter()
-        for follower in request.prompt_sharers:  # it ended before they could begin
-            if follower.finish_reason is None:
-                self.scheduler.enqueue(follower)
-        request.prompt_sharers = []
+        request.stats.finish_time = perf_counter()
+        for follower in self.sharing.release(request):
+            self.scheduler.enqueue(follower)

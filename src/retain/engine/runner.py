@@ -1,4 +1,4 @@
-"""A model with its cache: fresh tokens in, logits out. What is not known here: requests, sampling.
+"""Runners compute a batch: fresh tokens in, logits out, with K and V in the slots of a cache.
 
 Where the backend has a program of the model, a step is one call of it; else it goes layer by layer through torch.
 """
@@ -13,70 +13,60 @@ from torch import Tensor
 
 from retain.engine.batch import Batch
 from retain.kernels.api import Program
-from retain.kv.memory.cache import Cache
+from retain.kv.manager import KVCacheManager
 from retain.models.decoder import Decoder
 
 
 class Runner(Protocol):
-    """Computes a batch: every layer writes its keys and values into slots, then looks."""
+    """Compute a batch: every layer writes its keys and values into slots, then attends."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Float32 logits [N, V] of the tokens that `batch.wanted` names; good until the next step."""
+        """Return float32 logits [N, V] of the tokens `batch.logits_indices`; good until the next step."""
         ...
 
 
 class ProgramRunner:
-    """By a program."""
+    """Run a model as one program of the backend."""
 
-    def __init__(self, program: Program, cache: Cache):
+    def __init__(self, program: Program, cache: KVCacheManager):
         self.program, self.cache = program, cache
 
     def forward(self, batch: Batch) -> Tensor:
-        """See Runner."""
-        tables = batch.tables or self.cache.device_tables.build_tables(batch.rows, batch.query_start_loc)
-        b = batch
+        """See Runner.forward."""
+        tables = batch.tables or self.cache.tables.device.build_tables(batch.rows, batch.query_start_loc)
         return self.program.run(
             self.cache.kv,
             tables,
-            b.slot_mapping,
-            b.input_ids,
-            b.positions,
-            b.logits_indices,
-            b.attention_scoring,
-            b.before_attention,
-            b.after_attention,
+            batch.slot_mapping,
+            batch.input_ids,
+            batch.positions,
+            batch.logits_indices,
+            batch.attention_scoring,
+            batch.before_attention,
+            batch.after_attention,
         )
 
 
 class TorchRunner:
-    """By the model's own parts, the definition, with the backend's `write` and `attend` between."""
+    """Run a model's own layers, the definition, with the backend's `write` and `attend` between them."""
 
-    def __init__(self, model: Decoder, backend: ModuleType, cache: Cache):
+    def __init__(self, model: Decoder, backend: ModuleType, cache: KVCacheManager):
         self.model, self.backend, self.cache = model, backend, cache
         slopes = model.spec.alibi_slopes
         self.alibi_slopes = None if slopes is None else torch.tensor(slopes)  # [H]
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
-        """See Runner."""
+        """See Runner.forward."""
         kv, scale = self.cache.kv, self.model.spec.scale
-        tables = batch.tables or self.cache.device_tables.build_tables(batch.rows, batch.query_start_loc)
+        tables = batch.tables or self.cache.tables.device.build_tables(batch.rows, batch.query_start_loc)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if batch.before_attention:
                 batch.before_attention(layer, q)
             self.backend.write(kv, batch.slot_mapping[layer], k, v, batch.positions)
             o: Tensor = self.backend.attend(
-                *(
-                    q,
-                    kv,
-                    tables.for_layer(layer),
-                    batch.positions,
-                    scale,
-                    self.alibi_slopes,
-                    batch.attention_scoring,
-                    layer,
-                )
+                q, kv, tables.for_layer(layer), batch.positions, scale, self.alibi_slopes, batch.attention_scoring, layer
             )
             if batch.after_attention:
                 batch.after_attention(layer)

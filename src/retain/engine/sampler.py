@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retain.engine.request import Logprob, Request
+from retain.engine.request import Logprob, Request, SampledTokens
 from retain.engine.spec_decode.rejection_sampler import (
     rejection_sample,
     sample_inverse_cdf,
@@ -24,9 +24,6 @@ from retain.engine.spec_decode.rejection_sampler import (
     verify_greedy,
 )
 from retain.sampling_params import SamplingParams
-
-SampledTokens = list[tuple[int, Logprob | None]]
-
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledTokens]:
     """The next tokens of each request, and their log-probabilities where asked for.

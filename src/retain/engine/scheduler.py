@@ -1,47 +1,28 @@
-"""Who pays how many tokens in the next step. Pure Python: it counts tokens and asks a purse for pages.
+"""The scheduler: how many tokens of which request the next step computes. It counts tokens and reserves pages.
 
-There are no phases. A request owes len(tokens) - computed tokens; chunked prefill, decoding, resumption and (later)
-verification are payments of that debt, under `max_batched_tokens` a step and the pages of the pool. Who owes one token is
-paid first, so that long prompts never stop a conversation; `max_batched_tokens` exceeds the number of rows, so that
-conversations never stop a prompt. When pages run out, budgets that may shrink do; then the youngest gives all of its
-own back and starts again later: the oldest always gets on, so nobody starves.
+There are no phases. A request has uncomputed tokens; chunked prefill, decoding, resumption and verification of drafts
+compute some of them, under a token limit and the pages of the pool. Requests with one uncomputed token come first, so
+that long prompts never stall decoding; the token limit exceeds the number of rows, so that decoding never stalls a
+prompt. When pages run out, budgets shrink where they may; then the youngest request is preempted: it frees all of its
+pages and starts again later. The oldest always advances, so every request ends.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+import logging
 from dataclasses import dataclass
-from typing import Protocol
 
+from retain.engine.prompt_sharing import PromptSharing
 from retain.engine.request import Request
-from retain.kv.eviction.policies import Policy
-from retain.kv.prefix.cache import PrefixCache
+from retain.kv.manager import KVCacheManager
 
-
-class KVCacheManager(Protocol):
-    """The cache, as far as scheduling goes (see kv/cache.py)."""
-
-    def pages_needed(self, policy: Policy, length: int, num_uncomputed_tokens: int) -> int: ...  # noqa: D102
-    def open(self, policy: Policy, num_uncomputed_tokens: int) -> int: ...  # noqa: D102
-    def reserve(self, row: int, end_position: int) -> bool: ...  # noqa: D102
-    def close(self, row: int) -> list[int]: ...  # noqa: D102
-    @property
-    def prefix_cache(self) -> PrefixCache | None: ...  # noqa: D102
-    def tokens_until_eviction(self, row: int, num_computed_tokens: int) -> int: ...  # noqa: D102
-    def needs_single_step(self, row: int) -> bool: ...  # noqa: D102
-    def shrink(self, row: int, num_computed_tokens: int) -> bool: ...  # noqa: D102
-    @property
-    def free_pages(self) -> int: ...  # noqa: D102
-    @property
-    def total_pages(self) -> int: ...  # noqa: D102
-    @property
-    def free_rows(self) -> int: ...  # noqa: D102
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """In this step `request` pays its next `n` tokens."""
+    """A request, and how many of its next tokens the step computes, drafts among them."""
 
     request: Request
     num_tokens: int
@@ -50,99 +31,100 @@ class ScheduledRequest:
 class Scheduler:
     """Requests that wait and requests that run, both oldest first."""
 
-    def __init__(self, kv_cache_manager: KVCacheManager, max_batched_tokens: int):
-        self.kv_cache_manager, self.max_batched_tokens = kv_cache_manager, max_batched_tokens
+    def __init__(self, cache: KVCacheManager, sharing: PromptSharing):
+        self.cache, self.sharing = cache, sharing
+        self.max_batched_tokens = cache.config.max_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
 
     def check_fits(self, request: Request) -> None:
-        """Raises ValueError when even the empty pool could not hold it."""
-        length = len(request.prompt) + request.max_tokens - 1  # the last token is never written
-        cost, total = (
-            self.kv_cache_manager.pages_needed(request.policy, length, length),
-            self.kv_cache_manager.total_pages,
-        )
-        if cost > total:
+        """Raise ValueError when even the empty pool could not hold the request."""
+        num_prompt, max_tokens = len(request.prompt), request.input.max_tokens
+        length = num_prompt + max_tokens - 1  # the last token is never written
+        needed, total = self.cache.pages_needed(request.policy, length, length), self.cache.total_pages
+        if needed > total:
             raise ValueError(
-                f"a request of {len(request.prompt)} + {request.max_tokens} tokens needs {cost} pages of KV memory "
+                f"a request of {num_prompt} + {max_tokens} tokens needs {needed} pages of KV memory "
                 f"and the pool has {total}: raise kv_memory, or ask for less"
             )
 
     def schedule(self) -> list[ScheduledRequest]:
-        """The payments of the next step, drafts among them; their pages are owned when this returns."""
-        shares, left = [], self.max_batched_tokens
-        turn = self._iter_candidates()
-        while left and (request := next(turn, None)):
-            if request.row is None:
-                continue  # preempted by an older one a moment ago
-            stretch = self._get_token_limit(request)
-            n = min(request.num_uncomputed_tokens + len(request.drafts), left, stretch)
-            if n < stretch and self.kv_cache_manager.needs_single_step(request.row):
-                continue  # until a step has room for all of it
-            if request.drafts and not self.kv_cache_manager.reserve(request.row, request.next_position + n):
-                n = 1  # nobody has to go for a guess
-            request.trim_drafts(n)
-            if self._reserve_pages(request, request.next_position + n):
-                shares.append(ScheduledRequest(request, n))
-                left -= n
-        return [s for s in shares if s.request.row is not None]
+        """Choose the tokens of the next step, and reserve their pages."""
+        scheduled: list[ScheduledRequest] = []
+        left, num_waiting = self.max_batched_tokens, len(self.waiting)
+        for request in sorted(self.running, key=lambda r: (r.num_uncomputed_tokens > 1, r.id)):
+            if left and request.row is not None:  # a row may be lost to an older request by now
+                left -= self._schedule_request(request, left, scheduled)
+        while left and len(self.waiting) <= num_waiting and (admitted := self._admit_next()):
+            left -= self._schedule_request(admitted, left, scheduled)
+        return [s for s in scheduled if s.request.row is not None]
 
-    def _iter_candidates(self) -> Iterator[Request]:
-        """The running ones, who owe one token before who owe more; then, if none of them had to go, admitted ones."""
-        queue = len(self.waiting)
-        yield from sorted(self.running, key=lambda r: (r.num_uncomputed_tokens > 1, r.id))
-        while self.waiting and len(self.waiting) <= queue and self._can_admit(self.waiting[0]):
-            request = self.waiting[0]
-            request.row = self.kv_cache_manager.open(request.policy, request.num_uncomputed_tokens)
-            self.waiting.pop(0)
-            self.running.append(request)
-            if self.kv_cache_manager.prefix_cache:
-                again = request.num_preemptions > 0
-                request.start_from_prefix(
-                    *self.kv_cache_manager.prefix_cache.attach_prefix(request.row, *request.prefix_query, again)
-                )
-            yield request
+    def _schedule_request(self, request: Request, token_budget: int, scheduled: list[ScheduledRequest]) -> int:
+        """Schedule as many tokens of a running request as possible. Returns their number."""
+        assert request.row is not None
+        limit = self._token_limit(request)
+        n = min(request.num_uncomputed_tokens + len(request.drafts), token_budget, limit)
+        if n < limit and self.cache.needs_single_step(request.row):
+            return 0  # until a step has room for all of it
+        if request.drafts and not self._reserve(request, n):
+            n = 1  # no request is preempted for drafts
+        request.trim_drafts(n)
+        if not self._reserve_or_preempt(request, n):
+            return 0
+        scheduled.append(ScheduledRequest(request, n))
+        return n
+
+    def _token_limit(self, request: Request) -> int:
+        """Return how many tokens of a request one step may compute: none beyond an eviction."""
+        assert request.row is not None
+        if self.sharing.followers(request) and request.num_computed_tokens < len(request.prompt):
+            return len(request.prompt) - request.num_computed_tokens
+        if request.scoring:
+            return request.scoring.chunk_left
+        limit = self.cache.tokens_until_eviction(request.row, request.num_computed_tokens)
+        to_branch_point = request.branch_point - request.num_computed_tokens
+        return min(limit, to_branch_point) if to_branch_point > 0 else limit
+
+    def _admit_next(self) -> Request | None:
+        """Open a row for the oldest waiting request, with the prefix that is cached of it; None if it must wait."""
+        if not self.waiting or not self._can_admit(self.waiting[0]):
+            return None
+        request = self.waiting.pop(0)
+        request.row = self.cache.open_row(request.policy, request.num_uncomputed_tokens)
+        self.running.append(request)
+        was_preempted = request.stats.num_preemptions > 0
+        num_computed, branch_point = self.cache.attach_prefix(request.row, request.prefix_query, was_preempted)
+        request.start_from_prefix(num_computed, branch_point)
+        return request
 
     def _can_admit(self, request: Request) -> bool:
-        """Its whole debt fits beside one more page for each that runs, so it is seldom preempted at once."""
-        if not self.kv_cache_manager.free_rows:
+        """Return whether all tokens of a request fit beside one more page for each that runs.
+
+        So a request is seldom preempted right after its admission.
+        """
+        if not self.cache.free_rows:
             return False
-        spare = len(self.running) * self.kv_cache_manager.pages_needed(request.policy, 1, 1)
-        cost = self.kv_cache_manager.pages_needed(request.policy, len(request.tokens), request.num_uncomputed_tokens)
-        missing = cost + spare - self.kv_cache_manager.free_pages
-        if missing <= 0 or not self.running:  # alone it fits: see check
+        reserve = len(self.running) * self.cache.pages_needed(request.policy, 1, 1)
+        needed = self.cache.pages_needed(request.policy, len(request.tokens), request.num_uncomputed_tokens)
+        missing = needed + reserve - self.cache.free_pages
+        if missing <= 0 or not self.running:  # alone it fits: see check_fits
             return True
-        return (
-            self.kv_cache_manager.prefix_cache is not None
-            and self.kv_cache_manager.prefix_cache.num_shared_pages(*request.prefix_query) >= missing
-        )
+        return self.cache.prefix_cache.num_shared_pages(request.prefix_query) >= missing
 
-    def _get_token_limit(self, request: Request) -> int:
-        """How many tokens it may pay at once: none past a moment of forgetting."""
-        assert request.row is not None
-        if request.prompt_sharers and request.num_computed_tokens < len(request.prompt):
-            return len(request.prompt) - request.num_computed_tokens
-        if request.reread_chunk:
-            return request.reread_chunk - request.num_reread_tokens % request.reread_chunk
-        stretch = self.kv_cache_manager.tokens_until_eviction(request.row, request.num_computed_tokens)
-        return (
-            min(stretch, request.branch_point - request.num_computed_tokens)
-            if request.branch_point > request.num_computed_tokens
-            else stretch
-        )
+    # ---- pages ---------------------------------------------------------------------------------------------------
 
-    def _reserve_pages(self, request: Request, end_position: int) -> bool:
-        """Pages for `request` up to a position; where there are none, budgets shrink, or the youngest has to go."""
+    def _reserve(self, request: Request, num_tokens: int) -> bool:
         assert request.row is not None
-        while not self.kv_cache_manager.reserve(request.row, end_position):
+        end = request.next_position + num_tokens
+        return self.cache.reserve(request.row, end, scoring=request.scoring is not None)
+
+    def _reserve_or_preempt(self, request: Request, num_tokens: int) -> bool:
+        """Reserve pages; shrink a budget or preempt the youngest request while there are too few."""
+        while not self._reserve(request, num_tokens):
             if self._shrink_one_budget():
                 continue
-            if (
-                len(self.running) == 1
-                and self.kv_cache_manager.prefix_cache
-                and self.kv_cache_manager.prefix_cache.tree.unpin_all()
-            ):
-                continue  # alone it fits: see check
+            if len(self.running) == 1 and self.cache.prefix_cache.unpin_all():
+                continue  # alone it fits: see check_fits
             youngest = max(self.running, key=lambda r: r.id)
             self.preempt(youngest)
             if youngest is request:
@@ -150,43 +132,56 @@ class Scheduler:
         return True
 
     def _shrink_one_budget(self) -> bool:
-        """Somebody, the youngest that can, gives pages back and goes on with less."""
-        youngest = sorted(self.running, key=lambda r: -r.id)
-        return any(self.kv_cache_manager.shrink(r.row, r.num_computed_tokens) for r in youngest if r.row is not None)
+        """Halve the budget of the youngest request that allows it. Returns whether pages were freed."""
+        for request in sorted(self.running, key=lambda r: -r.id):
+            if request.row is not None and self.cache.shrink_budget(request.row, request.num_computed_tokens):
+                log.info("KV memory is full: the budget of request %d was halved", request.id)
+                return True
+        return False
+
+    # ---- queues --------------------------------------------------------------------------------------------------
 
     def enqueue(self, request: Request) -> None:
-        """Into the queue; all of its tokens are to be computed."""
-        request.num_computed_tokens = request.num_reread_tokens = request.branch_point = 0
-        request.set_drafts([])
+        """Put a request into the queue; all of its tokens are to be computed."""
+        request.reset()
         bisect.insort(self.waiting, request, key=lambda r: r.id)
 
     def preempt(self, request: Request) -> None:
-        """Back to the queue, without pages; its tokens will be computed again."""
+        """Free the pages of a request and put it back into the queue."""
+        log.info(
+            "KV memory is full: request %d is preempted after %d tokens", request.id, request.num_computed_tokens
+        )
         self._release(request)
-        request.num_preemptions += 1
+        request.stats.num_preemptions += 1
         self.enqueue(request)
 
     def requeue(self, request: Request) -> None:
-        """What it began with did not come: it waits, and begins with less."""
+        """Put a request whose prefix could not be loaded back into the queue."""
         self._close_row(request)
         self.enqueue(request)
 
+    def start_forked(self, request: Request, row: int) -> None:
+        """Run a request that begins with a fork of its leader's row."""
+        request.row = row
+        self.running.append(request)
+
     def remove(self, request: Request) -> None:
-        """It has ended or is cancelled: its pages go back at once."""
+        """Free the pages of a request that has ended."""
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
             self._release(request)
 
     def _release(self, request: Request) -> None:
+        """Store the request's prefix, and close its row."""
         assert request.row is not None
-        if self.kv_cache_manager.prefix_cache:
-            self.kv_cache_manager.prefix_cache.insert(request.row, *request.prefix_entry)
+        self.cache.store_prefix(request.row, request.prefix_entry)
         self._close_row(request)
 
     def _close_row(self, request: Request) -> None:
         assert request.row is not None
-        peaks = self.kv_cache_manager.close(request.row)
-        request.peak_slots = [max(p) for p in zip(peaks, request.peak_slots or peaks, strict=True)]
+        peaks = self.cache.close_row(request.row)
+        before = request.stats.peak_slots or peaks
+        request.stats.peak_slots = [max(p) for p in zip(peaks, before, strict=True)]
         self.running.remove(request)
         request.row = None

@@ -1,86 +1,80 @@
-"""What requests would take of a cache: how far layers see, what a policy comes to, pages at most.
-
-What is not known here: who has what.
-"""
+"""Capacity planning: how far layers see, and the pages that a request needs at most. Does not depend on: rows, pages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.eviction import policies
-from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.policies import Policy
-
-UNBOUNDED = 2**30  # a capacity that no text reaches
-Ints = NDArray[np.int32]
+from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
+from retain.kv.memory.cache import ring_capacities
+from retain.types import Ints
 
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """What the cache must know of a model: kv heads G, head dim D, and a window (or None) for each of the L layers."""
+    """What the cache needs to know of a model: kv heads G, head dim D, and a window (or None) for each of L layers."""
 
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
 
 
-@dataclass(eq=False)
-class CapacityPlanner:
-    """Of `max_running_requests` requests at once, each up to `context` tokens long, of whose tokens `max_batched_tokens` a step are paid."""
+@dataclass(frozen=True)
+class CacheConfig:
+    """Sizes of a cache: slots of a page, rows, tokens of the longest text, fresh tokens of a step.
 
-    spec: KVCacheSpec
+    `score_columns`: masses of a slot, one for each query head of a kv head, or one for all.
+    """
+
     page_size: int
     max_running_requests: int
     max_model_len: int
     max_batched_tokens: int
+    score_columns: int = 1
 
-    def windows(self, policy: Policy) -> Ints:
-        """How far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
-        bound = policy.window or NO_WINDOW
+
+@dataclass(frozen=True)
+class CapacityPlanner:
+    """Plan the pages of requests in a cache for a model."""
+
+    spec: KVCacheSpec
+    config: CacheConfig
+
+    @property
+    def max_pages_per_head(self) -> int:
+        """Pages of the longest text."""
+        return -(-self.config.max_model_len // self.config.page_size)
+
+    def windows(self, policy: EvictionPolicy) -> Ints:
+        """Return how far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
+        bound = policy.ring_window or NO_WINDOW
         return np.array([min(w or NO_WINDOW, bound) for w in self.spec.windows], np.int32)
 
-    def effective_policy(self, policy: Policy) -> Policy:
-        """The policy as far as it means something here; resolved.
+    def effective_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
+        """Return a resolved policy as this cache carries it out. Raises ValueError where it cannot.
 
-        Where every layer slides it is full, for those are rings whatever it says. No answer is longer than the context.
-        Raises ValueError for positions=new where some layers slide: where a ring keeps a token depends on its position.
+        A model whose layers all slide keeps rings under every policy: that is `full`.
         """
         if None not in self.spec.windows:
             return policies.parse("full")
-        if isinstance(policy, BudgetPolicy):
-            if policy.positions == "new" and any(self.spec.windows):
-                raise ValueError("positions=new: some layers of this model see a window, and need the original ones")
-            policy = policy.with_options(interval=min(policy.interval, max(self.max_model_len - policy.prompt_len, 1)))
-            if policy.prefill != "stream":
-                exact, layers = (policy.with_options(prefill=how) for how in ("exact", "layers"))
-                room = self.max_batched_tokens - self.max_running_requests  # in a step, whoever else is there
-                prompt, able = (
-                    policy.prompt_len,
-                    policy.supports_layerwise and policy.budget_tokens < policy.prompt_len <= room,
-                )
-                cheaper = able and self.pages_needed(layers, prompt, prompt) < self.pages_needed(exact, prompt, prompt)
-                return layers if cheaper else exact
-        return policy
+        c = self.config
+        has_rings, step_room = any(self.spec.windows), c.max_batched_tokens - c.max_running_requests
+        return policy.fit(CacheLimits(c.max_model_len, has_rings, step_room, self.pages_needed))
 
-    def capacities(self, windows: Ints, num_fresh: int) -> Ints:
-        """Slots that a head of each layer may own when `fresh` tokens are written at a time. [L]."""
-        S = self.page_size
-        slots = windows.astype(np.int64) + max(num_fresh, S) - 1
-        return np.minimum(-(-slots // S) * S, UNBOUNDED).astype(np.int32)
+    def pages_needed(self, policy: EvictionPolicy, length: int, num_uncomputed_tokens: int) -> int:
+        """Return the pages that a request owns at most on the way to `length` tokens.
 
-    def pages_needed(self, policy: Policy, length: int, num_uncomputed_tokens: int) -> int:
-        """Pages that a request owns at most on the way to `length` tokens when it starts owing `owed`."""
-        windows, lent = self.windows(policy), 0
-        slots = np.minimum(length, self.capacities(windows, min(num_uncomputed_tokens, self.max_batched_tokens)))
-        if isinstance(policy, BudgetPolicy):  # the whole prompt for a moment
-            sees_all, copies = windows == NO_WINDOW, 1 + (policy.rereads > 0)
-            beyond = policy.interval if length < policy.prompt_len else max(policy.interval, policy.rereads)
-            whole = -(-self.max_model_len // self.page_size) * self.page_size  # a table's slots
-            most = np.minimum(length + beyond, min(policy.prefill_slots, whole))
-            slots = np.where(sees_all, most, slots * copies)
-            lent = min(length, policy.prompt_len) if policy.prefill == "layers" else 0
-        return int((-(-slots // self.page_size)).sum() + -(-lent // self.page_size)) * self.spec.kv_heads
+        It starts with `num_uncomputed_tokens`, which are computed in chunks.
+        """
+        S, windows = self.config.page_size, self.windows(policy)
+        fresh = min(num_uncomputed_tokens, self.config.max_batched_tokens)
+        rings = np.minimum(length, ring_capacities(windows, fresh, S)) * (1 + (policy.scoring_chunk > 0))
+        full = policy.peak_slots(length)
+        if policy.has_budget:
+            full = min(full, self.max_pages_per_head * S)
+        slots = np.where(windows == NO_WINDOW, full, rings)
+        scratch = -(-policy.scratch_slots(length) // S)
+        return int((-(-slots // S)).sum() + scratch) * self.spec.kv_heads

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from retain.engine.request import Request
 from retain.engine.runner import Runner
-from retain.kv.memory.cache import Cache
+from retain.kv.manager import KVCacheManager
 from retain.plugins import load_plugin, plugin_names
 
 
@@ -24,8 +24,8 @@ class TargetModel:
     """
 
     runner: Runner
-    cache: Cache
-    load_draft_model: Callable[[str, str], tuple[Runner, Cache]]
+    cache: KVCacheManager
+    load_draft_model: Callable[[str, str], tuple[Runner, KVCacheManager]]
     load_requantized_runner: Callable[[str], Runner]
 
 

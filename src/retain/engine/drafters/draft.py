@@ -17,7 +17,7 @@ from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.draft_loop import draft_autoregressive
 from retain.kv.eviction import policies
-from retain.kv.memory.cache import Cache
+from retain.kv.manager import KVCacheManager
 
 MAX_CATCH_UP_TOKENS = (
     16  # tokens, no more than a page, that are computed with the first draft; more have to be read first
@@ -41,7 +41,7 @@ class Drafter:
     weights: str = "auto"
     _self_drafter: Same | None = field(default=None, init=False)
     _runner: Runner | None = field(default=None, init=False)
-    _cache: Cache | None = field(default=None, init=False)
+    _cache: KVCacheManager | None = field(default=None, init=False)
     _states: dict[Request, DraftState] = field(default_factory=dict, init=False)
 
     @property
@@ -64,7 +64,7 @@ class Drafter:
         if self._self_drafter:
             self._self_drafter.remove_request(request)
         if (seen := self._states.pop(request, None)) and self._cache:
-            self._cache.close(seen.row)
+            self._cache.close_row(seen.row)
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
         """See Drafter. Whom there is no room for gets no drafts, nor who has a long text to be read first."""
@@ -89,7 +89,7 @@ class Drafter:
         if request not in self._states:
             if not cache.free_rows:
                 return False
-            self._states[request] = DraftState(cache.open(policies.parse("full"), len(tokens)))
+            self._states[request] = DraftState(cache.open_row(policies.parse("full"), len(tokens)))
         seen = self._states[request]
         same = min(len(seen.tokens), len(tokens) - 1)
         while seen.tokens[:same] != tokens[:same]:  # a few at the end at most
@@ -101,7 +101,7 @@ class Drafter:
         while (owed := len(tokens) - 1 - len(seen.tokens)) > 0 and not few:
             begin, most = (
                 len(seen.tokens),
-                cache.page_size if cache.rings_shrunk[seen.row] else cache.max_batched_tokens,
+                cache.page_size if cache.tables.rings_shrunk[seen.row] else cache.config.max_batched_tokens,
             )
             self._forward([seen], [tokens[begin : begin + min(owed, most)]])  # a ring that is settled spares a page
             cache.commit(seen.row, len(seen.tokens), owed - min(owed, most))

@@ -21,7 +21,6 @@ from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.draft_loop import draft_autoregressive
-from retain.kernels.api import NO_WINDOW
 from retain.kv.memory.device_tables import DeviceTables
 
 Ints = NDArray[np.int32]
@@ -59,13 +58,13 @@ class Drafter:
         """See Drafter."""
         self._target, cache = target, target.cache
         self._runner = target.runner if self.weights == "auto" else target.load_requantized_runner(self.weights)
-        max_running_requests, L, G, n = cache.pages.shape
+        N, L, G, n = cache.tables.pages.shape
         self._page_budget = min(
             max(self.budget // cache.page_size, 3) + 1, n
         )  # one more where drafts cross into a new page
-        self._pages: Ints = np.zeros((max_running_requests, L, G, n), np.int32)
-        self._counts: Ints = np.zeros((max_running_requests, L, G), np.int32)
-        self._device_tables = DeviceTables(self._pages, self._counts, cache.window, cache.kv.device)
+        self._pages: Ints = np.zeros((N, L, G, n), np.int32)
+        self._counts: Ints = np.zeros((N, L, G), np.int32)
+        self._device_tables = DeviceTables(self._pages, self._counts, cache.tables.window, cache.kv.device)
 
     def remove_request(self, request: Request) -> None:
         """See Drafter."""
@@ -103,25 +102,26 @@ class Drafter:
         """The row's tables for this round."""
         assert self._target and request.row is not None
         cache, row, S = self._target.cache, request.row, self._target.cache.page_size
-        counts = self._counts[row] = cache.counts[row]
+        t = cache.tables
+        counts = self._counts[row] = t.counts[row]
         self._device_tables.mark_dirty(row)
-        self._pages[row, :, :, : counts.max()] = cache.pages[row, :, :, : counts.max()]
-        whole = np.flatnonzero(cache.window[row] == NO_WINDOW)
+        self._pages[row, :, :, : counts.max()] = t.pages[row, :, :, : counts.max()]
+        whole = t.full_layers(row)
         newest = np.arange(
             max(request.num_computed_tokens - S, 0) // S, (request.num_computed_tokens + num_drafts) // S + 1
         )  # pages
         m = self._page_budget - len(newest)
-        thin = cache.prefix_cache is not None and row in cache.prefix_cache.sparse_rows
+        thin = row in cache.prefix_cache.sparse_rows
         if thin or row in cache.evictors or not len(whole) or newest[0] <= m or m < 1:
             return
         if request not in self._top_pages or self._num_rounds[request] % self.refresh == 1:
-            table = cache.kv.to_index(cache.pages[row, whole, :, : newest[0]])  # [M, G, n]
+            table = cache.kv.to_index(t.pages[row, whole, :, : newest[0]])  # [M, G, n]
             mass = cache.kv.mass.index_select(0, table.flatten()).sum((1, 2)).view(table.shape)
             mass[..., 0] = torch.inf
             self._top_pages[request] = mass.topk(m).indices.sort().values.cpu().numpy()
         chosen = np.broadcast_to(newest, (len(whole), counts.shape[1], len(newest)))
         seen: NDArray[np.int64] = np.concatenate((self._top_pages[request], chosen), -1)  # [M, G, room]
-        self._pages[row, whole, :, : seen.shape[-1]] = np.take_along_axis(cache.pages[row, whole], seen, -1)
+        self._pages[row, whole, :, : seen.shape[-1]] = np.take_along_axis(t.pages[row, whole], seen, -1)
         self._counts[row, whole] = seen.shape[-1]
 
     def _build_batch(self, requests: Sequence[Request], tokens: Sequence[int], i: int) -> Batch:

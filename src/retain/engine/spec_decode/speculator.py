@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 from retain.engine.drafters import Drafter, parse_draft_length
-from retain.engine.request import Request
-from retain.engine.sampler import SampledTokens
+from retain.engine.request import Request, SampledTokens
 from retain.engine.scheduler import ScheduledRequest
 from retain.engine.spec_decode.draft_length import DraftLengthController
 
@@ -32,13 +31,13 @@ class Speculator:
 
     def get_drafter(self, request: Request) -> Drafter | None:
         """Who drafts for it."""
-        return self.drafters.get(request.drafter_name)
+        return self.drafters.get(request.input.drafter_name)
 
     def propose(self, running: Sequence[Request], max_drafts: int) -> float:
         """Guesses of what comes next, up to `most` tokens each, for who owes one token; how long they took, seconds."""
         took = 0.0
         for name, drafter in self.drafters.items() if running else ():
-            asked = [(r, n) for r in running if r.drafter_name == name and (n := min(r.max_drafts, max_drafts)) > 0]
+            asked = [(r, n) for r in running if r.input.drafter_name == name and (n := min(r.max_drafts, max_drafts)) > 0]
             k = parse_draft_length(drafter)
             chosen = (
                 [(r, min(n, k)) for r, n in asked]
@@ -58,13 +57,13 @@ class Speculator:
         draft_s: float,
     ) -> None:
         """What drafts gave and took, in a step of `took` seconds; where a prompt was paid too, only what they gave."""
-        names = {s.request.drafter_name for s in scheduled if s.request.drafts}
+        names = {s.request.input.drafter_name for s in scheduled if s.request.drafts}
         for request, tokens in sampled.items():
-            pace = self.length_controllers.get(request.drafter_name)
+            pace = self.length_controllers.get(request.input.drafter_name)
             if request.drafts:
-                request.spec_decode_stats.draft_s += draft_s
-                request.spec_decode_stats.verify_s += step_s
-                request.spec_decode_stats.baseline_s += pace.step_time.predict(len(scheduled)) if pace else 0.0
+                request.stats.spec_decode.draft_s += draft_s
+                request.stats.spec_decode.verify_s += step_s
+                request.stats.spec_decode.baseline_s += pace.step_time.predict(len(scheduled)) if pace else 0.0
             if pace:
                 pace.record_acceptance(request, len(request.drafts), len(tokens) - 1)
         if len(names) <= 1 and all(s.num_tokens == 1 + len(s.request.drafts) for s in scheduled):

@@ -1,4 +1,4 @@
-"""What a policy sees of a request when it has to say which slots matter. What is not known here: pages."""
+"""What a policy sees of a row when it ranks slots. Does not depend on: pages."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class CacheView:
 
     @property
     def keys(self) -> Tensor:
-        """float32 [M, G, S, D], as they are cached: rotated. Those of holes mean nothing."""
+        """Keys as they are cached, rotated: float32 [M, G, S, D]. Those of holes mean nothing."""
         return self._kv[0]
 
     @property
     def values(self) -> Tensor:
-        """float32 [M, G, S, D]."""
+        """Values, float32 [M, G, S, D]. Those of holes mean nothing."""
         return self._kv[1]

@@ -22,7 +22,7 @@ from retain.kv.offload.span import Bytes, Span, reset_cpu_affinity
 from retain.kv.offload.sqlite_index import StoredSpan
 from retain.kv.offload.tiers import SpanReader, Store
 from retain.kv.offload.transfer import create_transfer
-from retain.kv.prefix.node import SlidingWindows
+from retain.kv.memory.sliding_windows import SlidingWindows
 
 if TYPE_CHECKING:
     from retain.kv.offload.loader import ReadJob

@@ -1,4 +1,4 @@
-"""What the prefix tree is made of. What is not known here: who looks for it, who has to go."""
+"""Nodes of the radix tree, and the result of a look-up."""
 
 from __future__ import annotations
 
@@ -7,70 +7,60 @@ from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class SlidingWindows:
-    """Pages of sliding layers: of each, [G, n], those from page `first` of the text on. They serve texts that go on
-    from position `least` or later.
-    """
-
-    first_pages: tuple[int, ...]
-    pages: tuple[Ints, ...]
-    min_resume_position: int
+from retain.kv.memory.sliding_windows import SlidingWindows
+from retain.types import Ints
 
 
 class EvictionRecord(NamedTuple):
-    """Of a node that was evicted, or some of it."""
+    """How a node was used before it was evicted, whole or in part."""
 
     num_pages: int
-    age: float  # seconds
-    idle: float  # seconds since somebody began with it
-    hits: int  # who did
+    age: float  # seconds since it was created
+    idle: float  # seconds since a request last began with it
+    hits: int  # requests that began with it
 
 
 @dataclass(eq=False)
 class Node:
-    """A span from page `begin` of its text on. A node of less than a page is a leaf."""
+    """A span of a text from page `start_page` on. A node of less than a page is a leaf."""
 
     start_page: int
     tokens: Ints  # [n * page_size], or fewer than one page
     block_hashes: list[bytes]  # of each of its pages
     pages: Ints  # [M, G, n]
-    sliding_windows: SlidingWindows | None = None  # of its end
+    sliding_windows: SlidingWindows | None = None  # at its end
     parent: Node | None = None
-    children: dict[bytes, Node] = field(default_factory=dict)  # by their first link
-    last_used: int = 0  # when, on the tree's clock
+    children: dict[bytes, Node] = field(default_factory=dict)  # by their first block hash
+    last_used: int = 0  # on the tree's clock
     created_at: float = field(default_factory=monotonic)  # seconds
-    last_hit_at: float = 0.0  # when somebody began with it
-    hits: int = 0  # who did
+    last_hit_at: float = 0.0
+    hits: int = 0
 
     def record_hit(self) -> None:
-        """Somebody begins with it, or may."""
+        """Count a request that begins with this node."""
         self.hits, self.last_hit_at = self.hits + 1, monotonic()
 
     def to_eviction_record(self) -> EvictionRecord:
-        """How it was, now that it ends."""
-        now = monotonic()
-        return EvictionRecord(
-            self.all_pages.size, now - self.created_at, now - (self.last_hit_at or self.created_at), self.hits
-        )
+        """Summarize the node when it is evicted."""
+        now, used_at = monotonic(), self.last_hit_at or self.created_at
+        return EvictionRecord(self.all_pages.size, now - self.created_at, now - used_at, self.hits)
 
     @property
     def all_pages(self) -> Ints:
-        """All its pages."""
-        rings = [p.ravel() for p in self.sliding_windows.pages] if self.sliding_windows else []
-        return np.concatenate([self.pages.ravel(), *rings])
+        """Pages of all layers, flat."""
+        windows = [p.ravel() for p in self.sliding_windows.pages] if self.sliding_windows else []
+        return np.concatenate([self.pages.ravel(), *windows])
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The first `length` tokens of a text are there. `common`: as many agree, but sliding layers cannot go on there."""
+    """The first `length` tokens of a text, as the tree has them.
+
+    `common_length` tokens agree; more than `length` where sliding layers cannot resume at the end of them.
+    """
 
     length: int
-    pages: Ints  # [M, G, n], of all that agree, the last one perhaps only in part
+    pages: Ints  # [M, G, n], of all tokens that agree; the last page may agree only in part
     sliding_windows: SlidingWindows | None
     common_length: int

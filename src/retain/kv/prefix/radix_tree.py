@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.kv.memory.pool import PagePool
-from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch, SlidingWindows
+from retain.kv.memory.sliding_windows import SlidingWindows
+from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
 
 Ints = NDArray[np.int32]
 

@@ -1,77 +1,72 @@
-"""What the tokens of one text receive, layer by layer and head by head, and which are forgotten: for people who look.
+"""Attention traces: the mass that the tokens of one text receive, layer by layer and head by head, and which are kept.
 
-It is told when something may be about to be forgotten, and looks at the slots; what is gone keeps the mass that it had
-when it was last seen. Pages that are shared show what everybody gave to them; layers that slide are not observed, for
-what they forget is known. What is not known here: who looks, what the tokens say.
+The trace reads the slots whenever tokens may be about to be evicted; an evicted token keeps the mass that it had when
+it was last read. Pages that are shared show the mass of all requests. Sliding layers are not traced.
 """
 
 from __future__ import annotations
 
 from time import monotonic
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from retain.kernels.api import KV, NO_WINDOW
+from retain.kernels.api import NO_WINDOW
+from retain.kv.memory.block_tables import BlockTables
+from retain.types import Floats, Ints
 
-if TYPE_CHECKING:
-    from retain.kv.memory.cache import Cache
-
-RECORD_EVERY = 0.2, 16  # seconds, and tokens, from one look to the next, where no budget is about to forget
+RECORD_EVERY_S, RECORD_EVERY_TOKENS = 0.2, 16  # at most, where no eviction is due
 
 
 class AttentionTrace:
-    """Of a text in a cache of L layers and G kv heads. `mass` float32 and `held` bool are [L, G, T]."""
+    """A text in a cache of L layers and G kv heads. `mass` float32 and `is_kept` bool are [L, G, T]."""
 
-    def __init__(self, layers: int, kv_heads: int):
-        self.mass = np.zeros((layers, kv_heads, 0), np.float32)
-        self.is_kept = np.zeros((layers, kv_heads, 0), bool)
-        self.is_observed = np.ones(layers, bool)  # layers
+    def __init__(self, num_layers: int, kv_heads: int):
+        self.mass = np.zeros((num_layers, kv_heads, 0), np.float32)
+        self.is_kept = np.zeros((num_layers, kv_heads, 0), bool)
+        self.is_observed = np.ones(num_layers, bool)  # layers
         self._next_record_at = 0.0
 
-    def record_if_due(self, cache: Cache, row: int, num_computed_tokens: int) -> None:
-        """So many tokens of this row are computed, and it is to settle."""
-        keeper = cache.evictors.get(row)
-        late = monotonic() >= self._next_record_at or num_computed_tokens - self.is_kept.shape[-1] >= RECORD_EVERY[1]
-        if late or (keeper is not None and num_computed_tokens >= keeper.next_eviction):
-            self.record(cache, row, num_computed_tokens)
+    def record_if_due(self, tables: BlockTables, row: int, num_computed_tokens: int, evicts_now: bool) -> None:
+        """Record the row before a step is committed, if it evicts now or the last record is old."""
+        num_new = num_computed_tokens - self.is_kept.shape[-1]
+        if evicts_now or monotonic() >= self._next_record_at or num_new >= RECORD_EVERY_TOKENS:
+            self.record(tables, row, num_computed_tokens)
 
-    def record(self, cache: Cache, row: int, num_computed_tokens: int) -> None:
-        """What is there now."""
-        self._next_record_at = monotonic() + RECORD_EVERY[0]
-        n = int(cache.counts[row].max())
-        owned = np.arange(n) < cache.counts[row][..., None]  # [L, G, n]
-        pages = cache.kv.to_index(cache.pages[row][..., :n][owned])
-        pos = cache.kv.pos[pages].cpu().numpy()  # [pages, S]
-        mass = cache.kv.mass[pages].sum(1).cpu().numpy()  # [pages, S]
+    def record(self, tables: BlockTables, row: int, num_computed_tokens: int) -> None:
+        """Read mass and presence of every token of the row."""
+        self._next_record_at = monotonic() + RECORD_EVERY_S
+        t, owned = tables, tables.owned(row)
+        pages = t.kv.to_index(t.pages[row][owned])
+        pos = t.kv.pos[pages].cpu().numpy()  # [pages, S]
+        mass = t.kv.mass[pages].sum(1).cpu().numpy()  # [pages, S]
         layer, head = (np.broadcast_to(x[:, None], pos.shape) for x in np.nonzero(owned)[:2])
-        there = (pos >= 0) & (pos < num_computed_tokens)
+        present = (pos >= 0) & (pos < num_computed_tokens)
         self._grow(num_computed_tokens)
-        self.mass[layer[there], head[there], pos[there]] = mass[there]
-        there &= num_computed_tokens - 1 - pos < cache.window[row][layer]
-        self.is_observed = cache.window[row] == NO_WINDOW
+        self.mass[layer[present], head[present], pos[present]] = mass[present]
+        present &= num_computed_tokens - 1 - pos < t.window[row][layer]
+        self.is_observed = t.window[row] == NO_WINDOW
         self.is_kept[:] = False
-        self.is_kept[layer[there], head[there], pos[there]] = True
+        self.is_kept[layer[present], head[present], pos[present]] = True
 
-    def record_layer(self, kv: KV, layer: int, pages: NDArray[np.int32]) -> None:
-        """What a prompt gave in pages [G, n] that one layer after the other uses; there it soon forgets."""
+    def record_layer(self, tables: BlockTables, layer: int, pages: Ints) -> None:
+        """Read the mass of a prompt in scratch pages [G, n], before that layer evicts."""
+        kv = tables.kv
         pos = kv.pos[kv.to_index(pages)].flatten(1).cpu().numpy()  # [G, n S]
         mass = kv.mass[kv.to_index(pages)].sum(2).flatten(1).cpu().numpy()
         head, place = np.nonzero(pos >= 0)
         self._grow(int(pos.max(initial=-1)) + 1)
         self.mass[layer, head, pos[head, place]] = mass[head, place]
 
+    def scores(self, layer: int | None) -> tuple[Floats, Floats]:
+        """Return for each token its mass and the share of heads that keep it, both [T]; of one layer, or the mean."""
+        chosen = slice(None) if layer is None else slice(layer, layer + 1)
+        observed = self.is_observed if layer is None and self.is_observed.any() else chosen
+        mass: Floats = self.mass[observed].mean((0, 1))
+        kept: Floats = self.is_kept[chosen].mean((0, 1), dtype=np.float32)
+        return mass, kept
+
     def _grow(self, num_tokens: int) -> None:
         more = num_tokens - self.mass.shape[-1]
         if more > 0:
             room = [(0, 0), (0, 0), (0, more)]
             self.mass, self.is_kept = np.pad(self.mass, room), np.pad(self.is_kept, room)
-
-    def scores(self, layer: int | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Of each token the mass that it received, and the share of heads that hold it, [T]: of a layer, or of all."""
-        chosen = slice(None) if layer is None else slice(layer, layer + 1)
-        seen = self.is_observed if layer is None and self.is_observed.any() else chosen
-        mass: NDArray[np.float32] = self.mass[seen].mean((0, 1))
-        held: NDArray[np.float32] = self.is_kept[chosen].mean((0, 1), dtype=np.float32)
-        return mass, held

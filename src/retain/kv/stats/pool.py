@@ -1,90 +1,74 @@
-"""What every page of a pool is for, right now, and what was forgotten: for people and their dashboards.
-
-What is not known here: requests, who asks.
-"""
+"""Statistics of the pool: the use of every page between two steps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retain.kernels.api import NO_WINDOW
-from retain.kv.eviction import policies
-from retain.kv.eviction.policies import Policy
+from retain.kv.memory.block_tables import BlockTables
+from retain.types import Ints
 
-if TYPE_CHECKING:
-    from retain.kv.memory.cache import Cache
-
-# What a page is: nobody's; kept for those who begin alike; a row's, in a layer that keeps everything, slides, or has a
-# budget; held by more than one table.
+# free; held by the prefix cache only; in a row's unwindowed layer, sliding layer, or layer with a budget; in several
+# tables at once
 PAGE_STATES = ("free", "cached", "full", "ring", "budgeted", "shared")
 PageStates = NDArray[np.int8]
 
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Slots by state, holes apart, and the bytes of one page; tiers as they tell of themselves."""
+    """Slots and pages by state, without the trash page."""
 
-    slots_by_state: dict[str, int]
+    slots_by_state: dict[str, int]  # without holes
     num_holes: int
     page_bytes: int
     pages_by_state: dict[str, int]
-    prefix_hit_tokens: dict[str, int]  # tokens that began with what was there, since the start: by where it was
+    prefix_hit_tokens: dict[str, int]  # tokens that requests began with, by where they were
     tier_stats: list[dict[str, Any]]
 
 
-def classify_pages(cache: Cache) -> tuple[PageStates, NDArray[np.int32]]:
-    """Which of STATES every page is in, int8 [P], and whose row it is in, int32 [P]; -1: nobody's or the tree's."""
-    state = np.zeros(cache.pool.num_pages, np.int8)
-    owner = np.full(cache.pool.num_pages, -1, np.int32)
-    if cache.prefix_cache:
-        state[cache.prefix_cache.tree.owned_mask] = PAGE_STATES.index("cached")
-    places = np.arange(cache.pages.shape[3])
-    for row in sorted(set(range(len(cache.allocated_upto))) - set(cache.free_row_ids)):
-        owned = places < cache.counts[row][..., None]  # [L, G, n]
-        budget = PAGE_STATES.index("budgeted" if row in cache.evictors else "full")
-        layer = np.where(cache.window[row] < NO_WINDOW, PAGE_STATES.index("ring"), budget)  # [L]
-        pages = cache.pages[row][owned]
-        state[pages] = np.broadcast_to(layer[:, None, None], owned.shape)[owned]
+def classify_pages(
+    tables: BlockTables, cached_mask: NDArray[np.bool_], evicting: Mapping[int, Ints]
+) -> tuple[PageStates, Ints]:
+    """Return the state of every page, int8 [P], and the row that holds it, int32 [P]; -1 for none or the prefix cache.
+
+    `evicting`: rows with a budget, and the pages that each holds beside its tables.
+    """
+    t = tables
+    state = np.zeros(t.pool.num_pages, np.int8)
+    owner = np.full(t.pool.num_pages, -1, np.int32)
+    state[cached_mask] = PAGE_STATES.index("cached")
+    for row in t.open_rows:
+        owned = t.owned(row)  # [L, G, n]
+        unwindowed = PAGE_STATES.index("budgeted" if row in evicting else "full")
+        by_layer = np.where(t.window[row] < NO_WINDOW, PAGE_STATES.index("ring"), unwindowed)  # [L]
+        pages = t.pages[row][owned]
+        state[pages] = np.broadcast_to(by_layer[:, None, None], owned.shape)[owned]
         owner[pages] = row
-        if row in cache.evictors:
-            besides = cache.evictors[row].extra_pages()
-            state[besides], owner[besides] = PAGE_STATES.index("budgeted"), row
-    state[cache.pool.ref_counts > 1] = PAGE_STATES.index("shared")
+        if row in evicting:
+            state[evicting[row]], owner[evicting[row]] = PAGE_STATES.index("budgeted"), row
+    state[t.pool.ref_counts > 1] = PAGE_STATES.index("shared")
     return state, owner
 
 
-def collect_pool_stats(cache: Cache) -> PoolStats:
-    """Between two steps."""
-    state, _ = classify_pages(cache)
-    S, used = cache.page_size, (np.flatnonzero(state[1:]) + 1).astype(np.int32)  # page 0 is nobody's
-    holes = (cache.kv.pos[cache.kv.to_index(used)] < 0).sum(-1).cpu().numpy() if len(used) else np.zeros(0, np.int64)
+def collect_pool_stats(
+    tables: BlockTables, state: PageStates, prefix_hit_tokens: dict[str, int], tier_stats: list[dict[str, Any]]
+) -> PoolStats:
+    """Count slots and pages by the states that `classify_pages` found."""
+    kv, used = tables.kv, (np.flatnonzero(state[1:]) + 1).astype(np.int32)
+    holes = (kv.pos[kv.to_index(used)] < 0).sum(-1).cpu().numpy() if len(used) else np.zeros(0, np.int64)
     pages = np.bincount(state[1:], minlength=len(PAGE_STATES))
-    slots = pages * S
+    slots = pages * tables.page_size
     slots -= np.bincount(state[used], holes, len(PAGE_STATES)).astype(slots.dtype)
-    prefixes, tiers = {"pool": 0}, []
-    if cache.prefix_cache:
-        woken = dict(cache.prefix_cache.offloader.num_loaded_tokens) if cache.prefix_cache.offloader else {}
-        prefixes = {"pool": cache.prefix_cache.num_reused_tokens - sum(woken.values()), **woken}
-        tiers = cache.prefix_cache.offloader.stats() if cache.prefix_cache.offloader else []
-    by = dict(zip(PAGE_STATES, pages.tolist(), strict=True))
     return PoolStats(
-        dict(zip(PAGE_STATES, slots.tolist(), strict=True)), int(holes.sum()), cache.page_bytes, by, prefixes, tiers
+        slots_by_state=dict(zip(PAGE_STATES, slots.tolist(), strict=True)),
+        num_holes=int(holes.sum()),
+        page_bytes=tables.store.page_bytes,
+        pages_by_state=dict(zip(PAGE_STATES, pages.tolist(), strict=True)),
+        prefix_hit_tokens=prefix_hit_tokens,
+        tier_stats=tier_stats,
     )
-
-
-def count_evicted_slots(cache: Cache) -> dict[str, int]:
-    """Slots that budgets have forgotten since the start, by policy."""
-    found = cache.evicted_slots.copy()
-    for keeper in cache.evictors.values():
-        found[policies.name_of(keeper.policy)] += keeper.num_evicted
-    return dict(found)
-
-
-def count_ring_overwrites(cache: Cache, policy: Policy, num_tokens: int) -> int:
-    """Slots that rings have written over in a text of so many tokens."""
-    windows = cache.windows(policy)
-    return int(np.maximum(num_tokens - windows[windows < NO_WINDOW], 0).sum()) * cache.spec.kv_heads

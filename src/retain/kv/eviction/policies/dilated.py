@@ -1,6 +1,6 @@
 """dilated: keep every `stride`-th token, the newest of them: a window that reaches further back (arXiv 2004.05150).
 
-A baseline of Keyformer's.
+One of Keyformer's baselines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from retain.kv.eviction.view import CacheView
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(BudgetPolicy):
-    """A dilated window."""
+    """Keep every `stride`-th token and the newest."""
 
     stride: int = 2
 
@@ -25,5 +25,5 @@ class Policy(BudgetPolicy):
             raise ValueError(f"dilated: stride must be at least 1, not {self.stride}")
 
     def priority(self, view: CacheView) -> Tensor:
-        """The position, of the tokens between far behind that of the others."""
-        return view.pos - (view.pos % self.stride != 0) * 2**22  # no text is as long
+        """Rank by position; tokens between strides rank below all others."""
+        return view.pos - (view.pos % self.stride != 0) * 2**22  # longer than any text

@@ -1,4 +1,4 @@
-"""full: forget nothing."""
+"""full: keep every token."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import CacheView
 
 
 @dataclass(frozen=True)
-class Policy:
-    """Every token stays."""
-
-    window = None
-
-    def resolve(self, prompt_len: int, system_len: int = 0) -> Policy:
-        """It asks for nothing."""
-        return self
+class Policy(EvictionPolicy):
+    """Keep every token."""
 
     def priority(self, view: CacheView) -> Tensor:
-        """All alike; never asked for, since nothing has to go."""
+        """Rank all slots alike; the cache never asks, since nothing is evicted."""
         return view.pos * 0

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retain.kv.eviction.budget import AttentionScoredPolicy, QueryWeights
+from retain.kv.eviction.budget import AttentionScoredPolicy
+from retain.kv.eviction.policy import QueryWeights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(AttentionScoredPolicy):
-    """Accumulated attention."""
+    """Rank by accumulated attention."""
 
-    damping: float = 1.0  # a query
+    damping: float = 1.0  # for each query
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -26,6 +27,6 @@ class Policy(AttentionScoredPolicy):
             raise ValueError(f"h2o: damping must be above 0 and at most 1, not {self.damping}")
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
-        """Every query counts, later ones more where there is damping."""
+        """Weigh every query, later ones more where damping is below 1."""
         n = len(pos)
         return QueryWeights((self.damping ** np.arange(n - 1, -1, -1)).astype(np.float32), decay=self.damping**n)

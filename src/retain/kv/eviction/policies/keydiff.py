@@ -1,6 +1,6 @@
 """keydiff: keep keys that are unlike the others: the least like their mean (arXiv 2504.15364).
 
-Nothing is observed.
+Needs no mass.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from retain.kv.eviction.view import CacheView
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(BudgetPolicy):
-    """Unusual keys."""
+    """Keep unusual keys."""
 
     def priority(self, view: CacheView) -> Tensor:
-        """Minus the cosine of the angle between a key and the mean of the head's unit keys."""
+        """Return minus the cosine of the angle between a key and the mean of the head's unit keys."""
         keys = torch.nn.functional.normalize(view.keys, dim=-1) * (view.pos >= 0)[..., None]  # [M, G, S, D]
         return -torch.nn.functional.cosine_similarity(keys, keys.sum(-2, keepdim=True), dim=-1)

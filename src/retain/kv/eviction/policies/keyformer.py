@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.kernels.api import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
-from retain.kv.eviction.budget import AttentionScoredPolicy, QueryWeights
+from retain.kv.eviction.budget import AttentionScoredPolicy
+from retain.kv.eviction.policy import QueryWeights
 from retain.plugins import check_choice
 
 NOISE_KINDS = {"gumbel": GUMBEL, "gaussian": GAUSSIAN, "constant": CONSTANT, "none": NO_NOISE}
@@ -22,7 +23,7 @@ NOISE_KINDS = {"gumbel": GUMBEL, "gaussian": GAUSSIAN, "constant": CONSTANT, "no
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(AttentionScoredPolicy):
-    """Accumulated attention, tempered and noised."""
+    """Rank by accumulated attention, tempered and noised."""
 
     noise: str = "gumbel"
     redraw: str = "step"  # or once
@@ -36,13 +37,13 @@ class Policy(AttentionScoredPolicy):
             raise ValueError(f"keyformer: tau must be above 0 and finite, not {self.tau}")
 
     @property
-    def uses_noise(self) -> bool:  # type: ignore[override]
-        """Unless there is none, or one that changes nothing."""
+    def uses_noise(self) -> bool:
+        """Whether the noise is random: `constant` shifts all scores alike."""
         return self.noise in ("gumbel", "gaussian")
 
     @property
     def tau_range(self) -> tuple[float, float]:
-        """At the first and at the last token of the answer. Raises ValueError."""
+        """Temperatures at the first and the last token of the answer. Raises ValueError."""
         first, _, last = self.tau.partition("..")
         try:
             return float(first), float(last or first)
@@ -50,7 +51,7 @@ class Policy(AttentionScoredPolicy):
             raise ValueError(f"keyformer: tau is a number or two, such as 1..2, not {self.tau!r}") from None
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
-        """Every query counts."""
+        """Weigh every query alike, by the temperature of its place in the answer."""
         first, last = self.tau_range
         step = np.maximum(pos - self.prompt_len + 1, 0)  # of the answer
         tau = (first + step * (last - first) / max(expected_tokens, 1)).astype(np.float32)

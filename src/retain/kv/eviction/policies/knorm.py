@@ -1,6 +1,6 @@
 """knorm: keep the keys with the smallest norm: they attract the most attention (arXiv 2406.11430).
 
-Nothing is observed.
+Needs no mass.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from retain.kv.eviction.view import CacheView
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(BudgetPolicy):
-    """Small keys."""
+    """Keep small keys."""
 
     def priority(self, view: CacheView) -> Tensor:
-        """Minus the norm."""
+        """Return minus the norm of the key."""
         return -view.keys.norm(dim=-1)

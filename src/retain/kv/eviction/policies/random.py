@@ -1,4 +1,4 @@
-"""random: forget without looking, each head on its own: the control for every score (arXiv 2609.03430)."""
+"""random: evict at random, each head on its own; the control for every score (arXiv 2609.03430)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from retain.plugins import check_choice
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(BudgetPolicy):
-    """Any token may go; with `keep=prompt` those of the answer go first."""
-
-    supports_layerwise = False  # its numbers are drawn for all layers
+    """Evict any token; with `keep=prompt` those of the answer first."""
 
     seed: int = 0
-    keep: str = "any"  # or prompt: its tokens stay as long as there are others
+    keep: str = "any"  # or prompt: its tokens go last
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("keep", self.keep, "any", "prompt")
 
+    @property
+    def supports_layerwise(self) -> bool:
+        """No: the numbers are drawn for all layers at once."""
+        return False
+
     def priority(self, view: CacheView) -> Tensor:
-        """A random number of the layer, the head and the position, always the same."""
+        """Return a random number that depends on layer, head and position only."""
         L, G, _ = view.pos.shape
         table = torch.Generator().manual_seed(self.seed)
         factors = torch.rand(L, G, 1, generator=table, dtype=torch.float64).to(view.pos.device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""ring: keep the last `window` tokens; the oldest goes.
+"""ring: keep the last `window` tokens; the oldest is overwritten.
 
 The ring buffer of sliding-window attention: Mistral's rolling buffer (arXiv 2310.06825), and a patent's. Lossless
-where the model's own layer looks no further; on a layer that sees everything it makes the model forget.
+where the model's own layer sees no further; on a layer without a window it makes the model forget.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import CacheView
 
 
 @dataclass(frozen=True)
-class Policy:
-    """The last `window` tokens stay."""
+class Policy(EvictionPolicy):
+    """Keep the last `window` tokens."""
 
     window: int
 
@@ -23,10 +24,11 @@ class Policy:
         if self.window < 1:
             raise ValueError(f"ring: window must be at least 1, not {self.window}")
 
-    def resolve(self, prompt_len: int, system_len: int = 0) -> Policy:
-        """A window is in tokens."""
-        return self
+    @property
+    def ring_window(self) -> int:
+        """The window, in tokens."""
+        return self.window
 
     def priority(self, view: CacheView) -> Tensor:
-        """The position: the oldest is the lowest."""
+        """Rank by position: the oldest is the lowest."""
         return view.pos

@@ -1,6 +1,6 @@
-"""sinks: keep the first tokens, which every head leans on, and the newest (StreamingLLM, arXiv 2309.17453).
+"""sinks: keep the first tokens, to which every head attends, and the newest (StreamingLLM, arXiv 2309.17453).
 
-Positions stay those of the text: a text longer than the model's context is not for it.
+Positions stay those of the text: no text is longer than the model's context.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from retain.kv.eviction.view import CacheView
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(BudgetPolicy):
-    """Attention sinks and the newest tokens."""
+    """Keep attention sinks and the newest tokens."""
 
     sinks: int = 4
 
     def priority(self, view: CacheView) -> Tensor:
-        """The position; the sinks are protected."""
+        """Rank by position; sinks are protected."""
         return view.pos

@@ -1,6 +1,6 @@
-"""snapkv: keep what the last queries of the prompt look at (arXiv 2404.14469), without its pooling over neighbours.
+"""snapkv: keep the tokens that the last queries of the prompt attend to (arXiv 2404.14469), without pooling.
 
-SnapKV itself forgets once, after the prompt; here the answer's queries count too, for the budget holds to its end.
+SnapKV evicts once, after the prompt; here the answer's queries count too, for the budget holds to its end.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retain.kv.eviction.budget import AttentionScoredPolicy, QueryWeights
+from retain.kv.eviction.budget import AttentionScoredPolicy
+from retain.kv.eviction.policy import QueryWeights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(AttentionScoredPolicy):
-    """The attention of the last queries of the prompt."""
+    """Rank by the attention of the last queries of the prompt."""
 
     queries: int = 32
 
@@ -25,5 +26,5 @@ class Policy(AttentionScoredPolicy):
             raise ValueError(f"snapkv: queries must be at least 1, not {self.queries}")
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
-        """Queries from the last ones of the prompt on count."""
+        """Weigh the last `queries` of the prompt and everything behind them."""
         return QueryWeights((pos >= self.prompt_len - self.queries).astype(np.float32))

@@ -1,4 +1,4 @@
-"""window: keep the newest tokens. What ring does in closed form, by looking: the papers' baseline."""
+"""window: keep the newest tokens. The tokens of `ring`, found by priority instead of in closed form."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from retain.kv.eviction.view import CacheView
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(BudgetPolicy):
-    """The newest tokens."""
+    """Keep the newest tokens."""
 
     def priority(self, view: CacheView) -> Tensor:
-        """The position."""
+        """Rank by position."""
         return view.pos

@@ -1,0 +1,78 @@
+"""Layer-by-layer prefill: all layers of a row compute the prompt in the same scratch pages, one after the other.
+
+Each layer moves the tokens that it keeps into pages of its own before the next layer writes over the scratch pages, so
+only one layer ever holds the whole prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.operations import compact
+from retain.kv.memory.block_tables import BlockTables
+from retain.types import Ints
+
+OnLayerEvict = Callable[[int, Ints], None]  # (layer, scratch pages [G, n]) before a layer evicts
+
+
+class LayerwisePrefill:
+    """The prompt of one row, computed in one step; the `layers` [M] of `tables` share its scratch pages."""
+
+    def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, layers: Ints):
+        self.policy, self.tables, self.row, self.layers = policy, tables, row, layers
+        self.scratch: Ints | None = None  # pages [G, n], from `allocate` to the last layer
+        self.holes: Tensor | None = None  # [M, G, interval] behind the kept tokens
+        self.on_layer_evict: OnLayerEvict | None = None
+        self._own: tuple[Ints, Ints] | None = None  # tables [M, G, n] and counts that scratch pages stand in for
+
+    def allocate(self) -> bool:
+        """Take the scratch pages if they are not there yet. False when the pool has too few."""
+        t = self.tables
+        G, n = t.counts.shape[2], -(-self.policy.prompt_len // t.page_size)
+        if self.scratch is None and t.pool.ensure_free(G * n):
+            self.scratch = t.store.allocate(G * n).reshape(G, n)
+        return self.scratch is not None
+
+    def slots(self, places: Ints) -> Ints:
+        """Return the slots [G, T] of fresh tokens in the scratch pages."""
+        assert self.scratch is not None
+        S = self.tables.page_size
+        return self.scratch[:, places // S] * np.int32(S) + places % S
+
+    def begin_step(self, on_layer_evict: OnLayerEvict | None) -> None:
+        """Put the scratch pages into the tables of every layer, for the step that computes the prompt."""
+        assert self.scratch is not None
+        t, row = self.tables, self.row
+        self.on_layer_evict = on_layer_evict
+        self._own = t.pages[row, self.layers], t.counts[row, self.layers]
+        shape = *self._own[1].shape, self.policy.interval
+        self.holes = torch.zeros(shape, dtype=torch.int32, device=t.kv.device)
+        t.pages[row, self.layers, :, : self.scratch.shape[1]] = self.scratch
+        t.counts[row, self.layers] = self.scratch.shape[1]
+        t.mark_dirty(row)
+
+    def finish_layer(self, layer: int) -> bool:
+        """Move what a layer keeps into its own pages, after its attention. True after the last layer."""
+        index = np.flatnonzero(self.layers == layer)
+        if not len(index):
+            return False
+        assert self._own and self.scratch is not None and self.holes is not None
+        if self.on_layer_evict:
+            self.on_layer_evict(layer, self.scratch)
+        i, t = int(index[0]), self.tables
+        pages, counts = (x[i : i + 1] for x in self._own)
+        own = pages[..., : int(counts.max())]
+        query_position = self.policy.prompt_len - 1
+        _, self.holes[i : i + 1] = compact(t.store, self.scratch[None], self.policy, query_position, dst_pages=own)
+        t.pages[self.row, layer], t.counts[self.row, layer] = pages[0], counts[0]
+        t.mark_dirty(self.row)
+        if i < len(self.layers) - 1:
+            return False
+        t.pool.free(self.scratch.ravel())
+        self.scratch = self._own = None
+        return True

@@ -1,0 +1,126 @@
+"""The interface of an eviction policy, with the defaults of one that keeps every token.
+
+A policy is one file in policies/, which defines `class Policy`: a frozen dataclass whose fields are its options. Most
+are `BudgetPolicy`s (budget.py). The cache calls these methods on every policy and never asks which one it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retain.kernels.api import NO_NOISE
+from retain.kv.eviction.view import CacheView
+from retain.types import Floats
+
+
+@dataclass(frozen=True)
+class QueryWeights:
+    """How much mass the fresh queries of one request add to its slots; see `AttentionScoring` in kernels/api.py."""
+
+    weights: Floats  # [n], one for each fresh token
+    tau: Floats | None = None  # [n]; None is 1
+    decay: float = 1.0
+    noise: int = NO_NOISE
+    redraw_noise: bool = True
+
+
+@dataclass(frozen=True)
+class ScoringPass:
+    """Tokens that are computed behind the prompt only for the mass that they add to its slots.
+
+    At most `chunk_size` of them are in the cache at a time; after each chunk its slots are holes again.
+    """
+
+    tokens: Sequence[int]
+    chunk_size: int
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """Limits of a cache that a policy has to fit into."""
+
+    max_model_len: int
+    has_rings: bool  # whether some layers slide
+    step_room: int  # tokens of one request that fit into any step, whatever else runs
+    pages_needed: Callable[[EvictionPolicy, int, int], int]  # of (policy, length, uncomputed tokens)
+
+
+class EvictionPolicy:
+    """Keep every token. Higher `priority` stays."""
+
+    has_budget = False  # whether slots are evicted by `priority`, rather than by position in closed form
+    prefill = "exact"  # the whole prompt is in the cache before anything is evicted
+
+    @property
+    def ring_window(self) -> int | None:
+        """Newest tokens that a head keeps, where that has a closed form: slot = pos mod capacity."""
+        return None
+
+    @property
+    def per_query_head(self) -> bool:
+        """Whether the mass of every query head is needed, not only the sum over those of a kv head."""
+        return False
+
+    @property
+    def score_key(self) -> tuple[object, ...]:
+        """Everything that masses at the end of a prompt depend on, but for the prompt and the seed; () for none."""
+        return ()
+
+    @property
+    def uses_noise(self) -> bool:
+        """Whether masses depend on the request's seed."""
+        return False
+
+    @property
+    def scoring_chunk(self) -> int:
+        """Tokens of a scoring pass that are in the cache at a time; 0 without such passes."""
+        return 0
+
+    @property
+    def max_skippable_tokens(self) -> int | None:
+        """First tokens of the prompt that a prefix hit may supply, because no mass of their queries is needed.
+
+        None: any number.
+        """
+        return None
+
+    def resolve(self, prompt_len: int, system_len: int = 0) -> Self:
+        """Return the policy for a prompt of `prompt_len` tokens, the first `system_len` of them a system prompt."""
+        return self
+
+    def fit(self, limits: CacheLimits) -> Self:
+        """Return the resolved policy as it is carried out in a cache. Raises ValueError where it cannot be."""
+        return self
+
+    def with_full_prefill(self) -> Self:
+        """Return the policy such that the whole prompt is in the cache at the same moment."""
+        return self
+
+    def peak_slots(self, length: int) -> int:
+        """Slots that a head of an unwindowed layer owns at most on the way to `length` tokens; resolved."""
+        return length
+
+    def scratch_slots(self, length: int) -> int:
+        """Slots that a head takes beside its own while the prompt is computed; resolved."""
+        return 0
+
+    def scoring_passes(self, prompt: Sequence[int], max_chunk: int) -> list[ScoringPass]:
+        """Return the passes that follow the prompt, of at most `max_chunk` tokens at a time; resolved."""
+        return []
+
+    def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights | None:
+        """Weigh the queries of fresh tokens at these places in the text; None if the policy needs no masses.
+
+        `expected_tokens`: length of the answer.
+        """
+        return None
+
+    def priority(self, view: CacheView) -> Tensor:
+        """Return a number for each slot, [L, G, S]; the lowest are evicted first. Those of holes mean nothing."""
+        raise NotImplementedError

@@ -1,0 +1,118 @@
+"""Block tables: the pages of every row, layer and kv head, and the ring geometry of every row and layer.
+
+A running request has a row. Eviction, prefixes and statistics work on these tables; only `KVCache` (cache.py) decides
+which slot a position gets.
+
+Does not depend on: policies, requests, the content of K and V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retain.kernels.api import NO_WINDOW
+from retain.kv.memory.device_tables import DeviceTables
+from retain.kv.memory.page_store import PageStore
+from retain.types import Ints
+
+UNBOUNDED = 2**30  # a capacity that no text reaches
+EXTRA_TABLE_PAGES = 16  # a selective load begins with more pages than its text has
+
+
+class BlockTables:
+    """Tables of N rows, L layers and G kv heads over one pool. A row's pages of a head are ragged: `counts` says how many.
+
+    The position of a token in a ring is `place = (pos - ring_base) mod capacity`; its page is `pages[place // S]`.
+    """
+
+    def __init__(self, store: PageStore, num_rows: int, num_layers: int, kv_heads: int, max_pages: int):
+        N, L, G = num_rows, num_layers, kv_heads
+        self.store, self.pool, self.kv, self.page_size = store, store.pool, store.kv, store.page_size
+        self.max_pages = max_pages  # of one head, for the longest text
+        self.pages: Ints = np.zeros((N, L, G, max_pages + EXTRA_TABLE_PAGES), np.int32)
+        self.counts: Ints = np.zeros((N, L, G), np.int32)
+        self.peaks: Ints = np.zeros((N, L, G), np.int32)  # most pages that were ever owned
+        self.window: Ints = np.full((N, L), NO_WINDOW, np.int32)
+        self.capacity: Ints = np.full((N, L), UNBOUNDED, np.int32)  # slots that a head may own
+        self.ring_base: Ints = np.zeros((N, L), np.int32)
+        self.headroom: Ints = np.zeros((N, L), np.int32)  # slots owned beyond those of the tokens there are
+        self.allocated_upto = [0] * N  # positions below this have their pages in every layer
+        self.rings_shrunk = [False] * N
+        self.position_offset: Ints = np.zeros(N, np.int32)  # position = place in the text - offset
+        self.free_rows = list(range(N - 1, -1, -1))
+        self.device = DeviceTables(self.pages, self.counts, self.window, store.kv.device)
+
+    @property
+    def open_rows(self) -> list[int]:
+        """Rows that belong to a request, ascending."""
+        return sorted(set(range(len(self.allocated_upto))) - set(self.free_rows))
+
+    def open_row(self, windows: Ints, capacities: Ints) -> int:
+        """Take a free row and reset it: no pages, these windows and capacities, both [L]."""
+        row = self.free_rows.pop()
+        self.window[row], self.capacity[row] = windows, capacities
+        self.ring_base[row] = self.counts[row] = self.peaks[row] = self.headroom[row] = 0
+        self.allocated_upto[row], self.rings_shrunk[row], self.position_offset[row] = 0, False, 0
+        self.mark_dirty(row, dense=True)
+        return row
+
+    def close_row(self, row: int) -> None:
+        """Free the row and every page in its tables."""
+        self.pool.free(self.page_list([row]))
+        self.counts[row] = 0
+        self.free_rows.append(row)
+
+    def mark_dirty(self, row: int, dense: bool | None = None) -> None:
+        """Upload the row's tables before the next step. `dense`: position i of unwindowed layers is at place i."""
+        self.device.mark_dirty(row, dense)
+
+    def full_layers(self, row: int) -> Ints:
+        """Layers without a window, [M]."""
+        return np.flatnonzero(self.window[row] == NO_WINDOW).astype(np.int32)
+
+    def ring_layers(self, row: int) -> Ints:
+        """Layers with a window."""
+        return np.flatnonzero(self.window[row] < NO_WINDOW).astype(np.int32)
+
+    def owned(self, row: int) -> NDArray[np.bool_]:
+        """Mark the entries of a row's tables that are pages, [L, G, n]."""
+        mask: NDArray[np.bool_] = np.arange(self.pages.shape[3]) < self.counts[row][..., None]
+        return mask
+
+    def page_list(self, rows: Iterable[int]) -> Ints:
+        """List the pages of these rows, once for each table that holds them."""
+        found = [self.pages[row][self.owned(row)] for row in rows]
+        return np.concatenate([np.zeros(0, np.int32), *found])
+
+    def slots_per_layer(self, row: int) -> list[int]:
+        """Slots that the largest head of each layer owns now, [L]."""
+        return [int(n) for n in self.counts[row].max(axis=1) * self.page_size]
+
+    def peak_slots_per_layer(self, row: int) -> list[int]:
+        """Most slots that one head of each layer ever owned, [L]."""
+        return [int(n) for n in self.peaks[row].max(axis=1) * self.page_size]
+
+    def positions(self, row: int) -> list[list[list[int]]]:
+        """List the positions in the slots of every layer and head, [L][G], ascending."""
+        tables = zip(self.pages[row], self.counts[row], strict=True)
+        held = [[self.kv.pos[self.kv.to_index(t[:n])] for t, n in zip(*heads, strict=True)] for heads in tables]
+        return [[pos[pos >= 0].sort().values.tolist() for pos in heads] for heads in held]
+
+    def remove_pages(self, row: int, layer: int, begin: int, end: int) -> None:
+        """Free the pages of a layer from place `begin` to `end` of every head; those behind them move up."""
+        n, pages = int(self.counts[row, layer, 0]), self.pages[row, layer]
+        if end > begin:
+            removed = pages[:, begin:end].flatten()  # a copy: the next line writes over it
+            pages[:, begin : n - end + begin] = pages[:, end:n].copy()
+            self.counts[row, layer] -= end - begin
+            self.ring_base[row, layer] += (end - begin) * self.page_size
+            self.mark_dirty(row)
+            self.pool.free(removed)
+
+    def reject(self, slots: torch.Tensor) -> None:
+        """Turn slots into holes: the drafts in them were not accepted."""
+        self.kv.pos.view(-1)[slots.long()] = -1

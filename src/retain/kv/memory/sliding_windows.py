@@ -1,0 +1,19 @@
+"""The pages of sliding layers at one position of a text, from where other texts can go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from retain.types import Ints
+
+
+@dataclass(frozen=True)
+class SlidingWindows:
+    """Pages [G, n] of each sliding layer, from page `first_pages[i]` of the text on.
+
+    A text can resume from position `min_resume_position` or later.
+    """
+
+    first_pages: tuple[int, ...]
+    pages: tuple[Ints, ...]
+    min_resume_position: int

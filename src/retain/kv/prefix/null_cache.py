@@ -1,0 +1,60 @@
+"""The prefix cache of an engine that caches no prefixes (`prefix_cache=off`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.prefix.cache import BeforeAttention, PrefixEntry, PrefixQuery
+from retain.types import Ints
+
+
+class NullPrefixCache:
+    """Find and store nothing. The methods are those of PrefixCache."""
+
+    enabled = False
+    num_evictable_pages = 0
+
+    def __init__(self, num_pages: int):
+        self.pages: Ints = np.zeros(0, np.int32)
+        self.cached_mask = np.zeros(num_pages, bool)
+        self.sparse_rows: frozenset[int] = frozenset()
+
+    def num_shared_pages(self, query: PrefixQuery) -> int:  # noqa: D102
+        return 0
+
+    def attach(self, row: int, query: PrefixQuery, was_preempted: bool = False) -> tuple[int, int]:  # noqa: D102
+        return 0, 0
+
+    def store(self, row: int, entry: PrefixEntry, still_running: bool = False) -> None:  # noqa: D102
+        return
+
+    def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float) -> int:  # noqa: D102
+        raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
+
+    def unpin_all(self) -> bool:  # noqa: D102
+        return False
+
+    def load_hook(self, rows: Sequence[int], query_start_loc: Sequence[int]) -> BeforeAttention | None:  # noqa: D102
+        return None
+
+    def finish_load(self, row: int, evicts: bool) -> bool:  # noqa: D102
+        return True
+
+    def cancel_load(self, row: int) -> None:  # noqa: D102
+        return
+
+    def record_compute(self, num_tokens: int, seconds: float) -> None:  # noqa: D102
+        return
+
+    def close_offloader(self) -> None:  # noqa: D102
+        return
+
+    def hits_by_source(self) -> dict[str, int]:  # noqa: D102
+        return {"pool": 0}
+
+    def tier_stats(self) -> list[dict[str, Any]]:  # noqa: D102
+        return []

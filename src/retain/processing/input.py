@@ -1,0 +1,160 @@
+"""Input processing: prompts and options become requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from retain.engine.request import Request, RequestInput
+from retain.engine.spec_decode.speculator import NO_SPECULATION
+from retain.kv.eviction import policies
+from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.manager import KVCacheManager
+from retain.processing.grammar import GrammarCompiler
+from retain.processing.output import RequestOutputState
+from retain.processing.tokenizer import Tokenizer
+from retain.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A prompt, and how it is to be answered.
+
+    `kv_policy` and `speculate` default to the engine's own. The first `num_system_tokens` of the prompt are a system
+    prompt: policies with `protect=system` never evict them. Prefixes are shared only with requests of the same `salt`.
+    `grammar` is the source of a grammar that the answer must match (see GrammarCompiler).
+    """
+
+    prompt: Prompt
+    params: SamplingParams = field(default_factory=SamplingParams)
+    kv_policy: str | None = None
+    speculate: str | None = None
+    num_system_tokens: int = 0
+    salt: str = ""
+    grammar: str | None = None
+    needs_prompt_logprobs: bool = False
+    forced_tokens: tuple[int, ...] = ()  # the answer begins with these, whatever the model predicts
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Facts about an engine that requests are checked against."""
+
+    vocab_size: int
+    heads_per_kv_head: int
+    max_model_len: int
+    policy: EvictionPolicy  # of requests that name none
+    has_default_drafter: bool
+
+
+class InputProcessor:
+    """Turn prompts into requests for one engine.
+
+    `register_drafter` makes a drafter known by its spec, or raises ValueError.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        info: EngineInfo,
+        cache: KVCacheManager,
+        register_drafter: Callable[[str], None],
+    ):
+        self.tokenizer, self.info, self.cache, self.register_drafter = tokenizer, info, cache, register_drafter
+
+    @cached_property
+    def grammar_compiler(self) -> GrammarCompiler:
+        """The compiler of grammars over this vocabulary."""
+        return GrammarCompiler(self.tokenizer, self.info.vocab_size)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, and check those that are given. Raises ValueError."""
+        limit = self.info.max_model_len
+        # max_token_bytes takes a while to find, so texts of ordinary length do not ask for it.
+        if (
+            isinstance(prompt, str)
+            and len(prompt) > 4 * limit
+            and len(prompt) > limit * self.tokenizer.max_token_bytes
+        ):
+            raise ValueError(f"a text of {len(prompt)} characters exceeds the context of {limit}: shorten it")
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        self._check_token_ids(token_ids)
+        if not token_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        return token_ids
+
+    def process(
+        self, generate_request: GenerateRequest, on_logits: Callable[[Tensor], None] | None = None
+    ) -> list[RequestOutputState]:
+        """Return the requests for a prompt, `params.n` of them. Raises ValueError where it cannot be run."""
+        g, limit = generate_request, self.info.max_model_len
+        token_ids, params = self.encode(g.prompt), g.params
+        self._check_token_ids([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])
+        policy = self.info.policy if g.kv_policy is None else policies.parse(g.kv_policy)
+        if policy.per_query_head and self.cache.config.score_columns == 1 < self.info.heads_per_kv_head:
+            spec = policies.to_spec(policy)
+            raise ValueError(f"{spec} needs the masses of every query head: start the engine with such a policy")
+        room = limit - len(token_ids)
+        if room < 1:
+            raise ValueError(f"the prompt has {len(token_ids)} tokens and the context {limit}: shorten it")
+        if params.max_tokens and params.max_tokens > room:
+            raise ValueError(
+                f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} exceed the context of {limit}: "
+                f"at most {room} fit"
+            )
+        if g.speculate not in (None, NO_SPECULATION):
+            self.register_drafter(g.speculate)
+        return [self._create_state(g, token_ids, policy, i, on_logits) for i in range(params.n)]
+
+    def max_output_tokens(self, num_prompt_tokens: int, policy: EvictionPolicy | None = None) -> int:
+        """Return how many tokens can follow a prompt: to the end of the context, or as far as the empty pool reaches."""
+        effective = self.cache.effective_policy((policy or self.info.policy).resolve(num_prompt_tokens))
+        lo, hi = 1, max(self.info.max_model_len - num_prompt_tokens, 1)
+        while lo < hi:
+            mid = (lo + hi + 1) // 2
+            length = num_prompt_tokens + mid - 1  # the last token is never written
+            fits = self.cache.pages_needed(effective, length, length) <= self.cache.total_pages
+            lo, hi = (mid, hi) if fits else (lo, mid - 1)
+        return lo
+
+    def _create_state(
+        self,
+        g: GenerateRequest,
+        token_ids: list[int],
+        policy: EvictionPolicy,
+        sample_index: int,
+        on_logits: Callable[[Tensor], None] | None,
+    ) -> RequestOutputState:
+        params = g.params
+        if params.seed is not None and sample_index:
+            params = replace(params, seed=params.seed + sample_index)  # n answers must differ
+        stop_ids = frozenset(params.stop_token_ids)
+        request = Request(
+            RequestInput(
+                prompt=token_ids,
+                params=params,
+                policy=policy,
+                max_tokens=params.max_tokens or self.max_output_tokens(len(token_ids), policy),
+                stop_ids=stop_ids if params.ignore_eos else stop_ids | self.tokenizer.stop_token_ids,
+                forced_tokens=list(g.forced_tokens),
+                num_system_tokens=g.num_system_tokens,
+                salt=g.salt,
+                drafter_name=g.speculate or "",
+                needs_logits=on_logits is not None,
+                needs_prompt_logits=g.needs_prompt_logprobs,
+            ),
+            grammar=self.grammar_compiler.compile(g.grammar) if g.grammar else None,
+            max_model_len=self.info.max_model_len,
+        )
+        drafts = self.info.has_default_drafter if g.speculate is None else g.speculate != NO_SPECULATION
+        return RequestOutputState(request, self.tokenizer.create_detokenizer(params.stop), drafts, on_logits)
+
+    def _check_token_ids(self, token_ids: Sequence[int]) -> None:
+        size = self.info.vocab_size
+        if wrong := [t for t in token_ids if not 0 <= t < size]:
+            raise ValueError(f"token id {wrong[0]} is outside the model's vocabulary of {size}")
