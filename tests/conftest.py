@@ -1,4 +1,4 @@
-"""Before torch: threads stay on their cores, as `retain` runs them (docs/log.md tells why). And what rooms share."""
+"""Before torch: threads stay on their cores, as `retain` runs them (docs/log/engine.md tells why). And what rooms share."""
 
 import os
 

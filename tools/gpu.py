@@ -1,4 +1,4 @@
-"""What only a GPU can show, and what can be shown of it without one. See docs/gpu.md.
+"""What only a GPU can show, and what can be shown of it without one. See docs/guide/gpu.md.
 
     python tools/gpu.py compile                 every kernel, by Triton's compiler for sm_90: no GPU is needed
     python tools/gpu.py attention mass          decode attention: share of the memory's bandwidth, peers, masses
