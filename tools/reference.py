@@ -47,6 +47,8 @@ def options(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
             continue
         metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+        if action.choices and not action.metavar:
+            metavar = "{" + ",".join(map(str, action.choices)) + "}"
         value = "" if action.nargs == 0 else " " + metavar
         name = ", ".join(action.option_strings) + value if action.option_strings else metavar
         rows.append((code(name), (action.help or "") % {**vars(action), "prog": parser.prog}))

@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.reference_text import NOTE, PACKAGE, code, sentence, table
+from tools.reference_text import NOTE, PACKAGE, code, find, sentence, table
 
 
 def http_page() -> str:
     """Return the page of the routes, the fields of requests, and the metrics."""
-    from retain.server.openai import protocol
+    from pydantic import BaseModel
 
     text = "# HTTP API\n\n" + NOTE
     text += (
-        "OpenAI's API, with fields of our own. An unknown field is an error. `GET /openapi.json` is the contract of\n"
+        "OpenAI's API, with fields of our own. An unknown field is an error. `GET /openapi.json` is the contract of a\n"
     )
-    text += 'a running server. Errors are `{"error": {"message", "type", "param", "code"}}`.\n\n## Routes\n\n'
+    text += 'running server. Errors are `{"error": {"message", "type", "param", "code"}}`.\n\n## Routes\n\n'
     routes = [route for path in sorted((PACKAGE / "server").rglob("*.py")) for route in _routes(path)]
     text += table(["route", ""], routes)
-    for cls in [cls for name, cls in vars(protocol).items() if isinstance(cls, type) and name.endswith("Request")]:
+    for cls in sorted(_classes("Request"), key=lambda c: ("v1" not in (c.__doc__ or ""), c.__name__)):
+        if not issubclass(cls, BaseModel):
+            continue
         schema = cls.model_json_schema()
-        rows = []
-        for name, field in schema["properties"].items():
-            default = (
-                "required"
-                if name in schema.get("required", ())
-                else code(json.dumps(field["default"]))
-                if "default" in field
-                else ""
+        rows = [
+            (
+                code(name),
+                _kind(field),
+                _default(field, name in schema.get("required", ())),
+                field.get("description", ""),
             )
-            rows.append((code(name), _kind(field), default, field.get("description", "")))
+            for name, field in schema["properties"].items()
+        ]
         title = sentence(cls.__doc__).rstrip(".")
         text += f"\n## {cls.__name__}\n\n{title}.\n\n" + table(["field", "type", "default", "meaning"], rows)
     text += (
@@ -43,14 +45,29 @@ def http_page() -> str:
     return text
 
 
+def _default(field: dict[str, Any], is_required: bool) -> str:
+    if is_required:
+        return "required"
+    return code(json.dumps(field["default"])) if "default" in field else ""
+
+
+def _classes(suffix: str) -> list[type]:
+    """Return the classes of server/openai/ whose names have this suffix."""
+    text = "\n".join(p.read_text(encoding="utf-8") for p in sorted((PACKAGE / "server" / "openai").glob("*.py")))
+    return [find(name) for name in re.findall(rf"^class (\w+{suffix})\b", text, re.M)]
+
+
 def _routes(path: Path) -> Iterator[tuple[str, str]]:
     """Read the routes that a file declares by decorators."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text = path.read_text(encoding="utf-8")
+    prefix = re.search(r"APIRouter\(prefix=\"([^\"]*)\"", text)
+    for node in ast.walk(ast.parse(text)):
         for call in getattr(node, "decorator_list", []):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args:
                 method, route = call.func.attr.upper(), call.args[0]
                 if method in ("GET", "POST", "DELETE") and isinstance(route, ast.Constant):
-                    yield code(f"{method} {route.value}"), sentence(ast.get_docstring(node))  # type: ignore[arg-type]
+                    shown = f"{method} {prefix[1] if prefix else ''}{route.value}"
+                    yield code(shown), sentence(ast.get_docstring(node))  # type: ignore[arg-type]
 
 
 def _kind(field: dict[str, Any]) -> str:
