@@ -56,6 +56,15 @@ def test_named_documents_exist() -> None:
                 assert not [n for n in named if not (ROOT / n).exists()], path
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in (HISTORY, CHANGES)], ids=name)
+def test_named_classes_exist(page: Path) -> None:
+    """Classes in the text, with their members, are words of the sources."""
+    sources = [p for d in ("src", "tests", "tools") for p in (ROOT / d).rglob("*.py")]
+    words = {w for p in sources for w in re.findall(r"\w+", p.read_text(encoding="utf-8"))}
+    named = re.findall(r"`([A-Z]\w*[a-z]\w*(?:\.\w+)*)`", FENCE.sub("", page.read_text(encoding="utf-8")))
+    assert not [n for n in named if not words.issuperset(n.split("."))]
+
+
 def command_lines(page: Path) -> list[str]:
     """The `retain ...` commands of a page, in code blocks and in the text; those with an ellipsis only show a part."""
     text = page.read_text(encoding="utf-8")
