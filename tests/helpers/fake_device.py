@@ -169,7 +169,7 @@ class FakeDevice(TorchFunctionMode):
     def _record_sync(self, name: str) -> None:
         if self.records_syncs and current_thread() is main_thread():
             ours = [f for f in traceback.extract_stack() if "/retain/" in f.filename or "/tests/" in f.filename]
-            frames = [f for f in ours if not f.filename.endswith("pretend.py")]
+            frames = [f for f in ours if f.filename != __file__]
             self.host_syncs += [
                 f"{f.filename.rpartition('retain/')[2]}:{f.lineno} {f.name}: {name}" for f in frames[-1:]
             ]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from retain.desk import GenerateRequest
 
 from retain import LLM, kernels
-from retain.desk import GenerateRequest
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
@@ -21,7 +21,7 @@ from retain.kernels import triton
 from retain.processing.grammar import grammar_from_lark
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import make_engine, make_request, run_to_completion
-from tests.invariants.test_tiers import disk
+from tests.helpers.tiers import disk_spec as disk
 
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 GREEDY_SHORT = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3)
@@ -154,7 +154,7 @@ def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
         again = make_request(texts[0], 3)
         found += steps(engine, [again])
         engine.cache.prefix_cache.close_offloader()
-        return found, again.num_cached_tokens
+        return found, again.stats.num_cached_tokens
 
     (found, woken), _ = far(go)
     assert found == [*want, want[0]] and woken >= 32
@@ -165,7 +165,7 @@ def test_only_what_is_important(tmp_path: Path) -> None:
     want = run_to_completion(make_engine("llama", backend="reference"), [make_request(text, 2)])
 
     def go(rig: Callable[..., Engine]) -> list[list[int]]:
-        engine = rig("llama", prefix="important:ratio=1", tiers=[disk(tmp_path)])
+        engine = rig("llama", prefix="selective:ratio=1", tiers=[disk(tmp_path)])
         found = []
         for _ in range(3):  # computed, woken, woken from what was packed
             engine.cache.prefix_cache.tree.clear()

@@ -1,4 +1,4 @@
-"""Only what is important is loaded: all of it is everything; less is a choice, and nobody else notices."""
+"""Selective loading: with ratio 1 it changes no token; with less, other requests still get theirs."""
 
 from __future__ import annotations
 
@@ -11,202 +11,209 @@ import torch
 
 from retain.engine.engine import Engine
 from retain.kernels.api import NO_WINDOW
+from retain.kv.offload.loader import write_pages
+from retain.kv.offload.selective.block_cache import BlockCache
 from retain.kv.offload.selective.loader import SelectiveLoader
-from retain.kv.offload.selective.row_cache import BlockCache
+from retain.kv.offload.span import ReadJob
+from retain.kv.prefix.cache import PrefixQuery
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.tiers import clear_pool, disk_spec, disk_store_of, flip_a_bit, offloader_of
 from tests.invariants.test_prefix import texts
-from tests.invariants.test_tiers import disk, flip, restart, store
 
 FAMILIES = ["llama", "mpt", "gemma3_text"]
+BACKENDS = ["cpu", pytest.param("reference", marks=pytest.mark.slow)]
 
 
-def important(family: str, path: Path, ratio: float, **options: object) -> Engine:
-    tiers = [disk(path)]
-    return make_engine(family, prefix_cache=f"important:ratio={ratio}", tiers=tiers, **{"backend": "cpu", **options})  # type: ignore
+def make_selective_engine(family: str, path: Path, ratio: float, **options: object) -> Engine:
+    options = {"backend": "cpu", **options}
+    return make_engine(family, prefix_cache=f"selective:ratio={ratio}", tiers=[disk_spec(path)], **options)  # type: ignore
 
 
-def pack(engine: Engine) -> None:
-    """Wait until what was looked at is packed and written."""
-    engine.cache.prefix_cache.offloader.sync()
-
-
-def forget(engine: Engine) -> None:
-    """What is in the pool goes; what sleeps stays."""
-    engine.cache.prefix_cache.tree.clear()
+def finish_repacking(engine: Engine) -> None:
+    """Wait until spans are reordered by the attention on them, and written."""
+    offloader_of(engine).sync()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_all_of_it_is_everything(family: str, backend: str, tmp_path: Path) -> None:
-    """Unpacked, packed, in company, after a restart: with ratio=1 the tokens are those of a full cache."""
-    made = texts(4)
-    plain = run_to_completion(make_engine(family, backend=backend), [make_request(t) for t in made])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loading_everything_changes_no_token(family: str, backend: str, tmp_path: Path) -> None:
+    """Before and after spans are reordered, alone and together, and after a restart."""
+    prompts, max_tokens = texts(4), 12 if backend == "cpu" else 6
+    expected = run_to_completion(make_engine(family, backend=backend), [make_request(t, max_tokens) for t in prompts])
     for _ in range(2):
-        engine = important(family, tmp_path, 1.0, backend=backend)
+        engine = make_selective_engine(family, tmp_path, 1.0, backend=backend)
         for _ in range(2):
-            forget(engine)
-            assert [run_to_completion(engine, [make_request(t)])[0] for t in made] == plain
-            pack(engine)
-            forget(engine)
-            assert run_to_completion(engine, [make_request(t) for t in made]) == plain
-        assert family == "gemma3_text" or any(s.is_reordered for s in store(engine).span_index)
-        restart(engine)
+            clear_pool(engine)
+            assert [run_to_completion(engine, [make_request(t, max_tokens)])[0] for t in prompts] == expected
+            finish_repacking(engine)
+            clear_pool(engine)
+            assert run_to_completion(engine, [make_request(t, max_tokens) for t in prompts]) == expected
+        assert family == "gemma3_text" or any(s.is_reordered for s in disk_store_of(engine).span_index)
+        engine.cache.prefix_cache.close_offloader()
 
 
-def test_a_packed_span_has_the_same_tokens_elsewhere(tmp_path: Path) -> None:
-    """Keys and values of every layer and head are those of the pool, in another order: most looked at first."""
+def test_reordered_span_has_the_same_keys_and_values_in_another_order(tmp_path: Path) -> None:
+    """In every layer and head they are those of the pool, the tokens with the most attention first."""
     text = list(range(100))
-    engine = important("llama", tmp_path, 0.5)
-    c = engine.cache
+    engine = make_selective_engine("llama", tmp_path, 0.5)
+    cache = engine.cache
     r = make_request(text)
     run_to_completion(engine, [r])
-    hit = c.prefix_cache.match_prefix(r.policy, text, 96, "")
-    pages = hit.pages[..., :6]  # [L, G, n]
-    k, v = (x.view(*pages.shape, 16, -1) for x in c.backend.read(c.kv, torch.from_numpy(pages).long().flatten()))
-    pack(engine)
-    forget(engine)
+    match = cache.prefix_cache.match_prefix(PrefixQuery(r.policy, text, 96))
+    pages = match.pages[..., :6]  # [L, G, n]
+    k, v = (x.view(*pages.shape, 16, -1) for x in read_kv(engine, pages))
+    finish_repacking(engine)
+    clear_pool(engine)
     run_to_completion(engine, [make_request(text)])
-    pack(engine)
-    ((span, _),) = {store(engine).find(key) for s in store(engine).span_index for key in s.keys[:1]}
+    finish_repacking(engine)
+    store, offloader = disk_store_of(engine), offloader_of(engine)
+    ((span, _),) = {store.find(key) for s in store.span_index for key in s.keys[:1]}
     assert span.is_reordered
-    sleep = c.prefix_cache.offloader
-    reader = store(engine).open(span)
-    notes = sleep.probe_config.parse_metadata(span, reader.read_metadata(), c.kv)
+    reader = store.open(span)
+    metadata = offloader.probe_config.parse_metadata(span, reader.read_metadata(), cache.kv)
     for m in range(len(span.num_blocks)):
-        assert (np.diff(notes.mass[m][notes.token_order[m]]) <= 0).all()
-        at = c.pool.allocate(pages[0].size).reshape(-1, pages.shape[1])  # [n, G]
-        from retain.kv.offload.loader import ReadJob
-
-        sleep.write_pages(ReadJob(store(engine), span, m, 0, at, 0), reader.read_blocks(m, 0, 6))
-        ours = [x.view(6, -1, 16, x.shape[-1]) for x in c.backend.read(c.kv, torch.from_numpy(at).long().flatten())]
-        for mine, theirs in zip(ours, (k[m], v[m]), strict=True):  # [n, G, S, D], [G, n, S, D]
-            flat = theirs.flatten(1, 2)[:, torch.from_numpy(notes.token_order[m].astype(np.int64))]
-            assert (mine.transpose(0, 1).flatten(1, 2) == flat).all()
+        assert (np.diff(metadata.mass[m][metadata.token_order[m]]) <= 0).all()
+        loaded = cache.pool.allocate(pages[0].size).reshape(-1, pages.shape[1])  # [n, G]
+        write_pages(offloader.transfer, ReadJob(store, span, m, 0, loaded, 0), reader.read_blocks(m, 0, 6))
+        found = [x.view(6, -1, 16, x.shape[-1]) for x in read_kv(engine, loaded)]
+        for ours, theirs in zip(found, (k[m], v[m]), strict=True):  # [n, G, S, D], [G, n, S, D]
+            reordered = theirs.flatten(1, 2)[:, torch.from_numpy(metadata.token_order[m].astype(np.int64))]
+            assert (ours.transpose(0, 1).flatten(1, 2) == reordered).all()
     reader.close()
-    restart(engine)
+    engine.cache.prefix_cache.close_offloader()
+
+
+def read_kv(engine: Engine, pages: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    return engine.cache.backend.read(engine.cache.kv, torch.from_numpy(pages).long().flatten())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_choice_is_born_evicted(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads have what was chosen and what came after; the rest is free; what they have is nobody else's beginning."""
+def test_selected_tokens_are_a_row_that_has_already_evicted(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads have the selected tokens and those after the prefix. Other pages are free, and the row stores no prefix."""
     stem = [random.Random(1).randrange(128) for _ in range(160)]
-    engine = important(family, tmp_path, 0.3)
+    engine = make_selective_engine(family, tmp_path, 0.3)
     cache = engine.cache
     run_to_completion(engine, [make_request([*stem, 1, 2])])
-    chosen: list[dict[int, int]] = []
-    done = SelectiveLoader.finish
-    monkeypatch.setattr(SelectiveLoader, "done", lambda self: chosen.append(self.chosen) or done(self))
-    monkeypatch.setattr("retain.kv.offload.selective.importance.agree", lambda mass, ratio: True)
+    selected: list[dict[int, int]] = []
+    finish = SelectiveLoader.finish
+    monkeypatch.setattr(
+        SelectiveLoader, "finish", lambda self: selected.append(self.num_selected_blocks) or finish(self)
+    )
+    monkeypatch.setattr("retain.kv.offload.selective.importance.heads_agree", lambda mass, ratio: True)
     for i in range(3):
-        pack(engine)
-        forget(engine)
+        finish_repacking(engine)
+        clear_pool(engine)
         r = make_request([*stem, 5, 6, i], 40)
         engine.add(r)
         engine.step()
-        kept = cache.positions(r.row)
-        sees_all = np.flatnonzero(cache.window[r.row] == NO_WINDOW)
-        for m, layer in enumerate(sees_all):
-            assert len(kept[layer]) == cache.spec.kv_heads and all(k == kept[layer][0] for k in kept[layer])
-            assert chosen[i][m] == (3 if i else 10) and len(kept[layer][0]) == 16 * chosen[i][m] + 3
-            assert set(range(160, 163)) <= set(kept[layer][0])
+        positions = cache.tables.positions(r.row)
+        for m, layer in enumerate(np.flatnonzero(cache.tables.window[r.row] == NO_WINDOW)):
+            heads = positions[layer]
+            assert len(heads) == cache.spec.kv_heads and all(head == heads[0] for head in heads)
+            assert selected[i][m] == (3 if i else 10) and len(heads[0]) == 16 * selected[i][m] + 3
+            assert set(range(160, 163)) <= set(heads[0])
         for _ in iter_steps(engine):
             pass
         assert len(r.output_tokens) == 40 and r.stats.num_cached_tokens == 160
         assert cache.free_pages == cache.total_pages
         if i:
-            hit = cache.prefix_cache.match_prefix(r.policy, r.prompt, 160, "")
-            assert hit is None or hit.length == 0  # it leaves nothing
-    restart(engine)
+            match = cache.prefix_cache.match_prefix(PrefixQuery(r.policy, r.prompt, 160))
+            assert match is None or match.length == 0
+    engine.cache.prefix_cache.close_offloader()
 
 
-def test_company_budgets_followers_and_preemption(tmp_path: Path) -> None:
-    """Rows that were born evicted beside others, who get what they always get."""
-    rng, made = random.Random(3), texts(9)
-    others = [[7, *t] for t in made]
-    plain = run_to_completion(make_engine("llama", backend="cpu"), [make_request(t) for t in others])
-    engine = important("llama", tmp_path, 0.4, pages=400, max_running_requests=8, max_batched_tokens=64)
-    run_to_completion(engine, [make_request(t) for t in made])
-    pack(engine)
+def test_selective_rows_beside_budgets_equal_prompts_and_preemption(tmp_path: Path) -> None:
+    """Requests without a cached prefix get the tokens that they always get."""
+    rng, prompts = random.Random(3), texts(9)
+    others = [[7, *t] for t in prompts]
+    expected = run_to_completion(make_engine("llama", backend="cpu"), [make_request(t) for t in others])
+    engine = make_selective_engine("llama", tmp_path, 0.4, num_pages=400, max_running_requests=8, max_batched_tokens=64)
+    run_to_completion(engine, [make_request(t) for t in prompts])
+    finish_repacking(engine)
     for round in range(3):
-        forget(engine)
+        clear_pool(engine)
         policies = ["full", "h2o:budget=30%", "full", "ring:window=40"]
-        mine = [make_request(t, 20, policies[i % 4]) for i, t in enumerate(made)]
-        twins = [make_request(max(made, key=len), 9) for _ in range(3)]
-        theirs = [make_request(t) for t in others] if not round else []
-        engine.add(*twins, *mine, *theirs)
+        selective = [make_request(t, 20, policies[i % 4]) for i, t in enumerate(prompts)]
+        equal = [make_request(max(prompts, key=len), 9) for _ in range(3)]
+        plain = [make_request(t) for t in others] if not round else []
+        engine.add(*equal, *selective, *plain)
         for step in iter_steps(engine):
             if step in (2, 5, 11) and engine.scheduler.running:
                 engine.scheduler.preempt(rng.choice(engine.scheduler.running))
             if step == 7:
-                engine.cancel(mine[3])
-        assert [r.output_tokens for r in theirs] == (plain if not round else [])
-        assert all(len(r.output_tokens) == r.max_tokens for r in [*mine[:3], *mine[4:], *twins])
+                engine.cancel(selective[3])
+        assert [r.output_tokens for r in plain] == (expected if not round else [])
+        finished = [*selective[:3], *selective[4:], *equal]
+        assert all(len(r.output_tokens) == r.input.max_tokens for r in finished)
         assert not engine.cache.prefix_cache.sparse_rows and not engine.cache.prefix_cache.loads
-        pack(engine)
-    assert sum(store(engine).counts["read"] for _ in range(1)) > 0
-    restart(engine)
+        finish_repacking(engine)
+    assert disk_store_of(engine).counts["read"] > 0
+    engine.cache.prefix_cache.close_offloader()
 
 
-def test_damage_is_found_and_computed_again(tmp_path: Path) -> None:
-    made = texts(7)
-    engine = important("llama", tmp_path, 1.0)
-    answers = [run_to_completion(engine, [make_request(t)])[0] for t in made]
-    pack(engine)
-    forget(engine)
-    run_to_completion(engine, [make_request(t) for t in made])
-    pack(engine)
-    restart(engine)
-    flip(tmp_path)
-    engine = important("llama", tmp_path, 1.0)
-    for r in (requests := [make_request(t) for t in made]):
+def test_damaged_spans_are_found_and_computed_again(tmp_path: Path) -> None:
+    prompts = texts(7)
+    engine = make_selective_engine("llama", tmp_path, 1.0)
+    answers = [run_to_completion(engine, [make_request(t)])[0] for t in prompts]
+    finish_repacking(engine)
+    clear_pool(engine)
+    run_to_completion(engine, [make_request(t) for t in prompts])
+    finish_repacking(engine)
+    engine.cache.prefix_cache.close_offloader()
+    flip_a_bit(tmp_path)
+    engine = make_selective_engine("llama", tmp_path, 1.0)
+    for r in (requests := [make_request(t) for t in prompts]):
         engine.add(r)
     for _ in iter_steps(engine):
         pass
     assert [r.output_tokens for r in requests] == answers
-    assert store(engine).counts["damaged"] > 0
-    restart(engine)
+    assert disk_store_of(engine).counts["damaged"] > 0
+    engine.cache.prefix_cache.close_offloader()
 
 
-def test_spans_that_are_longer_than_what_is_wanted_of_them(tmp_path: Path) -> None:
-    """A table that is as long as the context, a pool that is as large as the request: it fits, and ends."""
+def test_spans_longer_than_the_prefix_fit_into_the_tables_and_the_pool(tmp_path: Path) -> None:
+    """With a table as long as the context, and a pool as large as the request, every request ends."""
     rng = random.Random(2)
     stem = [rng.randrange(128) for _ in range(64)]
-    texts = [stem + [rng.randrange(128) for _ in range(85)] for _ in range(4)]
-    engine = important("llama", tmp_path, 0.5, context=160)
-    for t in texts:
+    prompts = [stem + [rng.randrange(128) for _ in range(85)] for _ in range(4)]
+    engine = make_selective_engine("llama", tmp_path, 0.5, max_model_len=160)
+    for t in prompts:
         run_to_completion(engine, [make_request(t, 5)])
-    pack(engine)
-    restart(engine)
-    for pages in (1000, 15 * 3 * 2):
-        engine = important("llama", tmp_path, 0.5, context=240, pages=pages, max_running_requests=4)
-        for t in texts:
+    finish_repacking(engine)
+    engine.cache.prefix_cache.close_offloader()
+    for num_pages in (1000, 15 * 3 * 2):
+        engine = make_selective_engine(
+            "llama", tmp_path, 0.5, max_model_len=240, num_pages=num_pages, max_running_requests=4
+        )
+        for t in prompts:
             r = make_request(t, 240 - len(t))
             engine.add(r)
             for step in iter_steps(engine):
                 assert step < 500
-            assert len(r.output_tokens) == r.max_tokens and r.stats.num_preemptions <= 2
-        pack(engine)
-        restart(engine)
+            assert len(r.output_tokens) == r.input.max_tokens and r.stats.num_preemptions <= 2
+        finish_repacking(engine)
+        engine.cache.prefix_cache.close_offloader()
 
 
-@pytest.mark.parametrize("by", ["lru", "lfu", "worth"])
-def test_rows_that_stay_in_memory_change_nothing(by: str, tmp_path: Path) -> None:
-    """The same choices, the same tokens; less is read."""
-    made, answers, read = texts(4), [], []
-    for n, hot in enumerate((None, BlockCache(150_000, by))):
-        engine = important("llama", tmp_path / str(n), 0.4)
+@pytest.mark.parametrize("evict", ["lru", "lfu", "importance"])
+def test_the_block_cache_changes_no_token_and_saves_reads(evict: str, tmp_path: Path) -> None:
+    prompts, answers, bytes_read = texts(4), [], []
+    for n, block_cache in enumerate((None, BlockCache(150_000, evict))):
+        engine = make_selective_engine("llama", tmp_path / str(n), 0.4)
         for _ in range(2):
-            for t in made:
+            for t in prompts:
                 run_to_completion(engine, [make_request(t)])
-                pack(engine)  # spans are the same in both
-            forget(engine)
-        before = store(engine).counts["read"]
-        engine.cache.prefix_cache.offloader.block_cache = hot
+                finish_repacking(engine)  # so that both engines have the same spans
+            clear_pool(engine)
+        before = disk_store_of(engine).counts["read"]
+        offloader_of(engine).block_cache = block_cache
         answers.append([])
-        for t in [*made, *made]:
+        for t in [*prompts, *prompts]:
             answers[-1] += run_to_completion(engine, [make_request(t)])
-            pack(engine)
-            forget(engine)
-        read.append(store(engine).counts["read"] - before)
-        restart(engine)
-    assert answers[0] == answers[1] and read[1] < read[0]
+            finish_repacking(engine)
+            clear_pool(engine)
+        bytes_read.append(disk_store_of(engine).counts["read"] - before)
+        engine.cache.prefix_cache.close_offloader()
+    assert answers[0] == answers[1] and bytes_read[1] < bytes_read[0]

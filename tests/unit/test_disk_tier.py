@@ -1,7 +1,8 @@
-"""The store on a disk: what was published is there and whole, whatever happened; nothing else is."""
+"""The disk tier: every published span is found with its bytes, whatever happened, and nothing else is."""
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -10,230 +11,265 @@ import subprocess
 import sys
 import time
 from contextlib import closing
-from hashlib import blake2b
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from retain.kv.offload.span import Span, alloc_aligned
-from retain.kv.offload.tiers import parse
-from retain.kv.offload.tiers.disk import DiskStore
-from retain.kv.offload.tiers.ram import RamStore
+from retain.kv.offload.sqlite_index import StoredSpan, list_spans
+from retain.kv.offload.tiers import disk, parse
+from tests.helpers.stored_spans import count_intact, expected_blocks, key_of, make_span, open_disk_store, read_blocks
 
-ROW = 1536
-
-
-def opened(path: Path, capacity: str = "1GB", more: str = "") -> DiskStore:
-    store = parse(f"disk:path={path},capacity={capacity}{more}").open()
-    assert isinstance(store, DiskStore)
-    return store
+ROOT = Path(__file__).parents[2]
 
 
-def key(i: int) -> bytes:
-    return blake2b(str(i).encode(), digest_size=16).digest()
-
-
-def span_of(numbers: list[int], layers: int = 3) -> tuple[Span, np.ndarray]:
-    """Its content follows from its keys."""
-    span = Span(tuple(map(key, numbers)), (len(numbers),) * layers, ROW)
-    data = alloc_aligned(span.size)
-    for layer in range(layers):
-        span.view_layer(data, layer)[:] = content(numbers, layer)
-    return span, data
-
-
-def content(numbers: list[int], layer: int) -> np.ndarray:
-    return np.stack([np.random.default_rng((n, layer)).integers(0, 256, ROW, np.uint8) for n in numbers])
-
-
-def read(store: DiskStore | RamStore, span: Span, layer: int, begin: int, end: int) -> np.ndarray:
-    with closing(store.open(span)) as reader:
-        return reader.read_blocks(layer, begin, end)
-
-
-def check(store: DiskStore | RamStore, n: int) -> int:
-    """All that is there of the first n numbers must be right. How many are."""
-    there = 0
-    for i in range(n):
-        if found := store.find(key(i)):
-            span, at = found
-            there += 1
-            for layer in range(len(span.num_blocks)):
-                assert (read(store, span, layer, at, at + 1) == content([i], layer)).all()
-    return there
-
-
-def test_a_part_of_a_span_is_read_alone(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    store.put(*span_of(list(range(9))))
+def test_part_of_a_span_is_read_alone(tmp_path: Path) -> None:
+    store = open_disk_store(tmp_path)
+    store.put(*make_span(range(9)))
     store.sync()
-    assert check(store, 9) == 9
-    span, _ = store.find(key(4))
-    assert (read(store, span, 2, 2, 7) == content([2, 3, 4, 5, 6], 2)).all()
+    assert count_intact(store, 9) == 9
+    span, _ = store.find(key_of(4))
+    assert (read_blocks(store, span, 2, 2, 7) == expected_blocks([2, 3, 4, 5, 6], 2)).all()
     store.close()
 
 
-@pytest.mark.parametrize("by", ["lru", "lfu"])
-def test_random_operations(by: str, tmp_path: Path) -> None:
-    """Keep, find, want, drop, restart, against what their keys say; never more bytes than allowed."""
+@pytest.mark.slow
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_many_random_operations_keep_the_bytes_and_the_capacity(evict: str, tmp_path: Path) -> None:
+    run_random_operations(evict, tmp_path, num_steps=5000)
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_random_operations_keep_the_bytes_and_the_capacity(evict: str, tmp_path: Path) -> None:
+    run_random_operations(evict, tmp_path, num_steps=500)
+
+
+def run_random_operations(evict: str, path: Path, num_steps: int) -> None:
+    """Put, find, touch, delete and restart, compared with what the keys say. Never more bytes than the capacity."""
     rng, capacity = random.Random(3), 200_000
-    store, ram = opened(tmp_path, "200kB", f",evict={by}"), parse(f"ram:capacity=200kB,evict={by}").open()
-    for step in range(5000):
+    store, ram = open_disk_store(path, "200kB", f",evict={evict}"), parse(f"ram:capacity=200kB,evict={evict}").open()
+    for step in range(num_steps):
         i = rng.randrange(300)
         numbers = list(range(i, i + rng.choice([1, 1, 2, 5])))
         if rng.random() < 0.6:
             for each in (store, ram):
-                span, data = span_of(numbers)
+                span, data = make_span(numbers)
                 if each.accepts(span.size) and not any(map(each.contains, span.keys)):
                     each.put(span, data)
-        elif found := store.find(key(i)):
+        elif found := store.find(key_of(i)):
             store.touch([found[0]])
-            store.sync()  # or it may be evicted before it is read
-            check(store, 3)
-        if (found := ram.find(key(i))) and rng.random() < 0.3:
+            store.sync()  # otherwise it may be evicted before it is read
+            count_intact(store, 3)
+        if (found := ram.find(key_of(i))) and rng.random() < 0.3:
             ram.delete(found[0])
         if step % 500 == 499:
             store.sync()
-            assert check(store, 300) > 0 and check(ram, 300) > 0
+            assert count_intact(store, 300) > 0 and count_intact(ram, 300) > 0
             store.close()
-            store = opened(tmp_path, "200kB", f",evict={by}")
-        assert store.span_index.used_bytes <= capacity and ram.shelf.bytes <= capacity
+            store = open_disk_store(path, "200kB", f",evict={evict}")
+        assert store.span_index.used_bytes <= capacity and ram.span_index.used_bytes <= capacity
     store.sync()
-    assert sum(f.stat().st_size for f in tmp_path.glob("*.kv")) == store.span_index.used_bytes
+    assert sum(f.stat().st_size for f in path.glob("*.kv")) == store.span_index.used_bytes
     assert store.counts["damaged"] == store.counts["failed"] == 0
     store.close()
 
 
-def test_who_is_used_stays(tmp_path: Path) -> None:
-    for by, gone in (("lru", 1), ("lfu", 2)):
-        store = opened(tmp_path / by, "36864", f",evict={by}")  # three spans
+def test_spans_in_use_are_not_evicted(tmp_path: Path) -> None:
+    for evict, evicted in (("lru", 1), ("lfu", 2)):
+        store = open_disk_store(tmp_path / evict, "36864", f",evict={evict}")  # three spans
         for i in range(3):
-            store.put(*span_of([i]))
+            store.put(*make_span([i]))
             store.sync()
         for i in (1, 1, 0, 2):
-            store.touch([store.find(key(i))[0]])
+            store.touch([store.find(key_of(i))[0]])
             time.sleep(0.002)
         for _ in range(5):
-            store.touch([store.find(key(0))[0]])
-        store.put(*span_of([7]))
+            store.touch([store.find(key_of(0))[0]])
+        store.put(*make_span([7]))
         store.sync()
-        assert [i for i in (0, 1, 2, 7) if not store.find(key(i))] == [gone]
+        assert [i for i in (0, 1, 2, 7) if not store.find(key_of(i))] == [evicted]
         store.close()
 
 
-WRITER = """
-import sys
-sys.path[:0] = {path!r}
-from tests.kv.test_disk import opened, span_of
-from pathlib import Path
-store = opened(Path({store!r}), "3MB")
-print("ready", flush=True)
-for i in range(100000):
-    store.keep(*span_of(list(range(3 * i, 3 * i + 3))))
-    if i % 20 == 0:
-        store.sync()
-"""
-
-
-def test_killed_while_it_writes(tmp_path: Path) -> None:
-    """A restart finds every published span intact, and nothing else."""
-    code = WRITER.format(path=[str(Path(__file__).parents[2])], store=str(tmp_path))
+@pytest.mark.slow
+def test_restart_after_a_kill_finds_every_published_span_and_nothing_else(tmp_path: Path) -> None:
     rng, most = random.Random(0), 0
-    for _ in range(6):
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        assert child.stdout and child.stdout.readline() == b"ready\n"
+    command = [sys.executable, "-m", "tests.helpers.stored_spans", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    children = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment)
+        for _ in range(6)  # at once, since importing takes most of their time; each one writes when the last is dead
+    ]
+    for child in children:
+        assert child.stdin and child.stdout
+        child.stdin.write(b"write\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"ready\n"
         time.sleep(rng.uniform(0.02, 0.3))
         child.send_signal(signal.SIGKILL)
-        child.wait()
-        store = opened(tmp_path, "3MB")
+        child.communicate()
+        store = open_disk_store(tmp_path, "3MB")
         assert store.counts["damaged"] == 0 and store.verify() == 0
-        most = max(most, check(store, 600))
-        assert {f.name for f in tmp_path.glob("*.[kt]*")} == {f"{s.span_id}.kv" for s in store.span_index}
+        most = max(most, count_intact(store, 600))
+        assert {f.name for f in tmp_path.glob("*.[kt]*")} == {f"{s.file_number}.kv" for s in store.span_index}
         store.close()
     assert most > 0
 
 
-def test_what_lies_about_is_removed(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    store.put(*span_of([0]))
+def test_files_without_a_row_are_removed(tmp_path: Path) -> None:
+    store = open_disk_store(tmp_path)
+    store.put(*make_span([0]))
     store.close()
-    (tmp_path / "9.tmp").write_bytes(b"half")
-    (tmp_path / "8.kv").write_bytes(b"nobody knows it")
-    store = opened(tmp_path)
-    assert check(store, 3) == 1 and len(list(tmp_path.glob("*.[kt]*"))) == 1
+    (tmp_path / "9.tmp").write_bytes(b"half a file")
+    (tmp_path / "8.kv").write_bytes(b"a file without a row")
+    store = open_disk_store(tmp_path)
+    assert count_intact(store, 3) == 1 and len(list(tmp_path.glob("*.[kt]*"))) == 1
     store.close()
 
 
-def test_an_index_that_lies_is_not_believed(tmp_path: Path) -> None:
-    store = opened(tmp_path)
+def test_changed_rows_of_the_index_are_not_trusted(tmp_path: Path) -> None:
+    store = open_disk_store(tmp_path)
     for i in range(4):
-        store.put(*span_of([i]))
+        store.put(*make_span([i]))
     store.close()
     db = sqlite3.connect(tmp_path / "index.db")
-    db.execute("update spans set keys = ? where number = 2", (key(17),))
+    db.execute("update spans set keys = ? where number = 2", (key_of(17),))
     db.execute("update spans set rows = '[9, 9]' where number = 3")
     db.commit()
     db.close()
-    store = opened(tmp_path)
-    assert store.counts["damaged"] == 2 and not store.find(key(17))
-    assert check(store, 4) == 2
+    store = open_disk_store(tmp_path)
+    assert store.counts["damaged"] == 2 and not store.find(key_of(17))
+    assert count_intact(store, 4) == 2
     store.close()
     for garbage in (b"this is no database" * 300, b""):
         (tmp_path / "index.db").write_bytes(garbage)
-        store = opened(tmp_path)
-        assert check(store, 4) == 0
-        store.put(*span_of([5]))
+        store = open_disk_store(tmp_path)
+        assert count_intact(store, 4) == 0
+        store.put(*make_span([5]))
         store.sync()
-        assert check(store, 6) == 1
+        assert count_intact(store, 6) == 1
         store.close()
 
 
-def test_one_engine_at_a_time_and_one_format(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    with pytest.raises(ValueError, match="in use by another engine"):
-        opened(tmp_path)
+def test_index_columns_are_read_by_name(tmp_path: Path) -> None:
+    """A later version may add columns; the spans are still found."""
+    store = open_disk_store(tmp_path)
+    store.put(*make_span([0, 1]))
     store.close()
-    opened(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "index.db")) as db:
+        db.execute("alter table spans add column comment text")
+        db.commit()
+    assert [len(span.keys) for span in list_spans(tmp_path)] == [2]
+    store = open_disk_store(tmp_path)
+    assert count_intact(store, 2) == 2 and store.counts["damaged"] == 0
+    store.put(*make_span([5]))
+    store.close()
+    assert [len(span.keys) for span in list_spans(tmp_path)] == [1, 2]
+
+
+def test_format_of_the_index_is_stable(tmp_path: Path) -> None:
+    """Names and order of the columns, and the checksum of a row, as format 1 has always had them."""
+    open_disk_store(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "index.db")) as db:
+        columns = [name for _, name, *_ in db.execute("pragma table_info(spans)")]
+    assert " ".join(columns) == (
+        "number keys rows row_bytes begin firsts least notes packed sums hits used made checksum"
+    )
+    span = StoredSpan(
+        keys=(b"k" * 16, b"l" * 16),
+        num_blocks=(2, 2, 3),
+        block_bytes=1536,
+        start_page=7,
+        window_starts=(4, 5),
+        min_resume_position=96,
+        metadata_bytes=4096,
+        is_reordered=True,
+        file_number=9,
+        checksums=b"\1" * 64,
+    )
+    assert span.row_checksum == 5814753509197113999
+    span = StoredSpan(keys=(b"k" * 16,), num_blocks=(1,), block_bytes=1536, file_number=1, checksums=b"\1" * 8)
+    assert span.row_checksum == 7104303425395954811
+
+
+def test_a_store_has_one_process_and_one_format(tmp_path: Path) -> None:
+    store = open_disk_store(tmp_path)
+    with pytest.raises(ValueError, match="in use by another engine"):
+        open_disk_store(tmp_path)
+    store.close()
+    open_disk_store(tmp_path).close()
     db = sqlite3.connect(tmp_path / "index.db")
     db.execute("pragma user_version = 99")
     db.close()
     with pytest.raises(ValueError, match="format 99"):
-        opened(tmp_path)
+        open_disk_store(tmp_path)
 
 
-def test_a_smaller_capacity_keeps_what_was_used_last(tmp_path: Path) -> None:
-    store = opened(tmp_path)
+def test_a_smaller_capacity_keeps_the_last_used_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_disk_store(tmp_path)
     for i in range(6):
-        store.put(*span_of([i]))
+        store.put(*make_span([i]))
         store.sync()
         time.sleep(0.002)
-    store.touch([store.find(key(0))[0]])
+    store.touch([store.find(key_of(0))[0]])
     store.close()
-    store = opened(tmp_path, "24576")
-    assert [i for i in range(6) if store.find(key(i))] == [0, 5]
+    caplog.set_level(logging.INFO, "retain.kv.offload")
+    store = open_disk_store(tmp_path, "24576")
+    assert [i for i in range(6) if store.find(key_of(i))] == [0, 5]
+    assert f"tier disk: opened {tmp_path}, 2 spans, 0.0 MiB" in caplog.text
+    assert "dropped 0 damaged spans, and 4 beyond the capacity" in caplog.text
+    store.close()
+
+
+def test_failing_writes_are_logged_once_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning when the first write fails, and one with the number of failures when the store is closed."""
+
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    store = open_disk_store(tmp_path)
+    monkeypatch.setattr(os, "pwritev", fail)
+    for i in range(3):
+        store.put(*make_span([i]))
+    store.sync()
+    assert store.counts["failed"] == 3
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "cannot write a span" in warnings[0] and "No space left on device" in warnings[0]
+    store.close()
+    (last,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING][1:]
+    assert "cannot write a span" in last and "3 times" in last
+
+
+def test_a_store_that_writes_too_slowly_warns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 0)
+    store = open_disk_store(tmp_path)
+    assert not store.accepts(4096) and not store.accepts(4096) and store.counts["skipped"] == 2
+    assert [r.levelno for r in caplog.records if "too slow" in r.getMessage()] == [logging.WARNING]
     store.close()
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("spec", "message"),
     [
         ("tape", "choose one of disk, ram"),
         ("ram", "needs capacity"),
         ("disk:path=x", "needs capacity"),
         ("ram:capacity=lots", "not a size"),
-        ("ram:capacity=1GB,evict=fifo", "evict is lru, lfu or worth"),
-        ("disk:path=x,capacity=1GB,evict=worth", "evict is lru or lfu"),
+        ("ram:capacity=1GB,evict=fifo", "evict is lru, lfu or importance"),
+        ("disk:path=x,capacity=1GB,evict=importance", "evict is lru or lfu"),
         ("ram:capacity=1GB,path=x", "no option 'path'"),
     ],
 )
-def test_bad_options(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        parse(text)
+def test_bad_options_are_refused(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(spec)
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        opened(tmp_path / "file")
+        open_disk_store(tmp_path / "file")
     assert os.listdir(tmp_path) == ["file"]

@@ -1,50 +1,32 @@
-"""Pages that wake: rows of spans into a row's own pages, layer by layer while a step computes.
-
-What is not known here: which row, which text, why these spans.
-"""
+"""Loads blocks of spans into a row's own pages, layer by layer, while a step computes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kv.offload.manager import Offloader
-from retain.kv.offload.span import Span
-from retain.kv.offload.tiers import CorruptionError, SpanReader, Store
-
-Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class ReadJob:
-    """Rows of one layer of a span that are to come into pages [rows, G], from position `first` of the text on."""
-
-    store: Store
-    span: Span
-    layer: int  # of the span
-    start_block: int
-    pages: Ints
-    start_position: int
+from retain.kv.offload.span import CorruptionError, ReadJob, Span, SpanReader, Store
+from retain.kv.offload.transfer import PageTransfer
+from retain.types import Bytes
 
 
 class LayerLoader:
-    """What one row waits for: all of it is on its way at once, the first layers of the model first.
+    """The load of one row. All layers are submitted at once, the first layers of the model first.
 
-    `failed`: something did not come, and will never.
+    `failed` is set when a read fails; the row then has to be computed.
     """
 
     def __init__(self, offloader: Offloader, jobs_by_layer: dict[int, list[ReadJob]]):
         self.offloader, self.failed, self.cancelled = offloader, False, False
-        self.bytes_read: dict[str, int] = {}  # bytes, by store
-        self.loaded_spans: set[tuple[Store, Span]] = set()  # that came whole
+        self.bytes_read: dict[str, int] = {}  # by store
+        self.loaded_spans: set[tuple[Store, Span]] = set()  # spans of which every block was loaded
         self.started_at = self.finished_at = perf_counter()
         self.readers: dict[Span, SpanReader] = {}
         for job in chain.from_iterable(jobs_by_layer.values()):
@@ -63,14 +45,14 @@ class LayerLoader:
                 self._fail(store, span, error)
 
     def _load_layer(self, jobs: Sequence[ReadJob]) -> Any:
-        """What who computes has to wait for."""
+        """Load a layer on a reader thread. Returns the transfer event to wait for, or None after a failure."""
         for job in jobs:
             if self.failed or self.cancelled or not self._run_job(job):
                 return None
             if len(job.pages) == job.span.num_blocks[job.layer]:
                 self.loaded_spans.add((job.store, job.span))
         try:
-            self.offloader.write_positions(jobs)
+            write_positions(self.offloader.transfer, self.offloader.kv.page_size, jobs)
             self.finished_at = perf_counter()
             return self.offloader.transfer.record_event()
         except Exception as error:
@@ -78,34 +60,35 @@ class LayerLoader:
             return None
 
     def _run_job(self, job: ReadJob) -> bool:
-        """Whether it came. Whatever goes wrong here costs the row what it waits for, and nobody else anything."""
+        """Read and upload the blocks of a job. Whether they were loaded: an error only fails this row's load."""
         if self.failed or self.cancelled:
             return False
         try:
-            rows = self.readers[job.span].read_blocks(job.layer, job.start_block, job.start_block + len(job.pages))
-            self.offloader.write_pages(job, rows)
-            self._count_bytes(job.store, rows.size)
+            blocks = self.readers[job.span].read_blocks(job.layer, job.start_block, job.start_block + len(job.pages))
+            write_pages(self.offloader.transfer, job, blocks)
+            self._count_bytes(job.store, blocks.size)
         except Exception as error:
             self._fail(job.store, job.span, error)
         return not self.failed
 
     def _fail(self, store: Store, span: Span, error: Exception) -> None:
-        """A span did not come: whoever has it has it no more."""
+        """Mark the load as failed, and remove the span from its store."""
         self.failed = True
+        self.offloader.warnings.warn(f"tier {store.name}: a span could not be loaded and is dropped", error)
         store.delete(span, is_corrupted=isinstance(error, CorruptionError))
 
     def wait_layer(self, layer: int, q: Tensor) -> None:
-        """Until a layer is there. (Who loads everything does not ask for what.)"""
+        """Block until a layer is loaded. `q` is unused here; SelectiveLoader uses it."""
         if layer in self.layer_futures:
             self.offloader.transfer.wait_event(self.layer_futures[layer].result())
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """All that was begun, what others wait for last."""
+        """All submitted work. A future comes before those that it waits for."""
         return list(self.layer_futures.values())
 
     def cancel(self) -> None:
-        """Nothing is written any more when this returns."""
+        """Stop the load. Nothing is written into the row's pages after this returns."""
         self.cancelled = True
         try:
             wait([f for f in self.futures if not f.cancel()])
@@ -118,7 +101,7 @@ class LayerLoader:
 
     @property
     def read_seconds(self) -> float:
-        """Seconds that reading took."""
+        """Seconds from the start of the load until its last layer was read."""
         return self.finished_at - self.started_at
 
     def _close_readers(self) -> None:
@@ -126,13 +109,26 @@ class LayerLoader:
             reader.close()
 
     def finish(self) -> bool:
-        """All layers were waited for: whether everything came. What is in the pool now sleeps no more beside it."""
+        """End a load whose layers were all waited for. Whether all of it was loaded."""
         if self.failed:
             self.cancel()
             return False
-        self.offloader.transfer.synchronize()  # what it came from may go now
+        self.offloader.transfer.synchronize()  # the readers' buffers may be released now
         self._close_readers()
         if len(self.bytes_read) == 1:
             ((name, size),) = self.bytes_read.items()
             self.offloader.cost_model.record_read(name, size, max(self.read_seconds, 1e-6))
         return True
+
+
+def write_pages(transfer: PageTransfer, job: ReadJob, blocks: Bytes) -> None:
+    """Upload blocks [n, block_bytes] into the pages of a job."""
+    transfer.upload(job.pages, blocks.reshape(*job.pages.shape, 2, -1))
+
+
+def write_positions(transfer: PageTransfer, page_size: int, jobs: Sequence[ReadJob]) -> None:
+    """Set the positions of the loaded pages to those of their text."""
+    S = page_size
+    pages = np.concatenate([job.pages for job in jobs])  # [n, G]
+    firsts = np.concatenate([job.start_position + S * np.arange(len(job.pages), dtype=np.int32) for job in jobs])
+    transfer.set_positions(pages, (firsts[:, None] + np.arange(S, dtype=np.int32))[:, None])

@@ -1,16 +1,17 @@
-"""The index of a store on a disk: which spans are published, and that one process at a time says so.
+"""The index of a store on a disk: which spans are published. One process at a time owns a store.
 
-    DIR/lock         held by the one process that uses the store
-    DIR/index.db     SQLite: a row for each span, with its keys and a checksum of every row of pages
-    DIR/17.kv        a span's bytes, each layer from a multiple of 4096 on
+    DIR/lock         locked by the process that uses the store
+    DIR/index.db     SQLite: a row for each span, with its keys and a checksum of each of its blocks
+    DIR/17.kv        the bytes of span 17; each layer starts at a multiple of 4096
 
-A span is published by its row, when its file is whole. What is not known here: who writes and reads the files.
+A span is published by inserting its row after its file is complete.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -22,9 +23,13 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from retain.kv.offload.span import Bytes, Span
+from retain.kv.offload.span import Span
+from retain.types import Bytes
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+KEY_BYTES = 16
 CREATE_TABLE = """
 create table if not exists spans (
     number integer primary key, keys blob, rows text, row_bytes integer, begin integer, firsts text, least integer,
@@ -37,35 +42,55 @@ class StoredSpan(Span):
     """A span with its file."""
 
     file_number: int = 0
-    checksums: bytes = b""  # 64 bits of each row of each layer
+    checksums: bytes = b""  # 64 bits for each block of each layer, then 64 bits for the metadata
     created_at: float = 0.0  # seconds since 1970
 
-    @property
-    def index_row(self) -> tuple[Any, ...]:
-        """Of the table, but for what changes and the checksum."""
-        rows, firsts = json.dumps(self.num_blocks), json.dumps(self.window_starts)
-        shape = (
-            rows,
-            self.block_bytes,
-            self.start_page,
-            firsts,
-            self.min_resume_position,
-            self.metadata_bytes,
-            int(self.is_reordered),
+    @classmethod
+    def from_span(cls, span: Span, file_number: int, checksums: bytes) -> StoredSpan:
+        """Return the span as it is published: the same pages, in a file of their own."""
+        return cls(
+            keys=span.keys,
+            num_blocks=span.num_blocks,
+            block_bytes=span.block_bytes,
+            start_page=span.start_page,
+            window_starts=span.window_starts,
+            min_resume_position=span.min_resume_position,
+            metadata_bytes=span.metadata_bytes,
+            is_reordered=span.is_reordered,
+            hits=span.hits,
+            last_used_at=span.last_used_at,
+            file_number=file_number,
+            checksums=checksums,
+            created_at=span.last_used_at,
         )
-        return self.file_number, b"".join(self.keys), *shape, self.checksums
+
+    @property
+    def fixed_columns(self) -> dict[str, Any]:
+        """Columns that never change. `row_checksum` covers their values in this order."""
+        return {
+            "number": self.file_number,
+            "keys": b"".join(self.keys),
+            "rows": json.dumps(self.num_blocks),
+            "row_bytes": self.block_bytes,
+            "begin": self.start_page,
+            "firsts": json.dumps(self.window_starts),
+            "least": self.min_resume_position,
+            "notes": self.metadata_bytes,
+            "packed": int(self.is_reordered),
+            "sums": self.checksums,
+        }
 
     @property
     def row_checksum(self) -> int:
-        """Of the row, as SQLite keeps 64 bits."""
-        n = checksum(repr(self.index_row).encode())
+        """Checksum of the fixed columns, as SQLite's signed 64 bits."""
+        n = checksum(repr(tuple(self.fixed_columns.values())).encode())
         return n - 2**64 if n >= 2**63 else n
 
 
 class StoreIndex:
-    """Of the store in a folder, which is this process's until `close`.
+    """The index of the store in a folder, owned by this process until `close`.
 
-    Raises ValueError where it is another's or of another format, OSError where it cannot be opened.
+    Raises ValueError if another process owns the store or its format differs, and OSError if it cannot be opened.
     """
 
     def __init__(self, path: Path):
@@ -83,55 +108,61 @@ class StoreIndex:
             raise
 
     def file_path(self, file_number: int) -> Path:
-        """Of a span."""
+        """Return the path of a span's file."""
         return self.path / f"{file_number}.kv"
 
     def load_spans(self) -> Iterator[StoredSpan | None]:
-        """Every span that was published and whose file is there, the last used first; None for one that is not whole.
+        """Yield every published span whose file is complete, the last used first, and None for each damaged one.
 
-        What is not whole, and files that nobody knows, are gone when the last one was given.
+        Rows of damaged spans, and files without a row, are removed when the iterator is exhausted.
         """
-        whole, lost = set(), []
-        for n, *rest in self.db.execute("select * from spans order by used desc").fetchall():
-            span = _span_from_row(n, *rest)
+        complete, damaged = set(), []
+        for row in self.db.execute("select * from spans order by used desc").fetchall():
+            number, span = row["number"], _span_from_row(row)
             with suppress(OSError):
-                if span and self.file_path(n).stat().st_size == span.size:
-                    whole.add(self.file_path(n))
+                if span and self.file_path(number).stat().st_size == span.size:
+                    complete.add(self.file_path(number))
                     yield span
                     continue
-            lost.append(n)
+            damaged.append(number)
             yield None
-        self.delete(lost)
+        self.delete(damaged)
         for file in self.path.iterdir():
-            if file.suffix in (".kv", ".tmp") and file not in whole:
+            if file.suffix in (".kv", ".tmp") and file not in complete:
                 file.unlink(missing_ok=True)
 
     def add(self, span: StoredSpan, replaces: int | None = None) -> None:
-        """Publish a span, instead of another."""
-        row = (*span.index_row, span.hits, span.last_used_at, span.created_at, span.row_checksum)
+        """Publish a span and, in the same transaction, remove the one whose file number is `replaces`."""
+        row = span.fixed_columns | {
+            "hits": span.hits,
+            "used": span.last_used_at,
+            "made": span.created_at,
+            "checksum": span.row_checksum,
+        }
+        values = ", ".join(f":{column}" for column in row)
         with self.db:
-            self.db.execute(f"insert into spans values ({','.join('?' * len(row))})", row)
+            self.db.execute(f"insert into spans ({', '.join(row)}) values ({values})", row)
             self.db.execute("delete from spans where number = ?", (replaces,))
         if replaces is not None:
             self.file_path(replaces).unlink(missing_ok=True)
 
     def delete(self, file_numbers: Sequence[int]) -> None:
-        """Rows first: a file without a row is nothing; and a row without a file is not whole."""
+        """Delete rows, then files: a file without a row is ignored, a row without its file counts as damage."""
         try:
             with self.db:
                 self.db.executemany("delete from spans where number = ?", [(n,) for n in file_numbers])
-        finally:  # on a full disk there is room for a row only when a file has gone
+        finally:  # a full disk has room for the rows' changes only after a file is deleted
             for n in file_numbers:
                 self.file_path(n).unlink(missing_ok=True)
 
     def update_usage(self, spans: Sequence[StoredSpan]) -> None:
-        """Who was wanted how often, and when."""
+        """Save how often and when spans were last used."""
         with self.db:
-            rows = [(s.hits, s.last_used_at, s.file_number) for s in spans]
-            self.db.executemany("update spans set hits = ?, used = ? where number = ?", rows)
+            rows = [{"hits": s.hits, "used": s.last_used_at, "number": s.file_number} for s in spans]
+            self.db.executemany("update spans set hits = :hits, used = :used where number = :number", rows)
 
     def close(self) -> None:
-        """Others may open it."""
+        """Close the database and release the lock."""
         try:
             self.db.close()
         finally:
@@ -139,63 +170,45 @@ class StoreIndex:
 
 
 def list_spans(path: Path) -> list[StoredSpan]:
-    """What is published in a store, the last used first, also while somebody uses it. Raises OSError."""
+    """List the published spans of a store, the last used first, even while an engine uses it. Raises OSError."""
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}/index.db?mode=ro", uri=True)) as db:
-            found = (_span_from_row(*row) for row in db.execute("select * from spans order by used desc").fetchall())
-            return [span for span in found if span]
+            db.row_factory = sqlite3.Row
+            rows = db.execute("select * from spans order by used desc").fetchall()
+            return [span for span in map(_span_from_row, rows) if span]
     except sqlite3.Error as error:
         raise OSError(f"the index of the store {path} cannot be read: {error}") from None
 
 
-def _span_from_row(
-    file_number: int,
-    keys: bytes,
-    num_blocks: str,
-    block_bytes: int,
-    start_page: int,
-    window_starts: str,
-    min_resume_position: int,
-    metadata_bytes: int,
-    is_reordered: int,
-    checksums: bytes,
-    hits: int,
-    last_used_at: float,
-    created_at: float,
-    row_checksum: int,
-) -> StoredSpan | None:
-    """A row's span; None where it is not what was written."""
+def _span_from_row(row: sqlite3.Row) -> StoredSpan | None:
+    """Return the span of a row, or None if the row is not what was written."""
     try:
-        names = tuple(keys[i : i + 16] for i in range(0, len(keys), 16))
-        shape = (
-            tuple(json.loads(num_blocks)),
-            block_bytes,
-            start_page,
-            tuple(json.loads(window_starts)),
-            min_resume_position,
-            metadata_bytes,
-            bool(is_reordered),
-        )
-        times = (min(float(t or 0), time()) for t in (last_used_at, created_at))
-        last_used_at, created_at = times
+        now, keys = time(), row["keys"]
         span = StoredSpan(
-            names,
-            *shape,
-            max(int(hits or 1), 1),
-            last_used_at,
-            file_number=file_number,
-            checksums=checksums,
-            created_at=created_at,
+            keys=tuple(keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)),
+            num_blocks=tuple(json.loads(row["rows"])),
+            block_bytes=row["row_bytes"],
+            start_page=row["begin"],
+            window_starts=tuple(json.loads(row["firsts"])),
+            min_resume_position=row["least"],
+            metadata_bytes=row["notes"],
+            is_reordered=bool(row["packed"]),
+            hits=max(int(row["hits"] or 1), 1),
+            last_used_at=min(float(row["used"] or 0), now),
+            file_number=row["number"],
+            checksums=row["sums"],
+            created_at=min(float(row["made"] or 0), now),
         )
-        return span if span.row_checksum == row_checksum else None
+        return span if span.row_checksum == row["checksum"] else None
     except (TypeError, ValueError):
         return None
 
 
 def _open_database(path: Path) -> sqlite3.Connection:
-    """The index, empty where there is none or it cannot be read."""
+    """Open the index. It starts empty if there is none or if it is corrupt."""
     for _ in range(2):
         db = sqlite3.connect(path / "index.db", check_same_thread=False)
+        db.row_factory = sqlite3.Row
         try:
             db.execute("pragma journal_mode = wal")
             db.execute("pragma synchronous = normal")
@@ -215,11 +228,12 @@ def _open_database(path: Path) -> sqlite3.Connection:
                 raise
             if isinstance(error, sqlite3.OperationalError):
                 raise OSError(f"the index of the store {path} cannot be opened: {error}") from None
+            log.warning("the index of the store %s is corrupt and starts empty: %s", path, error)
             for name in ("index.db", "index.db-wal", "index.db-shm"):
                 (path / name).unlink(missing_ok=True)
-    raise OSError(f"the index of the store {path} cannot be made")
+    raise OSError(f"the index of the store {path} cannot be created")
 
 
 def checksum(data: bytes | Bytes) -> int:
-    """64 bits of it."""
+    """Return a 64-bit checksum (xxHash3)."""
     return xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)

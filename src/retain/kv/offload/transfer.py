@@ -1,8 +1,7 @@
-"""Between a pool and the host: bytes of pages that go to sleep or wake.
+"""Copies of pages between the pool and host memory.
 
-On a CPU they are copied where they lie. From and to a GPU they go through pinned memory; what wakes comes on a stream
-of its own, beside what is computed, and who computes waits for it there and not on the host. What is not known here:
-which pages, and why.
+On a CPU the copies are direct. On a GPU they go through pinned memory, and uploads run on a stream of their own beside
+the computation. The computing stream waits for an upload by an event; the host does not wait.
 """
 
 from __future__ import annotations
@@ -16,83 +15,86 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import KV
-from retain.kv.offload.span import Bytes, alloc_aligned
-
-Ints = NDArray[np.int32]
+from retain.kv.offload.span import alloc_aligned
+from retain.types import Bytes, Ints
 
 
 class PageTransfer(Protocol):
-    """Of one pool. A page's bytes are those of its keys, then those of its values, [2, n]."""
+    """Copies pages of one pool. The bytes of a page are [2, n]: its keys, then its values."""
 
     def allocate(self, size: int) -> Bytes:
-        """Memory on the host for so many bytes. Raises OSError or MemoryError."""
+        """Allocate host memory. Raises OSError or MemoryError."""
         ...
 
     def download(self, pages: Ints, out: Bytes) -> None:
-        """The bytes [..., 2, n] of these pages [...]; they are there when this returns."""
+        """Copy pages [...] into `out` [..., 2, n]. The copy is complete on return."""
         ...
 
     def upload(self, pages: Ints, data: Bytes) -> None:
-        """Bytes [..., 2, n] into these pages [...]. `rows` may not change before who computes was told to wait."""
+        """Copy `data` [..., 2, n] into pages [...]. `data` must not change until an event after it was waited for."""
         ...
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
-        """Positions [..., S] into these pages [...]."""
+        """Set the positions [..., S] of the slots of pages [...]."""
         ...
 
     def fence(self) -> None:
-        """What was done to the pool until now is done before what comes."""
+        """Order the uploads that follow after the computation submitted before."""
         ...
 
     def record_event(self) -> Any:
-        """What has been put until now."""
+        """Return an event that marks the end of the uploads submitted before."""
         ...
 
     def wait_event(self, event: Any) -> None:
-        """Who computes waits for it."""
+        """Order the computation that follows after the event."""
         ...
 
     def synchronize(self) -> None:
-        """The host waits for everything."""
+        """Block the host until all uploads are complete."""
         ...
 
 
 class HostTransfer:
-    """See Lane: the pool is the host's. By numpy: torch would wake threads of its own in every thread that calls it."""
+    """Copies within host memory, by numpy: torch would start threads of its own in every thread that calls it."""
 
     def __init__(self, kv: KV):
         self.byte_views: list[Bytes] = [x.flatten(1).view(torch.uint8).numpy() for x in (kv.k, kv.v)]  # [P, n] both
         self.positions: Ints = kv.pos.numpy()
 
-    def allocate(self, size: int) -> Bytes:  # noqa: D102
+    def allocate(self, size: int) -> Bytes:
+        """Allocate zeroed memory."""
         return alloc_aligned(size)
 
-    def download(self, pages: Ints, out: Bytes) -> None:  # noqa: D102
+    def download(self, pages: Ints, out: Bytes) -> None:
+        """Copy pages out."""
         for i, source in enumerate(self.byte_views):
             out[..., i, :] = source[pages]
 
-    def upload(self, pages: Ints, data: Bytes) -> None:  # noqa: D102
+    def upload(self, pages: Ints, data: Bytes) -> None:
+        """Copy pages in."""
         for i, target in enumerate(self.byte_views):
             target[pages] = data[..., i, :]
 
-    def set_positions(self, pages: Ints, positions: Ints) -> None:  # noqa: D102
+    def set_positions(self, pages: Ints, positions: Ints) -> None:
+        """Set positions."""
         self.positions[pages] = positions
 
-    def fence(self) -> None:  # noqa: D102
-        pass
+    def fence(self) -> None:
+        """Do nothing: every copy is complete when its call returns."""
 
-    def record_event(self) -> None:  # noqa: D102
-        pass
+    def record_event(self) -> None:
+        """Do nothing."""
 
-    def wait_event(self, event: None) -> None:  # noqa: D102
-        pass
+    def wait_event(self, event: None) -> None:
+        """Do nothing."""
 
-    def synchronize(self) -> None:  # noqa: D102
-        pass
+    def synchronize(self) -> None:
+        """Do nothing."""
 
 
 class DeviceTransfer:
-    """See Lane: the pool lies elsewhere."""
+    """Copies between host memory and a device, with streams and pinned memory on CUDA."""
 
     def __init__(self, kv: KV):
         self.kv = kv
@@ -100,44 +102,52 @@ class DeviceTransfer:
         self.is_cuda = kv.device.type == "cuda"
         self.stream = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
-    def allocate(self, size: int) -> Bytes:  # noqa: D102
+    def allocate(self, size: int) -> Bytes:
+        """Allocate zeroed memory, pinned on CUDA."""
         if not self.is_cuda:
             return alloc_aligned(size)
         try:
-            found: Bytes = torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy()
+            data: Bytes = torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy()
         except RuntimeError as error:
             raise MemoryError(str(error)) from error
-        return found
+        return data
 
-    def download(self, pages: Ints, out: Bytes) -> None:  # noqa: D102
-        at = self.kv.to_index(pages.ravel())
-        found = torch.stack([x.index_select(0, at) for x in self.byte_views], 1)  # [N, 2, n]
-        torch.from_numpy(out).view(found.shape).copy_(found)
+    def download(self, pages: Ints, out: Bytes) -> None:
+        """Copy pages out, on the computing stream."""
+        index = self.kv.to_index(pages.ravel())
+        data = torch.stack([x.index_select(0, index) for x in self.byte_views], 1)  # [N, 2, n]
+        torch.from_numpy(out).view(data.shape).copy_(data)
 
-    def upload(self, pages: Ints, data: Bytes) -> None:  # noqa: D102
+    def upload(self, pages: Ints, data: Bytes) -> None:
+        """Copy pages in, on the transfer stream."""
         with self._on_stream():
-            at = self.kv.to_index(pages.ravel())
-            given = self._to_device(data).view(len(at), 2, -1)
+            index = self.kv.to_index(pages.ravel())
+            staged = self._to_device(data).view(len(index), 2, -1)
             for i, target in enumerate(self.byte_views):
-                target.index_copy_(0, at, given[:, i])
+                target.index_copy_(0, index, staged[:, i])
 
-    def set_positions(self, pages: Ints, positions: Ints) -> None:  # noqa: D102
+    def set_positions(self, pages: Ints, positions: Ints) -> None:
+        """Set positions, on the transfer stream."""
         with self._on_stream():
-            at = np.broadcast_to(positions, (*pages.shape, positions.shape[-1])).reshape(pages.size, -1)
-            self.kv.pos.index_copy_(0, self.kv.to_index(pages.ravel()), self._to_device(at.astype(np.int32)))
+            flat = np.broadcast_to(positions, (*pages.shape, positions.shape[-1])).reshape(pages.size, -1)
+            self.kv.pos.index_copy_(0, self.kv.to_index(pages.ravel()), self._to_device(flat.astype(np.int32)))
 
-    def fence(self) -> None:  # noqa: D102
+    def fence(self) -> None:
+        """Make the transfer stream wait for the computing stream."""
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream(self.kv.device))
 
-    def record_event(self) -> torch.cuda.Event | None:  # noqa: D102
+    def record_event(self) -> torch.cuda.Event | None:
+        """Record an event on the transfer stream."""
         return self.stream.record_event() if self.stream else None
 
-    def wait_event(self, event: torch.cuda.Event | None) -> None:  # noqa: D102
+    def wait_event(self, event: torch.cuda.Event | None) -> None:
+        """Make the computing stream wait for the event."""
         if event:
             torch.cuda.current_stream(self.kv.device).wait_event(event)
 
-    def synchronize(self) -> None:  # noqa: D102
+    def synchronize(self) -> None:
+        """Wait for the transfer stream."""
         if self.stream:
             self.stream.synchronize()
 
@@ -145,11 +155,11 @@ class DeviceTransfer:
         return torch.cuda.stream(self.stream) if self.stream else nullcontext()
 
     def _to_device(self, x: NDArray[Any]) -> Tensor:
-        here = torch.from_numpy(np.ascontiguousarray(x))
-        here = here if not self.is_cuda or here.is_pinned() else here.pin_memory()
-        return here.to(self.kv.device, non_blocking=True)
+        host = torch.from_numpy(np.ascontiguousarray(x))
+        host = host if not self.is_cuda or host.is_pinned() else host.pin_memory()
+        return host.to(self.kv.device, non_blocking=True)
 
 
 def create_transfer(kv: KV) -> PageTransfer:
-    """That of a pool."""
+    """Return the transfer for a pool, by its device."""
     return HostTransfer(kv) if kv.device.type == "cpu" else DeviceTransfer(kv)

@@ -15,8 +15,7 @@ import numpy as np
 
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.sliding_windows import SlidingWindows
-from retain.kv.offload.loader import ReadJob
-from retain.kv.offload.manager import SpanRange
+from retain.kv.offload.span import ReadJob, SpanRange
 from retain.types import Ints
 
 NO_PAGES: Ints = np.zeros((0, 0), np.int32)
@@ -52,9 +51,7 @@ class PageSource:
     offloaded: Sequence[tuple[SpanRange, int, int, int]] = ()
 
 
-def attach_pages(
-    tables: BlockTables, row: int, plan: AttachPlan, must_copy: bool
-) -> dict[int, list[ReadJob]] | None:
+def attach_pages(tables: BlockTables, row: int, plan: AttachPlan, must_copy: bool) -> dict[int, list[ReadJob]] | None:
     """Put a plan's pages into a row's tables.
 
     Returns the blocks to load for each layer; None, and nothing is attached, where the pool has too few pages.

@@ -18,9 +18,10 @@ from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
-from retain.kv.offload.loader import LayerLoader, ReadJob
-from retain.kv.offload.manager import Offloader, SpanRange
+from retain.kv.offload.loader import LayerLoader
+from retain.kv.offload.manager import Offloader
 from retain.kv.offload.selective.loader import SelectiveLoader
+from retain.kv.offload.span import ReadJob, SpanRange
 from retain.kv.prefix.attach import AttachPlan, attach_pages
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.node import PrefixMatch

@@ -1,7 +1,7 @@
-"""Notes of spans (kv/importance.py): made when a span is born, and anew when its tokens are packed by importance.
+"""Reorders the tokens of spans by importance, and makes the metadata of spans.
 
-A packed span has in every layer the tokens first that were looked at most, so that what is important to the next text
-lies side by side, and is read alone. What is not known here: who looks, where spans lie.
+In each layer of a reordered span the tokens with the most attention come first. What is important to the next text is
+then contiguous and can be read alone.
 """
 
 from __future__ import annotations
@@ -21,62 +21,62 @@ from torch import Tensor
 from retain.kernels.api import KV
 from retain.kv.offload.selective import importance
 from retain.kv.offload.selective.importance import SpanMetadata
-from retain.kv.offload.span import Bytes, Span, alloc_aligned, reset_cpu_affinity
-from retain.kv.offload.tiers import CorruptionError, SpanReader, Store
+from retain.kv.offload.span import CorruptionError, Span, SpanReader, Store, alloc_aligned
+from retain.kv.offload.warning_log import WarningLog
+from retain.threads import reset_cpu_affinity
+from retain.types import Bytes, Floats, Ints
 
-Ints = NDArray[np.int32]
-REPACK_AFTER = 16  # wakings of a span after which it is packed anew, and that its running averages remember
+REPACK_AFTER = 16  # loads between two reorderings of a span, and the memory of its running averages
 
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Who says what is loaded, a `ratio` of the tokens. `scale`: of attention scores; `heads`: kv heads; all of them
-    pages of `backend`.
-    """
+    """How important tokens are chosen: a share `ratio` of them, by attention scores with factor `scale`."""
 
     ratio: float
     scale: float
     kv_heads: int
-    backend: ModuleType
+    backend: ModuleType  # of the kernels that read the pool's pages
 
     @property
     def num_probe_heads(self) -> int:
-        """Heads that are asked."""
+        """Number of probe heads."""
         return min(importance.NUM_PROBE_HEADS, self.kv_heads)
 
     def parse_metadata(self, span: Span, data: Bytes, kv: KV) -> SpanMetadata:
-        """A span's, from their bytes."""
+        """Return the metadata of a span from its bytes."""
         M, n = len(span.num_blocks), len(span.keys)
         return importance.parse_metadata(data, M, n, self.num_probe_heads, kv.page_size, kv.head_dim)
 
     def initial_metadata(self, kv: KV, layer_pages: Sequence[Ints]) -> SpanMetadata:
-        """Of pages [n, G] of each layer, as they were computed."""
+        """Return metadata for pages [n, G] of each layer in text order, with no attention measured yet."""
         S, M, n = kv.page_size, len(layer_pages), len(layer_pages[0])
-        pages = kv.to_index(np.stack([r[:, : self.num_probe_heads] for r in layer_pages]))  # [M, n, P]
+        pages = kv.to_index(np.stack([p[:, : self.num_probe_heads] for p in layer_pages]))  # [M, n, P]
         k, _ = self.backend.read(kv, pages.flatten())
         order = np.broadcast_to(np.arange(n * S, dtype=np.uint16), (M, n * S))
-        found = importance.sketch_keys(k.reshape(*pages.shape, S, -1).cpu())
-        return SpanMetadata(found, order, np.zeros((M, n * S), np.float32))
+        sketches = importance.sketch_keys(k.reshape(*pages.shape, S, -1).cpu())
+        return SpanMetadata(sketches, order, np.zeros((M, n * S), np.float32))
 
     def metadata_size(self, num_layers: int, num_blocks: int, kv: KV) -> int:
-        """Of notes, in bytes."""
+        """Return the size of a span's metadata in bytes."""
         return importance.metadata_size(num_layers, num_blocks, self.num_probe_heads, kv.page_size, kv.head_dim)
 
 
 class Repacker:
-    """What queries looked at in spans; and spans that are packed anew by it, in the background."""
+    """Averages the attention on spans, and reorders them by it in the background."""
 
-    def __init__(self, probe_config: ProbeConfig, kv: KV):
-        self.probe_config, self.kv = probe_config, kv
-        # Running averages [M, n S], of how many. Spans that are nowhere any more are forgotten.
-        self.average_mass: MutableMapping[Span, tuple[NDArray[np.float32], int]] = WeakKeyDictionary()
+    def __init__(self, probe_config: ProbeConfig, kv: KV, warnings: WarningLog):
+        self.probe_config, self.kv, self.warnings = probe_config, kv, warnings
+        # For each span that still exists, a running average [M, n S] and the number of loads in it.
+        self.average_mass: MutableMapping[Span, tuple[Floats, int]] = WeakKeyDictionary()
         self.executor = ThreadPoolExecutor(1, "retain-pack", reset_cpu_affinity)
         self.in_progress: set[Span] = set()
 
-    def record_attention(
-        self, store: Store, span: Span, initial_mass: NDArray[np.float32], mass: NDArray[np.float32]
-    ) -> None:
-        """Some queries left this mass on the tokens of a span [M, n S]; `before`: what its notes say."""
+    def record_attention(self, store: Store, span: Span, initial_mass: Floats, mass: Floats) -> None:
+        """Average in the mass [M, n S] that a load's queries left on the tokens of a span, in text order.
+
+        The first average of a span starts from `initial_mass`, which its metadata hold.
+        """
         average, n = self.average_mass.get(span, (initial_mass, REPACK_AFTER if span.is_reordered else 0))
         weight = 1 / min(n + 1, REPACK_AFTER)
         n = n + 1
@@ -92,61 +92,61 @@ class Repacker:
                 new, data = reorder_span(self.probe_config, self.kv, span, reader, mass)
                 store.put(new, data, replaces=span)
         except OSError as error:
+            self.warnings.warn(f"tier {store.name}: a span could not be read to be reordered and is dropped", error)
             store.delete(span, is_corrupted=isinstance(error, CorruptionError))
+        except Exception as error:  # the span stays as it is; it is not tried again
+            self.warnings.warn(f"tier {store.name}: a span could not be reordered", error)
+            return
         self.in_progress.discard(span)
 
     def sync(self) -> None:
-        """Wait until what was to be packed is."""
+        """Wait until all submitted spans are reordered."""
         self.executor.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Finish what was begun."""
+        """Finish the submitted spans and stop."""
         self.executor.shutdown()
 
 
-def reorder_span(
-    probe_config: ProbeConfig, kv: KV, span: Span, reader: SpanReader, mass: NDArray[np.float32]
-) -> tuple[Span, Bytes]:
-    """A span with the tokens of every layer in the order of their masses [M, n S], the largest first; and its bytes."""
+def reorder_span(probe_config: ProbeConfig, kv: KV, span: Span, reader: SpanReader, mass: Floats) -> tuple[Span, Bytes]:
+    """Return a copy of a span and its bytes, with each layer's tokens ordered by mass [M, n S], the largest first."""
     S, M, n, G = kv.page_size, len(span.num_blocks), len(span.keys), probe_config.kv_heads
-    notes = probe_config.parse_metadata(span, reader.read_metadata(), kv)
+    backend, P = probe_config.backend, probe_config.num_probe_heads
+    metadata = probe_config.parse_metadata(span, reader.read_metadata(), kv)
     order = np.argsort(-mass, axis=1, kind="stable").astype(np.uint16)
     new = Span(
-        span.keys,
-        span.num_blocks,
-        span.block_bytes,
-        span.start_page,
-        hits=span.hits,
-        last_used_at=span.last_used_at,
+        keys=span.keys,
+        num_blocks=span.num_blocks,
+        block_bytes=span.block_bytes,
+        start_page=span.start_page,
         metadata_bytes=span.metadata_bytes,
         is_reordered=True,
+        hits=span.hits,
+        last_used_at=span.last_used_at,
     )
     data = alloc_aligned(new.size)
-    two = probe_config.backend.allocate(
-        1 + 2 * n * G, S, kv.head_dim, kv.dtype, 1
-    )  # pages as they are, and as they will be
-    raw = [x.flatten(1).view(torch.uint8).numpy() for x in (two.k, two.v)]
-    before, after = (np.arange(n * G).reshape(n, G) + 1 + i * n * G for i in (0, 1))
+    pool = backend.allocate(1 + 2 * n * G, S, kv.head_dim, kv.dtype, 1)  # pages in the old order, then in the new
+    byte_views = [x.flatten(1).view(torch.uint8).numpy() for x in (pool.k, pool.v)]
+    old_pages, new_pages = (np.arange(n * G).reshape(n, G) + 1 + i * n * G for i in (0, 1))
     sketches = []
     for m in range(M):
-        given = reader.read_blocks(m, 0, n).reshape(n, G, 2, -1)
-        for i, x in enumerate(raw):
-            x[before] = given[:, :, i]
-        two.pos[:] = 0
-        place = np.empty(n * S, np.int64)
-        place[notes.token_order[m]] = np.arange(n * S)  # of each token, where it lies
-        src, dst = (_slot_indices(x, at, S) for x, at in ((before, place[order[m]]), (after, np.arange(n * S))))
-        probe_config.backend.move(two, src, dst)
+        blocks = reader.read_blocks(m, 0, n).reshape(n, G, 2, -1)
+        for i, view in enumerate(byte_views):
+            view[old_pages] = blocks[:, :, i]
+        pool.pos[:] = 0
+        old_place = np.empty(n * S, np.int64)  # of each token
+        old_place[metadata.token_order[m]] = np.arange(n * S)
+        src = _slot_indices(old_pages, old_place[order[m]], S)
+        backend.move(pool, src, _slot_indices(new_pages, np.arange(n * S), S))
         out = new.view_layer(data, m).reshape(n, G, 2, -1)
-        for i, x in enumerate(raw):
-            out[:, :, i] = x[after]
-        k, _ = probe_config.backend.read(two, torch.from_numpy(after[:, : probe_config.num_probe_heads]).flatten())
-        sketches.append(importance.sketch_keys(k.reshape(n, probe_config.num_probe_heads, S, -1)))
-    told = SpanMetadata(np.stack(sketches), order, mass.astype(np.float32)).serialized
-    data[new.offsets[-2] : new.offsets[-2] + len(told)] = told
+        for i, view in enumerate(byte_views):
+            out[:, :, i] = view[new_pages]
+        k, _ = backend.read(pool, torch.from_numpy(new_pages[:, :P]).flatten())
+        sketches.append(importance.sketch_keys(k.reshape(n, P, S, -1)))
+    new.view_metadata(data)[:] = SpanMetadata(np.stack(sketches), order, mass.astype(np.float32)).serialized
     return new, data
 
 
 def _slot_indices(pages: NDArray[np.int64], offsets: NDArray[np.int64], page_size: int) -> Tensor:
-    """Of places in the heads' tables, pages [n, G]: [G, n S], int32."""
+    """Return the slots at these offsets into each head's pages [n, G]: [G, n S], int32."""
     return torch.from_numpy((pages.T[:, offsets // page_size] * page_size + offsets % page_size).astype(np.int32))

@@ -1,20 +1,20 @@
-"""A folder on a disk: everything that was computed, bounded, there again after a restart.
+"""The disk tier: a folder with everything that was computed, bounded, and found again after a restart.
 
-A span's file is written whole, synced and renamed before its row in the index (kv/ledger.py) publishes it: who is
-killed in between leaves a file that nobody knows, and the next to open the store removes it. Files are read and written
-past the page cache, where the file system lets us: what is worth memory has a tier of its own. What is not known here:
-who asks, and for what.
+A span's file is written completely, synced and renamed before its row in the index (sqlite_index.py) publishes it. A
+process that is killed in between leaves a file without a row, which the next process removes. Files are read and
+written past the page cache where the file system allows it: memory has a tier of its own.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from time import monotonic, sleep
@@ -22,22 +22,28 @@ from typing import Any
 
 import numpy as np
 
-from retain.kv.offload.span import IO_ALIGNMENT, Bytes, MemoryReader, Span, SpanIndex, alloc_aligned, reset_cpu_affinity
+from retain.kv.offload.direct_io import open_direct, sync_folder, write_and_sync
+from retain.kv.offload.index import SpanIndex
+from retain.kv.offload.span import IO_ALIGNMENT, CorruptionError, Span, alloc_aligned
 from retain.kv.offload.sqlite_index import StoredSpan, StoreIndex, checksum
-from retain.kv.offload.tiers import CorruptionError
+from retain.kv.offload.warning_log import WarningLog
 from retain.plugins import Size, check_choice
+from retain.threads import reset_cpu_affinity
+from retain.types import Bytes
+
+log = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 2**29  # bytes that may wait to be written
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Options. Raises ValueError."""
+    """Options of the disk tier. Raises ValueError."""
 
     path: str
     capacity: Size
     evict: str = "lru"  # or lfu
-    read: Size | None = None  # bytes a second, at most
+    read: Size | None = None  # most bytes read per second
 
     def __post_init__(self) -> None:
         check_choice("evict", self.evict, "lru", "lfu")
@@ -45,23 +51,24 @@ class Tier:
             raise ValueError("read is at least 1 byte a second")
 
     def open(self) -> DiskStore:
-        """See `tiers.Tier`."""
+        """Open the store in the folder, which is created if needed."""
         return DiskStore(self)
 
 
 class DiskStore:
-    """See `tiers.Store`. One thread writes, and only it touches the ledger."""
+    """A store in a folder. See `Store` for its methods. One thread writes, and only that thread uses the database."""
 
     name, max_keys, write_through = "disk", 16, True
 
     def __init__(self, options: Tier):
         self.options, self.span_index = options, SpanIndex(options.capacity, options.evict)
         self.counts = dict.fromkeys(("written", "read", "evicted", "damaged", "failed", "skipped"), 0)
-        self._lock = threading.Lock()  # of all that follows, and of the shelf
+        self.warnings = WarningLog(log)
+        self._lock = threading.Lock()  # for the span index and for all that follows
         self._queued_bytes, self._in_flight_keys, self._touched_spans = 0, set[bytes](), set[StoredSpan]()
-        self._next_read_at = 0.0  # when the next read may begin, where they are slowed down
+        self._next_read_at = 0.0  # when the next read may start, if `read` limits them
         self.store_index = StoreIndex(Path(options.path).expanduser())
-        self._last_file_number = 0  # number of a file
+        self._last_file_number = 0
         try:
             self._recover()
         except sqlite3.Error as error:
@@ -70,150 +77,172 @@ class DiskStore:
         self.writer = ThreadPoolExecutor(1, "retain-disk", _init_writer_thread)
 
     def _recover(self) -> None:
-        """Know what is there, the last used first, as far as the capacity goes."""
-        over = []
+        """Index the published spans, the last used first, up to the capacity. Delete the rest."""
+        excess = []
         for span in self.store_index.load_spans():
             if span and self.span_index.used_bytes + span.size <= self.options.capacity:
                 self.span_index.add(span)
             elif span:
-                over.append(span.file_number)
+                excess.append(span.file_number)
             self._last_file_number = max(self._last_file_number, span.file_number if span else 0)
             self.counts["damaged"] += span is None
-        self.store_index.delete(over)
+        self.store_index.delete(excess)
+        self._log_event("opened")
+        if excess or self.counts["damaged"]:
+            damaged = self.counts["damaged"]
+            log.info("tier disk: dropped %d damaged spans, and %d beyond the capacity", damaged, len(excess))
 
-    # ---- what the engine asks ------------------------------------------------------------------------------------
+    def _log_event(self, event: str) -> None:
+        spans, size = len(self.span_index.spans), self.span_index.used_bytes / 2**20
+        log.info("tier disk: %s %s, %d spans, %.1f MiB; %s", event, self.store_index.path, spans, size, self.counts)
 
-    def find(self, key: bytes) -> tuple[Span, int] | None:  # noqa: D102
+    # ---- called by the engine ------------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> tuple[Span, int] | None:
+        """Return the span that has the key, and the key's index in it."""
         return self.span_index.find(key)
 
-    def touch(self, spans: Sequence[Span]) -> None:  # noqa: D102
+    def touch(self, spans: Sequence[Span]) -> None:
+        """Record a use of these spans. The database gets it with the next write."""
         with self._lock:
             self.span_index.touch(spans)
             self._touched_spans |= {s for s in spans if isinstance(s, StoredSpan)}
 
-    def contains(self, key: bytes) -> bool:  # noqa: D102
+    def contains(self, key: bytes) -> bool:
+        """Whether a span has the key, or a span that is being written will have it."""
         return key in self._in_flight_keys or self.span_index.find(key) is not None
 
-    def accepts(self, size: int) -> bool:  # noqa: D102
+    def accepts(self, size: int) -> bool:
+        """Whether a span of this many bytes fits, and not too much waits to be written."""
         if size > self.span_index.capacity:
             return False
-        full = self._queued_bytes + size > MAX_QUEUED_BYTES
-        self.counts["skipped"] += full
-        return not full
+        is_full = self._queued_bytes + size > MAX_QUEUED_BYTES
+        if is_full:
+            self.counts["skipped"] += 1
+            self.warnings.warn("tier disk: too slow, spans are skipped because too many bytes wait to be written")
+        return not is_full
 
-    def put(self, span: Span, data: Bytes, replaces: Span | None = None) -> None:  # noqa: D102
+    def put(self, span: Span, data: Bytes, replaces: Span | None = None) -> None:
+        """Write a span in the background."""
         with self._lock:
             self._in_flight_keys |= set(span.keys)
             self._queued_bytes += span.size
         self.writer.submit(self._write, span, data, replaces)
 
-    def open(self, span: Span) -> DiskReader:  # noqa: D102
+    def open(self, span: Span) -> DiskReader:
+        """Open a span's file for reading. Raises OSError."""
         assert isinstance(span, StoredSpan)
-        return DiskReader(self, span, _open_direct(self.store_index.file_path(span.file_number), os.O_RDONLY))
+        return DiskReader(self, span, open_direct(self.store_index.file_path(span.file_number), os.O_RDONLY))
 
-    def delete(self, span: Span, is_corrupted: bool = False) -> None:  # noqa: D102
+    def delete(self, span: Span, is_corrupted: bool = False) -> None:
+        """Remove a span from the index at once, and its file in the background."""
         assert isinstance(span, StoredSpan)
         with self._lock:
-            there = self.span_index.remove(span)
-            self.counts["damaged"] += is_corrupted and there
-        if there:
-            self.writer.submit(self._run_counting_failures, lambda: self.store_index.delete([span.file_number]))
+            was_indexed = self.span_index.remove(span)
+            self.counts["damaged"] += is_corrupted and was_indexed
+        if was_indexed:
+            self.writer.submit(self._run_logged, "delete a span", lambda: self.store_index.delete([span.file_number]))
 
-    def stats(self) -> dict[str, Any]:  # noqa: D102
+    def stats(self) -> dict[str, Any]:
+        """Return spans, bytes and capacity, and the counts since the store was opened."""
         return {"tier": self.name, **self.span_index.stats(), **self.counts}
 
-    def sync(self) -> None:  # noqa: D102
+    def sync(self) -> None:
+        """Wait until all spans that were put are written."""
         self.writer.submit(lambda: None).result()
 
     def verify(self) -> int:
-        """Read everything; what is not whole goes. How many spans that were."""
-        bad = 0
+        """Read every span, and delete those whose bytes have changed. Returns their number."""
+        num_damaged = 0
         for span in self.span_index:
             try:
                 with closing(self.open(span)) as file:
-                    for layer, rows in enumerate(span.num_blocks):
-                        file.read_blocks(layer, 0, rows)
+                    for layer, blocks in enumerate(span.num_blocks):
+                        file.read_blocks(layer, 0, blocks)
                     file.read_metadata()
             except OSError:
                 self.delete(span, is_corrupted=True)
-                bad += 1
-        return bad
+                num_damaged += 1
+        log.info("tier disk: verified %s; dropped %d damaged spans", self.store_index.path, num_damaged)
+        return num_damaged
 
     def clear(self) -> None:
-        """Drop everything."""
-        for span in self.span_index:
+        """Delete every span."""
+        spans = list(self.span_index)
+        for span in spans:
             self.delete(span)
+        log.info("tier disk: cleared %s; dropped %d spans", self.store_index.path, len(spans))
 
-    def close(self) -> None:  # noqa: D102
-        self.writer.submit(self._run_counting_failures, self._update_usage)
+    def close(self) -> None:
+        """Write what is pending, and let other processes use the folder."""
+        self.writer.submit(self._run_logged, "save when spans were used", self._update_usage)
         try:
             self.writer.shutdown()
         finally:
             self.store_index.close()
+            self.warnings.close()
+            self._log_event("closed")
 
-    # ---- what the writer does ------------------------------------------------------------------------------------
+    # ---- run by the writer thread --------------------------------------------------------------------------------
 
     def _write(self, span: Span, data: Bytes, replaces: Span | None) -> None:
-        self._run_counting_failures(lambda: self._publish(span, data, replaces))  # whatever happens:
+        self._run_logged("write a span", lambda: self._publish(span, data, replaces))
         with self._lock:
             self._queued_bytes -= span.size
             self._in_flight_keys -= set(span.keys)
-        self._run_counting_failures(self._update_usage)
+        self._run_logged("save when spans were used", self._update_usage)
 
     def _update_usage(self) -> None:
         with self._lock:
-            wanted, self._touched_spans = self._touched_spans, set()
-        self.store_index.update_usage(list(wanted))
+            spans, self._touched_spans = self._touched_spans, set()
+        self.store_index.update_usage(list(spans))
 
-    def _run_counting_failures(self, task: Callable[[], None]) -> None:
-        """A disk that is full, or broken, costs what was to be kept, and nothing else."""
+    def _run_logged(self, action: str, task: Callable[[], None]) -> None:
+        """Run a task. If it fails, as on a full disk, count and log that; requests go on without the span."""
         try:
             task()
-        except Exception:
+        except Exception as error:
             self.counts["failed"] += 1
+            self.warnings.warn(f"tier disk: cannot {action} in {self.store_index.path}", error)
 
     def _publish(self, span: Span, data: Bytes, replaces: Span | None) -> None:
         with self._lock:
             if replaces and replaces not in self.span_index.spans:
-                return  # it was dropped, or somebody was here before
-            kept = replaces.size if replaces else 0  # its place will be free
-            gone = self.span_index.make_room(span.size - kept)
-            if gone and replaces in gone:
-                gone += self.span_index.make_room(span.size) or []
-        if gone is None:
+                return  # it was deleted, or replaced already
+            reused_bytes = replaces.size if replaces else 0
+            victims = self.span_index.make_room(span.size - reused_bytes)
+            if victims and replaces in victims:
+                victims += self.span_index.make_room(span.size) or []
+        if victims is None:
             return
-        self.counts["evicted"] += len(gone)
-        self.store_index.delete([s.file_number for s in gone if isinstance(s, StoredSpan)])
+        self.counts["evicted"] += len(victims)
+        self.store_index.delete([s.file_number for s in victims if isinstance(s, StoredSpan)])
         self._last_file_number += 1
-        sums = [checksum(row) for layer in range(len(span.num_blocks)) for row in span.view_layer(data, layer)]
-        sums.append(checksum(MemoryReader(span, data).read_metadata()))
-        given = {f.name: getattr(span, f.name) for f in fields(Span) if f.name not in ("data", "attention_share")}
-        filed = StoredSpan(
-            **given,
-            file_number=self._last_file_number,
-            checksums=np.array(sums, np.uint64).tobytes(),
-            created_at=span.last_used_at,
-        )
-        file = self.store_index.file_path(filed.file_number)
+        sums = [checksum(block) for layer in range(len(span.num_blocks)) for block in span.view_layer(data, layer)]
+        sums.append(checksum(span.view_metadata(data)))
+        stored = StoredSpan.from_span(span, self._last_file_number, np.array(sums, np.uint64).tobytes())
+        file = self.store_index.file_path(stored.file_number)
         draft = file.with_suffix(".tmp")
         try:
-            _write_file(draft, data)
+            write_and_sync(draft, data)
             draft.rename(file)
-            _fsync_folder(file.parent)
-            self.store_index.add(filed, replaces.file_number if isinstance(replaces, StoredSpan) else None)
+            sync_folder(file.parent)
+            self.store_index.add(stored, replaces.file_number if isinstance(replaces, StoredSpan) else None)
         except BaseException:
-            for left in (draft, file):
+            for path in (draft, file):
                 with suppress(OSError):
-                    left.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
             raise
         with self._lock:
             self.counts["written"] += span.size
-            self.span_index.add(filed)
+            self.span_index.add(stored)
             if replaces:
                 self.span_index.remove(replaces)
 
+    # ---- called by readers ---------------------------------------------------------------------------------------
+
     def throttle(self, num_bytes: int) -> None:
-        """Wait until so many bytes may have been read, and count them."""
+        """Count a read, and wait until the limit on reads allows it."""
         with self._lock:
             self.counts["read"] += num_bytes
             if not self.options.read:
@@ -223,7 +252,7 @@ class DiskStore:
 
 
 class DiskReader:
-    """See `tiers.Reader`."""
+    """Reads a span's file, and compares each block with its checksum."""
 
     thread_local = threading.local()  # a buffer for each thread
 
@@ -232,69 +261,43 @@ class DiskReader:
         self.checksums = np.frombuffer(span.checksums, np.uint64)
         self.checksum_offsets = [0, *accumulate(span.num_blocks)]
 
-    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:  # noqa: D102
+    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
+        """Read blocks of a layer, [end - begin, block_bytes]. They are valid until this thread reads again."""
         size, first = self.span.block_bytes, self.checksum_offsets[layer]
-        found = self._read(self.span.offsets[layer] + begin * size, (end - begin) * size).reshape(-1, size)
-        return self._verify(found, first + begin)
+        blocks = self._read(self.span.offsets[layer] + begin * size, (end - begin) * size).reshape(-1, size)
+        return self._verify(blocks, first + begin)
 
-    def read_metadata(self) -> Bytes:  # noqa: D102
-        found: Bytes = self._verify(
-            self._read(self.span.offsets[-2], self.span.metadata_bytes)[None], self.checksum_offsets[-1]
-        )[0]
-        return found
+    def read_metadata(self) -> Bytes:
+        """Read the metadata. It is valid until this thread reads again."""
+        data = self._read(self.span.offsets[-2], self.span.metadata_bytes)
+        metadata: Bytes = self._verify(data[None], self.checksum_offsets[-1])[0]
+        return metadata
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
+        """Close the file."""
         os.close(self.fd)
 
     def _read(self, offset: int, size: int) -> Bytes:
-        before = offset % IO_ALIGNMENT  # direct reads begin and end at blocks
-        whole = -(-(before + size) // IO_ALIGNMENT) * IO_ALIGNMENT
-        if len(getattr(self.thread_local, "buffer", ())) < whole:
-            self.thread_local.buffer = alloc_aligned(whole)
+        skipped = offset % IO_ALIGNMENT  # direct reads start and end at multiples of it
+        aligned = -(-(skipped + size) // IO_ALIGNMENT) * IO_ALIGNMENT
+        if len(getattr(self.thread_local, "buffer", ())) < aligned:
+            self.thread_local.buffer = alloc_aligned(aligned)
         buffer: Bytes = self.thread_local.buffer
-        self.store.throttle(whole)
-        if os.preadv(self.fd, [buffer[:whole].data], offset - before) < before + size:
-            raise CorruptionError(f"file {self.span.file_number} was cut")
-        return buffer[before : before + size]
+        self.store.throttle(aligned)
+        if os.preadv(self.fd, [buffer[:aligned].data], offset - skipped) < skipped + size:
+            raise CorruptionError(f"file {self.span.file_number} is shorter than it was written")
+        return buffer[skipped : skipped + size]
 
     def _verify(self, blocks: Bytes, first_checksum: int) -> Bytes:
-        """Rows, if they are what was written."""
-        if [checksum(row) for row in blocks] != self.checksums[first_checksum : first_checksum + len(blocks)].tolist():
-            raise CorruptionError(f"file {self.span.file_number} is not what was written")
+        """Return the blocks if they are what was written. Raises CorruptionError."""
+        expected = self.checksums[first_checksum : first_checksum + len(blocks)]
+        if [checksum(block) for block in blocks] != expected.tolist():
+            raise CorruptionError(f"file {self.span.file_number} differs from what was written")
         return blocks
 
 
 def _init_writer_thread() -> None:
-    """This thread gives way to those that compute."""
+    """Let the writer run on any core, and below the priority of threads that compute."""
     reset_cpu_affinity()
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-def _open_direct(path: Path, flags: int) -> int:
-    """Open a file past the page cache, where the file system can."""
-    try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        return os.open(path, flags, 0o600)
-
-
-def _write_file(path: Path, data: Bytes) -> None:
-    fd = _open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        at = 0
-        while at < len(data):
-            at += os.pwritev(fd, [data[at : at + 2**24].data], at)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -1,0 +1,104 @@
+"""The index of a tier: its spans by key, the bytes that they take, and their order of eviction."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import count
+from time import time
+
+from retain.kv.offload.span import Span
+
+
+class SpanIndex:
+    """The spans of a tier with a capacity in bytes.
+
+    `replacement` says which spans are evicted first. `lru`: the least recently used. `lfu`: the least often used.
+    `importance`: those with the lowest product of uses and share of attention.
+    """
+
+    def __init__(self, capacity: int, replacement: str):
+        self.capacity, self.replacement, self.used_bytes = capacity, replacement, 0
+        self.by_key: dict[bytes, tuple[Span, int]] = {}
+        self.spans: dict[Span, int] = {}  # with their ids
+        self.by_id: dict[int, Span] = {}
+        # Pairs of a priority and a span's id. Uses only raise a priority, so an outdated pair comes out too early,
+        # never too late: `make_room` renews it then.
+        self.heap: list[tuple[tuple[float, ...], int]] = []
+        self.id_counter = count()
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(list(self.spans))
+
+    def stats(self) -> dict[str, int]:
+        """Return the number of spans, their bytes and the capacity."""
+        return {"spans": len(self.spans), "bytes": self.used_bytes, "capacity": self.capacity}
+
+    def find(self, key: bytes) -> tuple[Span, int] | None:
+        """Return the span that has the key, and the key's index in it."""
+        return self.by_key.get(key)
+
+    def touch(self, spans: Sequence[Span]) -> None:
+        """Record a use of these spans, at the same time for all."""
+        now = time()
+        for span in spans:
+            span.hits, span.last_used_at = span.hits + 1, now
+
+    def priority(self, span: Span) -> tuple[float, ...]:
+        """Return the priority of a span. Among equals, the span that is deeper in its text is evicted first."""
+        recent = (span.last_used_at, -span.start_page)
+        if self.replacement == "importance":
+            return (span.hits * span.attention_share, *recent)
+        return (span.hits, *recent) if self.replacement == "lfu" else recent
+
+    def make_room(self, size: int, priority: tuple[float, ...] | None = None) -> list[Span] | None:
+        """Evict the spans of lowest priority until `size` bytes fit, and return them.
+
+        None, with nothing evicted, if `size` exceeds the capacity. The same under `importance` if a victim is worth more
+        than the new span, whose `priority` is given.
+        """
+        if size > self.capacity:
+            return None
+        victims: list[Span] = []
+        free = self.capacity - self.used_bytes
+        while free < size:
+            known, span_id = self.heap[0]
+            span = self.by_id.get(span_id)
+            if span and known != self.priority(span):
+                heapq.heapreplace(self.heap, (self.priority(span), span_id))
+            elif span and priority and self.replacement == "importance" and known[0] > priority[0]:
+                for victim in victims:
+                    heapq.heappush(self.heap, (self.priority(victim), self.spans[victim]))
+                return None
+            else:
+                heapq.heappop(self.heap)
+                if span:
+                    victims.append(span)
+                    free += span.size
+        for victim in victims:
+            self.remove(victim)
+        return victims
+
+    def add(self, span: Span) -> None:
+        """Add a span, for which `make_room` has made room."""
+        self.by_key |= {key: (span, i) for i, key in enumerate(span.keys)}
+        self.spans[span] = span_id = next(self.id_counter)
+        self.by_id[span_id] = span
+        self.used_bytes += span.size
+        if len(self.heap) > 2 * len(self.spans) + 64:  # most pairs are of spans that were removed
+            self.heap = [(self.priority(s), i) for s, i in self.spans.items()]
+            heapq.heapify(self.heap)
+        else:
+            heapq.heappush(self.heap, (self.priority(span), span_id))
+
+    def remove(self, span: Span) -> bool:
+        """Remove a span. Whether it was in the index."""
+        span_id = self.spans.pop(span, None)
+        if span_id is None:
+            return False
+        del self.by_id[span_id]
+        self.used_bytes -= span.size
+        for key in span.keys:
+            if key in self.by_key and self.by_key[key][0] is span:
+                del self.by_key[key]
+        return True

@@ -1,0 +1,80 @@
+"""Spans whose content follows from their keys, and stores that hold them. Runs as a child process, without pytest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from retain.kv.offload.span import Span, alloc_aligned
+from retain.kv.offload.tiers import parse
+from retain.kv.offload.tiers.disk import DiskStore
+from retain.kv.offload.tiers.ram import RamStore
+
+BLOCK_BYTES = 1536
+
+
+def open_disk_store(path: Path, capacity: str = "1GB", options: str = "") -> DiskStore:
+    store = parse(f"disk:path={path},capacity={capacity}{options}").open()
+    assert isinstance(store, DiskStore)
+    return store
+
+
+def key_of(number: int) -> bytes:
+    return blake2b(str(number).encode(), digest_size=16).digest()
+
+
+def make_span(numbers: Sequence[int], num_layers: int = 3) -> tuple[Span, np.ndarray]:
+    """A span with one key for each number, and its bytes."""
+    span = Span(tuple(map(key_of, numbers)), (len(numbers),) * num_layers, BLOCK_BYTES)
+    data = alloc_aligned(span.size)
+    for layer in range(num_layers):
+        span.view_layer(data, layer)[:] = expected_blocks(numbers, layer)
+    return span, data
+
+
+def expected_blocks(numbers: Sequence[int], layer: int) -> np.ndarray:
+    return np.stack([_expected_block(number, layer) for number in numbers])
+
+
+@cache
+def _expected_block(number: int, layer: int) -> np.ndarray:
+    return np.random.default_rng((number, layer)).integers(0, 256, BLOCK_BYTES, np.uint8)
+
+
+def read_blocks(store: DiskStore | RamStore, span: Span, layer: int, begin: int, end: int) -> np.ndarray:
+    with closing(store.open(span)) as reader:
+        return reader.read_blocks(layer, begin, end).copy()
+
+
+def count_intact(store: DiskStore | RamStore, num_keys: int) -> int:
+    """Check the bytes of every key that the store has among the first `num_keys`, and return how many it has."""
+    num_found = 0
+    for number in range(num_keys):
+        if found := store.find(key_of(number)):
+            span, i = found
+            num_found += 1
+            with closing(store.open(span)) as reader:
+                for layer in range(len(span.num_blocks)):
+                    assert (reader.read_blocks(layer, i, i + 1) == expected_blocks([number], layer)).all()
+    return num_found
+
+
+def write_until_killed(path: Path) -> None:
+    """Write spans into a store without end, after a line on stdin says so."""
+    sys.stdin.readline()
+    store = open_disk_store(path, "3MB")
+    print("ready", flush=True)
+    for i in range(100_000):
+        store.put(*make_span(range(3 * i, 3 * i + 3)))
+        if i % 20 == 0:
+            store.sync()
+
+
+if __name__ == "__main__":
+    write_until_killed(Path(sys.argv[1]))
