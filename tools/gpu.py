@@ -1,4 +1,4 @@
-"""Measurements that need a GPU, and a check of the compiled kernels that needs none. See docs/gpu.md.
+"""Measurements that need a GPU, and a check of the compiled kernels that needs none. See docs/guide/gpu.md.
 
     python tools/gpu.py compile                 compile every kernel for sm_90 with Triton's compiler, without a GPU
     python tools/gpu.py attention mass          decode attention: memory bandwidth, peers; the cost of scoring
