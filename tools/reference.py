@@ -77,7 +77,9 @@ def cli_page() -> str:
             text += "\n" + table(["option", "meaning"], own)
     text += "\n## Shared options\n"
     for names, rows in groups.items():
-        text += f"\nOf {_listing([code(n) for n in names])}:\n\n" + table(["option", "meaning"], rows)
+        text += f"\n{_wrapped('Of ' + _listing([code(n) for n in names]) + ':')}\n\n" + table(
+            ["option", "meaning"], rows
+        )
     return text
 
 
