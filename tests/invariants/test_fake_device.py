@@ -157,7 +157,7 @@ def test_selective_loading(tmp_path: Path) -> None:
     expected = run_to_completion(make_engine("llama", backend="reference"), [make_request(prompt, 2)])
 
     def run(make: MakeEngine) -> list[list[int]]:
-        engine = make("llama", prefix_cache="important:ratio=1", tiers=[disk_spec(tmp_path)])
+        engine = make("llama", prefix_cache="selective:ratio=1", tiers=[disk_spec(tmp_path)])
         tokens = []
         for _ in range(3):
             clear_pool(engine)
