@@ -100,9 +100,8 @@ class EngineThread:
 
         def command() -> None:
             self.closed_error = EngineError(SHUTTING_DOWN, 503)
-            started = {
-                group for r, (group, _) in self._group_of_request.items() if r.row is not None or r.stats.first_token_time
-            }
+            items = self._group_of_request.items()
+            started = {group for r, (group, _) in items if r.row is not None or r.stats.first_token_time}
             waiting = self._groups() - started
             log.info("draining: %d requests running, %d rejected", len(started), len(waiting))
             for group in waiting:

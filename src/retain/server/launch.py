@@ -24,13 +24,8 @@ from retain.threads import reset_cpu_affinity
 log = logging.getLogger(__name__)
 
 
-def print_url(server: GracefulServer) -> None:
-    """Print the model name and the base URL on stderr."""
-    print(f"retain: {server.service.model_name} at {server.url}", file=sys.stderr, flush=True)
-
-
 def serve(
-    load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] = print_url
+    load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] | None = None
 ) -> None:
     """Serve a model until SIGTERM or SIGINT, then finish running requests and reject waiting ones.
 
@@ -51,7 +46,7 @@ def _get_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(
-    load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None]
+    load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] | None
 ) -> None:
     reset_cpu_affinity()  # OpenMP pinned this thread to a core, which the engine thread would inherit
     engine_thread = EngineThread(load_llm)
@@ -90,7 +85,9 @@ class GracefulServer(uvicorn.Server):
     Draining rejects new and waiting requests and lets running ones finish.
     """
 
-    def __init__(self, config: uvicorn.Config, service: OpenAIServing, on_ready: Callable[[GracefulServer], None]):
+    def __init__(
+        self, config: uvicorn.Config, service: OpenAIServing, on_ready: Callable[[GracefulServer], None] | None = None
+    ):
         super().__init__(config)
         self.service, self.on_ready = service, on_ready
 
@@ -102,11 +99,12 @@ class GracefulServer(uvicorn.Server):
             self.service.engine_thread.reject_waiting()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Bind the port and call `on_ready`."""
+        """Bind the port, log the address and call `on_ready`."""
         await super().startup(sockets)
         if self.started:
             log.info("serving %s at %s", self.service.model_name, self.url)
-            self.on_ready(self)
+            if self.on_ready:
+                self.on_ready(self)
 
     @property
     def url(self) -> str:
