@@ -7,6 +7,7 @@ import pytest
 from retain import LLM
 from retain.cli import loading
 from retain.config import Config
+from retain.kv.prefix.cache import PrefixCache
 
 LOADED: dict[Config, LLM] = {}
 
@@ -23,7 +24,7 @@ def load_shared_llm() -> Callable[[Config], LLM]:
             LOADED[config] = load_llm(config)
         llm = LOADED[config]
         assert not llm.engine.has_unfinished_requests
-        if llm.cache.prefix_cache:
+        if isinstance(llm.cache.prefix_cache, PrefixCache):
             llm.cache.prefix_cache.tree.clear()
         return llm
 

@@ -6,18 +6,17 @@ all of them see the same machine, and medians are compared. Does not depend on: 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from retain.bench.decode_timer import DecodeTimer
+from retain.bench.requests import greedy_request, random_prompts
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.eviction import policies
 from retain.llm import LLM
-from retain.sampling_params import SamplingParams
 
 Line = dict[str, Any]
 UNREACHABLE_BUDGET = 10**6  # tokens: with such a budget a policy scores and never evicts
@@ -100,7 +99,7 @@ def measure_throughput(
             "decode_speedup_over_full": round(rates[1] / full_rates[1], 2) if all((rates[1], full_rates[1])) else None,
             "max_running": max_running,
             "full_requests_fit": round(llm.cache.total_pages / pages, 1),
-            "num_preemptions": sum(r.num_preemptions for r in requests),
+            "num_preemptions": sum(r.stats.num_preemptions for r in requests),
         }
 
 
@@ -139,21 +138,19 @@ def time_side_by_side(
 
 
 def _make_request(llm: LLM, prompt_len: int, policy: str, seed: int, output_len: int = 8) -> Request:
-    rng, top = random.Random(seed), min(40000, llm.spec.vocab_size)
-    params = SamplingParams(temperature=0, ignore_eos=True, seed=seed)
-    prompt = [rng.randrange(min(100, top - 1), top) for _ in range(prompt_len)]
-    return Request(prompt, params, policies.parse(policy), output_len)
+    (prompt,) = random_prompts(llm.spec.vocab_size, prompt_len, 1, seed)
+    return greedy_request(prompt, policies.parse(policy), output_len, seed)
 
 
 def _make_engine(llm: LLM, requests: Sequence[Request]) -> Engine:
     """Return another engine over the same model and cache."""
-    engine = Engine(llm.engine.runner, llm.cache, llm.config.max_batched_tokens)
+    engine = Engine(llm.engine.runner, llm.cache)
     engine.add(*requests)
     return engine
 
 
 def _run_until_first_tokens(engine: Engine) -> None:
-    while engine.scheduler.waiting or not all(r.first_token_time for r in engine.scheduler.running):
+    while engine.scheduler.waiting or not all(r.stats.first_token_time for r in engine.scheduler.running):
         engine.step()
 
 

@@ -9,8 +9,11 @@ from retain.kv.offload.loader import LayerLoader
 from retain.kv.offload.selective.loader import SelectiveLoader
 from retain.kv.offload.tiers import parse
 from retain.kv.offload.tiers.disk import DiskStore
-from retain.kv.prefix.cache import Ints, PrefixCache, PrefixConfig, SelectiveConfig
+from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
+from retain.kv.prefix.null_cache import NullPrefixCache
 from retain.llm import LLM
+from retain.types import Ints
 
 DISK_TIER, SLOW_DISK_TIER = "disk:path={store},capacity=20GB", "disk:path={store},capacity=20GB,read=200MB"
 METHODS = {
@@ -44,9 +47,7 @@ class AllKeysLoader(SelectiveLoader):
 
     def _prefetch(self, m: int) -> Ints:
         for p in self.ranges:
-            n = round(
-                (1 - self.probe_config.ratio) / 2 * p.span.num_blocks[m]
-            )  # the keys of chosen rows come with their values
+            n = round((1 - self.probe_config.ratio) / 2 * p.span.num_blocks[m])  # selected blocks bring their keys
             self._count_bytes(p.store, self.readers[p.span].read_blocks(m, 0, n).size)
         return np.zeros(0, np.int32)
 
@@ -65,20 +66,18 @@ class OffloadSetup:
         self.tier_specs = METHODS[method].format(store=store_dir, hot=ram_capacity)
         self.bytes_before_restart = 0
         prefix_cache.tree.clear()
-        llm.cache.prefix_cache = None if method == "recompute" else prefix_cache
+        if method == "recompute":
+            llm.cache.prefix_cache = NullPrefixCache(llm.cache.pool.num_pages)
         self._attach_tiers()
 
     def _attach_tiers(self) -> None:
         if self.tier_specs:
-            chooses = self.method.startswith(("selective", "h2o"))
-            reused = SelectiveConfig(ratio=self.ratio) if chooses else PrefixConfig()
+            selects = self.method.startswith(("selective", "h2o"))
+            config = SelectiveConfig(ratio=self.ratio) if selects else PrefixConfig()
             tiers = [parse(t) for t in self.tier_specs.split()]
-            self.prefix_cache.set_offloader(
-                factory.open_offload_tiers(reused, tiers, self.llm.cache, self.llm.spec, b"bench")
-            )
-            self.prefix_cache.selective_loader_class = (
-                AllKeysLoader if self.method.startswith("h2o") else SelectiveLoader
-            )
+            offloader = factory.open_offload_tiers(config, tiers, self.llm.cache, self.llm.spec, b"bench")
+            loader = AllKeysLoader if self.method.startswith("h2o") else SelectiveLoader
+            self.prefix_cache.set_offloader(offloader, loader)
 
     def restart(self) -> None:
         """Open the tiers anew, if one of them is a disk."""
@@ -105,6 +104,6 @@ class OffloadSetup:
 
     def close(self) -> None:
         """Restore the engine."""
-        self.llm.cache.prefix_cache, self.prefix_cache.selective_loader_class = self.prefix_cache, SelectiveLoader
+        self.llm.cache.prefix_cache = self.prefix_cache
         self.prefix_cache.close_offloader()
         self.prefix_cache.tree.clear()

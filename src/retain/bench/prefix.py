@@ -20,6 +20,7 @@ from retain.bench.config import PrefixBenchConfig
 from retain.bench.offload_setup import METHODS, OffloadSetup
 from retain.bench.tasks import load_records
 from retain.bench.tasks.choice import DATASETS, MultipleChoiceItem
+from retain.kv.prefix.cache import PrefixCache
 from retain.llm import LLM
 from retain.outputs import RequestOutput
 from retain.plugins import format_size
@@ -110,7 +111,7 @@ def _scale_trace_prompt(llm: LLM, record: dict[str, Any]) -> list[int]:
 def run(llm: LLM, config: PrefixBenchConfig) -> Iterator[Line]:
     """Yield a line for each workload and method. The engine must have a prefix cache and no tiers."""
     prefix_cache = llm.cache.prefix_cache
-    if not prefix_cache or prefix_cache.offloader:
+    if not isinstance(prefix_cache, PrefixCache) or prefix_cache.offloader:
         raise ValueError("bench prefix sets up prefixes itself: start it without --prefix-cache and --tier")
     for name in config.workloads:
         questions, num_prefixes = load_questions(llm, config, name)

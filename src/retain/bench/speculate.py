@@ -15,13 +15,13 @@ from time import perf_counter
 from typing import Any
 
 from retain.bench.config import SpeculateBenchConfig
+from retain.bench.requests import greedy_request
 from retain.bench.tasks import load_articles, load_records
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.eviction import policies
 from retain.llm import LLM
-from retain.sampling_params import SamplingParams
 
 Line = dict[str, Any]
 PLAIN = "plain"
@@ -151,18 +151,16 @@ def _make_engine(llm: LLM, drafter_spec: str) -> Engine:
     drafter = None if drafter_spec == PLAIN else drafters.parse(drafter_spec)
     if drafter:
         drafter.attach(llm.target)
-    return Engine(llm.engine.runner, llm.cache, llm.config.max_batched_tokens, drafter)
+    return Engine(llm.engine.runner, llm.cache, drafter)
 
 
 def _prefill(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> list[Request]:
     """Return requests with computed prompts and a first token, outside the scheduler."""
     requests = []
     for prompt in prompts:  # one by one, so that none decodes while another is computed
-        request = Request(
-            prompt, SamplingParams(temperature=0, ignore_eos=True), policies.parse("full"), output_len + 1
-        )
+        request = greedy_request(prompt, policies.parse("full"), output_len + 1)
         llm.engine.add(request)
-        while not request.first_token_time:
+        while not request.stats.first_token_time:
             llm.engine.step()
         llm.engine.scheduler.running.remove(request)
         requests.append(request)
@@ -172,13 +170,13 @@ def _prefill(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> list[Re
 def _fork_request(llm: LLM, source: Request, output_len: int) -> Request:
     """Return a request that continues from a copy of another's slots. Raises ValueError where the pool is too small."""
     assert source.row is not None
-    fork = Request(source.prompt, source.params, source.policy, output_len + 1)
+    fork = greedy_request(source.prompt, source.policy, output_len + 1)
     fork.tokens = list(source.tokens)
-    fork.num_computed_tokens, fork.first_token_time = source.num_computed_tokens, perf_counter()
-    fork.row = llm.cache.fork(source.row, fork.policy, fork.num_computed_tokens)
+    fork.num_computed_tokens, fork.stats.first_token_time = source.num_computed_tokens, perf_counter()
+    fork.row = llm.cache.fork_row(source.row, fork.policy, fork.num_computed_tokens)
     if fork.row is None:
         raise ValueError("the pool is too small for a copy of every prompt: raise --kv-memory or lower --batch-size")
-    pages = llm.cache.kv.to_index(llm.cache.pages[fork.row].ravel())
+    pages = llm.cache.kv.to_index(llm.cache.tables.pages[fork.row].ravel())
     llm.cache.kv.mass[pages] = 0  # the forks before this one left masses on the shared pages
     llm.cache.commit(fork.row, fork.num_computed_tokens, 0)
     return fork
@@ -188,7 +186,7 @@ def _accumulate(totals: DecodeTotals, requests: Sequence[Request], seconds: floa
     totals.seconds += seconds
     totals.tokens += num_tokens
     for r in requests:
-        stats = r.spec_decode_stats
+        stats = r.stats.spec_decode
         totals.rounds += stats.num_rounds
         totals.fully_accepted_rounds += stats.num_fully_accepted
         totals.drafted += sum(stats.num_drafted_per_position)

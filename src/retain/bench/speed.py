@@ -5,7 +5,7 @@ is the median of three repeats.
 
 Prefill is the time of a run with one output token. Decoding is timed step by step, over the steps in which the whole
 batch decodes and nothing else happens, until they have given each request its output tokens. The peers' scripts
-(docs/speed.md) cannot see an engine's steps: there decoding is the time of a run with N + 1 output tokens less that of
+(docs/benchmarks/speed.md) cannot see an engine's steps: there decoding is the time of a run with N + 1 output tokens less that of
 a run with one. The two differ where requests of a batch decode beside the prefill of others, which the difference
 counts as decoding, and where prefill takes most of both runs: their noise is then larger than the difference.
 
@@ -16,7 +16,6 @@ of the machine's measured read bandwidth that this comes to.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -27,10 +26,10 @@ import torch
 
 import retain
 from retain.bench.decode_timer import DecodeTimer
+from retain.bench.requests import greedy_request, random_prompts
 from retain.engine.request import Request
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.llm import LLM
-from retain.sampling_params import SamplingParams
 
 REPEATS = 3
 
@@ -105,9 +104,9 @@ def decode_step_bytes(llm: LLM, workload: Workload) -> int:
     spec, policy = llm.spec, llm.policy.resolve(workload.prompt_len)
     length = workload.prompt_len + workload.output_len // 2
     most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # of layers without a window
-    visible = sum(min(length, most, window) for window in llm.cache.windows(policy).tolist())
+    visible = sum(min(length, most, window) for window in llm.cache.planner.windows(policy).tolist())
     slots = workload.batch_size * visible * spec.num_kv_heads
-    return llm.weight_bytes + slots * llm.cache.page_bytes // llm.config.page_size
+    return llm.weight_bytes + slots * llm.cache.store.page_bytes // llm.config.page_size
 
 
 def measure_workload(
@@ -169,11 +168,5 @@ def decode_speed(llm: LLM, workload: Workload, seed: int, clock: Callable[[], fl
 
 
 def _make_requests(llm: LLM, workload: Workload, seed: int, output_len: int) -> list[Request]:
-    rng, top = random.Random(seed), min(40000, llm.spec.vocab_size)
-    params = SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True)
-    return [
-        Request(
-            [rng.randrange(min(100, top - 1), top) for _ in range(workload.prompt_len)], params, llm.policy, output_len
-        )
-        for _ in range(workload.batch_size)
-    ]
+    prompts = random_prompts(llm.spec.vocab_size, workload.prompt_len, workload.batch_size, seed)
+    return [greedy_request(prompt, llm.policy, output_len) for prompt in prompts]

@@ -51,7 +51,7 @@ class StreamOptions(StrictModel):
 class ExtensionFields(StrictModel):
     """Fields that OpenAI's API does not have or that are ignored."""
 
-    kv_policy: str | None = Field(None, description="KV cache policy of this request, see docs/policies.md")
+    kv_policy: str | None = Field(None, description="KV cache policy of this request, see docs/guide/policies.md")
     speculate: str | None = Field(
         None, description="Drafter for speculative decoding: off, or one listed by GET /v1/models"
     )
