@@ -1,6 +1,6 @@
 """Pictures of the inspector, light and dark, while requests with different policies run.
 
-python tools/inspector.py --out docs/plots        (wants playwright, and chromium in the path)
+python tools/inspector.py --out docs/images        (wants playwright, and chromium in the path)
 """
 
 import argparse
@@ -33,7 +33,7 @@ PROMPT = "\n\n".join(part.replace("\n", " ") for part in TEXT.split("\n\n"))
 def main():
     """See above."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("docs/plots"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
     out = parser.parse_args().out
     options = ("--inspect", "--kv-memory", "96MiB", "--context", "2048", "--tier", "ram:capacity=64MiB")
     with start_server(*options) as (url, _), sync_playwright() as p:

@@ -106,9 +106,7 @@ class LLM:
 
     def _cache_config(self, score_columns: int) -> CacheConfig:
         c = self.config
-        return CacheConfig(
-            c.page_size, c.max_running_requests, self.max_model_len, c.max_batched_tokens, score_columns
-        )
+        return CacheConfig(c.page_size, c.max_running_requests, self.max_model_len, c.max_batched_tokens, score_columns)
 
     def _memory_bytes(self, config: CacheConfig) -> int:
         """Bytes of the pool: as configured, or by what the machine has free."""

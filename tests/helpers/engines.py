@@ -1,25 +1,30 @@
-"""Engines on tiny models, run to the end with the accountant looking after every step."""
+"""Engines on tiny models, run to the end with the accountant checked after every step."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from retain import factory, kernels, models
 from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
-from retain.engine.request import Request
+from retain.engine.output import OutputProcessor
+from retain.engine.request import Request, RequestInput
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.kv.capacity import KVCacheSpec
+from retain.kernels.api import CPU, page_bytes
+from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
-from retain.kv.memory.cache import Cache
+from retain.kv.manager import KVCacheManager
 from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.offload.tiers import parse_all
-from retain.kv.prefix.cache import parse_prefix_config
+from retain.kv.prefix import config as prefix_configs
+from retain.kv.prefix.cache import PrefixCache
 from retain.models.weights import Weights
 from retain.sampling_params import SamplingParams
 from tests.helpers.tiny_models import tiny_checkpoint
@@ -28,10 +33,26 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
 class AlwaysLoad(LoadCostModel):
-    """Whatever the time: tests read."""
+    """Load whatever the time: tests read."""
 
     def should_load(self, bytes_by_store: dict[str, int], num_tokens: int) -> bool:
         return True
+
+
+class RecordingOutput(OutputProcessor):
+    """Record tokens and logits; `stop_tokens` stand in for stop strings."""
+
+    def __init__(self, stop_tokens: dict[Request, int] | None = None):
+        self.stop_tokens = stop_tokens or {}
+        self.tokens: dict[Request, list[int]] = defaultdict(list)
+        self.logits: dict[Request, list[Tensor]] = defaultdict(list)
+
+    def matches_stop_string(self, request: Request, token: int) -> bool:
+        self.tokens[request].append(token)
+        return self.stop_tokens.get(request) == token
+
+    def process_logits(self, request: Request, logits: Tensor) -> None:
+        self.logits[request].append(logits.clone())
 
 
 def make_engine(
@@ -47,66 +68,46 @@ def make_engine(
     drafter: Drafter | None = None,
     prefix_cache: str = "off",
     tiers: Sequence[str] = (),
-    device: torch.device = kernels.api.CPU,
+    device: torch.device = CPU,
+    output_processor: OutputProcessor | None = None,
 ) -> Engine:
-    """An engine on tiny_model(family) in float32, with a pool of so many pages."""
+    """An engine on tiny_model(family) in float32, with a pool of `num_pages` pages."""
     kernel = kernels.load(backend)
     program = kernel.program(torch.float32, device)
     model = models.build(Weights(tiny_checkpoint(family), torch.float32), program)
-    shape = KVCacheSpec(model.spec.num_kv_heads, model.spec.head_dim, model.spec.windows)
-    memory = (num_pages + 1) * kernels.api.page_bytes(page_size, shape.head_dim, torch.float32, score_columns)
-    turn = model.ropes[0].shift if model.ropes else None
-    cache = Cache(
-        *(
-            shape,
-            kernel,
-            torch.float32,
-            memory,
-            page_size,
-            max_running_requests,
-            max_model_len,
-            max_batched_tokens,
-            score_columns,
-            turn,
-            parse_prefix_config(prefix_cache),
-        ),
-        device,
-    )
-    if tiers and cache.prefix_cache:
-        sleep = factory.open_offload_tiers(
-            cache.prefix_cache.config, parse_all(tiers), cache, model.spec, family.encode()
-        )
-        sleep.cost_model = AlwaysLoad()
-        cache.prefix_cache.set_offloader(sleep)
-    runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
-    if drafter:
-        drafter.attach(
-            TargetModel(
-                runner,
-                cache,
-                lambda *_: make_runner_and_cache(family, kernel, max_model_len, max_running_requests, device),
-                lambda _: runner,
-            )
-        )
-    return Engine(runner, cache, max_batched_tokens, drafter)
-
-
-def make_runner_and_cache(
-    family: str,
-    kernel: ModuleType,
-    max_model_len: int,
-    max_running_requests: int,
-    device: torch.device = kernels.api.CPU,
-) -> tuple[Runner, Cache]:
-    """The same model once more, with a cache of its own."""
-    engine = make_engine(
-        family,
-        backend=kernel.__name__.rpartition(".")[2],
-        max_model_len=max_model_len,
-        max_running_requests=max_running_requests,
+    spec = KVCacheSpec(model.spec.num_kv_heads, model.spec.head_dim, model.spec.windows)
+    config = CacheConfig(page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns)
+    cache = factory.build_cache(
+        spec,
+        config,
+        kernel,
+        torch.float32,
+        (num_pages + 1) * page_bytes(page_size, spec.head_dim, torch.float32, score_columns),
+        prefix_config=prefix_configs.parse(prefix_cache),
+        shift_keys=model.ropes[0].shift if model.ropes else None,
         device=device,
     )
-    return engine.runner, engine.cache
+    prefix = cache.prefix_cache
+    if tiers and isinstance(prefix, PrefixCache):
+        offloader = factory.open_offload_tiers(prefix.config, parse_all(tiers), cache, model.spec, family.encode())
+        offloader.cost_model = AlwaysLoad()
+        prefix.set_offloader(offloader)
+    runner: Runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
+
+    def load_draft_model(*_: Any) -> tuple[Runner, KVCacheManager]:
+        """The same model once more, with a cache of its own."""
+        other = make_engine(
+            family,
+            backend=backend,
+            max_model_len=max_model_len,
+            max_running_requests=max_running_requests,
+            device=device,
+        )
+        return other.runner, other.cache
+
+    if drafter:
+        drafter.attach(TargetModel(runner, cache, load_draft_model, lambda _: runner))
+    return Engine(runner, cache, drafter, output_processor)
 
 
 def random_prompts(num_prompts: int, seed: int = 0, max_prompt_len: int = 150) -> list[list[int]]:
@@ -116,14 +117,14 @@ def random_prompts(num_prompts: int, seed: int = 0, max_prompt_len: int = 150) -
 
 
 def make_request(
-    prompt: Sequence[int], max_tokens: int = 12, policy: str = "full", params: SamplingParams = GREEDY
+    prompt: Sequence[int], max_tokens: int = 12, policy: str = "full", params: SamplingParams = GREEDY, **more: Any
 ) -> Request:
-    """A request for n new tokens."""
-    return Request(list(prompt), params, policies.parse(policy), max_tokens)
+    """A request for `max_tokens` new tokens; `more` are fields of RequestInput."""
+    return Request(RequestInput(list(prompt), params, policies.parse(policy), max_tokens, **more))
 
 
 def run_to_completion(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """All of them together; the answers. The accountant must balance after every step and end empty."""
+    """Run requests together and return their answers. The accounts must balance after every step, and end empty."""
     for r in requests:
         engine.add(r)
     for _ in iter_steps(engine):
@@ -133,7 +134,7 @@ def run_to_completion(engine: Engine, requests: Sequence[Request]) -> list[list[
 
 
 def iter_steps(engine: Engine) -> Iterator[int]:
-    """Step until nobody is left, and balance the accounts; after each step its number."""
+    """Step until no request is left, check the accounts, and yield the number of the step."""
     for step in itertools.count():
         if not engine.has_unfinished_requests:
             return
@@ -143,6 +144,7 @@ def iter_steps(engine: Engine) -> Iterator[int]:
 
 
 def run_alone(family: str, prompt: Sequence[int], max_tokens: int = 12, **options: object) -> list[int]:
-    """What a prompt gives when nobody else is there."""
+    """What a prompt gives when no other request runs."""
     policy = str(options.pop("policy", "full"))
-    return run_to_completion(make_engine(family, **options), [make_request(prompt, max_tokens, policy)])[0]  # type: ignore[arg-type]
+    request = make_request(prompt, max_tokens, policy)
+    return run_to_completion(make_engine(family, **options), [request])[0]  # type: ignore[arg-type]

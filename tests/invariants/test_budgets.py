@@ -188,14 +188,14 @@ class Lists:
 def positions(engine: Engine, row: int, layer: int, g: int) -> set[int]:
     """Those in the slots of a head."""
     cache = engine.cache
-    pages = torch.from_numpy(cache.pages[row, layer, g, : cache.counts[row, layer, g]]).long()
+    pages = torch.from_numpy(cache.tables.pages[row, layer, g, : cache.tables.counts[row, layer, g]]).long()
     return {p for p in cache.kv.pos[pages].flatten().tolist() if p >= 0}
 
 
 def contents(engine: Engine, row: int, layer: int, g: int) -> Tensor:
     """Keys and values of a head's tokens in order, [n, 2, D]."""
     cache = engine.cache
-    pages = torch.from_numpy(cache.pages[row, layer, g, : cache.counts[row, layer, g]]).long()
+    pages = torch.from_numpy(cache.tables.pages[row, layer, g, : cache.tables.counts[row, layer, g]]).long()
     pos = cache.kv.pos[pages].flatten()
     kv = torch.stack([x.flatten(0, 1) for x in cache.backend.read(cache.kv, pages)], 1)
     return kv[pos >= 0][pos[pos >= 0].argsort()]
@@ -376,8 +376,8 @@ def test_a_prompt_longer_than_memory_streams_through_its_budget() -> None:
     asked = make_request(text, 40, f"{chosen},prefill=stream,chunk=24")
     assert (
         len(run_to_completion(engine, [asked])[0]) == 40
-        and max(asked.peak_slots) == 64
-        and max(asked.final_slots) == 48
+        and max(asked.stats.peak_slots) == 64
+        and max(asked.stats.final_slots) == 48
     )
 
 

@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from retain import kernels
 from retain.engine.engine import Engine
-from retain.engine.request import FinishReason, Request
-from retain.kv.capacity import KVCacheSpec
+from retain.engine.request import FinishReason, Request, RequestInput
+from retain.factory import build_cache
+from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
-from retain.kv.memory.cache import Cache
-from retain.kv.prefix.cache import PrefixConfig
+from retain.kv.prefix.config import PrefixConfig
 from retain.sampling_params import SamplingParams
 
 
@@ -27,17 +27,17 @@ class Blind:
 
     def forward(self, batch):
         S = self.cache.page_size
-        rows = np.repeat(batch.rows.numpy(), np.diff(batch.starts.numpy()))
-        for layer, slots in enumerate(batch.slots.numpy()):
+        rows = np.repeat(batch.rows.numpy(), np.diff(batch.query_start_loc.numpy()))
+        for layer, slots in enumerate(batch.slot_mapping.numpy()):
             assert len(np.unique(slots)) == slots.size  # heads and tokens never share a slot
-            assert (self.cache.pool.refs[slots // S] == 1).all()  # nor is a page written that somebody else holds
+            assert (self.cache.pool.ref_counts[slots // S] == 1).all()  # nor is a page written that somebody else holds
             for head, t in np.ndindex(slots.shape):
-                owned = self.cache.pages[rows[t], layer, head, : self.cache.counts[rows[t], layer, head]]
+                owned = self.cache.tables.pages[rows[t], layer, head, : self.cache.tables.counts[rows[t], layer, head]]
                 assert slots[head, t] // S in owned
-            self.cache.kv.pos.view(-1)[batch.slots[layer].long()] = batch.pos
-            if batch.after:
-                batch.after(layer)
-        return torch.randn(len(batch.wanted), 16)
+            self.cache.kv.pos.view(-1)[batch.slot_mapping[layer].long()] = batch.positions
+            if batch.after_attention:
+                batch.after_attention(layer)
+        return torch.randn(len(batch.logits_indices), 16)
 
 
 class Wild:
@@ -50,7 +50,7 @@ class Wild:
 
     def propose(self, draft_limits):
         for request, n in draft_limits:
-            request.draft([3] * min(n, request.id % 7))
+            request.set_drafts([3] * min(n, request.id % 7))
 
     def remove_request(self, request):
         pass
@@ -64,20 +64,15 @@ class Schedule(RuleBasedStateMachine):
         prefix=st.sampled_from([None, PrefixConfig(), PrefixConfig(keep="prompt")]),
     )
     def start(self, pages, max_batched_tokens, windows, prefix):
-        shape = KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows))
-        memory = (pages + 1) * kernels.api.page_bytes(16, 8, torch.float32)
-        self.cache = Cache(
-            shape,
+        self.cache = build_cache(
+            KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows)),
+            CacheConfig(page_size=16, max_running_requests=4, max_model_len=200, max_batched_tokens=max_batched_tokens),
             kernels.load("reference"),
             torch.float32,
-            memory,
-            16,
-            4,
-            200,
-            max_batched_tokens,
+            (pages + 1) * kernels.api.page_bytes(16, 8, torch.float32),
             prefix_config=prefix,
         )
-        self.engine = Engine(Blind(self.cache), self.cache, max_batched_tokens, Wild())
+        self.engine = Engine(Blind(self.cache), self.cache, Wild())
         self.requests = []
 
     @rule(
@@ -103,7 +98,7 @@ class Schedule(RuleBasedStateMachine):
     )
     def add(self, prompt, new, policy, temperature):
         params = SamplingParams(temperature=temperature, ignore_eos=True)
-        request = Request([1] * prompt, params, policies.parse(policy), new)
+        request = Request(RequestInput([1] * prompt, params, policies.parse(policy), new))
         try:
             self.engine.add(request)
             self.requests.append(request)
@@ -121,7 +116,7 @@ class Schedule(RuleBasedStateMachine):
             self.cache.check()
             running = self.engine.scheduler.running
             new = sum(max(r.num_computed_tokens - paid.get(r.id, 0), 0) for r in running)
-            assert new <= self.engine.scheduler.max_batched_tokens or self.cache.prefix_cache
+            assert new <= self.engine.scheduler.max_batched_tokens or self.cache.prefix_cache.enabled
 
     @rule(i=st.integers(0, 10**6))
     def cancel(self, i):
@@ -129,15 +124,15 @@ class Schedule(RuleBasedStateMachine):
             request = self.requests.pop(i % len(self.requests))
             free, row = self.cache.free_pages, request.row
             self.engine.cancel(request)
-            assert request.why and request.row is None
-            assert self.cache.free_pages > free or row is None or self.cache.prefix_cache
+            assert request.finish_reason and request.row is None
+            assert self.cache.free_pages > free or row is None or self.cache.prefix_cache.enabled
 
     @invariant()
     def balanced(self):
         if hasattr(self, "cache"):
             self.cache.check()
             waiting, running = self.engine.scheduler.waiting, self.engine.scheduler.running
-            assert {r.id for r in waiting + running} == {r.id for r in self.requests if not r.why}
+            assert {r.id for r in waiting + running} == {r.id for r in self.requests if not r.finish_reason}
             assert all(r.row is None and r.num_computed_tokens == 0 for r in waiting)
             assert len({r.row for r in running}) == len(running)
 
@@ -148,13 +143,21 @@ class Schedule(RuleBasedStateMachine):
         for _ in range(20_000):
             if not self.engine.has_unfinished_requests:
                 break
-            before = {r.id: (r.num_computed_tokens, r.num_reread_tokens) for r in self.engine.scheduler.running}
+            before = {
+                r.id: (r.num_computed_tokens, sum(p.num_done for p in r.scoring_passes))
+                for r in self.engine.scheduler.running
+            }
             ready = self.engine.step()
-            after = {r.id: (r.num_computed_tokens, r.num_reread_tokens) for r in self.engine.scheduler.running}
+            after = {
+                r.id: (r.num_computed_tokens, sum(p.num_done for p in r.scoring_passes))
+                for r in self.engine.scheduler.running
+            }
             assert ready or after != before  # something was paid
         assert not self.engine.has_unfinished_requests
-        assert all(len(r.answer) == r.max_tokens for r in self.requests if r.why is FinishReason.LENGTH)
-        assert all(r.why in (FinishReason.LENGTH, FinishReason.CANCELLED) for r in self.requests)
+        assert all(
+            len(r.output_tokens) == r.input.max_tokens for r in self.requests if r.finish_reason is FinishReason.LENGTH
+        )
+        assert all(r.finish_reason in (FinishReason.LENGTH, FinishReason.CANCELLED) for r in self.requests)
         self.cache.check()
         assert self.cache.free_pages == self.cache.total_pages
 

@@ -123,7 +123,7 @@ def test_a_conversation_computes_only_what_is_new() -> None:
         assert run_to_completion(engine, [then]) == run_to_completion(
             make_engine("llama"), [make_request(then.prompt, 5)]
         )
-        assert then.num_cached_tokens == expected
+        assert then.stats.num_cached_tokens == expected
 
 
 def test_a_salt_never_matches_another_nor_do_windows() -> None:
@@ -132,13 +132,11 @@ def test_a_salt_never_matches_another_nor_do_windows() -> None:
     for salt, policy, cached in (("b", "full", 0), ("", "full", 0), ("a", "ring:window=30", 0), ("a", "full", 99)):
         made = salted(text, salt, policy)
         run_to_completion(engine, [made])
-        assert made.num_cached_tokens == cached
+        assert made.stats.num_cached_tokens == cached
 
 
 def salted(text: Sequence[int], salt: str, policy: str = "full") -> Request:
-    made = make_request(text, 4, policy)
-    made.salt = salt
-    return made
+    return make_request(text, 4, policy, salt=salt)
 
 
 def test_equal_prompts_of_two_tenants_asked_together_share_nothing() -> None:
@@ -146,7 +144,7 @@ def test_equal_prompts_of_two_tenants_asked_together_share_nothing() -> None:
     made = [salted(text, s) for s in "aab"]
     engine.add(*made)
     engine.step()
-    pages = [set(engine.cache.pages[r.row, :, :, :4].flatten().tolist()) for r in made]
+    pages = [set(engine.cache.tables.pages[r.row, :, :, :4].flatten().tolist()) for r in made]
     assert pages[0] == pages[1] and not pages[0] & pages[2]
 
 
@@ -183,7 +181,7 @@ def test_windows_are_found_beside_longer_texts_that_have_none_there() -> None:
     assert (
         run_to_completion(engine, [then])
         == run_to_completion(make_engine("gemma3_text"), [make_request(then.prompt, 4)])
-        and then.num_cached_tokens == 40
+        and then.stats.num_cached_tokens == 40
     )
 
 
@@ -209,7 +207,7 @@ def test_requests_that_run_share_pages() -> None:
     engine.add(*made)
     engine.step()
     assert len(engine.scheduler.running) >= 3
-    used = [set(engine.cache.pages[r.row, 0, 0, :8]) for r in made if r.row is not None]
+    used = [set(engine.cache.tables.pages[r.row, 0, 0, :8]) for r in made if r.row is not None]
     assert all(u == used[0] for u in used)
     for _ in iter_steps(engine):
         pass
@@ -227,11 +225,11 @@ def test_what_is_pinned_stays_while_others_go_unless_somebody_could_not_run() ->
         run_on(engine, make_request([i + 1] * 100, 4))
     again = make_request(text, 2)
     run_on(engine, again)
-    assert again.num_cached_tokens == 63
+    assert again.stats.num_cached_tokens == 63
     run_on(engine, make_request([99] * 240, 8))  # needs every page
     again = make_request(text, 2)
     run_on(engine, again)
-    assert again.num_cached_tokens == 0 and engine.cache.free_pages == engine.cache.total_pages
+    assert again.stats.num_cached_tokens == 0 and engine.cache.free_pages == engine.cache.total_pages
 
 
 def test_pins_end() -> None:
@@ -246,7 +244,8 @@ def run_on(engine: Engine, made: Request) -> None:
     for _ in iter_steps(engine):
         pass
     assert (
-        made.output_tokens == run_to_completion(make_engine("llama"), [make_request(made.prompt, made.max_tokens)])[0]
+        made.output_tokens
+        == run_to_completion(make_engine("llama"), [make_request(made.prompt, made.input.max_tokens)])[0]
     )
 
 
@@ -257,7 +256,7 @@ def test_equal_prompts_asked_together_share_whole_pages() -> None:
         made = [make_request(text, 20, params=SamplingParams(seed=i, ignore_eos=True)) for i in range(6)]
         engine.add(*made)
         engine.step()
-        tables = [engine.cache.pages[r.row, 0, 0].copy() for r in made]
+        tables = [engine.cache.tables.pages[r.row, 0, 0].copy() for r in made]
         assert all((t[:6] == tables[0][:6]).all() for t in tables) and len({int(t[6]) for t in tables}) == 6
         for _ in iter_steps(engine):
             pass

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from retain import kernels
+from retain.kv import capacity
+from retain.kv.capacity import CapacityPlanner
+from retain.kv.memory import cache as memory_cache
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
 from tests.helpers.tiny_models import CONFIGS, tiny_model
@@ -145,25 +148,28 @@ def test_who_was_preempted_forgets_again_as_it_did(family, policy):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt", "gpt2"])
-def test_ring_is_full_with_a_window_mask(family):
+def test_ring_is_full_with_a_window_mask(family, monkeypatch):
     """A ring gives what a model with that window in every layer gives from a cache that forgets nothing."""
     W, prompt = 24, random_prompts(1, seed=5, max_prompt_len=150)[0] + [7] * 40
     spec = tiny_model(family).spec
-    masked = run_without_forgetting(family, tuple(min(w or W, W) for w in spec.windows), prompt)
+    masked = run_without_forgetting(monkeypatch, family, tuple(min(w or W, W) for w in spec.windows), prompt)
     assert run_alone(family, prompt, 40, policy=f"ring:window={W}") == masked
-    assert run_alone(family, prompt, 40) == run_without_forgetting(family, spec.windows, prompt)
+    assert run_alone(family, prompt, 40) == run_without_forgetting(monkeypatch, family, spec.windows, prompt)
     assert run_alone(family, prompt, 40) != masked
 
 
-def run_without_forgetting(family, windows, prompt):
+def run_without_forgetting(monkeypatch, family, windows, prompt):
     """Every layer keeps every slot; windows only hide."""
     engine = make_engine(family)
-    model, cache = engine.runner.model, engine.cache
+    model = engine.runner.model
     engine.runner.model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, windows=windows))
     seen = torch.tensor([w or kernels.api.NO_WINDOW for w in windows])
-    cache.windows = lambda policy: seen.numpy().astype("int32")
-    cache.capacities = lambda windows, fresh: (seen * 0 + 2**30).numpy().astype("int32")
-    return run_to_completion(engine, [make_request(prompt, 40)])[0]
+    unbounded = (seen * 0 + 2**30).numpy().astype("int32")
+    with monkeypatch.context() as patch:
+        patch.setattr(CapacityPlanner, "windows", lambda self, policy: seen.numpy().astype("int32"))
+        for module in (capacity, memory_cache):
+            patch.setattr(module, "ring_capacities", lambda windows, fresh, page_size: unbounded)
+        return run_to_completion(engine, [make_request(prompt, 40)])[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -18,14 +18,12 @@ from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.sampler import compute_probs, penalize_row
 from retain.engine.spec_decode.rejection_sampler import rejection_sample, residual, verify_greedy
-from retain.kv.eviction import policies
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import (
-    GREEDY,
+    RecordingOutput,
     iter_steps,
     make_engine,
     make_request,
-    make_runner_and_cache,
     random_prompts,
     run_to_completion,
 )
@@ -78,7 +76,10 @@ def test_greedy_answers_are_the_plain_ones(family: str, backend: str, wrong: flo
     plain, _ = go(None)
     answers, made = go(seer(asked, plain, wrong))
     assert answers == plain
-    drafted, accepted = (sum(sum(getattr(r.stats.spec_decode, n)) for r in made) for n in ("drafted", "accepted"))
+    drafted, accepted = (
+        sum(sum(getattr(r.stats.spec_decode, n)) for r in made)
+        for n in ("num_drafted_per_position", "num_accepted_per_position")
+    )
     assert drafted > 300
     if wrong == 0:
         assert accepted == drafted
@@ -142,9 +143,9 @@ def test_a_draft_that_was_not_asked_for_long_reads_what_it_missed() -> None:
         engine.step()
     assert (
         asked.output_tokens == plain
-        and asked.spec_decode_stats.num_accepted_per_position == asked.spec_decode_stats.num_drafted_per_position
+        and asked.stats.spec_decode.num_accepted_per_position == asked.stats.spec_decode.num_drafted_per_position
     )
-    assert sum(asked.spec_decode_stats.num_drafted_per_position) > 40
+    assert sum(asked.stats.spec_decode.num_drafted_per_position) > 40
 
 
 def test_who_stops_inside_a_round_says_nothing_more() -> None:
@@ -154,13 +155,11 @@ def test_who_stops_inside_a_round_says_nothing_more() -> None:
         made = [make_request(p, n) for p in asked]
         assert run_to_completion(make_engine("llama", drafter=seer(asked, plain, 0)), made) == [a[:n] for a in plain]
     stops = [frozenset({a[17]}) for a in plain]
-    made = [replace(make_request(p, 40), stop_ids=s) for p, s in zip(asked, stops, strict=True)]
-    heard: list[list[int]] = [[] for _ in asked]
-    for r, told in zip(made, heard, strict=True):
-        r.token_callback = lambda t, told=told: told.append(t)  # type: ignore[assignment]
-    answers = run_to_completion(make_engine("llama", drafter=seer(asked, plain, 0)), made)
+    made = [make_request(p, 40, stop_ids=s) for p, s in zip(asked, stops, strict=True)]
+    output = RecordingOutput()
+    answers = run_to_completion(make_engine("llama", drafter=seer(asked, plain, 0), output_processor=output), made)
     assert answers == [a[: a.index(a[17]) + 1] for a in plain]
-    assert [a[:-1] for a in answers] == heard  # a stop token is not text
+    assert [a[:-1] for a in answers] == [output.tokens[r] for r in made]  # a stop token is not text
 
 
 def test_certain_drafts_change_no_drawn_token_either() -> None:
@@ -194,9 +193,10 @@ def test_answers_follow_the_target_through_the_whole_engine() -> None:
     want = answers_of(4, prompt, params)
     drafter = drafters.parse("draft:k=2,model=any")
     engine = make_engine("llama", backend="cpu", max_batched_tokens=512)
-    runner, cache = make_runner_and_cache("llama", engine.cache.backend, 512, 64)
+    draft = make_engine("llama", backend="cpu")
+    runner, cache = draft.runner, draft.cache
     drafter.attach(TargetModel(engine.runner, engine.cache, lambda *_: (Blurred(runner), cache), lambda _: runner))
-    engine = Engine(engine.runner, engine.cache, 512, drafter)
+    engine = Engine(engine.runner, engine.cache, drafter)
     counts = dict.fromkeys(want, 0)
     drafted = accepted = 0
     for first in range(0, draws, 50):
@@ -217,11 +217,10 @@ def answers_of(n: int, prompt: list[int], params: SamplingParams) -> dict[tuple[
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(n):
         for answer in list(found):
-            rows: list[Tensor] = []
-            given = Request(prompt, GREEDY, policies.parse("full"), len(answer) + 1, forced_tokens=list(answer))
-            given.logits_callback = lambda logits, rows=rows: rows.append(logits.clone())  # type: ignore[misc]
-            run_to_completion(make_engine("llama", backend="cpu"), [given])
-            q = compute_probs(torch.cat(rows)[-1:], [params])[0]
+            given = make_request(prompt, len(answer) + 1, forced_tokens=list(answer), needs_logits=True)
+            output = RecordingOutput()
+            run_to_completion(make_engine("llama", backend="cpu", output_processor=output), [given])
+            q = compute_probs(torch.cat(output.logits[given])[-1:], [params])[0]
             p = found.pop(answer)
             found |= {(*answer, int(t)): p * float(q[t]) for t in q.nonzero()[:, 0]}
     return found

@@ -19,7 +19,11 @@ def test_layer_hooks_change_no_logits_and_see_reference_queries(family: str, aft
         engine.add(make_request(list(range(3, 40))), make_request([5, 6, 7]))
         batch, seen, told = build_batch(engine.scheduler.schedule(), engine.cache), [], list[int]()
         if stops:
-            batch = replace(batch, before=lambda layer, q: seen.append(q.clone()), after=told.append if after else None)
+            batch = replace(
+                batch,
+                before_attention=lambda layer, q: seen.append(q.clone()),
+                after_attention=told.append if after else None,
+            )
         return engine.runner.forward(batch).clone(), seen, told
 
     whole, _, _ = forward(make_engine(family, backend="cpu"), False)

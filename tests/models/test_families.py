@@ -112,7 +112,7 @@ class ReferenceCache:
                 rows=rows,
                 query_start_loc=starts,
             )
-            return reference.attend(q, self.kv, tables, pos.int(), s.scale, slopes)
+            return reference.attend(q, self.kv, tables, pos.int(), scale=s.scale, alibi_slopes=slopes)
 
         return attend
 

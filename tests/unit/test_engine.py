@@ -6,7 +6,15 @@ import pytest
 
 from retain.engine.request import FinishReason
 from retain.sampling_params import SamplingParams
-from tests.helpers.engines import GREEDY, make_engine, make_request, random_prompts, run_alone, run_to_completion
+from tests.helpers.engines import (
+    GREEDY,
+    RecordingOutput,
+    make_engine,
+    make_request,
+    random_prompts,
+    run_alone,
+    run_to_completion,
+)
 
 
 def test_a_request_ends_at_a_stop_token_at_its_length_or_when_its_watcher_says_so():
@@ -14,12 +22,11 @@ def test_a_request_ends_at_a_stop_token_at_its_length_or_when_its_watcher_says_s
     free = run_alone("llama", prompt, 12)
     token = free[5]
     first = free.index(token)
-    stopped = make_request(prompt)
-    stopped.stop_ids = frozenset({token})
+    stopped = make_request(prompt, stop_ids=frozenset({token}))
     watched = make_request(prompt)
-    watched.token_callback = lambda t: t == token
     whole = make_request(prompt)
-    assert run_to_completion(make_engine("llama"), [stopped, watched, whole]) == [
+    engine = make_engine("llama", output_processor=RecordingOutput({watched: token}))
+    assert run_to_completion(engine, [stopped, watched, whole]) == [
         free[: first + 1],
         free[: first + 1],
         free,
@@ -64,7 +71,7 @@ def test_one_token_steps_go_on_while_a_long_prompt_is_paid():
     engine.add(short)
     engine.step()
     engine.add(long)
-    while not long.first_token_time:
+    while not long.stats.first_token_time:
         before = len(short.output_tokens)
         engine.step()
         assert len(short.output_tokens) == before + 1 or short.finish_reason

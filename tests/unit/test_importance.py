@@ -91,9 +91,9 @@ def test_notes_come_back_as_they_were() -> None:
         assert (x == y).all()
 
 
-@pytest.mark.parametrize("text", ["important:ratio=0", "important:ratio=2", "important:size=3", "important:ratio=x"])
+@pytest.mark.parametrize("text", ["selective:ratio=0", "selective:ratio=2", "selective:size=3", "selective:ratio=x"])
 def test_bad_options(text: str) -> None:
     from retain.kv.prefix.cache import parse_prefix_config
 
-    with pytest.raises(ValueError, match="important"):
+    with pytest.raises(ValueError, match="selective"):
         parse_prefix_config(text)

@@ -10,31 +10,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retain.factory import build_cache
 from retain.kernels import load
 from retain.kernels.api import NO_WINDOW
-from retain.kv.capacity import KVCacheSpec
+from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView
-from retain.kv.memory.cache import Cache
 from retain.plugins import Amount
 
 FULL = policies.parse("full")
 
 
 def make(windows, page_size=16, max_running_requests=2, context=400, max_batched_tokens=64, pages=4000):
-    shape = KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows))
-    bytes_ = pages * page_size * (2 * 8 * 4 + 8)
-    return Cache(
-        shape, load("reference"), torch.float32, bytes_, page_size, max_running_requests, context, max_batched_tokens
-    )
+    spec = KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows))
+    config = CacheConfig(page_size, max_running_requests, context, max_batched_tokens)
+    return build_cache(spec, config, load("reference"), torch.float32, pages * page_size * (2 * 8 * 4 + 8))
 
 
 def pay(cache, row, computed, n):
     """One payment: own pages, write positions into slots. Returns the slots [L, G, n]."""
-    assert cache.grow(row, computed + n)
+    assert cache.reserve(row, computed + n)
     pos = np.arange(computed, computed + n, dtype=np.int32)
-    slots = cache.place(np.full(n, row, np.int32), pos).numpy()
+    slots = cache.slot_mapping(np.full(n, row, np.int32), pos).numpy()
     kv = torch.zeros(n, 2, 8)
     for layer in slots:
         load("reference").write(cache.kv, torch.from_numpy(layer), kv, kv, torch.from_numpy(pos))
@@ -44,7 +42,7 @@ def pay(cache, row, computed, n):
 
 def held(cache, row, layer, g):
     """The positions in the slots that a head owns, holes left out."""
-    pages = cache.pages[row, layer, g, : cache.counts[row, layer, g]]
+    pages = cache.tables.pages[row, layer, g, : cache.tables.counts[row, layer, g]]
     pos = cache.kv.pos[torch.from_numpy(pages).long()].flatten().tolist()
     return [p for p in pos if p >= 0]
 
@@ -58,7 +56,7 @@ def held(cache, row, layer, g):
 )
 def test_every_query_finds_its_window_and_rings_stay_small(windows, chunks, decode, page_size):
     cache = make(windows, page_size)
-    row, computed, owed = cache.open(FULL, sum(chunks)), 0, sum(chunks)
+    row, computed, owed = cache.open_row(FULL, sum(chunks)), 0, sum(chunks)
     for n in chunks + [1] * decode:
         if computed == owed:
             cache.commit(row, computed, 0)
@@ -73,70 +71,70 @@ def test_every_query_finds_its_window_and_rings_stay_small(windows, chunks, deco
                     assert set(need) <= set(seen)
                 fresh = max(1 if computed >= owed else min(owed, 64), page_size)
                 bound = (w or NO_WINDOW) + fresh - 1
-                assert cache.counts[row, layer, g] * page_size < bound + page_size
+                assert cache.tables.counts[row, layer, g] * page_size < bound + page_size
         computed += n
-    cache.close(row)
+    cache.close_row(row)
     cache.check()
     assert cache.free_pages == cache.total_pages and cache.free_rows == 2
 
 
 def test_a_prompt_longer_than_the_window_keeps_its_last_tokens_and_gives_the_rest_back():
     cache = make([None, 32], page_size=16)
-    row = cache.open(FULL, 200)
+    row = cache.open_row(FULL, 200)
     for start in range(0, 192, 64):
         pay(cache, row, start, 64)
     pay(cache, row, 192, 8)
     before = cache.free_pages
-    assert cache.counts[row, 1, 0] == 6  # 32 + 64 - 1 slots in whole pages of 16
+    assert cache.tables.counts[row, 1, 0] == 6  # 32 + 64 - 1 slots in whole pages of 16
     cache.commit(row, 200, 0)
-    assert cache.counts[row, 1, 0] == 3 and cache.free_pages == before + 3 * 2
+    assert cache.tables.counts[row, 1, 0] == 3 and cache.free_pages == before + 3 * 2
     assert set(range(168, 200)) <= set(held(cache, row, 1, 0))
     slots = [pay(cache, row, p, 1)[1, 0, 0] for p in range(200, 296)]
-    assert cache.counts[row, 1].tolist() == [3, 3]  # 32 + 16 - 1: for ever
+    assert cache.tables.counts[row, 1].tolist() == [3, 3]  # 32 + 16 - 1: for ever
     assert slots[:48] == slots[48:]  # slot = pos mod capacity
-    assert cache.counts[row, 0].tolist() == [19, 19]
+    assert cache.tables.counts[row, 0].tolist() == [19, 19]
 
 
 def test_cost_is_what_a_request_comes_to_own():
     for length, owed in [(1, 1), (40, 40), (200, 200), (200, 7), (64, 64)]:
         cache = make([None, 20, 50])
-        row, computed = cache.open(FULL, owed), 0
+        row, computed = cache.open_row(FULL, owed), 0
         while computed < length:
             n = min(64, owed - computed) if computed < owed else 1
             if computed == owed:
                 cache.commit(row, computed, 0)
             pay(cache, row, computed, n)
             computed += n
-        peaks = cache.peak_counts[row].sum()
+        peaks = cache.tables.peaks[row].sum()
         assert peaks <= cache.pages_needed(FULL, length, owed)
         if length == owed:
             assert peaks == cache.pages_needed(FULL, length, owed)
-        assert cache.close(row) == [int(p) * 16 for p in cache.peak_counts[row, :, 0]]
+        assert cache.close_row(row) == [int(p) * 16 for p in cache.tables.peaks[row, :, 0]]
 
 
 def test_growing_takes_all_or_nothing():
     cache = make([None], pages=7)  # the trash page and six more
-    a, b = cache.open(FULL, 1), cache.open(FULL, 1)
+    a, b = cache.open_row(FULL, 1), cache.open_row(FULL, 1)
     assert cache.reserve(a, 32) and not cache.reserve(b, 32)
-    assert cache.free_pages == 2 and cache.counts[b].sum() == 0
+    assert cache.free_pages == 2 and cache.tables.counts[b].sum() == 0
     cache.check()
     assert cache.reserve(b, 16) and cache.free_pages == 0
 
 
 def test_a_page_comes_without_its_former_owner_positions():
     cache = make([None])
-    a = cache.open(FULL, 30)
+    a = cache.open_row(FULL, 30)
     pay(cache, a, 0, 30)
-    cache.close(a)
-    b = cache.open(FULL, 3)
+    cache.close_row(a)
+    b = cache.open_row(FULL, 3)
     pay(cache, b, 0, 3)
     assert held(cache, b, 0, 1) == [0, 1, 2]
 
 
 def test_a_policy_bounds_layers_that_see_everything_and_the_model_window_stays():
     cache = make([None, 20, 300])
-    assert cache.windows(policies.parse("ring:window=100")).tolist() == [100, 20, 100]
-    assert cache.windows(FULL).tolist() == [NO_WINDOW, 20, 300]
+    assert cache.planner.windows(policies.parse("ring:window=100")).tolist() == [100, 20, 100]
+    assert cache.planner.windows(FULL).tolist() == [NO_WINDOW, 20, 300]
 
 
 def seen(pos):
@@ -149,14 +147,14 @@ def test_priority_is_the_definition_of_the_ring():
     """Punching the lowest priority when a head holds more than its budget keeps what slot = pos mod capacity keeps."""
     policy = policies.parse("ring:window=24")
     cache = make([None], page_size=16)
-    row = cache.open(policy, 1)
+    row = cache.open_row(policy, 1)
     kept: list[int] = []
     for p in range(150):
         pay(cache, row, p, 1)
         kept.append(p)
-        if len(kept) > policy.window:
+        if len(kept) > policy.ring_window:
             kept.pop(int(policy.priority(seen(torch.tensor([[kept]]))).argmin()))
-        alive = [q for q in held(cache, row, 0, 0) if p - q < cache.window[row, 0]]
+        alive = [q for q in held(cache, row, 0, 0) if p - q < cache.tables.window[row, 0]]
         assert sorted(alive) == kept
 
 
@@ -170,7 +168,7 @@ def test_the_cache_carries_out_every_policy_there_is(name):
         assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50
         return
     policy = cls(**{f.name: 24 for f in dataclasses.fields(cls)})
-    if policy.window is not None:
+    if policy.ring_window is not None:
         assert torch.equal(policy.priority(view).argsort(-1), view.pos.argsort(-1))
 
 

@@ -15,13 +15,13 @@ def llm():
 
 def is_idle(llm):
     llm.cache.check()
-    return llm.cache.free_pages == llm.cache.total_pages and not llm.engine.busy
+    return llm.cache.free_pages == llm.cache.total_pages and not llm.engine.has_unfinished_requests
 
 
 def test_generate_takes_text_token_ids_and_batches(llm):
     text = "The capital of France is"
     (alone,) = llm.generate(text, GREEDY)
-    assert "Paris" in alone.text and alone.why in ("stop", "length")
+    assert "Paris" in alone.text and alone.finish_reason in ("stop", "length")
     ids = llm.encode(text)
     others = llm.generate([ids, "One, two, three,", text], [GREEDY, SamplingParams(max_tokens=3, seed=1), GREEDY])
     assert [a.token_ids for a in others[::2]] == [alone.token_ids] * 2
@@ -32,7 +32,7 @@ def test_stream_equals_generate_and_can_be_closed(llm):
     pieces = list(llm.stream("Once upon a time", GREEDY))
     (whole,) = llm.generate("Once upon a time", GREEDY)
     assert "".join(p.text for p in pieces) == whole.text and len(pieces) > 10
-    assert pieces[-1].answer.token_ids == whole.token_ids and all(p.answer is None for p in pieces[:-1])
+    assert pieces[-1].output.token_ids == whole.token_ids and all(p.output is None for p in pieces[:-1])
     stream = llm.stream("Once upon a time", GREEDY)
     next(stream)
     assert not is_idle(llm)
@@ -47,7 +47,7 @@ def test_stop_string_is_excluded_from_text(llm):
         (cut,) = llm.generate("One, two, three,", params)
         pieces = [p.text for p in llm.stream("One, two, three,", params)]
         assert cut.text == whole.text[: whole.text.index(stop)] == "".join(pieces)
-        assert cut.why == "stop" and len(cut.token_ids) < 24
+        assert cut.finish_reason == "stop" and len(cut.token_ids) < 24
     token = whole.token_ids[4]
     (cut,) = llm.generate("One, two, three,", SamplingParams(max_tokens=24, temperature=0, stop_token_ids=(token,)))
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
@@ -69,7 +69,7 @@ def test_invalid_prompt_rejects_batch_and_leaks_no_pages(llm):
 def test_ignore_eos_and_chat_stop_token(llm):
     ids = llm.tokenizer.encode_chat([{"role": "user", "content": "Say yes."}])
     (chat,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0))
-    assert chat.why == "stop" and chat.token_ids[-1] in llm.tokenizer.stop_ids and "<|im_end|>" not in chat.text
+    assert chat.finish_reason == "stop" and chat.token_ids[-1] in llm.tokenizer.stop_token_ids and "<|im_end|>" not in chat.text
     (longer,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
     assert len(longer.token_ids) == 100 and longer.token_ids[: len(chat.token_ids)] == chat.token_ids
 
@@ -79,7 +79,7 @@ def test_ignore_eos_and_chat_stop_token(llm):
     [
         {"page_size": 8},
         {"dtype": "int4"},
-        {"context": 10**6},
+        {"max_model_len": 10**6},
         {"max_batched_tokens": 8},
         {"kv_memory": "x"},
         {"colour": 1},
@@ -97,7 +97,7 @@ def test_each_request_has_its_own_policy(llm):
     together = llm.generate([text] * 3, GREEDY, kv_policy=chosen)
     assert [a.token_ids for a in together] == [llm.generate(text, GREEDY, kv_policy=c)[0].token_ids for c in chosen]
     full, h2o, ring = (a.kv["groups"][0] for a in together)
-    assert together[1].kv["bytes_end"] == 90 * 2 * llm.cache.page_bytes < together[0].kv["bytes_end"]
+    assert together[1].kv["bytes_end"] == 90 * 2 * llm.cache.store.page_bytes < together[0].kv["bytes_end"]
     assert h2o["slots_end"] == 128 < ring["slots_end"] == 192 < full["slots_end"] == full["slots_peak"]
     assert h2o["policy"].startswith("h2o:budget=64") and ring["policy"] == "ring:window=100" and is_idle(llm)
     assert llm.generate(text, GREEDY)[0].token_ids == together[0].token_ids
@@ -128,18 +128,18 @@ def test_per_query_head_policy_needs_per_query_head_masses(llm):
 
 def test_protected_system_prompt_is_never_evicted(llm):
     said = [{"role": "system", "content": "Answer like a pirate."}, {"role": "user", "content": "Count. " * 60}]
-    ids, system = llm.tokenizer.encode_chat(said), llm.tokenizer.system_tokens(said)
-    assert "pirate" in "".join(llm.tokenizer.piece(i).decode() for i in ids[:system])
-    assert llm.tokenizer.system_tokens(said[1:]) == 0
+    ids, system = llm.tokenizer.encode_chat(said), llm.tokenizer.count_system_tokens(said)
+    assert "pirate" in "".join(llm.tokenizer.token_bytes(i).decode() for i in ids[:system])
+    assert llm.tokenizer.count_system_tokens(said[1:]) == 0
     policy = "window:budget=40,protect=system"
-    kept = llm.kept(ids, policy, system)
+    kept = llm.kept_positions(ids, policy, system)
     n = len(ids)
     assert kept[7][1] == [*range(system), *range(n - 40 + system, n)]
-    assert llm.kept(ids, policy)[7][1] == list(range(n - 40, n))
+    assert llm.kept_positions(ids, policy)[7][1] == list(range(n - 40, n))
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
-    (a,), (b,) = (llm.generate([ids], params, policy, system=s) for s in (system, 0))
+    (a,), (b,) = (llm.generate([ids], params, policy, num_system_tokens=s) for s in (system, 0))
     assert a.token_ids != b.token_ids and is_idle(llm)
-    assert list(llm.stream(ids, params, policy, system))[-1].answer.token_ids == a.token_ids
+    assert list(llm.stream(ids, params, policy, system))[-1].output.token_ids == a.token_ids
 
 
 def test_prefix_cache_hits_only_within_a_salt(llm):
@@ -150,7 +150,7 @@ def test_prefix_cache_hits_only_within_a_salt(llm):
     assert turn.cached_tokens == len(ids) + len(first.token_ids) - 1  # the last token was never computed
     (other,) = llm.generate(ids, GREEDY, salt="somebody else")
     assert other.cached_tokens == 0 and other.token_ids == first.token_ids and is_idle(llm)
-    streamed = list(llm.stream(ids, GREEDY, salt="somebody else"))[-1].answer
+    streamed = list(llm.stream(ids, GREEDY, salt="somebody else"))[-1].output
     assert streamed.cached_tokens == len(ids) - 1
 
 
@@ -170,4 +170,4 @@ def test_pinned_prompt_is_not_evicted():
 
 def test_pin_needs_prefix_cache():
     with pytest.raises(ValueError, match="off"):
-        LLM("smollm2", kv_memory="64MiB", prefix="off").pin("Hello", 1.0)
+        LLM("smollm2", kv_memory="64MiB", prefix_cache="off").pin("Hello", 1.0)

@@ -9,7 +9,7 @@ import pytest
 
 from retain.kv.memory.pool import PagePool
 from retain.kv.memory.sliding_windows import SlidingWindows
-from retain.kv.prefix.cache import parse_prefix_config
+from retain.kv.prefix.config import parse as parse_prefix_config
 from retain.kv.prefix.radix_tree import RadixTree
 
 S, W = 4, 6  # page size, window of the sliding layer

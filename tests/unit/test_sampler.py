@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.engine.request import Request
+from retain.engine.request import Request, RequestInput
 from retain.engine.sampler import compute_logprobs, compute_probs, penalize_row, sample, sample_inverse_cdf
 from retain.kv.eviction.policies import parse
 from retain.sampling_params import SamplingParams
@@ -113,7 +113,7 @@ def test_sample_mixes_greedy_drawn_and_penalised_rows_and_leaves_the_logits_alon
     before = x.clone()
     greedy = SamplingParams(temperature=0, logprobs=2)
     asked = [greedy, SamplingParams(seed=3, top_k=1), replace(greedy, repetition_penalty=10.0)]
-    out = sample(x, [Request([1], p, FULL, 5) for p in asked])
+    out = sample(x, [Request(RequestInput([1], p, FULL, 5)) for p in asked])
     assert [[t for t, _ in drawn] for drawn in out] == [[1], [1], [0]]
     assert torch.equal(x, before)
     lp = out[2][0][1]

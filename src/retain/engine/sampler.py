@@ -25,6 +25,7 @@ from retain.engine.spec_decode.rejection_sampler import (
 )
 from retain.sampling_params import SamplingParams
 
+
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledTokens]:
     """The next tokens of each request, and their log-probabilities where asked for.
 

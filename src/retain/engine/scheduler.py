@@ -148,9 +148,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Free the pages of a request and put it back into the queue."""
-        log.info(
-            "KV memory is full: request %d is preempted after %d tokens", request.id, request.num_computed_tokens
-        )
+        log.info("KV memory is full: request %d is preempted after %d tokens", request.id, request.num_computed_tokens)
         self._release(request)
         request.stats.num_preemptions += 1
         self.enqueue(request)

@@ -76,11 +76,7 @@ class InputProcessor:
         """Return the token ids of a prompt, and check those that are given. Raises ValueError."""
         limit = self.info.max_model_len
         # max_token_bytes takes a while to find, so texts of ordinary length do not ask for it.
-        if (
-            isinstance(prompt, str)
-            and len(prompt) > 4 * limit
-            and len(prompt) > limit * self.tokenizer.max_token_bytes
-        ):
+        if isinstance(prompt, str) and len(prompt) > 4 * limit and len(prompt) > limit * self.tokenizer.max_token_bytes:
             raise ValueError(f"a text of {len(prompt)} characters exceeds the context of {limit}: shorten it")
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._check_token_ids(token_ids)

@@ -40,7 +40,9 @@ def draft_autoregressive(draft_limits: Sequence[tuple[Request, int]], forward: D
         for j, token in zip(going, tokens_to_host(tokens), strict=True):
             drafts[j].append(token)
         going = [
-            j for j in going if len(drafts[j]) < draft_limits[j][1] and drafts[j][-1] not in draft_limits[j][0].input.stop_ids
+            j
+            for j in going
+            if len(drafts[j]) < draft_limits[j][1] and drafts[j][-1] not in draft_limits[j][0].input.stop_ids
         ]
     for (request, _), tokens_, p_ in zip(draft_limits, drafts, told, strict=True):
         request.set_drafts(tokens_, torch.stack(p_) if p_ else None)

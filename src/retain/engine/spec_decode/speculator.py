@@ -37,7 +37,9 @@ class Speculator:
         """Guesses of what comes next, up to `most` tokens each, for who owes one token; how long they took, seconds."""
         took = 0.0
         for name, drafter in self.drafters.items() if running else ():
-            asked = [(r, n) for r in running if r.input.drafter_name == name and (n := min(r.max_drafts, max_drafts)) > 0]
+            asked = [
+                (r, n) for r in running if r.input.drafter_name == name and (n := min(r.max_drafts, max_drafts)) > 0
+            ]
             k = parse_draft_length(drafter)
             chosen = (
                 [(r, min(n, k)) for r, n in asked]

@@ -31,12 +31,12 @@ class SpecDecodeStats:
             "rounds": self.num_rounds,
             "drafted": sum(self.num_drafted_per_position),
             "accepted": sum(self.num_accepted_per_position),
-            "accepted_by_place": by_place,
-            "tokens_per_round": round(each, 3),
+            "acceptance_rate_per_position": by_place,
+            "mean_acceptance_length": round(each, 3),
             "draft_s": round(self.draft_s, 4),
             "verify_s": round(self.verify_s, 4),
-            "theory": round(each * self.baseline_s / spent, 3) if self.baseline_s else None,
-            "times_plain": round(tokens_per_s * self.baseline_s / self.num_rounds, 3) if self.baseline_s else None,
+            "expected_speedup": round(each * self.baseline_s / spent, 3) if self.baseline_s else None,
+            "speedup": round(tokens_per_s * self.baseline_s / self.num_rounds, 3) if self.baseline_s else None,
         }
 
     def record_round(self, num_drafted: int, num_accepted: int) -> None:

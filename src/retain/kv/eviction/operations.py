@@ -40,9 +40,7 @@ def gather_slots(pages: Ints, places: Tensor, page_size: int) -> Tensor:
     return table.gather(-1, places // page_size) * page_size + (places % page_size).int()
 
 
-def punch(
-    store: PageStore, pages: Ints, policy: BudgetPolicy, query_position: int, slots_used: Ints, n: int
-) -> Tensor:
+def punch(store: PageStore, pages: Ints, policy: BudgetPolicy, query_position: int, slots_used: Ints, n: int) -> Tensor:
     """Turn the n lowest slots of each head into holes, among the first `slots_used` [M, G] of its table.
 
     Returns their slot numbers [M, G, n].

@@ -12,7 +12,6 @@ import numpy as np
 
 from retain.types import Ints
 
-
 Pages = Ints
 
 

@@ -51,9 +51,7 @@ class PageSource:
     offloaded: Sequence[tuple[SpanRange, int, int, int]] = ()
 
 
-def attach_pages(
-    tables: BlockTables, row: int, plan: AttachPlan, must_copy: bool
-) -> dict[int, list[ReadJob]] | None:
+def attach_pages(tables: BlockTables, row: int, plan: AttachPlan, must_copy: bool) -> dict[int, list[ReadJob]] | None:
     """Put a plan's pages into a row's tables.
 
     Returns the blocks to load for each layer; None, and nothing is attached, where the pool has too few pages.
