@@ -55,8 +55,8 @@ def main():
         for thread in threads:
             thread.start()
         page.locator("#requests button", has_text="h2o:budget=6").click()  # 30 % of the prompt
-        page.locator("#text .t.answer").nth(40).wait_for(state="attached")
-        key = page.locator("#text .t", has_text=" key")
+        page.locator("#text .token.answer").nth(40).wait_for(state="attached")
+        key = page.locator("#text .token", has_text=" key")
         key.first.click()
         page.wait_for_timeout(1500)
         for theme, name in (("light", "inspector.png"), ("dark", "inspector-dark.png")):

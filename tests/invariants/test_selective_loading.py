@@ -204,14 +204,14 @@ def test_the_block_cache_changes_no_token_and_saves_reads(evict: str, tmp_path: 
         engine = make_selective_engine("llama", tmp_path / str(n), 0.4)
         for _ in range(2):
             for t in prompts:
-                run_to_completion(engine, [make_request(t)])
+                run_to_completion(engine, [make_request(t, 5)])
                 finish_repacking(engine)  # so that both engines have the same spans
             clear_pool(engine)
         before = disk_store_of(engine).counts["read"]
         offloader_of(engine).block_cache = block_cache
         answers.append([])
         for t in [*prompts, *prompts]:
-            answers[-1] += run_to_completion(engine, [make_request(t)])
+            answers[-1] += run_to_completion(engine, [make_request(t, 5)])
             finish_repacking(engine)
             clear_pool(engine)
         bytes_read.append(disk_store_of(engine).counts["read"] - before)

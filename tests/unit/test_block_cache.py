@@ -50,7 +50,7 @@ def test_cached_blocks_are_not_read_again(tmp_path: Path) -> None:
     store.close()
 
 
-def test_worth_is_uses_times_share_of_attention() -> None:
+def test_importance_is_uses_times_share_of_attention() -> None:
     cache = BlockCache(3 * PAGE, "importance")
     block = np.zeros(PAGE, np.uint8)
 
@@ -59,7 +59,7 @@ def test_worth_is_uses_times_share_of_attention() -> None:
 
     for key, hits, share in ((b"a", 5, 1.0), (b"b", 1, 4.0), (b"c", 2, 1.0)):
         cache.put(key, block, hits, share)
-    cache.put(b"d", block, 1, 1.0)  # worth less than all of them
+    cache.put(b"d", block, 1, 1.0)  # less important than all of them
     assert cached(b"a", b"b", b"c", b"d") == [b"a", b"b", b"c"]
     cache.put(b"e", block, 3, 1.0)
     assert cached(b"a", b"b", b"c", b"e") == [b"a", b"b", b"e"]

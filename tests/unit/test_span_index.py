@@ -26,14 +26,14 @@ def index_of(*spans: Span, capacity: int = 3 * PAGE, replacement: str = "importa
 
 
 def test_a_span_that_is_refused_evicts_nothing() -> None:
-    """The cheapest span alone does not free enough, and the next one is worth more than the new span."""
+    """The cheapest span alone does not free enough, and the next one is more important than the new span."""
     kept = [make_span(b"a", hits=5), make_span(b"b", hits=1), make_span(b"c", hits=5)]
     index = index_of(*kept)
     new = make_span(b"d", num_pages=2, hits=3)
     assert index.make_room(new.size, index.priority(new)) is None
     assert list(index) == kept and index.used_bytes == 3 * PAGE
     assert all(index.find(key) for key in (b"a", b"b", b"c"))
-    # The index still works: the same victims are found once the new span is worth more than both.
+    # The index still works: the same victims are found once the new span is more important than both.
     better = make_span(b"d", num_pages=2, hits=6)
     assert index.make_room(better.size, index.priority(better)) == [kept[1], kept[0]]
     assert list(index) == [kept[2]] and index.used_bytes == PAGE

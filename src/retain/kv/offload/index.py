@@ -54,8 +54,8 @@ class SpanIndex:
     def make_room(self, size: int, priority: tuple[float, ...] | None = None) -> list[Span] | None:
         """Evict the spans of lowest priority until `size` bytes fit, and return them.
 
-        None, with nothing evicted, if `size` exceeds the capacity. The same under `importance` if a victim is worth more
-        than the new span, whose `priority` is given.
+        None, with nothing evicted, if `size` exceeds the capacity. The same under `importance` if a victim is more
+        important than the new span, whose `priority` is given.
         """
         if size > self.capacity:
             return None

@@ -22,7 +22,8 @@ METADATA_LAYER = 2**31 - 1  # the layer number of metadata in keys
 class BlockCache:
     """Blocks in memory, each in the index as a span of one key. See SpanIndex for `replacement`.
 
-    Under `importance`, a block counts the uses of its span on the disk, and a block worth less than all others is not kept.
+    Under `importance`, a block counts the uses of its span on the disk. A block that is less important than all others
+    is not kept.
     """
 
     def __init__(self, capacity: int, replacement: str):
@@ -43,7 +44,7 @@ class BlockCache:
             return entry.data
 
     def put(self, key: bytes, block: Bytes, hits: int, attention_share: float) -> None:
-        """Copy a block into the cache, unless what would be evicted is worth more."""
+        """Copy a block into the cache, unless a block that would be evicted is more important."""
         entry = Span(
             keys=(key,),
             num_blocks=(1,),
