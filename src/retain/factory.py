@@ -133,9 +133,9 @@ def open_offload_tiers(
         block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
         tier_configs = [t for t in tier_configs if t not in memory]
         if not tier_configs:
-            raise ValueError("prefix_cache=important loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
-    elif memory and memory[0].evict == "worth":
-        raise ValueError("evict=worth goes by what is important: it is for --prefix-cache important")
+            raise ValueError("prefix_cache=selective loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
+    elif memory and memory[0].evict == "importance":
+        raise ValueError("evict=importance goes by what is important: it is for prefix_cache=selective")
     opened = sorted((t.open() for t in tier_configs), key=lambda s: s.write_through)
     log.info("tiers: %s", ", ".join(s.name for s in opened))
     return Offloader(opened, cache.kv, spec.num_kv_heads, model_fingerprint, probe_config, block_cache)

@@ -1,21 +1,25 @@
-"""A random cache and a random step over it, built alike in any backend by that backend's own `write`."""
+"""Random attention cases: a random pool and a random step over it, built alike in any backend by its own `write`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from retain.kernels.api import KV, NO_WINDOW, Tables
+from retain.kernels.api import KV, NO_WINDOW, AttentionScoring, Tables
+
+UNDEFINED = 2**31 - 1  # fills the entries of a table that no kernel may read
+UNOWNED_PAGES = 3  # pages of every pool that no table names
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What a step sees. `fresh[b]` tokens of request b look at `pages[b][g]` pages of kv head g."""
+    """A step of B requests: `fresh[b]` tokens of request b attend to `pages[b][g]` pages of kv head g."""
 
     fresh: tuple[int, ...]
     pages: tuple[tuple[int, ...], ...]
@@ -30,91 +34,160 @@ class AttentionCase:
     sinks: int = 0
     per_request_windows: bool = False  # every request has a window and sinks of its own
     alibi: bool = False
-    shared_pages: bool = True  # a third of the pages are shared by requests
+    shared_pages: bool = True  # requests share a third of their pages
     seed: int = 0
 
     @property
     def G(self) -> int:
         return len(self.pages[0])
 
+    @property
+    def alibi_slopes(self) -> Tensor | None:
+        H = self.G * self.R
+        return 2.0 ** (-8 * torch.arange(1, H + 1) / H) if self.alibi else None
+
     def build_tables(self) -> Tables:
         """Scattered pages, a third of them shared; rows in another order than requests, idle rows between."""
-        rng = torch.Generator().manual_seed(self.seed)
-        B, G, n = len(self.fresh), self.G, max(max(max(row) for row in self.pages), 1)
-        N = 2 * B + 1
-        owned = torch.randperm(N * G * n, generator=rng).add(1).view(N, G, n)  # [N, G, n]
-        shared = torch.rand(n, generator=rng) < 1 / 3  # [n]
-        if self.shared_pages:
-            owned[:, :, shared] = owned[:1, :, shared]
-        counts = torch.zeros(N, G, dtype=torch.int32)
-        rows = torch.randperm(N, generator=rng)[:B]
-        counts[rows] = torch.tensor(self.pages, dtype=torch.int32)
-        mean_nothing = torch.arange(n) >= counts[:, :, None]
-        owned[mean_nothing] = 2**31 - 1
-        starts = torch.tensor([0, *self.fresh]).cumsum(0)
-        windows, sinks = (torch.full((N,), n, dtype=torch.int32) for n in (self.window, self.sinks))
-        if self.per_request_windows:
-            windows = (windows - torch.arange(N) * 3).clamp(min=1).int()
-            sinks = sinks + torch.arange(N, dtype=torch.int32) % 5
-        return Tables(owned.int(), counts, windows, sinks, rows.int(), starts.int())
+        return _inputs(self).tables
+
+    def num_pages(self) -> int:
+        """The pages of the pool, the trash page included."""
+        return len(_inputs(self).pos)
 
     def build_cache(self, backend: ModuleType, num_extra_pages: int = 0, score_columns: int = 1) -> KV:
-        """Every slot written, then holes punched; and some spare pages."""
-        rng = torch.Generator().manual_seed(self.seed + 1)
-        t = self.build_tables()
-        P, S, D = t.pages.numel() + 1, self.S, self.D
-        kv: KV = backend.allocate(P + num_extra_pages, S, D, self.dtype, score_columns)
-        pos = torch.randint(0, P * S, (P, S), generator=rng)  # [P, S]
-        if not self.shuffled:
-            for row in t.rows.tolist():
-                for g in range(self.G):
-                    own = t.pages[row, g, : int(t.counts[row, g])].long()
-                    pos[own] = torch.arange(own.numel() * S).view(-1, S)
-        fused = torch.randn(P * S, 2, 1, D, generator=rng)  # k and v are strided views, as of a fused product
-        slots = torch.randperm(P * S, generator=rng)
-        backend.write(kv, slots[None].int(), fused[:, 0], fused[:, 1], pos.view(-1)[slots].int())
-        kv.pos[:P][torch.rand(P, S, generator=rng) < self.holes] = -1
-        kv.pos[0] = -1  # the trash page
+        """A pool with random masses, in which every slot was written before holes were punched; and extra pages."""
+        x = _inputs(self)
+        P, S = x.pos.shape
+        kv: KV = backend.allocate(P + num_extra_pages, S, self.D, self.dtype, score_columns)
+        backend.write(kv, x.slots[None].int(), x.kv[:, 0], x.kv[:, 1], x.pos.view(-1)[x.slots].int())
+        kv.pos[:P][x.holes] = -1
+        kv.mass.copy_(torch.rand(kv.mass.shape, generator=torch.Generator().manual_seed(self.seed + 4)))
         return kv
 
     def build_queries(self) -> tuple[Tensor, Tensor]:
         """q [T, H, D], a strided view, and q_pos [T]: each request's last positions."""
-        rng = torch.Generator().manual_seed(self.seed + 2)
-        T, H = sum(self.fresh), self.G * self.R
-        q = torch.randn(T, 3, H, self.D, generator=rng).to(self.q_dtype)[:, 1]
-        ends = [max(row) * self.S for row in self.pages]
-        pos = [torch.arange(end - t, end).clamp(min=0) for t, end in zip(self.fresh, ends, strict=True)]
-        return q, torch.cat(pos).int() if pos else torch.zeros(0, dtype=torch.int32)
+        return _inputs(self).q, _inputs(self).q_pos.clone()
 
-    def attend(self, backend: ModuleType) -> Tensor:
-        """The step's output, [T, H, D]."""
-        with torch_threads(1):  # quicker, for so little
-            q, q_pos = self.build_queries()
-            kv, tables = self.build_cache(backend), self.build_tables()
-            H = q.shape[1]
-            slopes = 2.0 ** (-8 * torch.arange(1, H + 1) / H) if self.alibi else None
-        return backend.attend(q, kv, tables, q_pos, self.D**-0.5, slopes)
+    def build_scoring(
+        self, noise: int, temperature: float = 1.0, redraw_noise: int = 1, decay: float = 1.0
+    ) -> AttentionScoring:
+        """Weights of all sizes, a fifth of them 0; the requests differ in their seeds only."""
+        rng = torch.Generator().manual_seed(self.seed + 3)
+        T, B = sum(self.fresh), len(self.fresh)
+        ones = torch.ones(B, dtype=torch.int32)
+        return AttentionScoring(
+            weights=torch.rand(T, generator=rng) * (torch.rand(T, generator=rng) < 0.8),
+            temperature=torch.full((T,), temperature),
+            decay=torch.full((B,), decay),
+            noise=ones * noise,
+            seed=ones.cumsum(0).int(),
+            redraw_noise=ones * redraw_noise,
+        )
+
+    def attend(self, backend: ModuleType, kv: KV | None = None, scoring: AttentionScoring | None = None) -> Tensor:
+        """The output [T, H, D] of layer 2, over this pool or a new one."""
+        q, q_pos = self.build_queries()
+        return backend.attend(
+            q,
+            self.build_cache(backend) if kv is None else kv,
+            self.build_tables(),
+            q_pos,
+            scale=self.D**-0.5,
+            alibi_slopes=self.alibi_slopes,
+            scoring=scoring,
+            layer=2,
+        )
+
+    def first_request_is_independent(self, backend: ModuleType) -> bool:
+        """Whether the first request's output has the same bits with the other requests and without them."""
+        n = self.fresh[0]
+        q, q_pos = self.build_queries()
+        kv, t = self.build_cache(backend), self.build_tables()
+        together = backend.attend(q, kv, t, q_pos, scale=self.D**-0.5)
+        alone = replace(t, rows=t.rows[:1], query_start_loc=torch.tensor([0, n], dtype=torch.int32))
+        return torch.equal(backend.attend(q[:n], kv, alone, q_pos[:n], scale=self.D**-0.5), together[:n])
 
     def with_changes(self, **changes: object) -> AttentionCase:
-        """This scene with something changed."""
+        """The same case but for some fields."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The random tensors of a case."""
+
+    tables: Tables
+    slots: Tensor  # [P * S], the order in which slots are written
+    kv: Tensor  # [P * S, 2, 1, D]: k and v of a slot are strided views, as of a fused product
+    pos: Tensor  # [P, S], before holes are punched
+    holes: Tensor  # bool [P, S]
+    q: Tensor  # [T, H, D]
+    q_pos: Tensor  # int32 [T]
+
+
+@lru_cache(maxsize=4)
+def _inputs(case: AttentionCase) -> Inputs:
+    with torch_threads(1):  # faster, for so little work
+        tables, S = _random_tables(case), case.S
+        P = len(torch.unique(tables.pages[tables.pages != UNDEFINED])) + UNOWNED_PAGES + 1
+        rng = torch.Generator().manual_seed(case.seed + 1)
+        pos = torch.randint(0, P * S, (P, S), generator=rng)
+        if not case.shuffled:
+            for row in tables.rows.tolist():
+                for g in range(case.G):
+                    own = tables.pages[row, g, : int(tables.counts[row, g])].long()
+                    pos[own] = torch.arange(own.numel() * S).view(-1, S)
+        kv = torch.randn(P * S, 2, 1, case.D, generator=rng)
+        slots = torch.randperm(P * S, generator=rng)
+        holes = torch.rand(P, S, generator=rng) < case.holes
+        holes[0] = True  # the trash page
+        T, H = sum(case.fresh), case.G * case.R
+        q = torch.randn(T, 3, H, case.D, generator=rng).to(case.q_dtype)[:, 1]
+        ends = [max(row) * S for row in case.pages]
+        q_pos = [torch.arange(end - t, end).clamp(min=0) for t, end in zip(case.fresh, ends, strict=True)]
+        return Inputs(tables, slots, kv, pos, holes, q, torch.cat(q_pos).int())
+
+
+def _random_tables(case: AttentionCase) -> Tables:
+    rng = torch.Generator().manual_seed(case.seed)
+    B, G, n = len(case.fresh), case.G, max(max(max(row) for row in case.pages), 1)
+    N = 2 * B + 1
+    owner = torch.arange(N * G * n).view(N, G, n)  # equal numbers are one page
+    shared = torch.rand(n, generator=rng) < 1 / 3  # [n]
+    if case.shared_pages:
+        owner[:, :, shared] = owner[:1, :, shared]
+    counts = torch.zeros(N, G, dtype=torch.int32)
+    rows = torch.randperm(N, generator=rng)[:B]
+    counts[rows] = torch.tensor(case.pages, dtype=torch.int32)
+    owned = torch.arange(n) < counts[:, :, None]
+    distinct, index = torch.unique(owner[owned], return_inverse=True)
+    pages = torch.full((N, G, n), UNDEFINED, dtype=torch.int32)
+    pages[owned] = (torch.randperm(len(distinct) + UNOWNED_PAGES, generator=rng)[index] + 1).int()
+    starts = torch.tensor([0, *case.fresh]).cumsum(0)
+    windows, sinks = (torch.full((N,), n, dtype=torch.int32) for n in (case.window, case.sinks))
+    if case.per_request_windows:
+        windows = (windows - torch.arange(N) * 3).clamp(min=1).int()
+        sinks = sinks + torch.arange(N, dtype=torch.int32) % 5
+    return Tables(pages, counts, windows, sinks, rows.int(), starts.int())
 
 
 @contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
-    """So many threads for a while."""
+    """Run with this many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def assert_close(o: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
-    """Equal but for the order of float32 sums; in bfloat16 but for its last bit."""
-    assert o.dtype == expected.dtype and o.shape == expected.shape
+def assert_close(o: Tensor, expected: Tensor, tolerance: float = 1e-5, label: str = "") -> None:
+    """Equal up to the order of float32 sums; in bfloat16 up to its last bit."""
+    assert o.dtype == expected.dtype and o.shape == expected.shape, label
     if o.numel():
         if o.dtype != torch.float32:
             tolerance = 2**-8
-        far = (o.float() - expected.float()).abs().max().item()
-        top = expected.float().abs().max().item()
-        assert far <= tolerance * top, f"off by {far:.2e} where the largest is {top:.2e}"
+        error = (o.float() - expected.float()).abs().max().item()
+        largest = expected.float().abs().max().item()
+        assert error <= tolerance * largest, f"{label}: off by {error:.2e} where the largest is {largest:.2e}"

@@ -1,6 +1,6 @@
-"""The triton backend for tests that hold CPU tensors: on a GPU every call takes what it is given there and back.
+"""The triton backend for tests that hold CPU tensors: on a GPU every call moves its arguments there and back.
 
-Where the interpreter runs it, it is the backend itself.
+Under Triton's interpreter it is the backend itself.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from torch import Tensor
 from retain.kernels import triton
 from retain.kernels.api import KV, Tables
 
-HOST_FIELDS = ("rows", "query_start_loc")  # of tables: the host's in any case
+HOST_FIELDS = ("rows", "query_start_loc")  # fields of Tables that stay on the host
 KERNEL_FUNCTIONS = ("write", "attend", "read", "copy", "move", "select_victims")
 
 
 class DeviceAdapter:
-    """Its functions, on a device."""
+    """The functions of the triton backend on a device, called with CPU tensors."""
 
     def __init__(self, device: str):
         self.device = torch.device(device)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(triton, name)
-        return partial(self._call_on_device, found) if name in KERNEL_FUNCTIONS else found
+        attribute = getattr(triton, name)
+        return partial(self._call_on_device, attribute) if name in KERNEL_FUNCTIONS else attribute
 
-    def _call_on_device(self, function: Any, *args: Any) -> Any:
-        up = [self._to_device(x) for x in args]
-        found = function(*up)
-        for here, there in zip(args, up, strict=True):
-            for part in ("k", "v", "pos", "mass") if isinstance(here, KV) else ():
-                getattr(here, part).copy_(getattr(there, part))
-        return tuple(x.cpu() for x in found) if isinstance(found, tuple) else found.cpu() if found is not None else None
+    def _call_on_device(self, function: Any, *args: Any, **options: Any) -> Any:
+        device_args = [self._to_device(x) for x in args]
+        result = function(*device_args, **{name: self._to_device(x) for name, x in options.items()})
+        for arg, device_arg in zip(args, device_args, strict=True):
+            for part in ("k", "v", "pos", "mass") if isinstance(arg, KV) else ():
+                getattr(arg, part).copy_(getattr(device_arg, part))
+        if isinstance(result, tuple):
+            return tuple(x.cpu() for x in result)
+        return None if result is None else result.cpu()
 
     def _to_device(self, x: Any) -> Any:
         if isinstance(x, (KV, Tables)):
@@ -46,5 +48,5 @@ class DeviceAdapter:
 
 
 def triton_backend() -> ModuleType:
-    """The triton backend, for tests."""
+    """Return the triton backend for CPU tensors."""
     return triton if triton.is_interpreted() else DeviceAdapter("cuda")  # type: ignore[return-value]

@@ -1,13 +1,14 @@
 """Law 8: imports go down only and in no circle; files and functions stay small; the map is true."""
 
 import ast
-import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tools.map import compare
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "retain"
@@ -134,16 +135,6 @@ def test_the_import_is_light():
 
 
 def test_the_map_names_every_file_that_there_is():
-    """docs/map.md draws the tree; what it draws exists, and what exists is drawn."""
-    text = (ROOT / "docs" / "map.md").read_text()
-    tree = re.search(r"```\nsrc/retain/\n(.*?)```", text, re.S)[1]
-    drawn, folders = set(), [""]
-    for line in tree.splitlines():
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        folders[depth:] = [folders[depth - 1] + name if name.endswith("/") else folders[depth - 1]]
-        drawn.add(folders[depth - 1] + name)
-    ignored = ("__init__.py", "__pycache__", ".so")
-    real = {
-        str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*") if p.is_file() and not any(i in str(p) for i in ignored)
-    }
-    assert {d for d in drawn if not d.endswith("/")} == real
+    """docs/design/map.md draws the tree; what it draws exists, and what exists is drawn."""
+    missing, extra = compare()
+    assert not missing + extra, "bring the map up to date: python tools/map.py --write, then describe the new files"

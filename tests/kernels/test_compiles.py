@@ -1,4 +1,4 @@
-"""Where there is no GPU, Triton's own compiler still says whether it would take the kernels; and who has no Triton."""
+"""Machines without a GPU compile the Triton kernels, and machines without Triton run everything else."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ assert len(answer.token_ids) == 3 and "not installed" in kernels.import_backend(
 GPU_TOOL = Path(__file__).parents[2] / "tools" / "gpu.py"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not triton.is_interpreted(), reason="a GPU compiles what it runs")
 def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)} | {"TRITON_INTERPRET": "0"}
@@ -42,9 +43,10 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
         "rope",
     }
     assert all(line["mma"] for line in lines if line["kernel"] == "attention_fwd"), "products without tensor cores"
-    assert max(line["spilled"] for line in lines) <= 64
+    assert max(line["spills"] for line in lines) <= 64
 
 
+@pytest.mark.slow
 def test_runs_without_triton() -> None:
     run = subprocess.run([sys.executable, "-c", WITHOUT_TRITON_SCRIPT], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -1,124 +1,167 @@
-"""A program is the decoder that emitted it: every family and variant, every instruction set, however tokens arrive."""
+"""A program computes what the decoder that emitted it computes: every family and variant, however tokens arrive."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from test_families import CASES, Changes
 from torch import Tensor
 
-from retain import kernels, models
-from retain.engine.batch import Batch
-from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.kernels import cpu, reference, triton
-from retain.kernels.api import CPU
-from retain.kv.capacity import KVCacheSpec
-from retain.kv.eviction import policies
-from retain.kv.memory.cache import Cache
+from retain import models
+from retain.kernels import cpu, triton
+from retain.kernels.api import CPU, NO_WINDOW, Program, StepInputs, Tables
+from retain.kernels.triton import graphs
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
-from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
+from tests.helpers.attention_case import assert_close
+from tests.helpers.backend_variants import ISAS, use_isa
+from tests.helpers.decoder_runner import run_decoder
+from tests.helpers.family_variants import CASES, Changes
+from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
+needs_triton = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
+PAGE_SIZE, PAGES_PER_HEAD = 16, 3
 STEPS = [(20, 3), (1, 10), (0, 9), (18, 1), (1, 0)]  # fresh tokens of two requests
+Steps = Sequence[tuple[int, ...]]
 
 
-def make_cache(spec: ModelSpec, backend: ModuleType, dtype: torch.dtype, device: torch.device = CPU) -> Cache:
-    shape = KVCacheSpec(spec.num_kv_heads, spec.head_dim, spec.windows)
-    return Cache(shape, backend, dtype, 2**24, 16, 2, 64, 32, device=device)
+def make_prompts(vocab_size: int, steps: Steps) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(5)
+    return [torch.randint(0, vocab_size, (sum(counts),), generator=rng) for counts in zip(*steps, strict=True)]
 
 
-def run_steps(runner: Runner, cache: Cache, vocab: int, steps: list[tuple[int, ...]]) -> Tensor:
-    """Those of every token, step by step, [tokens, V]."""
-    rows = [cache.open(policies.parse("full"), 32) for _ in range(2)]
-    texts = torch.randint(0, vocab, (2, 64), generator=torch.Generator().manual_seed(5))
-    done, found = [0, 0], []
-    for counts in steps:
-        chosen = [b for b in range(2) if counts[b]]
-        pos = np.concatenate([np.arange(done[b], done[b] + counts[b], dtype=np.int32) for b in chosen])
-        ids = torch.cat([texts[b, done[b] : done[b] + counts[b]] for b in chosen])
-        for b in chosen:
-            done[b] += counts[b]
-            assert cache.reserve(rows[b], done[b])
-        own = np.array([rows[b] for b in chosen], np.int32)
-        n = np.array([counts[b] for b in chosen], np.int32)
-        slots = cache.compute_slot_mapping(np.repeat(own, n), pos)
-        starts = torch.tensor([0, *n.cumsum()], dtype=torch.int32)
-        wanted = torch.arange(len(ids))
-        batch = Batch(ids, torch.from_numpy(pos), torch.from_numpy(own), starts, slots, wanted, [])
-        found.append(runner.forward(batch).cpu().clone())
-    return torch.cat(found)
+def decoder_logits(checkpoint: TinyCheckpoint, steps: Steps) -> Tensor:
+    """The logits [T, V] of one request after the other, computed by the decoder's own layers."""
+    model = models.build(Weights(checkpoint, torch.float32))
+    prompts = make_prompts(model.spec.vocab_size, steps)
+    return torch.cat(run_decoder(model, prompts, [[len(p) for p in prompts]]))
 
 
-def logits_of_program(
+class ProgramSteps:
+    """Runs steps of a program; every head of every request owns pages for all of its tokens."""
+
+    def __init__(self, program: Program, spec: ModelSpec, backend: ModuleType, dtype: torch.dtype, num_requests: int):
+        self.device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
+        self.program, L, G = program, spec.num_layers, spec.num_kv_heads
+        shape = (L, num_requests, G, PAGES_PER_HEAD)
+        self.pages = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+        self.kv = backend.allocate(1 + self.pages.numel(), PAGE_SIZE, spec.head_dim, dtype, 1, self.device)
+        self.kv.pos.fill_(-1)
+        windows = torch.tensor([w or NO_WINDOW for w in spec.windows], dtype=torch.int32)
+        none = torch.zeros(0, dtype=torch.int32)
+        self.tables = Tables(
+            pages=self.pages.to(self.device),
+            counts=torch.full(shape[:3], PAGES_PER_HEAD, dtype=torch.int32, device=self.device),
+            windows=windows[:, None].repeat(1, num_requests).to(self.device),
+            sinks=torch.zeros(num_requests, dtype=torch.int32, device=self.device),
+            rows=none,
+            query_start_loc=none,
+        )
+
+    def run(self, prompts: Sequence[Tensor], done: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
+        """The logits [count, V] of the next tokens of each request."""
+        chosen = [b for b, n in enumerate(counts) if n]
+        positions = torch.cat([torch.arange(done[b], done[b] + counts[b]) for b in chosen])
+        owner = torch.tensor(chosen).repeat_interleave(torch.tensor([counts[b] for b in chosen]))
+        pages = self.pages[:, owner, :, positions // PAGE_SIZE].permute(1, 2, 0)  # [L, G, T] of [T, L, G]
+        logits = self.program.run(
+            self.kv,
+            replace(
+                self.tables,
+                rows=torch.tensor(chosen, dtype=torch.int32),
+                query_start_loc=torch.tensor([0, *(counts[b] for b in chosen)]).cumsum(0).int(),
+            ),
+            StepInputs(
+                input_ids=torch.cat([prompts[b][done[b] : done[b] + counts[b]] for b in chosen]),
+                positions=positions.int(),
+                slot_mapping=(pages * PAGE_SIZE + positions % PAGE_SIZE).int().contiguous().to(self.device),
+                logits_indices=torch.arange(len(positions)),
+            ),
+        )
+        return list(logits.cpu().clone().split(list(counts)))
+
+
+def program_logits(
     checkpoint: TinyCheckpoint,
-    steps: list[tuple[int, ...]],
-    quantization: str = "auto",
+    steps: Steps,
+    *,
+    weights: str = "auto",
     dtype: torch.dtype = torch.float32,
     backend: ModuleType = cpu,
 ) -> Tensor:
-    there = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
-    program = backend.program(torch.float32, there)
-    spec = models.build(Weights(checkpoint, dtype, quantization, vector_dtype=torch.float32), program).spec
-    room = make_cache(spec, backend, dtype, there)
-    return run_steps(ProgramRunner(program, room), room, spec.vocab_size, steps)
+    """The logits [T, V] of one request after the other, computed by the program in these steps."""
+    device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
+    program = backend.program(torch.float32, device)
+    spec = models.build(Weights(checkpoint, dtype, weights, vector_dtype=torch.float32), program).spec
+    runner = ProgramSteps(program, spec, backend, dtype, len(steps[0]))
+    prompts, done, logits = make_prompts(spec.vocab_size, steps), [0] * len(steps[0]), []
+    for counts in steps:
+        logits.append(runner.run(prompts, done, counts))
+        done = [n + count for n, count in zip(done, counts, strict=True)]
+    return torch.cat([x for parts in zip(*logits, strict=True) for x in parts])
 
 
-def logits_of_reference(checkpoint: TinyCheckpoint, steps: list[tuple[int, ...]]) -> Tensor:
-    model = models.build(Weights(checkpoint, torch.float32))
-    room = make_cache(model.spec, reference, torch.float32)
-    return run_steps(TorchRunner(model, reference, room), room, model.spec.vocab_size, steps)
-
-
-def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
-    far, top = (got - want).abs().max().item(), want.abs().max().item()
-    assert far <= tolerance * top, f"off by {far:.2e} where the largest is {top:.2e}"
+def with_two_layers(family: str) -> dict[str, Any]:
+    """The changes that leave a family two layers: each kind of layer once."""
+    config = CONFIGS[family]
+    if "text_config" in config:
+        return {"text_config": {**config["text_config"], "num_hidden_layers": 2}}
+    return {key: 2 for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config}
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
-def test_the_program_is_the_decoder(family: str, changes: Changes) -> None:
-    source = tiny_checkpoint(family, **changes)
-    assert_close(logits_of_program(source, STEPS), logits_of_reference(source, STEPS), 2e-5)
+def test_cpu_program_matches_decoder(family: str, changes: Changes) -> None:
+    checkpoint = tiny_checkpoint(family, **changes)
+    expected = decoder_logits(checkpoint, STEPS)
+    for isa in ISAS:
+        with use_isa(isa):
+            assert_close(program_logits(checkpoint, STEPS), expected, 2e-5, isa)
 
 
-@pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
+@needs_triton
 @pytest.mark.parametrize("family", models.list_families())
-def test_the_program_of_triton_is_the_decoder(family: str) -> None:
-    """Some tokens at once, then one of each, twice: what is recorded comes in the third step."""
-    source, steps = tiny_checkpoint(family), [(5, 3), (1, 1), (1, 1)]
-    assert_close(logits_of_program(source, steps, backend=triton), logits_of_reference(source, steps), 2e-5)
+def test_triton_program_matches_decoder(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step operation by operation, one as a captured graph."""
+    monkeypatch.setattr(graphs, "CAPTURE_AFTER", 1)
+    checkpoint, steps = tiny_checkpoint(family, **with_two_layers(family)), [(5, 3), (1, 1)]
+    assert_close(program_logits(checkpoint, steps, backend=triton), decoder_logits(checkpoint, steps), 2e-5)
 
 
-@pytest.mark.parametrize("family", models.list_families())
-def test_on_every_instruction_set(isa: str, family: str) -> None:
-    source = tiny_checkpoint(family)
-    assert_close(logits_of_program(source, STEPS), logits_of_reference(source, STEPS), 2e-5)
+@needs_triton
+def test_triton_graph_serves_several_padded_steps() -> None:
+    """The second step of a shape is captured, and replayed by the third; three requests are padded to four."""
+    checkpoint, steps = tiny_checkpoint("llama", num_hidden_layers=1), [(5, 2, 3), *[(1, 1, 1)] * 3]
+    assert_close(program_logits(checkpoint, steps, backend=triton), decoder_logits(checkpoint, steps), 2e-5)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("family", models.list_families())
-def test_chunks_and_company_change_no_bit(isa: str, family: str, weights: str) -> None:
-    """Not in any kind of weights: integers are summed exactly, and floats in the order of the inputs."""
-    source = tiny_checkpoint(family)
-    together = logits_of_program(source, [(9, 12)], weights, torch.bfloat16)
-    apart = logits_of_program(source, [(9, 0), *[(0, 1)] * 12], weights, torch.bfloat16)
-    assert torch.equal(together, apart)
+def test_chunks_and_other_requests_change_no_bit(family: str, weights: str) -> None:
+    """Of any weights: integers are summed exactly, and floats in the order of the inputs."""
+    checkpoint = tiny_checkpoint(family)
+    for isa in ISAS:
+        with use_isa(isa):
+            together = program_logits(checkpoint, [(9, 12)], weights=weights, dtype=torch.bfloat16)
+            apart = program_logits(checkpoint, [(9, 0), *[(0, 1)] * 12], weights=weights, dtype=torch.bfloat16)
+        assert torch.equal(together, apart), isa
 
 
 @pytest.mark.parametrize("family", models.list_families())
 def test_less_exact_weights_are_close(family: str) -> None:
-    source = tiny_checkpoint(family)
-    want = logits_of_reference(source, STEPS)
+    checkpoint = tiny_checkpoint(family)
+    expected = decoder_logits(checkpoint, STEPS)
     for weights in ("bf16", "int8"):
-        got = logits_of_program(source, STEPS, weights, torch.bfloat16)
-        assert (got - want).norm() <= 0.15 * want.norm()  # tiny random models magnify what is rounded
+        logits = program_logits(checkpoint, STEPS, weights=weights, dtype=torch.bfloat16)
+        assert (logits - expected).norm() <= 0.15 * expected.norm()  # tiny random models magnify rounding errors
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    source = tiny_checkpoint("llama")
-    source.shapes["model.layers.1.mlp.down_proj.weight"] = (64, 97)
-    with pytest.raises(ValueError, match=r"do not fit|are wanted"):
-        models.build(Weights(source, torch.float32), kernels.load("cpu").program(torch.float32, CPU))
+def test_rejects_weights_whose_shapes_do_not_fit() -> None:
+    checkpoint = tiny_checkpoint("llama")
+    checkpoint.shapes["model.layers.1.mlp.down_proj.weight"] = (64, 97)
+    with pytest.raises(ValueError, match="the input of a linear layer has width 97, but 96 is expected"):
+        models.build(Weights(checkpoint, torch.float32), cpu.program(torch.float32, CPU))

@@ -1,4 +1,4 @@
-"""Quantised matrices are what they say, and as near to what they were made of as their steps allow."""
+"""Quantized matrices mean what kernels/quantized.py says, and are as near to the dense matrix as their steps allow."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def random_matrix(out: int, into: int, seed: int = 0) -> Tensor:
 
 
 def expand_groups(x: Tensor) -> Tensor:
-    """One value a group -> one a number."""
+    """Repeat one value a group for each of its numbers."""
     return x.float().repeat_interleave(32, 1)
 
 
 def float16_rounding_error(x: Tensor) -> Tensor:
-    """By how much a float16 may differ from what was rounded to it."""
+    """The largest error of rounding to these float16 numbers."""
     return (x.float().abs() * 2**-11).clamp(min=2**-25)
 
 
 def is_nearest_quantization(x: Tensor, m: Int4 | Int8, lowest: int, highest: int) -> bool:
-    """The steps are chosen against the scale and shift as they are after rounding."""
+    """Whether no neighbouring q is nearer, given the rounded scale and shift."""
     error = (x - m.dequantize()).abs()
     others = [replace(m, q=(m.q.int() + by).clamp(lowest, highest).to(m.q.dtype)) for by in (-1, 1)]
     return all((error <= (x - other.dequantize()).abs() + x.abs().max() * 2**-20).all() for other in others)
@@ -56,8 +56,7 @@ def matrices_equal(a: Weight, b: Weight) -> bool:
     return type(a) is type(b) and all(torch.equal(x, getattr(b, name)) for name, x in vars(a).items())
 
 
-def test_what_quanta_mean() -> None:
-    """Number by number."""
+def test_dequantize_number_by_number() -> None:
     q = torch.arange(128).reshape(2, 64)
     scale, shift = torch.tensor([[0.5, -2.0], [3.0, 0.0]]).half(), torch.tensor([[1.0, -1.5], [0.0, 7.0]]).half()
     four, eight = Int4((q % 16).byte(), scale, shift), Int8((q - 128).to(torch.int8), scale)
@@ -82,8 +81,8 @@ def test_int8_is_the_nearest(x: Tensor) -> None:
     assert (m.q.dtype, m.scale.dtype) == (torch.int8, torch.float16)
     assert (m.q.shape, m.scale.shape) == (x.shape, (x.shape[0], x.shape[1] // 32))
     assert m.q.min() >= -127
-    most = x.abs().view(x.shape[0], -1, 32).amax(-1)
-    assert torch.equal(m.scale, (most / 127).half())
+    largest = x.abs().view(x.shape[0], -1, 32).amax(-1)
+    assert torch.equal(m.scale, (largest / 127).half())
     assert not m.q[expand_groups(m.scale) == 0].any()
     assert (
         (x - m.dequantize()).abs()
@@ -113,17 +112,17 @@ def test_int4_is_the_nearest(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("make", [quantize_int4, quantize_int8])
-def test_what_is_exact_stays_exact(make: type) -> None:
-    """Steps of 1: also from bfloat16, and from a matrix that does not lie row by row."""
+def test_representable_numbers_are_exact(make: type) -> None:
+    """Multiples of the step are exact, also from bfloat16 and from a matrix that is not contiguous."""
     x = (torch.arange(64 * 64).reshape(64, 64) * 7 % 16).float()
     x[:, ::32], x[:, 1::32] = 0, 15 if make is quantize_int4 else 127
-    assert torch.equal(make(x).dense(), x)
-    assert torch.equal(make(x.bfloat16()).dense(), x)
-    assert torch.equal(make(x.T.contiguous().T).dense(), x)
+    assert torch.equal(make(x).dequantize(), x)
+    assert torch.equal(make(x.bfloat16()).dequantize(), x)
+    assert torch.equal(make(x.T.contiguous().T).dequantize(), x)
 
 
 @pytest.mark.parametrize(("make", "large"), [(quantize_int4, 1e6), (quantize_int8, 1e7)])
-def test_what_cannot_be_quantised_is_refused(make: type, large: float) -> None:
+def test_rejects_unrepresentable_numbers_and_shapes(make: type, large: float) -> None:
     for number in (large, -large, float("inf"), float("nan")):
         x = random_matrix(2, 64)
         x[1, 40] = number
@@ -135,9 +134,9 @@ def test_what_cannot_be_quantised_is_refused(make: type, large: float) -> None:
 
 
 @pytest.mark.parametrize("kind", [Tensor.clone, quantize_int4, quantize_int8])
-def test_rows(kind: type) -> None:
+def test_select_rows(kind: type) -> None:
     x = kind(random_matrix(6, 64))
-    dense = x if isinstance(x, Tensor) else x.dense()
+    dense = x if isinstance(x, Tensor) else x.dequantize()
     for index in ([3, 0, 5], [1, 1], [], list(range(6))):
         picked = select_rows(x, torch.tensor(index, dtype=torch.int64))
         assert type(picked) is type(x)
@@ -147,14 +146,14 @@ def test_rows(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [Tensor.clone, quantize_int4, quantize_int8])
-def test_rows_are_scaled(kind: type) -> None:
+def test_scale_rows(kind: type) -> None:
     x, by = kind(random_matrix(3, 64)), torch.tensor([1.0, 0.3, -2.0])
     before, after = ((m if isinstance(m, Tensor) else m.dequantize()) for m in (x, scale_rows(x, by)))
     torch.testing.assert_close(after, before * by[:, None], rtol=2**-10, atol=2**-10)
     assert torch.equal(after[0], before[0]) and torch.equal(after[2], -2 * before[2])
 
 
-def test_a_stack_of_one_kind_keeps_it() -> None:
+def test_concat_of_one_kind_keeps_it() -> None:
     for kind in (quantize_int4, quantize_int8):
         parts = [kind(random_matrix(n, 64, seed=n)) for n in (2, 3, 1)]
         whole = concat_rows(parts)
@@ -165,7 +164,7 @@ def test_a_stack_of_one_kind_keeps_it() -> None:
     assert matrices_equal(concat_rows(dense), torch.cat(dense))
 
 
-def test_a_stack_of_two_kinds_is_of_the_widest() -> None:
+def test_concat_of_several_kinds_has_the_widest() -> None:
     four, eight, dense = (
         quantize_int4(random_matrix(2, 64)),
         quantize_int8(random_matrix(3, 64, seed=1)),
@@ -179,4 +178,6 @@ def test_a_stack_of_two_kinds_is_of_the_widest() -> None:
     for parts in ([four, dense], [dense, eight, four]):
         whole = concat_rows(parts)
         assert isinstance(whole, Tensor) and whole.dtype == torch.bfloat16
-        assert torch.equal(whole, torch.cat([m if isinstance(m, Tensor) else m.dense(torch.bfloat16) for m in parts]))
+        assert torch.equal(
+            whole, torch.cat([m if isinstance(m, Tensor) else m.dequantize(torch.bfloat16) for m in parts])
+        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.batch import Batch
-from retain.kernels.api import Program
+from retain.kernels.api import Program, StepInputs
 from retain.kv.manager import KVCacheManager
 from retain.models.decoder import Decoder
 
@@ -34,17 +34,16 @@ class ProgramRunner:
     def forward(self, batch: Batch) -> Tensor:
         """See Runner.forward."""
         tables = batch.tables or self.cache.tables.device.build_tables(batch.rows, batch.query_start_loc)
-        return self.program.run(
-            self.cache.kv,
-            tables,
-            batch.slot_mapping,
-            batch.input_ids,
-            batch.positions,
-            batch.logits_indices,
-            batch.attention_scoring,
-            batch.before_attention,
-            batch.after_attention,
+        step = StepInputs(
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            logits_indices=batch.logits_indices,
+            scoring=batch.attention_scoring,
+            before_attention=batch.before_attention,
+            after_attention=batch.after_attention,
         )
+        return self.program.run(self.cache.kv, tables, step)
 
 
 class TorchRunner:
@@ -70,10 +69,10 @@ class TorchRunner:
                 kv,
                 tables.for_layer(layer),
                 batch.positions,
-                scale,
-                self.alibi_slopes,
-                batch.attention_scoring,
-                layer,
+                scale=scale,
+                alibi_slopes=self.alibi_slopes,
+                scoring=batch.attention_scoring,
+                layer=layer,
             )
             if batch.after_attention:
                 batch.after_attention(layer)

@@ -1,1 +1,4 @@
-"""File formats of model weights. Does not depend on: what a model computes."""
+"""Model file formats: safetensors folders, GGUF files and random weights, each under Hugging Face's names.
+
+Does not depend on: what a model computes, requests, the cache.
+"""

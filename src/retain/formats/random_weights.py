@@ -1,7 +1,6 @@
-"""Models of published shapes with random weights: what is too large to ship can be timed all the same.
+"""Models of published sizes with random weights, for timing models that are too large to ship.
 
-`random:llama-3.1-8b` becomes a folder with a config.json, a tokenizer of bytes, and no weights; `Random` makes them up.
-What they say means nothing. What is not known here: what families compute.
+`random:llama-3.1-8b` names a folder with a config.json and a byte tokenizer. RandomCheckpoint generates its weights.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from retain.formats.safetensors import read_json_object
+from retain.files import atomic_write, read_json_object
 
-MARKER_FILE = "random.json"  # a folder that has it has no weights
-NUM_RANDOM_VALUES = 4_194_301  # random numbers that all tensors are made of; a prime, so that no row is like another
+MARKER_FILE = "random.json"  # marks a folder whose weights are generated
+NUM_RANDOM_VALUES = 4_194_301  # length of the values that all tensors repeat; a prime, so that no two rows are equal
 HFConfig = dict[str, Any]
 
 LLAMA_3_1_8B: HFConfig = {
@@ -36,7 +36,7 @@ CONFIGS: dict[str, HFConfig] = {
         **LLAMA_3_1_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
         "tie_word_embeddings": True,
     },
-    # MPT-7B's context is a matter of its ALiBi: its sibling for stories has 65536.
+    # ALiBi does not limit the context; 65536 is that of MPT-7B-StoryWriter.
     "mpt-7b": {
         "model_type": "mpt", "vocab_size": 50432, "d_model": 4096, "n_heads": 32, "n_layers": 32, "max_seq_len": 65536,
     },
@@ -49,38 +49,35 @@ CONFIGS: dict[str, HFConfig] = {
 
 
 def create_folder(name: str, parent: Path) -> Path:
-    """The folder of a shape, made below this one if need be. Raises ValueError."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    from retain.models.resolve import atomic_write
-
+    """Return the folder of a model below `parent`, created on the first call. Raises ValueError for an unknown name."""
     if name not in CONFIGS:
-        raise ValueError(f"no shape {name!r}: choose one of {', '.join(f'random:{n}' for n in CONFIGS)}")
+        raise ValueError(f"no random model {name!r}: choose one of {', '.join(f'random:{n}' for n in CONFIGS)}")
     path, config = parent / "random" / name, CONFIGS[name]
     if not (path / MARKER_FILE).is_file():
-        bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-        words = [*bytes_, *(f"w{i}" for i in range(len(bytes_), config["vocab_size"]))]
-        core = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
-        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        core.decoder = decoders.ByteLevel()
-        for file, text in (("tokenizer.json", core.to_str()), ("config.json", json.dumps(config)), (MARKER_FILE, "{}")):
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokens = [*alphabet, *(f"w{i}" for i in range(len(alphabet), config["vocab_size"]))]
+        tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        files = {"tokenizer.json": tokenizer.to_str(), "config.json": json.dumps(config), MARKER_FILE: "{}"}
+        for file, text in files.items():
             atomic_write(path / file, methodcaller("write", text.encode()))
     return path
 
 
 class RandomCheckpoint:
-    """A Source (models/weights.py) of such a folder."""
+    """A Checkpoint that generates its tensors from their names."""
 
     def __init__(self, path: Path):
         self.config = read_json_object(path / "config.json")
         self._shapes = dict(TENSOR_SHAPES[self.config["model_type"]](self.config))
 
     def names(self) -> Set[str]:
-        """All of them."""
+        """See Checkpoint."""
         return self._shapes.keys()
 
     def read(self, name: str) -> Tensor:
-        """bfloat16: factors of norms are 1, and products as large as what they are made of."""
+        """Generate a tensor, bfloat16. Norm weights are 1; matrices keep the scale of their input."""
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16)
@@ -90,7 +87,7 @@ class RandomCheckpoint:
         return block.repeat(-(-n // NUM_RANDOM_VALUES))[:n].view(shape)
 
     def read_quantized(self, name: str, transposed: bool = False) -> None:
-        """Nothing is quantised."""
+        """Return None: nothing is quantized."""
 
     @cached_property
     def _random_values(self) -> Tensor:
@@ -98,7 +95,7 @@ class RandomCheckpoint:
 
 
 def llama_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes."""
+    """Yield the names and shapes of a Llama model's tensors."""
     E, M, D = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
     yield "model.embed_tokens.weight", (c["vocab_size"], E)
@@ -106,28 +103,28 @@ def llama_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     if not c["tie_word_embeddings"]:
         yield "lm_head.weight", (c["vocab_size"], E)
     for i in range(c["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        for name, out, into in (("q", q, E), ("k", kv, E), ("v", kv, E), ("o", E, q)):
-            yield f"{at}self_attn.{name}_proj.weight", (out, into)
-        for name, out, into in (("gate", M, E), ("up", M, E), ("down", E, M)):
-            yield f"{at}mlp.{name}_proj.weight", (out, into)
+        prefix = f"model.layers.{i}."
+        for name, out_dim, in_dim in (("q", q, E), ("k", kv, E), ("v", kv, E), ("o", E, q)):
+            yield f"{prefix}self_attn.{name}_proj.weight", (out_dim, in_dim)
+        for name, out_dim, in_dim in (("gate", M, E), ("up", M, E), ("down", E, M)):
+            yield f"{prefix}mlp.{name}_proj.weight", (out_dim, in_dim)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{at}{name}.weight", (E,)
+            yield f"{prefix}{name}.weight", (E,)
 
 
 def mpt_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes."""
+    """Yield the names and shapes of an MPT model's tensors."""
     E = c["d_model"]
     yield "transformer.wte.weight", (c["vocab_size"], E)
     yield "transformer.norm_f.weight", (E,)
     for i in range(c["n_layers"]):
-        at = f"transformer.blocks.{i}."
-        for name, out, into in (("attn.Wqkv", 3 * E, E), ("attn.out_proj", E, E)):
-            yield f"{at}{name}.weight", (out, into)
-        for name, out, into in (("ffn.up_proj", 4 * E, E), ("ffn.down_proj", E, 4 * E)):
-            yield f"{at}{name}.weight", (out, into)
+        prefix = f"transformer.blocks.{i}."
+        for name, out_dim, in_dim in (("attn.Wqkv", 3 * E, E), ("attn.out_proj", E, E)):
+            yield f"{prefix}{name}.weight", (out_dim, in_dim)
+        for name, out_dim, in_dim in (("ffn.up_proj", 4 * E, E), ("ffn.down_proj", E, 4 * E)):
+            yield f"{prefix}{name}.weight", (out_dim, in_dim)
         for name in ("norm_1", "norm_2"):
-            yield f"{at}{name}.weight", (E,)
+            yield f"{prefix}{name}.weight", (E,)
 
 
 TENSOR_SHAPES = {"llama": llama_shapes, "mpt": mpt_shapes}

@@ -1,6 +1,8 @@
-"""Kernels: the only package that touches the bytes of keys and values. `api.py` is the contract of a backend.
+"""Kernels: the only package that reads and writes the bytes of keys and values.
 
-A backend is a folder here and is found by its name: `load("cpu")`.
+`api.py` is the contract of a backend. A backend is a folder of this package, and `load` finds it by that name.
+
+Does not depend on: requests, the scheduler, policies, models. Imports nothing of the package but itself.
 """
 
 from __future__ import annotations
@@ -13,48 +15,51 @@ import torch
 
 from retain.kernels.api import CPU
 
-BACKEND_PRIORITY = {"cpu": ("cpu", "reference"), "cuda": ("triton",)}  # backends of a device, the fastest first
+BACKEND_PRIORITY = {"cpu": ("cpu", "reference"), "cuda": ("triton",)}  # backends of each device type, fastest first
 
 
 def backend_names() -> list[str]:
-    """The backends in this folder, by name."""
+    """Return the names of all backends."""
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.ispkg)
 
 
 def load(name: str, device: torch.device = CPU) -> ModuleType:
-    """The backend of that name; `auto` is the fastest on that device. Raises ValueError where it cannot run."""
+    """Return a backend that can run here (see `Backend`); `auto` is the fastest one for the device.
+
+    Raises ValueError if the name is unknown, or if the backend cannot run on this machine or device.
+    """
     if name == "auto":
-        able = [n for n in BACKEND_PRIORITY[device.type] if import_backend(n).unavailable_reason() is None]
-        return import_backend((able or BACKEND_PRIORITY[device.type])[0])
+        candidates = BACKEND_PRIORITY[device.type]
+        usable = [n for n in candidates if import_backend(n).unavailable_reason() is None]
+        return import_backend((usable or candidates)[0])
     if name not in backend_names():
         raise ValueError(f"unknown backend {name!r}: choose one of auto, {', '.join(backend_names())}")
     backend = import_backend(name)
-    why: str | None = backend.unavailable_reason()
-    if not why and device.type not in backend.DEVICES:
-        why = f"it computes on {' or '.join(backend.DEVICES)}, not on {device.type}"
-    if why:
-        raise ValueError(f"backend {name!r} cannot run here: {why}")
+    reason: str | None = backend.unavailable_reason()
+    if not reason and device.type not in backend.DEVICES:
+        reason = f"it computes on {' or '.join(backend.DEVICES)}, not on {device.type}"
+    if reason:
+        raise ValueError(f"backend {name!r} cannot run here: {reason}")
     return backend
 
 
 def resolve_device(name: str) -> torch.device:
-    """`cpu` or `cuda`; `auto` is a GPU where there is one for the triton backend. Raises ValueError.
+    """Return the device of that name; `auto` is a GPU if the triton backend can use one, else the CPU.
 
-    Which GPU is for CUDA_VISIBLE_DEVICES to say: kernels are launched on the first that there is.
+    The backend uses the first GPU that CUDA_VISIBLE_DEVICES leaves. Raises ValueError if there is no such device.
     """
     if name == "auto":
-        return torch.device(
-            "cuda" if torch.cuda.is_available() and import_backend("triton").unavailable_reason() is None else "cpu"
-        )
+        has_gpu = torch.cuda.is_available() and import_backend("triton").unavailable_reason() is None
+        return torch.device("cuda" if has_gpu else "cpu")
     if name not in BACKEND_PRIORITY:
         raise ValueError(
-            f"device {name!r} is not supported: choose auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which)"
+            f"device {name!r} is not supported: choose auto, cpu or cuda (CUDA_VISIBLE_DEVICES selects the GPU)"
         )
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda': there is no NVIDIA GPU here, or torch was built without CUDA")
+        raise ValueError("device 'cuda': no NVIDIA GPU was found, or torch was built without CUDA; use auto or cpu")
     return torch.device(name)
 
 
 def import_backend(name: str) -> ModuleType:
-    """The backend of that name, whether it can run here or not."""
+    """Import and return a backend, even if it cannot run here."""
     return importlib.import_module(f"{__name__}.{name}")

@@ -1,32 +1,36 @@
-"""Kernels: the only rooms that touch the bytes of keys and values.
+"""The contract of a backend: the memory it works on, its functions, its programs, and two laws.
 
-A backend is a folder here and is found by its name: `load("cpu")`. It is a module with `DEVICES`, the types of device
-that it computes on, and nine functions, which `reference` (plain torch) defines and every other backend must equal:
+A backend is a package in this folder that implements `Backend` as a module. `reference` (plain torch) is the
+definition of every function; `kernels.load(name)` finds a backend by the name of its folder.
 
-    allocate(n_pages, page_size, head_dim, dtype, columns, device)  -> KV: room for a pool of pages
-    write(kv, slots, k, v, pos)                                     put fresh tokens into their slots
-    attend(q, kv, tables, q_pos, scale, slopes, observe)   -> o     look by position, and leave mass where asked
-    read(kv, pages)                                        -> k, v  what they hold, in float32
-    copy(kv, src, dst)                                              copy whole pages
-    move(kv, src, dst)                                              move slots
-    lowest(priority, pos, used, sinks, after, n)           -> places which slots go first
-    available()                                     -> str | None   why this backend cannot run here, or None
-    program(dtype, device)                          -> Program | None
+Memory. A pool (`KV`) is P pages of S slots. A slot holds one token's K and V in one kv head of one layer, the token's
+position, and the attention mass it has received. Slot number s is place s % S of page s // S.
 
-A program is a whole forward pass as a list of operations (see `Program`); a backend that has none computes layer by
-layer in torch, with `write` and `attend` between.
+    k[p], v[p]   S x D numbers each, in the backend's own layout (`KV.layout` names it)
+    pos[p]       S x int32; -1 marks a hole
+    mass[p]      C x S x float32
 
-How K and V lie inside a page is the backend's own affair (`KV.layout` names it); elsewhere a page is opaque bytes.
-Positions and masses are not opaque: `KV.pos` and `KV.mass` are plain tensors; the cache reads them and punches holes.
+Only the backend reads or writes K and V; other packages treat them as opaque bytes, page by page. Positions and masses
+are plain tensors: the cache reads them, and punches holes by writing -1.
 
-    page p, head dim D, page_size S         k[p], v[p]   S x D numbers, in the backend's layout
-                                            pos[p]       S x int32; -1 is a hole
-                                            mass[p]      C x S x float32; what observed queries left on the slots
+Ownership. The caller holds the pool and decides which request, layer and head owns a page. A backend touches only the
+slots and pages that a call names, and remembers nothing about requests between calls. Page 0 is the trash page: no
+request owns it and all of its slots stay holes, so 0 may pad a table or a slot mapping (with position -1). The caller
+punches all slots of a page before the first use. Apart from that the content of a new page is undefined, but finite.
 
-Slot number s is page s // S, place s % S. Page 0 is the trash page: nobody owns it and it holds only holes, so a
-table may be padded with it. Who takes another page makes holes of its slots first; nothing else is promised of them.
+Visibility. A query at position p sees slot s iff `0 <= pos[s] <= p and (p - pos[s] < window or pos[s] < sinks)`.
 
-What is not known here: requests, policies, budgets, layers' meanings.
+Laws, which the tests state as equalities:
+
+1. Every backend and instruction set equals `reference`. Positions, copies, moves, victims and the rounding of stored
+   K and V are equal to the bit; outputs and masses differ at most by the rounding of the dtype in use.
+2. Inside one backend and instruction set a token's bits depend neither on the other requests of the step nor on how its
+   text is divided into steps. (The triton backend keeps this law for attention and the other requests only.)
+
+Devices. Tensors lie on the pool's device unless the text says "host". A host tensor is small, and is read to plan the
+launches of a step; a backend never waits for the device.
+
+Does not depend on: requests, policies, budgets, the meaning of a layer.
 """
 
 from __future__ import annotations
@@ -42,15 +46,16 @@ from torch import Tensor
 
 from retain.kernels.quantized import Weight
 
-NO_WINDOW = 2**31 - 1  # a window that nothing falls out of
+NO_WINDOW = 2**31 - 1  # a window that every position is inside of
 CPU = torch.device("cpu")
+NO_NOISE, GUMBEL, GAUSSIAN, CONSTANT = range(4)  # the values of AttentionScoring.noise
 
 
 @dataclass(frozen=True)
 class KV:
-    """The memory of a pool of P pages of S slots. Shapes of `k` and `v` depend on `layout`.
+    """The memory of a pool: P pages of S slots. The shapes of `k` and `v` depend on `layout`.
 
-    `mass` has a column for each query head of a kv head (C = R), or one for their sum (C = 1).
+    `mass` has C columns: one for each query head of a kv head (C = R), or one for their sum (C = 1).
     """
 
     k: Tensor
@@ -63,173 +68,248 @@ class KV:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of K and V."""
+        """Return the dtype of K and V."""
         return self.k.dtype
 
     @property
     def num_pages(self) -> int:
-        """P, the trash page among them."""
+        """Return P, which includes the trash page."""
         return self.pos.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Return the device of all tensors."""
         return self.pos.device
 
     def to_index(self, indices: NDArray[np.int32]) -> Tensor:
-        """Numbers of pages or slots as they are asked for there, int64."""
+        """Return numbers of pages or slots as an int64 index on the pool's device."""
         return torch.from_numpy(indices).long().to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Whose pages the fresh tokens of a step look at, in one layer. All int32.
+    """The pages that the fresh tokens of a step attend to, in one layer (B requests, N rows, G kv heads). All int32.
 
-    Those of all layers have an L before the shapes of the first three.
-
-    pages   [N, G, n]  page numbers of kv head g of the request in row N; entries from `counts` on mean nothing
-    counts  [N, G]     how many of them are owned
-    windows [N]        how far back the request in row N sees; NO_WINDOW where nothing falls out
-    sinks   [N]        how many first positions it sees anyway
-    rows    [B]        the row of each request of this step
-    starts  [B + 1]    fresh tokens starts[b] : starts[b + 1] belong to request b
-    dense   [N]        1: place i of every table without a window holds position i or a hole, so nobody has to look
-
-    `rows` and `starts` are the host's, for they say what work there is; the others lie where the pool does. No head of
-    these rows owns more than `most` pages, where that is known.
+    In the tables of all layers `pages`, `counts` and `windows` have a leading L.
     """
 
-    pages: Tensor
-    counts: Tensor
-    windows: Tensor
-    sinks: Tensor
-    rows: Tensor
-    query_start_loc: Tensor
-    dense: Tensor | None = None
-    max_pages: int | None = None
+    pages: Tensor  # [N, G, n]: page numbers of each kv head of each row; undefined from counts[row, head] on
+    counts: Tensor  # [N, G]: pages of each kv head
+    windows: Tensor  # [N]: NO_WINDOW, or the number of latest positions that a query sees, its own included
+    sinks: Tensor  # [N]: first positions that a query sees in spite of its window
+    rows: Tensor  # host [B]: the row of each request of the step
+    query_start_loc: Tensor  # host [B + 1]: fresh tokens query_start_loc[b] : query_start_loc[b + 1] are request b's
+    dense: Tensor | None = None  # [N]: 1 if slot i of every table without a window holds position i or is a hole
+    max_pages: int | None = None  # an upper bound of `counts`, if known
 
     def for_layer(self, layer: int) -> Tables:
-        """Those of one layer out of those of all."""
+        """Return the tables of one layer, given the tables of all layers."""
         return replace(self, pages=self.pages[layer], counts=self.counts[layer], windows=self.windows[layer])
-
-
-# Kinds of noise. Their means and deviations are those of Keyformer's Gumbel (arXiv 2403.09054, table 4).
-NO_NOISE, GUMBEL, GAUSSIAN, CONSTANT = range(4)
 
 
 @dataclass(frozen=True)
 class AttentionScoring:
-    """What the fresh queries of a step leave on the slots of their request:
+    """How a step's queries change the masses of the slots they see. All fields are on the host, and contiguous.
 
-        mass = decay * mass + sum over its fresh queries of weight * softmax((x + noise) / tau)
+        mass = decay * mass + sum over the request's fresh queries of weight * softmax((x + noise) / temperature)
 
-    x are a query's scores, bias and what it does not see included; what it attends to is not changed. H2O is weight 1
-    (arXiv 2306.14048, accumulated attention), Keyformer the same with its noise and tau (arXiv 2403.09054, eq. 9 and
-    algorithm 1). Requests with a window are not observed: what they forget is known. Nor are those
-    without fresh tokens. An observed request shares no page.
+    x are a query's scores after scaling, bias and visibility mask. The attention output does not change. H2O has
+    weight 1 (accumulated attention, arXiv 2306.14048); Keyformer adds noise and temperature (arXiv 2403.09054, eq. 9
+    and algorithm 1). Requests with a window or without fresh tokens keep their masses. A scored request shares no page.
 
-    The noise is a hash of (seed, layer, kv head, position of the slot) and, where it is drawn `anew`, of the query's
-    position: nothing is stored, and every backend draws the same. Query heads that share a kv head share it.
+    The kinds of noise have the mean and deviation of Keyformer's Gumbel noise (table 4). Noise is a hash of seed,
+    layer, kv head and slot position, so it is never stored and all backends draw the same; see reference/noise.py.
+    `redraw_noise` adds the query's position to the hash. The query heads of a kv head share their noise.
     """
 
     weights: Tensor  # float32 [T]
-    temperature: Tensor  # float32 [T], above 0
+    temperature: Tensor  # float32 [T], positive
     decay: Tensor  # float32 [B]
-    noise: Tensor  # int32 [B], one of the kinds above
+    noise: Tensor  # int32 [B]: NO_NOISE, GUMBEL, GAUSSIAN or CONSTANT
     seed: Tensor  # int32 [B]
-    redraw_noise: Tensor  # int32 [B]: 1, or 0 for noise drawn once
+    redraw_noise: Tensor  # int32 [B]: 1 to draw noise for every query, 0 to draw it once
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The T fresh tokens of one step of a program.
+
+    The program calls `before_attention(layer, q)` before each layer writes and attends. The layer's queries [T, H, D],
+    rotated already, are valid until the call returns. The program calls `after_attention(layer)` afterwards.
+    """
+
+    input_ids: Tensor  # host int64 [T]
+    positions: Tensor  # host int32 [T]
+    slot_mapping: Tensor  # int32 [L, G, T]: the slot of each fresh token
+    logits_indices: Tensor  # host int64 [N]: the fresh tokens whose logits the caller wants
+    scoring: AttentionScoring | None = None
+    before_attention: Callable[[int, Tensor], None] | None = None
+    after_attention: Callable[[int], None] | None = None
 
 
 class Program(Protocol):
-    """A forward pass as operations over buffers, which are numbers and hold a float32 row for every fresh token.
+    """A forward pass as a list of operations over buffers; the model emits them once, `run` executes a step.
 
-    Every operation raises ValueError where the widths of its buffers do not fit. `add`: to what `out` holds.
+    A buffer is an int and stands for rows of `width` numbers, one row for each fresh token. With `add` an operation
+    adds its result to `out` instead of replacing it. An operation raises ValueError if the widths do not fit.
     """
 
     def buffer(self, name: str, width: int) -> int:
-        """Rows of `width` numbers. The same name is the same buffer, so layers share them."""
+        """Return the buffer of that name; create it at the first call. Layers share buffers by name."""
         ...
 
     def logits_buffer(self, width: int) -> int:
-        """The buffer that `run` returns, [N, width]."""
+        """Create and return the buffer that `run` returns, [N, width]."""
         ...
 
     def embedding(self, out: int, table: Weight, factor: float = 1.0) -> None:
-        """out = factor * table[id]."""
+        """Set out = factor * table[input_id]."""
         ...
 
     def position_embedding(self, out: int, table: Weight, offset: int = 0) -> None:
-        """out += table[position + offset]."""
+        """Add table[position + offset] to out."""
         ...
 
     def norm(
         self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
     ) -> None:
-        """out = norm(x) * weight + bias, by the deviation (`centred`) or the root of the mean square.
+        """Set out = normalized(x) * weight + bias: LayerNorm with `subtract_mean`, RMSNorm without.
 
-        weight [n], or [heads, n] where a row begins with so many heads, each normalised alone.
+        weight [n], or [heads, n] to normalize each of the first `heads` groups of n numbers separately.
         """
         ...
 
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
-        """out = x W^T + bias."""
+        """Set out = x weight^T + bias; weight [out width, x width]."""
         ...
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
-        """out = act(x[:n]) for act silu, relu, gelu or gelu_tanh; `gated` times x[n : 2 n]."""
+        """Set out = act(x[:n]), times x[n : 2 n] if `gated`; `act` is silu, relu, gelu or gelu_tanh."""
         ...
 
     def clip(self, x: int, limit: float) -> None:
-        """Between -at and at, in place."""
+        """Clamp x between -limit and limit, in place."""
         ...
 
     def rope(
         self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int
     ) -> None:
-        """Rotate the first 2 n numbers of the first `heads` heads by position; freqs [n]. See models/rope.py."""
+        """Rotate the first 2 n numbers of the first `heads` heads by position, in place; freqs [n].
+
+        See models/rope.py for the angles and for `interleaved`.
+        """
         ...
 
     def attend(
         self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, alibi_slopes: Tensor | None
     ) -> None:
-        """Write k and v of the rows [q | k | v] into their slots, then look; `heads` are H, G, D."""
+        """Write k and v of the rows [q | k | v] into their slots, then attend; `heads` is (H, G, D)."""
         ...
 
     def gather_rows(self, x: int, out: int) -> None:
-        """Only the rows whose logits are wanted; what follows sees only these."""
+        """Copy the rows of `logits_indices` to out; all later operations see N rows."""
         ...
 
     def finalize(self) -> None:
-        """Nothing more is added: matrices that were packed may go."""
+        """End the list of operations, and free what only adding operations needed."""
         ...
 
-    def run(
-        self,
-        kv: KV,
-        tables: Tables,
-        slot_mapping: Tensor,
-        input_ids: Tensor,
-        positions: Tensor,
-        logits_indices: Tensor,
-        scoring: AttentionScoring | None = None,
-        before_attention: Callable[[int, Tensor], None] | None = None,
-        after_attention: Callable[[int], None] | None = None,
-    ) -> Tensor:
-        """A step: ids int64 [T], pos int32 [T], slots int32 [L, G, T], wanted int64 [N] -> logits float32 [N, V].
+    def run(self, kv: KV, tables: Tables, step: StepInputs) -> Tensor:
+        """Compute one step: write the fresh tokens' K and V, attend, and return logits float32 [N, V].
 
-        `tables` are those of all layers: pages [L, N, G, n], counts [L, N, G], windows [L, N]. `ids`, `pos`, `wanted`
-        and `observe` are the host's; the rest, and the logits, lie where the pool does. The next step overwrites the
-        logits. `before(layer, q)` is called before a layer writes and looks, with its queries [T, H, D], good until it
-        returns; `after(layer)` when it has looked.
+        `tables` are those of all layers. The next step overwrites the logits, which lie on the pool's device.
         """
         ...
 
     @property
     def weight_bytes(self) -> int:
-        """Of all packed matrices."""
+        """Return the bytes of all weight matrices, as the program stores them."""
+        ...
+
+
+class Backend(Protocol):
+    """The functions of a backend module. G, H and R are kv heads, query heads, and query heads of a kv head."""
+
+    DEVICES: tuple[str, ...]  # the types of torch.device it computes on
+
+    def unavailable_reason(self) -> str | None:
+        """Return why the backend cannot run on this machine, or None if it can."""
+        ...
+
+    def program(self, dtype: torch.dtype, device: torch.device) -> Program | None:
+        """Return an empty program. Without programs return None: the engine then runs the model's layers in torch."""
+        ...
+
+    def allocate(
+        self,
+        num_pages: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        score_columns: int = 1,
+        device: torch.device = CPU,
+    ) -> KV:
+        """Allocate a pool with C = `score_columns`, and make the trash page all holes.
+
+        Raises ValueError if the backend does not support the dtype, the page size or the head dim.
+        """
+        ...
+
+    def write(self, kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store fresh tokens in their slots: K and V rounded to the pool's dtype, position, and mass 0.
+
+        slot_mapping int32 [G, T], distinct except for slots of the trash page; k, v [T, G, D] of any float dtype; pos
+        int32 [T]. Inputs may be strided, but the last dimension of k and v must be contiguous.
+        """
+        ...
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: KV,
+        tables: Tables,
+        q_pos: Tensor,
+        *,
+        scale: float,
+        alibi_slopes: Tensor | None = None,
+        scoring: AttentionScoring | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        """Return softmax(scale q.k + bias) v of every fresh query over the visible slots of its own request.
+
+        q [T, H, D] with H = G * R, of any float dtype; query head h reads kv head h // R. q_pos int32 [T]. `tables` are
+        one layer's. alibi_slopes float32 [H] add slope * (pos[s] - q_pos) to a score. The result is [T, H, D] in q's
+        dtype, and 0 for a query that sees nothing. `scoring` updates masses; `layer` only enters its noise.
+        """
+        ...
+
+    def read(self, kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V of pages int64 [n] in float32, each [n, S, D]. The numbers of holes are undefined."""
+        ...
+
+    def copy(self, kv: KV, src: Tensor, dst: Tensor) -> None:
+        """Copy pages with positions and masses: src, dst int64 [n], without a page in common."""
+        ...
+
+    def move(self, kv: KV, src: Tensor, dst: Tensor) -> None:
+        """Copy slots with positions and masses: M lists src, dst int32 [M, n]; lists share no page.
+
+        A list is copied in order, and never writes a slot before it has read it. The caller punches what is left over.
+        """
+        ...
+
+    def select_victims(
+        self, priority: Tensor, pos: Tensor, lengths: Tensor, sinks: int, last_evictable: int, n: int
+    ) -> Tensor:
+        """Return the places of the n slots to evict first from each list, in that order: int64 [N, n].
+
+        priority float32 and pos int32 [N, S]; lengths int32 [N] on the host: only the first lengths[i] >= n slots of
+        list i are candidates. Positions below `sinks` and above `last_evictable` come last. See eviction_order.py for
+        the order. Raises ValueError if a list is too short.
+        """
         ...
 
 
 def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype, score_columns: int = 1) -> int:
-    """Bytes of one page: K, V, positions and masses."""
+    """Return the bytes of one page: K, V, positions and masses."""
     return page_size * (2 * head_dim * dtype.itemsize + 4 + 4 * score_columns)

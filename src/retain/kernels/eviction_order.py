@@ -1,20 +1,20 @@
-"""Which slots go first when some must: one number for each, the same in every backend. Policies are not known here."""
+"""The order in which slots are evicted, as one integer for each slot, so that all backends agree to the slot."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-PROTECTED = 2**32  # in the place of a priority; above all of them
+PROTECTED = 2**32  # replaces the priority of a protected slot; larger than the rank of any float
 
 
 def eviction_key(priority: Tensor, pos: Tensor, sinks: int, last_evictable: int) -> Tensor:
-    """int64 [..., S] for slots of priority float32 and position int32 [..., S]: the lowest goes first, none are equal.
+    """Return int64 keys [..., S] of slots with priority float32 and position int32 [..., S]; the lowest goes first.
 
-    Holes are below everything, as they lie; those before position `sinks` or behind `after` above everything; older
-    before newer where priorities are equal.
+    Holes go first, in the order of their places. Positions below `sinks` or above `last_evictable` go last. Among
+    equal priorities the oldest position goes first, so no two keys are equal.
     """
     bits = priority.float().contiguous().view(torch.int32).long()
-    number = 2**31 + torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # positive, in the order of the floats
-    number = torch.where((pos < sinks) | (pos > last_evictable), PROTECTED, number)
-    return torch.where(pos < 0, torch.arange(-pos.shape[-1], 0, device=pos.device), (number << 30) + pos)
+    rank = 2**31 + torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # positive, in the order of the floats
+    rank = torch.where((pos < sinks) | (pos > last_evictable), PROTECTED, rank)
+    return torch.where(pos < 0, torch.arange(-pos.shape[-1], 0, device=pos.device), (rank << 30) + pos)

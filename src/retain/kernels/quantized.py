@@ -1,7 +1,7 @@
-"""The matrix of a linear layer or an embedding: dense, or quantised in groups of 32 inputs that share a scale.
+"""The weight matrix of a linear layer or an embedding: dense, or quantized in groups of 32 inputs that share a scale.
 
-Weights are most of what decoding reads, so they stay as small as their file has them. `dense` defines what the quanta
-mean; kernels pack them as they like. What is not known here: files, and who chooses which kind.
+Decoding reads mostly weights, so they stay as small as in their file. `dequantize` defines the values; each backend
+packs them in a layout of its own.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GROUP_SIZE = 32  # neighbouring inputs that share a scale
+GROUP_SIZE = 32  # adjacent inputs that share a scale
 
 
 @dataclass(frozen=True, eq=False)
 class Int4:
-    """w = scale * q + shift. One byte a number."""
+    """A matrix w = scale * q + shift; q takes one byte a number here."""
 
     q: Tensor  # uint8 [out, in], 0 to 15
     scale: Tensor  # float16 [out, in / 32]
@@ -25,45 +25,45 @@ class Int4:
 
     @property
     def shape(self) -> torch.Size:
-        """(out, in)."""
+        """Return (out, in)."""
         return self.q.shape
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers [out, in], computed in float32."""
+        """Return the dense matrix [out, in], computed in float32 and rounded to `dtype`."""
         numbers = _split_groups(self.q.float()).mul_(_expand_groups(self.scale)).add_(_expand_groups(self.shift))
         return numbers.flatten(-2).to(dtype)
 
     def select_rows(self, index: Tensor) -> Int4:
-        """These rows, int64 [n], in this order: [n, in]. Raises IndexError."""
+        """Return the rows of index int64 [n], in this order: [n, in]. Raises IndexError."""
         return Int4(self.q[index], self.scale[index], self.shift[index])
 
     def scale_rows(self, factors: Tensor) -> Int4:
-        """Each row times its factor, float32 [out]; scales and shifts are rounded anew."""
+        """Multiply each row by its factor, float32 [out]; round scales and shifts again."""
         return Int4(self.q, *(_to_float16(x.float() * factors[:, None]) for x in (self.scale, self.shift)))
 
 
 @dataclass(frozen=True, eq=False)
 class Int8:
-    """w = scale * q."""
+    """A matrix w = scale * q."""
 
-    q: Tensor  # int8 [out, in], -127 to 127; a file may have a -128
+    q: Tensor  # int8 [out, in], -127 to 127; a file may contain -128
     scale: Tensor  # float16 [out, in / 32]
 
     @property
     def shape(self) -> torch.Size:
-        """(out, in)."""
+        """Return (out, in)."""
         return self.q.shape
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers [out, in], computed in float32."""
+        """Return the dense matrix [out, in], computed in float32 and rounded to `dtype`."""
         return _split_groups(self.q.float()).mul_(_expand_groups(self.scale)).flatten(-2).to(dtype)
 
     def select_rows(self, index: Tensor) -> Int8:
-        """These rows, int64 [n], in this order: [n, in]. Raises IndexError."""
+        """Return the rows of index int64 [n], in this order: [n, in]. Raises IndexError."""
         return Int8(self.q[index], self.scale[index])
 
     def scale_rows(self, factors: Tensor) -> Int8:
-        """Each row times its factor, float32 [out]; scales are rounded anew."""
+        """Multiply each row by its factor, float32 [out]; round scales again."""
         return Int8(self.q, _to_float16(self.scale.float() * factors[:, None]))
 
 
@@ -72,21 +72,21 @@ Weight = Tensor | Int4 | Int8  # a Tensor is dense, [out, in]
 
 
 def quantize_int4(weight: Tensor) -> Int4:
-    """The nearest Int4 of a dense matrix, each group from its least number to its largest in 15 steps.
+    """Return the nearest Int4 of a dense matrix; 15 steps lead from a group's smallest number to its largest.
 
-    Raises ValueError where `in` is no multiple of 32, or where a number is not finite or too large for a float16.
+    Raises ValueError if `in` is not a multiple of 32, or if a number is not finite or too large for float16.
     """
     x = _to_groups(weight)  # [out, n, 32]
-    least, most = x.aminmax(dim=-1)  # [out, n] both
-    scale, shift = _to_float16((most - least) / 15), _to_float16(least)
+    smallest, largest = x.aminmax(dim=-1)  # [out, n] both
+    scale, shift = _to_float16((largest - smallest) / 15), _to_float16(smallest)
     q = (x - _expand_groups(shift)).div_(_nonzero_scale(scale)).round_().clamp_(0, 15)
     return Int4(q.to(torch.uint8).flatten(-2), scale, shift)
 
 
 def quantize_int8(weight: Tensor) -> Int8:
-    """The nearest Int8 of a dense matrix, each group's largest number being 127 or -127 steps.
+    """Return the nearest Int8 of a dense matrix; 127 steps lead from 0 to a group's largest absolute value.
 
-    Raises ValueError where `in` is no multiple of 32, or where a number is not finite or its scale no float16.
+    Raises ValueError if `in` is not a multiple of 32, or if a scale is not finite in float16.
     """
     x = _to_groups(weight)  # [out, n, 32]
     scale = _to_float16(x.abs().amax(dim=-1) / 127)  # [out, n]
@@ -95,65 +95,69 @@ def quantize_int8(weight: Tensor) -> Int8:
 
 
 def is_quantizable(weight: Weight) -> bool:
-    """Whether its groups are whole, so that it can be quantised."""
+    """Return whether `in` is a multiple of the group size."""
     return weight.shape[1] % GROUP_SIZE == 0
 
 
 def select_rows(weight: Weight, index: Tensor) -> Weight:
-    """These rows, int64 [n], of a matrix of any kind. Raises IndexError."""
+    """Return the rows of index int64 [n] of any kind of matrix. Raises IndexError."""
     return weight[index] if isinstance(weight, Tensor) else weight.select_rows(index)
 
 
 def scale_rows(weight: Weight, factors: Tensor) -> Weight:
-    """Each row of a matrix of any kind times its factor, float32 [out]."""
+    """Multiply each row of any kind of matrix by its factor, float32 [out]."""
     return (weight * factors[:, None]).to(weight.dtype) if isinstance(weight, Tensor) else weight.scale_rows(factors)
 
 
 def concat_rows(weights: Sequence[Weight]) -> Weight:
-    """The rows of one over those of the next, [sum of out, in]. One alone is itself.
+    """Stack matrices of equal `in` by rows: [sum of out, in]. A single matrix is returned as it is.
 
-    Kinds stay as they are; where they differ, all become the widest of them: Int8 before Int4, a tensor's before both.
+    Matrices of one kind keep it. Of several kinds the result has the widest: Int4 < Int8 < the dtype of a tensor.
     """
     if len(weights) == 1:
         return weights[0]
-    if dense := [m for m in weights if isinstance(m, Tensor)]:
-        return torch.cat([m if isinstance(m, Tensor) else m.dequantize(dense[0].dtype) for m in weights])
-    fours = [m for m in weights if isinstance(m, Int4)]
-    if len(fours) == len(weights):
-        return Int4(*(torch.cat([getattr(m, part) for m in fours]) for part in ("q", "scale", "shift")))
-    eights = [quantize_int8(m.dequantize()) if isinstance(m, Int4) else m for m in weights if not isinstance(m, Tensor)]
-    return Int8(torch.cat([m.q for m in eights]), torch.cat([m.scale for m in eights]))
+    if dense := [w for w in weights if isinstance(w, Tensor)]:
+        return torch.cat([w if isinstance(w, Tensor) else w.dequantize(dense[0].dtype) for w in weights])
+    int4 = [w for w in weights if isinstance(w, Int4)]
+    if len(int4) == len(weights):
+        return Int4(
+            q=torch.cat([w.q for w in int4]),
+            scale=torch.cat([w.scale for w in int4]),
+            shift=torch.cat([w.shift for w in int4]),
+        )
+    int8 = [quantize_int8(w.dequantize()) if isinstance(w, Int4) else w for w in weights if not isinstance(w, Tensor)]
+    return Int8(q=torch.cat([w.q for w in int8]), scale=torch.cat([w.scale for w in int8]))
 
 
 def check_finite(x: Tensor) -> Tensor:
-    """The same scales or shifts. Raises ValueError where one is no number, as what is computed would be none either."""
+    """Return scales or shifts unchanged. Raises ValueError if one is infinite or NaN, as all its products would be."""
     if not torch.isfinite(x).all():
-        raise ValueError("a group of weights whose scale is not finite in float16")
+        raise ValueError("the scale of a group of weights is not finite in float16; use wider weights")
     return x
 
 
 def _to_float16(x: Tensor) -> Tensor:
-    """Rounded to float16. Raises ValueError where that is not finite."""
+    """Round to float16. Raises ValueError if the result is not finite."""
     return check_finite(x.half())
 
 
 def _nonzero_scale(scale: Tensor) -> Tensor:
-    """For each number of a group its scale, but 1 where that is 0, and any step is as near: [out, n, 1]."""
+    """Return each group's scale, [out, n, 1], with 1 in place of 0: every q is equally near if the scale is 0."""
     return _expand_groups(scale.masked_fill(scale == 0, 1))
 
 
 def _expand_groups(x: Tensor) -> Tensor:
-    """One value a group for all of its numbers: float32 [out, n, 1]."""
+    """Reshape one value a group, [out, n], to broadcast over the group's numbers: float32 [out, n, 1]."""
     return x.float().unsqueeze(-1)
 
 
 def _split_groups(x: Tensor) -> Tensor:
-    """[out, in] -> [out, n, 32]."""
+    """Reshape [out, in] to [out, n, 32]."""
     return x.reshape(x.shape[0], x.shape[1] // GROUP_SIZE, GROUP_SIZE)
 
 
 def _to_groups(weight: Tensor) -> Tensor:
-    """float32 [out, n, 32] of a dense matrix that can be quantised. Raises ValueError for another."""
+    """Return a dense matrix as float32 [out, n, 32]. Raises ValueError if `in` is not a multiple of 32."""
     if not is_quantizable(weight):
-        raise ValueError(f"a matrix of {weight.shape[1]} inputs has no whole groups of {GROUP_SIZE}")
+        raise ValueError(f"a matrix with {weight.shape[1]} inputs has no whole groups of {GROUP_SIZE}; keep it dense")
     return _split_groups(weight.float())

@@ -1,78 +1,103 @@
-"""What the programs of all backends check: how wide their buffers are. Who computes is not known here."""
+"""Checks of shapes that all backends share: the widths of a program's buffers, the arguments of a call."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from retain.kernels.api import StepInputs, Tables
+
 LOGITS_BUFFER = -1  # the buffer that a program returns
 
 
 class BufferShapes:
-    """Buffers by name and number. Every method raises ValueError where widths do not fit."""
+    """The buffers of a program: ids by name, widths by id. Every check raises ValueError if widths do not fit."""
 
     def __init__(self) -> None:
         self.buffer_ids: dict[str, int] = {}
         self.widths: dict[int, int] = {}
 
     def find(self, name: str, width: int) -> int | None:
-        """The buffer of that name, None where there is none yet."""
-        number = self.buffer_ids.get(name)
-        if number is not None:
-            check_equal(f"buffer {name!r}", width, self.widths[number])
-        return number
+        """Return the id of the buffer of that name, or None if there is none yet."""
+        buffer_id = self.buffer_ids.get(name)
+        if buffer_id is not None:
+            check_equal(f"buffer {name!r}", width, self.widths[buffer_id])
+        return buffer_id
 
     def register(self, name: str, buffer_id: int, width: int) -> int:
-        """One more. Its number."""
+        """Add a buffer and return its id."""
         self.buffer_ids[name], self.widths[buffer_id] = buffer_id, width
         return buffer_id
 
     def check_embedding(self, out: int, width: int) -> None:
-        """Rows of an embedding so wide."""
-        check_equal("a row of an embedding", width, self.widths[out])
+        """Check rows of an embedding table, `width` numbers each."""
+        check_equal("a row of the embedding", width, self.widths[out])
 
     def check_norm(self, x: int, out: int, shape: tuple[int, ...], bias: int | None) -> tuple[int, int]:
-        """By weights [n] or [heads, n], and so many biases: heads and n."""
+        """Check a norm with weights of this shape, [n] or [heads, n], and `bias` biases. Return heads and n."""
         heads, n = shape if len(shape) == 2 else (1, *shape)
         if len(shape) == 1:
             check_equal("the weight of a norm", n, self.widths[x], self.widths[out])
         elif heads * n > min(self.widths[x], self.widths[out]):
-            raise ValueError(f"{heads} heads of {n} are normalised in rows of {self.widths[x]}")
+            raise ValueError(f"a norm of {heads} heads of {n} does not fit a buffer of width {self.widths[x]}")
         check_equal("the bias of a norm", n if bias is None else bias, n)
         return heads, n
 
     def check_linear(self, x: int, out: int, shape: tuple[int, ...], bias: int | None) -> None:
-        """By a matrix [out, in], and so many biases."""
+        """Check a linear layer with a weight of this shape, [out, in], and `bias` biases."""
         rows, columns = shape
         check_equal("the input of a linear layer", columns, self.widths[x])
         check_equal("the output of a linear layer", rows, self.widths[out], rows if bias is None else bias)
 
     def check_activation(self, x: int, out: int, n: int, gated: bool) -> None:
-        """So many numbers, or twice as many."""
+        """Check an activation of n numbers a row, followed by n gates if `gated`."""
         check_equal("an activation", n, self.widths[x] // (2 if gated else 1), self.widths[out])
 
     def check_rope(self, x: int, heads: int, head_dim: int, num_freqs: int) -> None:
-        """So many heads by so many frequencies."""
+        """Check a rotation of the first 2 * num_freqs numbers of each head."""
         if heads * head_dim > self.widths[x] or 2 * num_freqs > head_dim:
-            raise ValueError(f"{heads} heads of {head_dim} are turned in rows of {self.widths[x]}")
+            raise ValueError(
+                f"rope of {num_freqs} frequencies on {heads} heads of {head_dim} does not fit a buffer of width"
+                f" {self.widths[x]}"
+            )
 
     def check_attention(self, qkv: int, out: int, heads: tuple[int, int, int], num_slopes: int | None) -> None:
-        """H query heads and G kv heads of D."""
+        """Check attention of H query heads and G kv heads of D numbers; `heads` is (H, G, D)."""
         H, G, D = heads
         check_equal("q, k and v", (H + 2 * G) * D, self.widths[qkv])
-        check_equal("the heads' output", H * D, self.widths[out])
-        check_equal("slopes", H if num_slopes is None else num_slopes, H)
+        check_equal("the attention output", H * D, self.widths[out])
+        check_equal("alibi_slopes", H if num_slopes is None else num_slopes, H)
 
     def check_gather_rows(self, x: int, out: int) -> None:
-        """As wide as they were."""
-        check_equal("the last rows", self.widths[x], self.widths[out])
+        """Check that the gathered rows keep their width."""
+        check_equal("the gathered rows", self.widths[x], self.widths[out])
 
 
 def check_equal(name: str, *widths: int) -> None:
-    """Raise ValueError unless all are the same."""
+    """Raise ValueError unless all widths are equal."""
     if len(set(widths)) > 1:
-        raise ValueError(f"{name} has {widths[0]} numbers where {', '.join(map(str, widths[1:]))} are wanted")
+        raise ValueError(f"{name} has width {widths[0]}, but {' and '.join(map(str, widths[1:]))} is expected")
+
+
+def check_step(tables: Tables, step: StepInputs) -> None:
+    """Raise ValueError unless the tables of all layers and the inputs of a program's step have matching shapes."""
+    T, B, (L, _, G, _) = len(step.input_ids), len(tables.rows), tables.pages.shape
+    shapes = [x.shape for x in (step.positions, step.slot_mapping, tables.query_start_loc)]
+    if shapes != [(T,), (L, G, T), (B + 1,)]:
+        raise shape_error(
+            "run",
+            f"positions [{T}], slot_mapping [{L}, {G}, {T}], query_start_loc [{B + 1}]",
+            positions=step.positions,
+            slot_mapping=step.slot_mapping,
+            query_start_loc=tables.query_start_loc,
+        )
 
 
 def numel_or_none(x: Tensor | None) -> int | None:
-    """How many numbers it has."""
+    """Return the number of elements, or None if there is no tensor."""
     return None if x is None else x.numel()
+
+
+def shape_error(function: str, expected: str, **got: Tensor) -> ValueError:
+    """Return the error for arguments of a function whose shapes are not the expected ones."""
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in got.items())
+    return ValueError(f"{function}: expected {expected}; got {shapes}")

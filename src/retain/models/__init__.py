@@ -1,7 +1,7 @@
-"""Models: what is computed between tokens and logits.
+"""Models: from token ids to logits.
 
-One family is one file in families/, named as its Hugging Face `model_type`; `build` finds it by that name.
-What is not known here: requests, the cache, sampling, text.
+Each family is one file in families/, named like its Hugging Face `model_type`.
+Does not depend on: requests, the cache, sampling, text.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from retain.kernels.api import Program
 from retain.models.decoder import Decoder
 from retain.models.weights import Weights
 
-SHAPE_ERRORS = (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError)  # what contradicting sizes raise
+SHAPE_ERRORS = (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError)  # raised by sizes that disagree
 
 
 def list_families() -> list[str]:
-    """The families, by the names of their files."""
+    """Return the names of all families, sorted."""
     return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent / "families")]))
 
 
 def load_family(model_type: str) -> ModuleType:
-    """The module with a family's `spec` and `build`. Raises ValueError for one that has no file."""
+    """Import a family's module, which has `spec_from_config` and `build`. Raises ValueError for an unknown family."""
     if model_type not in list_families():
         raise ValueError(f"model type {model_type!r} is not supported: one of {', '.join(list_families())}")
     return importlib.import_module(f"{__name__}.families.{model_type}")
 
 
 def build(weights: Weights, program: Program | None = None) -> Decoder:
-    """The decoder of a model file, by its config's model_type; written into `program` where one is given.
+    """Build the decoder of a checkpoint, and emit it into `program` if one is given.
 
-    Raises ValueError where the config lacks something, asks for what its family here does not compute, or does not fit
-    the tensors: a program compares every shape; without one, two tokens, the ends of vocabulary and context, go through
-    the whole decoder.
+    A program checks every shape. Without one, a forward pass over two tokens checks them (see check_shapes).
+    Raises ValueError when the config lacks a key, asks for a feature that the family does not compute, or does not
+    match the tensors.
     """
     try:
         decoder = load_family(weights.config["model_type"]).build(weights)
@@ -52,7 +52,7 @@ def build(weights: Weights, program: Program | None = None) -> Decoder:
 
 @torch.inference_mode()
 def check_shapes(decoder: Decoder) -> None:
-    """Raise one of UNFIT unless every shape is as the spec says."""
+    """Run the first and the last token at the first and the last position. Raises one of SHAPE_ERRORS."""
     s = decoder.spec
     ids, pos = torch.tensor([0, s.vocab_size - 1]), torch.tensor([0, s.max_position_embeddings - 1])
 

@@ -1,13 +1,13 @@
-"""What every family is made of: a description, layers of parts (parts.py), and the decoder that strings them together.
+"""The decoder that all families share: its spec, its attention, the common layer layouts.
 
-A family (families/<model_type>.py) says in `spec` how large the model is and how it looks at the cache, and composes in
-`build` a `Decoder`. The decoder computes and knows no cache: attention is a function it is given,
+A family (families/<model_type>.py) describes a model in `spec_from_config`, and composes a Decoder in `build`. The
+decoder gets attention as a function, which writes k and v into slots and reads the cache:
 
     attend(layer, q [T, H, D], k [T, G, D], v [T, G, D]) -> o [T, H, D]
 
-which writes k and v into slots and looks. So one and the same code serves prefill chunks, decoding and verification.
-Like the parts, layers are said twice: `__call__` defines in torch what `emit` writes into a program.
-Letters: T tokens of the step, E hidden size, H query heads, G kv heads, R = H / G, D head dim, V vocabulary.
+So prefill chunks, decoding and verification run the same code. As in layers.py, every layer has two forms: `__call__`
+computes in torch and is the definition, `emit` writes the same computation into a program.
+Letters: T fresh tokens, E hidden size, H query heads, G kv heads, R = H / G, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,60 +29,67 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class DecoderLayer(Protocol):
-    """One of the layers between embedding and head."""
+    """A layer between the embedding and the head."""
 
     def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
-        """[T, E] -> [T, E]."""
+        """Compute [T, E] -> [T, E]."""
         ...
 
     def emit(self, program: Program, x: int) -> None:
-        """The same, in place."""
+        """Write the layer into a program; it updates buffer `x` in place."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The size of a model and how its layers look at the cache."""
+    """The sizes of a model, and the part of the cache that each layer attends to."""
 
     vocab_size: int
     hidden_size: int
     num_heads: int  # H
     num_kv_heads: int  # G
     head_dim: int  # D
-    max_position_embeddings: int  # the longest text, in tokens
-    windows: tuple[int | None, ...]  # one a layer: how far back it sees; None is everything
-    scale: float  # of q.k
-    alibi_slopes: tuple[float, ...] | None = None  # ALiBi, one a query head
+    max_position_embeddings: int  # context length, in tokens
+    windows: tuple[int | None, ...]  # sliding window of each layer, in tokens; None is full attention
+    scale: float  # factor on q.k
+    alibi_slopes: tuple[float, ...] | None = None  # one for each query head
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Return L."""
         return len(self.windows)
 
 
 def multi_head_spec(
     vocab_size: int, hidden_size: int, num_heads: int, num_layers: int, max_position_embeddings: int
 ) -> ModelSpec:
-    """The spec of plain attention: a kv head for every query head, everything seen, the hidden size shared by heads."""
-    dim = hidden_size // num_heads
+    """Return the spec of full multi-head attention, with H = G and D = E / H."""
+    head_dim = hidden_size // num_heads
     return ModelSpec(
-        vocab_size, hidden_size, num_heads, num_heads, dim, max_position_embeddings, (None,) * num_layers, dim**-0.5
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        windows=(None,) * num_layers,
+        scale=head_dim**-0.5,
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """out(attend(q, k, v)) of layer `i`; `qkv` gives the heads of q over those of k over those of v."""
+    """Compute o_proj(attend(q, k, v)). `qkv_proj` returns all heads of q, then those of k, then those of v."""
 
     layer_idx: int
     spec: ModelSpec
     qkv_proj: Layer  # [T, E] -> [T, (H + 2 G) D]
     o_proj: Linear
     rope: Rope | None = None
-    qk_norm: Layer | None = None  # of the heads of q and k, before they are turned
+    qk_norm: Layer | None = None  # applied to the heads of q and k before rope
 
     def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
-        """[T, E] -> [T, E]."""
+        """Compute [T, E] -> [T, E]."""
         s = self.spec
         heads = self.qkv_proj(x).view(x.shape[0], -1, s.head_dim)  # [T, H + 2 G, D]
         qk, v = torch.split(heads, [s.num_heads + s.num_kv_heads, s.num_kv_heads], dim=1)
@@ -94,17 +101,17 @@ class Attention:
         return self.o_proj(attend(self.layer_idx, q, k, v).flatten(1))
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
-        """The same from buffer `x` into buffer `out`, or added to what that holds."""
-        s, turned = self.spec, self.spec.num_heads + self.spec.num_kv_heads
-        qkv, o = (
-            program.buffer("qkv", (turned + s.num_kv_heads) * s.head_dim),
-            program.buffer("o", s.num_heads * s.head_dim),
-        )
+        """Write the layer into a program: read buffer `x`, write buffer `out`, or add to it."""
+        s = self.spec
+        num_qk_heads = s.num_heads + s.num_kv_heads
+        qkv = program.buffer("qkv", (num_qk_heads + s.num_kv_heads) * s.head_dim)
+        o = program.buffer("o", s.num_heads * s.head_dim)
         self.qkv_proj.emit(program, x, qkv)
         if self.qk_norm:
             self.qk_norm.emit(program, qkv, qkv)
         if self.rope:
-            program.rope(qkv, self.rope.freqs, self.rope.attention_factor, self.rope.interleaved, turned, s.head_dim)
+            rope = self.rope
+            program.rope(qkv, rope.freqs, rope.attention_factor, rope.interleaved, num_qk_heads, s.head_dim)
         slopes = None if s.alibi_slopes is None else torch.tensor(s.alibi_slopes)
         program.attend(qkv, o, self.layer_idx, (s.num_heads, s.num_kv_heads, s.head_dim), s.scale, slopes)
         self.o_proj.emit(program, o, out, add)
@@ -112,7 +119,7 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)
 class PreNormLayer:
-    """The usual layer: x += attention(norm1(x)), then x += mlp(norm2(x))."""
+    """Compute x += attention(norm1(x)), then x += mlp(norm2(x))."""
 
     norm1: Layer
     attention: Attention
@@ -120,12 +127,12 @@ class PreNormLayer:
     mlp: Layer
 
     def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
-        """[T, E] -> [T, E]."""
+        """Compute [T, E] -> [T, E]."""
         x = x + self.attention(self.norm1(x), angles, attend)
         return x + self.mlp(self.norm2(x))
 
     def emit(self, program: Program, x: int) -> None:
-        """See Layer."""
+        """Write the layer into a program; it updates buffer `x` in place."""
         h = program.buffer("h", self.attention.spec.hidden_size)
         self.norm1.emit(program, x, h)
         self.attention.emit(program, h, x, add=True)
@@ -135,7 +142,7 @@ class PreNormLayer:
 
 @dataclass(frozen=True, eq=False)
 class ParallelLayer:
-    """Both branches see the same x: x += attention(norm1(x)) + mlp(norm2(x)). Without norm2 they share the first."""
+    """Compute x += attention(norm1(x)) + mlp(norm2(x)). Without norm2, both branches share norm1."""
 
     norm1: Layer
     attention: Attention
@@ -143,12 +150,12 @@ class ParallelLayer:
     mlp: Layer
 
     def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
-        """[T, E] -> [T, E]."""
+        """Compute [T, E] -> [T, E]."""
         h = self.norm1(x)
         return x + self.attention(h, angles, attend) + self.mlp(self.norm2(x) if self.norm2 else h)
 
     def emit(self, program: Program, x: int) -> None:
-        """See Layer."""
+        """Write the layer into a program; it updates buffer `x` in place."""
         E = self.attention.spec.hidden_size
         h = g = program.buffer("h", E)
         self.norm1.emit(program, x, h)
@@ -160,22 +167,22 @@ class ParallelLayer:
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """A whole model: `forward` for all fresh tokens, `logits` for the few that are sampled from."""
+    """A whole model: `forward` runs all fresh tokens, `compute_logits` only the ones that need logits."""
 
     spec: ModelSpec
     embedding: Embedding
-    load_layer: Callable[[int], DecoderLayer]  # reads the weights of one layer
+    load_layer: Callable[[int], DecoderLayer]  # reads one layer's weights from the checkpoint
     norm: Layer | None
     lm_head: Layer
-    ropes: Sequence[Rope] = ()  # all that the layers turn by
+    ropes: Sequence[Rope] = ()  # every Rope that a layer uses
 
     @cached_property
     def layers(self) -> list[DecoderLayer]:
-        """All of them, for who computes by them. (A program packs one and lets it go before the next is read.)"""
+        """All layers, loaded together for torch. (A program packs and frees one before it loads the next.)"""
         return [self.load_layer(i) for i in range(self.spec.num_layers)]
 
     def forward(self, ids: Tensor, pos: Tensor, attend: Attend) -> Tensor:
-        """Fresh tokens at their positions, int64 [T] both -> hidden states [T, E]."""
+        """Compute hidden states [T, E] of fresh tokens. `ids` and `pos` are int64 [T]."""
         x = self.embedding(ids, pos)  # [T, E]
         angles = {rope: rope.angles(pos, x.dtype) for rope in self.ropes}
         for layer in self.layers:
@@ -183,18 +190,17 @@ class Decoder:
         return x
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Hidden states [N, E] -> float32 logits [N, V]."""
+        """Compute float32 logits [N, V] of hidden states [N, E]."""
         return self.lm_head(self.norm(x) if self.norm else x).float()
 
     def emit(self, program: Program) -> None:
-        """Forward and logits as a program. Raises ValueError where a shape is not as the spec says."""
-        s, places = self.spec, self.embedding.position_table
-        if self.embedding.table.shape[0] < s.vocab_size or (
-            places is not None and len(places) < s.max_position_embeddings + self.embedding.position_offset
-        ):
+        """Write forward and logits into a program. Raises ValueError where a tensor's shape contradicts the spec."""
+        s, e = self.spec, self.embedding
+        num_positions = s.max_position_embeddings + e.position_offset
+        if e.table.shape[0] < s.vocab_size or (e.position_table is not None and len(e.position_table) < num_positions):
             raise ValueError("the embedding has fewer rows than the vocabulary, or than the context")
         x, last = program.buffer("x", s.hidden_size), program.buffer("last", s.hidden_size)
-        self.embedding.emit(program, x)
+        e.emit(program, x)
         for i in range(s.num_layers):
             self.load_layer(i).emit(program, x)
         program.gather_rows(x, last)
@@ -205,21 +211,27 @@ class Decoder:
 
 
 def scope_base_model(w: Weights, name: str, *prefixes: str) -> Weights:
-    """The weights below the first prefix that has `name` (a base model's file lacks the causal model's prefix)."""
+    """Scope the weights to the first prefix under which `name` exists, else to the first prefix.
+
+    The file of a base model lacks the prefix of the causal language model.
+    """
     return next((w.scope(p) for p in prefixes if p + name in w), w.scope(prefixes[0]))
 
 
 def get_layer_windows(config: dict[str, Any], layer_types: Sequence[str]) -> tuple[int | None, ...]:
-    """How far back each layer sees: `layer_types` says which kind it is, or, where the config has none, `kinds`."""
+    """Return each layer's sliding window. `layer_types` applies to configs that list none. Raises ValueError."""
     layer_types = config.get("layer_types") or layer_types
-    sees = {"full_attention": None, "sliding_attention": config["sliding_window"]}
-    if len(layer_types) != config["num_hidden_layers"] or not set(layer_types) <= set(sees):
-        raise ValueError(f"layer_types {layer_types!r} is not supported: one of {', '.join(sees)} for every layer")
-    return tuple(sees[kind] for kind in layer_types)
+    windows = {"full_attention": None, "sliding_attention": config["sliding_window"]}
+    if len(layer_types) != config["num_hidden_layers"] or not set(layer_types) <= set(windows):
+        raise ValueError(f"layer_types {layer_types!r} is not supported: one of {', '.join(windows)} for every layer")
+    return tuple(windows[layer_type] for layer_type in layer_types)
 
 
 def check_supported(config: dict[str, Any], **supported: Any) -> None:
-    """Refuse a config that asks for what a family here does not compute: each key's only value (or lack of one)."""
+    """Raise ValueError for a config that asks for an unsupported feature.
+
+    `supported` maps each key to its only supported value; a key that is missing or None is supported too.
+    """
     for key, value in supported.items():
         if config.get(key) not in (None, value):
             raise ValueError(f"a model with {key}={config[key]!r} is not supported (only {value!r})")

@@ -1,50 +1,27 @@
-"""The tensors of one model under their Hugging Face names, read from whatever file holds them.
+"""The tensors of one model by their Hugging Face names, in the precision that the caller chose.
 
-Tensors are of one dtype; matrices stay quantised, or become so, as is chosen. A source is a file format: models/gguf/
-or models/folder.py. It has `config` (what config.json says), `names()`, `read(name)` and `quanta(name)`. Nothing is
-unpickled. What is not known here: what the tensors mean.
+Does not depend on: file formats beyond the Checkpoint interface, what a tensor is used for.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from retain.config import check_weights
-from retain.kernels.quantized import Int4, Int8, QuantizedWeight, Weight, is_quantizable, quantize_int4, quantize_int8
-
-
-class Checkpoint(Protocol):
-    """One file format, one model. Files are memory-mapped; a tensor costs memory when it is read."""
-
-    config: dict[str, Any]
-
-    def names(self) -> Set[str]:
-        """The Hugging Face names of all tensors."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, dequantised; float32, float16 or bfloat16. Raises ValueError when the file is damaged."""
-        ...
-
-    def read_quantized(self, name: str, transposed: bool = False) -> QuantizedWeight | None:
-        """The quanta [out, in] of a matrix that is quantised in the file, else None. `transposed`: `read` is [in, out].
-
-        Raises ValueError when the file is damaged.
-        """
-        ...
+from retain.formats.checkpoint import Checkpoint, open_checkpoint
+from retain.kernels.quantized import Int4, Int8, Weight, is_quantizable, quantize_int4, quantize_int8
 
 
 class Weights:
-    """`w["model.norm.weight"]` is a tensor of `dtype`; `"lm_head.bias" in w`; `w.at("model.layers.3.")` is a part.
+    """Tensors of a checkpoint: `w["model.norm.weight"]`, `"lm_head.bias" in w`, `w.load_matrix("lm_head.weight")`.
 
-    `w.matrix("lm_head.weight")` is of the kind that `weights` says: auto (as the file has it, dense where that is not
-    quantised), bf16 (dense), int8, or int4 (embeddings and heads int8). What is dense is of `dtype`.
+    `quantization` sets the kind of matrices: auto (as the file stores them), bf16 (dense), int8, or int4 (embeddings
+    and heads int8). Dense matrices have `dtype`; all other tensors have `vector_dtype`, by default `dtype`.
     """
 
     def __init__(
@@ -53,23 +30,14 @@ class Weights:
         dtype: torch.dtype,
         quantization: str = "auto",
         prefix: str = "",
-        on_read: Callable[[int], None] = lambda n: None,
+        on_read: Callable[[int], None] = lambda num_elements: None,
         vector_dtype: torch.dtype | None = None,
     ):
-        """`read` is told the number of elements after every tensor that was read (for a progress bar).
-
-        `vectors`: what is not a matrix is of another dtype.
-        """
-        self.checkpoint, self.dtype, self.quantization, self.prefix, self._on_read = (
-            checkpoint,
-            dtype,
-            quantization,
-            prefix,
-            on_read,
-        )
+        """`prefix` is put before every name. `on_read` gets the number of elements of each tensor after it is read."""
+        self.checkpoint, self.dtype, self.quantization, self.prefix = checkpoint, dtype, quantization, prefix
         self.vector_dtype = vector_dtype or dtype
         self.config = checkpoint.config
-        self._names = checkpoint.names()
+        self._on_read, self._names = on_read, checkpoint.names()
 
     def __contains__(self, name: str) -> bool:
         return self.prefix + name in self._names
@@ -80,23 +48,23 @@ class Weights:
         return tensor
 
     def load_matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Weight:
-        """A matrix [out, in], or an `embedding` (or head) [V, E]. `transposed`: the tensor is stored [in, out].
+        """Load a matrix [out, in], or an embedding or head [V, E]. `transposed`: the file stores [in, out].
 
-        What is not as chosen is quantised from its numbers, unless its groups are not whole: then it is dense.
+        A matrix that the file does not store in the chosen kind is quantized here. It stays dense when its rows do
+        not divide into whole groups.
         """
-        full = self._full_name(name)
-        matrix = self._read_matrix(full, embedding, transposed)
+        matrix = self._read_matrix(self._full_name(name), embedding, transposed)
         self._on_read(matrix.shape.numel())
         return matrix
 
     def scope(self, prefix: str) -> Weights:
-        """The same weights, names taken below a prefix."""
+        """Return the same weights with `prefix` put before every name."""
         return Weights(
             self.checkpoint, self.dtype, self.quantization, self.prefix + prefix, self._on_read, self.vector_dtype
         )
 
     def _full_name(self, name: str) -> str:
-        """The whole name of a tensor. Raises ValueError where there is none."""
+        """Return the name in the checkpoint. Raises ValueError where there is no such tensor."""
         full = self.prefix + name
         if full not in self._names:
             raise ValueError(
@@ -105,35 +73,19 @@ class Weights:
         return full
 
     def _read_matrix(self, name: str, embedding: bool, transposed: bool) -> Weight:
-        exact = self.quantization == "bf16" or (self.quantization == "auto" and self.dtype == torch.float32)
-        stored = None if exact else self.checkpoint.read_quantized(name, transposed)
-        four = self.quantization == "int4" and not embedding
-        if stored is not None and (self.quantization == "auto" or isinstance(stored, Int4 if four else Int8)):
+        is_dense = self.quantization == "bf16" or (self.quantization == "auto" and self.dtype == torch.float32)
+        stored = None if is_dense else self.checkpoint.read_quantized(name, transposed)
+        use_int4 = self.quantization == "int4" and not embedding
+        if stored is not None and (self.quantization == "auto" or isinstance(stored, Int4 if use_int4 else Int8)):
             return stored
-        numbers = self.checkpoint.read(name)
-        dense = numbers.T.contiguous() if transposed else numbers  # [out, in]
+        tensor = self.checkpoint.read(name)
+        dense = tensor.T.contiguous() if transposed else tensor  # [out, in]
         if self.quantization in ("auto", "bf16") or not is_quantizable(dense):
             return dense.to(self.dtype)
         try:
-            return quantize_int4(dense) if four else quantize_int8(dense)
+            return quantize_int4(dense) if use_int4 else quantize_int8(dense)
         except ValueError as e:
             raise ValueError(f"the tensor {name!r} cannot be quantised: {e}") from e
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The model file or folder at a path. Raises ValueError when it is missing, damaged or not supported."""
-    if path.is_dir():
-        from retain.formats.random_weights import MARKER_FILE, RandomCheckpoint
-        from retain.formats.safetensors import SafetensorsCheckpoint
-
-        if (path / MARKER_FILE).is_file():
-            return RandomCheckpoint(path)
-        return SafetensorsCheckpoint(path)
-    if path.is_file():
-        from retain.formats.gguf import GGUFCheckpoint
-
-        return GGUFCheckpoint(path)
-    raise ValueError(f"{path} does not exist: give a .gguf file or a Hugging Face folder")
 
 
 def open_weights(
@@ -143,23 +95,23 @@ def open_weights(
     progress: bool = False,
     vector_dtype: torch.dtype | None = None,
 ) -> Weights:
-    """The weights at a path, to be read as `dtype` (or `vectors`), their matrices as `weights` says (see `Weights`).
+    """Open the model at `path` (see Weights for the options). `progress` shows a bar if stderr is a terminal.
 
-    `progress` shows a bar on stderr, where that is a terminal. Raises ValueError as `open_source` does, and for
-    weights that are not known or not for this dtype; a tensor that is damaged shows when it is read.
+    Raises ValueError as open_checkpoint does, and for a quantization that is unknown or does not fit `dtype`.
+    A damaged tensor raises ValueError when it is read.
     """
     check_weights(quantization, str(dtype).removeprefix("torch."))
-    source = open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
     if not (progress and sys.stderr.isatty()):
-        return Weights(source, dtype, quantization, vector_dtype=vector_dtype)
+        return Weights(checkpoint, dtype, quantization, vector_dtype=vector_dtype)
     from tqdm import tqdm
 
-    names = source.names()
-    bar = tqdm(total=len(names), desc=f"loading {path.name}", unit="tensor", leave=False, file=sys.stderr)
+    num_tensors = len(checkpoint.names())
+    bar = tqdm(total=num_tensors, desc=f"loading {path.name}", unit="tensor", leave=False, file=sys.stderr)
 
-    def read(elements: int) -> None:
+    def on_read(num_elements: int) -> None:
         bar.update()
-        if bar.n >= len(names):
+        if bar.n >= num_tensors:
             bar.close()
 
-    return Weights(source, dtype, quantization, on_read=read, vector_dtype=vector_dtype)
+    return Weights(checkpoint, dtype, quantization, on_read=on_read, vector_dtype=vector_dtype)

@@ -1,6 +1,7 @@
-"""Text: a model's own tokenizer and chat template, whatever file they lie in, and the streaming of an answer.
+"""Processing of text: prompts become requests, and sampled tokens become text.
 
-What is not known here: models, requests, the cache.
+Has the tokenizer, the chat template, the detokenizer, grammars, and the processors of input and output.
+Does not depend on: models, HTTP.
 """
 
 from retain.processing.detokenizer import IncrementalDetokenizer

@@ -1,7 +1,6 @@
-"""From tokens to text that may be shown now: no broken characters, nothing of a stop string, no more delay than that.
+"""Incremental detokenization: text that never breaks a character, never shows a stop string, and is never late.
 
-A token is some bytes. `Pieces` knows which, for the two kinds of decoder that language models have; a `Stream`
-strings them together. What is not known here: how text becomes tokens.
+TokenBytes has the bytes of each token, for byte-level and SentencePiece decoders. IncrementalDetokenizer joins them.
 """
 
 from __future__ import annotations
@@ -9,45 +8,43 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Core
+from tokenizers import Tokenizer as Core
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def unicode_to_bytes() -> dict[str, int]:
-    """GPT-2's spelling: printable latin-1 characters are their own byte, the other bytes count up from U+0100."""
+    """Return GPT-2's byte alphabet: printable latin-1 characters are their own byte, the others follow U+0100."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
 class TokenBytes:
-    """The bytes of every token of one tokenizer.
+    """Look up the bytes of a tokenizer's tokens.
 
-    `byte_level`: tokens are spelled in GPT-2's alphabet. Otherwise as in SentencePiece: "▁" is a space, "<0x41>" is
-    a byte, and with `strip` the text loses the one space that the tokenizer put before it.
+    `byte_level`: tokens are written in GPT-2's alphabet. Otherwise they are SentencePiece's: "▁" is a space, "<0x41>"
+    is a byte. `strip_space` removes the space that the tokenizer puts before a text.
     """
 
     def __init__(self, core: Core, special_token_ids: frozenset[int], byte_level: bool, strip_space: bool):
         self.strip_space = strip_space
-        # SentencePiece shows every byte that is no character as one U+FFFD, byte level every broken character as one.
+        # SentencePiece shows each invalid byte as one U+FFFD, byte level each broken character as one.
         self.errors = "replace" if byte_level else "surrogateescape"
         self._core, self._special_token_ids = core, special_token_ids
         self._alphabet_bytes = unicode_to_bytes() if byte_level else None
         self._cache: dict[int, bytes] = {}
 
     def __getitem__(self, token: int) -> bytes:
-        """The bytes of a token; none for a special token or one that the vocabulary does not have."""
-        piece = self._cache.get(token)
-        if piece is None:
-            piece = self._cache[token] = b"" if token in self._special_token_ids else self.raw_bytes(token)
-        return piece
+        """Return the bytes of a token; none for a special or an unknown token."""
+        data = self._cache.get(token)
+        if data is None:
+            data = self._cache[token] = b"" if token in self._special_token_ids else self.raw_bytes(token)
+        return data
 
     def raw_bytes(self, token: int) -> bytes:
-        """The bytes of a token, also of a special one."""
+        """Return the bytes of a token, special tokens included; none for an unknown token."""
         text = self._core.id_to_token(token) if 0 <= token < 1 << 32 else None
         if text is None:
             return b""
@@ -56,25 +53,25 @@ class TokenBytes:
             return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode()
         try:
             return bytes(self._alphabet_bytes[c] for c in text)
-        except KeyError:  # an added token, written as it is
+        except KeyError:  # an added token, whose text is not in the alphabet
             return text.encode()
 
     def decode(self, data: bytes) -> str:
-        """All the text that the bytes of some tokens stand for."""
+        """Return the text of the joined bytes of some tokens."""
         text = replace_invalid(data.decode(errors=self.errors))
         return text[1:] if self.strip_space and text.startswith(" ") else text
 
 
 def replace_invalid(text: str) -> str:
-    """Text with U+FFFD for every byte that was no character."""
+    """Replace each invalid byte (a surrogate in `text`) by U+FFFD."""
     return text if text.isascii() else re.sub("[\udc80-\udcff]", "\ufffd", text)
 
 
 class IncrementalDetokenizer:
-    """One answer, token by token.
+    """Decode one answer token by token.
 
-    What `push` and `close` return, strung together, is what `decode` gives for all the tokens, up to the first stop
-    string. Where several stop strings come up, that one counts which is complete first.
+    The joined results of `add_token` and `flush` equal `decode` of all tokens, up to the first stop string. The first
+    stop string is the one that is complete first.
     """
 
     def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = ()):
@@ -83,26 +80,24 @@ class IncrementalDetokenizer:
             raise ValueError("a stop string must not be empty")
         self.stopped = False
         self._token_bytes, self._stop_strings = token_bytes, tuple(stop)
-        self._max_held_chars = max(map(len, self._stop_strings), default=1) - 1  # of what may have to wait for its rest
+        self._max_held_chars = max(map(len, self._stop_strings), default=1) - 1
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(token_bytes.errors)
         self._strip_space = token_bytes.strip_space
-        self._held_text = ""  # the beginning of a stop string, perhaps
+        self._held_text = ""  # possibly the start of a stop string
         self._text_parts: list[str] = []
 
     @property
     def text(self) -> str:
-        """All that was returned so far."""
-        self._text_parts = [
-            "".join(self._text_parts)
-        ]  # asked for after every token, it is not put together anew each time
+        """Return all text until now."""
+        self._text_parts = ["".join(self._text_parts)]  # so that the next call joins only new parts
         return self._text_parts[0]
 
     def add_token(self, token: int) -> str:
-        """The new text that may be shown after one more token; after a stop string, nothing."""
+        """Add a token, and return the new text that may be shown; after a stop string, nothing."""
         return "" if self.stopped else self._append_text(self._utf8_decoder.decode(self._token_bytes[token]))
 
     def flush(self) -> str:
-        """No more tokens: the text that was held back."""
+        """End the answer, and return the text that was held back."""
         if self.stopped:
             return ""
         rest = self._append_text(self._utf8_decoder.decode(b"", final=True))
@@ -121,8 +116,8 @@ class IncrementalDetokenizer:
         return text
 
     def _cut_at_stop(self, text: str) -> str:
-        """The part of the text that surely comes before every stop string; the rest is held, or dropped at a hit."""
-        if hits := [(at + len(s), at) for s in self._stop_strings if (at := text.find(s)) >= 0]:
+        """Return the text that precedes any stop string. Hold back a possible start of one; drop a complete one."""
+        if hits := [(start + len(s), start) for s in self._stop_strings if (start := text.find(s)) >= 0]:
             self.stopped = True
             self._held_text = ""
             return text[: min(hits)[1]]

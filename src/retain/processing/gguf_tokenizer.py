@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file's metadata describes, built with the `tokenizers` library.
+"""Build the tokenizer in a GGUF file's metadata with the `tokenizers` library.
 
-Two kinds: `gpt2`, byte-level BPE with its merges listed, cut first into words as `pre` names it; and `llama`,
-SentencePiece BPE, which lists no merges. Those are found once, in seconds for Gemma's 262144 tokens, and kept in
-the cache folder. What is not known here: beginnings and ends of texts, templates, decoding.
+There are two kinds. `gpt2` is byte-level BPE: the file lists its merges, and `pre` names the rule that splits text into
+words. `llama` is SentencePiece BPE without listed merges. Deriving them takes seconds for Gemma's 262144 tokens, so
+the result is cached on disk.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import IO, Any
+from operator import methodcaller
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from retain.formats.gguf.reader import GGUFReader, UnsupportedError
-from retain.models.resolve import atomic_write, get_cache_dir
+from retain.files import atomic_write, get_cache_dir
+from retain.formats.errors import UnsupportedError
+from retain.formats.gguf.reader import GGUFReader
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; 6 is a byte
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types in GGUF; 6 is a byte
+CACHE_VERSION = 1  # changes when the same metadata gives another tokenizer
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -30,9 +33,9 @@ TEKKEN_PATTERN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# How words are cut before merging, by `tokenizer.ggml.pre`. "" is GPT-2's own rule. SmolLM2 was trained with every
-# digit cut off first, which differs for several spaces or newlines before a digit; transformers reads its GGUF by
-# GPT-2's rule, and so do we, for the same ids.
+# Patterns that split text into words, by `tokenizer.ggml.pre`; "" is GPT-2's own rule. SmolLM2 was trained with each
+# digit split off, which differs for several spaces or newlines before a digit. transformers reads its GGUF file with
+# GPT-2's rule; this table does too, for equal ids.
 PRE_TOKENIZER_PATTERNS: Mapping[str, str] = (
     dict.fromkeys(("default", "gpt-2", "smollm", "mpt", "olmo", "jais", "phi-2", "stablelm2-gpt2", "dolly-v2"), "")
     | dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), LLAMA3_PATTERN)
@@ -42,26 +45,26 @@ PRE_TOKENIZER_PATTERNS: Mapping[str, str] = (
 
 
 def build_tokenizer(reader: GGUFReader) -> Tokenizer:
-    """The tokenizer of a GGUF file, adding no bos and no eos. Raises ValueError where the metadata makes no sense."""
+    """Return the tokenizer of a GGUF file; it adds no bos and no eos. Raises ValueError for invalid metadata."""
     meta = reader.metadata
-    tokens, kind = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.model")
+    tokens, model = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.model")
     if not isinstance(tokens, list) or not tokens:
-        raise UnsupportedError("it holds no tokenizer")
-    if kind == "gpt2":
+        raise UnsupportedError("the file has no tokenizer")
+    if model == "gpt2":
         return _build_byte_level(meta, tokens)
-    if kind != "llama":
-        raise UnsupportedError(f"tokenizers of type {kind!r} are not supported: only gpt2 and llama are")
+    if model != "llama":
+        raise UnsupportedError(f"tokenizers of type {model!r} are not supported: only gpt2 and llama are")
     return _load_or_build_sentencepiece(reader, tokens)
 
 
 def get_token_types(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
-    """The type of every token; NORMAL where the file says nothing."""
-    kinds = metadata.get("tokenizer.ggml.token_type")
-    return _values_per_token(kinds, tokens) if kinds is not None else [NORMAL] * len(tokens)
+    """Return the type of each token; NORMAL where the file lists none."""
+    types = metadata.get("tokenizer.ggml.token_type")
+    return _values_per_token(types, tokens) if types is not None else [NORMAL] * len(tokens)
 
 
 def _values_per_token(values: Any, tokens: Sequence[str]) -> list[Any]:
-    """An array with one number for each token."""
+    """Return a metadata array as a list with a number for each token. Raises ValueError."""
     if not hasattr(values, "tolist") or len(values) != len(tokens):
         raise ValueError("the tokenizer's lists differ in length")
     return values.tolist()
@@ -75,12 +78,11 @@ def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokeniz
         )
     merges = [(a, b) for a, _, b in (m.partition(" ") for m in metadata.get("tokenizer.ggml.merges", ()))]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    # Llama 3 takes a word that is a token as it is, whatever the merges would make of it.
-    core = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=PRE_TOKENIZER_PATTERNS[pre] is LLAMA3_PATTERN)
-    )
-    if PRE_TOKENIZER_PATTERNS[pre]:
-        split = pre_tokenizers.Split(Regex(PRE_TOKENIZER_PATTERNS[pre]), behavior="isolated")
+    pattern = PRE_TOKENIZER_PATTERNS[pre]
+    # In Llama 3, a word that is a token stays whole, even if no merges lead to it.
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pattern is LLAMA3_PATTERN))
+    if pattern:
+        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         core.pre_tokenizer = pre_tokenizers.Sequence([split, words])
     else:
@@ -91,34 +93,30 @@ def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokeniz
 
 
 def _load_or_build_sentencepiece(reader: GGUFReader, tokens: list[str]) -> Tokenizer:
-    """The SentencePiece tokenizer from the cache folder (a checksum, then tokenizer.json), or made and put there."""
-    path = get_cache_dir() / "tokenizers" / f"{reader.metadata_digest}.1"  # the number of this way of building
-    try:
-        kept = path.read_bytes()
-        if kept[:32] == hashlib.blake2b(kept[32:], digest_size=32).digest():
-            return Tokenizer.from_buffer(kept[32:])
-    except Exception:  # not there, not readable, of another version of the library: all one
-        pass
+    """Load the SentencePiece tokenizer from the cache folder, or build and cache it.
+
+    The cached file is a checksum, then tokenizer.json.
+    """
+    path = get_cache_dir() / "tokenizers" / f"{reader.metadata_digest}.{CACHE_VERSION}"
+    with suppress(Exception):  # missing, unreadable, or written by another version of the library
+        cached = path.read_bytes()
+        if cached[:32] == hashlib.blake2b(cached[32:], digest_size=32).digest():
+            return Tokenizer.from_buffer(cached[32:])
     core = _build_sentencepiece(reader.metadata, tokens)
-    made = core.to_str().encode()
-
-    def keep(f: IO[bytes]) -> None:
-        f.write(hashlib.blake2b(made, digest_size=32).digest())
-        f.write(made)
-
-    with suppress(OSError):  # a full disk, a folder that is not ours: it will take as long next time
-        atomic_write(path, keep)
+    data = core.to_str().encode()
+    with suppress(OSError):  # disk full or no permission: the next start builds it again
+        atomic_write(path, methodcaller("write", hashlib.blake2b(data, digest_size=32).digest() + data))
     return core
 
 
 def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    kinds = get_token_types(metadata, tokens)
+    types = get_token_types(metadata, tokens)
     tokens = ["▁" * len(t) if t and not t.strip(" ") else t for t in tokens]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    unknown = [t for t, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN]
+    unknown = [t for t, token_type in zip(tokens, types, strict=True) if token_type == UNKNOWN]
     if "<unk>" in vocabulary:
         unknown.insert(0, "<unk>")
-    merges = list(_derive_merges(_tokens_by_rank(metadata, tokens, kinds), vocabulary))
+    merges = list(_derive_merges(_tokens_by_rank(metadata, tokens, types), vocabulary))
     core = Tokenizer(
         models.BPE(
             vocab=vocabulary,
@@ -135,23 +133,23 @@ def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Toke
     else:
         core.normalizer = normalizers.Replace(" ", "▁")
     core.decoder = decoders.Sequence(steps)
-    _add_special_tokens(core, tokens, kinds)
+    _add_special_tokens(core, tokens, types)
     return core
 
 
 def _tokens_by_rank(metadata: Mapping[str, Any], tokens: list[str], token_types: list[int]) -> list[str]:
-    """The tokens that merging makes, the first to be made first: the user's own, then by score."""
+    """Return the tokens that merges produce, in the order of merging: user-defined tokens first, then by score."""
     scores = metadata.get("tokenizer.ggml.scores")
     scores = _values_per_token(scores, tokens) if scores is not None else range(0, -len(tokens), -1)
-    made = [i for i, kind in enumerate(token_types) if kind in (NORMAL, USER_DEFINED) and len(tokens[i]) > 1]
-    return [tokens[i] for i in sorted(made, key=lambda i: (token_types[i] != USER_DEFINED, -scores[i], i))]
+    merged = [i for i, t in enumerate(token_types) if t in (NORMAL, USER_DEFINED) and len(tokens[i]) > 1]
+    return [tokens[i] for i in sorted(merged, key=lambda i: (token_types[i] != USER_DEFINED, -scores[i], i))]
 
 
 def _derive_merges(ranked_tokens: list[str], vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """The one merge by which each token comes about.
+    """Yield for each token the one merge that produces it.
 
-    BPE always merges the pair whose result ranks first. Whatever surrounds a token, the merges inside it are those
-    of the token alone, or it would not come about; so the last of them is always the same pair.
+    BPE always merges the pair whose result ranks first. If a token is produced at all, the merges inside it are the
+    same in any context as in the token alone, so the last of them is always the same pair.
     """
     rank = {token: i for i, token in enumerate(ranked_tokens)}
     never = len(ranked_tokens)
@@ -169,7 +167,12 @@ def _derive_merges(ranked_tokens: list[str], vocabulary: Mapping[str, int]) -> I
 
 
 def _add_special_tokens(core: Tokenizer, tokens: list[str], token_types: list[int]) -> None:
-    """Tokens that are found in the text as they stand, before anything else: control tokens, and the user's own."""
-    pairs = list(zip(tokens, token_types, strict=True))
-    core.add_special_tokens([AddedToken(t, normalized=False) for t, kind in pairs if t and kind in (UNKNOWN, CONTROL)])
-    core.add_tokens([AddedToken(t, normalized=False) for t, kind in pairs if kind == USER_DEFINED and t.strip("▁")])
+    """Add control and user-defined tokens, which match the text as they are, before it is split into words."""
+    special, user_defined = [], []
+    for token, token_type in zip(tokens, token_types, strict=True):
+        if token and token_type in (UNKNOWN, CONTROL):
+            special.append(AddedToken(token, normalized=False))
+        elif token_type == USER_DEFINED and token.strip("▁"):
+            user_defined.append(AddedToken(token, normalized=False))
+    core.add_special_tokens(special)
+    core.add_tokens(user_defined)

@@ -1,6 +1,6 @@
-"""What an answer may be: a JSON schema, any JSON object, a regular expression, a Lark grammar.
+"""Grammars that answers must match: JSON schemas, JSON objects, regular expressions, Lark grammars.
 
-The work is done by llguidance, which knows after every token which ones may follow. What is not known here: who asks.
+The llguidance library computes, after every token, which tokens may follow.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
+from retain.processing.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # an optional dependency
     from llguidance import LLMatcher, LLTokenizer
 
-    from retain.processing.tokenizer import Tokenizer
-
-MAX_SCHEMA_DEPTH = 64  # levels of a schema, at most
+MAX_SCHEMA_DEPTH = 64
 
 
 class GrammarCompiler:
-    """A tokenizer's tokens, as grammars read them: made once, in a second or so."""
+    """Compile grammars for a tokenizer's tokens. Created once for each model; takes about a second."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
-        """`vocab`: logits of a row. Raises ValueError where llguidance is not installed."""
+        """`vocab_size`: logits in a row, V. Raises ValueError where llguidance is not installed."""
         try:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError:
-            raise ValueError("answers in a form need llguidance: pip install 'retain[serve]'") from None
+            raise ValueError("structured outputs need llguidance: pip install 'retain[serve]'") from None
         self.tokenizer, stops = tokenizer, sorted(tokenizer.stop_token_ids)
         self.vocab_size = vocab_size
         self._ll_tokenizer: LLTokenizer = LLTokenizer(
@@ -37,48 +37,47 @@ class GrammarCompiler:
         )
 
     def compile(self, grammar: str) -> GrammarState:
-        """A grammar's beginning. Raises ValueError where it is none, or too large."""
+        """Return the start state of a grammar. Raises ValueError when it is invalid or too large."""
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"the form of the answer: {_one_line(matcher.get_error())}")
+            raise ValueError(f"the grammar: {_one_line(matcher.get_error())}")
         return GrammarState(matcher, self.vocab_size)
 
 
 class GrammarState:
-    """One answer's way through a grammar. See engine/request.py."""
+    """The progress of one answer through a grammar (see retain.engine.grammar)."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int):
         self._matcher = matcher
         self._bitmask = np.empty((1, -(-vocab_size // 32)), np.int32)
 
     def mask_logits(self, logits: Tensor, drafts: Sequence[int]) -> None:
-        """Make -inf, in place, what may not come next, in logits [K + 1, V]; row i comes behind i of K drafts."""
-        tried = 0
+        """Set logits [K + 1, V] of tokens that may not follow to -inf, in place; row i is after i of K drafts."""
+        num_accepted = 0
         for row, draft in zip(logits, [*drafts, None], strict=True):
             self._matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
             allowed = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little")[: len(row)]
             row.masked_fill_(torch.from_numpy(allowed == 0).to(row.device, non_blocking=True), -torch.inf)
             if draft is None or not allowed[draft] or not self._matcher.consume_token(draft):
-                break  # what comes behind it will not be asked for
-            tried += 1
-        if tried:
-            self._matcher.rollback(tried)
+                break  # verification rejects this draft, so it never uses the rows after it
+            num_accepted += 1
+        if num_accepted:
+            self._matcher.rollback(num_accepted)
 
     def accept_token(self, token: int) -> bool:
-        """It came. True: nothing can follow."""
-        over: bool = not self._matcher.consume_token(token) or self._matcher.is_stopped()
-        return over
+        """Advance by a sampled token. Returns whether the answer is complete, so that no token can follow."""
+        return bool(not self._matcher.consume_token(token) or self._matcher.is_stopped())
 
     @property
     def failed(self) -> bool:
-        """It became too much to follow: what was said so far is not of this form."""
+        """Return whether the matcher gave up, for example at a limit: the answer may not match the grammar."""
         return bool(self._matcher.is_error())
 
 
 def grammar_from_json_schema(schema: Mapping[str, Any] | bool) -> str:
-    """The grammar of JSON of this schema. Raises ValueError."""
+    """Return the grammar of a JSON schema. Raises ValueError for an invalid or too deeply nested schema."""
     from llguidance import LLMatcher
 
     if _exceeds_depth(schema):
@@ -90,14 +89,14 @@ def grammar_from_json_schema(schema: Mapping[str, Any] | bool) -> str:
 
 
 def grammar_from_lark(text: str) -> str:
-    """The grammar that a text describes, in llguidance's dialect of Lark. Raises ValueError."""
+    """Return the grammar of a text in llguidance's dialect of Lark. Raises ValueError."""
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_lark(text)
 
 
 class _TokenizerAdapter:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface that llguidance requires."""
 
     bos_token_id = None
 
@@ -114,8 +113,8 @@ class _TokenizerAdapter:
 
 
 def _exceeds_depth(x: Any, max_depth: int = MAX_SCHEMA_DEPTH) -> bool:
-    kids = x.values() if isinstance(x, dict) else x if isinstance(x, list) else ()
-    return max_depth < 0 or any(_exceeds_depth(kid, max_depth - 1) for kid in kids)
+    children = x.values() if isinstance(x, dict) else x if isinstance(x, list) else ()
+    return max_depth < 0 or any(_exceeds_depth(child, max_depth - 1) for child in children)
 
 
 def _one_line(text: str) -> str:

@@ -32,7 +32,7 @@ class SpecDecodeStats:
     def summarize(self, tokens_per_s: float) -> dict[str, Any]:
         """Return totals, acceptance rates by position, and two speed-ups over plain decoding, as JSON.
 
-        `theory` follows from tokens and seconds of the rounds, as in section 3 of the paper; `times_plain` from the
+        `expected_speedup` follows from tokens and seconds of the rounds, as in section 3 of the paper; `speedup` from the
         answer's `tokens_per_s`. Both are None where the time of plain steps is unknown.
         """
         counts = zip(self.num_accepted_per_position, self.num_drafted_per_position, strict=True)
@@ -44,10 +44,10 @@ class SpecDecodeStats:
             "rounds": self.num_rounds,
             "drafted": sum(self.num_drafted_per_position),
             "accepted": sum(self.num_accepted_per_position),
-            "accepted_by_place": [round(accepted / drafted, 3) for accepted, drafted in counts],
-            "tokens_per_round": round(tokens_per_round, 3),
+            "acceptance_rate_per_position": [round(accepted / drafted, 3) for accepted, drafted in counts],
+            "mean_acceptance_length": round(tokens_per_round, 3),
             "draft_s": round(self.draft_s, 4),
             "verify_s": round(self.verify_s, 4),
-            "theory": round(tokens_per_round * self.baseline_s / spent_s, 3) if self.baseline_s else None,
-            "times_plain": round(tokens_per_s * self.baseline_s / self.num_rounds, 3) if self.baseline_s else None,
+            "expected_speedup": round(tokens_per_round * self.baseline_s / spent_s, 3) if self.baseline_s else None,
+            "speedup": round(tokens_per_s * self.baseline_s / self.num_rounds, 3) if self.baseline_s else None,
         }

@@ -1,8 +1,7 @@
-"""Weights out of a GGUF file, llama.cpp's format: one file with everything, usually quantised.
+"""GGUF, llama.cpp's file format: one file with config, tokenizer and (usually quantized) weights.
 
-header.py finds what is in the file, blocks.py makes numbers or quanta of it, configs.py and archs.py translate into
-Hugging Face's language.
-What is not known here: what the tensors mean, and the tokenizer that lies in the metadata (text/ reads that).
+reader.py indexes the file, dequantize.py converts its blocks, config.py and tensor_names.py translate metadata and
+names to Hugging Face's. The tokenizer in the metadata is read by processing/gguf_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -12,74 +11,78 @@ from typing import Any
 
 from torch import Tensor
 
+from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.config import GGUFMetadata, recover_llama3_scaling
-from retain.formats.gguf.reader import GGUFReader, TensorInfo, UnsupportedError
+from retain.formats.gguf.dequantize import dequantize_tensor, unpack_quantized
+from retain.formats.gguf.reader import GGUFReader
 from retain.formats.gguf.tensor_names import ARCHITECTURES
+from retain.formats.gguf.types import TensorInfo
 from retain.kernels.quantized import QuantizedWeight, is_quantizable, quantize_int8
 
-# Written by old converters, read by nobody.
+# Written by old converters, unused by llama.cpp.
 IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
 
 
 class GGUFCheckpoint:
-    """A Source (models/weights.py). Raises ValueError for a file that is missing, damaged or of an unknown kind."""
+    """A Checkpoint in a GGUF file. Raises ValueError when the file is missing, damaged or not supported."""
 
     def __init__(self, path: Path):
-        self._reader = header = GGUFReader(path)
-        self.metadata: dict[str, Any] = header.metadata
-        with header.wrap_errors():
+        self._reader = GGUFReader(path)
+        self.metadata: dict[str, Any] = self._reader.metadata
+        with self._reader.wrap_errors():
             if (parts := self.metadata.get("split.count", 0)) > 1:
                 raise UnsupportedError(f"one of {parts} parts: join them with `llama-gguf-split --merge`")
             name = self.metadata.get("general.architecture", "")
             if name not in ARCHITECTURES:
                 raise UnsupportedError(f"architecture {name!r} is not supported: only {', '.join(ARCHITECTURES)} are")
             self._arch = ARCHITECTURES[name]
-            shapes = {name: t.shape for name, t in header.tensors.items()}
+            shapes = {tensor: info.shape for tensor, info in self._reader.tensors.items()}
             self.config = self._arch.make_config(GGUFMetadata(name, self.metadata, shapes))
             self._tensor_infos = self._map_names()
 
     def names(self) -> frozenset[str]:
-        """The Hugging Face names of all tensors."""
+        """See Checkpoint."""
         return self._names
 
     def read(self, name: str) -> Tensor:
-        """One tensor: float16 and bfloat16 as stored, everything else float32. Raises ValueError when it is damaged."""
+        """See Checkpoint. float16 and bfloat16 stay as stored, every other type becomes float32."""
         with self._reader.wrap_errors():
-            stem, stored = self._tensor_infos[name]
-            return self._arch.to_hf_tensor(stem, self._dequantize(stored), self.config)
+            stem, info = self._tensor_infos[name]
+            return self._arch.to_hf_tensor(stem, self._dequantize(info), self.config)
 
     def read_quantized(self, name: str, transposed: bool = False) -> QuantizedWeight | None:
-        """See models/weights.py. What llama.cpp's converter did to matrices permutes rows, or is what is asked for."""
-        from retain.formats.gguf.dequantize import unpack_quantized
+        """See Checkpoint. llama.cpp's converter only permutes or transposes matrices, so their values stay exact.
 
+        A matrix that is stored in the other orientation is quantized again.
+        """
         with self._reader.wrap_errors():
-            stem, stored = self._tensor_infos[name]
-            matrix = unpack_quantized(self._reader.tensor_bytes(stored), stored.ggml_type, stored.shape)
-            self._reader.release(stored)
+            stem, info = self._tensor_infos[name]
+            matrix = unpack_quantized(self._reader.tensor_bytes(info), info.ggml_type, info.shape)
+            self._reader.release(info)
             if matrix is None:
                 return None
             if (stem in self._arch.transposed) != transposed:
-                turned = matrix.dequantize().T
-                return quantize_int8(turned) if is_quantizable(turned) else None
+                dense = matrix.dequantize().T
+                return quantize_int8(dense) if is_quantizable(dense) else None
             order = self._arch.row_order(stem, matrix.shape[0], self.config)
             return matrix if order is None else matrix.select_rows(order)
 
     def _map_names(self) -> dict[str, tuple[str, TensorInfo]]:
-        """Hugging Face's name -> what llama.cpp calls the module in its layer, and where the tensor lies."""
-        named = {}
-        for name, stored in self._reader.tensors.items():
+        """Map each Hugging Face name to llama.cpp's name of the module inside its layer, and the tensor's place."""
+        infos = {}
+        for name, info in self._reader.tensors.items():
             if name == "rope_freqs.weight":
-                self._apply_rope_factors(stored)
+                self._apply_rope_factors(info)
             elif not name.endswith(IGNORED_TENSORS):
-                theirs = self._arch.to_hf_name(name, self.config["num_hidden_layers"])
-                if theirs is None:
+                hf_name = self._arch.to_hf_name(name, self.config["num_hidden_layers"])
+                if hf_name is None:
                     raise UnsupportedError(f"the tensor {name!r} is not known in a {self.config['model_type']} model")
-                named[theirs] = (name.split(".")[-2], stored)
-        self._names = frozenset(named)
-        return named
+                infos[hf_name] = (name.split(".")[-2], info)
+        self._names = frozenset(infos)
+        return infos
 
     def _apply_rope_factors(self, info: TensorInfo) -> None:
-        """Llama 3.1 and later divide the rotary frequencies by a tensor."""
+        """Put a tensor of divisors of the rope frequencies (Llama 3.1 and later) into the config."""
         if "rope_scaling" not in self.config or self.config["rope_scaling"]:
             raise UnsupportedError(f"rope_freqs.weight in a {self.config['model_type']} model with another scaling")
         if len(info.shape) != 1 or 2 * info.shape[0] != self.config.get("head_dim"):
@@ -87,6 +90,4 @@ class GGUFCheckpoint:
         self.config["rope_scaling"] = recover_llama3_scaling(self._dequantize(info).float(), self.config["rope_theta"])
 
     def _dequantize(self, info: TensorInfo) -> Tensor:
-        from retain.formats.gguf.dequantize import dequantize_tensor
-
         return dequantize_tensor(self._reader.tensor_bytes(info), info.ggml_type, info.shape)

@@ -1,7 +1,4 @@
-"""What config.json would say, out of a GGUF file's metadata and the shapes of its tensors: one function a family.
-
-The keys are those that the family's config has at Hugging Face. What is not known here: tensors' names and values.
-"""
+"""Build a family's Hugging Face config from a GGUF file's metadata and tensor shapes: one function for each family."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from retain.formats.gguf.reader import UnsupportedError
+from retain.formats.errors import UnsupportedError
 
 HFConfig = dict[str, Any]
 T = TypeVar("T")
@@ -20,31 +17,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GGUFMetadata:
-    """What a file says of its architecture: metadata (`llama.block_count` is `block_count`) and tensors' shapes."""
+    """A file's metadata, by keys without the architecture's prefix (`block_count`), and its tensor shapes."""
 
     arch: str
     entries: Mapping[str, Any]
     tensor_shapes: Mapping[str, tuple[int, ...]]
 
     def get(self, key: str, default: T) -> T:
-        """A value of the type of its default. A list, one value for each layer, must hold the same value throughout."""
+        """Return a value of the type of `default`. A list with a value for each layer must hold equal values.
+
+        Raises ValueError for another type, or for layers that differ.
+        """
         value: Any = self.entries.get(f"{self.arch}.{key}")
         if value is None:
             return default
         if hasattr(value, "tolist"):
-            each = set(value.tolist())
-            if len(each) != 1:
+            distinct = set(value.tolist())
+            if len(distinct) != 1:
                 raise UnsupportedError(f"{self.arch}.{key} differs between layers, which is not supported")
-            value = each.pop()
+            value = distinct.pop()
         if type(default) is float and type(value) is int:
             value = float(value)
         if type(value) is not type(default):
-            raise ValueError(f"{self.arch}.{key} is {value!r}, which is no {type(default).__name__}")
+            raise ValueError(f"{self.arch}.{key} is {value!r}, not a value of type {type(default).__name__}")
         result: T = value
         return result
 
     def get_positive(self, key: str, default: int = 0) -> int:
-        """A number that must be there, unless there is a default, and is at least 1."""
+        """Return a number of at least 1; it is required unless there is a default. Raises ValueError."""
         value = self.get(key, default)
         if value < 1:
             raise ValueError(f"{self.arch}.{key} is {value or 'missing or 0'}")
@@ -52,7 +52,7 @@ class GGUFMetadata:
 
 
 def _common_config(meta: GGUFMetadata) -> HFConfig:
-    """What all configs say in the same words. More layers than tensors are damage, so nobody loops for ever."""
+    """Return the keys that all configs share. Raises ValueError for more layers than tensors, which bounds loops."""
     layers = meta.get_positive("block_count")
     if layers > len(meta.tensor_shapes):
         raise ValueError(f"{meta.arch}.block_count is {layers}, but there are only {len(meta.tensor_shapes)} tensors")
@@ -74,7 +74,7 @@ def _common_config(meta: GGUFMetadata) -> HFConfig:
 
 
 def llama_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
-    """Llama and its kin."""
+    """Return the config of Llama and the families like it."""
     c = _common_config(meta)
     heads, hidden = c["num_attention_heads"], c["hidden_size"]
     dim = meta.get_positive("attention.key_length", max(1, hidden // heads))
@@ -93,10 +93,10 @@ def llama_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
 
 
 def _rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
-    """`rope_scaling` of config.json."""
+    """Return `rope_scaling` of config.json."""
     kind, factor = meta.get("rope.scaling.type", "none"), meta.get("rope.scaling.factor", 1.0)
     if kind == "none":
-        linear = meta.get("rope.scale_linear", 1.0)  # what old files say
+        linear = meta.get("rope.scale_linear", 1.0)  # the key of old files
         return {"rope_type": "linear", "factor": linear} if linear != 1 else None
     scaling: HFConfig = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
@@ -110,23 +110,23 @@ def _rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
 
 
 def gemma3_config(meta: GGUFMetadata) -> HFConfig:
-    """Gemma 3, the text model. Every sixth layer sees everything, where the file says nothing else."""
+    """Return the config of Gemma 3's text model. By default every sixth layer has full attention."""
     c = llama_config(meta, "gemma3_text")
     layers, heads, dim = c["num_hidden_layers"], c["num_attention_heads"], c["head_dim"]
     pattern: Any = meta.entries.get("gemma3.attention.sliding_window_pattern")
-    if hasattr(pattern, "tolist"):  # one for each layer: whether it slides
-        slides = [bool(slide) for slide in pattern.tolist()]
-        if len(slides) != layers:
-            raise ValueError(f"attention.sliding_window_pattern is for {len(slides)} layers, there are {layers}")
+    if hasattr(pattern, "tolist"):  # whether each layer is sliding
+        is_sliding = [bool(x) for x in pattern.tolist()]
+        if len(is_sliding) != layers:
+            raise ValueError(f"attention.sliding_window_pattern is for {len(is_sliding)} layers, there are {layers}")
     else:
         every = meta.get_positive("attention.sliding_window_pattern", 6)
-        slides = [(i + 1) % every != 0 for i in range(layers)]
+        is_sliding = [(i + 1) % every != 0 for i in range(layers)]
     del c["hidden_act"]
     return c | {
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0),
-        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
-        # Not in the file. Google scales by the head dim, except in the 27B model, the one with 62 layers.
+        "layer_types": ["sliding_attention" if x else "full_attention" for x in is_sliding],
+        # Not in the file. Gemma scales by the head dim, except in the 27B model, the only one with 62 layers.
         "query_pre_attn_scalar": c["hidden_size"] // heads if layers == 62 else dim,
         "attn_logit_softcapping": meta.get("attn_logit_softcapping", 0.0) or None,
         "final_logit_softcapping": meta.get("final_logit_softcapping", 0.0) or None,
@@ -134,7 +134,7 @@ def gemma3_config(meta: GGUFMetadata) -> HFConfig:
 
 
 def gpt2_config(meta: GGUFMetadata) -> HFConfig:
-    """GPT-2. The activation is not in the file; all that are converted have this one."""
+    """Return the config of GPT-2. The file lacks the activation; every model that llama.cpp converts has this one."""
     c = _common_config(meta)
     return c | {
         "model_type": "gpt2",
@@ -149,7 +149,7 @@ def gpt2_config(meta: GGUFMetadata) -> HFConfig:
 
 
 def gpt_neox_config(meta: GGUFMetadata) -> HFConfig:
-    """GPT-NeoX and Pythia."""
+    """Return the config of GPT-NeoX and Pythia."""
     c = _common_config(meta)
     dim = max(1, c["hidden_size"] // c["num_attention_heads"])
     return c | {
@@ -165,7 +165,7 @@ def gpt_neox_config(meta: GGUFMetadata) -> HFConfig:
 
 
 def mpt_config(meta: GGUFMetadata) -> HFConfig:
-    """MPT. Its config keeps what concerns attention in a dict of its own."""
+    """Return the config of MPT, which has a separate dict for attention."""
     c = _common_config(meta)
     alibi, clip = meta.get("attention.max_alibi_bias", 0.0), meta.get("attention.clamp_kqv", 0.0)
     return c | {
@@ -187,17 +187,16 @@ def mpt_config(meta: GGUFMetadata) -> HFConfig:
 
 
 def recover_llama3_scaling(factors: Tensor, theta: float) -> HFConfig | None:
-    """Llama 3.1's `rope_scaling`, recovered from the divisors of the frequencies that its files have as a tensor.
+    """Recover Llama 3.1's `rope_scaling` from `factors`, the divisors of the frequencies, float32 [D / 2].
 
-    `factors` float32 [D / 2]. The file does not say the parameters, but all models that Meta released share three
-    of them, and the fourth is the largest divisor. None where nothing is divided; ValueError where the divisors
-    come out differently.
+    The file lacks the parameters. All models that Meta released share three of them; the fourth is the largest divisor.
+    Returns None where all divisors are 1. Raises ValueError for divisors that do not follow from such parameters.
     """
     if torch.all(factors == 1):
         return None
     c = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     turns = 8192 / (2 * torch.pi) * theta ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
-    keep = ((turns - 1.0) / (4.0 - 1.0)).clamp(0, 1)  # how much of the frequency stays as it is
+    keep = ((turns - 1.0) / (4.0 - 1.0)).clamp(0, 1)  # the unscaled share of each frequency
     if not torch.allclose(1 / (keep + (1 - keep) / c["factor"]), factors.double(), rtol=1e-3):
-        raise UnsupportedError("the tensor 'rope_freqs.weight' holds no Llama 3 scaling, and no other is supported")
+        raise UnsupportedError("the tensor 'rope_freqs.weight' is not a Llama 3 scaling; no other is supported")
     return {"rope_type": "llama3", **c, "original_max_position_embeddings": 8192}

@@ -1,8 +1,8 @@
-"""Numbers and quanta out of ggml's blocks: the types that make up most of most files in one pass, all others by `gguf`.
+"""Dequantize or unpack ggml's blocks: the common types here in one numpy pass, all others by the `gguf` library.
 
-The library knows every type, but works sixteen rows at a time, which takes seconds for the 262144 rows of Gemma's
-embedding. Both give the same bits, which a test checks. One thread: torch's would wait for each other wherever the
-machine is busy. What is not known here: whose numbers these are.
+The library knows every type, but works on sixteen rows at a time, which takes seconds for the 262144 rows of Gemma's
+embedding. Both give the same bits; a test checks it. numpy uses one thread, which does not wait for others on a busy
+machine, as torch's threads would.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.formats.gguf.reader import UnsupportedError
+from retain.formats.errors import UnsupportedError
+from retain.formats.gguf.types import GGML_BLOCK_SIZES
 from retain.kernels.quantized import Int4, Int8, QuantizedWeight, check_finite, quantize_int8
 
 DENSE_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml types that torch has too
-GGML_BLOCK_SIZES = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}  # numbers in a block, bytes in a block
-SIMPLE_BLOCKS = {  # 32 numbers in a block: a scale d, perhaps a shift m, and quanta q of 8 bits, or of 4 in two halves
+SIMPLE_BLOCKS = {  # 32 elements: a scale d, in some types a shift m, and values q of 8 bits, or of 4 in two halves
     2: np.dtype([("d", "<f2"), ("q", "u1", 16)]),  # Q4_0
     3: np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]),  # Q4_1
     8: np.dtype([("d", "<f2"), ("q", "i1", 32)]),  # Q8_0
 }
-Q5_0 = np.dtype([("d", "<f2"), ("high", "u1", 4), ("q", "u1", 16)])  # the fifth bits are together
-Q4_K = np.dtype([("d", "<f2"), ("m", "<f2"), ("six", "u1", 12), ("q", "u1", (4, 32))])  # 256 numbers, 8 groups
+Q5_0 = np.dtype([("d", "<f2"), ("high", "u1", 4), ("q", "u1", 16)])  # `high`: the fifth bits
+Q4_K = np.dtype([("d", "<f2"), ("m", "<f2"), ("six", "u1", 12), ("q", "u1", (4, 32))])  # 256 elements in 8 groups
 
 
 def dequantize_tensor(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> Tensor:
-    """The bytes of a tensor of a ggml type -> its numbers: float16 and bfloat16 as they are, everything else float32.
+    """Convert a tensor's bytes: float16 and bfloat16 stay, every other type becomes float32.
 
-    Raises ValueError for a type that cannot be dequantised.
+    Raises ValueError for a type that cannot be dequantized.
     """
     if ggml_type in DENSE_DTYPES:
         return torch.from_numpy(raw).view(DENSE_DTYPES[ggml_type]).view(shape)
-    with np.errstate(all="ignore"):  # damaged scales overflow; that is for whoever looks at the numbers
+    with np.errstate(all="ignore"):  # damaged scales may overflow; callers check the result
         if ggml_type in SIMPLE_BLOCKS:
             return torch.from_numpy(_dequantize_simple(raw.view(SIMPLE_BLOCKS[ggml_type]))).view(shape)
         try:
@@ -49,7 +49,7 @@ def dequantize_tensor(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, 
 
 
 def _dequantize_simple(blocks: NDArray[Any]) -> NDArray[np.float32]:
-    """Blocks [n] -> float32 [n, 32]."""
+    """Dequantize blocks [n] to float32 [n, 32]."""
     d, q = blocks["d"].astype(np.float32)[:, None], blocks["q"]
     if q.dtype == np.int8:
         return q * d
@@ -64,14 +64,14 @@ def _dequantize_simple(blocks: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def unpack_quantized(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> QuantizedWeight | None:
-    """The bytes of a tensor of a ggml type -> its quanta as they are in the file; None for what has none.
+    """Convert a matrix's bytes to Int4 or Int8 with the file's own values; None for an unquantized tensor or a vector.
 
-    Types whose groups are not those of Int4 and Int8 are dequantised and become the nearest Int8. Raises ValueError
-    for a type that cannot be dequantised, and for scales that are not finite in float16.
+    Types whose groups differ from those of Int4 and Int8 are dequantized and rounded to Int8. Raises ValueError for a
+    type that cannot be dequantized, and for scales that are not finite in float16.
     """
     if len(shape) != 2 or GGML_BLOCK_SIZES[ggml_type][0] == 1:
         return None
-    with np.errstate(all="ignore"):  # what overflows is not finite, and refused
+    with np.errstate(all="ignore"):  # an overflow is not finite, which check_finite refuses
         if ggml_type == 12:
             return _make_int4(shape, *_unpack_q4_k(raw.view(Q4_K)))
         if ggml_type == 6:
@@ -87,22 +87,22 @@ def unpack_quantized(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, .
 
 
 def _make_int4(shape: tuple[int, ...], q: NDArray[Any], scale: NDArray[Any], shift: NDArray[Any]) -> Int4:
-    """One scale and one shift a group, in the order of the file."""
+    """Build an Int4 from values, and scales and shifts of its groups, all in the file's order."""
     return Int4(torch.from_numpy(q).view(shape), _group_values(shape, scale), _group_values(shape, shift))
 
 
 def _make_int8(shape: tuple[int, ...], q: NDArray[Any], scale: NDArray[Any]) -> Int8:
-    """One scale a group, in the order of the file."""
+    """Build an Int8 from values and scales of its groups, both in the file's order."""
     return Int8(torch.from_numpy(np.ascontiguousarray(q)).view(shape), _group_values(shape, scale))
 
 
 def _group_values(shape: tuple[int, ...], x: NDArray[Any]) -> Tensor:
-    """float16 [out, in / 32]. Raises ValueError where one is not finite."""
+    """Convert values of groups to float16 [out, in / 32]. Raises ValueError where one is not finite."""
     return check_finite(torch.from_numpy(x.astype(np.float16)).view(shape[0], -1))
 
 
 def _unpack_nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Bytes [n, m] -> [n, 2, m]: the lower four bits of all, then the upper."""
+    """Split bytes [n, m] to [n, 2, m]: the lower four bits of all, then the upper four."""
     out = np.empty((len(q), 2, q.shape[1]), np.uint8)
     np.bitwise_and(q, 15, out=out[:, 0])
     np.right_shift(q, 4, out=out[:, 1])
@@ -110,7 +110,7 @@ def _unpack_nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _unpack_q5_0(blocks: NDArray[Any]) -> NDArray[np.int8]:
-    """Blocks [n] -> int8 [n, 32], -16 to 15."""
+    """Unpack blocks [n] to int8 [n, 32], -16 to 15."""
     q = np.unpackbits(blocks["high"], axis=1, bitorder="little")  # [n, 32]
     q <<= 4
     q |= _unpack_nibbles(blocks["q"]).reshape(-1, 32)
@@ -119,8 +119,11 @@ def _unpack_q5_0(blocks: NDArray[Any]) -> NDArray[np.int8]:
 
 
 def _unpack_q4_k(blocks: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
-    """Blocks [n] -> quanta uint8 [4 n, 2, 32]; scales and shifts float32 [n, 8], products of 6 bits and the block's."""
-    a, b, c = blocks["six"].reshape(-1, 3, 4).swapaxes(0, 1)  # [n, 4] each: the last four of 8 are in two parts
+    """Unpack blocks [n] to values uint8 [4 n, 2, 32], and scales and shifts float32 [n, 8].
+
+    A group's scale and shift are 6 bits times the block's scale and shift.
+    """
+    a, b, c = blocks["six"].reshape(-1, 3, 4).swapaxes(0, 1)  # [n, 4] each; groups 4 to 7 are split over two of them
     scale = np.concatenate((a & 63, c & 15 | a >> 6 << 4), axis=1)  # [n, 8]
     shift = np.concatenate((b & 63, c >> 4 | b >> 6 << 4), axis=1)
     d, m = (blocks[part].astype(np.float32)[:, None] for part in ("d", "m"))

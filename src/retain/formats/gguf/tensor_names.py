@@ -1,7 +1,7 @@
-"""From llama.cpp's language to Hugging Face's: the tensor names and the layouts of each architecture.
+"""Translate each architecture's tensor names and layouts from llama.cpp's to Hugging Face's.
 
-llama.cpp's converter renames everything, and changes a few tensors for its own kernels. An `Arch` says how to go back.
-A new architecture is one more entry in ARCHS. What is not known here: files and bytes.
+llama.cpp's converter renames all tensors, and changes the layout of some for its kernels. An Architecture describes the
+way back. A new architecture is one more entry in ARCHITECTURES.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from retain.formats.gguf.config import (
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to read one architecture. Tensor names are without `.weight` and `.bias`; `block` has a {} for the layer."""
+    """How to read one architecture.
+
+    Tensor names lack `.weight` and `.bias`; `layer_prefix` has a {} for the layer's number.
+    """
 
     make_config: Callable[[GGUFMetadata], HFConfig]
     global_tensors: Mapping[str, str]
     layer_prefix: str
     layer_tensors: Mapping[str, str]
-    norm_offset: float = 0.0  # what the converter added to the weights of norms
-    transposed: frozenset[str] = frozenset()  # whose matrices Hugging Face keeps [in, out], llama.cpp [out, in]
-    row_order: Callable[[str, int, HFConfig], Tensor | None] = lambda stem, rows, config: None  # see _llama_heads
+    norm_offset: float = 0.0  # added to the weights of norms by the converter
+    transposed: frozenset[str] = frozenset()  # matrices [in, out] in Hugging Face, [out, in] in llama.cpp
+    row_order: Callable[[str, int, HFConfig], Tensor | None] = lambda stem, rows, config: None  # see _llama_row_order
 
     def to_hf_name(self, name: str, num_layers: int) -> str | None:
-        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for a name that is not known."""
+        """Translate `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; None for an unknown name."""
         stem, _, leaf = name.rpartition(".")
         if stem in self.global_tensors:
             return f"{self.global_tensors[stem]}.{leaf}"
@@ -47,7 +50,7 @@ class Architecture:
         return None
 
     def to_hf_tensor(self, stem: str, x: Tensor, config: HFConfig) -> Tensor:
-        """A tensor as Hugging Face has it. Raises RuntimeError where it does not fit the config."""
+        """Convert a tensor to Hugging Face's layout. Raises RuntimeError where it does not fit the config."""
         if self.norm_offset and stem.endswith("norm"):
             return x.float() - self.norm_offset
         if stem in self.transposed and x.ndim == 2:
@@ -57,9 +60,9 @@ class Architecture:
 
 
 def _llama_row_order(stem: str, num_rows: int, c: HFConfig) -> Tensor | None:
-    """llama.cpp turns neighbouring pairs: it interleaved the halves of every head of q and k.
+    """Return the place in the file of each row in Hugging Face's layout, int64 [rows]; None where they are equal.
 
-    The place in the file of each of Hugging Face's rows, int64 [rows]; None where it is the same.
+    llama.cpp applies rope to neighbouring pairs, so its converter interleaves the halves of each head of q and k.
     """
     if stem not in ("attn_q", "attn_k"):
         return None
@@ -68,7 +71,7 @@ def _llama_row_order(stem: str, num_rows: int, c: HFConfig) -> Tensor | None:
 
 
 def _gpt_neox_row_order(stem: str, num_rows: int, c: HFConfig) -> Tensor | None:
-    """GPT-NeoX keeps q, k and v of a head together; llama.cpp put all q first, then all k, then all v."""
+    """See _llama_row_order. GPT-NeoX has q, k and v of each head in turn; llama.cpp all q, then all k, then all v."""
     if stem != "attn_qkv":
         return None
     return torch.arange(num_rows).reshape(3, c["num_attention_heads"], -1).transpose(0, 1).flatten()
@@ -134,7 +137,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "ffn_up": "mlp.c_fc",
             "ffn_down": "mlp.c_proj",
         },
-        transposed=frozenset(("attn_qkv", "attn_output", "ffn_up", "ffn_down")),  # GPT-2 calls them Conv1D
+        transposed=frozenset(("attn_qkv", "attn_output", "ffn_up", "ffn_down")),  # Conv1D in GPT-2
     ),
     "gptneox": Architecture(
         gpt_neox_config,

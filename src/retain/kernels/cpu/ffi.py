@@ -1,4 +1,7 @@
-"""What C++ is told of tensors: their addresses, sizes and strides. Who calls has checked types and shapes."""
+"""Conversion of the contract's data to C++ structs of addresses, sizes and strides, and the checks that it needs.
+
+C++ reads these addresses without a check of types and shapes: callers check them first.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import torch
 
 import retain.kernels.cpu._C as _C
 from retain.kernels.api import KV, AttentionScoring, Tables
+from retain.kernels.shape_checks import shape_error
 
 
 def to_c_pool(kv: KV) -> _C.Pool:
-    """The memory of a pool."""
+    """Convert a pool."""
     bf16 = kv.k.dtype == torch.bfloat16
     return _C.Pool(
         kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), kv.mass.data_ptr(),
@@ -18,32 +22,61 @@ def to_c_pool(kv: KV) -> _C.Pool:
 
 
 def to_c_tables(t: Tables) -> _C.Tables:
-    """Those of one layer; or, where they are of all, those of the first."""
-    *_, rows, G, n = t.pages.shape
+    """Convert the tables of one layer; of the tables of all layers, convert the first layer's."""
+    *_, num_rows, G, n = t.pages.shape
     *_, page_row, page_head, _ = t.pages.stride()
     return _C.Tables(
         t.pages.data_ptr(), page_row, page_head, t.counts.data_ptr(), *t.counts.stride()[-2:],
         t.windows.data_ptr(), t.windows.stride(-1), t.sinks.data_ptr(), t.sinks.stride(-1),
-        t.rows.data_ptr(), t.query_start_loc.data_ptr(), t.rows.shape[0], G, rows, n,
+        t.rows.data_ptr(), t.query_start_loc.data_ptr(), t.rows.shape[0], G, num_rows, n,
     )  # fmt: skip
 
 
-def to_c_scoring(o: AttentionScoring | None, layer: int = 0) -> _C.Observe:
-    """What fresh queries leave."""
-    if o is None:
+def to_c_scoring(scoring: AttentionScoring | None, layer: int = 0) -> _C.Observe:
+    """Convert the scoring of a step; without one, C++ changes no mass."""
+    if scoring is None:
         return _C.Observe()
-    parts = (o.weights, o.temperature, o.decay, o.noise, o.seed, o.redraw_noise)
-    return _C.Observe(*(x.data_ptr() for x in parts), layer)
+    s = scoring
+    fields = (s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise)
+    return _C.Observe(*(x.data_ptr() for x in fields), layer)
 
 
-def check_scoring(o: AttentionScoring | None, T: int, B: int) -> None:
-    """Raise ValueError or TypeError unless it fits T fresh tokens of B requests."""
-    if o is None:
+def check_tables(t: Tables) -> None:
+    """Raise ValueError or TypeError unless the tables of one layer have the shapes and dtypes of the contract."""
+    N, G, n = t.pages.shape
+    B = len(t.rows)
+    shapes = [x.shape for x in (t.counts, t.query_start_loc, t.windows, t.sinks)]
+    if shapes != [(N, G), (B + 1,), (N,), (N,)]:
+        raise shape_error(
+            "attend",
+            f"tables with counts [{N}, {G}], query_start_loc [{B + 1}], windows and sinks [{N}]",
+            counts=t.counts,
+            query_start_loc=t.query_start_loc,
+            windows=t.windows,
+            sinks=t.sinks,
+        )
+    for name in ("pages", "counts", "windows", "sinks", "rows", "query_start_loc"):
+        if (dtype := getattr(t, name).dtype) != torch.int32:
+            raise TypeError(f"attend: tables.{name} must be int32, not {dtype}")
+    if t.pages.stride(-1) != 1 and n > 1:
+        raise ValueError("attend: the last dimension of tables.pages must be contiguous")
+
+
+def check_scoring(scoring: AttentionScoring | None, T: int, B: int) -> None:
+    """Raise ValueError or TypeError unless the scoring fits T fresh tokens of B requests."""
+    if scoring is None:
         return
-    for name, n, dtype in (("weights", T, torch.float32), ("temperature", T, torch.float32), ("decay", B, torch.float32),
-                           ("noise", B, torch.int32), ("seed", B, torch.int32), ("redraw_noise", B, torch.int32)):  # fmt: skip
-        x = getattr(o, name)
+    s, f32, i32 = scoring, torch.float32, torch.int32
+    fields = {
+        "weights": (s.weights, T, f32),
+        "temperature": (s.temperature, T, f32),
+        "decay": (s.decay, B, f32),
+        "noise": (s.noise, B, i32),
+        "seed": (s.seed, B, i32),
+        "redraw_noise": (s.redraw_noise, B, i32),
+    }
+    for name, (x, n, dtype) in fields.items():
         if x.shape != (n,) or not x.is_contiguous():
-            raise ValueError(f"observe.{name} must be [{n}] and contiguous, not {list(x.shape)}")
+            raise ValueError(f"scoring.{name} must be [{n}] and contiguous, not {list(x.shape)}")
         if x.dtype != dtype:
-            raise TypeError(f"observe.{name} must be {dtype}, not {x.dtype}")
+            raise TypeError(f"scoring.{name} must be {dtype}, not {x.dtype}")

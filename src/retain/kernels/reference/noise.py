@@ -1,4 +1,4 @@
-"""The noise of observed scores: a hash, made into a distribution. What is not known here: what it is added to."""
+"""The noise of attention scoring: a hash of seed and positions, turned into a sample of a distribution."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from retain.kernels.api import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
 
-GUMBEL_MEAN, GUMBEL_STD = 0.5772157, 1.2825498  # of a standard Gumbel: Euler's constant, pi / sqrt 6
+GUMBEL_MEAN, GUMBEL_STD = 0.5772157, 1.2825498  # standard Gumbel distribution: Euler's constant, pi / sqrt 6
 MASK_32, GOLDEN_RATIO = 0xFFFFFFFF, 0x9E3779B9
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """A permutation of 32 bits; the upper ones are the good ones. int64 that hold 32 bits.
+    """Permute 32-bit integers, held in int64. The upper bits of the result are the best mixed.
 
-    Two rounds of shift and multiply with the constants of Wellons' `lowbias32`. After one round alone, neighbouring
-    positions were correlated by half a percent.
+    Two rounds of shift and multiply with the constants of Wellons' `lowbias32`. One round alone left neighbouring
+    positions correlated by half a percent.
     """
     x = x & MASK_32
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK_32
@@ -25,7 +25,7 @@ def mix_bits(x: Tensor) -> Tensor:
 
 
 def noise_key(seed: Tensor, layer: int, head: int, query_pos: Tensor) -> Tensor:
-    """What a row's noise hangs on; `step` is -1 where it is drawn once."""
+    """Return the part of the hash that all slots of a query share; `query_pos` is -1 for noise drawn once."""
     x = mix_bits(seed.long() + GOLDEN_RATIO)
     for part in (layer, head, query_pos.long()):
         x = mix_bits(x + GOLDEN_RATIO * (part + 1))
@@ -33,10 +33,11 @@ def noise_key(seed: Tensor, layer: int, head: int, query_pos: Tensor) -> Tensor:
 
 
 def sample_noise(kind: int, key: Tensor, pos: Tensor) -> Tensor:
-    """float32 of the shape of key and pos together, or [1] where all are the same."""
+    """Return a sample for each key and slot position: float32 of their broadcast shape, or [1] if all are equal."""
     if kind in (NO_NOISE, CONSTANT):
         return torch.zeros(1) if kind == NO_NOISE else torch.full((1,), GUMBEL_MEAN)
-    u = ((mix_bits(key + GOLDEN_RATIO * pos.long()) >> 9).float() + 0.5) * 2.0**-23  # exact, and neither 0 nor 1
+    bits = mix_bits(key + GOLDEN_RATIO * pos.long()) >> 9
+    u = (bits.float() + 0.5) * 2.0**-23  # exact in float32, and strictly between 0 and 1
     if kind == GUMBEL:
         return -torch.log(-torch.log(u))
     assert kind == GAUSSIAN

@@ -1,14 +1,14 @@
-"""A step's attention as launches: which kernels (attention_kernels.py, mass_kernels.py, slots.py) run over which jobs.
+"""A step's attention as kernel launches: the plan of tiles, and the launches of one layer.
 
-A job is (request b, its row in the tables, its first fresh token, how many tokens, the first of its query rows, the
-place of its first token among those that leave weights). Requests with few query rows are one job each, in stretches;
-those with many are cut into tiles of rows, a job each. What is not known here: layers, graphs.
+A tile is six ints: request b, its row in the tables, its first fresh token, its number of fresh tokens, the first query
+row of the tile, and the index of its first token among those that store attention weights. A request with few query
+rows is one decode tile, computed in splits of its table. A request with many is cut into prefill tiles of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import triton
@@ -18,14 +18,14 @@ from torch import Tensor
 from retain.kernels.api import GAUSSIAN, GUMBEL, KV, AttentionScoring, Tables
 from retain.kernels.triton import attention_kernels, mass_kernels, noise, slots
 
-MAX_DECODE_ROWS = 64  # query rows, at most, that look in stretches
+MAX_DECODE_ROWS = 64  # query rows of a decode tile, at most
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class RopeParams:
-    """How keys are turned before they are written; see models/rope.py. freqs float32 [n]."""
+    """The rotation of keys before they are written; see models/rope.py. freqs float32 [n]."""
 
     freqs: Tensor
     attention_factor: float
@@ -34,127 +34,157 @@ class RopeParams:
 
 @dataclass(frozen=True)
 class TileList:
-    """Those of one kind: int32 [J, 6] on the device, each of `rows` query rows at most; few look in `stretches`."""
+    """Tiles of one kind, int32 [J, 6] on the device."""
 
     data: Tensor
     rows_per_tile: int  # a power of 2
-    num_splits: int  # 0: tiles
-    max_rows: int = 0  # rows that there are at most
+    num_splits: int  # 0 for prefill tiles
+    max_rows: int = 0  # query rows that a decode tile has, at most
 
 
 @dataclass(frozen=True)
 class MassBuffers:
-    """What a step leaves, on the device. `drawn`: which noise its requests have, one of noise.py's."""
+    """The scoring of a step and the memory for its masses, on the device."""
 
     scoring: AttentionScoring
-    noise_mode: int
+    noise_mode: int  # which noise the requests draw: a constant of noise.py
     lse: Tensor  # float32 [T, H]
-    split_weights: Tensor  # [t, H, places], of the t tokens of few rows
-    tile_max: Tensor  # float32 [t, H, places / N]
+    split_weights: Tensor  # [t, H, slots], for the t tokens of decode tiles
+    tile_max: Tensor  # float32 [t, H, slots / N]
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What a step has to do in every layer."""
+    """The tiles of a step, the same in every layer."""
 
     decode: list[TileList]
     prefill: TileList | None
-    mass_tiles: Tensor | None  # int32 [n, 6]: requests of `many`, one job each, where there are masses
+    mass_tiles: Tensor | None  # int32 [n, 6], one for each prefill request, if masses change
     mass_buffers: MassBuffers | None
-    block_n: int  # slots that are looked at together
-    max_pages: int  # pages of a head
+    block_n: int  # N: slots that a kernel loads together
+    max_pages: int  # pages of a head, at most
+
+    @property
+    def tile_lists(self) -> list[TileList]:
+        """Return the decode tiles and, if there are any, the prefill tiles."""
+        return [*self.decode, *([self.prefill] if self.prefill else [])]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of one layer's attention."""
+
+    q: Tensor
+    kv: KV
+    tables: Tables
+    plan: AttentionPlan
+    q_pos: Tensor
+    scale: float
+    alibi_slopes: Tensor | None
+    layer: int
 
 
 def choose_block_n(kv: KV) -> int:
-    """Slots that are looked at together: a power of 2 that divides a page; of keys no more than 16 KiB."""
+    """Return the slots that a kernel loads together: a power of 2 that divides a page, at most 16 KiB of keys."""
     S = kv.page_size
     return min(S & -S, 64, 2**14 // (triton.next_power_of_2(kv.head_dim) * kv.dtype.itemsize))
 
 
 def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionScoring | None) -> AttentionPlan:
-    """The jobs of a step. Those of all layers are the same."""
+    """Divide the fresh tokens of a step into tiles; R query heads share a kv head of D numbers."""
     starts, rows = tables.query_start_loc.tolist(), tables.rows.tolist()
-    N, most = choose_block_n(kv), tables.pages.shape[-1] if tables.max_pages is None else tables.max_pages
-    few: dict[int, list[tuple[int, ...]]] = {}
-    many, whole, left = [], [], 0
-    tile = 128 if D <= 128 and kv.dtype != torch.float32 else 64
+    max_pages = tables.pages.shape[-1] if tables.max_pages is None else tables.max_pages
+    decode: dict[int, list[tuple[int, ...]]] = {}  # by rows of a tile
+    prefill, mass_tiles, num_decode_tokens = [], [], 0
+    rows_per_prefill_tile = 128 if D <= 128 and kv.dtype != torch.float32 else 64
     for b, row in enumerate(rows):
         first, tokens = starts[b], starts[b + 1] - starts[b]
         if tokens * R <= MAX_DECODE_ROWS:
-            few.setdefault(pad_rows(tokens * R), []).append((b, row, first, tokens, 0, left))
-            left += tokens
+            decode.setdefault(pad_rows(tokens * R), []).append((b, row, first, tokens, 0, num_decode_tokens))
+            num_decode_tokens += tokens
         else:
-            many += [(b, row, first, tokens, m, 0) for m in range(0, tokens * R, tile)]
-            whole.append((b, row, first, tokens, 0, 0))
-    stretches = max_splits(most * (kv.page_size // N))
+            prefill += [(b, row, first, tokens, m, 0) for m in range(0, tokens * R, rows_per_prefill_tile)]
+            mass_tiles.append((b, row, first, tokens, 0, 0))
+    block_n = choose_block_n(kv)
+    num_splits = max_splits(max_pages * (kv.page_size // block_n))
+    decode_lists = []
+    for rows_per_tile, tiles in sorted(decode.items()):
+        max_rows = R * max(tokens for _, _, _, tokens, *_ in tiles)
+        decode_lists.append(TileList(_tiles_to_device(tiles, kv.device), rows_per_tile, num_splits, max_rows))
+    mass_buffers = None
+    if scoring:
+        H = R * tables.pages.shape[-2]
+        mass_buffers = make_mass_buffers(scoring, kv, max_pages, starts[-1], H, num_decode_tokens)
     return AttentionPlan(
-        decode=[
-            TileList(_tiles_to_device(jobs, kv.device), m, stretches, R * max(tokens for _, _, _, tokens, *_ in jobs))
-            for m, jobs in sorted(few.items())
-        ],
-        prefill=TileList(_tiles_to_device(many, kv.device), tile, 0) if many else None,
-        mass_tiles=_tiles_to_device(whole, kv.device) if whole and scoring else None,
-        mass_buffers=make_mass_buffers(scoring, kv, most, starts[-1], R * tables.pages.shape[-2], left)
-        if scoring
-        else None,
-        block_n=N,
-        max_pages=most,
+        decode=decode_lists,
+        prefill=TileList(_tiles_to_device(prefill, kv.device), rows_per_prefill_tile, 0) if prefill else None,
+        mass_tiles=_tiles_to_device(mass_tiles, kv.device) if mass_tiles and scoring else None,
+        mass_buffers=mass_buffers,
+        block_n=block_n,
+        max_pages=max_pages,
     )
 
 
-def pad_rows(width: int) -> int:
-    """Query rows of a program that has so many: tensor cores want 16 at least."""
-    return max(16, int(triton.next_power_of_2(max(width, 1))))
+def pad_rows(num_rows: int) -> int:
+    """Return the rows of a tile for this many query rows: a power of 2, at least the 16 that tensor cores need."""
+    return max(16, int(triton.next_power_of_2(max(num_rows, 1))))
 
 
-def max_splits(blocks: int) -> int:
-    """Of a table of so many blocks, at most, and of all shorter ones. (257 blocks are 52 stretches, 256 are 64.)"""
-    return max(min(-(-blocks // attention_kernels.MIN_SPLIT_BLOCKS.value), attention_kernels.MAX_SPLITS.value), 1)
+def max_splits(num_blocks: int) -> int:
+    """Return the most splits of any table with up to this many blocks. (256 blocks have 64 splits, 257 have 52.)"""
+    splits = -(-num_blocks // attention_kernels.MIN_SPLIT_BLOCKS.value)
+    return max(min(splits, attention_kernels.MAX_SPLITS.value), 1)
 
 
 def noise_mode_of(scoring: AttentionScoring) -> int:
-    """Which noise its requests have, one of noise.py's."""
+    """Return which noise the requests of a step draw: a constant of noise.py."""
     kinds = set(scoring.noise.tolist()) & {GUMBEL, GAUSSIAN}
-    mixed = noise.MIXED if len(kinds) > 1 else noise.ONLY_GUMBEL if GUMBEL in kinds else noise.ONLY_GAUSSIAN
-    return int((mixed if kinds else noise.NONE).value)
+    if not kinds:
+        return int(noise.NONE.value)
+    if len(kinds) > 1:
+        return int(noise.MIXED.value)
+    return int((noise.ONLY_GUMBEL if GUMBEL in kinds else noise.ONLY_GAUSSIAN).value)
 
 
 def make_mass_buffers(
     scoring: AttentionScoring, kv: KV, max_pages: int, T: int, H: int, num_decode_tokens: int
 ) -> MassBuffers:
-    """What is asked, brought to the device, and room for what it takes."""
-    there = AttentionScoring(**{name: x.to(kv.device, non_blocking=True) for name, x in vars(scoring).items()})
-    return MassBuffers(there, noise_mode_of(scoring), *allocate_mass_buffers(kv, max_pages, T, H, num_decode_tokens))
+    """Copy the scoring to the device and allocate its buffers."""
+    on_device = {f.name: getattr(scoring, f.name).to(kv.device, non_blocking=True) for f in fields(scoring)}
+    buffers = allocate_mass_buffers(kv, max_pages, T, H, num_decode_tokens)
+    return MassBuffers(AttentionScoring(**on_device), noise_mode_of(scoring), *buffers)
 
 
 def allocate_mass_buffers(
     kv: KV, max_pages: int, T: int, H: int, num_decode_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For what is left: sums [T, H]; of few tokens weights [few, H, places] and tops [few, H, places / N]."""
-    places, N = max_pages * kv.page_size, choose_block_n(kv)
-    half = torch.float32 if kv.dtype == torch.float32 else torch.float16
-    left = torch.empty(num_decode_tokens, H, places, dtype=half, device=kv.device)
-    return torch.empty(T, H, device=kv.device), left, torch.empty(num_decode_tokens, H, places // N, device=kv.device)
+    """Allocate lse [T, H], split_weights [t, H, slots] and tile_max [t, H, slots / N] of MassBuffers."""
+    t, max_slots = num_decode_tokens, max_pages * kv.page_size
+    dtype = torch.float32 if kv.dtype == torch.float32 else torch.float16
+    lse = torch.empty(T, H, device=kv.device)
+    split_weights = torch.empty(t, H, max_slots, dtype=dtype, device=kv.device)
+    tile_max = torch.empty(t, H, max_slots // choose_block_n(kv), device=kv.device)
+    return lse, split_weights, tile_max
 
 
 def tokens_per_program(tokens: int, limit: int) -> int:
-    """Tokens that one program takes; the interpreter is quicker with few programs."""
+    """Return the tokens of one program of an elementwise kernel. The interpreter is faster with few programs."""
     return min(triton.next_power_of_2(tokens), 512 if triton.knobs.runtime.interpret else limit)
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope: RopeParams | None = None) -> None:
-    """Fresh tokens k, v [T, G, D] at pos int32 [T] into slots int32 [G, T], keys turned on the way."""
+    """Store fresh tokens in their slots; with `rope`, rotate the keys on the way."""
     T, G, D = k.shape
     k, v = k if rope else k.to(kv.dtype), v.to(kv.dtype)
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     C = kv.mass.shape[1]
-    freqs = rope.freqs if rope else kv.mass  # any float32: it is not read
-    some = tokens_per_program(T, 8)
-    slots.write[(triton.cdiv(T, some), G)](
-        slot_mapping, *slot_mapping.stride(), k, *k.stride()[:2], v, *v.stride()[:2], pos.contiguous(), T, kv.k, kv.v, kv.pos, kv.mass,
-        freqs, len(rope.freqs) if rope else 0, rope.attention_factor if rope else 1.0,
-        S=kv.page_size, D=D, DP=triton.next_power_of_2(D), C=C, CP=triton.next_power_of_2(C), T=some,
-        ROPE=rope is not None, INTERLEAVED=rope is not None and rope.interleaved, num_warps=4 if some > 1 else 1,
+    freqs = rope.freqs if rope else kv.mass  # without rope the kernel does not read it
+    block_t = tokens_per_program(T, 8)
+    slots.write[(triton.cdiv(T, block_t), G)](
+        slot_mapping, *slot_mapping.stride(), k, *k.stride()[:2], v, *v.stride()[:2], pos.contiguous(), T,
+        kv.k, kv.v, kv.pos, kv.mass, freqs, len(rope.freqs) if rope else 0, rope.attention_factor if rope else 1.0,
+        S=kv.page_size, D=D, DP=triton.next_power_of_2(D), C=C, CP=triton.next_power_of_2(C), T=block_t,
+        ROPE=rope is not None, INTERLEAVED=rope is not None and rope.interleaved, num_warps=4 if block_t > 1 else 1,
     )  # fmt: skip
 
 
@@ -164,66 +194,73 @@ def attend(
     tables: Tables,
     plan: AttentionPlan,
     q_pos: Tensor,
+    *,
     scale: float,
     alibi_slopes: Tensor | None,
     layer: int,
 ) -> Tensor:
-    """The output [T, H, D] of queries of one layer, and its masses."""
-    T, H, D = q.shape
-    G = tables.pages.shape[1]
+    """Return the output [T, H, D] of one layer, and update the masses that the plan scores."""
     q = q if q.stride(-1) == 1 else q.contiguous()
-    rough = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16  # the interpreter cuts where it should round
-    o = torch.zeros(T, H, D, dtype=torch.float32 if rough else q.dtype, device=q.device)
-    for jobs in (*plan.decode, *([plan.prefill] if plan.prefill else [])):
-        _launch_attention(q, o, kv, tables, plan, jobs, q_pos, scale, alibi_slopes, layer)
-    s = plan.mass_buffers
-    shape = {"G": G, "R": H // G, "S": kv.page_size, "N": plan.block_n, "C": kv.mass.shape[1]}
-    blocks = max(plan.max_pages, 1) * (kv.page_size // plan.block_n)
-    for jobs in plan.decode if s else []:
-        assert s
-        mass_kernels.accumulate_mass[(len(jobs.data), G, blocks)](
-            kv.mass, *_page_args(tables), tables.windows, tables.windows.stride(0), jobs.data,
-            s.scoring.weights, s.scoring.decay, s.lse, s.split_weights, s.tile_max, s.split_weights.shape[-1], M=jobs.rows_per_tile, **shape,
-        )  # fmt: skip
-    if s and plan.mass_tiles is not None:
-        a = s.scoring
-        mass_kernels.recompute_mass[(len(plan.mass_tiles), G, blocks)](
-            q, *q.stride()[:2], kv.k, kv.pos, kv.mass, *_page_args(tables), *_visibility_args(tables), plan.mass_tiles, q_pos,
-            q if alibi_slopes is None else alibi_slopes, scale * LOG2E,
-            a.weights, a.temperature, a.decay, a.noise, a.seed, a.redraw_noise, layer, s.lse,
-            D=D, DP=max(triton.next_power_of_2(D), 16), M=64, ALIBI=alibi_slopes is not None, DENSE=tables.dense is not None,
-            NOISE=s.noise_mode, **_dot_args(kv), **shape,
-        )  # fmt: skip
+    call = AttentionCall(q, kv, tables, plan, q_pos, scale, alibi_slopes, layer)
+    # The interpreter truncates to bfloat16 where a GPU rounds, so torch rounds for it.
+    in_float32 = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16
+    o = torch.zeros(q.shape, dtype=torch.float32 if in_float32 else q.dtype, device=q.device)
+    for tiles in plan.tile_lists:
+        _launch_attention(call, tiles, o)
+    if plan.mass_buffers:
+        _launch_mass(call, plan.mass_buffers)
     return o.to(q.dtype)
 
 
-def _launch_attention(
-    q: Tensor, o: Tensor, kv: KV, tables: Tables, plan: AttentionPlan, tiles: TileList, q_pos: Tensor, scale: float,
-    alibi_slopes: Tensor | None, layer: int,
-) -> None:  # fmt: skip
+def _launch_attention(call: AttentionCall, tiles: TileList, o: Tensor) -> None:
+    q, kv, tables, plan, slopes = call.q, call.kv, call.tables, call.plan, call.alibi_slopes
     _, H, D = q.shape
-    G, J, M, s, device = tables.pages.shape[1], len(tiles.data), tiles.rows_per_tile, plan.mass_buffers, q.device
-    split, DP = tiles.num_splits > 0, max(triton.next_power_of_2(D), 16)
-    room = J * G * tiles.num_splits * tiles.max_rows if split else 1
-    tops, sums = torch.empty(2, (2 if s else 1) * room, device=device)
-    parts = torch.empty(room, D, device=device)
-    asked = (
-        (a.weights, a.temperature, a.noise, a.seed, a.redraw_noise) if s and (a := s.scoring) else (q,) * 5
-    )  # which is not read
-    shape = {"G": G, "R": H // G, "S": kv.page_size, "D": D, "DP": DP, "M": M, "N": plan.block_n}
+    G, J, M, buffers = tables.pages.shape[1], len(tiles.data), tiles.rows_per_tile, plan.mass_buffers
+    is_split, DP = tiles.num_splits > 0, max(triton.next_power_of_2(D), 16)
+    split_rows = J * G * tiles.num_splits * tiles.max_rows if is_split else 1
+    split_max, split_sum = torch.empty(2, (2 if buffers else 1) * split_rows, device=q.device)
+    split_out = torch.empty(split_rows, D, device=q.device)
+    # Where the kernels read no masses, q stands in for the pointers.
+    s = buffers.scoring if buffers else None
+    scoring_args = (s.weights, s.temperature, s.noise, s.seed, s.redraw_noise) if s else (q,) * 5
+    mass_args = (buffers.lse, buffers.split_weights, buffers.tile_max) if buffers else (q,) * 3
+    shape = {"G": G, "R": H // G, "S": kv.page_size, "D": D, "DP": DP, "N": plan.block_n}
     attention_kernels.attention_fwd[(J, G, max(tiles.num_splits, 1))](
-        q, *q.stride()[:2], o, tops, sums, parts, tiles.max_rows, kv.k, kv.v, kv.pos, *_page_args(tables), *_visibility_args(tables),
-        tiles.data, q_pos, q if alibi_slopes is None else alibi_slopes, scale * LOG2E, tiles.num_splits,
-        *asked, layer, *((s.lse, s.split_weights, s.tile_max, s.split_weights.shape[-1]) if s else (q, q, q, 0)),
-        SPLIT=split, ALIBI=alibi_slopes is not None, DENSE=tables.dense is not None, UPDATE_MASS=s is not None,
-        NOISE=s.noise_mode if s else 0, **_dot_args(kv), **shape, num_warps=8 if M > 64 or D > 128 else 4, num_stages=3,
+        q, *q.stride()[:2], o, split_max, split_sum, split_out, tiles.max_rows,
+        kv.k, kv.v, kv.pos, *_page_args(tables), *_visibility_args(tables),
+        tiles.data, call.q_pos, q if slopes is None else slopes, call.scale * LOG2E, tiles.num_splits,
+        *scoring_args, call.layer, *mass_args, buffers.split_weights.shape[-1] if buffers else 0,
+        M=M, SPLIT=is_split, ALIBI=slopes is not None, DENSE=tables.dense is not None,
+        UPDATE_MASS=buffers is not None, NOISE=buffers.noise_mode if buffers else 0, **_dot_args(kv), **shape,
+        num_warps=8 if M > 64 or D > 128 else 4, num_stages=3,
     )  # fmt: skip
-    if split:
+    if is_split:
         rows = M if triton.knobs.runtime.interpret else 1
-        shape.pop("M")
         attention_kernels.merge_splits[(J, G, triton.cdiv(tiles.max_rows, rows))](
-            o, tops, sums, parts, tiles.max_rows, *_page_args(tables)[3:], tiles.data, tiles.num_splits, s.lse if s else q,
-            ROWS=rows, UPDATE_MASS=s is not None, **shape,
+            o, split_max, split_sum, split_out, tiles.max_rows, *_page_args(tables)[3:], tiles.data, tiles.num_splits,
+            buffers.lse if buffers else q, ROWS=rows, UPDATE_MASS=buffers is not None, **shape,
+        )  # fmt: skip
+
+
+def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
+    q, kv, tables, plan, slopes, s = call.q, call.kv, call.tables, call.plan, call.alibi_slopes, buffers.scoring
+    _, H, D = q.shape
+    G = tables.pages.shape[1]
+    shape = {"G": G, "R": H // G, "S": kv.page_size, "N": plan.block_n, "C": kv.mass.shape[1]}
+    num_blocks = max(plan.max_pages, 1) * (kv.page_size // plan.block_n)
+    for tiles in plan.decode:
+        mass_kernels.accumulate_mass[(len(tiles.data), G, num_blocks)](
+            kv.mass, *_page_args(tables), tables.windows, tables.windows.stride(0), tiles.data, s.weights, s.decay,
+            buffers.lse, buffers.split_weights, buffers.tile_max, buffers.split_weights.shape[-1],
+            M=tiles.rows_per_tile, **shape,
+        )  # fmt: skip
+    if plan.mass_tiles is not None:
+        mass_kernels.recompute_mass[(len(plan.mass_tiles), G, num_blocks)](
+            q, *q.stride()[:2], kv.k, kv.pos, kv.mass, *_page_args(tables), *_visibility_args(tables), plan.mass_tiles,
+            call.q_pos, q if slopes is None else slopes, call.scale * LOG2E,
+            s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise, call.layer, buffers.lse,
+            D=D, DP=max(triton.next_power_of_2(D), 16), M=64, ALIBI=slopes is not None,
+            DENSE=tables.dense is not None, NOISE=buffers.noise_mode, **_dot_args(kv), **shape,
         )  # fmt: skip
 
 
@@ -236,7 +273,7 @@ def _visibility_args(t: Tables) -> tuple[Tensor, int, Tensor, int, Tensor]:
 
 
 def _dot_args(kv: KV) -> dict[str, object]:
-    """In what products are made: in the pool's type, and float32 means float32. The interpreter has no bfloat16."""
+    """Return the dtype and precision of products: the pool's, exact for float32. The interpreter has no bfloat16."""
     exact = kv.dtype == torch.float32 or (kv.dtype == torch.bfloat16 and triton.knobs.runtime.interpret)
     return {"DOT": tl.float32 if exact else TRITON_DTYPES[kv.dtype], "PRECISION": "ieee" if exact else "tf32"}
 

@@ -1,9 +1,9 @@
-"""The kernels of attention: tiles of query rows look at a stretch of a head's slots.
+"""Attention kernels: a tile of query rows attends to the slots of one kv head, or to a split of them.
 
-A row is a fresh token of one query head; those that share a kv head lie together (row m is token m // R, head m % R),
-so K and V are read once for all of them. Few rows look in stretches, side by side, that `merge` brings together; many
-go in tiles of rows, each through all slots. Scores are in base 2. How a table is cut into stretches depends on its own
-length alone, so a request's bits do not depend on its company.
+A query row is a fresh token of one query head. The rows of the heads that share a kv head lie together (row m is token
+m // R, head m % R), so K and V are read once for all of them. Tiles with few rows attend to the splits of a table in
+parallel, and `merge_splits` combines the splits (split-K). Tiles of many rows go through all slots. A table is split by
+its own length alone, so that a token's bits do not depend on the other requests. Scores are in base 2.
 """
 
 from __future__ import annotations
@@ -14,59 +14,60 @@ import triton.language as tl
 from retain.kernels.api import NO_WINDOW
 from retain.kernels.triton.noise import add_noise, noise_key
 
-MAX_SPLITS = tl.constexpr(64)  # of a table, at most
-MIN_SPLIT_BLOCKS = tl.constexpr(4)  # blocks of slots of a stretch, at least
+MAX_SPLITS = tl.constexpr(64)  # splits of a table, at most
+MIN_SPLIT_BLOCKS = tl.constexpr(4)  # blocks of slots in a split, at least
 _NO_WINDOW = tl.constexpr(NO_WINDOW)
 
 
 @triton.jit
 def split_size(blocks):
-    """Blocks of each stretch of a table of so many."""
+    """Return the blocks in each split of a table."""
     return tl.maximum(MIN_SPLIT_BLOCKS, (blocks + MAX_SPLITS - 1) // MAX_SPLITS)
 
 
 @triton.jit
-def load_positions(pos, page, at, i, dense, N: tl.constexpr, S: tl.constexpr):
-    """Those of N slots from place `at` of a page on, block i of its table. Dense: they are the places themselves."""
+def load_positions(pos, page, place, i, dense, N: tl.constexpr, S: tl.constexpr):
+    """Return the positions of N slots, block i of a table, at `place` in a page. Dense: slot i holds position i."""
     n = tl.arange(0, N)
-    there = tl.load(pos + page * S + at + n, mask=n < tl.where(dense, 0, N), other=-1)
-    return tl.where(dense, i * N + n, there)
+    loaded = tl.load(pos + page * S + place + n, mask=n < tl.where(dense, 0, N), other=-1)
+    return tl.where(dense, i * N + n, loaded)
 
 
 @triton.jit
 def compute_scores(q, keys, pos, q_pos, slopes, factor, window, sinks, ALIBI: tl.constexpr, PRECISION: tl.constexpr):
-    """Of rows [M] at slots [N], in base 2; -inf where a row does not see a slot. q [M, D], keys [D, N]."""
+    """Return scores [M, N] in base 2, -inf where a row does not see a slot; q [M, D], keys [D, N]."""
     p, s = q_pos[:, None], pos[None, :]
     x = tl.dot(q, keys, input_precision=PRECISION) * factor
     if ALIBI:
         x += slopes[:, None] * (s - p).to(tl.float32)
-    seen = (s >= 0) & (s <= p) & ((p - s < window) | (s < sinks))
-    return tl.where(seen, x, float("-inf"))
+    visible = (s >= 0) & (s <= p) & ((p - s < window) | (s < sinks))
+    return tl.where(visible, x, float("-inf"))
 
 
 @triton.jit
 def finite_or_zero(x):
-    """What may be subtracted from scores below `top`, which may be -inf."""
+    """Replace -inf by 0, so that subtracting a row's maximum from -inf never gives NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
 def safe_log2(total):
-    """Of a sum; where there was nothing to sum, whatever is added to the -inf of its largest."""
+    """Return log2 of a sum, and 0 for an empty sum: its row's maximum is -inf already."""
     return tl.log2(tl.where(total == 0.0, 1.0, total))
 
 
 @triton.jit(do_not_specialize=["layer"])
 def attention_fwd(
-    q, q_token, q_head, o, tops, sums, parts, width,  # o [T, H, D]; or [J, G, stretches, width (D for parts)]
+    q, q_token, q_head, o, split_max, split_sum, split_out, width,  # o [T, H, D]; splits [J, G, splits, width (, D)]
     k, v, pos, pages, page_row, page_head, counts, count_row, count_head, windows, window_row, sinks, sink_row, dense,
     tiles, q_pos, slopes, factor, num_splits,
-    weights, tau, noise, seed, redraw_noise, layer, lse, split_weights, tile_max, places,  # observed: lse [T, H], left [t, H, places]
+    weights, temperature, noise, seed, redraw_noise, layer,
+    lse, split_weights, tile_max, max_slots,  # with UPDATE_MASS: lse [T, H], split_weights [t, H, max_slots]
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, ALIBI: tl.constexpr, DENSE: tl.constexpr,
     DOT: tl.constexpr, UPDATE_MASS: tl.constexpr, NOISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One job, one kv head, one stretch (SPLIT) or everything."""
+    """Compute one tile and one kv head: over one split of the slots (SPLIT), or over all of them."""
     j, g = tl.program_id(0), tl.program_id(1)
     b, row, first, tokens, m0 = (
         tl.load(tiles + 6 * j), tl.load(tiles + 6 * j + 1), tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3),
@@ -83,111 +84,111 @@ def attention_fwd(
         if begin >= end:
             return
     m = m0 + tl.arange(0, M)
-    mine = m < tokens * R
+    valid = m < tokens * R
     t, h = first + m // R, g * R + m % R
     d = tl.arange(0, DP)
     q = tl.load(
         q + t.to(tl.int64)[:, None] * q_token + h[:, None] * q_head + d[None, :],
-        mask=mine[:, None] & (d < D)[None, :],
+        mask=valid[:, None] & (d < D)[None, :],
         other=0.0,
     ).to(DOT)  # [M, DP]
-    p = tl.load(q_pos + t, mask=mine, other=-1)  # who is nobody's sees nothing
+    p = tl.load(q_pos + t, mask=valid, other=-1)  # padding rows see nothing
     window, sink = tl.load(windows + row * window_row), tl.load(sinks + row * sink_row)
-    slope = tl.load(slopes + h, mask=mine, other=0.0) * 1.4426950408889634 if ALIBI else p
-    full = window < 0
+    slope = tl.load(slopes + h, mask=valid, other=0.0) * 1.4426950408889634 if ALIBI else p
+    is_dense = window < 0  # false, as a tensor
     if DENSE:
-        full = (window == _NO_WINDOW) & (tl.load(dense + row) != 0)
-        if not UPDATE_MASS and full:  # behind the newest query there is nothing to see
+        is_dense = (window == _NO_WINDOW) & (tl.load(dense + row) != 0)
+        if not UPDATE_MASS and is_dense:  # no slot behind the newest query is visible
             end = tl.minimum(end, (tl.max(p, 0) + N) // N)
     if UPDATE_MASS:
-        asked = (window == _NO_WINDOW) & (tl.max(tl.load(weights + t, mask=mine, other=0.0), 0) != 0.0)
+        scored = (window == _NO_WINDOW) & (tl.max(tl.load(weights + t, mask=valid, other=0.0), 0) != 0.0)
         kind = tl.load(noise + b)
         keys = noise_key(tl.load(seed + b), layer, g, tl.where(tl.load(redraw_noise + b) == 1, p, -1))
-        by = 1.0 / tl.load(tau + t, mask=mine, other=1.0)
-        z_top, z_sum = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
-    top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+        inverse_temperature = 1.0 / tl.load(temperature + t, mask=valid, other=1.0)
+        z_max, z_sum = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+    row_max, row_sum = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, DP), tl.float32)
     table = pages + row.to(tl.int64) * page_row + g * page_head
     for i in range(begin, end):
-        page, at = tl.load(table + i * N // S).to(tl.int64), i * N % S
-        s = page * S + at + tl.arange(0, N)
-        there = load_positions(pos, page, at, i, full, N, S)
+        page, place = tl.load(table + i * N // S).to(tl.int64), i * N % S
+        s = page * S + place + tl.arange(0, N)
+        slot_pos = load_positions(pos, page, place, i, is_dense, N, S)
         kt = tl.load(k + s[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0.0).to(DOT)  # [DP, N]
-        x = compute_scores(q, kt, there, p, slope, factor, window, sink, ALIBI, PRECISION)
-        higher = tl.maximum(top, tl.max(x, 1))
-        w = tl.exp2(x - finite_or_zero(higher)[:, None])
-        scale = tl.exp2(top - finite_or_zero(higher))
-        total = total * scale + tl.sum(w, 1)
+        x = compute_scores(q, kt, slot_pos, p, slope, factor, window, sink, ALIBI, PRECISION)
+        new_max = tl.maximum(row_max, tl.max(x, 1))
+        w = tl.exp2(x - finite_or_zero(new_max)[:, None])
+        rescale = tl.exp2(row_max - finite_or_zero(new_max))
+        row_sum = row_sum * rescale + tl.sum(w, 1)
         vs = tl.load(v + s[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)  # [N, DP]
-        acc = tl.dot(w.to(DOT), vs.to(DOT), acc * scale[:, None], input_precision=PRECISION)
-        top = higher
-        if UPDATE_MASS:  # noqa: SIM102 (one is the compiler's, the other the device's)
-            if asked:  # a row whose weight is 0 leaves numbers too, that nobody reads
-                z = add_noise(x, kind, keys, there, NOISE) * by[:, None]
-                here = tl.max(z, 1)
-                w = tl.exp2(z - finite_or_zero(here)[:, None])
+        acc = tl.dot(w.to(DOT), vs.to(DOT), acc * rescale[:, None], input_precision=PRECISION)
+        row_max = new_max
+        if UPDATE_MASS:  # noqa: SIM102 (the compiler evaluates the outer condition, the device the inner one)
+            if scored:  # rows of weight 0 are written too, but accumulate_mass does not read them
+                z = add_noise(x, kind, keys, slot_pos, NOISE) * inverse_temperature[:, None]
+                block_max = tl.max(z, 1)
+                w = tl.exp2(z - finite_or_zero(block_max)[:, None])
                 if SPLIT:
                     at_row = ((tl.load(tiles + 6 * j + 5) + m // R) * G * R + h).to(tl.int64)
-                    to = split_weights + at_row[:, None] * places + i * N + tl.arange(0, N)[None, :]
-                    tl.store(to, w.to(split_weights.dtype.element_ty), mask=mine[:, None])
-                    tl.store(tile_max + at_row * (places // N) + i, here, mask=mine)
-                up = tl.maximum(z_top, here)
-                z_sum = z_sum * tl.exp2(z_top - finite_or_zero(up)) + tl.sum(w, 1) * tl.exp2(here - finite_or_zero(up))
-                z_top = up
+                    to = split_weights + at_row[:, None] * max_slots + i * N + tl.arange(0, N)[None, :]
+                    tl.store(to, w.to(split_weights.dtype.element_ty), mask=valid[:, None])
+                    tl.store(tile_max + at_row * (max_slots // N) + i, block_max, mask=valid)
+                up = tl.maximum(z_max, block_max)
+                z_sum *= tl.exp2(z_max - finite_or_zero(up))
+                z_sum += tl.sum(w, 1) * tl.exp2(block_max - finite_or_zero(up))
+                z_max = up
     if SPLIT:
         at = ((j * G + g) * num_splits + tl.program_id(2)) * width + tl.arange(0, M)
-        tl.store(tops + at, top, mask=mine)
-        tl.store(sums + at, total, mask=mine)
-        tl.store(parts + at.to(tl.int64)[:, None] * D + d[None, :], acc, mask=mine[:, None] & (d < D)[None, :])
+        tl.store(split_max + at, row_max, mask=valid)
+        tl.store(split_sum + at, row_sum, mask=valid)
+        tl.store(split_out + at.to(tl.int64)[:, None] * D + d[None, :], acc, mask=valid[:, None] & (d < D)[None, :])
         if UPDATE_MASS:
-            z_at = tl.num_programs(0) * G * num_splits * width + at  # behind those
-            tl.store(tops + z_at, z_top, mask=mine)
-            tl.store(sums + z_at, z_sum, mask=mine)
+            z_at = tl.num_programs(0) * G * num_splits * width + at  # the second half of the buffers
+            tl.store(split_max + z_at, z_max, mask=valid)
+            tl.store(split_sum + z_at, z_sum, mask=valid)
     else:
-        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        where = t.to(tl.int64)[:, None] * G * R * D + h[:, None] * D + d[None, :]
-        tl.store(o + where, out.to(o.dtype.element_ty), mask=mine[:, None] & (d < D)[None, :])
+        out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+        to = o + t.to(tl.int64)[:, None] * G * R * D + h[:, None] * D + d[None, :]
+        tl.store(to, out.to(o.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
         if UPDATE_MASS:
-            tl.store(lse + t * G * R + h, z_top + safe_log2(z_sum), mask=mine)
+            tl.store(lse + t * G * R + h, z_max + safe_log2(z_sum), mask=valid)
 
 
 @triton.jit
 def merge_splits(
-    o, tops, sums, parts, width, counts, count_row, count_head, tiles, num_splits, lse,
+    o, split_max, split_sum, split_out, width, counts, count_row, count_head, tiles, num_splits, lse,
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, UPDATE_MASS: tl.constexpr,
 ):  # fmt: skip
-    """The stretches of some rows of a job become their output; where it is observed, also log2 of the weights' sums."""
+    """Combine the splits of ROWS rows of a tile into their output; with UPDATE_MASS also into lse, in base 2."""
     j, g = tl.program_id(0), tl.program_id(1)
     row, first, tokens = tl.load(tiles + 6 * j + 1), tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3)
     m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(2) * ROWS >= tokens * R:
         return
-    mine = m < tokens * R
+    valid = m < tokens * R
     t, h = first + m // R, g * R + m % R
     blocks = tl.load(counts + row * count_row + g * count_head) * (S // N)
     n = split_size(blocks)
     s = tl.arange(0, MAX_SPLITS)[None, :]
-    there = mine[:, None] & (s * n < blocks)
+    exists = valid[:, None] & (s * n < blocks)
     at = ((j * G + g) * num_splits + s) * width + m[:, None]
-    top = tl.load(tops + at, mask=there, other=float("-inf"))  # [ROWS, STRETCHES]
-    total = tl.load(sums + at, mask=there, other=0.0)
-    factor = tl.exp2(top - finite_or_zero(tl.max(top, 1))[:, None])
+    maxima = tl.load(split_max + at, mask=exists, other=float("-inf"))  # [ROWS, MAX_SPLITS]
+    sums = tl.load(split_sum + at, mask=exists, other=0.0)
+    factor = tl.exp2(maxima - finite_or_zero(tl.max(maxima, 1))[:, None])
     d = tl.arange(0, DP)
-    part = tl.load(
-        parts + at.to(tl.int64)[:, :, None] * D + d[None, None, :],
-        mask=there[:, :, None] & (d < D)[None, None, :],
+    parts = tl.load(
+        split_out + at.to(tl.int64)[:, :, None] * D + d[None, None, :],
+        mask=exists[:, :, None] & (d < D)[None, None, :],
         other=0.0,
     )
-    weight = tl.sum(total * factor, 1)
-    out = tl.sum(part * factor[:, :, None], 1) / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    total = tl.sum(sums * factor, 1)
+    out = tl.sum(parts * factor[:, :, None], 1) / tl.where(total == 0.0, 1.0, total)[:, None]
     at_row = (t * G * R + h).to(tl.int64)
-    tl.store(o + at_row[:, None] * D + d[None, :], out.to(o.dtype.element_ty), mask=mine[:, None] & (d < D)[None, :])
+    tl.store(o + at_row[:, None] * D + d[None, :], out.to(o.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
     if UPDATE_MASS:
         z_at = tl.num_programs(0) * G * num_splits * width + at
-        z_top = tl.load(tops + z_at, mask=there, other=float("-inf"))
-        z_sum = tl.load(sums + z_at, mask=there, other=0.0)
-        high = tl.max(z_top, 1)
-        tl.store(
-            lse + at_row, high + safe_log2(tl.sum(z_sum * tl.exp2(z_top - finite_or_zero(high)[:, None]), 1)), mask=mine
-        )
+        z_max = tl.load(split_max + z_at, mask=exists, other=float("-inf"))
+        z_sum = tl.load(split_sum + z_at, mask=exists, other=0.0)
+        high = tl.max(z_max, 1)
+        total = tl.sum(z_sum * tl.exp2(z_max - finite_or_zero(high)[:, None]), 1)
+        tl.store(lse + at_row, high + safe_log2(total), mask=valid)

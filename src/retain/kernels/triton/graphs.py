@@ -1,9 +1,8 @@
-"""Steps that repeat, as CUDA graphs: every request has as many fresh tokens, and all of their logits are wanted.
+"""CUDA graphs of steps that repeat: all requests have equally many fresh tokens, and all logits are wanted.
 
-Requests are padded to a ladder of numbers, so that a few graphs serve all: who pads has no tokens in the tables, and
-its own go to the trash page, at position -1. What varies lies in one stretch of memory, which is brought to the device
-in one go. Where there are no graphs (a CPU), a recorded step computes anew what it would replay.
-What is not known here: what a step computes.
+Batches are padded to a few sizes, so that few graphs serve all. A padding request has no tokens in its tiles; its fresh
+tokens have position -1 and go to the trash page. Everything that varies lies in one buffer, copied to the device at
+once. On a CPU there are no graphs: a captured step is computed again instead of replayed.
 """
 
 from __future__ import annotations
@@ -16,94 +15,92 @@ import torch
 import triton
 from torch import Tensor
 
-from retain.kernels.api import KV, AttentionScoring, Tables
+from retain.kernels.api import KV, AttentionScoring, StepInputs, Tables
 from retain.kernels.triton import attention
 from retain.kernels.triton.attention import MAX_DECODE_ROWS, AttentionPlan, MassBuffers, TileList
-from retain.kernels.triton.step import DeviceStep, HostStep
+from retain.kernels.triton.step import DeviceStep
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-CAPTURE_AFTER = 2  # a step is recorded when it comes for this time; before, it goes one operation at a time
-MAX_GRAPHS = 48  # recorded steps: each has memory of its own for its logits
+CAPTURE_AFTER = 2  # a shape is captured when it comes for this time; before, its steps run operation by operation
+MAX_GRAPHS = 48  # each graph has memory of its own for its logits; the least recently used is dropped
 GraphKey = tuple[Any, ...]
 
 
 def pad_batch_size(n: int) -> int | None:
-    """The number of requests that n are padded to; None: there is none so large."""
-    return next((r for r in BATCH_SIZES if r >= n), None)
+    """Return the batch size that n requests are padded to, or None if n is too large."""
+    return next((size for size in BATCH_SIZES if size >= n), None)
 
 
 def full_int32(n: int, value: int = 0) -> Tensor:
-    """int32 [n], all of them this."""
+    """Return int32 [n] filled with the value."""
     return torch.full((n,), value, dtype=torch.int32)
 
 
 def no_scoring(T: int, B: int) -> AttentionScoring:
-    """What padding leaves."""
+    """Return a scoring that changes no mass, for the padding requests."""
     return AttentionScoring(torch.zeros(T), torch.ones(T), torch.ones(B), full_int32(B), full_int32(B), full_int32(B))
 
 
 def unpack(words: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """32-bit words as tensors of these lengths and types."""
+    """Split a buffer of 32-bit words into views with the lengths and dtypes of these tensors."""
     parts = words.split([len(x) for x in like.values()])
     return {name: part.view(x.dtype) for (name, x), part in zip(like.items(), parts, strict=True)}
 
 
 @dataclass(frozen=True)
 class GraphShape:
-    """Of recorded steps: B requests of F fresh tokens, tables of L layers and G heads, at most so many pages of a head;
-    which noise is drawn (None: nothing is observed).
-    """
+    """What a graph is captured for."""
 
-    B: int
-    F: int
+    B: int  # requests, padding included
+    F: int  # fresh tokens of each request
     L: int
     G: int
-    max_pages: int
-    noise_mode: int | None
+    max_pages: int  # pages of a head, at most
+    noise_mode: int | None  # which noise the requests draw; None without scoring
 
     @property
     def T(self) -> int:
-        """Fresh tokens."""
+        """Return the fresh tokens of the step, padding included."""
         return self.B * self.F
 
 
 class GraphInputs:
-    """What varies from step to step: 32-bit words on the host, and the same on the device."""
+    """The inputs of a graph: one buffer of 32-bit words on the host, its copy on the device, and the slot mapping."""
 
-    def __init__(self, s: GraphShape, device: torch.device):
-        told = {"ids": full_int32(s.T), "pos": full_int32(s.T, -1), "jobs": full_int32(6 * s.B)}
-        told |= {} if s.noise_mode is None else vars(no_scoring(s.T, s.B))
+    def __init__(self, shape: GraphShape, device: torch.device):
+        T, B = shape.T, shape.B
+        inputs = {"input_ids": full_int32(T), "positions": full_int32(T, -1), "tiles": full_int32(6 * B)}
+        inputs |= {} if shape.noise_mode is None else vars(no_scoring(T, B))
         cuda = device.type == "cuda"
-        self.host_buffer = torch.cat([x.view(torch.int32) for x in told.values()])
+        self.host_buffer = torch.cat([x.view(torch.int32) for x in inputs.values()])
         self.host_buffer = self.host_buffer.pin_memory() if cuda else self.host_buffer
         self.device_buffer = torch.zeros_like(self.host_buffer, device=device)
-        self.slot_mapping = torch.zeros(s.L, s.G, s.T, dtype=torch.int32, device=device)
+        self.slot_mapping = torch.zeros(shape.L, shape.G, T, dtype=torch.int32, device=device)
         self.copy_done = torch.cuda.Event() if cuda else None
-        self.host_views, self.device_views = (unpack(words, told) for words in (self.host_buffer, self.device_buffer))
+        self.host_views = unpack(self.host_buffer, inputs)
+        self.device_views = unpack(self.device_buffer, inputs)
         self._upload()
 
     @property
     def scoring(self) -> AttentionScoring:
-        """What is left, on the device."""
+        """Return the scoring on the device."""
         return AttentionScoring(**{f.name: self.device_views[f.name] for f in fields(AttentionScoring)})
 
-    def fill(self, step: HostStep) -> None:
-        """Those of a step; who pads has none."""
+    def fill(self, tables: Tables, step: StepInputs) -> None:
+        """Copy the inputs of a step to the device; padding requests get no tokens."""
         if self.copy_done:
             self.copy_done.synchronize()
-        tables, B, T, here = step.tables, len(step.tables.rows), len(step.input_ids), self.host_views
-        for name, x in {
-            "ids": step.input_ids,
-            "pos": step.positions,
-            **(vars(step.scoring) if step.scoring else {}),
-        }.items():
-            here[name][: len(x)] = x
-        here["pos"][T:] = -1
-        jobs = here["jobs"].view(-1, 6)
-        jobs[:, 3] = 0
-        jobs[:B, 0], jobs[:B, 1] = torch.arange(B, dtype=torch.int32), tables.rows
-        jobs[:B, 2], jobs[:B, 3] = tables.query_start_loc[:-1], tables.query_start_loc[1:] - tables.query_start_loc[:-1]
-        jobs[:B, 5] = tables.query_start_loc[:-1]
+        B, T, host = len(tables.rows), len(step.input_ids), self.host_views
+        inputs = {"input_ids": step.input_ids, "positions": step.positions}
+        inputs |= vars(step.scoring) if step.scoring else {}
+        for name, x in inputs.items():
+            host[name][: len(x)] = x
+        host["positions"][T:] = -1
+        tiles, starts = host["tiles"].view(-1, 6), tables.query_start_loc
+        tiles[:, 3] = 0
+        tiles[:B, 0], tiles[:B, 1] = torch.arange(B, dtype=torch.int32), tables.rows
+        tiles[:B, 2], tiles[:B, 3] = starts[:-1], starts[1:] - starts[:-1]
+        tiles[:B, 5] = starts[:-1]
         self._upload()
         self.slot_mapping[..., :T].copy_(step.slot_mapping, non_blocking=True)
         self.slot_mapping[..., T:] = 0
@@ -114,34 +111,31 @@ class GraphInputs:
             self.copy_done.record()
 
 
+@dataclass(frozen=True)
+class CapturedStep:
+    """A captured step: fill the inputs, then replay it to get the logits [T, V]."""
+
+    inputs: GraphInputs
+    replay: Callable[[], Tensor]
+
+
 class CUDAGraphRunner:
-    """Recorded steps of one program, `compute`."""
+    """Captures and replays the steps of one program, given the program's forward pass."""
 
     def __init__(self, forward: Callable[[DeviceStep], Tensor], device: torch.device):
         self.forward, self.device = forward, device
         self.num_calls: dict[GraphKey, int] = {}
-        self.graphs: dict[
-            GraphKey, tuple[GraphInputs, Callable[[], None], Tensor] | None
-        ] = {}  # None: there was no room
-        self.memory_pool: Any = None  # of memory: graphs run one at a time, and share it
-        self.capture_stream: torch.cuda.Stream | None = None  # where they are tried first
+        self.graphs: dict[GraphKey, CapturedStep | None] = {}  # None if there was no memory; least recently used first
+        self.memory_pool: Any = None  # shared by all graphs, because only one runs at a time
+        self.capture_stream: torch.cuda.Stream | None = None
 
-    def run(self, step: HostStep, R: int) -> Tensor | None:
-        """The logits [T, V], good until the next step; None: this step is no such step, or came too seldom."""
-        kv, tables, T, B = step.kv, step.tables, len(step.input_ids), len(step.tables.rows)
-        fresh = tables.query_start_loc.diff()
-        padded = pad_batch_size(B)
-        if not B or T % B or padded is None or len(step.logits_indices) != T or not bool((fresh == T // B).all()):
+    def run(self, kv: KV, tables: Tables, step: StepInputs, R: int) -> Tensor | None:
+        """Return the logits [T, V], valid until the next step, or None if the step has no graph (yet)."""
+        shape = self._graph_shape(tables, step, R)
+        if shape is None:
             return None
-        if T // B * R > MAX_DECODE_ROWS:
-            return None
-        layers, _, G, n = tables.pages.shape
-        most = min(triton.next_power_of_2(tables.max_pages or n), n)
-        shape = GraphShape(
-            padded, T // B, layers, G, most, attention.noise_mode_of(step.scoring) if step.scoring else None
-        )
-        where = (kv.k, tables.pages, tables.counts, tables.windows, tables.sinks, tables.dense)
-        key = (shape, *(0 if x is None else x.data_ptr() for x in where))
+        tensors = (kv.k, tables.pages, tables.counts, tables.windows, tables.sinks, tables.dense)
+        key = (shape, *(0 if x is None else x.data_ptr() for x in tensors))
         if key not in self.graphs:
             self.num_calls[key] = self.num_calls.get(key, 0) + 1
             if self.num_calls[key] < CAPTURE_AFTER:
@@ -150,49 +144,64 @@ class CUDAGraphRunner:
                 self.graphs[key] = self._capture(shape, kv, tables, R)
             except torch.OutOfMemoryError:
                 self.graphs[key] = None
-        self.graphs[key] = found = self.graphs.pop(key)  # now the newest
+        self.graphs[key] = captured = self.graphs.pop(key)
         if len(self.graphs) > MAX_GRAPHS:
             self.graphs.pop(next(iter(self.graphs)))
-        if found is None:
+        if captured is None:
             return None
-        inputs, replay, logits = found
-        inputs.fill(step)
-        replay()
-        return logits[:T]
+        captured.inputs.fill(tables, step)
+        return captured.replay()[: len(step.input_ids)]
 
-    def _capture(
-        self, shape: GraphShape, kv: KV, tables: Tables, R: int
-    ) -> tuple[GraphInputs, Callable[[], None], Tensor]:
+    def _graph_shape(self, tables: Tables, step: StepInputs, R: int) -> GraphShape | None:
+        """Return the shape of the graph that serves a step, or None if the step cannot be a graph."""
+        T, B = len(step.input_ids), len(tables.rows)
+        batch_size = pad_batch_size(B)
+        if not B or T % B or batch_size is None or len(step.logits_indices) != T:
+            return None
+        if T // B * R > MAX_DECODE_ROWS or not bool((tables.query_start_loc.diff() == T // B).all()):
+            return None
+        L, _, G, n = tables.pages.shape
+        max_pages = min(triton.next_power_of_2(tables.max_pages or n), n)
+        noise_mode = attention.noise_mode_of(step.scoring) if step.scoring else None
+        return GraphShape(batch_size, T // B, L, G, max_pages, noise_mode)
+
+    def _capture(self, shape: GraphShape, kv: KV, tables: Tables, R: int) -> CapturedStep:
         inputs = GraphInputs(shape, self.device)
-        x, blocks = inputs.device_views, shape.max_pages * (kv.page_size // attention.choose_block_n(kv))
-        width = shape.F * R
-        jobs = TileList(x["jobs"].view(-1, 6), attention.pad_rows(width), attention.max_splits(blocks), width)
+        block_n = attention.choose_block_n(kv)
+        num_splits = attention.max_splits(shape.max_pages * (kv.page_size // block_n))
+        num_rows = shape.F * R
+        tiles = TileList(inputs.device_views["tiles"].view(-1, 6), attention.pad_rows(num_rows), num_splits, num_rows)
 
-        def compute() -> Tensor:
-            seen = None
+        def forward() -> Tensor:
+            mass_buffers = None
             if shape.noise_mode is not None:
-                room = attention.allocate_mass_buffers(kv, shape.max_pages, shape.T, shape.G * R, shape.T)
-                seen = MassBuffers(inputs.scoring, shape.noise_mode, *room)
-            work = AttentionPlan([jobs], None, None, seen, attention.choose_block_n(kv), shape.max_pages)
+                buffers = attention.allocate_mass_buffers(kv, shape.max_pages, shape.T, shape.G * R, shape.T)
+                mass_buffers = MassBuffers(inputs.scoring, shape.noise_mode, *buffers)
             step = DeviceStep(
-                kv, replace(tables, max_pages=shape.max_pages), work, inputs.slot_mapping, x["ids"], x["pos"], None
+                kv=kv,
+                tables=replace(tables, max_pages=shape.max_pages),
+                plan=AttentionPlan([tiles], None, None, mass_buffers, block_n, shape.max_pages),
+                input_ids=inputs.device_views["input_ids"],
+                positions=inputs.device_views["positions"],
+                slot_mapping=inputs.slot_mapping,
+                logits_indices=None,
             )
             return self.forward(step)
 
         if self.device.type != "cuda":
-            logits = compute()
-
-            def again() -> None:
-                logits.copy_(compute())
-
-            return inputs, again, logits
-        side = self.capture_stream = self.capture_stream or torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels are compiled, libraries wake up; everybody in it only pads
-            compute()
-        torch.cuda.current_stream().wait_stream(side)
+            return CapturedStep(inputs, forward)
+        stream = self.capture_stream = self.capture_stream or torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles kernels and initializes libraries; the inputs are all padding
+            forward()
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self.memory_pool = self.memory_pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self.memory_pool, capture_error_mode="thread_local"):
-            logits = compute()
-        return inputs, graph.replay, logits
+            logits = forward()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return CapturedStep(inputs, replay)

@@ -1,8 +1,8 @@
-"""The kernels of masses: what a step's queries left on slots, added up.
+"""Mass kernels: they add what a step's queries leave on the slots, after the attention kernels have run.
 
-Few rows have left their weights where they looked, relative to each block's largest; `deposit` adds them, by the sum
-of all that `merge` found: nothing is computed twice. Of many rows weights would fill the memory: `recount` goes through
-the slots' queries once more. What is not known here: what is attended to.
+Decode tiles have stored their attention weights, relative to each block's maximum. `accumulate_mass` normalizes them by
+the `lse` of `merge_splits` and adds them up, so no score is computed twice. The weights of prefill tiles would fill the
+memory; `recompute_mass` computes their scores again.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from retain.kernels.triton.noise import add_noise, noise_key
 @triton.jit
 def accumulate_mass(
     mass, pages, page_row, page_head, counts, count_row, count_head, windows, window_row, tiles,
-    weights, decay, lse, split_weights, tile_max, places,
+    weights, decay, lse, split_weights, tile_max, max_slots,
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A block of slots of one job and kv head: mass [P, C, S] from left [t, H, places]."""
+    """Add the stored weights [t, H, max_slots] of one tile and kv head to the mass of a block of slots."""
     j, g, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, row = tl.load(tiles + 6 * j), tl.load(tiles + 6 * j + 1)
     first, tokens = tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3)
@@ -32,32 +32,32 @@ def accumulate_mass(
     if tl.load(windows + row * window_row) != _NO_WINDOW or (fades == 1.0 and tl.max(weight, 0) == 0.0):
         return
     at_row = (t * G * R + h).to(tl.int64)
-    sums = tl.load(lse + at_row, mask=weight != 0.0, other=float("-inf"))
-    sees = sums > float("-inf")
+    log_sum = tl.load(lse + at_row, mask=weight != 0.0, other=float("-inf"))
+    sees = log_sum > float("-inf")
     at_row = ((tl.load(tiles + 6 * j + 5) + m // R) * G * R + h).to(tl.int64)
-    top = tl.load(tile_max + at_row * (places // N) + i, mask=sees, other=float("-inf"))
-    factor = weight * tl.exp2(top - tl.where(sees, sums, 0.0))
+    block_max = tl.load(tile_max + at_row * (max_slots // N) + i, mask=sees, other=float("-inf"))
+    factor = weight * tl.exp2(block_max - tl.where(sees, log_sum, 0.0))
     w = tl.load(
-        split_weights + at_row[:, None] * places + i * N + tl.arange(0, N)[None, :], mask=sees[:, None], other=0.0
+        split_weights + at_row[:, None] * max_slots + i * N + tl.arange(0, N)[None, :], mask=sees[:, None], other=0.0
     )
     w = w.to(tl.float32) * factor[:, None]
     page = tl.load(pages + row.to(tl.int64) * page_row + g * page_head + i * N // S).to(tl.int64)
     at = mass + page * C * S + i * N % S + tl.arange(0, N)
     for c in tl.static_range(C):
-        mine = tl.where((m % R == c)[:, None], w, 0.0) if C > 1 else w
-        tl.store(at + c * S, fades * tl.load(at + c * S) + tl.sum(mine, 0))
+        own = tl.where((m % R == c)[:, None], w, 0.0) if C > 1 else w
+        tl.store(at + c * S, fades * tl.load(at + c * S) + tl.sum(own, 0))
 
 
 @triton.jit(do_not_specialize=["layer"])
 def recompute_mass(
     q, q_token, q_head, k, pos, mass, pages, page_row, page_head, counts, count_row, count_head,
     windows, window_row, sinks, sink_row, dense, tiles, q_pos, slopes, scale,
-    weights, tau, decay, noise, seed, redraw_noise, layer, lse,
+    weights, temperature, decay, noise, seed, redraw_noise, layer, lse,
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, ALIBI: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr,
     NOISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of slots of one request and kv head, looked at by all of its fresh tokens, head by head."""
+    """Add the weights of all fresh tokens of one request to the mass of a block of slots, query head by query head."""
     j, g, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, row = tl.load(tiles + 6 * j), tl.load(tiles + 6 * j + 1)
     first, tokens = tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3)
@@ -65,13 +65,13 @@ def recompute_mass(
     if i * N >= tl.load(counts + row * count_row + g * count_head) * S or window != _NO_WINDOW:
         return
     page = tl.load(pages + row.to(tl.int64) * page_row + g * page_head + i * N // S).to(tl.int64)
-    full = window < 0
+    is_dense = window < 0  # false, as a tensor
     if DENSE:
-        full = tl.load(dense + row) != 0
-    there = load_positions(pos, page, i * N % S, i, full, N, S)
+        is_dense = tl.load(dense + row) != 0
+    slot_pos = load_positions(pos, page, i * N % S, i, is_dense, N, S)
     d, n = tl.arange(0, DP), tl.arange(0, N)
     kt = tl.load(k + (page * S + i * N % S + n)[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0.0).to(DOT)
-    kind, steps, fades = tl.load(noise + b), tl.load(redraw_noise + b) == 1, tl.load(decay + b)
+    kind, redraws, fades = tl.load(noise + b), tl.load(redraw_noise + b) == 1, tl.load(decay + b)
     at = mass + page * C * S + i * N % S + n
     total = tl.zeros((N,), tl.float32)
     for r in range(R):
@@ -79,23 +79,24 @@ def recompute_mass(
         slope = tl.load(slopes + h) * 1.4426950408889634 if ALIBI else 0.0
         for m0 in range(0, tokens, M):
             m = m0 + tl.arange(0, M)
-            t, mine = first + m, m < tokens
-            weight = tl.load(weights + t, mask=mine, other=0.0)
+            t, valid = first + m, m < tokens
+            weight = tl.load(weights + t, mask=valid, other=0.0)
             if tl.max(weight, 0) != 0.0:
                 rows = tl.load(
                     q + t.to(tl.int64)[:, None] * q_token + h * q_head + d[None, :],
-                    mask=mine[:, None] & (d < D)[None, :],
+                    mask=valid[:, None] & (d < D)[None, :],
                     other=0.0,
                 ).to(DOT)  # [M, DP]
-                p = tl.load(q_pos + t, mask=mine, other=-1)
+                p = tl.load(q_pos + t, mask=valid, other=-1)
                 x = compute_scores(
-                    rows, kt, there, p, slope + tl.zeros((M,), tl.float32), scale, window, sink, ALIBI, PRECISION
+                    rows, kt, slot_pos, p, slope + tl.zeros((M,), tl.float32), scale, window, sink, ALIBI, PRECISION
                 )
-                keys = noise_key(tl.load(seed + b), layer, g, tl.where(steps, p, -1))
-                z = add_noise(x, kind, keys, there, NOISE) / tl.load(tau + t, mask=mine, other=1.0)[:, None]
-                sums = tl.load(lse + t * G * R + h, mask=mine, other=float("-inf"))
-                sees = sums > float("-inf")
-                w = tl.exp2(z - tl.where(sees, sums, 0.0)[:, None]) * tl.where(sees, weight, 0.0)[:, None]
+                keys = noise_key(tl.load(seed + b), layer, g, tl.where(redraws, p, -1))
+                z = add_noise(x, kind, keys, slot_pos, NOISE)
+                z /= tl.load(temperature + t, mask=valid, other=1.0)[:, None]
+                log_sum = tl.load(lse + t * G * R + h, mask=valid, other=float("-inf"))
+                sees = log_sum > float("-inf")
+                w = tl.exp2(z - tl.where(sees, log_sum, 0.0)[:, None]) * tl.where(sees, weight, 0.0)[:, None]
                 total += tl.sum(w, 0)
         if C > 1:
             tl.store(at + r * S, fades * tl.load(at + r * S) + total)

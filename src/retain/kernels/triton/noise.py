@@ -1,4 +1,4 @@
-"""The noise of observed scores, as `reference/noise.py` defines it, inside kernels. In base 2, as scores are there."""
+"""The noise of attention scoring as device functions, equal to `reference/noise.py` but in base 2 like the scores."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from retain.kernels.api import GAUSSIAN, GUMBEL
 
 GOLDEN_RATIO = tl.constexpr(0x9E3779B9)
 LOG2E = tl.constexpr(1.4426950408889634)
-NONE, ONLY_GUMBEL, ONLY_GAUSSIAN, MIXED = (tl.constexpr(i) for i in range(4))  # what a step's requests draw
+NONE, ONLY_GUMBEL, ONLY_GAUSSIAN, MIXED = (tl.constexpr(i) for i in range(4))  # NOISE: what a step's requests draw
 _GUMBEL, _GAUSSIAN = tl.constexpr(GUMBEL), tl.constexpr(GAUSSIAN)
 
 
 @triton.jit
 def mix_bits(x):
-    """A permutation of 32 bits; uint32."""
+    """Permute the bits of uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     return (x ^ (x >> 15)) * 0x846CA68B
 
 
 @triton.jit
 def noise_key(seed, layer, head, query_pos):
-    """What rows' noise hangs on; seed, layer and head are scalars, step int32 [M], -1 where it is drawn once."""
+    """Return the part of the hash that all slots of a row share; `query_pos` int32 [M] is -1 for noise drawn once."""
     x = mix_bits(seed.to(tl.uint32) + GOLDEN_RATIO)
     x = mix_bits(x + GOLDEN_RATIO * (layer + 1).to(tl.uint32))
     x = mix_bits(x + GOLDEN_RATIO * (head + 1).to(tl.uint32))
@@ -31,7 +31,7 @@ def noise_key(seed, layer, head, query_pos):
 
 @triton.jit
 def erfinv(x):
-    """The inverse of the error function (Giles, "Approximating the erfinv function", single precision)."""
+    """Return the inverse of the error function (Giles, "Approximating the erfinv function", single precision)."""
     w = -tl.log((1.0 - x) * (1.0 + x))
     a = w - 2.5
     p = a * 2.81022636e-08 + 3.43273939e-07
@@ -56,12 +56,13 @@ def erfinv(x):
 
 @triton.jit
 def add_noise(x, kind, keys, pos, NOISE: tl.constexpr):
-    """Scores [M, N] in base 2 with the noise of their request: keys uint32 [M], pos int32 [N]. A constant changes no
-    softmax, so it is left out.
+    """Add the noise of a request to scores [M, N] in base 2; keys uint32 [M], pos int32 [N].
+
+    CONSTANT noise is left out, because it changes no softmax.
     """
     if NOISE != NONE:
         u = mix_bits(keys[:, None] + GOLDEN_RATIO * pos[None, :].to(tl.uint32)) >> 9
-        u = (u.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23: neither 0 nor 1
+        u = (u.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23: strictly between 0 and 1
         if NOISE != ONLY_GAUSSIAN:
             y = -tl.log(-tl.log(u))
         if NOISE == ONLY_GAUSSIAN:

@@ -1,1 +1,1 @@
-"""One family of models, one file: the name is its Hugging Face `model_type`. Two functions: `spec` and `build`."""
+"""Model families: one file each, named like its Hugging Face `model_type`, with `spec_from_config` and `build`."""

@@ -1,4 +1,4 @@
-"""Gemma 3 with vision: of its file the text model is used."""
+"""Gemma 3 with vision. Only the text model is loaded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from retain.models.weights import Weights
 
 
 def spec_from_config(c: dict[str, Any]) -> ModelSpec:
-    """From config.json."""
+    """Read the spec from config.json."""
     return gemma3_text.spec_from_config(c["text_config"])
 
 
 def build(w: Weights) -> Decoder:
-    """The decoder from weights in Hugging Face's names."""
+    """Build the decoder from weights with Hugging Face's names."""
     return gemma3_text.build_text_decoder(w, w.config["text_config"])

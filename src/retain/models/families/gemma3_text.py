@@ -1,7 +1,7 @@
-"""Gemma 3: most layers see a window, every sixth everything, each kind with its own rope base (arXiv 2503.19786).
+"""Gemma 3: five layers with a sliding window for each full one, each kind with its own rope base (arXiv 2503.19786).
 
-Norms stand before and after both branches and multiply by 1 + w; the MLP is gated by a GELU; the embedding is scaled
-and tied to the head.
+Norms are before and after both branches and multiply by 1 + w. The MLP is gated with GELU. The embedding is scaled and
+tied to the head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from retain.models.layers import Embedding, GatedMLP, Layer, RMSNorm, load_linea
 from retain.models.rope import Angles, Rope, get_rope, get_rope_parameters
 from retain.models.weights import Weights
 
-DEFAULTS = {  # transformers' own: published configs leave out what equals them
+DEFAULTS = {  # of transformers; published configs leave out equal values
     "vocab_size": 262208,
     "hidden_size": 2304,
     "num_hidden_layers": 26,
@@ -45,18 +45,17 @@ DEFAULTS = {  # transformers' own: published configs leave out what equals them
 
 
 def spec_from_config(c: dict[str, Any]) -> ModelSpec:
-    """From config.json."""
+    """Read the spec from config.json."""
     c = {**DEFAULTS, **c}
-    every = c["sliding_window_pattern"]
-    kinds = ["full_attention" if i % every == 0 else "sliding_attention" for i in range(1, c["num_hidden_layers"] + 1)]
-    return replace(
-        llama.spec_from_config(c), windows=get_layer_windows(c, kinds), scale=c["query_pre_attn_scalar"] ** -0.5
-    )
+    every, layers = c["sliding_window_pattern"], range(1, c["num_hidden_layers"] + 1)
+    layer_types = ["full_attention" if i % every == 0 else "sliding_attention" for i in layers]
+    windows = get_layer_windows(c, layer_types)
+    return replace(llama.spec_from_config(c), windows=windows, scale=c["query_pre_attn_scalar"] ** -0.5)
 
 
 @dataclass(frozen=True, eq=False)
 class SandwichNormLayer:
-    """x += norm2(attention(norm1(x))), then x += norm4(mlp(norm3(x)))."""
+    """Compute x += norm2(attention(norm1(x))), then x += norm4(mlp(norm3(x)))."""
 
     norm1: Layer
     attention: Attention
@@ -66,12 +65,12 @@ class SandwichNormLayer:
     norm4: Layer
 
     def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
-        """[T, E] -> [T, E]."""
+        """Compute [T, E] -> [T, E]."""
         x = x + self.norm2(self.attention(self.norm1(x), angles, attend))
         return x + self.norm4(self.mlp(self.norm3(x)))
 
     def emit(self, program: Program, x: int) -> None:
-        """See Layer."""
+        """See DecoderLayer."""
         h, y = (program.buffer(name, self.attention.spec.hidden_size) for name in ("h", "y"))
         self.norm1.emit(program, x, h)
         self.attention.emit(program, h, y)
@@ -82,12 +81,12 @@ class SandwichNormLayer:
 
 
 def load_norm(w: Weights, name: str, eps: float) -> RMSNorm:
-    """Multiplies by 1 + w; the sum is made in float32, as near 1 a bfloat16 has only two digits."""
+    """Load a norm that multiplies by 1 + w. The sum is float32: near 1, bfloat16 has only two digits."""
     return RMSNorm(1 + w[f"{name}.weight"].float(), eps)
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, eps: float, act: str) -> SandwichNormLayer:
-    """One layer, of the weights below layers.<i>."""
+    """Build one layer from the weights in layers.<i>."""
     return SandwichNormLayer(
         load_norm(w, "input_layernorm", eps),
         llama.build_attention(w.scope("self_attn."), i, s, rope, eps, norm_offset=1),
@@ -99,35 +98,36 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, eps: float, act: s
 
 
 def get_ropes(c: dict[str, Any], dim: int) -> tuple[Rope, Rope]:
-    """Of full and of sliding layers. In an old config `rope_theta` and `rope_scaling` are those of the full ones."""
+    """Return the Ropes of full and of sliding layers.
+
+    In an old config, `rope_theta` and `rope_scaling` are those of the full layers.
+    """
     local = {"rope_theta": c["rope_local_base_freq"], "rope_parameters": c.get("rope_parameters")}
-    far, near = (
-        get_rope_parameters(c, "full_attention", default_theta=1_000_000.0),
-        get_rope_parameters(local, "sliding_attention"),
-    )
-    return get_rope(dim, far), get_rope(dim, near)
+    full = get_rope_parameters(c, "full_attention", default_theta=1_000_000.0)
+    return get_rope(dim, full), get_rope(dim, get_rope_parameters(local, "sliding_attention"))
 
 
 def build(w: Weights) -> Decoder:
-    """The decoder from weights in Hugging Face's names."""
+    """Build the decoder from weights with Hugging Face's names."""
     return build_text_decoder(w, w.config)
 
 
 def build_text_decoder(w: Weights, config: dict[str, Any]) -> Decoder:
-    """The same with the text's part of the config. A file with vision has one of two prefixes of its own."""
+    """Build the decoder from a text model's config. A file with vision has one of two other prefixes."""
     check_supported(
         config, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False
     )
     c, s = {**DEFAULTS, **config}, spec_from_config(config)
-    eps, act, (far, near) = c["rms_norm_eps"], c["hidden_activation"], get_ropes(c, s.head_dim)
+    eps, act = c["rms_norm_eps"], c["hidden_activation"]
+    full_rope, sliding_rope = get_ropes(c, s.head_dim)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
-    scale = torch.tensor(
-        s.hidden_size**0.5, dtype=m.dtype
-    ).item()  # rounded, as in training: in bfloat16 25.25, not 25.3
+    # Rounded to dtype as in training: in bfloat16 25.25, not 25.3.
+    scale = torch.tensor(s.hidden_size**0.5, dtype=m.dtype).item()
     embed = Embedding(m.load_matrix("embed_tokens.weight", embedding=True), scale, dtype=m.dtype)
     output = load_lm_head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True))
 
-    def read(i: int) -> SandwichNormLayer:
-        return build_layer(m.scope(f"layers.{i}."), i, s, near if s.windows[i] else far, eps, act)
+    def load_layer(i: int) -> SandwichNormLayer:
+        rope = sliding_rope if s.windows[i] else full_rope
+        return build_layer(m.scope(f"layers.{i}."), i, s, rope, eps, act)
 
-    return Decoder(s, embed, read, load_norm(m, "norm", eps), output, [far, near])
+    return Decoder(s, embed, load_layer, load_norm(m, "norm", eps), output, [full_rope, sliding_rope])

@@ -1,6 +1,6 @@
-"""GPT-2: learned positions, layer norms before each branch, q, k and v in one product (Radford et al., 2019).
+"""GPT-2: learned positions, layer norms before each branch, q, k and v in one matrix (Radford et al., 2019).
 
-Cerebras-GPT is one (arXiv 2304.03208).
+Cerebras-GPT has the same architecture (arXiv 2304.03208).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from retain.models.weights import Weights
 
 
 def spec_from_config(c: dict[str, Any]) -> ModelSpec:
-    """From config.json."""
+    """Read the spec from config.json."""
     s = multi_head_spec(c["vocab_size"], c["n_embd"], c["n_head"], c["n_layer"], c["n_positions"])
     return s if c.get("scale_attn_weights", True) else replace(s, scale=1.0)
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec) -> PreNormLayer:
-    """One layer, of the weights below h.<i>. They are stored [in, out]."""
+    """Build one layer from the weights in h.<i>, whose matrices are stored [in, out]."""
     c = w.config
     qkv = load_linear(w, "attn.c_attn", transposed=True)
     if c.get("scale_attn_by_inverse_layer_idx"):
@@ -43,15 +43,15 @@ def build_layer(w: Weights, i: int, s: ModelSpec) -> PreNormLayer:
 
 
 def scale_q(qkv: Linear, s: ModelSpec, factor: float) -> Linear:
-    """A layer's own factor on q.k, moved into the rows that make q."""
-    by = torch.ones(3 * s.hidden_size)
-    by[: s.hidden_size] = factor
+    """Multiply the rows that compute q by a factor on q.k."""
+    factors = torch.ones(3 * s.hidden_size)
+    factors[: s.hidden_size] = factor
     bias = qkv.bias
-    return Linear(scale_rows(qkv.weight, by), None if bias is None else (bias * by).to(bias.dtype))
+    return Linear(scale_rows(qkv.weight, factors), None if bias is None else (bias * factors).to(bias.dtype))
 
 
 def build(w: Weights) -> Decoder:
-    """The decoder from weights in Hugging Face's names; the first GPT-2 files lack the prefix."""
+    """Build the decoder from weights with Hugging Face's names. The first GPT-2 files lack the prefix."""
     c, s = w.config, spec_from_config(w.config)
     check_supported(c, add_cross_attention=False)
     m = scope_base_model(w, "wte.weight", "transformer.", "")

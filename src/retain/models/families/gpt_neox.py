@@ -1,4 +1,4 @@
-"""GPT-NeoX, Pythia: attention beside MLP, each behind its norm; a part of each head is turned (arXiv 2204.06745)."""
+"""GPT-NeoX, Pythia: attention and MLP in parallel, each with a norm; rope on part of each head (arXiv 2204.06745)."""
 
 from __future__ import annotations
 
@@ -22,39 +22,38 @@ from retain.models.weights import Weights
 
 
 def spec_from_config(c: dict[str, Any]) -> ModelSpec:
-    """From config.json."""
+    """Read the spec from config.json."""
     layers, context = c["num_hidden_layers"], c["max_position_embeddings"]
     return multi_head_spec(c["vocab_size"], c["hidden_size"], c["num_attention_heads"], layers, context)
 
 
 def regroup_qkv(qkv: Linear, s: ModelSpec) -> Linear:
-    """The file has q, k, v of the first head, then of the second, ...: all of q, then all of k, then all of v."""
-
+    """Reorder rows: the file has q, k and v of each head in turn; Attention wants all q, then all k, then all v."""
     order = torch.arange(qkv.weight.shape[0]).view(s.num_heads, 3, s.head_dim).transpose(0, 1).flatten()  # [3 H D]
     return Linear(select_rows(qkv.weight, order), None if qkv.bias is None else qkv.bias[order])
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer | PreNormLayer:
-    """One layer, of the weights below layers.<i>."""
+    """Build one layer from the weights in layers.<i>."""
     c = w.config
     qkv = regroup_qkv(load_linear(w, "attention.query_key_value"), s)
     norm1, norm2 = (load_layer_norm(w, n, c["layer_norm_eps"]) for n in ("input_layernorm", "post_attention_layernorm"))
     mlp = MLP(load_linear(w, "mlp.dense_h_to_4h"), load_linear(w, "mlp.dense_4h_to_h"), c["hidden_act"])
-    kind = ParallelLayer if c.get("use_parallel_residual", True) else PreNormLayer
-    return kind(norm1, Attention(i, s, qkv, load_linear(w, "attention.dense"), rope), norm2, mlp)
+    layer = ParallelLayer if c.get("use_parallel_residual", True) else PreNormLayer
+    return layer(norm1, Attention(i, s, qkv, load_linear(w, "attention.dense"), rope), norm2, mlp)
 
 
 def build(w: Weights) -> Decoder:
-    """The decoder from weights in Hugging Face's names. They name rope's base and part in their own way, too."""
+    """Build the decoder from weights with Hugging Face's names. Old configs name rope's options differently."""
     c, s = w.config, spec_from_config(w.config)
     p = {
         "partial_rotary_factor": c.get("rotary_pct", 0.25),
         **get_rope_parameters(c, default_theta=c.get("rotary_emb_base", 10000.0)),
     }
-    turn = get_rope(int(s.head_dim * p["partial_rotary_factor"]), p)
+    rope = get_rope(int(s.head_dim * p["partial_rotary_factor"]), p)
     m = scope_base_model(w, "embed_in.weight", "gpt_neox.", "")
     embed = Embedding(m.load_matrix("embed_in.weight", embedding=True), dtype=m.dtype)
     name = "embed_out" if "embed_out.weight" in w else "lm_head"
     norm = load_layer_norm(m, "final_layer_norm", c["layer_norm_eps"])
     output = load_lm_head(w, name, embed.table, c.get("tie_word_embeddings", False))
-    return Decoder(s, embed, lambda i: build_layer(m.scope(f"layers.{i}."), i, s, turn), norm, output, [turn])
+    return Decoder(s, embed, lambda i: build_layer(m.scope(f"layers.{i}."), i, s, rope), norm, output, [rope])

@@ -1,4 +1,4 @@
-"""Mistral: Llama whose layers see a window (arXiv 2310.06825)."""
+"""Mistral: Llama with a sliding window in every layer (arXiv 2310.06825)."""
 
 from retain.models.families.llama import build, spec_from_config
 

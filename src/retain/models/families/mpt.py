@@ -1,4 +1,4 @@
-"""MPT: no positions but ALiBi, a bias on q.k that falls with distance (arXiv 2108.12409); no biases anywhere else."""
+"""MPT: ALiBi, a bias on q.k that falls with distance, in place of position embeddings (arXiv 2108.12409); no biases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from retain.models.weights import Weights
 
 
 def spec_from_config(c: dict[str, Any]) -> ModelSpec:
-    """From config.json."""
+    """Read the spec from config.json."""
     s = multi_head_spec(c["vocab_size"], c["d_model"], c["n_heads"], c["n_layers"], c["max_seq_len"])
     a = c.get("attn_config") or {}
     return replace(
@@ -31,24 +31,26 @@ def spec_from_config(c: dict[str, Any]) -> ModelSpec:
 
 
 def get_alibi_slopes(num_heads: int, alibi_bias_max: float) -> tuple[float, ...]:
-    """2^-(largest / H), 2^-(2 largest / H), ... Where H is no power of 2: of the next one's, every second first."""
+    """Return 2^-(max / H), 2^-(2 max / H), ... for the H heads.
+
+    If H is not a power of 2, the slopes are those of the next power of 2: every second one first, then the others.
+    """
     n = 2 ** math.ceil(math.log2(num_heads))
-    s = [2 ** (-alibi_bias_max * i / n) for i in range(1, n + 1)]
-    return tuple(s if n == num_heads else (s[1::2] + s[::2])[:num_heads])
+    slopes = [2 ** (-alibi_bias_max * i / n) for i in range(1, n + 1)]
+    return tuple(slopes if n == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec) -> PreNormLayer:
-    """One layer, of the weights below blocks.<i>."""
-    qkv, at = load_linear(w, "attn.Wqkv"), (w.config.get("attn_config") or {}).get("clip_qkv")
-    attention = Attention(i, s, ClippedLinear(qkv, at) if at else qkv, load_linear(w, "attn.out_proj"))
+    """Build one layer from the weights in blocks.<i>."""
+    qkv, limit = load_linear(w, "attn.Wqkv"), (w.config.get("attn_config") or {}).get("clip_qkv")
+    attention = Attention(i, s, ClippedLinear(qkv, limit) if limit else qkv, load_linear(w, "attn.out_proj"))
     norm1, norm2 = (load_layer_norm(w, n, w.config.get("layer_norm_epsilon", 1e-5)) for n in ("norm_1", "norm_2"))
-    return PreNormLayer(
-        norm1, attention, norm2, MLP(load_linear(w, "ffn.up_proj"), load_linear(w, "ffn.down_proj"), "gelu")
-    )
+    mlp = MLP(load_linear(w, "ffn.up_proj"), load_linear(w, "ffn.down_proj"), "gelu")
+    return PreNormLayer(norm1, attention, norm2, mlp)
 
 
 def build(w: Weights) -> Decoder:
-    """The decoder from weights in Hugging Face's names."""
+    """Build the decoder from weights with Hugging Face's names."""
     c, s = w.config, spec_from_config(w.config)
     check_supported(c, no_bias=True, logit_scale=None)
     check_supported(a := c.get("attn_config") or {}, alibi=True, qk_ln=False, prefix_lm=False)

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: Llama with biases on q, k and v, and in some a window from a certain layer on (arXiv 2407.10671)."""
+"""Qwen 2, 2.5: Llama with biases on q, k, v, and optionally a sliding window from some layer on (arXiv 2407.10671)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from retain.models.weights import Weights
 
 
 def spec_from_config(c: dict[str, Any]) -> ModelSpec:
-    """From config.json. A window that `use_sliding_window` does not switch on is not there."""
-    first = c.get("max_window_layers", 28)
-    kinds = ["full_attention" if i < first else "sliding_attention" for i in range(c["num_hidden_layers"])]
+    """Read the spec from config.json. `sliding_window` counts only with `use_sliding_window`."""
+    first, layers = c.get("max_window_layers", 28), range(c["num_hidden_layers"])
+    layer_types = ["full_attention" if i < first else "sliding_attention" for i in layers]
     window = c.get("sliding_window") if c.get("use_sliding_window") else None
-    return replace(llama.spec_from_config(c), windows=get_layer_windows({**c, "sliding_window": window}, kinds))
+    return replace(llama.spec_from_config(c), windows=get_layer_windows({**c, "sliding_window": window}, layer_types))
 
 
 def build(w: Weights) -> Decoder:
-    """The decoder from weights in Hugging Face's names."""
+    """Build the decoder from weights with Hugging Face's names."""
     return llama.build(w, spec_from_config)

@@ -1,4 +1,4 @@
-"""Qwen 3: Qwen 2 without the biases, with norms of the heads of q and k (arXiv 2505.09388)."""
+"""Qwen 3: Qwen 2 without biases, with norms of the q and k heads (arXiv 2505.09388)."""
 
 from retain.models.families.qwen2 import build, spec_from_config
 

@@ -1,0 +1,47 @@
+"""Small file helpers: the cache folder, atomic writes, JSON objects."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+
+def get_cache_dir() -> Path:
+    """Return the folder of cached files: $RETAIN_CACHE, else retain/ in $XDG_CACHE_HOME or ~/.cache.
+
+    The folder may not exist yet.
+    """
+    if folder := os.environ.get("RETAIN_CACHE"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "retain"
+
+
+def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file that other processes see complete or not at all. Creates its folder. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
+        try:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+            os.replace(f.name, path)
+        except BaseException:
+            os.unlink(f.name)
+            raise
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file. Raises ValueError when the file is missing or holds no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ValueError(f"{path}: cannot be read: {e.strerror}") from e
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path}: damaged: {e}") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: damaged: it holds no object")
+    return value

@@ -1,0 +1,47 @@
+"""The interface of a model file, and the choice of the format that reads a path."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from retain.formats.gguf import GGUFCheckpoint
+from retain.formats.random_weights import MARKER_FILE, RandomCheckpoint
+from retain.formats.safetensors import SafetensorsCheckpoint
+from retain.kernels.quantized import QuantizedWeight
+
+
+class Checkpoint(Protocol):
+    """One model in one file format. Files are memory-mapped: a tensor uses memory only once it is read.
+
+    `config` holds what config.json holds. No format unpickles anything.
+    """
+
+    config: dict[str, Any]
+
+    def names(self) -> Set[str]:
+        """Return the Hugging Face names of all tensors."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor, dequantized, as float32, float16 or bfloat16. Raises ValueError when it is damaged."""
+        ...
+
+    def read_quantized(self, name: str, transposed: bool = False) -> QuantizedWeight | None:
+        """Read a quantized matrix [out, in], or return None where the file holds it unquantized.
+
+        `transposed`: the tensor that `read` returns is [in, out]. Raises ValueError when the tensor is damaged.
+        """
+        ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open the model file or folder at `path`. Raises ValueError when it is missing, damaged or not supported."""
+    if path.is_file():
+        return GGUFCheckpoint(path)
+    if not path.is_dir():
+        raise ValueError(f"{path} does not exist: give a .gguf file or a Hugging Face folder")
+    return RandomCheckpoint(path) if (path / MARKER_FILE).is_file() else SafetensorsCheckpoint(path)

@@ -1,0 +1,36 @@
+"""Number codes of the GGUF format: metadata value types, and the block sizes of ggml's tensor types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gguf.constants import GGML_QUANT_SIZES
+
+# Metadata value types: the ones with a fixed width as numpy dtypes, and three with a meaning of their own.
+NUMBER_DTYPES = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "<u1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+BOOL, STRING, ARRAY = 7, 8, 9
+
+# Elements and bytes of one block, by ggml type.
+GGML_BLOCK_SIZES = {int(ggml_type): sizes for ggml_type, sizes in GGML_QUANT_SIZES.items()}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The place of one tensor in the file: bytes `start` to `stop`, its ggml type, its shape in torch's order."""
+
+    ggml_type: int
+    shape: tuple[int, ...]
+    start: int
+    stop: int
