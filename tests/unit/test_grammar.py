@@ -41,7 +41,7 @@ def test_what_comes_behind_drafts_is_what_came_behind_tokens(compiler, data):
         other.accept_token(token)
     drafts = list(ids[start : start + n])
     if wrong is not None and n:
-        drafts[wrong] = compiler.vocab - 1  # no such token
+        drafts[wrong] = compiler.vocab_size - 1  # no such token
     rows = allowed_tokens(form, drafts, compiler.vocab_size)
     for i, draft in enumerate([*drafts, None]):
         assert torch.equal(rows[i], allowed_tokens(other, [], compiler.vocab_size)[0])
