@@ -230,6 +230,7 @@ class Program(Protocol):
 class Backend(Protocol):
     """The functions of a backend module. G, H and R are kv heads, query heads, and query heads of a kv head."""
 
+    __name__: str
     DEVICES: tuple[str, ...]  # the types of torch.device it computes on
 
     def unavailable_reason(self) -> str | None:
