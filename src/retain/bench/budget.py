@@ -73,7 +73,7 @@ def measure_throughput(
     """Measure the output tokens per second of 32 queued requests, over the whole run and while only decoding.
 
     --kv-memory chooses how many full requests fit into the pool; `full_requests_fit` is that number. `max_speedup` is
-    the speed-up that decoding in no time would give: what prefill alone takes. `decode_tok_s` counts the steps in which
+    the speed-up if decoding took no time: the run would take its prefill alone. `decode_tok_s` counts the steps in which
     no prompt is computed; it is null where there is none.
     """
     prompt_len = min(prompt_len, llm.max_model_len - output_len)

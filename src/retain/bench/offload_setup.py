@@ -52,7 +52,7 @@ class AllKeysLoader(SelectiveLoader):
         return np.zeros(0, np.int32)
 
     def finish(self) -> bool:
-        """See LayerLoader. Does not record what was important."""
+        """See LayerLoader. Records no attention."""
         return LayerLoader.finish(self)
 
 

@@ -1,4 +1,4 @@
-"""`retain bench speed`: prefill and decoding speed on fixed pseudo-random prompts, beside what memory allows.
+"""`retain bench speed`: prefill and decoding speed on fixed pseudo-random prompts, beside the bandwidth of the memory.
 
 A workload is (prompt tokens, output tokens, batch size). Decoding is greedy and ignores the end of text. Every figure
 is the median of three repeats.
