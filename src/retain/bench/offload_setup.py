@@ -1,4 +1,4 @@
-"""The tiers of a method of `retain bench prefix`, under an engine's pool. Does not depend on: workloads, figures."""
+"""The tiers of a method of `retain bench prefix`, under an engine's pool."""
 
 from __future__ import annotations
 

@@ -29,8 +29,6 @@ Laws, which the tests state as equalities:
 
 Devices. Tensors lie on the pool's device unless the text says "host". A host tensor is small, and is read to plan the
 launches of a step; a backend never waits for the device.
-
-Does not depend on: requests, policies, budgets, the meaning of a layer.
 """
 
 from __future__ import annotations
