@@ -139,7 +139,7 @@ class StepInputs:
     input_ids: Tensor  # host int64 [T]
     positions: Tensor  # host int32 [T]
     slot_mapping: Tensor  # int32 [L, G, T]: the slot of each fresh token
-    logits_indices: Tensor  # host int64 [N]: the fresh tokens whose logits the caller wants
+    logits_indices: Tensor  # host int64 [N]: the fresh tokens whose logits the caller needs
     scoring: AttentionScoring | None = None
     before_attention: Callable[[int, Tensor], None] | None = None
     after_attention: Callable[[int], None] | None = None

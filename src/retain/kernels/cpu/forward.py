@@ -142,7 +142,7 @@ class CpuProgram:
         self._program.attend(qkv, out, layer, H, G, D, scale, self._keep_alive(alibi_slopes))
 
     def gather_rows(self, x: int, out: int) -> None:
-        """Emit the selection of the rows whose logits are wanted."""
+        """Emit the selection of the rows whose logits the caller needs."""
         self._shapes.check_gather_rows(x, out)
         self._program.pick(x, out)
 

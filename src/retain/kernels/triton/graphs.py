@@ -1,4 +1,4 @@
-"""CUDA graphs of steps that repeat: all requests have equally many fresh tokens, and all logits are wanted.
+"""CUDA graphs of steps that repeat: all requests have equally many fresh tokens, and all of them need logits.
 
 Batches are padded to a few sizes, so that few graphs serve all. A padding request has no tokens in its tiles; its fresh
 tokens have position -1 and go to the trash page. Everything that varies lies in one buffer, copied to the device at
