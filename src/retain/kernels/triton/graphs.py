@@ -134,7 +134,7 @@ class CUDAGraphRunner:
         shape = self._graph_shape(tables, step, R)
         if shape is None:
             return None
-        tensors = (kv.k, tables.pages, tables.counts, tables.windows, tables.sinks, tables.dense)
+        tensors = (kv.k, tables.pages, tables.counts, tables.windows, tables.dense)
         key = (shape, *(0 if x is None else x.data_ptr() for x in tensors))
         if key not in self.graphs:
             self.num_calls[key] = self.num_calls.get(key, 0) + 1
