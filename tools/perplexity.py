@@ -1,4 +1,4 @@
-"""Measure perplexity on a text: what weights and dtype cost in quality.
+"""Measure perplexity on a text, to compare weights and dtypes.
 
     python tools/perplexity.py TEXT --model smollm2 [--weights auto] [--dtype bfloat16] [--max-tokens 20000]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from xxhash import xxh3_128
@@ -16,7 +15,7 @@ from xxhash import xxh3_128
 from retain import models
 from retain.config import Config
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.kernels.api import CPU, page_bytes
+from retain.kernels.api import CPU, Backend, page_bytes
 from retain.kv.capacity import CacheConfig, CapacityPlanner, KVCacheSpec
 from retain.kv.eviction.operations import ShiftKeys
 from retain.kv.manager import KVCacheManager
@@ -51,7 +50,7 @@ class LoadedModel:
 
 def load_model(
     path: Path,
-    backend: ModuleType,
+    backend: Backend,
     dtype: torch.dtype,
     weights: str,
     progress: bool = False,
@@ -74,7 +73,7 @@ def load_model(
 def build_cache(
     spec: KVCacheSpec,
     config: CacheConfig,
-    backend: ModuleType,
+    backend: Backend,
     dtype: torch.dtype,
     memory_bytes: int,
     *,

@@ -119,7 +119,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def from_strings(cls: type, name: str, strings: dict[str, str]) -> Any:
-    """Build a dataclass from the texts of its fields. Raises ValueError with what is allowed."""
+    """Build a dataclass from the texts of its fields. Raises ValueError with the allowed options."""
     field_by_name = {f.name: f for f in dataclasses.fields(cls) if f.init}
     types_by_name = field_types(cls)
     values: dict[str, Any] = {}
@@ -160,7 +160,7 @@ def load_module(package: str, name: str, choices: Sequence[str], kind: str) -> t
 def load_plugin(package: str, class_name: str, kind: str, spec: str) -> Any:
     """Return an instance of the class `class_name` in the module that a spec names, with the spec's options.
 
-    Raises ValueError with what is allowed.
+    Raises ValueError with the allowed names or options.
     """
     name, options = parse_spec(spec)
     module = load_module(package, name, plugin_names(package), kind)

@@ -26,14 +26,16 @@ class SamplingParams:
 
     max_tokens: int | None = field(
         default=None,
-        metadata={"help": "output tokens at most (default: what fits; on the command line, at most 512 of them)"},
+        metadata={
+            "help": "output tokens at most (default: up to the end of the context; on the command line at most 512)"
+        },
     )
     temperature: float = field(default=1.0, metadata={"help": "softmax temperature; 0 is greedy"})
     top_k: int = field(default=0, metadata={"help": "sample from the K likeliest tokens; 0 is all"})
     top_p: float = field(default=1.0, metadata={"help": "sample from the likeliest tokens of total probability P"})
     min_p: float = field(default=0.0, metadata={"help": "least probability, as a share of the likeliest token's"})
     # CTRL, arXiv 1909.05858
-    repetition_penalty: float = field(default=1.0, metadata={"help": "divides the logits of tokens in the text so far"})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "penalizes tokens of prompt and output"})
     presence_penalty: float = field(default=0.0, metadata={"help": "subtracted once for each token of the output"})
     frequency_penalty: float = field(default=0.0, metadata={"help": "subtracted for each occurrence in the output"})
     logit_bias: tuple[tuple[int, float], ...] = field(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 
 import pytest
 
 from retain.kernels import backend_names, cpu, import_backend, triton
+from retain.kernels.api import Backend
 from tests.helpers.device_adapter import triton_backend
 
 ISAS: list[str] = cpu._C.isas() if cpu.unavailable_reason() is None else []  # fastest first
@@ -26,7 +26,7 @@ FAST_VARIANTS = [v for v in VARIANTS if v != "triton" or not triton.is_interpret
 
 
 @contextmanager
-def use_variant(variant: str) -> Iterator[ModuleType]:
+def use_variant(variant: str) -> Iterator[Backend]:
     """Give the backend of a variant, with its instruction set selected. Skips the test if it cannot run here."""
     name, _, isa = variant.partition(" ")
     backend = triton_backend() if name == "triton" else import_backend(name)

@@ -1,4 +1,4 @@
-"""Engines that the tests of a worker share: loading SmolLM2 takes longer than most of what is tested with it."""
+"""Engines that the tests of a worker share: loading SmolLM2 takes longer than most tests of it."""
 
 from collections.abc import Callable
 

@@ -161,12 +161,12 @@ def test_lm_eval_adapter_equals_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
 
     policy = "h2o:budget=20"
     harness = RetainLM(llm, policy, batch_size=2)
-    asked = [types.SimpleNamespace(args=(STORY, end)) for end in ("He slept.", "Soon it rained.", "Stop")]
+    requests = [types.SimpleNamespace(args=(STORY, end)) for end in ("He slept.", "Soon it rained.", "Stop")]
     greedy = SamplingParams(max_tokens=5, temperature=0)
     said = llm.generate(STORY.rstrip(), greedy, policy)[0].token_ids
-    asked.append(types.SimpleNamespace(args=(STORY.rstrip(), llm.tokenizer.decode(said))))
-    found = harness.loglikelihood(asked)
-    for (text, end), (total, _) in zip((r.args for r in asked), found, strict=True):
+    requests.append(types.SimpleNamespace(args=(STORY.rstrip(), llm.tokenizer.decode(said))))
+    found = harness.loglikelihood(requests)
+    for (text, end), (total, _) in zip((r.args for r in requests), found, strict=True):
         blank = text[len(text.rstrip()) :]
         ids = llm.tokenizer.encode(blank + end, add_special_tokens=False)
         assert total == pytest.approx(sum(llm.score([text.rstrip()], [ids], policy)[0]), abs=0.05)

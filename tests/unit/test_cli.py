@@ -166,7 +166,7 @@ def test_chat_with_a_server_names_the_missing_package(capsys, monkeypatch):
 
 
 def test_options_become_fields_of_their_types_and_absent_ones_stay_absent():
-    """`given_args` has what was given, so the dataclasses alone hold the defaults."""
+    """The namespace holds given options only, so the dataclasses alone hold the defaults."""
     words = "--kv-policy ring:window=9 --tier ram:capacity=1GB --tier disk:path=x,capacity=1GB --kv-memory 2MiB"
     words += " --max-running-requests 3 --temperature 0.5 --seed 7 --stop a --stop b --ignore-eos --logprobs 2"
     args = build_parser().parse_args(["run", *words.split(), "hello"])

@@ -2,7 +2,6 @@
 
 Prompts are computed once. Plain decoding and every drafter then continue from copies of their slots, one after the
 other, greedily and past the end of text, so that all do the same work; speed-ups compare such runs side by side.
-Does not depend on: how drafters work.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""`retain bench speed`: prefill and decoding speed on fixed pseudo-random prompts, beside what memory allows.
+"""`retain bench speed`: prefill and decoding speed on fixed pseudo-random prompts, beside the bandwidth of the memory.
 
 A workload is (prompt tokens, output tokens, batch size). Decoding is greedy and ignores the end of text. Every figure
 is the median of three repeats.
 
 Prefill is the time of a run with one output token. Decoding is timed step by step, over the steps in which the whole
-batch decodes and nothing else happens, until they have given each request its output tokens. The peers' scripts
-(docs/benchmarks/speed.md) cannot see an engine's steps: there decoding is the time of a run with N + 1 output tokens less that of
-a run with one. The two differ where requests of a batch decode beside the prefill of others, which the difference
-counts as decoding, and where prefill takes most of both runs: their noise is then larger than the difference.
+batch decodes and nothing else happens, until they have given each request its output tokens. The peers' scripts cannot
+see an engine's steps: there decoding is the time of a run with N + 1 output tokens less that of a run with one. The
+two differ where requests of a batch decode beside the prefill of others, which the difference counts as decoding, and
+where prefill takes most of both runs: its noise then exceeds the difference (docs/benchmarks/speed.md).
 
 A decode step must read all weights once, and the keys and values of every request: `read_mb`. `bandwidth` is the share
 of the machine's measured read bandwidth that this comes to.

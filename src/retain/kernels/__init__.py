@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from types import ModuleType
+from typing import cast
 
 import torch
 
-from retain.kernels.api import CPU
+from retain.kernels.api import CPU, Backend
 
 BACKEND_PRIORITY = {"cpu": ("cpu", "reference"), "cuda": ("triton",)}  # backends of each device type, fastest first
 
@@ -23,8 +23,8 @@ def backend_names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.ispkg)
 
 
-def load(name: str, device: torch.device = CPU) -> ModuleType:
-    """Return a backend that can run here (see `Backend`); `auto` is the fastest one for the device.
+def load(name: str, device: torch.device = CPU) -> Backend:
+    """Return a backend that can run here; `auto` is the fastest one for the device.
 
     Raises ValueError if the name is unknown, or if the backend cannot run on this machine or device.
     """
@@ -35,7 +35,7 @@ def load(name: str, device: torch.device = CPU) -> ModuleType:
     if name not in backend_names():
         raise ValueError(f"unknown backend {name!r}: choose one of auto, {', '.join(backend_names())}")
     backend = import_backend(name)
-    reason: str | None = backend.unavailable_reason()
+    reason = backend.unavailable_reason()
     if not reason and device.type not in backend.DEVICES:
         reason = f"it computes on {' or '.join(backend.DEVICES)}, not on {device.type}"
     if reason:
@@ -60,6 +60,6 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def import_backend(name: str) -> ModuleType:
+def import_backend(name: str) -> Backend:
     """Import and return a backend, even if it cannot run here."""
-    return importlib.import_module(f"{__name__}.{name}")
+    return cast(Backend, importlib.import_module(f"{__name__}.{name}"))

@@ -29,8 +29,6 @@ Laws, which the tests state as equalities:
 
 Devices. Tensors lie on the pool's device unless the text says "host". A host tensor is small, and is read to plan the
 launches of a step; a backend never waits for the device.
-
-Does not depend on: requests, policies, budgets, the meaning of a layer.
 """
 
 from __future__ import annotations
@@ -230,6 +228,7 @@ class Program(Protocol):
 class Backend(Protocol):
     """The functions of a backend module. G, H and R are kv heads, query heads, and query heads of a kv head."""
 
+    __name__: str
     DEVICES: tuple[str, ...]  # the types of torch.device it computes on
 
     def unavailable_reason(self) -> str | None:

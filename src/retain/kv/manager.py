@@ -2,8 +2,6 @@
 
 A request that runs has a row. The manager opens it, attaches a cached prefix, reserves pages, maps fresh tokens to
 slots, commits a step (evicts, shrinks rings), stores prefixes, and closes the row.
-
-Does not depend on: requests, scheduling, text, the content of K and V.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class SpecDecodeStats:
     def summarize(self, tokens_per_s: float) -> dict[str, Any]:
         """Return totals, acceptance rates by position, and two speed-ups over plain decoding, as JSON.
 
-        `expected_speedup` follows from tokens and seconds of the rounds, as in section 3 of the paper; `speedup` from the
-        answer's `tokens_per_s`. Both are None where the time of plain steps is unknown.
+        `expected_speedup` follows from tokens and seconds of the rounds, as in section 3 of the paper; `speedup` from
+        the answer's `tokens_per_s`. Both are None where the time of plain steps is unknown.
         """
         counts = zip(self.num_accepted_per_position, self.num_drafted_per_position, strict=True)
         spent_s = self.draft_s + self.verify_s

@@ -1,7 +1,6 @@
 """Block tables where kernels read them: on a CPU the same memory, on another device a copy, row by row.
 
 Whatever changes a row's tables marks the row dirty; dirty rows are uploaded before kernels read.
-Does not depend on: the meaning of the tables.
 """
 
 from __future__ import annotations

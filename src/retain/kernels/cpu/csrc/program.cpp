@@ -193,7 +193,7 @@ struct Program::GatherRowsOp {
   void check(const StepState& state) const {
     for (int i = 0; i < state.step.N; ++i)
       if (state.step.logit_indices[i] < 0 || state.step.logit_indices[i] >= state.step.T)
-        throw std::invalid_argument("wanted names a token that is not there");
+        throw std::invalid_argument("logits_indices names a token that is not in the step");
   }
 };
 

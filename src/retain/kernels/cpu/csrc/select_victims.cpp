@@ -26,7 +26,7 @@ INLINE int64_t eviction_key(const VictimLists& lists, float priority, int32_t po
 void select_victims(const VictimLists& lists, int n, int64_t* victims) {
   for (int64_t i = 0; i < lists.N; ++i)
     if (lists.used[i] < n || lists.used[i] > lists.S)
-      throw std::invalid_argument("lowest: too few slots, or more than there are");
+      throw std::invalid_argument("select_victims: a list has too few slots, or a length beyond its width");
   if (n == 0) return;
 #pragma omp parallel for schedule(dynamic) if (lists.N * lists.S > MIN_PARALLEL_SLOTS)
   for (int64_t i = 0; i < lists.N; ++i) {
