@@ -73,8 +73,8 @@ def measure_throughput(
     """Measure the output tokens per second of 32 queued requests, over the whole run and while only decoding.
 
     --kv-memory chooses how many full requests fit into the pool; `full_requests_fit` is that number. `max_speedup` is
-    the speed-up if decoding took no time: the run would take its prefill alone. `decode_tok_s` counts the steps in which
-    no prompt is computed; it is null where there is none.
+    the speed-up if decoding took no time, so that the run took its prefill alone. `decode_tok_s` counts the steps in
+    which no prompt is computed; it is null where there is none.
     """
     prompt_len = min(prompt_len, llm.max_model_len - output_len)
     pages = llm.cache.pages_needed(policies.parse("full"), prompt_len + output_len, prompt_len)

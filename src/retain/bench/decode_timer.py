@@ -46,5 +46,5 @@ class DecodeTimer:
 
 
 def _computes_prompt(request: Request) -> bool:
-    """Whether the next step of a request computes more than its last token: a prompt, or tokens that a preemption dropped."""
+    """Whether the next step computes more than the last token: a prompt, or tokens that a preemption dropped."""
     return request.finish_reason is None and request.num_uncomputed_tokens > 1
