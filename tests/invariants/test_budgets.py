@@ -358,7 +358,7 @@ def test_a_prompt_of_one_step_is_whole_in_one_layer_at_a_time(family: str, backe
     probe = make_engine(family, max_batched_tokens=256).cache
     policy = probe.effective_policy(make_request(max(asked, key=len), 30, chosen).policy)
     pages = probe.pages_needed(policy, 200, 150)
-    assert pages < probe.pages_needed(policy.but(prefill="exact"), 200, 150)
+    assert pages < probe.pages_needed(policy.with_options(prefill="exact"), 200, 150)
     for made in ([asked[0]], asked):
         engine = make_engine(family, backend=backend, max_batched_tokens=256, num_pages=pages * len(made))
         requests = [make_request(p, 30, chosen) for p in made]

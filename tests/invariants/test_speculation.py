@@ -267,7 +267,7 @@ def test_a_wrong_residual_is_noticed() -> None:
 
 def tally(options: dict[str, float], kind: str, rest: object, draws: int = DRAWS) -> Tensor:
     """How often each pair of tokens came first, [V, V]."""
-    import retain.engine.speculate as rule
+    from retain.engine.spec_decode import rejection_sampler as rule
 
     rng, counts = random.Random(1), torch.zeros(V, V)
     first = targets(options, [])[0]

@@ -83,7 +83,7 @@ def test_every_architecture_comes_back(tmp_path: Path, model_type: str) -> None:
     for name in source.names():
         assert torch.allclose(ours.read(name), source.read(name), rtol=0, atol=1e-6), name
     family = models.load_family(ours.config["model_type"])
-    assert family.spec(ours.config) == family.spec(source.config)
+    assert family.spec_from_config(ours.config) == family.spec_from_config(source.config)
     assert (ours.config["bos_token_id"], ours.config["eos_token_id"]) == (125, 126)
     assert ours.metadata["tokenizer.ggml.pre"] == "gpt-2"
     models.build(Weights(ours, torch.float32))

@@ -44,7 +44,7 @@ def test_equals_its_dense_numbers(family: str, changes: Changes, weights: str) -
     model, dense = (models.build(W(source, torch.float32, weights)) for W in (Weights, DequantizedWeights))
     exact = models.build(Weights(source, torch.float32))
     assert isinstance(model.embedding.table, Int8) and isinstance(dense.embedding.table, Tensor)
-    assert isinstance(model.layers[1].attention.out.weight, Int8 if weights == "int8" else Int4)  # type: ignore[attr-defined]
+    assert isinstance(model.layers[1].attention.o_proj.weight, Int8 if weights == "int8" else Int4)  # type: ignore[attr-defined]
     (ours,), (theirs,), (right,) = (run_decoder(m, texts, steps) for m in (model, dense, exact))
     # GPT-2's factor on q moves into the scales, which are rounded to float16.
     near = 4e-3 if "scale_attn_by_inverse_layer_idx" in changes else 1e-4

@@ -245,7 +245,7 @@ def test_a_built_tokenizer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (kept,) = (tmp_path / "cache/tokenizers").iterdir()
     whole = kept.read_bytes()
     with monkeypatch.context() as m:
-        m.setattr("retain.processing.gguf_tokenizer._sentencepiece", lambda *a: pytest.fail("built again"))
+        m.setattr("retain.processing.gguf_tokenizer._build_sentencepiece", lambda *a: pytest.fail("built again"))
         assert Tokenizer.open(path).encode("the cat sat") == ids
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
@@ -418,7 +418,7 @@ def open_error(path: Path) -> str:
 @pytest.mark.parametrize(
     ("base", "extra", "why"),
     [
-        (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.tokens": None}, "holds no tokenizer"),
+        (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.tokens": None}, "has no tokenizer"),
         (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.model": "bert"}, "'bert' are not supported"),
         (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.pre": "chinese"}, "'chinese' is not supported"),
         (BYTE_LEVEL_VOCABULARY, {"tokenizer.ggml.token_type": [1, 2]}, "differ in length"),

@@ -1,4 +1,4 @@
-"""Options of the benches, each with its help: one frozen dataclass a bench. Does not depend on: torch, or engines."""
+"""Options of the benches, each with its help: one frozen dataclass a bench."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """An engine with a KV policy as a model of the lm-eval harness (`pip install lm-eval`; no extra includes it).
 
-    from lm_eval import simple_evaluate
-    simple_evaluate(model=RetainLM(LLM("smollm2"), "h2o:budget=50%"), tasks=["piqa"])
-
-Does not depend on: tasks.
+from lm_eval import simple_evaluate
+simple_evaluate(model=RetainLM(LLM("smollm2"), "h2o:budget=50%"), tasks=["piqa"])
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tiers of a method of `retain bench prefix`, under an engine's pool. Does not depend on: workloads, figures."""
+"""The tiers of a method of `retain bench prefix`, under an engine's pool."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AllKeysLoader(SelectiveLoader):
         return np.zeros(0, np.int32)
 
     def finish(self) -> bool:
-        """See LayerLoader. Records no attention."""
+        """Return whether everything was loaded; unlike SelectiveLoader, record no attention for repacking."""
         return LayerLoader.finish(self)
 
 

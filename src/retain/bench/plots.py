@@ -1,4 +1,4 @@
-"""Plots as PNG: quality against budget, kept positions, speed-ups. Does not depend on: how they were measured."""
+"""Plots as PNG: quality against budget, kept positions, speed-ups."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 Each method answers the requests of a workload one after the other, from an empty cache, so the first request of a
 prefix is cold. A method recomputes everything, or finds the prefix in the pool, in RAM, or on a disk after a restart
 (read past the page cache; `-200`: at 200 MB/s), and loads all of it or only its important tokens.
-Does not depend on: how prefixes are found and kept.
 """
 
 from __future__ import annotations

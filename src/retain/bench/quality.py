@@ -1,7 +1,7 @@
 """`retain bench quality`: the quality of KV policies at several budgets, on the same items as the full cache.
 
 Differences from the full cache are paired, item by item. Their 95 % intervals are bootstraps over items (Efron, 1979;
-2000 resamples). Does not depend on: tasks, plots.
+2000 resamples).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests of the benches: greedy, past the end of text, on random prompts. Does not depend on: engines."""
+"""Requests of the benches: greedy, past the end of text, on random prompts."""
 
 from __future__ import annotations
 

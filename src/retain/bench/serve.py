@@ -7,7 +7,6 @@ the moment at which a request was due.
 The HTTP client is aiohttp, not httpx as in `retain chat`: httpx parses in Python. Measured against a server that sends
 a token every 50 ms, two cores, 32 requests at once: the median time to first token was 14 to 31 ms with aiohttp and 75
 to 104 ms with httpx, and a token took 0.05 and 0.16 ms of the processor that the tested server may share.
-Does not depend on: engines.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The argument parser: commands, and options generated from the configuration dataclasses.
 
-Importing this module loads no torch: `retain --help` answers at once. Does not depend on: how commands run.
+Importing this module loads no torch: `retain --help` answers at once.
 """
 
 from __future__ import annotations

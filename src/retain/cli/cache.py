@@ -1,4 +1,4 @@
-"""`retain cache ls | verify | clear`: look after the store of a disk tier. Does not depend on: models."""
+"""`retain cache ls | verify | clear`: look after the store of a disk tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of an OpenAI-compatible server, as `retain chat --url` needs it. Does not depend on: terminals, engines."""
+"""A client of an OpenAI-compatible server, as `retain chat --url` needs it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Operations on tables of pages: punch holes, compact, renumber, by the priorities of a policy.
-
-Does not depend on: which row the tables belong to, and when it evicts (row.py).
-"""
+"""Operations on tables of pages: punch holes, compact, renumber, by the priorities of a policy."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 A running request has a row. Eviction, prefixes and statistics work on these tables; only `KVCache` (cache.py) decides
 which slot a position gets.
-
-Does not depend on: policies, requests, the content of K and V.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Pages together with the K and V they hold: allocate, copy and free.
-
-Does not depend on: rows, tables, positions in a text.
-"""
+"""Pages together with the K and V they hold: allocate, copy and free."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A node is a span of a text: whole pages, or, as a leaf, the beginning of one pag
 without a window, [M, G, n] (a page is `page_size` slots of one kv head of one layer). Where sliding layers can resume
 at its end, it also holds their pages of the last positions. Nodes are found by chained block hashes, which cover all
 tokens up to their end and the root hash (the tenant's salt, the model, the windows). The tree shares pages by
-reference count, like one more block table. Does not depend on: rows, slots, the content of K and V.
+reference count, like one more block table.
 """
 
 from __future__ import annotations
