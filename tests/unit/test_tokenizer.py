@@ -347,22 +347,6 @@ def test_hostile_and_broken_templates(template: str) -> None:
 # Folders
 
 
-def write_tokenizer_folder(path: Path) -> Path:
-    """A byte-level tokenizer that adds bos, as its files say it."""
-    words = BYTE_LEVEL_VOCABULARY["tokenizer.ggml.tokens"]
-    merges = [tuple(m.split(" ")) for m in BYTE_LEVEL_VOCABULARY["tokenizer.ggml.merges"]]
-    core = Core(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(words[-3:])
-    core.post_processor = processors.TemplateProcessing(single="<|a|> $A", special_tokens=[("<|a|>", 125)])
-    core.enable_truncation(3)
-    core.save(str(path / "tokenizer.json"))
-    said = {"bos_token": {"content": "<|a|>"}, "eos_token": "<|b|>", "chat_template": "{{ bos_token }}{{ eos_token }}"}
-    (path / "tokenizer_config.json").write_text(json.dumps(said))
-    return path
-
-
 def test_a_folder(tmp_path: Path) -> None:
     k = Tokenizer.open(write_tokenizer_folder(tmp_path))
     assert k.encode("hello world<|c|>")[0] == 125
