@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 
@@ -170,6 +171,26 @@ def test_damaged_spans_are_found_and_computed_again(tmp_path: Path) -> None:
         pass
     assert [r.output_tokens for r in requests] == answers
     assert disk_store_of(engine).counts["damaged"] > 0
+    engine.cache.prefix_cache.close_offloader()
+
+
+def test_failed_reordering_is_logged_and_changes_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("retain.kv.offload.selective.repack.reorder_span", fail)
+    prompts = texts(7)
+    engine = make_selective_engine("llama", tmp_path, 1.0)
+    answers = [run_to_completion(engine, [make_request(t)])[0] for t in prompts]
+    finish_repacking(engine)
+    clear_pool(engine)
+    assert run_to_completion(engine, [make_request(t) for t in prompts]) == answers
+    finish_repacking(engine)
+    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "tier disk: a span could not be reordered: RuntimeError: broken" in warning.getMessage()
+    assert warning.exc_info and not any(s.is_reordered for s in disk_store_of(engine).span_index)
     engine.cache.prefix_cache.close_offloader()
 
 
