@@ -6,7 +6,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/retain/kernels/cpu/csrc/
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 PROMPT ?= What is a key-value cache in a language model? Answer in two sentences.
 
-.PHONY: run test lint fmt bench serve docs clean
+.PHONY: run test check lint fmt bench serve docs clean
 .DEFAULT_GOAL := run
 
 run: .venv/installed
@@ -14,6 +14,9 @@ run: .venv/installed
 
 test: lint
 	$(BIN)/python -m pytest -n $(CORES)
+
+check: lint
+	$(BIN)/python -m pytest -n $(CORES) -m "not slow"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check src tests tools examples

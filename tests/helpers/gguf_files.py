@@ -1,9 +1,9 @@
-"""GGUF files for tests, written the way llama.cpp's converter writes them: with the `gguf` library's names and writer.
+"""Write GGUF files as llama.cpp's converter does, with the names and the writer of the `gguf` library.
 
-    write(path, tiny_source("llama"))             a whole model in float32
-    write(path, source, kind="Q8_0", vocabulary=BYTES)
+    write_gguf(path, tiny_checkpoint("llama"))     a whole model in float32
+    write_gguf(path, checkpoint, ggml_type="Q8_0", vocabulary=BYTE_LEVEL_VOCABULARY)
 
-What the converter does to tensors is written down here a second time, forwards, from llama.cpp's convert_hf_to_gguf.py.
+The converter's changes to tensors are implemented here independently, after llama.cpp's convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GGUF_ARCHS = {
     "mpt": "mpt",
 }
 BYTE_TO_CHAR = {b: c for c, b in unicode_to_bytes().items()}
-# 128 tokens: 100 bytes' worth of letters, some merges, and three control tokens at the end.
+# 128 tokens: 110 single bytes, 15 merges, and three control tokens.
 MERGES = [
     "h e",
     "l l",
@@ -89,7 +89,7 @@ def write_gguf(
     extra: dict[str, Any] | None = None,
     tensors: dict[str, NDArray[Any]] | None = None,
 ) -> Path:
-    """A GGUF of the source's model. Matrices are of `kind`; `extra` metadata replaces the usual, None takes it away."""
+    """Write a checkpoint with matrices of `ggml_type`. `extra` replaces metadata; None removes a key."""
     arch = GGUF_ARCHS[checkpoint.config["model_type"]]
     meta = {**config_to_metadata(arch, checkpoint.config), **(vocabulary or {}), **(extra or {})}
     w = GGUFWriter(path, arch)
@@ -99,11 +99,11 @@ def write_gguf(
     names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 100)
     for name in checkpoint.names():
         stem, _, leaf = name.rpartition(".")
-        theirs = names.get_name(stem)
-        assert theirs, name
+        gguf_stem = names.get_name(stem)
+        assert gguf_stem, name
         x = convert_tensor(arch, name, checkpoint.read(name), checkpoint.config)
-        to = GGMLQuantizationType[ggml_type] if x.ndim == 2 else GGMLQuantizationType.F32
-        w.add_tensor(f"{theirs}.{leaf}", gguf.quants.quantize(x, to), raw_dtype=to)
+        tensor_type = GGMLQuantizationType[ggml_type] if x.ndim == 2 else GGMLQuantizationType.F32
+        w.add_tensor(f"{gguf_stem}.{leaf}", gguf.quants.quantize(x, tensor_type), raw_dtype=tensor_type)
     for name, values in (tensors or {}).items():
         w.add_tensor(name, values)
     w.write_header_to_file()
@@ -114,7 +114,7 @@ def write_gguf(
 
 
 def add_metadata(w: GGUFWriter, key: str, value: Any) -> None:
-    """One pair of metadata, of the type that llama.cpp's converter would use."""
+    """Write one metadata pair, of the type that llama.cpp's converter uses."""
     if isinstance(value, bool):
         w.add_bool(key, value)
     elif isinstance(value, int):
@@ -128,10 +128,10 @@ def add_metadata(w: GGUFWriter, key: str, value: Any) -> None:
 
 
 def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
-    """What the converter makes of config.json."""
+    """Convert config.json to metadata."""
     hidden = c.get("hidden_size") or c.get("n_embd") or c["d_model"]
     heads = c.get("num_attention_heads") or c.get("n_head") or c["n_heads"]
-    said = {
+    values = {
         "block_count": c.get("num_hidden_layers") or c.get("n_layer") or c["n_layers"],
         "context_length": c.get("max_position_embeddings") or c.get("n_positions") or c["max_seq_len"],
         "embedding_length": hidden,
@@ -139,7 +139,7 @@ def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count": heads,
     }
     if arch in ("llama", "qwen2", "qwen3", "gemma3"):
-        said |= {
+        values |= {
             "attention.head_count_kv": c["num_key_value_heads"],
             "attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
             "attention.key_length": c["head_dim"],
@@ -147,19 +147,19 @@ def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
             "rope.freq_base": c["rope_theta"],
         }
     else:
-        said["attention.layer_norm_epsilon"] = 1e-5
+        values["attention.layer_norm_epsilon"] = 1e-5
     if arch == "gemma3":
-        said["attention.sliding_window"] = c["sliding_window"]
+        values["attention.sliding_window"] = c["sliding_window"]
     if arch == "gptneox":
-        said["rope.dimension_count"] = int(c["rotary_pct"] * hidden // heads)
-        said["use_parallel_residual"] = c.get("use_parallel_residual", True)
+        values["rope.dimension_count"] = int(c["rotary_pct"] * hidden // heads)
+        values["use_parallel_residual"] = c.get("use_parallel_residual", True)
     if arch == "mpt":
-        said["attention.max_alibi_bias"] = 8.0
-    return {f"{arch}.{key}": value for key, value in said.items()}
+        values["attention.max_alibi_bias"] = 8.0
+    return {f"{arch}.{key}": value for key, value in values.items()}
 
 
 def convert_tensor(arch: str, name: str, x: torch.Tensor, c: dict[str, Any]) -> NDArray[np.float32]:
-    """A tensor as the converter writes it."""
+    """Convert a tensor to llama.cpp's layout."""
     a = x.float().numpy()
     if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
         heads = c["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
@@ -170,6 +170,6 @@ def convert_tensor(arch: str, name: str, x: torch.Tensor, c: dict[str, Any]) -> 
         a = a.T
     if arch == "gptneox" and ".query_key_value." in name:
         heads = c["num_attention_heads"]
-        each = a.reshape(heads, 3, c["hidden_size"] // heads, *a.shape[1:])
-        a = np.concatenate([each[:, i].reshape(-1, *a.shape[1:]) for i in range(3)])
+        qkv_of_heads = a.reshape(heads, 3, c["hidden_size"] // heads, *a.shape[1:])
+        a = np.concatenate([qkv_of_heads[:, i].reshape(-1, *a.shape[1:]) for i in range(3)])
     return np.ascontiguousarray(a)

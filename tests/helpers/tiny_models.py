@@ -1,10 +1,10 @@
-"""Tiny random models of every family, made in memory: names and shapes by hand, so that they cost a millisecond.
+"""Tiny random models of every family, generated in memory in about a millisecond.
 
-    tiny_model("llama")                          a Decoder; the same one for the same arguments
-    tiny_source("opt", seed=1, ffn_dim=48)       the Source it is built from: config, names, tensors
+    tiny_model("llama")                            a Decoder; equal arguments give equal weights
+    tiny_checkpoint("opt", seed=1, ffn_dim=48)     its Checkpoint: config, names, tensors
 
-Weights are large enough for logits to differ clearly; norms are far from 1 and of either sign, so that a tied head does
-not simply repeat the last token. tests/models/test_families.py holds names, shapes and results against transformers.
+Weights are large enough for logits to differ clearly. Norm weights are far from 1 and of either sign; otherwise a tied
+head would repeat the last token. tests/models/test_families.py compares names, shapes and results with transformers.
 """
 
 from __future__ import annotations
@@ -89,19 +89,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Decoder:
-    """A tiny model of that family, its config changed so."""
+    """Build a tiny model of a family, with `changes` to its config."""
     return models.build(Weights(tiny_checkpoint(model_type, seed, **changes), dtype))
 
 
 def tiny_checkpoint(model_type: str, seed: int = 0, **changes: Any) -> TinyCheckpoint:
-    """The file of a tiny model of that family, its config changed so (None takes a key away)."""
+    """Create the checkpoint of a tiny model, with `changes` to its config; None removes a key."""
     config = {"model_type": model_type, **CONFIGS[model_type], **changes}
     config = {k: v for k, v in config.items() if v is not None}
     return TinyCheckpoint(config, dict(TENSOR_SHAPES[model_type](config)), seed)
 
 
 class TinyCheckpoint:
-    """A `Source` of random tensors. A tensor depends on the seed and its name alone."""
+    """A Checkpoint of random tensors, each a function of the seed and its name alone."""
 
     def __init__(self, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], seed: int):
         self.config, self.shapes, self.seed = config, shapes, seed
@@ -110,17 +110,17 @@ class TinyCheckpoint:
         return set(self.shapes)
 
     def read(self, name: str) -> Tensor:
-        shape, gemma = self.shapes[name], self.config["model_type"].startswith("gemma3")
+        shape, is_gemma = self.shapes[name], self.config["model_type"].startswith("gemma3")
         x = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + self.seed))
         if name.endswith("bias"):
             return x / 20
-        if len(shape) == 1:  # a norm's factor: between 0.5 and 1.5, of either sign
+        if len(shape) == 1:  # a norm's weight: 0.5 to 1.5, of either sign
             y = x.sign() * (0.5 + x.abs() % 1)
-            return y - 1 if gemma else y
+            return y - 1 if is_gemma else y
         if "emb" in name or name.split(".")[-2] in ("wte", "wpe"):
-            return x / 8 if gemma else x  # it multiplies by the root of E, which is 8
-        into = shape[0] if self.config["model_type"] == "gpt2" and name != "lm_head.weight" else shape[1]
-        return x * 2 / into**0.5
+            return x / 8 if is_gemma else x  # Gemma multiplies by the root of E, which is 8
+        in_dim = shape[0] if self.config["model_type"] == "gpt2" and name != "lm_head.weight" else shape[1]
+        return x * 2 / in_dim**0.5
 
     def read_quantized(self, name: str, transposed: bool = False) -> None:
         return None
@@ -129,18 +129,18 @@ class TinyCheckpoint:
 def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
     E, F, D, V = c["hidden_size"], c["intermediate_size"], c["head_dim"], c["vocab_size"]
     H, G = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
-    kind = c.get("model_type", "gemma3_text")
+    model_type = c.get("model_type", "gemma3_text")
     yield prefix + "embed_tokens.weight", (V, E)
     for i in range(c["num_hidden_layers"]):
         p = f"{prefix}layers.{i}."
         for name, out in (("q", H), ("k", G), ("v", G)):
             yield f"{p}self_attn.{name}_proj.weight", (out, E)
-            if kind == "qwen2" or c.get("attention_bias"):
+            if model_type == "qwen2" or c.get("attention_bias"):
                 yield f"{p}self_attn.{name}_proj.bias", (out,)
         yield p + "self_attn.o_proj.weight", (E, H)
         if c.get("attention_bias"):
             yield p + "self_attn.o_proj.bias", (E,)
-        if kind in ("qwen3", "gemma3_text"):
+        if model_type in ("qwen3", "gemma3_text"):
             yield p + "self_attn.q_norm.weight", (D,)
             yield p + "self_attn.k_norm.weight", (D,)
         for name, shape in (("gate", (F, E)), ("up", (F, E)), ("down", (E, F))):
@@ -149,7 +149,7 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
                 yield f"{p}mlp.{name}_proj.bias", shape[:1]
         yield p + "input_layernorm.weight", (E,)
         yield p + "post_attention_layernorm.weight", (E,)
-        if kind == "gemma3_text":
+        if model_type == "gemma3_text":
             yield p + "pre_feedforward_layernorm.weight", (E,)
             yield p + "post_feedforward_layernorm.weight", (E,)
     yield prefix + "norm.weight", (E,)
@@ -166,8 +166,8 @@ def norm_shapes(name: str, E: int) -> Shapes:
     yield name + ".bias", (E,)
 
 
-def linear_shapes(name: str, out: int, into: int, bias: bool = True) -> Shapes:
-    yield name + ".weight", (out, into)
+def linear_shapes(name: str, out: int, in_dim: int, bias: bool = True) -> Shapes:
+    yield name + ".weight", (out, in_dim)
     if bias:
         yield name + ".bias", (out,)
 
@@ -180,8 +180,8 @@ def gpt2_shapes(c: dict[str, Any]) -> Shapes:
         p = f"transformer.h.{i}."
         yield from norm_shapes(p + "ln_1", E)
         sizes = {"attn.c_attn": (E, 3 * E), "attn.c_proj": (E, E), "mlp.c_fc": (E, F), "mlp.c_proj": (F, E)}
-        for name, (into, out) in sizes.items():
-            yield f"{p}{name}.weight", (into, out)  # the other way round than everywhere else
+        for name, (in_dim, out) in sizes.items():
+            yield f"{p}{name}.weight", (in_dim, out)  # transposed, unlike in other families
             yield f"{p}{name}.bias", (out,)
         yield from norm_shapes(p + "ln_2", E)
     yield from norm_shapes("transformer.ln_f", E)

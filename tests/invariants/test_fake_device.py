@@ -26,6 +26,7 @@ from tests.helpers.tiers import clear_pool, disk_spec, offloader_of
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=3)
 PROMPTS = [list(range(3, 3 + n)) for n in (17, 7, 20)]
+slow = pytest.mark.slow
 TOKEN_SYNC = "tokens_to_host"  # the function that waits for a step's tokens
 MakeEngine = Callable[..., Engine]
 
@@ -70,7 +71,7 @@ def assert_matches_reference(
     assert may_wait or syncs == []
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "mpt"])
+@pytest.mark.parametrize("family", ["gemma3_text", pytest.param("mpt", marks=slow)])
 def test_families(family: str) -> None:
     assert_matches_reference(family, ["full", "sinks:budget=12,interval=2", "ring:window=10"])
 
@@ -78,8 +79,12 @@ def test_families(family: str) -> None:
 @pytest.mark.parametrize(
     "policies",
     [
-        ["h2o:budget=12,interval=2", "keyformer:budget=6,interval=1", "snapkv:budget=6,interval=2"],
-        ["tova:budget=9,interval=2,prefill=stream,chunk=8", "knorm:budget=6", "reread:budget=12"],
+        pytest.param(
+            ["h2o:budget=12,interval=2", "keyformer:budget=6,interval=1", "snapkv:budget=6,interval=2"], marks=slow
+        ),
+        pytest.param(
+            ["tova:budget=9,interval=2,prefill=stream,chunk=8", "knorm:budget=6", "reread:budget=12"], marks=slow
+        ),
         ["random:budget=10", "dilated:budget=6,interval=2", "keydiff:budget=10,prefill=layers"],
     ],
 )
@@ -87,11 +92,13 @@ def test_policies(policies: list[str]) -> None:
     assert_matches_reference("llama", policies)
 
 
+@slow
 def test_chunks_and_preemption() -> None:
     policies = ["full", "h2o:budget=12,interval=2", "ring:window=10"]
     assert_matches_reference("llama", policies, num_pages=30, max_batched_tokens=16, max_running_requests=4)
 
 
+@slow
 def test_heads_of_different_lengths() -> None:
     """Budgets shared among heads and new positions are counted on the host, which waits for them."""
     policies = ["h2o:budget=10,share=layer,value=norm", "h2o:budget=8,share=all", "h2o:budget=8,positions=new"]
@@ -107,7 +114,11 @@ def test_sampling_with_every_option() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "temperature"),
-    [("ngram:k=3,min=1", 0.0), ("ngram:k=3,min=1", 0.7), ("self:k=3,budget=16,refresh=1", 0.7)],
+    [
+        ("ngram:k=3,min=1", 0.0),
+        pytest.param("ngram:k=3,min=1", 0.7, marks=slow),
+        pytest.param("self:k=3,budget=16,refresh=1", 0.7, marks=slow),
+    ],
 )
 def test_drafts(spec: str, temperature: float) -> None:
     prompt = [5, 6, 7, 8] * 12
@@ -129,6 +140,7 @@ def test_drafts(spec: str, temperature: float) -> None:
     assert {sync.split()[1] for sync in syncs} <= verification
 
 
+@slow
 @pytest.mark.parametrize(("family", "tier"), [("llama", "disk"), ("gemma3_text", "ram")])
 def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
     """A prefix that is computed, found in the pool, and loaded from memory or a disk."""
@@ -157,7 +169,7 @@ def test_selective_loading(tmp_path: Path) -> None:
     expected = run_to_completion(make_engine("llama", backend="reference"), [make_request(prompt, 2)])
 
     def run(make: MakeEngine) -> list[list[int]]:
-        engine = make("llama", prefix_cache="important:ratio=1", tiers=[disk_spec(tmp_path)])
+        engine = make("llama", prefix_cache="selective:ratio=1", tiers=[disk_spec(tmp_path)])
         tokens = []
         for _ in range(3):
             clear_pool(engine)
@@ -169,6 +181,7 @@ def test_selective_loading(tmp_path: Path) -> None:
     assert on_device(run)[0] == expected * 3
 
 
+@slow
 def test_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several answers, log-probabilities, a grammar, scores and a draft model, through `LLM`."""
 

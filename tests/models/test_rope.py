@@ -1,4 +1,4 @@
-"""Rotary positions: what they promise, and every way a config has of asking for them."""
+"""Rotary position embeddings: rotation by position, and every config style that selects them."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ def apply_rope(r: Rope, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     return r.apply(x, r.angles(pos, x.dtype))
 
 
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dim", [D, 8])
-def test_a_dot_product_depends_on_the_distance_alone(dim: int, pairs: bool) -> None:
-    r, (q, k) = get_rope(dim, DEFAULT_PARAMETERS, pairs), random_tensor(2, 1, 1, D)
+def test_dot_product_depends_on_the_distance_alone(dim: int, interleaved: bool) -> None:
+    r, (q, k) = get_rope(dim, DEFAULT_PARAMETERS, interleaved), random_tensor(2, 1, 1, D)
 
-    def dot(at: int, distance: int) -> float:
-        return float((apply_rope(r, q, torch.tensor([at + distance])) * apply_rope(r, k, torch.tensor([at]))).sum())
+    def dot(pos: int, distance: int) -> float:
+        rotated_q, rotated_k = apply_rope(r, q, torch.tensor([pos + distance])), apply_rope(r, k, torch.tensor([pos]))
+        return float((rotated_q * rotated_k).sum())
 
     assert dot(0, 7) == pytest.approx(dot(900, 7), abs=1e-2)
     assert dot(0, 7) != pytest.approx(dot(0, 8), abs=1e-1)
 
 
-@pytest.mark.parametrize("pairs", [False, True])
-def test_turns_each_pair_and_leaves_the_rest(pairs: bool) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_rotates_each_pair_and_leaves_the_rest(interleaved: bool) -> None:
     x, pos = random_tensor(3, 2, D), torch.tensor([0, 5, 100])
-    r = get_rope(8, DEFAULT_PARAMETERS, pairs)
+    r = get_rope(8, DEFAULT_PARAMETERS, interleaved)
     y = apply_rope(r, x, pos)
     assert torch.equal(y[0], x[0]) and torch.equal(y[..., 8:], x[..., 8:])
     for i, freq in enumerate(r.freqs):
-        a, b = (2 * i, 2 * i + 1) if pairs else (i, i + 4)
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + 4)
         z = torch.complex(x[..., a], x[..., b]) * torch.exp(1j * pos[:, None] * freq)
         torch.testing.assert_close(torch.complex(y[..., a], y[..., b]), z)
 
 
-def test_bfloat16_angles_are_made_in_float32() -> None:
+def test_bfloat16_angles_are_computed_in_float32() -> None:
     r, pos = get_rope(D, DEFAULT_PARAMETERS), torch.tensor([30001])
-    exact, near = (r.angles(pos, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
-    assert near.dtype == torch.bfloat16
-    torch.testing.assert_close(near.float(), exact, atol=4e-3, rtol=0)
+    exact, rounded = (r.angles(pos, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), exact, atol=4e-3, rtol=0)
 
 
 SCALINGS: list[dict[str, Any]] = [
@@ -85,27 +86,23 @@ def test_frequencies_equal_transformers(style: str, scaling: dict[str, Any], the
     assert ours.attention_factor == pytest.approx(theirs.attention_scaling)
 
 
-def test_each_kind_of_layer_has_its_own() -> None:
-    kinds = {
+def test_each_layer_type_has_its_own_parameters() -> None:
+    by_layer_type = {
         "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
         "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
     }
-    config = {"rope_parameters": kinds, "max_position_embeddings": 64}
-    for kind, expected in kinds.items():
-        assert expected.items() <= get_rope_parameters(config, kind).items()
+    config = {"rope_parameters": by_layer_type, "max_position_embeddings": 64}
+    for layer_type, expected in by_layer_type.items():
+        assert expected.items() <= get_rope_parameters(config, layer_type).items()
 
 
-def test_defaults() -> None:
+def test_default_parameters_and_theta() -> None:
     assert DEFAULT_PARAMETERS.items() <= get_rope_parameters({}).items()
     assert get_rope_parameters({"rope_scaling": None, "rope_theta": None}, default_theta=7.0)["rope_theta"] == 7.0
-    assert (
-        get_rope_parameters({"rope_parameters": {"full_attention": None}}, "full_attention", default_theta=7.0)[
-            "rope_theta"
-        ]
-        == 7.0
-    )
+    without_parameters = {"rope_parameters": {"full_attention": None}}
+    assert get_rope_parameters(without_parameters, "full_attention", default_theta=7.0)["rope_theta"] == 7.0
 
 
-def test_unknown_types_are_refused() -> None:
+def test_unknown_rope_types_are_refused() -> None:
     with pytest.raises(ValueError, match="rope type 'longrope' is not supported: one of default, linear, llama3, yarn"):
         get_rope(D, {"rope_theta": 1e4, "rope_type": "longrope"})

@@ -1,4 +1,4 @@
-"""Hugging Face folders: one file, shards, nested language models; and what is wrong with them, in one line."""
+"""Hugging Face folders: one file, shards, multimodal models; and damage, reported in one line."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 
 
 def save_folder(folder: Path, checkpoint: TinyCheckpoint, shards: int = 1, dtype: torch.dtype = torch.float32) -> Path:
-    """A folder as `save_pretrained` makes it."""
+    """Write a folder as `save_pretrained` does."""
     (folder / "config.json").write_text(json.dumps(checkpoint.config))
     tensors = {n: checkpoint.read(n).to(dtype).contiguous() for n in sorted(checkpoint.names())}
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder
-    where = {}
+    weight_map = {}
     for i in range(shards):
         file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
-        part = dict(list(tensors.items())[i::shards])
-        save_file(part, folder / file)
-        where |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+        shard = dict(list(tensors.items())[i::shards])
+        save_file(shard, folder / file)
+        weight_map |= dict.fromkeys(shard, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_folder_comes_back(tmp_path: Path, shards: int, dtype: torch.dtype) -> None:
-    source = tiny_checkpoint("llama")
-    ours = open_checkpoint(save_folder(tmp_path, source, shards, dtype))
-    assert ours.config == source.config
-    assert ours.names() == source.names()
-    for name in source.names():
+def test_folder_is_read_as_it_was_written(tmp_path: Path, shards: int, dtype: torch.dtype) -> None:
+    checkpoint = tiny_checkpoint("llama")
+    ours = open_checkpoint(save_folder(tmp_path, checkpoint, shards, dtype))
+    assert ours.config == checkpoint.config
+    assert ours.names() == checkpoint.names()
+    for name in checkpoint.names():
         assert ours.read(name).dtype == dtype
-        assert torch.equal(ours.read(name), source.read(name).to(dtype))
+        assert torch.equal(ours.read(name), checkpoint.read(name).to(dtype))
     models.build(open_weights(tmp_path, torch.float32))
 
 
-@pytest.mark.parametrize("before", ["model.language_model.", "language_model.model."])
-def test_the_language_model_of_a_multimodal_one(tmp_path: Path, before: str) -> None:
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_only_the_language_model_of_a_multimodal_model_is_read(tmp_path: Path, prefix: str) -> None:
     text = tiny_checkpoint("gemma3_text")
     text.shapes["model.vision_tower.x.weight"] = text.shapes["model.multi_modal_projector.y"] = (3, 3)
     save_folder(tmp_path, text)
-    tensors = {n.replace("model.", before, 1) if "vis" not in n and "multi" not in n else n: n for n in text.names()}
+    tensors = {n.replace("model.", prefix, 1) if "vis" not in n and "multi" not in n else n: n for n in text.names()}
     save_file({new: text.read(old) for new, old in tensors.items()}, tmp_path / "model.safetensors")
-    whole = {"model_type": "gemma3", "text_config": text.config, "eos_token_id": [1, 106]}
-    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = {"model_type": "gemma3", "text_config": text.config, "eos_token_id": [1, 106]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     ours = SafetensorsCheckpoint(tmp_path)
     assert ours.config == {**text.config, "eos_token_id": [1, 106]}
     assert ours.names() == tiny_checkpoint("gemma3_text").names()
@@ -62,8 +62,8 @@ def test_the_language_model_of_a_multimodal_one(tmp_path: Path, before: str) -> 
     models.build(open_weights(tmp_path, torch.float32))
 
 
-def test_transformers_own_folder(tmp_path: Path) -> None:
-    """As it is saved today, split by its own rule."""
+def test_folder_saved_by_transformers_is_read(tmp_path: Path) -> None:
+    """transformers splits the shards by its own rule."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = {k: v for k, v in tiny_checkpoint("llama").config.items() if k not in ("model_type", "rope_theta")}
@@ -76,7 +76,7 @@ def test_transformers_own_folder(tmp_path: Path) -> None:
 
 
 def load_error(folder: Path, file: str, content: Any) -> str:
-    """The complaint about a folder in which one file has another content; None for no file."""
+    """Return the error of a folder after one file's content is replaced; None removes the file."""
     path = folder / file
     path.unlink(missing_ok=True)
     if content is not None:
@@ -89,7 +89,7 @@ def load_error(folder: Path, file: str, content: Any) -> str:
     return str(e.value)
 
 
-def test_damage_to_one_file(tmp_path: Path) -> None:
+def test_damaged_files_are_reported(tmp_path: Path) -> None:
     config = save_folder(tmp_path, tiny_checkpoint("llama")).joinpath("config.json").read_bytes()
     whole = (tmp_path / "model.safetensors").read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
@@ -99,18 +99,18 @@ def test_damage_to_one_file(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in load_error(tmp_path, "config.json", None)
     for content in (b"", b"\xff\xfe", b"[1]", b"{" * 100_000, b'{"a": ' * 100_000, config[:-1]):
         assert "damaged" in load_error(tmp_path, "config.json", content)
-    assert "quantised by 'gptq'" in load_error(
+    assert "quantized by 'gptq'" in load_error(
         tmp_path, "config.json", {"quantization_config": {"quant_method": "gptq"}}
     )
 
 
-def test_damage_to_shards(tmp_path: Path) -> None:
+def test_damaged_shards_and_indexes_are_reported(tmp_path: Path) -> None:
     save_folder(tmp_path, tiny_checkpoint("llama"), shards=3)
     index = "model.safetensors.index.json"
-    where = json.loads((tmp_path / index).read_text())["weight_map"]
-    name = next(iter(where))
-    assert "'nothing'" in load_error(tmp_path, index, {"weight_map": {**where, "nothing": where[name]}})
-    assert "no file of this folder" in load_error(tmp_path, index, {"weight_map": {name: "../model.safetensors"}})
+    weight_map = json.loads((tmp_path / index).read_text())["weight_map"]
+    name = next(iter(weight_map))
+    assert "'nothing'" in load_error(tmp_path, index, {"weight_map": {**weight_map, "nothing": weight_map[name]}})
+    assert "not a file of this folder" in load_error(tmp_path, index, {"weight_map": {name: "../model.safetensors"}})
     assert "cannot be read" in load_error(tmp_path, index, {"weight_map": {name: "model-9.safetensors"}})
     for content in ({"weight_map": {name: 3}}, {"weight_map": []}, {}, []):
         assert "damaged" in load_error(tmp_path, index, content)
@@ -122,7 +122,7 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     assert "pickled" in load_error(tmp_path, "pytorch_model.bin", b"cos\nsystem\n(S'true'\ntR.")
 
 
-def test_integers_are_no_weights(tmp_path: Path) -> None:
+def test_integer_tensors_are_refused(tmp_path: Path) -> None:
     save_folder(tmp_path, tiny_checkpoint("llama"))
     save_file({"x": torch.ones(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="int8"):

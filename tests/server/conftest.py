@@ -49,7 +49,8 @@ def run_server(
     options = {"port": 0, "served_model_name": "smollm2", "allowed_drafters": ("ngram", "self"), **server_options}
     thread = threading.Thread(target=serve, args=(load_llm, ServerConfig(**options), on_ready), daemon=True)
     thread.start()
-    assert listening.wait(120)
+    wait_until(lambda: listening.is_set() or not thread.is_alive(), 120)
+    assert servers, "the server did not start"
     try:
         yield servers[0]
         assert_nothing_leaked(servers[0])

@@ -164,7 +164,7 @@ def test_inspector_page_in_browser(browser):
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: urls.append(request.url))
         page.goto(f"{root}/inspect")
-        body = {"model": "smollm2", "prompt": STORY, "max_tokens": 700, "temperature": 0, "ignore_eos": True}
+        body = {"model": "smollm2", "prompt": STORY, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
         body["kv_policy"] = "h2o:budget=40"
         generation = threading.Thread(target=HTTP.post, args=(f"{server.url}/completions",), kwargs={"json": body})
         generation.start()

@@ -39,6 +39,7 @@ class ServerProcess:
     def stop(self, signal_number):
         self.process.send_signal(signal_number)
         code = self.process.wait(120)
+        self.log = self.process.stderr.read()
         self.process.stderr.close()
         return code
 
@@ -59,6 +60,7 @@ def test_sigterm_finishes_running_and_rejects_waiting():
         t.start()  # in this order
         server.wait_for_metric(f"retain_num_requests_{state}")
     assert server.stop(signal.SIGTERM) == 0
+    assert "draining: 2 requests running, 2 rejected" in server.log and "times" not in server.log
     for t in threads:
         t.join()
     for i in (0, 1):
@@ -109,7 +111,7 @@ def run_main(*arguments):
 
 @pytest.mark.parametrize(("options", "expected"), INVALID_OPTIONS)
 def test_invalid_option_prints_one_line(options, expected, capsys):
-    assert run_main("--port", "0", *options) == 2
+    assert run_main("--port", "0", "--log-level", "error", *options) == 2
     stderr = capsys.readouterr().err
     assert expected in stderr and len(stderr.strip().splitlines()) == 1
 

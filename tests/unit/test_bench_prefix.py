@@ -29,11 +29,12 @@ FILES = {
 }
 
 
-def test_every_workload_and_method_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("model", ["random:tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
+def test_every_workload_and_method_has_a_line(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, rows in FILES.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = ("--data-dir", tmp_path, "--num-prompts", 3, "--shared-prefix-len", 150, "--json")
-    result = run_cli(capsys, "bench", "prefix", "--model", "smollm2", *options, "--output-dir", tmp_path / "out")
+    result = run_cli(capsys, "bench", "prefix", "--model", model, *options, "--output-dir", tmp_path / "out")
     assert result.code == 0
     lines = [json.loads(line) for line in result.out.splitlines()]
     methods = ["recompute", "memory", "ram", "ssd", "ssd-200", "selective-200"]
@@ -55,4 +56,4 @@ def test_every_workload_and_method_has_a_line(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_bad_input_gets_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_one_line_error(run_cli(capsys, "bench", "prefix", "--model", "smollm2", *options), message)
+    assert_one_line_error(run_cli(capsys, "bench", "prefix", "--model", "random:tiny", *options), message)

@@ -50,7 +50,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", tasks.task_names())
+SLOW_TASKS = ("fidelity", "perplexity", "recall")  # `choice` and `summarize` stand for them
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_TASKS)) for n in tasks.task_names()]
+)
 def test_budget_covering_everything_equals_full(llm: LLM, data: Path, name: str) -> None:
     chosen = ["h2o:budget=4096", "window:budget=40%"]
     config = QualityBenchConfig(data_dir=data, num_prompts=7, max_prompt_len=300)
@@ -65,6 +70,7 @@ def test_budget_covering_everything_equals_full(llm: LLM, data: Path, name: str)
     assert all(policy in quality.format_table(results) for policy in ("full", *chosen))
 
 
+@pytest.mark.slow
 def test_json_and_plots_are_written(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     options = ("--data-dir", data, "--num-prompts", 2, "--output-dir", out, "--json", "--plot-kept")
@@ -109,7 +115,7 @@ def test_json_and_plots_are_written(data: Path, tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_bad_input_prints_one_line(data: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_cli(capsys, "bench", "quality", "--model", "smollm2", "--data-dir", data, *options)
+    result = run_cli(capsys, "bench", "quality", "--model", "random:tiny", "--data-dir", data, *options)
     assert result.code == 2 and result.err.strip().splitlines()[-1].startswith("retain: ")
 
 
@@ -191,7 +197,7 @@ def test_budget_benchmarks_run(llm: LLM, capsys: pytest.CaptureFixture[str]) -> 
     times = budget.time_side_by_side(llm, names, prompt_len=100, batch_size=2, num_steps=20)
     assert [len(t) for t in times] == [20] * 3 and all(t > 0 for policy_times in times for t in policy_times)
     assert llm.cache.free_pages == llm.cache.total_pages
-    bench = ("bench", "budget", "--model", "smollm2")
+    bench = ("bench", "budget", "--model", "random:tiny")
     assert_one_line_error(run_cli(capsys, *bench, "--measurements", "colour"), "scoring, decode, throughput")
     assert_one_line_error(run_cli(capsys, *bench, "--kv-policy", "full"), "--kv-policy is for bench speed")
 

@@ -33,17 +33,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("model", "workloads"),
+    [
+        ("random:tiny", "humaneval,books,summaries"),  # those that need no chat template
+        pytest.param("smollm2", "humaneval,editing,books,summaries,qa,conversation", marks=pytest.mark.slow),
+    ],
+)
 def test_every_workload_and_drafter_has_a_line_equal_to_plain(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, workloads: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["ngram:k=1,min=1", "ngram:k=3,min=1", "self:k=2,budget=64,weights=int4"]
-    workloads = "humaneval,editing,books,summaries,qa,conversation"
     options = ("--data-dir", data, "--workloads", workloads, "--num-prompts", 2, "--output-dir", tmp_path, "--json")
     sizes = ("--batch-size", 2, "--output-len", 24, "--context-lens", "60,600", "--drafters", " ".join(names))
-    result = run_cli(capsys, "bench", "speculate", "--model", "smollm2", *options, *sizes)
+    result = run_cli(capsys, "bench", "speculate", "--model", model, *options, *sizes)
     assert result.code == 0
     lines = [json.loads(line) for line in result.out.splitlines()]
-    sets = ["humaneval", "editing", "books-60", "books-600", "summaries", "qa", "conversation"]
+    sets = workloads.replace("books", "books-60,books-600").split(",")
     assert [(x["workload"], x["drafter"]) for x in lines] == [(w, n) for w in sets for n in names]
     assert json.loads((tmp_path / "speculate.json").read_text()) == lines
     for x in lines:
@@ -51,7 +57,7 @@ def test_every_workload_and_drafter_has_a_line_equal_to_plain(
         if "self" in x["drafter"]:
             expected_length = 1 + x["acceptance_rate"] * x["mean_draft_len"]
             assert x["mean_acceptance_length"] == pytest.approx(expected_length, abs=0.02)
-            assert x["acceptance_rate"] > 0.5 and x["expected_speedup"] > 0
+            assert (x["acceptance_rate"] > 0.5 or model == "random:tiny") and x["expected_speedup"] > 0
     assert {p.name for p in tmp_path.glob("*.png")} == {"speculate-k.png", "speculate-context.png"}
 
 
@@ -68,26 +74,28 @@ def test_output_has_speculation_stats(load_shared_llm: Callable[[Config], LLM]) 
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("target", "option", "message"),
     [
-        ("guess", "unknown drafter 'guess': choose one of draft, ngram, self"),
-        ("ngram:k=0", "k is auto or a number"),
-        ("ngram:min=3,max=2", "min and max"),
-        ("self:budget=0", "budget"),
-        ("draft", "which model="),
-        ("draft:model=random:tiny", "another vocabulary"),
-        pytest.param("draft:model=gemma3", "another vocabulary", marks=pytest.mark.slow),
-        ("draft:weights=int5", "weights 'int5'"),
-        ("ngram:n=3", "has no option 'n'"),
+        ("random:tiny", "guess", "unknown drafter 'guess': choose one of draft, ngram, self"),
+        ("random:tiny", "ngram:k=0", "k is auto or a number"),
+        ("random:tiny", "ngram:min=3,max=2", "min and max"),
+        ("random:tiny", "self:budget=0", "budget"),
+        ("random:tiny", "draft", "which model="),
+        ("smollm2", "draft:model=random:tiny", "another vocabulary"),
+        pytest.param("smollm2", "draft:model=gemma3", "another vocabulary", marks=pytest.mark.slow),
+        ("random:tiny", "draft:weights=int5", "weights 'int5'"),
+        ("random:tiny", "ngram:n=3", "has no option 'n'"),
     ],
 )
-def test_bad_drafter_specs_print_one_line(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_one_line_error(run_cli(capsys, "run", "Hello", "--model", "smollm2", "--speculate", option), message)
+def test_bad_drafter_specs_print_one_line(
+    target: str, option: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_one_line_error(run_cli(capsys, "run", "Hello", "--model", target, "--speculate", option), message)
 
 
 @pytest.mark.parametrize("name", ["budget", "quality"])
 def test_benches_without_drafting_reject_speculate(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_cli(capsys, "bench", name, "--model", "smollm2", "--speculate", "ngram")
+    result = run_cli(capsys, "bench", name, "--model", "random:tiny", "--speculate", "ngram")
     assert_one_line_error(result, "--speculate is for bench speed")
 
 
@@ -99,5 +107,5 @@ def test_bench_speculate_rejects_bad_options(data: Path, capsys: pytest.CaptureF
         (["--num-prompts", "0"], "at least 1"),
         (["--drafters", "x"], "unknown drafter"),
     ):
-        result = run_cli(capsys, "bench", "speculate", "--model", "smollm2", "--data-dir", data, *options)
+        result = run_cli(capsys, "bench", "speculate", "--model", "random:tiny", "--data-dir", data, *options)
         assert_one_line_error(result, message)

@@ -21,6 +21,7 @@ from retain.server.config import Limits, ServerConfig
 from tests.helpers.cli import assert_one_line_error, run_cli
 
 RUN_ARGS = ("run", "--model", "smollm2", "--temperature", "0", "--max-tokens", "12")
+FLOAT32_ARGS = ("--dtype", "float32", "--kv-memory", "256MiB", "--max-running-requests", "8")  # shared with test_llm.py
 TINY_RUN_ARGS = ("run", "--model", "random:tiny", "--kv-memory", "16MiB", "--temperature", "0", "--max-tokens", "3")
 pytestmark = pytest.mark.usefixtures("shared_engines")
 
@@ -34,7 +35,7 @@ def test_run_streams_text_and_prints_stats(capsys):
 def test_run_json_has_documented_keys(capsys, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("The capital of France is")
-    code, out, err = run_cli(capsys, *RUN_ARGS, "-f", file, "--dtype", "float32", "--json", "--logprobs", "2")
+    code, out, err = run_cli(capsys, *RUN_ARGS, "-f", file, *FLOAT32_ARGS, "--json", "--logprobs", "2")
     answer = json.loads(out)
     assert code == 0 and not err
     assert set(answer) == {"text", "token_ids", "finish_reason", "usage", "timings", "kv", "logprobs"}

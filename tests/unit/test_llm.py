@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from retain import LLM, SamplingParams
+from retain.config import Config
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 
 @pytest.fixture(scope="module")
-def llm():
-    return LLM("smollm2", dtype="float32", kv_memory="256MiB", max_running_requests=8)
+def llm(load_shared_llm):
+    return load_shared_llm(Config("smollm2", dtype="float32", kv_memory=2**28, max_running_requests=8))
 
 
 def is_idle(llm):
@@ -69,7 +70,11 @@ def test_invalid_prompt_rejects_batch_and_leaks_no_pages(llm):
 def test_ignore_eos_and_chat_stop_token(llm):
     ids = llm.tokenizer.encode_chat([{"role": "user", "content": "Say yes."}])
     (chat,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0))
-    assert chat.finish_reason == "stop" and chat.token_ids[-1] in llm.tokenizer.stop_token_ids and "<|im_end|>" not in chat.text
+    assert (
+        chat.finish_reason == "stop"
+        and chat.token_ids[-1] in llm.tokenizer.stop_token_ids
+        and "<|im_end|>" not in chat.text
+    )
     (longer,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
     assert len(longer.token_ids) == 100 and longer.token_ids[: len(chat.token_ids)] == chat.token_ids
 

@@ -12,7 +12,7 @@ from retain.server.config import Limits
 from retain.server.openai.errors import APIError
 
 log = logging.getLogger(__name__)
-LOG_EVERY = 100  # of the rejections by one limit, the first and then every so many are logged
+LOG_EVERY = 100  # log the first rejection by a limit, and then every 100th
 
 
 class AdmissionControl:
@@ -60,7 +60,7 @@ class AdmissionControl:
         self.num_rejected[limit] += 1
         count = self.num_rejected[limit]
         if count % LOG_EVERY == 1:
-            log.warning("request rejected by %s (%d so far), %d choices in flight", limit, count, self.num_in_flight)
+            log.warning("request rejected by %s (%d in total), %d choices in flight", limit, count, self.num_in_flight)
 
     def _rate_limit_error(self, message: str) -> APIError:
         """Build a 429. Retry-After is the mean duration of a request: about when one in flight ends."""

@@ -128,8 +128,9 @@ class Metrics:
         yield self._gauge("slot_holes", "Empty slots in allocated pages", stats.num_holes)
         yield self._gauge("pages", "Pages of the pool", stats.pages_by_state, "state")
         yield self._gauge("page_bytes", "Bytes of a page", stats.page_bytes)
-        hits = "Prompt tokens served from the prefix cache"
-        yield self._counter("prefix_cache_hits", hits, stats.prefix_hit_tokens, "tier")
+        yield self._counter(
+            "prefix_cache_hits", "Prompt tokens served from the prefix cache", stats.prefix_hit_tokens, "tier"
+        )
         evicted = {**cache.evicted_slots(), "ring": self.num_ring_overwrites}
         yield self._counter("evicted_slots", "Evicted slots", evicted, "policy")
         yield from self._collect_tiers(stats.tier_stats, stats.page_bytes)
@@ -148,7 +149,7 @@ class Metrics:
         )
         events = CounterMetricFamily(
             self.prefix + "tier_events",
-            "Spans evicted, corrupt, failed or skipped, and row cache hits and misses",
+            "Spans evicted, damaged, failed or skipped, and block cache hits and misses",
             labels=["tier", "event"],
         )
         for tier in tiers:

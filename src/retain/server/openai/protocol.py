@@ -61,11 +61,19 @@ class ExtensionFields(StrictModel):
     pin: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds to keep the prompt's pages in the prefix cache"
     )
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(default_factory=list)
-    ignore_eos: bool = False
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="Sample from the most likely tokens; 0: from all"
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="Exclude tokens below this share of the highest probability"
+    )
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = Field(
+        1.0, description="Penalty of tokens in prompt or output; 1: none"
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(
+        default_factory=list, description="Token ids that end the output"
+    )
+    ignore_eos: bool = Field(False, description="Generate up to max_tokens, past the end of text")
     user: str | None = Field(None, description="Accepted and ignored")
     safety_identifier: str | None = Field(None, description="Accepted and ignored")
     metadata: dict[str, str] | None = Field(None, description="Accepted and ignored")

@@ -1,0 +1,73 @@
+"""Run a decoder step by step on a cache of the reference backend that evicts nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from retain.kernels import reference
+from retain.kernels.api import NO_WINDOW, Tables
+from retain.models.decoder import Attend, Decoder, ModelSpec
+
+
+@functools.cache
+def random_tokens(n: int, seed: int = 0) -> Tensor:
+    return torch.randint(128, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+class ReferenceCache:
+    """A cache of the reference backend that evicts nothing: each layer and request owns a table of pages in order."""
+
+    PAGE_SIZE = 4
+
+    def __init__(self, spec: ModelSpec, num_requests: int, length: int, dtype: torch.dtype = torch.float32):
+        self.spec, n = spec, -(-length // self.PAGE_SIZE)
+        shape = (spec.num_layers, num_requests, spec.num_kv_heads, n)
+        self.pages = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+        self.kv = reference.allocate(1 + self.pages.numel(), self.PAGE_SIZE, spec.head_dim, dtype)
+        self.kv.pos.fill_(-1)
+
+    def make_attend(self, counts: Sequence[int], pos: Tensor) -> Attend:
+        """Return the attention of a step with `counts` fresh tokens of each request, at positions `pos` [T]."""
+        s, starts = self.spec, torch.tensor([0, *counts]).cumsum(0).int()
+        rows = torch.arange(len(counts), dtype=torch.int32)
+        request_of_token = rows.long().repeat_interleave(torch.tensor(counts))  # [T]
+        slopes = None if s.alibi_slopes is None else torch.tensor(s.alibi_slopes)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            pages = self.pages[layer]  # [B, G, n]
+            slots = (
+                pages[request_of_token, :, pos // self.PAGE_SIZE].T * self.PAGE_SIZE + pos % self.PAGE_SIZE
+            )  # [G, T]
+            reference.write(self.kv, slots.int(), k, v, pos.int())
+            tables = Tables(
+                pages=pages,
+                counts=torch.full(pages.shape[:2], pages.shape[2], dtype=torch.int32),
+                windows=torch.full(rows.shape, s.windows[layer] or NO_WINDOW, dtype=torch.int32),
+                sinks=torch.zeros_like(rows),
+                rows=rows,
+                query_start_loc=starts,
+            )
+            return reference.attend(q, self.kv, tables, pos.int(), scale=s.scale, alibi_slopes=slopes)
+
+        return attend
+
+
+@torch.inference_mode()
+def run_decoder(model: Decoder, texts: Sequence[Tensor], steps: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Compute the logits of every token of the texts. Each step computes the given number of tokens of each text."""
+    cache = ReferenceCache(model.spec, len(texts), max(map(len, texts)), model.embedding(texts[0], texts[0]).dtype)
+    num_computed, logits = [0] * len(texts), [[] for _ in texts]
+    for counts in steps:
+        spans = [slice(n, n + count) for n, count in zip(num_computed, counts, strict=True)]
+        pos = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+        ids = torch.cat([text[span] for text, span in zip(texts, spans, strict=True)])
+        step_logits = model.compute_logits(model.forward(ids, pos, cache.make_attend(counts, pos)))
+        for chunk, chunks in zip(step_logits.split(list(counts)), logits, strict=True):
+            chunks.append(chunk)
+        num_computed = [span.stop for span in spans]
+    assert num_computed == list(map(len, texts))
+    return [torch.cat(chunks) for chunks in logits]

@@ -1,0 +1,59 @@
+"""Config variants of every family on which tests compare implementations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from retain import models
+
+Changes = dict[str, Any]
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+
+VARIANTS: dict[str, list[Changes]] = {
+    "llama": [
+        {"attention_bias": True, "mlp_bias": True},
+        {"tie_word_embeddings": True, "num_key_value_heads": 1},
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_scaling": {"type": "linear", "factor": 3.0}},
+        {"rope_scaling": {"rope_type": "yarn", **YARN}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}, "rope_theta": None},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, **YARN, "beta_fast": 8.0, "truncate": False}},
+    ],
+    "mistral": [{"sliding_window": 1}],
+    "qwen2": [
+        {"use_sliding_window": False},
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ],
+    "qwen3": [{"attention_bias": True, "tie_word_embeddings": False}, {"num_key_value_heads": 4, "head_dim": 8}],
+    "gemma3_text": [
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 8},
+        {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+        {"sliding_window_pattern": 3, "attention_bias": True},
+    ],
+    "gemma3": [],
+    "gpt2": [
+        {"n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False},  # as Cerebras-GPT
+        {"scale_attn_weights": False, "n_embd": 32},
+        {"scale_attn_by_inverse_layer_idx": True},
+    ],
+    "gptj": [{"rotary_dim": 16}, {"tie_word_embeddings": True, "n_inner": 40, "activation_function": "silu"}],
+    "mpt": [
+        {"n_heads": 6, "d_model": 96},
+        {"n_heads": 12, "d_model": 96, "attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.2}},
+    ],
+    "opt": [
+        {"do_layer_norm_before": False, "word_embed_proj_dim": 24},  # as OPT-350M
+        {"_remove_final_layer_norm": True, "enable_bias": False},
+        {"tie_word_embeddings": False, "activation_function": "gelu"},
+    ],
+    "gpt_neox": [
+        {"use_parallel_residual": False, "rotary_pct": 1.0},
+        {"attention_bias": False, "rotary_emb_base": 300.0, "hidden_act": "gelu_fast", "tie_word_embeddings": True},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rotary_pct": 0.25},
+    ],
+}
+CASES = [(family, changes) for family in models.list_families() for changes in [{}, *VARIANTS[family]]]
+each_variant = pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
