@@ -218,7 +218,9 @@ def test_spans_longer_than_the_prefix_fit_into_the_tables_and_the_pool(tmp_path:
         engine.cache.prefix_cache.close_offloader()
 
 
-@pytest.mark.parametrize("evict", ["lru", "lfu", "importance"])
+@pytest.mark.parametrize(
+    "evict", ["importance", *(pytest.param(evict, marks=pytest.mark.slow) for evict in ("lru", "lfu"))]
+)
 def test_the_block_cache_changes_no_token_and_saves_reads(evict: str, tmp_path: Path) -> None:
     prompts, answers, bytes_read = texts(4), [], []
     for n, block_cache in enumerate((None, BlockCache(150_000, evict))):
