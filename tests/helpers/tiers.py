@@ -1,4 +1,4 @@
-"""Engines with tiers below the pool: what tests of several rooms do with them."""
+"""Helpers for engines with tiers below the pool."""
 
 from __future__ import annotations
 

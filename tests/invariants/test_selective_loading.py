@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 
@@ -173,6 +174,26 @@ def test_damaged_spans_are_found_and_computed_again(tmp_path: Path) -> None:
     engine.cache.prefix_cache.close_offloader()
 
 
+def test_failed_reordering_is_logged_and_changes_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("retain.kv.offload.selective.repack.reorder_span", fail)
+    prompts = texts(7)
+    engine = make_selective_engine("llama", tmp_path, 1.0)
+    answers = [run_to_completion(engine, [make_request(t)])[0] for t in prompts]
+    finish_repacking(engine)
+    clear_pool(engine)
+    assert run_to_completion(engine, [make_request(t) for t in prompts]) == answers
+    finish_repacking(engine)
+    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "tier disk: a span could not be reordered: RuntimeError: broken" in warning.getMessage()
+    assert warning.exc_info and not any(s.is_reordered for s in disk_store_of(engine).span_index)
+    engine.cache.prefix_cache.close_offloader()
+
+
 def test_spans_longer_than_the_prefix_fit_into_the_tables_and_the_pool(tmp_path: Path) -> None:
     """With a table as long as the context, and a pool as large as the request, every request ends."""
     rng = random.Random(2)
@@ -197,7 +218,9 @@ def test_spans_longer_than_the_prefix_fit_into_the_tables_and_the_pool(tmp_path:
         engine.cache.prefix_cache.close_offloader()
 
 
-@pytest.mark.parametrize("evict", ["lru", "lfu", "importance"])
+@pytest.mark.parametrize(
+    "evict", ["importance", *(pytest.param(evict, marks=pytest.mark.slow) for evict in ("lru", "lfu"))]
+)
 def test_the_block_cache_changes_no_token_and_saves_reads(evict: str, tmp_path: Path) -> None:
     prompts, answers, bytes_read = texts(4), [], []
     for n, block_cache in enumerate((None, BlockCache(150_000, evict))):

@@ -44,7 +44,7 @@ def test_random_operations_keep_the_bytes_and_the_capacity(evict: str, tmp_path:
 
 
 def run_random_operations(evict: str, path: Path, num_steps: int) -> None:
-    """Put, find, touch, delete and restart, compared with what the keys say. Never more bytes than the capacity."""
+    """Put, find, touch, delete and restart. Every block has the content of its key; the capacity is never exceeded."""
     rng, capacity = random.Random(3), 200_000
     store, ram = open_disk_store(path, "200kB", f",evict={evict}"), parse(f"ram:capacity=200kB,evict={evict}").open()
     for step in range(num_steps):

@@ -1,4 +1,4 @@
-"""Spans: consecutive pages of a text in one piece, as stores keep them, and what stores and readers of spans provide.
+"""Spans: consecutive pages of a text in one piece, as stores keep them; and the interfaces of stores and readers.
 
 A block is one page of every kv head of one layer, as bytes: for each of the G heads its keys, then its values. A span
 of text has one key for each of its pages, and as many blocks in every layer: key i, the chained hash of that page's

@@ -181,7 +181,7 @@ def list_spans(path: Path) -> list[StoredSpan]:
 
 
 def _span_from_row(row: sqlite3.Row) -> StoredSpan | None:
-    """Return the span of a row, or None if the row is not what was written."""
+    """Return the span of a row, or None if its checksum does not match."""
     try:
         now, keys = time(), row["keys"]
         span = StoredSpan(
@@ -205,7 +205,7 @@ def _span_from_row(row: sqlite3.Row) -> StoredSpan | None:
 
 
 def _open_database(path: Path) -> sqlite3.Connection:
-    """Open the index. It starts empty if there is none or if it is corrupt."""
+    """Open the index. A missing or corrupt index starts empty."""
     for _ in range(2):
         db = sqlite3.connect(path / "index.db", check_same_thread=False)
         db.row_factory = sqlite3.Row

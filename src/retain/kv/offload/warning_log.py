@@ -22,7 +22,7 @@ class WarningLog:
     def warn(self, problem: str, error: Exception | None = None) -> None:
         """Count a problem, and log it if it is the first of its kind.
 
-        `problem` names the store and what it cannot do. The kind is that text with the type of the error.
+        `problem` names the store and the action that failed. The kind is that text with the type of the error.
         """
         kind = f"{problem}: {type(error).__name__}" if error else problem
         with self._lock:

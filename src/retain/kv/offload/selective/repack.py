@@ -1,7 +1,7 @@
 """Reorders the tokens of spans by importance, and makes the metadata of spans.
 
-In each layer of a reordered span the tokens with the most attention come first. What is important to the next text is
-then contiguous and can be read alone.
+In each layer of a reordered span the tokens with the most attention come first. Tokens that are important to the
+next text are then contiguous and can be read alone.
 """
 
 from __future__ import annotations

@@ -36,6 +36,6 @@ def parse_all(specs: Sequence[str]) -> list[Tier]:
 
 
 def parse(spec: str) -> Tier:
-    """Parse the spec of a tier. Raises ValueError that says what is allowed."""
+    """Parse the spec of a tier. Raises ValueError with the allowed names and options."""
     tier: Tier = load_plugin(__name__, "Tier", "tier", spec)
     return tier

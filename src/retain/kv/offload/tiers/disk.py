@@ -174,7 +174,7 @@ class DiskStore:
         log.info("tier disk: cleared %s; dropped %d spans", self.store_index.path, len(spans))
 
     def close(self) -> None:
-        """Write what is pending, and let other processes use the folder."""
+        """Finish pending writes, and let other processes use the folder."""
         self.writer.submit(self._run_logged, "save when spans were used", self._update_usage)
         try:
             self.writer.shutdown()
@@ -289,7 +289,7 @@ class DiskReader:
         return buffer[skipped : skipped + size]
 
     def _verify(self, blocks: Bytes, first_checksum: int) -> Bytes:
-        """Return the blocks if they are what was written. Raises CorruptionError."""
+        """Return the blocks if their checksums match. Raises CorruptionError."""
         expected = self.checksums[first_checksum : first_checksum + len(blocks)]
         if [checksum(block) for block in blocks] != expected.tolist():
             raise CorruptionError(f"file {self.span.file_number} differs from what was written")

@@ -94,5 +94,5 @@ class RamStore:
         """Do nothing: spans are kept at once."""
 
     def close(self) -> None:
-        """Log what the store did."""
+        """Log the counts."""
         log.info("tier ram: closed with %d spans; %s", len(self.span_index.spans), self.counts)
