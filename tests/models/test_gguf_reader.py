@@ -127,8 +127,8 @@ def test_metadata_and_tensors_are_read_as_written(tmp_path: Path) -> None:
             **{"strings": ["a", "", "é"], "ints": [1, 2, 3], "bools": [True, False]},
         }
         info = reader.tensors["t"]
-        values = dequantize_tensor(reader.tensor_bytes(info), info.ggml_type, info.shape)
-        assert values.tolist() == [[0, 1, 2], [3, 4, 5]]
+        tensor = dequantize_tensor(reader.tensor_bytes(info), info.ggml_type, info.shape)
+        assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(("version", "name"), [(1, "version 1"), (4, "version 4"), (3 << 24, "big-endian")])

@@ -1,7 +1,4 @@
-"""The tensors of one model by their Hugging Face names, in the precision that the caller chose.
-
-Does not depend on: file formats beyond the Checkpoint interface, what a tensor is used for.
-"""
+"""The tensors of one model by their Hugging Face names, in the precision that the caller chose."""
 
 from __future__ import annotations
 
