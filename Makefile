@@ -6,14 +6,17 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/retain/kernels/cpu/csrc/
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 PROMPT ?= What is a key-value cache in a language model? Answer in two sentences.
 
-.PHONY: run test lint fmt bench serve clean
+.PHONY: run test check lint fmt bench serve docs clean
 .DEFAULT_GOAL := run
 
 run: .venv/installed
 	$(BIN)/retain run --model smollm2 --chat --temperature 0 --max-tokens 128 "$(PROMPT)"
 
 test: lint
-	$(BIN)/python -m pytest -n $(CORES)
+	$(BIN)/python -m pytest -n $(CORES) --durations=40
+
+check: lint
+	$(BIN)/python -m pytest -n $(CORES) -m "not slow"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check src tests tools examples
@@ -29,6 +32,10 @@ bench: .venv/installed
 
 serve: .venv/installed-serve
 	$(BIN)/retain serve --model smollm2 --inspect
+
+docs: .venv/installed-docs
+	$(BIN)/python -m tools.reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # torch is pinned here and not in the package: a range would fetch gigabytes of CUDA on a machine that wants none.
 .venv/torch:
@@ -54,5 +61,9 @@ serve: .venv/installed-serve
 	$(PIP) install -e '.[dev]'
 	@touch $@
 
+.venv/installed-docs: .venv/installed-serve
+	$(PIP) install -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The same question with the whole cache and with a quarter of it: what it costs, and what is said.
+"""Ask one question with the full KV cache and with smaller budgets, and print the memory of each answer.
 
 retain serve --model smollm2 &
 python examples/budget.py

@@ -1,4 +1,4 @@
-"""A conversation, whole and as a stream, by OpenAI's own client.
+"""Chat through OpenAI's client: a whole answer, then a stream.
 
 retain serve --model smollm2 &
 python examples/chat.py

@@ -1,4 +1,4 @@
-"""An answer that is JSON of a schema, whatever the model would rather say.
+"""Ask for an answer in JSON that follows a schema.
 
 retain serve --model smollm2 &
 python examples/schema.py

@@ -1,4 +1,4 @@
-"""Set-up that must come before torch, a faster Triton interpreter, and fixtures that all tests share."""
+"""Settings that must be made before torch is imported, and fixtures that all tests share."""
 
 import os
 
@@ -22,19 +22,9 @@ from retain.kernels import triton
 from tests.helpers.backend_variants import ISAS, use_isa
 
 if triton.is_interpreted():
-    # The interpreter patches triton.language at every call of a device function; once is enough, and twice as fast.
-    from triton.language import core
-    from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
+    from tests.helpers.fast_interpreter import speed_up
 
-    patch_and_call = InterpretedFunction.__call__
-
-    def call(self, *args, **options):
-        is_patched = self.fn.__module__.startswith("retain") or core.full.__name__ == "<lambda>"
-        return self.rewrite()(*args, **options) if is_patched else patch_and_call(self, *args, **options)
-
-    InterpretedFunction.__call__ = call
-    # Overflow checks take half of the remaining time, and the noise hashes overflow on purpose.
-    object.__setattr__(interpreter_builder.options, "sanitize_overflow", False)
+    speed_up()
 
 
 @pytest.fixture(params=ISAS)

@@ -1,6 +1,6 @@
-"""Pictures of the inspector, light and dark, while requests with different policies run.
+"""Take pictures of the inspector, light and dark, while requests with different policies run.
 
-python tools/inspector.py --out docs/plots        (wants playwright, and chromium in the path)
+python -m tools.inspector --output-dir docs/images        (needs playwright, and chromium in the path)
 """
 
 import argparse
@@ -31,39 +31,39 @@ PROMPT = "\n\n".join(part.replace("\n", " ") for part in TEXT.split("\n\n"))
 
 
 def main():
-    """See above."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("docs/plots"))
-    out = parser.parse_args().out
-    options = ("--inspect", "--kv-memory", "96MiB", "--context", "2048", "--tier", "ram:capacity=64MiB")
+    """Write the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output-dir", type=Path, default=Path("docs/images"))
+    output_dir = parser.parse_args().output_dir
+    options = ("--inspect", "--kv-memory", "96MiB", "--max-model-len", "2048", "--tier", "ram:capacity=64MiB")
     with start_server(*options) as (url, _), sync_playwright() as p:
         browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1320, "height": 860})
         page.goto(f"{url.removesuffix('/v1')}/inspect")
 
-        def ask(i, tokens):
+        def send(i, max_tokens):
             body = {
                 "model": "smollm2",
                 "prompt": f"{PROMPT}{' ' * i}",
-                "max_tokens": tokens,
+                "max_tokens": max_tokens,
                 "temperature": 0.7,
                 "seed": i,
             }
             httpx.post(f"{url}/completions", json={**body, "kv_policy": POLICIES[i], "ignore_eos": True}, timeout=300)
 
-        threads = [threading.Thread(target=ask, args=(i, 500 - 40 * i)) for i in range(len(POLICIES))]
+        threads = [threading.Thread(target=send, args=(i, 500 - 40 * i)) for i in range(len(POLICIES))]
         for thread in threads:
             thread.start()
         page.locator("#requests button", has_text="h2o:budget=6").click()  # 30 % of the prompt
-        page.locator("#text .t.answer").nth(40).wait_for(state="attached")
-        key = page.locator("#text .t", has_text=" key")
+        page.locator("#text .token.answer").nth(40).wait_for(state="attached")
+        key = page.locator("#text .token", has_text=" key")
         key.first.click()
         page.wait_for_timeout(1500)
         for theme, name in (("light", "inspector.png"), ("dark", "inspector-dark.png")):
             if page.evaluate("document.documentElement.dataset.theme") != theme:
                 page.click("#theme")
             page.wait_for_timeout(800)
-            page.screenshot(path=out / name)
+            page.screenshot(path=output_dir / name)
         browser.close()
         for thread in threads:
             thread.join()

@@ -1,11 +1,13 @@
-"""What a server bears: many streams, many that hang up, whatever is sent; and its throughput beside the engine's own.
+"""Load-test `retain serve`: disconnects, malformed bodies, and throughput beside the engine's own.
 
-    python tools/serve.py soak --streams 200 --seconds 120
-    python tools/serve.py fuzz --bodies 10000
-    python tools/serve.py throughput --streams 32 --rounds 5
+    python tools/serve.py soak --max-concurrency 200 --seconds 120
+    python tools/serve.py fuzz --num-requests 10000
+    python tools/serve.py throughput --max-concurrency 32 --rounds 5
 
-Each starts `retain serve` of SmolLM2 on a port of its own and ends it by SIGTERM.
+Each command starts a server of SmolLM2 on a free port of this machine and ends it by SIGTERM.
 """
+
+from __future__ import annotations
 
 import argparse
 import asyncio
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -24,28 +27,42 @@ from time import perf_counter
 import aiohttp
 
 from retain.bench import serve as load
+from retain.bench.config import ServeBenchConfig
 
-RETAIN = Path(sys.executable).parent / "retain"
 IN_PROCESS_SCRIPT = """
 import sys
 from time import perf_counter
 from retain import LLM, SamplingParams
-from retain.bench.serve import poisson
+from retain.bench.serve import poisson_requests
 llm = LLM("smollm2")
 for line in sys.stdin:
-    n, new, seed = map(int, line.split())
-    prompts = [c.prompt for c in poisson(n, None, 128, new, seed)]
-    began = perf_counter()
-    llm.generate(prompts, SamplingParams(max_tokens=new, temperature=0, ignore_eos=True))
-    print(n * new / (perf_counter() - began), flush=True)
+    n, output_len, seed = map(int, line.split())
+    prompts = [r.prompt for r in poisson_requests(n, None, 128, output_len, seed)]
+    started = perf_counter()
+    llm.generate(prompts, SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True))
+    print(n * output_len / (perf_counter() - started), flush=True)
 """
+VALID_BODIES = {
+    "/v1/completions": {"model": "smollm2", "prompt": "The sea", "max_tokens": 2},
+    "/v1/chat/completions": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [5]},
+}
+FIELD_NAMES = (
+    "model prompt messages max_tokens temperature top_p n stop stream seed logprobs echo logit_bias kv_policy tools "
+    "speculate cache_salt pin response_format tool_choice stream_options tokens suffix best_of x"
+)
+FIELDS = FIELD_NAMES.split()
+VALUES = [None, True, -1, 0, 1, 2**70, 1e308, -0.5, "", "x", "\ud800", "../../etc", [], {}, [[]], {"type": "x"}]
+VALUES += [[1, "x"], {"0": 1}, "h2o:budget=0", "ring:window=" + "9" * 30, [{"role": "user"}], {"a": {"b": [None]}}]
 
 
 @contextmanager
-def start_server(*options):
-    """A server and its process."""
-    command = [RETAIN, "serve", "--model", "smollm2", "--port", "0", *options]
+def start_server(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Start a server; give its URL and its process."""
+    command = [sys.executable, "-m", "retain.cli", "serve", "--model", "smollm2", "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr
     url = next(m[0] for line in process.stderr if (m := re.search(r"http://\S+/v1", line)))
     try:
         yield url, process
@@ -54,149 +71,144 @@ def start_server(*options):
         print("exit code", process.wait(120))
 
 
-def resident_mib(process):
-    """MiB."""
-    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]) / 1024
+def resident_mib(process: subprocess.Popen[str]) -> float:
+    """Return the resident memory of a process in MiB."""
+    match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
+    assert match
+    return int(match[1]) / 1024
 
 
-async def fetch_metrics(session, url):
-    """Samples by name and labels."""
-    async with session.get(f"{url.removesuffix('/v1')}/metrics") as said:
-        lines = (await said.text()).splitlines()
+async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Return the server's metrics, by name with labels."""
+    async with session.get(f"{url.removesuffix('/v1')}/metrics") as response:
+        lines = (await response.text()).splitlines()
     return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
-async def soak(url, process, concurrency, seconds):
-    """A third hang up somewhere; nobody else may notice."""
-    rng, found, end = random.Random(0), Counter(), perf_counter() + seconds
-    words = load.WORDS
+def pages_of_requests(metrics: dict[str, float]) -> float:
+    """Return the pages that running requests own."""
+    return sum(metrics[f'retain_pages{{state="{s}"}}'] for s in ("full", "ring", "budgeted", "shared"))
 
-    async def one(session):
+
+async def stream_one(session: aiohttp.ClientSession, url: str, rng: random.Random) -> str:
+    """Stream one random completion, disconnecting from a third of them. Returns how it ended."""
+    prompt = " ".join(rng.choice(load.WORDS) for _ in range(rng.randint(8, 300)))
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": rng.randint(8, 64), "stream": True}
+    body |= {"ignore_eos": True, "kv_policy": rng.choice(["full", "h2o:budget=50%", "ring:window=64"])}
+    disconnect_after = rng.randint(0, 40) if rng.random() < 1 / 3 else None  # events
+    try:
+        async with session.post(f"{url}/completions", json=body) as response:
+            if response.status != 200:
+                return f"status {response.status}"
+            num_events, last = 0, b""
+            async for line in response.content:
+                num_events += line.startswith(b"data: {")
+                last = line.strip() or last
+                if num_events == disconnect_after:
+                    response.close()
+                    return "disconnected"
+            return "complete" if last == b"data: [DONE]" else f"cut short: {last[:80]!r}"
+    except (aiohttp.ClientError, OSError) as error:
+        return type(error).__name__
+
+
+async def soak(url: str, process: subprocess.Popen[str], concurrency: int, seconds: float) -> None:
+    """Keep many streams running, a third of which disconnect, and print memory and metrics now and then."""
+    rng, endings, end = random.Random(0), Counter[str](), perf_counter() + seconds
+
+    async def stream_until_end(session: aiohttp.ClientSession) -> None:
         while perf_counter() < end:
-            text = " ".join(rng.choice(words) for _ in range(rng.randint(8, 300)))
-            body = {"model": "smollm2", "prompt": text, "max_tokens": rng.randint(8, 64), "stream": True}
-            body |= {"ignore_eos": True, "kv_policy": rng.choice(["full", "h2o:budget=50%", "ring:window=64"])}
-            gone = rng.randint(0, 40) if rng.random() < 1 / 3 else None
-            try:
-                async with session.post(f"{url}/completions", json=body) as said:
-                    if said.status != 200:
-                        found[f"status {said.status}"] += 1
-                        continue
-                    events, last = 0, b""
-                    async for line in said.content:
-                        events += line.startswith(b"data: {")
-                        last = line.strip() or last
-                        if events == gone:
-                            said.close()
-                            break
-                    if gone is not None and events >= gone:
-                        found["hung up"] += 1
-                    else:
-                        found["whole" if last == b"data: [DONE]" else f"cut short: {last[:80]!r}"] += 1
-            except (aiohttp.ClientError, OSError) as error:
-                found[f"{type(error).__name__}"] += 1
+            endings[await stream_one(session, url, rng)] += 1
 
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        tasks = [asyncio.create_task(one(session)) for _ in range(concurrency)]
+        tasks = [asyncio.create_task(stream_until_end(session)) for _ in range(concurrency)]
         while perf_counter() < end:
             await asyncio.sleep(seconds / 8)
-            now = await fetch_metrics(session, url)
-            names = ("running", "waiting")
-            state = " ".join(f"{n} {now[f'retain_num_requests_{n}']:.0f}" for n in names)
-            print(
-                f"{seconds - (end - perf_counter()):6.0f} s: {resident_mib(process):6.0f} MiB  {state}  {dict(found)}"
-            )
+            metrics = await fetch_metrics(session, url)
+            state = " ".join(f"{n} {metrics[f'retain_num_requests_{n}']:.0f}" for n in ("running", "waiting"))
+            elapsed = seconds - (end - perf_counter())
+            print(f"{elapsed:6.0f} s: {resident_mib(process):6.0f} MiB  {state}  {dict(endings)}")
         await asyncio.gather(*tasks)
         await asyncio.sleep(1)
-        now = await fetch_metrics(session, url)
-    held = sum(now[f'retain_pages{{state="{s}"}}'] for s in ("full", "ring", "budgeted", "shared"))
-    print("pages that somebody holds", held, "preempted", now["retain_num_preemptions_total"], dict(found))
+        metrics = await fetch_metrics(session, url)
+    print("pages of requests", pages_of_requests(metrics), "preempted", metrics["retain_num_preemptions_total"])
+    print(dict(endings))
 
 
-async def fuzz(url, bodies):
-    """Good bodies, of which some field is anything, or some bytes are others, or the end is missing."""
-    rng, found = random.Random(0), Counter()
-    good = {
-        "/v1/completions": {"model": "smollm2", "prompt": "The sea", "max_tokens": 2},
-        "/v1/chat/completions": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
-        "/tokenize": {"prompt": "x"},
-        "/detokenize": {"tokens": [5]},
-    }
-    fields = "model prompt messages max_tokens temperature top_p n stop stream seed logprobs echo logit_bias kv_policy"
-    fields += " tools speculate cache_salt pin response_format tool_choice stream_options tokens suffix best_of x"
-    values = [None, True, -1, 0, 1, 2**70, 1e308, -0.5, "", "x", "\ud800", "../../etc", [], {}, [[]], {"type": "x"}]
-    values += [[1, "x"], {"0": 1}, "h2o:budget=0", "ring:window=" + "9" * 30, [{"role": "user"}], {"a": {"b": [None]}}]
+def random_body(rng: random.Random) -> tuple[str, bytes]:
+    """Return a path and a body in which fields have random values; some are truncated, some have random bytes."""
+    path = rng.choice(sorted(VALID_BODIES))
+    body = dict(VALID_BODIES[path])
+    for _ in range(rng.randint(1, 3)):
+        body[rng.choice(FIELDS)] = rng.choice(VALUES)
+    data, kind = bytearray(json.dumps(body).encode()), rng.random()
+    if kind < 0.2:
+        del data[rng.randint(0, len(data)) :]
+    elif kind < 0.4:
+        for _ in range(rng.randint(1, 8)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+    return path, bytes(data)
 
-    def body():
-        path = rng.choice(sorted(good))
-        what = dict(good[path])
-        for _ in range(rng.randint(1, 3)):
-            what[rng.choice(fields.split())] = rng.choice(values)
-        data = bytearray(json.dumps(what).encode())
-        kind = rng.random()
-        if kind < 0.2:
-            del data[rng.randint(0, len(data)) :]
-        elif kind < 0.4:
-            for _ in range(rng.randint(1, 8)):
-                data[rng.randrange(len(data))] = rng.randrange(256)
-        return path, bytes(data)
 
-    async def some(session, n):
-        for _ in range(n):
-            path, data = body()
+async def fuzz(url: str, num_requests: int) -> None:
+    """Send malformed bodies, and print every response that is an error of the server."""
+    rng, statuses = random.Random(0), Counter[int]()
+
+    async def send(session: aiohttp.ClientSession, count: int) -> None:
+        for _ in range(count):
+            path, data = random_body(rng)
             headers = {"Content-Type": "application/json"}
-            async with session.post(url.removesuffix("/v1") + path, data=data, headers=headers) as said:
-                text = await said.text()
-                found[said.status] += 1
-                if said.status >= 500 or "Traceback" in text or "site-packages" in text:
-                    print(said.status, path, data[:300], text[:300])
+            async with session.post(url.removesuffix("/v1") + path, data=data, headers=headers) as response:
+                text = await response.text()
+                statuses[response.status] += 1
+                if response.status >= 500 or "Traceback" in text or "site-packages" in text:
+                    print(response.status, path, data[:300], text[:300])
 
     async with aiohttp.ClientSession() as session:
-        await asyncio.gather(*(some(session, bodies // 8) for _ in range(8)))
-        now = await fetch_metrics(session, url)
-    held = sum(now[f'retain_pages{{state="{s}"}}'] for s in ("full", "ring", "budgeted", "shared"))
-    print("answers by status", dict(found), "pages that somebody holds", held)
+        await asyncio.gather(*(send(session, num_requests // 8) for _ in range(8)))
+        metrics = await fetch_metrics(session, url)
+    print("responses by status", dict(statuses), "pages of requests", pages_of_requests(metrics))
 
 
-def compare_throughput(url, concurrency, rounds, output_len):
-    """New tokens a second of the same prompts, through HTTP and inside, in turns; both begin with nothing cached."""
-    env_inside = subprocess.Popen(
-        [sys.executable, "-c", IN_PROCESS_SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def compare_throughput(url: str, concurrency: int, rounds: int, output_len: int) -> None:
+    """Compare output tokens per second through HTTP and in a process, in turns, on prompts that are not cached."""
+    command = [sys.executable, "-c", IN_PROCESS_SCRIPT]
+    in_process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert in_process.stdin and in_process.stdout
+    config = ServeBenchConfig(model="smollm2", url=url)
     ratios = []
     for i in range(rounds + 1):
-        env_inside.stdin.write(f"{concurrency} {output_len} {2 * i}\n")
-        env_inside.stdin.flush()
-        inside = float(env_inside.stdout.readline())
-        about = load.LoadConfig(url, "smollm2", None, 1.0, 0.1)
-        outside = load.run(about, load.poisson_requests(concurrency, None, 128, output_len, 2 * i + 1))["new_tok_s"]
-        print(
-            f"inside {inside:7.1f}  through HTTP {outside:7.1f}  ratio {outside / inside:.3f}", "" if i else "(warm-up)"
-        )
+        in_process.stdin.write(f"{concurrency} {output_len} {2 * i}\n")
+        in_process.stdin.flush()
+        inside = float(in_process.stdout.readline())
+        requests = load.poisson_requests(concurrency, None, 128, output_len, 2 * i + 1)
+        outside = load.run(config, requests)["output_throughput"]
+        note = "" if i else "(warm-up)"
+        print(f"in process {inside:7.1f}  through HTTP {outside:7.1f}  ratio {outside / inside:.3f}", note)
         ratios += [outside / inside] if i else []
-    env_inside.stdin.close()
-    env_inside.wait()
+    in_process.stdin.close()
+    in_process.wait()
     print(f"median ratio {statistics.median(ratios):.3f} of {rounds}, {concurrency} streams, {output_len} tokens each")
 
 
-def main():
-    """See above."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("soak", "fuzz", "throughput"))
-    parser.add_argument("--streams", type=int, default=32)
+def main() -> None:
+    """Run a test."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("test", choices=("soak", "fuzz", "throughput"))
+    parser.add_argument("--max-concurrency", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--bodies", type=int, default=10_000)
+    parser.add_argument("--num-requests", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--new", type=int, default=256)
-    a = parser.parse_args()
-    with start_server("--kv-memory", "1GiB", "--queue", "1000") as (url, process):
-        if a.what == "soak":
-            asyncio.run(soak(url, process, a.streams, a.seconds))
-        elif a.what == "fuzz":
-            asyncio.run(fuzz(url, a.bodies))
+    parser.add_argument("--output-len", type=int, default=256)
+    args = parser.parse_args()
+    with start_server("--kv-memory", "1GiB", "--max-queued-requests", "1000") as (url, process):
+        if args.test == "soak":
+            asyncio.run(soak(url, process, args.max_concurrency, args.seconds))
+        elif args.test == "fuzz":
+            asyncio.run(fuzz(url, args.num_requests))
         else:
-            compare_throughput(url, a.streams, a.rounds, a.new)
+            compare_throughput(url, args.max_concurrency, args.rounds, args.output_len)
 
 
 if __name__ == "__main__":

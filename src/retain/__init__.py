@@ -22,8 +22,8 @@ __all__ = ["LLM", "RequestOutput", "SamplingParams", "StreamChunk"]
 def __getattr__(name: str) -> Any:
     homes = {
         "LLM": "retain.llm",
-        "Answer": "retain.outputs",
-        "Piece": "retain.outputs",
+        "RequestOutput": "retain.outputs",
+        "StreamChunk": "retain.outputs",
         "SamplingParams": "retain.sampling_params",
     }
     if name in homes:

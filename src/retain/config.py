@@ -1,32 +1,68 @@
-"""The options of an engine: one frozen dataclass. Does not depend on: what the names in it mean."""
+"""The options of an engine, each with its help: one frozen dataclass."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from retain.plugins import Size
+
+DTYPES = ("bfloat16", "float32", "float16")
+WEIGHTS = ("auto", "bf16", "int8", "int4")
 
 
 @dataclass(frozen=True)
 class Config:
-    """An engine. Sizes are bytes, lengths are tokens; None means: chosen from the model and the machine."""
+    """The options of an engine. Sizes are bytes, lengths are tokens. None: chosen from the model and the machine.
 
-    model: str
-    dtype: str = "bfloat16"  # or float32, the mode in which equalities are tested
-    weights: str = "auto"  # of matrices: as the file has them; or bf16, int8, int4
-    kv_policy: str = "full"  # of layers that see everything; sliding layers are rings always
-    prefix_cache: str = "exact"  # what requests leave to others: all, exact:keep=prompt, or off (docs/prefix.md)
-    tier: str | tuple[str, ...] = ()  # where pages sleep: ram:capacity=4GiB, disk:path=DIR,capacity=50GiB
-    speculate: str | None = None  # who drafts: ngram, draft:weights=int4, self (docs/speculation.md)
-    kv_memory: int | None = None  # hard cap of the pool
-    page_size: int = 64  # slots of a page
-    max_running_requests: int = 64  # running at once
-    max_batched_tokens: int = 512  # fresh tokens of a step, at most
-    max_model_len: int | None = None  # shorter than the model's own, to plan for less
-    backend: str = "auto"
-    device: str = "auto"  # cpu or cuda
+    Raises ValueError for a value that no model could be run with.
+    """
+
+    model: str = field(
+        metadata={"help": "smollm2, gemma3, a .gguf file, a Hugging Face folder, a hub id, or random:SHAPE"}
+    )
+    dtype: str = field(
+        default="bfloat16",
+        metadata={"help": "bfloat16, float32 (float32 everywhere, from dequantized weights), or float16 on a GPU"},
+    )
+    weights: str = field(
+        default="auto", metadata={"help": "weights of matrices: auto (as the file has them), bf16, int8 or int4"}
+    )
+    kv_policy: str = field(
+        default="full",
+        metadata={"help": "KV policy: full, ring:window=N, or a budget such as keyformer:budget=25%"},
+    )
+    prefix_cache: str = field(
+        default="exact",
+        metadata={"help": "reuse of prefixes: exact, exact:keep=prompt, selective:ratio=0.25, or off"},
+    )
+    tier: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "offloading tier of prefix pages: ram:capacity=4GiB, disk:path=DIR,capacity=50GiB (may be repeated)"
+        },
+    )
+    speculate: str | None = field(
+        default=None,
+        metadata={"help": "drafter of speculative decoding: ngram, draft:weights=int4, draft:model=M, self"},
+    )
+    kv_memory: Size | None = field(
+        default=None,
+        metadata={"help": "hard cap of the KV pool (default: 4GiB, or 85% of the free memory of a GPU)"},
+    )
+    page_size: int = field(default=64, metadata={"help": "slots of a page, a multiple of 16"})
+    max_running_requests: int = field(default=64, metadata={"help": "requests that run at the same time, at most"})
+    max_batched_tokens: int = field(default=512, metadata={"help": "fresh tokens of a step, at most"})
+    max_model_len: int | None = field(
+        default=None, metadata={"help": "tokens of a prompt with its output, at most (default: the model's own limit)"}
+    )
+    backend: str = field(default="auto", metadata={"help": "kernels: auto, cpu, triton or reference"})
+    device: str = field(default="auto", metadata={"help": "auto (a GPU where there is one), cpu or cuda"})
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16", "float16"):
+        tier = (self.tier,) if isinstance(self.tier, str) else tuple(self.tier)
+        object.__setattr__(self, "tier", tier)
+        if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not supported: choose float32, bfloat16 or float16 (on a GPU)")
         check_weights(self.weights, self.dtype)
         for name in ("page_size", "max_running_requests", "max_batched_tokens", "kv_memory", "max_model_len"):
@@ -37,17 +73,17 @@ class Config:
             raise ValueError(f"page_size must be a multiple of 16, not {self.page_size}")
         if self.max_batched_tokens <= self.max_running_requests:
             raise ValueError(
-                f"max_batched_tokens ({self.max_batched_tokens}) must exceed max_running_requests ({self.max_running_requests}), "
-                "or prompts would starve"
+                f"max_batched_tokens ({self.max_batched_tokens}) must exceed max_running_requests "
+                f"({self.max_running_requests}), or prompts would starve"
             )
 
 
 def default_kv_memory(max_request_bytes: int, free_gpu_memory: int | None = None) -> int:
-    """The pool's cap where none is chosen, in bytes. On a GPU 85 % of the memory that is free there, `gpu`: steps want
-    some, and recorded ones keep it.
+    """Return the cap of the KV pool in bytes where the configuration names none.
 
-    On a CPU 4 GiB, or `whole` (one request of the longest context) where that is more, but at most half of the memory
-    that is free now; K and V cost nothing there until they are written.
+    On a GPU 85 % of its free memory: steps and recorded graphs need the rest. On a CPU 4 GiB, or the size of one
+    request of the longest context where that is more, but at most half of the free memory. Pages of the CPU pool take
+    no memory before they are first written.
     """
     if free_gpu_memory is not None:
         return int(0.85 * free_gpu_memory)
@@ -56,8 +92,8 @@ def default_kv_memory(max_request_bytes: int, free_gpu_memory: int | None = None
 
 
 def check_weights(weights: str, dtype: str) -> None:
-    """Raise ValueError for a kind of weights that there is not, or that contradicts the dtype."""
-    if weights not in ("auto", "bf16", "int8", "int4"):
+    """Raise ValueError for an unknown kind of weights, or for one that contradicts the dtype."""
+    if weights not in WEIGHTS:
         raise ValueError(f"weights {weights!r} is not supported: choose auto, bf16, int8 or int4")
     if dtype == "float32" and weights != "auto":
         raise ValueError(f"weights {weights!r} contradicts dtype float32, which means float32 everywhere")

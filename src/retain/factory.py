@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from xxhash import xxh3_128
@@ -16,7 +15,7 @@ from xxhash import xxh3_128
 from retain import models
 from retain.config import Config
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.kernels.api import CPU, page_bytes
+from retain.kernels.api import CPU, Backend, page_bytes
 from retain.kv.capacity import CacheConfig, CapacityPlanner, KVCacheSpec
 from retain.kv.eviction.operations import ShiftKeys
 from retain.kv.manager import KVCacheManager
@@ -51,7 +50,7 @@ class LoadedModel:
 
 def load_model(
     path: Path,
-    backend: ModuleType,
+    backend: Backend,
     dtype: torch.dtype,
     weights: str,
     progress: bool = False,
@@ -74,7 +73,7 @@ def load_model(
 def build_cache(
     spec: KVCacheSpec,
     config: CacheConfig,
-    backend: ModuleType,
+    backend: Backend,
     dtype: torch.dtype,
     memory_bytes: int,
     *,
@@ -133,9 +132,9 @@ def open_offload_tiers(
         block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
         tier_configs = [t for t in tier_configs if t not in memory]
         if not tier_configs:
-            raise ValueError("prefix_cache=important loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
-    elif memory and memory[0].evict == "worth":
-        raise ValueError("evict=worth goes by what is important: it is for --prefix-cache important")
+            raise ValueError("prefix_cache=selective loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
+    elif memory and memory[0].evict == "importance":
+        raise ValueError("evict=importance goes by what is important: it is for prefix_cache=selective")
     opened = sorted((t.open() for t in tier_configs), key=lambda s: s.write_through)
     log.info("tiers: %s", ", ".join(s.name for s in opened))
     return Offloader(opened, cache.kv, spec.num_kv_heads, model_fingerprint, probe_config, block_cache)

@@ -1,4 +1,4 @@
-"""What `LLM` gives back."""
+"""The results of `LLM`: the output of a request, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from retain.engine.request import Logprob
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One answer. `token_ids` are the generated ones; times are seconds; `kv` counts bytes and slots."""
+    """The output of one request. Times are seconds; `kv` and `speculate` are the objects of `retain run --json`."""
 
     text: str
-    token_ids: list[int]
+    token_ids: list[int]  # the generated ones
     finish_reason: str  # stop, length or cancelled
     prompt_tokens: int
-    cached_tokens: int  # of them, that were computed already
+    cached_tokens: int  # prompt tokens that the prefix cache held
     logprobs: list[Logprob]
     ttft_s: float  # from the call to the first token
-    decode_tok_s: float  # after it
+    decode_tok_s: float  # tokens per second after the first
     num_preemptions: int
     kv: dict[str, Any]
-    speculate: dict[str, Any] | None = None  # what became of drafts
+    speculate: dict[str, Any] | None = None  # None without speculation
 
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What a stream gives: new text, and with the last piece the whole answer."""
+    """New text of a stream; the last chunk holds the whole output too."""
 
     text: str
     output: RequestOutput | None = None

@@ -1,6 +1,7 @@
-"""Specs and plug-ins: `name:key=value,...` names a file of a package and the options of the class that it defines.
+"""Specs and plug-ins: `name:key=value,...` names a module of a package and the options of the class in it.
 
-An unknown option is an error, never ignored. Does not depend on: which plug-ins exist.
+A plug-in is a file (or a folder) of a package, selected by its name: KV policies, drafters, tiers, backends, model
+families and bench tasks. An unknown name or option is an error. Does not depend on: which plug-ins exist.
 """
 
 from __future__ import annotations
@@ -10,30 +11,43 @@ import importlib
 import math
 import pkgutil
 import re
-from collections.abc import Callable
+import types
+import typing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
 UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
+MAX_COUNT = 2**28  # sums of a few counts stay within 32 bits
+
+Size = Annotated[int, "bytes"]  # written with a unit: 512MiB, 2GB
 
 
 def check_choice(name: str, value: str, *allowed: str) -> None:
-    """Raise ValueError where `value` is not allowed."""
+    """Raise ValueError unless `value` is allowed."""
     if value not in allowed:
         raise ValueError(f"{name} is {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes: 1048576, "512MiB", "2GB". Raises ValueError."""
+    """Return the bytes of 1048576, "512MiB" or "2GB". Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
     if not match or match[2] not in UNITS:
         raise ValueError(f"{text!r} is not a size: write it like 512MiB or 2GB")
     return int(float(match[1]) * UNITS[match[2]])
 
 
+def format_size(size: int) -> str:
+    """Return bytes as `parse_size` reads them, in the largest unit that divides them."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size and size % unit == 0:
+            return f"{size // unit}{name}"
+    return str(size)
+
+
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """`ring:window=512,x=y` -> ("ring", {"window": "512", "x": "y"}). Raises ValueError."""
+    """Return name and options of a spec: `ring:window=512` is ("ring", {"window": "512"}). Raises ValueError."""
     name, _, rest = spec.partition(":")
     options: dict[str, str] = {}
     for part in filter(None, rest.split(",")):
@@ -46,13 +60,13 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class Amount:
-    """So many tokens, or a share of something: 1024 or 50%."""
+    """A number of tokens or a share of a total: 1024 or 50%."""
 
     tokens: int | None = None
     fraction: float = 0.0
 
     def resolve(self, total: int) -> int:
-        """In tokens."""
+        """Return the amount in tokens."""
         return int(self.fraction * total) if self.tokens is None else self.tokens
 
     def __str__(self) -> str:
@@ -60,7 +74,7 @@ class Amount:
 
 
 def parse_amount(text: str) -> Amount:
-    """ "1024" or "50%". Raises ValueError."""
+    """Return the amount that "1024" or "50%" means. Raises ValueError."""
     if text.endswith("%"):
         share = float(text[:-1]) / 100
         if not 0 < share <= 1:
@@ -69,11 +83,6 @@ def parse_amount(text: str) -> Amount:
     if not 1 <= int(text) <= MAX_COUNT:
         raise ValueError(f"{text} is not from 1 to {MAX_COUNT}")
     return Amount(tokens=int(text))
-
-
-Size = int  # bytes; as a text it has units
-
-MAX_COUNT = 2**28  # of what is counted: sums of a few stay in 32 bits
 
 
 def _parse_bounded_int(text: str) -> int:
@@ -88,50 +97,71 @@ def _parse_finite_float(text: str) -> float:
     return float(text)
 
 
-PARSERS: dict[str, Callable[[str], Any]] = {
-    "int": _parse_bounded_int,
-    "float": _parse_finite_float,
-    "Amount": parse_amount,
-    "Size": parse_size,
+PARSERS: dict[Any, Callable[[str], Any]] = {  # of a spec's options; every other type takes the text as it is
+    int: _parse_bounded_int,
+    float: _parse_finite_float,
+    Amount: parse_amount,
+    Size: parse_size,
 }
 
 
-def from_strings(cls: type, name: str, strings: dict[str, str]) -> Any:
-    """An instance of a dataclass of int, float, str and Amount (or None) fields from texts.
+def field_types(cls: type) -> dict[str, Any]:
+    """Return the type of each field that a dataclass is built from; `X | None` counts as X."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: _without_none(hints[f.name]) for f in dataclasses.fields(cls) if f.init}
 
-    Raises ValueError with what is allowed.
-    """
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint
+    members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+    return members[0] if len(members) == 1 else hint
+
+
+def from_strings(cls: type, name: str, strings: dict[str, str]) -> Any:
+    """Build a dataclass from the texts of its fields. Raises ValueError with the allowed options."""
+    field_by_name = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    types_by_name = field_types(cls)
     values: dict[str, Any] = {}
     for key, text in strings.items():
-        if key not in fields:
-            raise ValueError(f"{name} has no option {key!r}: it takes {', '.join(fields) or 'none'}")
-        kind = PARSERS.get(str(fields[key].type).removesuffix(" | None"), str)
+        if key not in field_by_name:
+            raise ValueError(f"{name} has no option {key!r}: it takes {', '.join(field_by_name) or 'none'}")
+        parse = PARSERS.get(types_by_name[key], str)
         try:
-            values[key] = kind(text)
+            values[key] = parse(text)
         except ValueError as error:
-            if kind is parse_size:
+            if parse is parse_size:
                 raise ValueError(f"{name}: {key}={error}") from None
-            raise ValueError(
-                f"{name}: {key}={text!r} should be a number{' or a percentage' if kind is parse_amount else ''}"
-            ) from None
-    missing = [f.name for f in fields.values() if f.default is dataclasses.MISSING and f.name not in values]
+            expected = "a number or a percentage" if parse is parse_amount else "a number"
+            raise ValueError(f"{name}: {key}={text!r} should be {expected}") from None
+    missing = [
+        f.name
+        for f in field_by_name.values()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values
+    ]
     if missing:
         raise ValueError(f"{name} needs {', '.join(f'{m}=...' for m in missing)}")
     return cls(**values)
 
 
-def plugin_names(package: str) -> list[str]:
-    """The modules of a package whose files are named as what they define is chosen."""
-    return sorted(m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__))
+def plugin_names(package: str, folders: bool = False) -> list[str]:
+    """Return the names of the plug-ins of a package, sorted; `folders`: its plug-ins are packages, not modules."""
+    search_path = importlib.import_module(package).__path__
+    return sorted(m.name for m in pkgutil.iter_modules(search_path) if m.ispkg or not folders)
+
+
+def load_module(package: str, name: str, choices: Sequence[str], kind: str) -> types.ModuleType:
+    """Import a plug-in's module. Raises ValueError with the choices; `kind` is the word for it in the message."""
+    if name not in choices:
+        raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(choices)}")
+    return importlib.import_module(f"{package}.{name}")
 
 
 def load_plugin(package: str, class_name: str, kind: str, spec: str) -> Any:
-    """What a text such as `name:key=value` names: the class `cls` of the module of that name, with its options.
+    """Return an instance of the class `class_name` in the module that a spec names, with the spec's options.
 
-    Raises ValueError with what is allowed; `kind` is what people call it.
+    Raises ValueError with the allowed names or options.
     """
-    name, given = parse_spec(spec)
-    if name not in plugin_names(package):
-        raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(plugin_names(package))}")
-    return from_strings(getattr(importlib.import_module(f"{package}.{name}"), class_name), name, given)
+    name, options = parse_spec(spec)
+    module = load_module(package, name, plugin_names(package), kind)
+    return from_strings(getattr(module, class_name), name, options)

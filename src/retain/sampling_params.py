@@ -1,50 +1,62 @@
-"""Sampling parameters of a request. Does not depend on: torch, or how tokens are sampled."""
+"""Sampling parameters of a request, each with its help."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (1, math.inf),
+    "temperature": (0, math.inf),
+    "top_k": (0, math.inf),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, math.inf),
+    "presence_penalty": (-math.inf, math.inf),
+    "frequency_penalty": (-math.inf, math.inf),
+    "seed": (0, 2**63 - 1),
+    "logprobs": (0, 100),
+    "n": (1, 1024),
+}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn and when to stop. Raises ValueError for a value out of range."""
+    """How to sample the tokens of an answer, and when to stop. Raises ValueError for a value out of range."""
 
-    max_tokens: int | None = None  # None: to the end of the context, or as far as the KV memory reaches
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 is all
-    top_p: float = 1.0
-    min_p: float = 0.0  # of the likeliest token's probability
-    repetition_penalty: float = 1.0  # of tokens in prompt or answer (CTRL, arXiv 1909.05858)
-    presence_penalty: float = 0.0  # subtracted once from tokens in the answer
-    frequency_penalty: float = 0.0  # subtracted for each time
-    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
-    seed: int | None = None
-    stop: tuple[str, ...] = ()  # strings; the text ends before them
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None  # 0: of the drawn tokens; n: and of the n likeliest
-    n: int = 1  # answers to each prompt
+    max_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "output tokens at most (default: up to the end of the context; on the command line at most 512)"
+        },
+    )
+    temperature: float = field(default=1.0, metadata={"help": "softmax temperature; 0 is greedy"})
+    top_k: int = field(default=0, metadata={"help": "sample from the K likeliest tokens; 0 is all"})
+    top_p: float = field(default=1.0, metadata={"help": "sample from the likeliest tokens of total probability P"})
+    min_p: float = field(default=0.0, metadata={"help": "least probability, as a share of the likeliest token's"})
+    # CTRL, arXiv 1909.05858
+    repetition_penalty: float = field(default=1.0, metadata={"help": "penalizes tokens of prompt and output"})
+    presence_penalty: float = field(default=0.0, metadata={"help": "subtracted once for each token of the output"})
+    frequency_penalty: float = field(default=0.0, metadata={"help": "subtracted for each occurrence in the output"})
+    logit_bias: tuple[tuple[int, float], ...] = field(
+        default=(), metadata={"help": "pairs (token id, number added to its logit)"}
+    )
+    seed: int | None = field(default=None, metadata={"help": "seed of the random numbers (default: a random one)"})
+    stop: tuple[str, ...] = field(default=(), metadata={"help": "end the output before this text (may be repeated)"})
+    stop_token_ids: tuple[int, ...] = field(default=(), metadata={"help": "end the output with one of these tokens"})
+    ignore_eos: bool = field(default=False, metadata={"help": "do not stop at the end-of-text token"})
+    logprobs: int | None = field(
+        default=None,
+        metadata={"help": "log-probabilities of the sampled tokens and the N likeliest (run: with --json)"},
+    )
+    n: int = field(default=1, metadata={"help": "answers to each prompt"})
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        ranges: dict[str, tuple[float, float]] = {
-            "max_tokens": (1, math.inf),
-            "temperature": (0, math.inf),
-            "top_k": (0, math.inf),
-            "top_p": (0, 1),
-            "min_p": (0, 1),
-            "repetition_penalty": (0, math.inf),
-            "presence_penalty": (-math.inf, math.inf),
-            "frequency_penalty": (-math.inf, math.inf),
-            "seed": (0, 2**63 - 1),
-            "logprobs": (0, 100),
-            "n": (1, 1024),
-        }
-        for name, (lo, hi) in ranges.items():
+        for name, (lo, hi) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not (lo <= value <= hi and math.isfinite(value)):
                 raise ValueError(f"{name} must be from {lo:g} to {hi:g}, not {value}")
@@ -55,15 +67,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """The likeliest token, always."""
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
     @property
     def has_penalties_or_bias(self) -> bool:
-        """Some token's logit is not the model's own."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.logit_bias) != (
-            1.0,
-            0,
-            0,
-            (),
-        )
+        """Whether a penalty or a bias changes the logits."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return self.repetition_penalty != 1 or penalties != (0, 0) or bool(self.logit_bias)

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from retain.kernels.api import KV, NO_WINDOW, AttentionScoring, Tables
+from retain.kernels.api import KV, NO_WINDOW, AttentionScoring, Backend, Tables
 
 UNDEFINED = 2**31 - 1  # fills the entries of a table that no kernel may read
 UNOWNED_PAGES = 3  # pages of every pool that no table names
@@ -31,8 +30,7 @@ class AttentionCase:
     holes: float = 0.2  # the share of slots that are holes
     shuffled: bool = False  # positions in random order instead of the table's
     window: int = NO_WINDOW
-    sinks: int = 0
-    per_request_windows: bool = False  # every request has a window and sinks of its own
+    per_request_windows: bool = False  # every request has a window of its own
     alibi: bool = False
     shared_pages: bool = True  # requests share a third of their pages
     seed: int = 0
@@ -54,7 +52,7 @@ class AttentionCase:
         """The pages of the pool, the trash page included."""
         return len(_inputs(self).pos)
 
-    def build_cache(self, backend: ModuleType, num_extra_pages: int = 0, score_columns: int = 1) -> KV:
+    def build_cache(self, backend: Backend, num_extra_pages: int = 0, score_columns: int = 1) -> KV:
         """A pool with random masses, in which every slot was written before holes were punched; and extra pages."""
         x = _inputs(self)
         P, S = x.pos.shape
@@ -84,7 +82,7 @@ class AttentionCase:
             redraw_noise=ones * redraw_noise,
         )
 
-    def attend(self, backend: ModuleType, kv: KV | None = None, scoring: AttentionScoring | None = None) -> Tensor:
+    def attend(self, backend: Backend, kv: KV | None = None, scoring: AttentionScoring | None = None) -> Tensor:
         """The output [T, H, D] of layer 2, over this pool or a new one."""
         q, q_pos = self.build_queries()
         return backend.attend(
@@ -98,7 +96,7 @@ class AttentionCase:
             layer=2,
         )
 
-    def first_request_is_independent(self, backend: ModuleType) -> bool:
+    def first_request_is_independent(self, backend: Backend) -> bool:
         """Whether the first request's output has the same bits with the other requests and without them."""
         n = self.fresh[0]
         q, q_pos = self.build_queries()
@@ -164,11 +162,10 @@ def _random_tables(case: AttentionCase) -> Tables:
     pages = torch.full((N, G, n), UNDEFINED, dtype=torch.int32)
     pages[owned] = (torch.randperm(len(distinct) + UNOWNED_PAGES, generator=rng)[index] + 1).int()
     starts = torch.tensor([0, *case.fresh]).cumsum(0)
-    windows, sinks = (torch.full((N,), n, dtype=torch.int32) for n in (case.window, case.sinks))
+    windows = torch.full((N,), case.window, dtype=torch.int32)
     if case.per_request_windows:
         windows = (windows - torch.arange(N) * 3).clamp(min=1).int()
-        sinks = sinks + torch.arange(N, dtype=torch.int32) % 5
-    return Tables(pages, counts, windows, sinks, rows.int(), starts.int())
+    return Tables(pages, counts, windows, rows.int(), starts.int())
 
 
 @contextmanager

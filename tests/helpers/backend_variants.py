@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 
 import pytest
 
 from retain.kernels import backend_names, cpu, import_backend, triton
+from retain.kernels.api import Backend
 from tests.helpers.device_adapter import triton_backend
 
-ISAS: list[str] = cpu._C.isas() if cpu.unavailable_reason() is None else []  # fastest first
+ISAS: list[str] = cpu._C.supported_isas() if cpu.unavailable_reason() is None else []  # fastest first
 
 
 def backend_variants() -> list[str]:
@@ -26,7 +26,7 @@ FAST_VARIANTS = [v for v in VARIANTS if v != "triton" or not triton.is_interpret
 
 
 @contextmanager
-def use_variant(variant: str) -> Iterator[ModuleType]:
+def use_variant(variant: str) -> Iterator[Backend]:
     """Give the backend of a variant, with its instruction set selected. Skips the test if it cannot run here."""
     name, _, isa = variant.partition(" ")
     backend = triton_backend() if name == "triton" else import_backend(name)
@@ -42,9 +42,9 @@ def use_isa(isa: str) -> Iterator[None]:
     if not isa:
         yield
         return
-    before = cpu._C.isa()
-    cpu._C.set_isa(isa)
+    before = cpu._C.selected_isa()
+    cpu._C.select_isa(isa)
     try:
         yield
     finally:
-        cpu._C.set_isa(before)
+        cpu._C.select_isa(before)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from retain.kernels import triton
-from retain.kernels.api import KV, Tables
+from retain.kernels.api import KV, Backend, Tables
 
 HOST_FIELDS = ("rows", "query_start_loc")  # fields of Tables that stay on the host
 KERNEL_FUNCTIONS = ("write", "attend", "read", "copy", "move", "select_victims")
@@ -47,6 +46,6 @@ class DeviceAdapter:
         return x.to(self.device) if isinstance(x, Tensor) else x
 
 
-def triton_backend() -> ModuleType:
+def triton_backend() -> Backend:
     """Return the triton backend for CPU tensors."""
     return triton if triton.is_interpreted() else DeviceAdapter("cuda")  # type: ignore[return-value]

@@ -1,87 +1,140 @@
-"""Law 8: imports only go down; files stay small; the package's import is light; the map is true."""
+"""Law 8: imports go down only and in no circle; files and functions stay small; the map is true."""
 
 import ast
-import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from tools.map import compare
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "retain"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# A room may import rooms with a higher number, and itself.
-STOREYS = {
-    "cli": 0,
-    "server": 1,
-    "bench": 1,
-    "llm": 2,
-    "desk": 3,
-    "stores": 4,
-    "answer": 4,
-    "build": 4,
-    "text": 5,
-    "engine": 5,
-    "models": 6,
-    "kv": 6,
-    "kernels": 7,
-    "options": 7,
-    "client": 7,
-    "config": 8,
-}
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+# A file may import its own room and the rooms of lower layers. Rooms of one layer do not import each other.
+LAYERS = [
+    {"cli"},
+    {"server", "bench", "cluster"},
+    {"retain"},  # the public names
+    {"llm"},
+    {"factory"},
+    {"processing"},
+    {"outputs"},
+    {"engine"},
+    {"kv.manager"},
+    {"kv.prefix"},
+    {"kv.capacity"},
+    {"kv.eviction", "kv.offload", "kv.stats"},
+    {"kv.memory", "models"},
+    {"formats"},
+    {"kernels"},
+    {"config", "sampling_params"},
+    {"plugins", "files", "threads", "kv"},
+    {"types"},
+]
+LAYER_OF = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
+
+MAX_FILE_LINES = 320
+MAX_STEP_LINES = 25
+MAX_PARAMETERS = 9  # self included
 
 
-def room(module: str) -> str:
-    return module.split(".")[1] if "." in module else module
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> set[str]:
-    """The modules of this package that a file imports, wherever in the file."""
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules of the package that a file imports anywhere: in functions and under TYPE_CHECKING, too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found |= {f"{node.module}.{a.name}" if node.module == "retain" else node.module for a in node.names}
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} is a relative import"
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in MODULES else str(node.module) for name in names}
         elif isinstance(node, ast.Import):
-            found |= {a.name for a in node.names}
-    return {m for m in found if m.startswith("retain.")}
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "retain"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def room_of(module: str) -> str:
+    """Return the part of the package that a module belongs to: its first folder or file; inside of kv the second."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[0] == "kv" else 1]) if parts else "retain"
+
+
+def parametrize_files(test):
+    return pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))(test)
+
+
+@parametrize_files
 def test_imports_only_go_down(path):
-    here = ("retain." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-    if here == "retain":
-        return  # the public names, by design from above
-    for module in imports(path):
-        if module == "retain.__version__" or room(module) == room(here):
-            continue
-        assert STOREYS[room(module)] > STOREYS[room(here)], f"{here} imports {module}"
+    here = room_of(module_name(path))
+    assert here in LAYER_OF, f"{here} has no layer yet"
+    for module in imported_modules(path):
+        there = room_of(module)
+        assert there in LAYER_OF, f"{path} imports {module}, which has no layer"
+        assert there == here or LAYER_OF[there] > LAYER_OF[here], f"{here} must not import {there}: {path}, {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_files_can_be_held_in_the_head(path):
-    assert len(path.read_text().splitlines()) <= 320
-    assert ast.get_docstring(ast.parse(path.read_text())) or path.stat().st_size == 0
+def test_no_files_import_each_other_in_a_circle():
+    """Lazy imports and imports for type checkers count: each would mark two files that do not stand alone."""
+    graph = {name: imported_modules(path) - {name} for name, path in MODULES.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+
+
+@parametrize_files
+def test_a_file_is_short_and_says_what_it_is_for(path):
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+    assert ast.get_docstring(TREES[path])
+
+
+def test_the_step_is_a_table_of_contents():
+    tree = TREES[PACKAGE / "engine" / "engine.py"]
+    (engine,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Engine")
+    (step,) = (node for node in engine.body if isinstance(node, ast.FunctionDef) and node.name == "step")
+    assert step.end_lineno - step.lineno + 1 <= MAX_STEP_LINES
+
+
+def is_triton_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a function is compiled for a device; such a function can take no structures."""
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+@parametrize_files
+def test_no_function_has_too_many_parameters(path):
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_triton_kernel(node):
+            a = node.args
+            num_parameters = len([*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))])
+            assert num_parameters <= MAX_PARAMETERS, f"{path}:{node.lineno} {node.name}"
+
+
+@parametrize_files
+def test_no_call_unpacks_a_tuple_written_in_place(path):
+    """`f(*(a, b, c), d)` hides what a, b and c are: keywords name them."""
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Call):
+            unpacked = [a.value for a in node.args if isinstance(a, ast.Starred)]
+            assert not any(isinstance(value, ast.Tuple | ast.List) for value in unpacked), f"{path}:{node.lineno}"
 
 
 def test_the_import_is_light():
-    """`import retain` and the command line's parser load neither torch nor anything else that is heavy."""
-    code = "import sys, retain, retain.cli; retain.cli.parser(); print(*[m for m in sys.modules if '.' not in m])"
+    """`import retain` and the parser of the command line load neither torch nor anything else that is heavy."""
+    parse = "import sys, retain, retain.cli.args; retain.cli.args.build_parser()"
+    code = f"{parse}; print(*[m for m in sys.modules if '.' not in m])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "numpy", "transformers", "tokenizers", "gguf", "jinja2"} & set(out)
 
 
 def test_the_map_names_every_file_that_there_is():
-    """docs/map.md draws the tree; what it draws exists, and what exists is drawn."""
-    text = (ROOT / "docs" / "map.md").read_text()
-    tree = re.search(r"```\nsrc/retain/\n(.*?)```", text, re.S)[1]
-    drawn, folders = set(), [""]
-    for line in tree.splitlines():
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        folders[depth:] = [folders[depth - 1] + name if name.endswith("/") else folders[depth - 1]]
-        drawn.add(folders[depth - 1] + name)
-    ignored = ("__init__.py", "__pycache__", ".so")
-    real = {
-        str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*") if p.is_file() and not any(i in str(p) for i in ignored)
-    }
-    assert {d for d in drawn if not d.endswith("/")} == real
+    """docs/design/map.md draws the tree; what it draws exists, and what exists is drawn."""
+    missing, extra = compare()
+    assert not missing + extra, "bring the map up to date: python tools/map.py --write, then describe the new files"

@@ -167,7 +167,7 @@ def test_nodes_that_hold_nothing_go_too() -> None:
         stem = [rng.randrange(128) for _ in range(48)]
         run_to_completion(engine, [make_request(stem + [rng.randrange(128) for _ in range(30)], 4) for _ in range(2)])
     assert engine.cache.prefix_cache
-    leaves = [node for node in engine.cache.prefix_cache.tree._iter_nodes() if not node.children]
+    leaves = [node for node in engine.cache.prefix_cache.tree.iter_nodes() if not node.children]
     assert sum(not node.all_pages.size for node in leaves) <= 2
 
 

@@ -26,7 +26,7 @@ BACKENDS = ["cpu", pytest.param("reference", marks=pytest.mark.slow)]
 
 def make_selective_engine(family: str, path: Path, ratio: float, **options: object) -> Engine:
     options = {"backend": "cpu", **options}
-    return make_engine(family, prefix_cache=f"important:ratio={ratio}", tiers=[disk_spec(path)], **options)  # type: ignore
+    return make_engine(family, prefix_cache=f"selective:ratio={ratio}", tiers=[disk_spec(path)], **options)  # type: ignore
 
 
 def finish_repacking(engine: Engine) -> None:
@@ -197,21 +197,21 @@ def test_spans_longer_than_the_prefix_fit_into_the_tables_and_the_pool(tmp_path:
         engine.cache.prefix_cache.close_offloader()
 
 
-@pytest.mark.parametrize("evict", ["lru", "lfu", "worth"])
+@pytest.mark.parametrize("evict", ["lru", "lfu", "importance"])
 def test_the_block_cache_changes_no_token_and_saves_reads(evict: str, tmp_path: Path) -> None:
     prompts, answers, bytes_read = texts(4), [], []
     for n, block_cache in enumerate((None, BlockCache(150_000, evict))):
         engine = make_selective_engine("llama", tmp_path / str(n), 0.4)
         for _ in range(2):
             for t in prompts:
-                run_to_completion(engine, [make_request(t)])
+                run_to_completion(engine, [make_request(t, 5)])
                 finish_repacking(engine)  # so that both engines have the same spans
             clear_pool(engine)
         before = disk_store_of(engine).counts["read"]
         offloader_of(engine).block_cache = block_cache
         answers.append([])
         for t in [*prompts, *prompts]:
-            answers[-1] += run_to_completion(engine, [make_request(t)])
+            answers[-1] += run_to_completion(engine, [make_request(t, 5)])
             finish_repacking(engine)
             clear_pool(engine)
         bytes_read.append(disk_store_of(engine).counts["read"] - before)

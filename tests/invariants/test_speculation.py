@@ -1,10 +1,13 @@
-"""Law 3: speculation changes no token and no distribution, whoever guesses, however badly."""
+"""Law 3: speculation changes no greedy token and no distribution, whatever the drafter and however bad its drafts."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,8 @@ from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.sampler import compute_probs, penalize_row
-from retain.engine.spec_decode.rejection_sampler import rejection_sample, residual, verify_greedy
+from retain.engine.spec_decode import rejection_sampler
+from retain.engine.spec_decode.rejection_sampler import rejection_sample, verify_greedy
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import (
     RecordingOutput,
@@ -29,24 +33,24 @@ from tests.helpers.engines import (
 )
 
 FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text"]
+POLICIES = ["full", "ring:window=24", "sinks:budget=40,interval=3", "window:budget=30%"]
 
 
 @dataclass
-class Seer:
-    """Knows the answers, and says every token wrong with a probability."""
+class OracleDrafter:
+    """Draft the known answers, up to 9 tokens, each replaced by a random token with probability `error_rate`."""
 
-    answers: dict[tuple[int, ...], list[int]]
-    wrong: float
+    answers: dict[tuple[int, ...], list[int]]  # by prompt
+    error_rate: float
     max_draft_tokens: int = 9
     k: str = "9"
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
-        for r, n in draft_limits:
-            rest = self.answers[tuple(r.prompt)][len(r.output_tokens) :][
-                : self.rng.randint(0, min(n, self.max_draft_tokens))
-            ]
-            r.set_drafts([self.rng.randrange(128) if self.rng.random() < self.wrong else t for t in rest])
+        for request, limit in draft_limits:
+            rest = self.answers[tuple(request.prompt)][len(request.output_tokens) :]
+            rest = rest[: self.rng.randint(0, min(limit, self.max_draft_tokens))]
+            request.set_drafts([self.rng.randrange(128) if self.rng.random() < self.error_rate else t for t in rest])
 
     def attach(self, target: TargetModel) -> None:
         pass
@@ -55,130 +59,142 @@ class Seer:
         pass
 
 
-def seer(asked: Sequence[Sequence[int]], answers: Sequence[list[int]], wrong: float) -> Seer:
-    return Seer({tuple(p): a for p, a in zip(asked, answers, strict=True)}, wrong)
+def oracle(prompts: Sequence[Sequence[int]], answers: Sequence[list[int]], error_rate: float) -> OracleDrafter:
+    return OracleDrafter({tuple(p): a for p, a in zip(prompts, answers, strict=True)}, error_rate)
 
 
-POLICIES = ["full", "ring:window=24", "sinks:budget=40,interval=3", "window:budget=30%"]
+def num_drafted(requests: Sequence[Request]) -> int:
+    return sum(sum(r.stats.spec_decode.num_drafted_per_position) for r in requests)
+
+
+def num_accepted(requests: Sequence[Request]) -> int:
+    return sum(sum(r.stats.spec_decode.num_accepted_per_position) for r in requests)
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
-def test_greedy_answers_are_the_plain_ones(family: str, backend: str, wrong: float) -> None:
-    asked = random_prompts(12, seed=1)
-    chosen = [POLICIES[i % len(POLICIES)] for i in range(len(asked))]
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0])
+def test_greedy_tokens_do_not_depend_on_drafts(family: str, backend: str, error_rate: float) -> None:
+    prompts = random_prompts(12, seed=1)
 
-    def go(drafter: Drafter | None) -> tuple[list[list[int]], list[Request]]:
-        made = [make_request(p, 50, q) for p, q in zip(asked, chosen, strict=True)]
-        return run_to_completion(make_engine(family, backend=backend, drafter=drafter), made), made
+    def run(drafter: Drafter | None) -> tuple[list[list[int]], list[Request]]:
+        requests = [make_request(p, 50, POLICIES[i % len(POLICIES)]) for i, p in enumerate(prompts)]
+        return run_to_completion(make_engine(family, backend=backend, drafter=drafter), requests), requests
 
-    plain, _ = go(None)
-    answers, made = go(seer(asked, plain, wrong))
+    plain, _ = run(None)
+    answers, requests = run(oracle(prompts, plain, error_rate))
     assert answers == plain
-    drafted, accepted = (
-        sum(sum(getattr(r.stats.spec_decode, n)) for r in made)
-        for n in ("num_drafted_per_position", "num_accepted_per_position")
-    )
+    drafted, accepted = num_drafted(requests), num_accepted(requests)
     assert drafted > 300
-    if wrong == 0:
+    if error_rate == 0:
         assert accepted == drafted
-    assert accepted > 0.05 * drafted if wrong < 1 else accepted < 0.05 * drafted
+    assert accepted > 0.05 * drafted if error_rate < 1 else accepted < 0.05 * drafted
 
 
-REAL = ["ngram:k=5,min=1", "draft:model=any", "draft:k=4,model=any", "draft:k=5,weights=int4"]
-REAL += ["self:k=3,budget=48", "self:k=7,budget=16,refresh=1"]
+DRAFTERS = ["ngram:k=5,min=1", "draft:model=any", "draft:k=4,model=any", "draft:k=5,weights=int4"]
+DRAFTERS += ["self:k=3,budget=48", "self:k=7,budget=16,refresh=1"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", REAL)
-def test_every_drafter_gives_the_plain_tokens(family: str, name: str) -> None:
-    """Greedy; company of every policy, some of which draw."""
-    asked = random_prompts(10, seed=2)
-    chosen = [POLICIES[i % len(POLICIES)] for i in range(len(asked))]
+@pytest.mark.parametrize("spec", DRAFTERS)
+def test_every_drafter_gives_the_greedy_tokens_of_plain_decoding(family: str, spec: str) -> None:
+    """In company of requests with other policies."""
+    prompts = random_prompts(10, seed=2)
 
-    def go(drafter: Drafter | None) -> list[Request]:
-        made = [make_request(p, 40, q) for p, q in zip(asked, chosen, strict=True)]
-        run_to_completion(make_engine(family, backend="cpu", drafter=drafter), made)
-        return made
+    def run(drafter: Drafter | None) -> list[Request]:
+        requests = [make_request(p, 40, POLICIES[i % len(POLICIES)]) for i, p in enumerate(prompts)]
+        run_to_completion(make_engine(family, backend="cpu", drafter=drafter), requests)
+        return requests
 
-    plain, made = go(None), go(drafters.parse(name))
-    assert [r.output_tokens for r in made] == [r.output_tokens for r in plain]
-    if "k=" in name:
-        assert sum(sum(r.stats.spec_decode.num_drafted_per_position) for r in made) > 100
-    if "k=" in name and "ngram" not in name:  # random models repeat nothing, but look at pages as they look at all
-        assert sum(sum(r.stats.spec_decode.num_accepted_per_position) for r in made) > 100
-    if "draft" in name:  # the same model: all is accepted where nothing is forgotten
-        for r in made[::4]:
-            assert r.stats.spec_decode.num_accepted_per_position == r.stats.spec_decode.num_drafted_per_position
+    plain, requests = run(None), run(drafters.parse(spec))
+    assert [r.output_tokens for r in requests] == [r.output_tokens for r in plain]
+    if "k=" in spec:
+        assert num_drafted(requests) > 100
+    if "k=" in spec and "ngram" not in spec:  # a random model repeats nothing, but agrees with itself on few pages
+        assert num_accepted(requests) > 100
+    if "draft" in spec:  # the same model: all drafts are accepted where nothing is evicted
+        for request in requests[::4]:
+            stats = request.stats.spec_decode
+            assert stats.num_accepted_per_position == stats.num_drafted_per_position
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_preemption_cancellation_and_company_in_the_middle_of_rounds(family: str) -> None:
-    asked = random_prompts(20, seed=5, max_prompt_len=100)
-    plain = run_to_completion(make_engine(family, backend="cpu"), [make_request(p, 40) for p in asked])
-    pages = 190 if family == "llama" else 60
-    engine = make_engine(family, backend="cpu", num_pages=pages, drafter=seer(asked, plain, 0.2))
-    made = [make_request(p, 40) for p in asked]
-    engine.add(*made)
+def test_preemption_and_cancellation_amid_drafts_change_no_token(family: str) -> None:
+    prompts = random_prompts(20, seed=5, max_prompt_len=100)
+    plain = run_to_completion(make_engine(family, backend="cpu"), [make_request(p, 40) for p in prompts])
+    num_pages = 190 if family == "llama" else 60
+    engine = make_engine(family, backend="cpu", num_pages=num_pages, drafter=oracle(prompts, plain, 0.2))
+    requests = [make_request(p, 40) for p in prompts]
+    engine.add(*requests)
     for step in iter_steps(engine):
         if step == 12:
-            engine.cancel(made[3])
+            engine.cancel(requests[3])
         if step in (4, 9):
             engine.scheduler.preempt(engine.scheduler.running[0])
-    assert [r.output_tokens for i, r in enumerate(made) if i != 3] == plain[:3] + plain[4:]
-    assert made[3].output_tokens == plain[3][: len(made[3].output_tokens)]
-    assert engine.cache.free_pages == engine.cache.total_pages and sum(r.stats.num_preemptions for r in made) > 0
+    assert [r.output_tokens for i, r in enumerate(requests) if i != 3] == plain[:3] + plain[4:]
+    assert requests[3].output_tokens == plain[3][: len(requests[3].output_tokens)]
+    assert engine.cache.free_pages == engine.cache.total_pages
+    assert sum(r.stats.num_preemptions for r in requests) > 0
 
 
-def test_a_draft_that_was_not_asked_for_long_reads_what_it_missed() -> None:
-    """Also where its rings are as small as they get."""
-    asked = make_request(random_prompts(1, seed=9)[0], 120)
-    plain = run_to_completion(make_engine("gemma3_text", backend="cpu"), [make_request(asked.prompt, 120)])[0]
+def test_a_draft_model_computes_the_tokens_that_it_missed() -> None:
+    """Also with rings that are shrunk to their windows."""
+    request = make_request(random_prompts(1, seed=9)[0], 120)
+    plain = run_to_completion(make_engine("gemma3_text", backend="cpu"), [make_request(request.prompt, 120)])[0]
     drafter = drafters.parse("draft:k=3,model=any")
     engine = make_engine("gemma3_text", backend="cpu", drafter=drafter)
-    engine.add(asked)
+    engine.add(request)
     while engine.has_unfinished_requests:
-        engine.speculator.default = drafter if len(asked.output_tokens) < 20 or len(asked.output_tokens) > 70 else None
+        engine.speculator.default = None if 20 <= len(request.output_tokens) <= 70 else drafter
         engine.step()
-    assert (
-        asked.output_tokens == plain
-        and asked.stats.spec_decode.num_accepted_per_position == asked.stats.spec_decode.num_drafted_per_position
-    )
-    assert sum(asked.stats.spec_decode.num_drafted_per_position) > 40
+    assert request.output_tokens == plain
+    stats = request.stats.spec_decode
+    assert stats.num_accepted_per_position == stats.num_drafted_per_position
+    assert num_drafted([request]) > 40
 
 
-def test_who_stops_inside_a_round_says_nothing_more() -> None:
-    asked = random_prompts(10, seed=6)
-    plain = run_to_completion(make_engine("llama"), [make_request(p, 40) for p in asked])
-    for n in (1, 2, 5, 39):
-        made = [make_request(p, n) for p in asked]
-        assert run_to_completion(make_engine("llama", drafter=seer(asked, plain, 0)), made) == [a[:n] for a in plain]
-    stops = [frozenset({a[17]}) for a in plain]
-    made = [make_request(p, 40, stop_ids=s) for p, s in zip(asked, stops, strict=True)]
+def test_a_request_that_stops_amid_accepted_drafts_gets_no_more_tokens() -> None:
+    prompts = random_prompts(10, seed=6)
+    plain = run_to_completion(make_engine("llama", backend="cpu"), [make_request(p, 40) for p in prompts])
+
+    def run(requests: list[Request], **options: Any) -> list[list[int]]:
+        engine = make_engine("llama", backend="cpu", drafter=oracle(prompts, plain, 0), **options)
+        return run_to_completion(engine, requests)
+
+    for max_tokens in (1, 2, 5, 39):
+        assert run([make_request(p, max_tokens) for p in prompts]) == [a[:max_tokens] for a in plain]
+    stops = [a[17] for a in plain]
+    requests = [make_request(p, 40, stop_ids=frozenset({s})) for p, s in zip(prompts, stops, strict=True)]
     output = RecordingOutput()
-    answers = run_to_completion(make_engine("llama", drafter=seer(asked, plain, 0), output_processor=output), made)
-    assert answers == [a[: a.index(a[17]) + 1] for a in plain]
-    assert [a[:-1] for a in answers] == [output.tokens[r] for r in made]  # a stop token is not text
+    answers = run(requests, output_processor=output)
+    assert answers == [a[: a.index(s) + 1] for a, s in zip(plain, stops, strict=True)]
+    assert [a[:-1] for a in answers] == [output.tokens[r] for r in requests]  # a stop token is not text
 
 
-def test_certain_drafts_change_no_drawn_token_either() -> None:
-    """A draft of which p is 1 is compared with the token that is drawn anyway, by the same numbers."""
-    asked = random_prompts(8, seed=7)
-    params = [
-        SamplingParams(temperature=0.8, top_k=20, seed=i, ignore_eos=True, repetition_penalty=1.2) for i in range(8)
-    ]
-    plain = run_to_completion(
-        make_engine("llama"), [make_request(p, 30, params=q) for p, q in zip(asked, params, strict=True)]
-    )
-    made = [make_request(p, 30, params=q) for p, q in zip(asked, params, strict=True)]
-    assert run_to_completion(make_engine("llama", drafter=seer(asked, plain, 0.3)), made) == plain
-    assert sum(sum(r.stats.spec_decode.num_accepted_per_position) for r in made) > 50
+def test_deterministic_drafts_change_no_sampled_token() -> None:
+    """A draft with p = 1 is compared with the token that is sampled anyway, from the same random numbers."""
+    prompts = random_prompts(8, seed=7)
+    params = SamplingParams(temperature=0.8, top_k=20, ignore_eos=True, repetition_penalty=1.2)
+
+    def make_requests() -> list[Request]:
+        return [make_request(p, 30, params=replace(params, seed=i)) for i, p in enumerate(prompts)]
+
+    plain = run_to_completion(make_engine("llama", backend="cpu"), make_requests())
+    requests = make_requests()
+    engine = make_engine("llama", backend="cpu", drafter=oracle(prompts, plain, 0.3))
+    assert run_to_completion(engine, requests) == plain
+    assert num_accepted(requests) > 50
+
+
+# ---- distributions ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Blurred:
-    """A model that means something else, by noise of its own for every token of the vocabulary."""
+class NoisyRunner:
+    """Run another model in effect: the logits of each token of the vocabulary get a noise of their own."""
 
     runner: Runner
 
@@ -187,133 +203,138 @@ class Blurred:
         return logits + torch.randn(logits.shape[1], generator=torch.Generator().manual_seed(3))
 
 
-def test_answers_follow_the_target_through_the_whole_engine() -> None:
-    """Chi-square of answers of four tokens: each place has its own p and q, and requests are in different places."""
-    draws, prompt, params = 3000, [3, 1, 4, 1, 5], SamplingParams(temperature=0.5, top_k=2, ignore_eos=True)
-    want = answers_of(4, prompt, params)
+@pytest.mark.slow
+def test_sampled_answers_follow_the_target_through_the_whole_engine() -> None:
+    """Chi-square of answers of four tokens: each position has its own p and q, and requests are at different ones."""
+    num_draws, prompt = 3000, [3, 1, 4, 1, 5]
+    params = SamplingParams(temperature=0.5, top_k=2, ignore_eos=True)
+    expected = answer_probs(4, prompt, params)
     drafter = drafters.parse("draft:k=2,model=any")
     engine = make_engine("llama", backend="cpu", max_batched_tokens=512)
     draft = make_engine("llama", backend="cpu")
-    runner, cache = draft.runner, draft.cache
-    drafter.attach(TargetModel(engine.runner, engine.cache, lambda *_: (Blurred(runner), cache), lambda _: runner))
+    noisy = NoisyRunner(draft.runner)
+    drafter.attach(TargetModel(engine.runner, engine.cache, lambda *_: (noisy, draft.cache), lambda _: draft.runner))
     engine = Engine(engine.runner, engine.cache, drafter)
-    counts = dict.fromkeys(want, 0)
-    drafted = accepted = 0
-    for first in range(0, draws, 50):
-        made = [make_request(prompt, 4, params=replace(params, seed=s)) for s in range(first, first + 50)]
-        engine.add(*made)
+    counts = dict.fromkeys(expected, 0)
+    requests: list[Request] = []
+    for first in range(0, num_draws, 50):
+        batch = [make_request(prompt, 4, params=replace(params, seed=s)) for s in range(first, first + 50)]
+        engine.add(*batch)
         while engine.has_unfinished_requests:
             engine.step()
-        for r in made:
-            counts[tuple(r.output_tokens)] += 1
-            drafted += sum(r.stats.spec_decode.num_drafted_per_position)
-            accepted += sum(r.stats.spec_decode.num_accepted_per_position)
-    assert 0.2 * drafted < accepted < 0.9 * drafted
-    assert sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in want.items()) < 60  # 15 degrees of freedom
+        for request in batch:
+            counts[tuple(request.output_tokens)] += 1
+        requests += batch
+    drafted = num_drafted(requests)
+    assert 0.2 * drafted < num_accepted(requests) < 0.9 * drafted
+    chi_square = sum((counts[t] - num_draws * p) ** 2 / (num_draws * p) for t, p in expected.items())
+    assert chi_square < 60  # 15 degrees of freedom
 
 
-def answers_of(n: int, prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """How likely every answer of n tokens is."""
+def answer_probs(num_tokens: int, prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Return the probability of every answer of `num_tokens` tokens."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(n):
+    for _ in range(num_tokens):
         for answer in list(found):
-            given = make_request(prompt, len(answer) + 1, forced_tokens=list(answer), needs_logits=True)
+            request = make_request(prompt, len(answer) + 1, forced_tokens=list(answer), needs_logits=True)
             output = RecordingOutput()
-            run_to_completion(make_engine("llama", backend="cpu", output_processor=output), [given])
-            q = compute_probs(torch.cat(output.logits[given])[-1:], [params])[0]
+            run_to_completion(make_engine("llama", backend="cpu", output_processor=output), [request])
+            q = compute_probs(torch.cat(output.logits[request])[-1:], [params])[0]
             p = found.pop(answer)
             found |= {(*answer, int(t)): p * float(q[t]) for t in q.nonzero()[:, 0]}
     return found
 
 
-V, DRAWS = 8, 100_000
-LOGITS = torch.tensor([[0.3, 1.5, -0.4, 2.0, 0.0, 1.1, -2.0, 0.9], [1.0, -1.0, 0.5, 0.0, 2.2, 0.1, 0.3, -0.5]])
-LAST = torch.tensor([0.1, 0.9, -1.0, 0.4, 0.0, 2.0, 0.5, -0.3])
-OPTIONS = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"presence_penalty": 1.0, "repetition_penalty": 1.3}]
+V = 8
+LOGITS = torch.tensor(
+    [
+        [0.3, 1.5, -0.4, 2.0, 0.0, 1.1, -2.0, 0.9],
+        [1.0, -1.0, 0.5, 0.0, 2.2, 0.1, 0.3, -0.5],
+        [0.1, 0.9, -1.0, 0.4, 0.0, 2.0, 0.5, -0.3],
+    ]
+)
+PAIR_TEST_BOUND = 140  # of a chi-square with 63 degrees of freedom at most: beyond the 1 - 1e-7 quantile
+
+PLAIN = SamplingParams()
 
 
-def targets(options: dict[str, float], prefix: Sequence[int]) -> Tensor:
-    """q after so many drafts, with penalties of what was said before. [3, V]."""
-    params = SamplingParams(**options)  # type: ignore[arg-type]
-    rows = torch.cat((LOGITS, LAST[None])).clone()
+@cache
+def target_probs(params: SamplingParams, *drafts: int) -> Tensor:
+    """Return the target's distributions [3, V] after 0, 1 and 2 drafts, with penalties for tokens before."""
+    rows = LOGITS.clone()
     for i, row in enumerate(rows):
-        penalize_row(row, [2, *prefix[:i]], prefix[:i], params)
+        penalize_row(row, [2, *drafts[:i]], drafts[:i], params)
     return compute_probs(rows, [params] * 3)
 
 
-def drafts_of(kind: str, q: Tensor, options: dict[str, float]) -> Tensor:
-    """p, good, bad, or of disjoint support. [V]."""
-    if kind == "good":
+def make_draft_probs(kind: str, q: Tensor) -> Tensor:
+    """Return p [V] for a target q: near to it, uniform, or where q is lowest, if possible 0."""
+    if kind == "near":
         return (q + 0.1 / V) / (q + 0.1 / V).sum()
-    if kind == "bad":
+    if kind == "uniform":
         return torch.full((V,), 1 / V)
-    p = (q == q.min()).float()  # what the target never says, or least
+    p = (q == q.min()).float()
     return p / p.sum()
 
 
+@pytest.mark.parametrize("num_draws", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("options", "kind"),
-    [*((o, k) for o, k in zip(OPTIONS, ("good", "bad", "disjoint", "bad", "disjoint"), strict=True)), ({}, "disjoint")],
+    ("params", "kind"),
+    [
+        (PLAIN, "near"),
+        (SamplingParams(temperature=0.5), "uniform"),
+        (SamplingParams(top_k=3), "disjoint"),
+        (SamplingParams(top_p=0.7), "uniform"),
+        (SamplingParams(presence_penalty=1.0, repetition_penalty=1.3), "disjoint"),
+        (PLAIN, "disjoint"),
+    ],
 )
-def test_drawn_tokens_follow_the_target(options: dict[str, float], kind: str) -> None:
-    """Chi-square of pairs of tokens, 100,000 draws: against the target's own; the bound is far out in the tail."""
-    assert chi_square(tally(options, kind, residual), options) < 140  # 63 degrees of freedom at most: beyond 1 - 1e-7
+def test_tokens_after_rejection_sampling_follow_the_target(params: SamplingParams, kind: str, num_draws: int) -> None:
+    """Chi-square of pairs of tokens against the target's own probabilities."""
+    assert chi_square_of_pairs(count_pairs(params, kind, num_draws), params) < PAIR_TEST_BOUND
 
 
-def test_a_wrong_residual_is_noticed() -> None:
-    """Drawing from q where it should be (q - p)+."""
-    assert chi_square(tally({}, "bad", lambda q, p: q, 30_000), {}) > 140
+def test_a_wrong_residual_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling from q where it should be the positive part of q - p."""
+    monkeypatch.setattr(rejection_sampler, "residual", lambda q, p: q)
+    assert chi_square_of_pairs(count_pairs(PLAIN, "uniform", 5_000), PLAIN) > PAIR_TEST_BOUND
 
 
-def tally(options: dict[str, float], kind: str, rest: object, draws: int = DRAWS) -> Tensor:
-    """How often each pair of tokens came first, [V, V]."""
-    import retain.engine.speculate as rule
-
+def count_pairs(params: SamplingParams, kind: str, num_draws: int) -> Tensor:
+    """Verify two drafts `num_draws` times. Returns how often each pair of tokens came first, [V, V]."""
     rng, counts = random.Random(1), torch.zeros(V, V)
-    first = targets(options, [])[0]
-    p0 = drafts_of(kind, first, options)
-    q_of = [targets(options, [x]) for x in range(V)]
-    guesses = [torch.stack((p0, drafts_of(kind, q[1], options))) for q in q_of]
-    real = rule.residual
-    try:
-        rule.residual = rest  # type: ignore[assignment]
-        xs = rng.choices(range(V), p0.tolist(), k=draws)
-        for x in xs:
-            q, p = q_of[x], guesses[x]
-            y = rng.choices(range(V), p[1].tolist())[0]
-            tokens = rejection_sample(q, p, [x, y], rng.random)
-            if len(tokens) == 1:  # rejected at once: what would have come next is drawn from the target
-                tokens += rng.choices(range(V), targets_next(options, tokens[0]))
-            counts[tokens[0], tokens[1]] += 1
-    finally:
-        rule.residual = real
+    vocabulary = range(V)
+    first_p = make_draft_probs(kind, target_probs(params)[0])
+    targets = [target_probs(params, x) for x in vocabulary]
+    draft_probs = [torch.stack((first_p, make_draft_probs(kind, q[1]))) for q in targets]
+    next_weights, draft_weights = [q[1].tolist() for q in targets], [p[1].tolist() for p in draft_probs]
+    pairs: Counter[tuple[int, int]] = Counter()
+    for x in rng.choices(vocabulary, first_p.tolist(), k=num_draws):
+        y = rng.choices(vocabulary, draft_weights[x])[0]
+        tokens = rejection_sample(targets[x], draft_probs[x], [x, y], rng.random)
+        if len(tokens) == 1:  # rejected at once: the next token would be sampled from the target
+            tokens += rng.choices(vocabulary, next_weights[tokens[0]])
+        pairs[tokens[0], tokens[1]] += 1
+    for pair, n in pairs.items():
+        counts[pair] = n
     return counts
 
 
-CACHE: dict[tuple[str, int], list[float]] = {}
+def chi_square_of_pairs(counts: Tensor, params: SamplingParams) -> float:
+    q = target_probs(params)[0]
+    expected = torch.stack([q[x] * target_probs(params, x)[1] for x in range(V)]).double() * counts.sum()
+    assert (counts[expected == 0] == 0).all()
+    is_possible = expected > 0
+    return float(((counts - expected)[is_possible].square() / expected[is_possible]).sum())
 
 
-def targets_next(options: dict[str, float], x: int) -> list[float]:
-    key = (str(options), x)
-    if key not in CACHE:
-        CACHE[key] = targets(options, [x])[1].tolist()
-    return CACHE[key]
-
-
-def chi_square(counts: Tensor, options: dict[str, float]) -> float:
-    q = targets(options, [])[0]
-    want = torch.stack([q[x] * targets(options, [x])[1] for x in range(V)]).double() * counts.sum()
-    assert (counts[want == 0] == 0).all()
-    some = want > 0
-    return float(((counts - want)[some].square() / want[some]).sum())
-
-
-def test_equal_distributions_accept_everything_and_greedy_is_the_limit() -> None:
+def test_drafts_from_the_target_itself_are_all_accepted() -> None:
     q = torch.rand(6, 50).softmax(-1)
     drafts = [int(i) for i in q[:5].argmax(-1)]
     assert rejection_sample(q, q[:5], drafts, lambda: 0.999999)[:5] == drafts
-    assert (
-        verify_greedy([1, 2, 3], [1, 2]) == [1, 2, 3]
-        and verify_greedy([1, 2, 3], [1, 7]) == [1, 2]
-        and verify_greedy([4], []) == [4]
-    )
+
+
+def test_greedy_verification_keeps_the_drafts_that_equal_the_target_tokens() -> None:
+    assert verify_greedy([1, 2, 3], [1, 2]) == [1, 2, 3]
+    assert verify_greedy([1, 2, 3], [1, 7]) == [1, 2]
+    assert verify_greedy([4], []) == [4]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retain.kernels import reference
-from retain.kernels.api import NO_WINDOW, Tables
+from retain.kernels.api import NO_WINDOW, Backend, Tables
 from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.backend_variants import FAST_VARIANTS, VARIANTS, use_variant
 
@@ -20,7 +19,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.fixture(params=VARIANTS)
-def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Run the test on every backend and instruction set."""
     with use_variant(request.param) as backend:
         yield backend
@@ -47,7 +46,7 @@ STEP = AttentionCase(fresh=FRESH, pages=((3, 1), (0, 2), (5, 5), (1, 0), (9, 4),
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_shapes(D: int, S: int, dtype: torch.dtype) -> None:
     for R in (1, 3, 4):
-        assert_matches_reference(STEP.with_changes(D=D, S=S, R=R, dtype=dtype, window=100, sinks=4, seed=D + S + R))
+        assert_matches_reference(STEP.with_changes(D=D, S=S, R=R, dtype=dtype, window=100, seed=D + S + R))
 
 
 @pytest.mark.parametrize("S", [48, 96, 512])
@@ -61,22 +60,21 @@ def test_group_sizes(R: int) -> None:
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 1, 17, 64, 200])
-@pytest.mark.parametrize("sinks", [0, 3, 40, NO_WINDOW])
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("holes", [0.0, 0.5])
-def test_visibility_mask(window: int, sinks: int, shuffled: bool, holes: float) -> None:
-    assert_matches_reference(STEP.with_changes(window=window, sinks=sinks, shuffled=shuffled, holes=holes, D=16))
+def test_visibility_mask(window: int, shuffled: bool, holes: float) -> None:
+    assert_matches_reference(STEP.with_changes(window=window, shuffled=shuffled, holes=holes, D=16))
 
 
 @pytest.mark.parametrize("window", [5, 64, 200])
-def test_per_request_windows_and_sinks(window: int) -> None:
-    assert_matches_reference(STEP.with_changes(window=window, sinks=2, per_request_windows=True, D=16))
+def test_per_request_windows(window: int) -> None:
+    assert_matches_reference(STEP.with_changes(window=window, per_request_windows=True, D=16))
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 64])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_alibi(window: int, dtype: torch.dtype) -> None:
-    assert_matches_reference(STEP.with_changes(alibi=True, window=window, sinks=4, dtype=dtype, shuffled=True))
+    assert_matches_reference(STEP.with_changes(alibi=True, window=window, dtype=dtype, shuffled=True))
 
 
 @pytest.mark.parametrize("q_dtype", [BF16, torch.float16, torch.float64])
@@ -90,9 +88,7 @@ def test_output_has_the_query_dtype(q_dtype: torch.dtype, dtype: torch.dtype) ->
 def test_long_contexts(fresh: int, S: int) -> None:
     for window in (NO_WINDOW, 1500):
         pages = ((2100 // S, 3000 // S), (1, 1), (700 // S, 513 // S + 1))
-        assert_matches_reference(
-            AttentionCase(fresh=(fresh, 1, 3), pages=pages, S=S, dtype=BF16, window=window, sinks=5)
-        )
+        assert_matches_reference(AttentionCase(fresh=(fresh, 1, 3), pages=pages, S=S, dtype=BF16, window=window))
 
 
 def test_many_requests() -> None:
@@ -100,7 +96,7 @@ def test_many_requests() -> None:
     assert_matches_reference(AttentionCase(fresh=tuple(1 + b % 3 for b in range(40)), pages=pages, D=32))
 
 
-def test_large_scores(backend: ModuleType) -> None:
+def test_large_scores(backend: Backend) -> None:
     case = STEP.with_changes(D=16)
     q, q_pos = case.build_queries()
     t, scale = case.build_tables(), 4.0  # scores up to about 60
@@ -108,7 +104,7 @@ def test_large_scores(backend: ModuleType) -> None:
     assert_close(o, reference.attend(q, case.build_cache(reference), t, q_pos, scale=scale))
 
 
-def test_query_without_visible_slots_gives_zero(backend: ModuleType) -> None:
+def test_query_without_visible_slots_gives_zero(backend: Backend) -> None:
     case = AttentionCase(fresh=(3, 70, 2), pages=((40, 0), (3, 2), (0, 0)), holes=0.0)
     q, q_pos = case.build_queries()
     kv = case.build_cache(backend)
@@ -119,16 +115,16 @@ def test_query_without_visible_slots_gives_zero(backend: ModuleType) -> None:
     assert (o[2, :3] != 0).all() and (o[2, 3:] == 0).all()
 
 
-def test_empty_step(backend: ModuleType) -> None:
+def test_empty_step(backend: Backend) -> None:
     kv = backend.allocate(2, 16, 16, F32)
     none = torch.zeros(0, dtype=torch.int32)
-    tables = Tables(none.view(0, 2, 0), none.view(0, 2), none, none, none, torch.zeros(1, dtype=torch.int32))
+    tables = Tables(none.view(0, 2, 0), none.view(0, 2), none, none, torch.zeros(1, dtype=torch.int32))
     assert backend.attend(torch.zeros(0, 4, 16), kv, tables, none, scale=1.0).shape == (0, 4, 16)
     backend.write(kv, none.view(2, 0), torch.zeros(0, 2, 16), torch.zeros(0, 2, 16), none)
     backend.copy(kv, none.long(), none.long())
 
 
-def test_tokens_outside_all_requests_give_zero(backend: ModuleType) -> None:
+def test_tokens_outside_all_requests_give_zero(backend: Backend) -> None:
     case = AttentionCase(fresh=(2, 3), pages=((4,), (4,)))
     q, q_pos = case.build_queries()
     t = case.build_tables()
@@ -139,15 +135,15 @@ def test_tokens_outside_all_requests_give_zero(backend: ModuleType) -> None:
     assert (o[[0, 1, 4]] == 0).all()
 
 
-def test_tables_may_be_views(backend: ModuleType) -> None:
+def test_tables_may_be_views(backend: Backend) -> None:
     case = STEP.with_changes(D=16)
     q, q_pos = case.build_queries()
     t = case.build_tables()
     pages = torch.stack([t.pages, t.pages.flip(0)], 1)[:, 0]  # a layer of [N, L, G, n]
     counts = torch.stack([t.counts, t.counts + 1], 1)[:, 0]
-    windows, sinks = (torch.stack([x, x + 1], 1)[:, 0] for x in (t.windows, t.sinks))
-    views = replace(t, pages=pages, counts=counts, windows=windows, sinks=sinks)
-    assert not any(x.is_contiguous() for x in (pages, counts, windows, sinks))
+    windows = torch.stack([t.windows, t.windows + 1], 1)[:, 0]
+    views = replace(t, pages=pages, counts=counts, windows=windows)
+    assert not any(x.is_contiguous() for x in (pages, counts, windows))
     kv = case.build_cache(backend)
     o = backend.attend(q, kv, views, q_pos, scale=1.0)
     assert torch.equal(o, backend.attend(q, kv, t, q_pos, scale=1.0))
@@ -163,7 +159,7 @@ def test_other_requests_change_no_bit(fresh: int) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("source_dtype", [F32, BF16, torch.float16, torch.float64])
-def test_write_rounds_as_torch_does(backend: ModuleType, dtype: torch.dtype, source_dtype: torch.dtype) -> None:
+def test_write_rounds_as_torch_does(backend: Backend, dtype: torch.dtype, source_dtype: torch.dtype) -> None:
     """Read back one slot at a time: a query that sees one slot gives its v, whatever its k."""
     n, G, D, S = 12, 2, 40, 16
     P = n * G + 1
@@ -179,13 +175,13 @@ def test_write_rounds_as_torch_does(backend: ModuleType, dtype: torch.dtype, sou
     backend.write(kv, slots, torch.ones(n, G, D, dtype=source_dtype), v, torch.zeros(n, dtype=torch.int32))
     counts = torch.ones(n, G, dtype=torch.int32)
     rows, zeros = torch.arange(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
-    tables = Tables(pages, counts, zeros + NO_WINDOW, zeros, rows, torch.arange(n + 1, dtype=torch.int32))
+    tables = Tables(pages, counts, zeros + NO_WINDOW, rows, torch.arange(n + 1, dtype=torch.int32))
     o = backend.attend(torch.ones(n, G, D), kv, tables, torch.zeros(n, dtype=torch.int32), scale=1.0)
     assert torch.equal(o, v.to(dtype).float())
     assert int((kv.pos >= 0).sum()) == n * G
 
 
-def test_write_of_many_tokens(backend: ModuleType) -> None:
+def test_write_of_many_tokens(backend: Backend) -> None:
     """Chunks written into holes where others lie already."""
     for kernels in (backend, reference):
         kv = STEP.build_cache(kernels)
@@ -204,7 +200,7 @@ def test_write_of_many_tokens(backend: ModuleType) -> None:
 
 @pytest.mark.parametrize("S", [16, 48])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_write_read_round_trip(backend: ModuleType, dtype: torch.dtype, S: int) -> None:
+def test_write_read_round_trip(backend: Backend, dtype: torch.dtype, S: int) -> None:
     kv = backend.allocate(7, S, 24, dtype)
     slots = torch.randperm(6 * S)[None] + S
     k, v = torch.randn(2, 6 * S, 1, 24).to(dtype)
@@ -216,9 +212,9 @@ def test_write_read_round_trip(backend: ModuleType, dtype: torch.dtype, S: int) 
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_copy(backend: ModuleType, dtype: torch.dtype) -> None:
+def test_copy(backend: Backend, dtype: torch.dtype) -> None:
     """A table of copies gives the bits that the table of the originals gave, and no other page has changed."""
-    case = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, window=100, sinks=4)
+    case = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, window=100)
     q, q_pos = case.build_queries()
     t = case.build_tables()
     owned = torch.arange(t.pages.shape[2]) < t.counts[:, :, None]  # [N, G, n]
@@ -237,7 +233,7 @@ def test_copy(backend: ModuleType, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_move(backend: ModuleType, dtype: torch.dtype) -> None:
+def test_move(backend: Backend, dtype: torch.dtype) -> None:
     """Live slots that move to the front of their tables are looked at as before; masses go with them."""
     case = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, holes=0.5, shared_pages=False)
     q, q_pos = case.build_queries()
@@ -267,7 +263,7 @@ def test_move(backend: ModuleType, dtype: torch.dtype) -> None:
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_select_victims(backend: ModuleType, data: st.DataObject) -> None:
+def test_select_victims(backend: Backend, data: st.DataObject) -> None:
     """Among equal priorities, holes, minus zeros, infinities and those that must stay, the same slots in one order."""
     N, S = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3000))
     g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
@@ -285,7 +281,7 @@ def test_select_victims(backend: ModuleType, data: st.DataObject) -> None:
     assert all(len(set(line)) == n and all(p < u for p in line) for line, u in zip(places.tolist(), used, strict=True))
 
 
-def test_select_victims_rejects_short_lists(backend: ModuleType) -> None:
+def test_select_victims_rejects_short_lists(backend: Backend) -> None:
     with pytest.raises(ValueError, match="too few"):
         backend.select_victims(
             torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.int32), torch.tensor([2]).int(), 0, 9, 3
@@ -307,7 +303,6 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
         holes=draw(st.sampled_from([0.0, 0.1, 0.9, 1.0])),
         shuffled=draw(st.booleans()),
         window=draw(st.sampled_from([NO_WINDOW, 1, 30, 600])),
-        sinks=draw(st.sampled_from([0, 1, 70])),
         per_request_windows=draw(st.booleans()),
         alibi=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from retain import models
 from retain.kernels import cpu, triton
-from retain.kernels.api import CPU, NO_WINDOW, Program, StepInputs, Tables
+from retain.kernels.api import CPU, NO_WINDOW, Backend, Program, StepInputs, Tables
 from retain.kernels.triton import graphs
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
@@ -45,7 +44,7 @@ def decoder_logits(checkpoint: TinyCheckpoint, steps: Steps) -> Tensor:
 class ProgramSteps:
     """Runs steps of a program; every head of every request owns pages for all of its tokens."""
 
-    def __init__(self, program: Program, spec: ModelSpec, backend: ModuleType, dtype: torch.dtype, num_requests: int):
+    def __init__(self, program: Program, spec: ModelSpec, backend: Backend, dtype: torch.dtype, num_requests: int):
         self.device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
         self.program, L, G = program, spec.num_layers, spec.num_kv_heads
         shape = (L, num_requests, G, PAGES_PER_HEAD)
@@ -58,7 +57,6 @@ class ProgramSteps:
             pages=self.pages.to(self.device),
             counts=torch.full(shape[:3], PAGES_PER_HEAD, dtype=torch.int32, device=self.device),
             windows=windows[:, None].repeat(1, num_requests).to(self.device),
-            sinks=torch.zeros(num_requests, dtype=torch.int32, device=self.device),
             rows=none,
             query_start_loc=none,
         )
@@ -92,7 +90,7 @@ def program_logits(
     *,
     weights: str = "auto",
     dtype: torch.dtype = torch.float32,
-    backend: ModuleType = cpu,
+    backend: Backend = cpu,
 ) -> Tensor:
     """The logits [T, V] of one request after the other, computed by the program in these steps."""
     device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU

@@ -1,20 +1,26 @@
-"""A server of SmolLM2 on a port of its own, for all of these tests; and others with options of their own."""
+"""Servers in threads: three that all tests share, and others with options of their own."""
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 from retain import LLM
-from retain.server.admission import Limits
 from retain.server.auth import ApiKeys
-from retain.server.launch import GracefulServer, ServerConfig, serve
+from retain.server.config import Limits, ServerConfig
+from retain.server.launch import GracefulServer, serve
 
 API_KEYS = {"ann": "sk-ann-0123456789", "bob": "sk-bob-0123456789"}
-ENGINE_OPTIONS = {"kv_memory": "512MiB", "context": 2048, "dtype": "float32"}
+INSPECTOR_API_KEYS = {"carol": "sk-carol-0123456789", "dave": "sk-dave-0123456789"}  # for one test of the inspector
+ENGINE_OPTIONS = {"kv_memory": "512MiB", "max_model_len": 2048, "dtype": "float32"}
+
+HTTP = httpx.Client(timeout=120)  # shared: httpx.get would load TLS certificates at every call
 
 
 @contextmanager
@@ -24,15 +30,15 @@ def run_server(
     chat_template: str | None = None,
     **server_options: Any,
 ) -> Iterator[GracefulServer]:
-    """A server in a thread; all its pages are free when it ends, but for those of the prefix tree.
+    """Run a server in a thread. When it ends, all its pages must be free, except those of the prefix tree.
 
-    `template`: for conversations, instead of the model's own.
+    `chat_template` replaces the model's own.
     """
-    up: list[GracefulServer] = []
+    servers: list[GracefulServer] = []
     listening = threading.Event()
 
     def on_ready(server: GracefulServer) -> None:
-        up.append(server)
+        servers.append(server)
         listening.set()
 
     def load_llm() -> LLM:
@@ -40,51 +46,91 @@ def run_server(
         llm.tokenizer.chat_template = chat_template or llm.tokenizer.chat_template
         return llm
 
-    options = {"port": 0, "name": "smollm2", "drafters": ("ngram", "self"), **server_options}
+    options = {"port": 0, "served_model_name": "smollm2", "allowed_drafters": ("ngram", "self"), **server_options}
     thread = threading.Thread(target=serve, args=(load_llm, ServerConfig(**options), on_ready), daemon=True)
     thread.start()
-    assert listening.wait(120)
+    wait_until(lambda: listening.is_set() or not thread.is_alive(), 120)
+    assert servers, "the server did not start"
     try:
-        yield up[0]
-        assert_nothing_leaked(up[0])
+        yield servers[0]
+        assert_nothing_leaked(servers[0])
     finally:
-        up[0].should_exit = True
+        servers[0].should_exit = True
         thread.join(60)
     assert not thread.is_alive()
 
 
 def assert_nothing_leaked(server: GracefulServer) -> None:
-    """The accountant finds nothing, and nobody holds anything."""
+    """Check the page accounting, and that neither a request nor a pin holds pages."""
     cache = server.service.llm.cache
-    deadline = time.monotonic() + 60
-    while server.service.llm.engine.has_unfinished_requests or server.service.admission.num_in_flight:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    engine, admission = server.service.llm.engine, server.service.admission
+    wait_until(lambda: not engine.has_unfinished_requests and not admission.num_in_flight, 60)
     cache.check()
-    if cache.prefix_cache:
-        cache.prefix_cache.tree.unpin_all()
+    if cache.prefix_cache.enabled:
+        cache.prefix_cache.unpin_all()
     assert cache.free_pages == cache.total_pages and cache.free_rows == server.service.llm.config.max_running_requests
-    assert server.service.admission.num_in_flight == 0
+    assert admission.num_in_flight == 0
+
+
+def run_in_engine_thread(server: GracefulServer, function: Callable[[], Any]) -> Future[Any]:
+    """Call a function in the engine thread, between two steps."""
+    engine_thread = server.service.engine_thread
+    return asyncio.run_coroutine_threadsafe(engine_thread.call(function), engine_thread._loop)
+
+
+@contextmanager
+def engine_paused(server: GracefulServer, num_commands: int = 0) -> Iterator[None]:
+    """Run no engine step until the block ends and this many commands, such as submissions, are queued."""
+    resume = threading.Event()
+    paused = run_in_engine_thread(server, resume.wait)
+    yield
+    wait_until(lambda: server.service.engine_thread._commands.qsize() >= num_commands)
+    resume.set()
+    paused.result(60)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def run_tiny_server(**server_options: Any) -> AbstractContextManager[GracefulServer]:
+    """Run a server of a tiny model with random weights and a tokenizer of bytes, for tests that ignore the text."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    engine_options = {"kv_memory": "64MiB", "dtype": "float32"}
+    engine_options |= server_options.pop("engine_options", {})
+    return run_server("random:tiny", engine_options, template, **server_options)
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[GracefulServer]:
-    with run_server(limits=Limits(max_output_tokens=250)) as up:
-        yield up
+    """A server of SmolLM2."""
+    with run_server(limits=Limits(max_output_tokens=250)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tiny_server() -> Iterator[GracefulServer]:
+    with run_tiny_server() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
 def secured_server() -> Iterator[GracefulServer]:
-    """The same for two keys, with little patience."""
+    """A tiny server with API keys, the inspector and tight limits."""
     limits = Limits(
         max_queued_requests=2,
         max_requests_per_key=4,
         max_output_tokens=2000,
         max_choices=3,
         max_body_size=100_000,
-        upload_timeout=1.0,
-        max_pin_s=60.0,
+        upload_timeout=0.5,
+        max_pin_seconds=60.0,
     )
-    engine = {**ENGINE_OPTIONS, "max_running_requests": 2, "kv_memory": "256MiB"}
-    with run_server(engine=engine, keys=ApiKeys(API_KEYS), limits=limits) as up:
-        yield up
+    api_keys = ApiKeys({**API_KEYS, **INSPECTOR_API_KEYS})
+    with run_tiny_server(
+        engine_options={"max_running_requests": 2}, api_keys=api_keys, limits=limits, enable_inspector=True
+    ) as running:
+        yield running

@@ -1,34 +1,36 @@
-"""Our own clients: `retain bench serve` counts what it sends, `retain chat --url` says what the server says."""
+"""Our own clients: `retain bench serve` measures load, and `retain chat --url` prints what the server generates."""
 
 import io
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from retain.bench import serve as load
+from retain.bench.config import ServeBenchConfig
 from retain.cli import main
 from retain.cli.http_client import Client
 
 
 def test_bench_serve_reports_load(server):
-    about = load.LoadConfig(server.url, "smollm2", None, ttft_slo_s=60, tpot_slo_s=60)
-    calls = load.poisson_requests(6, request_rate=20, prompt_words=30, output_len=5, seed=3)
-    found = load.run(about, calls)
-    assert (found["requests"], found["errors"], found["good"]) == (6, 0, 1.0)
-    assert found["new_tok_s"] * found["seconds"] == pytest.approx(30, rel=0.05)
-    assert found["prompt_tok_s"] * found["seconds"] == pytest.approx(6 * 30, rel=0.1)
-    assert 0 < found["ttft_p50_ms"] <= found["ttft_p90_ms"] <= found["ttft_p99_ms"] <= found["answer_p99_ms"]
-    assert load.run(load.LoadConfig(server.url, "smollm2", None, ttft_slo_s=0, tpot_slo_s=0), calls)["goodput"] == 0
+    config = ServeBenchConfig("smollm2", server.url, ttft_slo=60_000, tpot_slo=60_000)
+    requests = load.poisson_requests(6, request_rate=20, prompt_words=30, output_len=5, seed=3)
+    report = load.run(config, requests)
+    assert (report["requests"], report["num_failed"], report["slo_attainment"]) == (6, 0, 1.0)
+    assert report["output_throughput"] * report["duration_s"] == pytest.approx(30, rel=0.05)
+    assert report["input_throughput"] * report["duration_s"] == pytest.approx(6 * 30, rel=0.1)
+    assert 0 < report["ttft_p50_ms"] <= report["ttft_p90_ms"] <= report["ttft_p99_ms"] <= report["e2el_p99_ms"]
+    assert load.run(replace(config, ttft_slo=0, tpot_slo=0), requests)["request_goodput"] == 0
 
 
 def test_poisson_arrivals_have_given_rate():
-    calls = load.poisson_requests(4000, request_rate=50, prompt_words=1, output_len=1)
-    gaps = [b.arrival_time - a.arrival_time for a, b in pairwise(calls)]
+    requests = load.poisson_requests(4000, request_rate=50, prompt_words=1, output_len=1)
+    gaps = [b.arrival_time - a.arrival_time for a, b in pairwise(requests)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.1)
     assert sum((g - mean) ** 2 for g in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.2)  # exponential
-    assert all(c.arrival_time == 0 for c in load.poisson_requests(3, None, 1, 1))
+    assert all(r.arrival_time == 0 for r in load.poisson_requests(3, None, 1, 1))
 
 
 def test_trace_shares_prefixes_by_hash_ids(tmp_path):
@@ -38,9 +40,9 @@ def test_trace_shares_prefixes_by_hash_ids(tmp_path):
         for i in range(3)
     ]
     file.write_text("\n".join(map(json.dumps, records)))
-    calls = load.load_trace(file, 2, speedup=10, length_divisor=8)
-    assert [c.arrival_time for c in calls] == [0, 0.1] and calls[0].output_len == 8
-    a, b = (c.prompt.split() for c in calls)
+    requests = load.load_trace(file, 2, speedup=10, length_divisor=8)
+    assert [r.arrival_time for r in requests] == [0, 0.1] and requests[0].output_len == 8
+    a, b = (r.prompt.split() for r in requests)
     assert len(a) == 1100 // 8 and a[:128] == b[:128] and a[128:] != b[128:]
     file.write_text('{"timestamp": 0}')
     with pytest.raises(ValueError, match="line 1"):
@@ -48,21 +50,23 @@ def test_trace_shares_prefixes_by_hash_ids(tmp_path):
 
 
 def test_unreachable_server_prints_one_line(capsys):
-    assert main.main(["bench", "serve", "--url", "http://127.0.0.1:1/v1", "--model", "x", "--items", "2"]) == 2
+    command = ["bench", "serve", "--url", "http://127.0.0.1:1/v1", "--model", "x", "--num-prompts", "2"]
+    assert main.main(command) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
 def test_chat_with_server(server, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\nAnd of Italy?\n\n"))
-    asked = ["chat", "--url", server.url, "--system", "Be brief.", "--max-tokens", "12", "--temperature", "0"]
-    assert main.main(asked) == 0
+    command = ["chat", "--url", server.url, "--system", "Be brief.", "--max-tokens", "8", "--temperature", "0"]
+    assert main.main(command) == 0
     first, second = capsys.readouterr().out.strip().split("\n", 1)
     client = Client(server.url)
-    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"}]
-    options = {"max_tokens": 12, "temperature": 0}
-    assert "".join(client.stream(talk, options)) == first and "Paris" in first
-    talk += [{"role": "assistant", "content": first}, {"role": "user", "content": "And of Italy?"}]
-    assert "".join(client.stream(talk, options)).strip() == second.strip()
+    messages = [{"role": "system", "content": "Be brief."}]
+    messages += [{"role": "user", "content": "What is the capital of France?"}]
+    options = {"max_tokens": 8, "temperature": 0}
+    assert "".join(client.stream(messages, options)) == first and "Paris" in first
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And of Italy?"}]
+    assert "".join(client.stream(messages, options)).strip() == second.strip()
 
 
 def test_server_error_prints_one_line(server, capsys, monkeypatch):

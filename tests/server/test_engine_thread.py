@@ -1,33 +1,22 @@
-"""The engine's thread bears what one request, one caller or one bug does to it: others never wait for ever."""
+"""The engine thread survives what one request, one client or one bug does to it: other requests never hang."""
 
-import asyncio
+import json
 import threading
+import time
+from dataclasses import replace
 
-import httpx
 import pytest
 
-from retain.server.admission import Limits
-from tests.server.conftest import ENGINE_OPTIONS, run_server
+from retain.processing.grammar import GrammarState
+from retain.server.inspector.recorder import Inspector
+from tests.server.conftest import HTTP, run_in_engine_thread, run_tiny_server
 
 STORY = "Once upon a time there was a lamp that nobody could put out, and the people of the town came to see it. " * 8
 
 
-@pytest.fixture(scope="module")
-def limited_server():
-    with run_server(
-        engine={**ENGINE_OPTIONS, "max_running_requests": 4}, limits=Limits(request_timeout=20), inspect=True
-    ) as up:
-        yield up
-
-
 def post(server, **fields):
     body = {"model": "smollm2", "prompt": STORY, "max_tokens": 4, "ignore_eos": True, **fields}
-    return httpx.post(f"{server.url}/completions", json=body, timeout=120)
-
-
-def run_in_engine_thread(server, function):
-    worker = server.service.worker
-    return asyncio.run_coroutine_threadsafe(worker.call(function), worker._loop)
+    return HTTP.post(f"{server.url}/completions", json=body)
 
 
 @pytest.mark.parametrize(
@@ -44,84 +33,91 @@ def run_in_engine_thread(server, function):
         f"h2o:budget={2**28},prefill=stream,chunk={2**28}",
     ],
 )
-def test_extreme_policy_options_do_not_break_the_engine(limited_server, policy):
-    said = post(limited_server, kv_policy=policy, n=2)
-    assert said.status_code in (200, 400), said.text
-    assert post(limited_server).status_code == 200
+def test_extreme_policy_options_do_not_break_the_engine(tiny_server, policy):
+    response = post(tiny_server, kv_policy=policy, n=2)
+    assert response.status_code in (200, 400), response.text
+    assert post(tiny_server).status_code == 200
 
 
-def test_failing_fork_fails_only_its_request(limited_server, monkeypatch):
-    """Two answers to a prompt, one begins as a copy of the other, and that goes wrong."""
-    cache, settle = limited_server.service.llm.cache, limited_server.service.llm.cache.settle
+def test_failing_fork_fails_only_its_request(tiny_server, monkeypatch):
+    """The second choice of a prompt starts as a fork of the first, and its first commit raises."""
+    cache, commit = tiny_server.service.llm.cache, tiny_server.service.llm.cache.commit
     calls = []
 
-    def fail(row, computed, owed):
+    def fail(row, num_computed_tokens, num_uncomputed_tokens):
         calls.append(row)
         if len(calls) == 2:
             raise RuntimeError("a bug")
-        settle(row, computed, owed)
+        commit(row, num_computed_tokens, num_uncomputed_tokens)
 
-    monkeypatch.setattr(cache, "settle", fail)
-    assert post(limited_server, n=2).status_code == 500
+    monkeypatch.setattr(cache, "commit", fail)
+    assert post(tiny_server, n=2).status_code == 500
     monkeypatch.undo()
-    assert post(limited_server, n=2).status_code == 200 and limited_server.service.worker.broken is None
+    assert post(tiny_server, n=2).status_code == 200 and tiny_server.service.engine_thread.fatal_error is None
 
 
 def test_engine_thread_failure_is_reported(monkeypatch):
-    """Whoever waits is told, nobody new is let in, and the tiers are closed."""
-    with run_server(engine=ENGINE_OPTIONS) as up:
-        check_engine_thread_failure(up, monkeypatch)
+    """A request in flight and every later one get 503, and the tiers are closed."""
+    with run_tiny_server() as server:
+        service, responses = server.service, []
+        in_flight = threading.Thread(target=lambda: responses.append(post(server, max_tokens=1100)))
+        in_flight.start()
+        while not service.llm.engine.has_unfinished_requests:
+            pass
+        monkeypatch.setattr(service.engine_thread, "_publish", lambda sampled_requests: 1 / 0)
+        in_flight.join(60)
+        assert responses[0].status_code == 503
+        root = server.url.removesuffix("/v1")
+        assert HTTP.get(f"{root}/health").status_code == 503 and HTTP.get(f"{root}/ready").status_code == 503
+        assert post(server).status_code == 503 and HTTP.get(f"{root}/metrics").status_code in (500, 503)
+        for request in list(service.llm.engine.scheduler.running):
+            service.llm.engine.cancel(request)
 
 
-def check_engine_thread_failure(server, monkeypatch):
-    worker, found = server.service.worker, []
-    waits = threading.Thread(target=lambda: found.append(post(server, max_tokens=1500)))
-    waits.start()
-    while not server.service.llm.engine.busy:
-        pass
-    monkeypatch.setattr(worker, "_tell", lambda ready: 1 / 0)
-    waits.join(60)
-    assert found[0].status_code == 503
-    root = server.url.removesuffix("/v1")
-    assert httpx.get(f"{root}/health").status_code == 503 and httpx.get(f"{root}/ready").status_code == 503
-    assert post(server).status_code == 503 and httpx.get(f"{root}/metrics").status_code in (500, 503)
-    for request in list(server.service.llm.engine.scheduler.running):
-        server.service.llm.engine.cancel(request)
-
-
-def test_cancelled_call_does_not_block_others(limited_server):
+def test_cancelled_call_does_not_block_others(tiny_server):
     hold = threading.Event()
-    first = run_in_engine_thread(limited_server, hold.wait)
-    second = run_in_engine_thread(limited_server, lambda: 1)
+    first = run_in_engine_thread(tiny_server, hold.wait)
+    second = run_in_engine_thread(tiny_server, lambda: 1)
     second.cancel()
     hold.set()
-    assert first.result(60) and run_in_engine_thread(limited_server, lambda: 2).result(60) == 2
-    assert post(limited_server).status_code == 200
+    assert first.result(60) and run_in_engine_thread(tiny_server, lambda: 2).result(60) == 2
+    assert post(tiny_server).status_code == 200
 
 
-def test_failing_observer_is_ignored(limited_server, monkeypatch):
-    for name in ("began", "stepped", "ended"):
-        monkeypatch.setattr(limited_server.service.worker.observers[0], name, lambda *_: 1 / 0)
-    assert post(limited_server).status_code == 200
+def test_failing_observer_is_ignored(tiny_server, monkeypatch):
+    for name in ("on_request", "on_step", "on_finish"):
+        monkeypatch.setattr(tiny_server.service.engine_thread.observers[0], name, lambda *_: 1 / 0)
+    assert post(tiny_server).status_code == 200
 
 
-def test_rejected_requests_are_not_tracked(limited_server):
-    inspector = limited_server.service.worker.observers[1]
+def test_rejected_requests_are_not_tracked(tiny_server, monkeypatch):
+    inspector = Inspector(tiny_server.service.llm)
+    monkeypatch.setattr(tiny_server.service.engine_thread, "observers", [inspector])
     for _ in range(3):
-        assert post(limited_server, max_tokens=100_000).status_code == 400
-    run_in_engine_thread(limited_server, lambda: None).result(60)
+        assert post(tiny_server, max_tokens=100_000).status_code == 400
+    run_in_engine_thread(tiny_server, lambda: None).result(60)
     assert not inspector.live
 
 
-def test_request_timeout():
-    with run_server(engine=ENGINE_OPTIONS, limits=Limits(request_timeout=2.0)) as up:
-        assert post(up, max_tokens=1700).status_code == 408
-        text = post(up, max_tokens=1700, stream=True).text
-        assert text.count("data: {") > 3 and '"timeout_error"' in text.splitlines()[-2] and "[DONE]" not in text
+def test_request_timeout(tiny_server, monkeypatch):
+    """A response of 1000 slow steps ends at the timeout: full with 408, streamed with an error event."""
+    service = tiny_server.service
+    runner = service.llm.engine.runner
+    forward = runner.forward
+
+    def forward_slowly(batch):
+        time.sleep(0.02)
+        return forward(batch)
+
+    monkeypatch.setattr(runner, "forward", forward_slowly)
+    monkeypatch.setattr(service, "limits", replace(service.limits, request_timeout=0.4))
+    assert post(tiny_server, max_tokens=1000).status_code == 408
+    text = post(tiny_server, max_tokens=1000, stream=True).text
+    assert text.count("data: {") > 3 and '"timeout_error"' in text.splitlines()[-2] and "[DONE]" not in text
 
 
-def nested_json(n):
-    return "[" * n + "]" * n
+def nested_json(depth):
+    return "[" * depth + "]" * depth
 
 
 @pytest.mark.parametrize(
@@ -136,37 +132,52 @@ def nested_json(n):
         ),
     ],
 )
-def test_deeply_nested_body_is_rejected(server, path, body):
-    said = httpx.post(f"{server.url}{path}", content=body, headers={"Content-Type": "application/json"}, timeout=120)
-    assert said.status_code == 400, said.text
+def test_deeply_nested_body_is_rejected(tiny_server, path, body):
+    headers = {"Content-Type": "application/json"}
+    response = HTTP.post(f"{tiny_server.url}{path}", content=body, headers=headers)
+    assert response.status_code == 400, response.text
 
 
-def test_grammar_failure_is_an_error(server):
-    """llguidance gives up at some expressions; half an object must not look like a whole one."""
-    schema = {"type": "string", "pattern": "((a{1,30}){1,30}){1,30}"}
-    asked = {
+def request_pattern(server, pattern, **fields):
+    body = {
         "model": "smollm2",
         "messages": [{"role": "user", "content": "aaaa"}],
-        "max_tokens": 200,
         "temperature": 0,
-        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": pattern}}},
     }
-    said = httpx.post(f"{server.url}/chat/completions", json=asked, timeout=120)
-    if said.status_code == 200:
-        (choice,) = said.json()["choices"]
+    return HTTP.post(f"{server.url}/chat/completions", json={**body, **fields})
+
+
+@pytest.mark.slow
+def test_incomplete_object_is_never_returned_as_complete(server):
+    """llguidance gives up on some expressions; half of an object must not pass for a whole one."""
+    response = request_pattern(server, "((a{1,30}){1,30}){1,30}", max_tokens=100)
+    if response.status_code == 200:
+        (choice,) = response.json()["choices"]
         assert choice["finish_reason"] == "length" or choice["message"]["content"].endswith('"')
     else:
-        assert said.status_code == 400 and "form" in said.json()["error"]["message"]
+        assert response.status_code == 400 and "response_format" in response.json()["error"]["message"]
 
 
-def test_cached_tokens_with_n(server):
-    asked = {"prompt": STORY + "several", "temperature": 0}
-    post(server, **asked)
-    found = [post(server, **asked, n=n).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for n in (1, 2)]
-    assert found[0] == found[1] > 100
+@pytest.mark.parametrize("stream", [False, True])
+def test_grammar_failure_is_an_error(tiny_server, monkeypatch, stream):
+    monkeypatch.setattr(GrammarState, "accept_token", lambda self, token: True)
+    monkeypatch.setattr(GrammarState, "failed", True)
+    response = request_pattern(tiny_server, "a+", stream=stream)
+    error = json.loads(response.text.strip().removeprefix("data: "))["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
+    assert response.status_code == (200 if stream else 400)
 
 
-def test_echo_logprobs_with_n(server):
-    said = post(server, prompt="The sea is wide", echo=True, logprobs=1, n=2, seed=1).json()["choices"]
-    first, second = (c["logprobs"]["token_logprobs"][:4] for c in said)
+def test_cached_tokens_with_n(tiny_server):
+    fields = {"prompt": STORY + "several", "temperature": 0}
+    post(tiny_server, **fields)
+    responses = [post(tiny_server, **fields, n=n).json() for n in (1, 2)]
+    one, two = (response["usage"]["prompt_tokens_details"]["cached_tokens"] for response in responses)
+    assert one == two > 100
+
+
+def test_echo_logprobs_with_n(tiny_server):
+    choices = post(tiny_server, prompt="The sea is wide", echo=True, logprobs=1, n=2, seed=1).json()["choices"]
+    first, second = (c["logprobs"]["token_logprobs"][:4] for c in choices)
     assert first[0] is second[0] is None and first[1:] == pytest.approx(second[1:], abs=1e-4)

@@ -1,4 +1,4 @@
-"""OpenAI's own client, and what it is told: the engine's answers, whole and as streams."""
+"""OpenAI's own client gets the engine's outputs, full and streamed."""
 
 import json
 
@@ -6,7 +6,8 @@ import openai
 import pytest
 
 from retain import SamplingParams
-from retain.desk import GenerateRequest
+from retain.processing.input import GenerateRequest
+from tests.server.conftest import HTTP, run_in_engine_thread
 
 STORY = "Once upon a time there was a lamp that nobody could put out."
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"}]
@@ -23,117 +24,114 @@ def llm(server):
 
 
 def generate_in_engine(server, **fields):
-    """The same of the engine itself, in its own thread."""
-    import asyncio
-
-    service = server.service
-    future = asyncio.run_coroutine_threadsafe(
-        service.worker.call(lambda: service.llm.ask([GenerateRequest(**fields)])), service.worker._loop
-    )
-    return future.result(60)
+    """Generate with the server's own engine, in its thread."""
+    requests = [GenerateRequest(**fields)]
+    (output,) = run_in_engine_thread(server, lambda: server.service.llm.generate_from_requests(requests)).result(60)
+    return output
 
 
 def test_list_and_get_models(client, server):
     (model,) = client.models.list().data
     assert model.id == "smollm2" and client.models.retrieve("smollm2").max_model_len == 2048
+    assert model.retain == {"kv_policy": "full", "speculate": None, "drafters": ["ngram", "self"]}
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("../../etc/passwd")
 
 
 def test_chat_completion_equals_engine(client, server, llm):
-    said = client.chat.completions.create(model="smollm2", messages=MESSAGES, max_completion_tokens=12, temperature=0)
-    (own,) = generate_in_engine(
-        server, prompt=llm.tokenizer.encode_chat(MESSAGES), params=SamplingParams(max_tokens=12, temperature=0)
+    response = client.chat.completions.create(
+        model="smollm2", messages=MESSAGES, max_completion_tokens=12, temperature=0
     )
-    assert said.choices[0].message.content == own.text and "Paris" in own.text
-    assert said.choices[0].finish_reason == own.why
-    assert said.usage.prompt_tokens == own.prompt_tokens and said.usage.completion_tokens == len(own.token_ids)
-    assert said.retain[0]["kv"]["bytes_peak"] > 0
+    prompt, params = llm.tokenizer.encode_chat(MESSAGES), SamplingParams(max_tokens=12, temperature=0)
+    output = generate_in_engine(server, prompt=prompt, params=params)
+    assert response.choices[0].message.content == output.text and "Paris" in output.text
+    assert response.choices[0].finish_reason == output.finish_reason
+    assert response.usage.prompt_tokens == output.prompt_tokens
+    assert response.usage.completion_tokens == len(output.token_ids)
+    assert response.retain[0]["kv"]["bytes_peak"] > 0 and response.retain[0]["num_preemptions"] == 0
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"stop": ["lamp", "light"]}, {"logprobs": 2}, {"n": 3, "temperature": 0.8, "seed": 5}]
+    "fields", [{}, {"stop": ["lamp", "light"]}, {"logprobs": 2}, {"n": 3, "temperature": 0.8, "seed": 5}]
 )
 def test_completion_stream_equals_full(client, fields):
-    asked = {"model": "smollm2", "prompt": STORY, "max_tokens": 24, "temperature": 0, **fields}
-    whole = client.completions.create(**asked)
+    request = {"model": "smollm2", "prompt": STORY, "max_tokens": 12, "temperature": 0, **fields}
+    full = client.completions.create(**request)
     text, usage, reasons, tokens = {}, None, {}, {}
-    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.completions.create(**request, stream=True, stream_options={"include_usage": True}):
         for c in chunk.choices:
             text[c.index] = text.get(c.index, "") + c.text
             reasons[c.index] = c.finish_reason or reasons.get(c.index)
             if c.logprobs:
                 tokens.setdefault(c.index, []).extend(zip(c.logprobs.tokens, c.logprobs.text_offset, strict=True))
         usage = chunk.usage or usage
-    assert [text[c.index] for c in whole.choices] == [c.text for c in whole.choices]
-    assert [reasons[c.index] for c in whole.choices] == [c.finish_reason for c in whole.choices]
-    assert usage.completion_tokens == whole.usage.completion_tokens
-    for c in whole.choices:
+    assert [text[c.index] for c in full.choices] == [c.text for c in full.choices]
+    assert [reasons[c.index] for c in full.choices] == [c.finish_reason for c in full.choices]
+    assert usage.completion_tokens == full.usage.completion_tokens
+    for c in full.choices:
         if c.logprobs:
             assert tokens[c.index] == list(zip(c.logprobs.tokens, c.logprobs.text_offset, strict=True))
             assert "".join(c.logprobs.tokens) == c.text and len(c.logprobs.top_logprobs[0]) == 2
-    assert len({c.text for c in whole.choices}) == len(whole.choices)
+    assert len({c.text for c in full.choices}) == len(full.choices)
 
 
 def test_chat_stream_equals_full(client):
-    asked = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 12, "temperature": 0, "logprobs": True}
-    whole = client.chat.completions.create(**asked, top_logprobs=3).choices[0]
-    chunks = list(client.chat.completions.create(**asked, stream=True))
+    request = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 12, "temperature": 0, "logprobs": True}
+    full = client.chat.completions.create(**request, top_logprobs=3).choices[0]
+    chunks = list(client.chat.completions.create(**request, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.message.content
-    spelled = [t.token for c in chunks for t in (c.choices[0].logprobs.content if c.choices[0].logprobs else [])]
-    assert spelled == [t.token for t in whole.logprobs.content]
-    for t in whole.logprobs.content:
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == full.message.content
+    tokens = [t.token for c in chunks for t in (c.choices[0].logprobs.content if c.choices[0].logprobs else [])]
+    assert tokens == [t.token for t in full.logprobs.content]
+    for t in full.logprobs.content:
         assert bytes(t.bytes).decode() == t.token and t.top_logprobs[0].logprob >= t.logprob
 
 
+@pytest.mark.slow
 def test_sampling_params_reach_the_engine(client, server):
-    """Every parameter reaches the engine: the same draws as its own."""
+    """With every parameter set, the server samples the same tokens as the engine."""
     names = {"temperature": 0.9, "top_p": 0.8, "seed": 3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
-    ours = {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
-    said = client.completions.create(
-        model="smollm2", prompt=STORY, max_tokens=20, logit_bias={"260": -100.0}, **names, extra_body=ours
+    extensions = {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    response = client.completions.create(
+        model="smollm2", prompt=STORY, max_tokens=20, logit_bias={"260": -100.0}, **names, extra_body=extensions
     )
-    params = SamplingParams(max_tokens=20, logit_bias=((260, -100.0),), **names, **ours)
-    assert said.choices[0].text == generate_in_engine(server, prompt=STORY, params=params)[0].text
-    plain = generate_in_engine(server, prompt=STORY, params=SamplingParams(max_tokens=20, **names, **ours))[0]
-    assert 260 in plain.token_ids, "the bias would show nothing"
+    params = SamplingParams(max_tokens=20, logit_bias=((260, -100.0),), **names, **extensions)
+    assert response.choices[0].text == generate_in_engine(server, prompt=STORY, params=params).text
+    without_bias = SamplingParams(max_tokens=20, **names, **extensions)
+    assert 260 in generate_in_engine(server, prompt=STORY, params=without_bias).token_ids, "the bias would show nothing"
 
 
 def test_token_id_and_multiple_prompts(client, llm):
     ids = llm.encode(STORY)
-    asked = {"model": "smollm2", "max_tokens": 8, "temperature": 0}
-    one, two = (client.completions.create(prompt=p, **asked).choices[0].text for p in (STORY, "The sea"))
-    both = client.completions.create(prompt=[ids, llm.encode("The sea")], **asked)
+    fields = {"model": "smollm2", "max_tokens": 8, "temperature": 0}
+    one, two = (client.completions.create(prompt=p, **fields).choices[0].text for p in (STORY, "The sea"))
+    both = client.completions.create(prompt=[ids, llm.encode("The sea")], **fields)
     assert [c.text for c in both.choices] == [one, two] and [c.index for c in both.choices] == [0, 1]
     assert both.usage.prompt_tokens == len(ids) + 2
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_echo_returns_prompt_logprobs(client, llm, tokens):
-    """What lm-eval sums: log-probabilities of a prompt's own tokens, as teacher forcing finds them."""
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_echo_returns_prompt_logprobs(client, llm, max_tokens):
+    """lm-eval sums the log-probabilities of a prompt's tokens, full or streamed."""
     ids = llm.encode(STORY)
-    asked = {"model": "smollm2", "max_tokens": tokens, "temperature": 0, "echo": True, "logprobs": 1}
-    (said,) = client.completions.create(prompt=ids, **asked).choices
-    found = said.logprobs
-    assert said.text.startswith(STORY) and len(found.tokens) == len(ids) + tokens
-    assert found.token_logprobs[0] is None and "".join(found.tokens) == said.text
-    assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(len(found.tokens))]
-    chunks = client.completions.create(prompt=ids, stream=True, **asked)
+    request = {"model": "smollm2", "max_tokens": max_tokens, "temperature": 0, "echo": True, "logprobs": 1}
+    (choice,) = client.completions.create(prompt=ids, **request).choices
+    logprobs = choice.logprobs
+    assert choice.text.startswith(STORY) and len(logprobs.tokens) == len(ids) + max_tokens
+    assert logprobs.token_logprobs[0] is None and "".join(logprobs.tokens) == choice.text
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
+    chunks = client.completions.create(prompt=ids, stream=True, **request)
     streamed = [x for c in chunks if c.choices and c.choices[0].logprobs for x in c.choices[0].logprobs.token_logprobs]
-    assert streamed == pytest.approx(found.token_logprobs, abs=1e-4)
+    assert streamed == pytest.approx(logprobs.token_logprobs, abs=1e-4)
 
 
 def test_echo_logprobs_equal_score(client, server, llm):
-    import asyncio
-
     ids = llm.encode(STORY)
-    (said,) = client.completions.create(
+    (choice,) = client.completions.create(
         model="smollm2", prompt=ids, max_tokens=0, echo=True, logprobs=0, temperature=0
     ).choices
-    worker = server.service.worker
-    own = asyncio.run_coroutine_threadsafe(worker.call(lambda: llm.score([ids[:1]], [ids[1:]])), worker._loop)
-    assert said.logprobs.token_logprobs[1:] == pytest.approx(own.result(60)[0], abs=1e-4)
+    (scores,) = run_in_engine_thread(server, lambda: llm.score([ids[:1]], [ids[1:]])).result(60)
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(scores, abs=1e-4)
 
 
 SCHEMA = {
@@ -147,66 +145,67 @@ SCHEMA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculate", ["off", "ngram", "self"])
 def test_json_schema_response_format(client, speculate):
-    """JSON of a schema, drawn hot; and drafts change nothing of it."""
-    asked = {
+    """Sampled output follows the schema, and drafts change none of it."""
+    request = {
         "model": "smollm2",
         "messages": [{"role": "user", "content": "Describe a person."}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
         "max_tokens": 80,
     }
-    hot = client.chat.completions.create(**asked, temperature=1.3, n=4, seed=1, extra_body={"speculate": speculate})
-    for c in hot.choices:
+    extra = {"speculate": speculate}
+    sampled = client.chat.completions.create(**request, temperature=1.3, n=4, seed=1, extra_body=extra)
+    for c in sampled.choices:
         person = json.loads(c.message.content)
         assert set(person) == {"name", "age"} and 1 <= person["age"] <= 99 and c.finish_reason == "stop"
-    cold = [
-        client.chat.completions.create(**asked, temperature=0, extra_body={"speculate": s}).choices[0].message.content
+    plain, drafted = (
+        client.chat.completions.create(**request, temperature=0, extra_body={"speculate": s}).choices[0].message.content
         for s in ("off", speculate)
-    ]
-    chunks = client.chat.completions.create(**asked, temperature=0, stream=True, extra_body={"speculate": speculate})
-    cold.append("".join(c.choices[0].delta.content or "" for c in chunks))
-    assert cold[0] == cold[1] == cold[2]
+    )
+    chunks = client.chat.completions.create(**request, temperature=0, stream=True, extra_body=extra)
+    assert plain == drafted == "".join(c.choices[0].delta.content or "" for c in chunks)
 
 
 def test_json_object_response_format(client):
-    said = client.chat.completions.create(
-        model="smollm2", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=200, temperature=0
+    response = client.chat.completions.create(
+        model="smollm2", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=40, temperature=0
     )
-    if said.choices[0].finish_reason == "stop":
-        assert isinstance(json.loads(said.choices[0].message.content), dict)
-    assert said.choices[0].message.content.lstrip().startswith("{")
+    (choice,) = response.choices
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+    assert choice.message.content.lstrip().startswith("{")
 
 
+@pytest.mark.slow
 def test_kv_policy_per_request(client):
-    long = [{"role": "user", "content": STORY * 20}]
-    asked = {"model": "smollm2", "messages": long, "max_tokens": 8, "temperature": 0}
-    full = client.chat.completions.create(**asked).retain[0]["kv"]
-    half = client.chat.completions.create(**asked, extra_body={"kv_policy": "h2o:budget=25%"}).retain[0]["kv"]
-    assert half["bytes_end"] < 0.6 * full["bytes_end"] and half["policy"].startswith("h2o")
+    messages = [{"role": "user", "content": STORY * 20}]
+    request = {"model": "smollm2", "messages": messages, "max_tokens": 8, "temperature": 0}
+    full = client.chat.completions.create(**request).retain[0]["kv"]
+    quarter = client.chat.completions.create(**request, extra_body={"kv_policy": "h2o:budget=25%"}).retain[0]["kv"]
+    assert quarter["bytes_end"] < 0.6 * full["bytes_end"] and quarter["policy"].startswith("h2o")
 
 
 def test_speculate_per_request(client):
-    asked = {"model": "smollm2", "prompt": "one two three four " * 10, "max_tokens": 40, "temperature": 0}
-    plain = client.completions.create(**asked)
-    drafted = client.completions.create(**asked, extra_body={"speculate": "ngram"})
+    request = {"model": "smollm2", "prompt": "one two three four " * 10, "max_tokens": 20, "temperature": 0}
+    plain = client.completions.create(**request)
+    drafted = client.completions.create(**request, extra_body={"speculate": "ngram"})
     assert drafted.choices[0].text == plain.choices[0].text
     assert plain.retain[0]["speculate"] is None and drafted.retain[0]["speculate"]["accepted"] > 0
 
 
-def test_tokenize_and_detokenize(server, client, llm):
-    import httpx
-
+def test_tokenize_and_detokenize(server, llm):
     root = server.url.removesuffix("/v1")
-    there = httpx.post(f"{root}/tokenize", json={"prompt": STORY}).json()
-    assert there["tokens"] == llm.encode(STORY) and there["count"] == len(there["tokens"])
-    talk = httpx.post(f"{root}/tokenize", json={"messages": MESSAGES}).json()
-    assert talk["tokens"] == llm.tokenizer.encode_chat(MESSAGES)
-    assert httpx.post(f"{root}/detokenize", json={"tokens": there["tokens"]}).json()["prompt"] == STORY
+    response = HTTP.post(f"{root}/tokenize", json={"prompt": STORY}).json()
+    assert response["tokens"] == llm.encode(STORY) and response["count"] == len(response["tokens"])
+    chat = HTTP.post(f"{root}/tokenize", json={"messages": MESSAGES}).json()
+    assert chat["tokens"] == llm.tokenizer.encode_chat(MESSAGES)
+    assert HTTP.post(f"{root}/detokenize", json={"tokens": response["tokens"]}).json()["prompt"] == STORY
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "says"),
+    ("field", "value", "expected"),
     [
         ("temperature", 3, "temperature"),
         ("max_tokens", 10**6, "tokens"),
@@ -222,20 +221,23 @@ def test_tokenize_and_detokenize(server, client, llm):
         ("messages", [{"role": "user"}], "content"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "tools"),
         ("response_format", {"type": "json_schema"}, "json_schema"),
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}, "form"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}, "nonsense"),
         ("pin", 10**9, "pin"),
     ],
 )
 def test_invalid_field_gives_one_line_error(client, field, value, expected):
-    asked = {"messages": MESSAGES, "max_tokens": 4, field: value}
-    with pytest.raises(openai.BadRequestError) as error:
-        client.post("/chat/completions", cast_to=object, body={"model": "smollm2", **asked})
-    body = error.value.body
-    assert (
-        expected in body["message"]
-        and "\n" not in body["message"]
-        and set(body) == {"message", "type", "param", "code"}
-    )
+    body = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 4, field: value}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.post("/chat/completions", cast_to=object, body=body)
+    error = raised.value.body
+    assert expected in error["message"] and "\n" not in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_invalid_field_of_a_union_is_named(server):
+    """The parameter names the field, without the name of the request model that it was checked against."""
+    error = HTTP.post(f"{server.url.removesuffix('/v1')}/tokenize", json={"prompt": 1}).json()["error"]
+    assert error["param"] == "prompt" and "Request" not in error["message"]
 
 
 def test_unknown_model_is_404(client):

@@ -1,113 +1,133 @@
-"""The process: how it begins, what SIGTERM does to who runs and who waits, and that a store outlives SIGKILL."""
+"""The process of `retain serve`: start-up errors, SIGTERM, and a store on disk that survives SIGKILL."""
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-RETAIN = Path(sys.executable).parent / "retain"
+from retain.cli.main import main
+from tests.server.conftest import HTTP, wait_until
+
+RETAIN = (sys.executable, "-m", "retain.cli")
 STORY = "It was a bright cold day in April, and the clocks were striking thirteen. " * 12
 
 
 class ServerProcess:
-    """`retain serve` of SmolLM2, listening."""
+    """A process of `retain serve` that listens."""
 
-    def __init__(self, *options, log=None):
-        command = [RETAIN, "serve", "--model", "smollm2", "--port", "0", "--kv-memory", "512MiB", *options]
+    def __init__(self, model, *options):
+        command = [*RETAIN, "serve", "--model", model, "--served-model-name", "m", "--port", "0", *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.url = None
-        for line in self.process.stderr:
-            if match := re.search(r"http://\S+/v1", line):
-                self.url = match[0]
-                break
-        assert self.url
+        self.url = next(match[0] for line in self.process.stderr if (match := re.search(r"http://\S+/v1", line)))
 
     def post(self, **fields):
-        body = {"model": "smollm2", "prompt": STORY, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
-        return httpx.post(f"{self.url}/completions", json=body, timeout=120)
+        body = {"model": "m", "prompt": STORY, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
+        return HTTP.post(f"{self.url}/completions", json=body)
 
     def wait_for_metric(self, pattern):
-        """Wait for a line of its metrics that begins so."""
-        deadline, root = time.monotonic() + 60, self.url.removesuffix("/v1")
-        while not re.search(f"^{pattern}", httpx.get(f"{root}/metrics").text, re.MULTILINE):
-            assert time.monotonic() < deadline, pattern
-            time.sleep(0.05)
+        """Wait until a line of the metrics begins with the pattern."""
+        url = f"{self.url.removesuffix('/v1')}/metrics"
+        wait_until(lambda: re.search(f"^{pattern}", HTTP.get(url).text, re.MULTILINE), 60)
 
     def stop(self, signal_number):
         self.process.send_signal(signal_number)
         code = self.process.wait(120)
+        self.log = self.process.stderr.read()
         self.process.stderr.close()
         return code
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_running_and_rejects_waiting():
-    server = ServerProcess("--max-requests", "2")
-    texts, codes = {}, {}
+    server = ServerProcess("random:tiny", "--max-running-requests", "2", "--kv-memory", "64MiB")
+    texts = {}
 
     def stream(i):
-        body = {"model": "smollm2", "prompt": f"{i} {STORY}", "max_tokens": 700, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=120) as said:
-            codes[i] = said.status_code
-            texts[i] = "".join(said.iter_text())
+        body = {"model": "m", "prompt": f"{i} times", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        with HTTP.stream("POST", f"{server.url}/completions", json=body) as response:
+            texts[i] = "".join(response.iter_text())
 
     threads = [threading.Thread(target=stream, args=(i,)) for i in range(4)]
-    for t, says in zip(threads, ("running 1.0", "running 2.0", "waiting 1.0", "waiting 2.0"), strict=True):
+    states = ("running 1.0", "running 2.0", "waiting 1.0", "waiting 2.0")
+    for t, state in zip(threads, states, strict=True):
         t.start()  # in this order
-        server.wait_for_metric(f"retain_num_requests_{says}")
+        server.wait_for_metric(f"retain_num_requests_{state}")
     assert server.stop(signal.SIGTERM) == 0
+    assert "draining: 2 requests running, 2 rejected" in server.log and "times" not in server.log
     for t in threads:
         t.join()
     for i in (0, 1):
         assert texts[i].rstrip().endswith("data: [DONE]") and texts[i].count("data: {") >= 500
     for i in (2, 3):
-        assert "going away" in texts[i] and "[DONE]" not in texts[i]
+        assert "shutting down" in texts[i] and "[DONE]" not in texts[i]
     with pytest.raises(httpx.ConnectError):
         server.post()
 
 
+@pytest.mark.slow
 def test_disk_tier_survives_sigkill(tmp_path):
-    tier = ("--tier", f"disk:path={tmp_path / 'store'},capacity=1GiB")
-    first = ServerProcess(*tier)
-    said = first.post().json()
-    assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    first.wait_for_metric(r'retain_tier_total{tier="disk",what="written"} [1-9]')
-    time.sleep(1)  # every span of it
-    first.stop(signal.SIGKILL)
-    again = ServerProcess(*tier)
-    told = again.post().json()
-    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
-    assert told["choices"][0]["text"] == said["choices"][0]["text"]
-    assert again.stop(signal.SIGINT) == 0
+    options = ("--kv-memory", "512MiB", "--tier", f"disk:path={tmp_path / 'store'},capacity=1GiB")
+    killed = ServerProcess("smollm2", *options)
+    first = killed.post().json()
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    killed.wait_for_metric(r'retain_tier_transferred_bytes_total{direction="written",tier="disk"} [1-9]')
+    time.sleep(1)  # until every span is written
+    killed.stop(signal.SIGKILL)
+    restarted = ServerProcess("smollm2", *options)
+    second = restarted.post().json()
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+    assert restarted.stop(signal.SIGINT) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--model", "nothing.gguf"), "nothing.gguf"),
-        (("--model", "smollm2", "--kv-policy", "lru"), "unknown KV policy"),
-        (("--model", "smollm2", "--api-keys", "/nowhere"), "nowhere"),
-        (("--model", "smollm2", "--drafter", "magic"), "unknown drafter"),
-        (("--model", "smollm2", "--body", "x"), "size"),
-    ],
-)
-def test_invalid_option_prints_one_line(options, expected):
-    done = subprocess.run([RETAIN, "serve", "--port", "0", *options], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and expected in done.stderr
-    assert "Traceback" not in done.stderr
+INVALID_OPTIONS = [
+    (("--model", "nothing.gguf"), "nothing.gguf"),
+    (("--model", "random:tiny", "--kv-policy", "lru"), "unknown KV policy"),
+    (("--model", "random:tiny", "--api-keys", "/nowhere"), "nowhere"),
+    (("--model", "random:tiny", "--allow-drafter", "magic"), "unknown drafter"),
+    (("--model", "random:tiny", "--max-body-size", "x"), "size"),
+]
 
 
-def test_port_in_use_prints_one_line():
-    import socket
+def run_main(*arguments):
+    """Run the command in this process, in a thread, because a server changes its thread's CPU affinity."""
 
+    def run():
+        try:
+            return main(["serve", *arguments])
+        except SystemExit as error:
+            return error.code
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(run).result(120)
+
+
+@pytest.mark.parametrize(("options", "expected"), INVALID_OPTIONS)
+def test_invalid_option_prints_one_line(options, expected, capsys):
+    assert run_main("--port", "0", "--log-level", "error", *options) == 2
+    stderr = capsys.readouterr().err
+    assert expected in stderr and len(stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_process_with_invalid_option_exits_with_one_line():
+    """The engine is loaded, and its thread runs, when the option is found to be invalid."""
+    options, expected = INVALID_OPTIONS[3]
+    done = subprocess.run([*RETAIN, "serve", "--port", "0", *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
+
+
+def test_port_in_use_prints_one_line(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        command = [RETAIN, "serve", "--model", "smollm2", "--port", str(taken.getsockname()[1])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "in use" in done.stderr and "Traceback" not in done.stderr
+        assert run_main("--model", "random:tiny", "--port", str(taken.getsockname()[1])) != 0
+    stderr = capsys.readouterr().err
+    assert "in use" in stderr and "Traceback" not in stderr

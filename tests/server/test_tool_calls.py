@@ -1,14 +1,14 @@
-"""Tool calls by OpenAI's client, from a model whose template knows tools: SmolLM2's weights with one that does."""
+"""Tool calls by OpenAI's client, from SmolLM2 with chat templates that support tools."""
 
 import json
 
 import openai
 import pytest
 
-from tests.server.conftest import ENGINE_OPTIONS, run_server
+from retain.processing.chat_template import ChatTemplate
 from tests.server.test_tool_parser import LLAMA
 
-TEMPLATE = """{%- if tools %}You may call: {% for t in tools %}{{ t | tojson }}{% endfor %}
+HERMES = """{%- if tools %}You may call: {% for t in tools %}{{ t | tojson }}{% endfor %}
 Write <tool_call>{"name": ..., "arguments": ...}</tool_call>.
 {% endif %}
 {%- for m in messages %}<|im_start|>{{ m.role }}
@@ -21,30 +21,37 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY_SCHEMA}},
     {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "maxProperties": 0}}},
 ]
-IGNORE_EOS = {"ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
 
 
-@pytest.fixture(scope="module", params=[TEMPLATE, LLAMA], ids=["hermes", "llama"])
-def client(request):
-    with run_server(engine=ENGINE_OPTIONS, template=request.param) as up:
-        yield openai.OpenAI(base_url=up.url, api_key="none", max_retries=0)
+@pytest.fixture(scope="module", params=[HERMES, LLAMA], ids=["hermes", "llama"])
+def client(request, server):
+    """A client of the shared server, whose model gets another chat template."""
+    service, tokenizer = server.service, server.service.llm.tokenizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "chat_template", request.param)
+        compiled = ChatTemplate(request.param, tokenizer.special_tokens_map)
+        patch.setitem(vars(tokenizer), "_compiled_template", compiled)
+        patch.setattr(service, "tool_format", service._detect_tool_format())
+        yield openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
 
 
 def build_request(**fields):
     return {"model": "smollm2", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 80, "temperature": 0, **fields}
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_tool_call_full_and_streamed(client, choice):
-    (said,) = client.chat.completions.create(**build_request(tool_choice=choice)).choices
-    (call,) = said.message.tool_calls
-    assert said.finish_reason == "tool_calls" and said.message.content is None
-    given = json.loads(call.function.arguments)
-    if choice != "required":
+@pytest.mark.slow
+@pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_tool_call_full_and_streamed(client, tool_choice):
+    request = build_request(tool_choice=tool_choice)
+    (choice,) = client.chat.completions.create(**request).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    arguments = json.loads(call.function.arguments)
+    if tool_choice != "required":
         assert call.function.name == "weather"
-    assert given == {} if call.function.name == "time" else given["city"] in ("Paris", "Rome")
-    chunks = [c.choices[0] for c in client.chat.completions.create(**build_request(tool_choice=choice), stream=True)]
+    assert arguments == {} if call.function.name == "time" else arguments["city"] in ("Paris", "Rome")
+    chunks = [c.choices[0] for c in client.chat.completions.create(**request, stream=True)]
     (part,) = [t for c in chunks for t in c.delta.tool_calls or ()]
     assert (part.index, part.type, part.function) == (0, "function", part.function)
     assert (part.function.name, part.function.arguments) == (call.function.name, call.function.arguments)
@@ -52,19 +59,18 @@ def test_tool_call_full_and_streamed(client, choice):
 
 
 def test_conversation_continues_after_tool_result(client):
-    """The call and its result come back, as the client's own objects."""
-    (said,) = client.chat.completions.create(**build_request(tool_choice="required")).choices
-    (call,) = said.message.tool_calls
-    talk = [*MESSAGES, said.message, {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 24 degrees."}]
-    after = client.chat.completions.create(
-        **build_request(messages=talk, tool_choice="none", max_tokens=8), extra_body=IGNORE_EOS
-    )
+    """The client sends the call back as its own object, with the tool's result."""
+    (choice,) = client.chat.completions.create(**build_request(tool_choice="required")).choices
+    (call,) = choice.message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 24 degrees."}
+    request = build_request(messages=[*MESSAGES, choice.message, result], tool_choice="none", max_tokens=8)
+    after = client.chat.completions.create(**request, extra_body={"ignore_eos": True})
     assert after.choices[0].message.tool_calls is None and after.choices[0].message.content
 
 
 def test_no_tool_calls_without_tools(client):
-    said = client.chat.completions.create(**build_request(tools=openai.NOT_GIVEN, max_tokens=4))
-    assert said.choices[0].message.tool_calls is None
+    response = client.chat.completions.create(**build_request(tools=openai.NOT_GIVEN, max_tokens=4))
+    assert response.choices[0].message.tool_calls is None
 
 
 def test_unknown_tool_choice_is_rejected(client):

@@ -1,13 +1,16 @@
-"""Tool calls: what is said and what is called, however an answer is cut into pieces; and a grammar that makes calls."""
+"""The tool parser finds calls however the output is cut into pieces, and grammars generate calls that it parses."""
 
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retain.models.resolve import resolve_model
 from retain.processing.chat_template import ChatTemplate
-from retain.processing.grammar import grammar_from_lark
+from retain.processing.grammar import GrammarCompiler, grammar_from_lark
+from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.tool_parser import ToolParser, detect_tool_format
 
 HERMES = """{%- if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>
@@ -29,6 +32,7 @@ MODEL_OUTPUTS = {
     '[{"name": "find", "arguments": {"q": "</b> é"}}, {"name": "now", "arguments": {}}]',
     "llama": '[{"name": "find", "parameters": {"q": "</b> é"}}, {"name": "now", "parameters": {}}]',
 }
+CONTENTS = {"hermes": "I look.  and ", "mistral": "I look. ", "llama": ""}
 FIND_TOOL = {
     "name": "find",
     "parameters": {
@@ -41,79 +45,67 @@ FIND_TOOL = {
 
 
 def parse_chunks(template_name, chunks):
-    ear, said, calls = ToolParser(detect_tool_format(TEMPLATES[template_name]), {"find", "now"}), "", []
-    for piece in chunks:
-        text, more = ear.feed(piece)
-        said, calls = said + text, calls + more
-    text, more = ear.close()
-    return said + text, [(c.name, json.loads(c.arguments)) for c in calls + more]
+    parser = ToolParser(detect_tool_format(TEMPLATES[template_name]), {"find", "now"})
+    content, calls = "", []
+    for text, more in [*map(parser.feed, chunks), parser.close()]:
+        content, calls = content + text, calls + more
+    return content, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("template_name", TEMPLATES)
 @given(st.data())
 def test_tool_calls_do_not_depend_on_chunking(template_name, data):
     text = MODEL_OUTPUTS[template_name]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    said, calls = parse_chunks(template_name, pieces)
-    assert calls == [("find", {"q": "</b> é"}), ("now", {})]
-    assert said == {"hermes": "I look.  and ", "mistral": "I look. ", "llama": ""}[template_name]
+    chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    content, calls = parse_chunks(template_name, chunks)
+    assert calls == [("find", {"q": "</b> é"}), ("now", {})] and content == CONTENTS[template_name]
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("template_name", TEMPLATES)
 @given(st.text(st.sampled_from('<tool_cal>/[TOL_CS]{}"name :,argumentsé\n'), max_size=60), st.integers(0, 60))
 def test_text_without_tool_calls_is_unchanged(template_name, text, cut):
-    """Nothing of an answer is lost, and it does not matter where it is cut."""
-    said, calls = parse_chunks(template_name, [text[:cut], text[cut:]])
-    assert (said, calls) == parse_chunks(template_name, [text])
+    content, calls = parse_chunks(template_name, [text[:cut], text[cut:]])
+    assert (content, calls) == parse_chunks(template_name, [text])
     if not calls:
-        assert said == text
+        assert content == text
 
 
 def test_template_without_tools_is_rejected():
     assert detect_tool_format("{{ messages[0].content }}") is None
-    with pytest.raises(ValueError, match="knows no tools"):
+    with pytest.raises(ValueError, match="tools"):
         ChatTemplate("{{ messages[0].content }}", {}).render([{"content": "x"}], True, [FIND_TOOL])
-    shown = ChatTemplate(HERMES, {}).render(
-        [{"role": "user", "content": "x"}], True, [{"type": "function", "function": FIND_TOOL}]
-    )
-    assert '"find"' in shown and ChatTemplate(HERMES, {}).can_use_tools
-
-
-@pytest.mark.parametrize("kind", TEMPLATES)
-def test_grammar_generates_one_tool_call(template_name, compiler):
-    """Drawn at random from what it allows: a call of one of the tools, as this way of writing reads it."""
-    import torch
-
-    form = compiler.form(
-        grammar_from_lark(detect_tool_format(TEMPLATES[template_name]).build_grammar([FIND_TOOL, {"name": "now"}]))
-    )
-    rng, ids = torch.Generator().manual_seed(3), []
-    for step in range(400):
-        logits = torch.randn(1, compiler.vocab, generator=rng)
-        for token, piece in CLOSING_TOKEN_WEIGHTS.items() if step > 20 else ():
-            logits[0, token] += 50 * piece
-        form.allow(logits, [])
-        ids.append(int(logits.argmax()))
-        if ids[-1] in compiler.tokenizer.stop_ids or form.push(ids[-1]):
-            break
-    text = compiler.tokenizer.decode(ids)
-    said, calls = parse_chunks(template_name, [text])
-    assert not said.strip() and len(calls) == 1 and calls[0][0] in ("find", "now")
-
-
-CLOSING_TOKEN_WEIGHTS: dict[int, float] = {}
+    messages, tools = [{"role": "user", "content": "x"}], [{"type": "function", "function": FIND_TOOL}]
+    assert '"find"' in ChatTemplate(HERMES, {}).render(messages, True, tools)
+    assert ChatTemplate(HERMES, {}).can_use_tools
 
 
 @pytest.fixture(scope="module")
 def compiler():
-    from retain.models.resolve import resolve_model
-    from retain.processing import Tokenizer
-    from retain.processing.grammar import GrammarCompiler
-
     tokenizer = Tokenizer.open(resolve_model("smollm2"))
-    for text in ('"', '"}', "}", "}}", "]", "</tool_call>", "<"):
-        for token in tokenizer.encode(text, add_special_tokens=False)[:1]:
-            CLOSING_TOKEN_WEIGHTS[token] = 1.0
-    found = GrammarCompiler(tokenizer, tokenizer.vocab_size)
-    return found
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def closing_tokens(compiler):
+    """First tokens of what closes a call. Random output is steered to them, or strings would never end."""
+    endings = ('"', '"}', "}", "}}", "]", "</tool_call>", "<")
+    return [compiler.tokenizer.encode(text, add_special_tokens=False)[0] for text in endings]
+
+
+@pytest.mark.parametrize("template_name", TEMPLATES)
+def test_grammar_generates_one_tool_call(template_name, compiler, closing_tokens):
+    """Random tokens that the grammar allows are a call of one of the tools, as the parser reads it."""
+    tool_format = detect_tool_format(TEMPLATES[template_name])
+    state = compiler.compile(grammar_from_lark(tool_format.build_grammar([FIND_TOOL, {"name": "now"}])))
+    generator, ids = torch.Generator().manual_seed(3), []
+    for step in range(400):
+        logits = torch.randn(1, compiler.vocab_size, generator=generator)
+        if step > 20:
+            logits[0, closing_tokens] += 50
+        state.mask_logits(logits, [])
+        ids.append(int(logits.argmax()))
+        if ids[-1] in compiler.tokenizer.stop_token_ids or state.accept_token(ids[-1]):
+            break
+    content, calls = parse_chunks(template_name, [compiler.tokenizer.decode(ids)])
+    assert not content.strip() and len(calls) == 1 and calls[0][0] in ("find", "now")

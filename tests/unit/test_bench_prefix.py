@@ -1,14 +1,16 @@
-"""First tokens where prompts begin alike: the same ones, and hits where there must be some."""
+"""The bench of shared prefixes: the same first tokens, and hits where there must be some."""
 
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from retain.cli import main
+from tests.helpers.cli import assert_one_line_error, run_cli
 
+pytestmark = pytest.mark.usefixtures("shared_engines")
 FILES = {
     "copa": [
         {
@@ -27,30 +29,31 @@ FILES = {
 }
 
 
-def test_every_workload_and_method_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("model", ["random:tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
+def test_every_workload_and_method_has_a_line(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, rows in FILES.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    asked = ["bench", "prefix", "--model", "smollm2", "--data", str(tmp_path), "--items", "3", "--shared", "150"]
-    assert main.main([*asked, "--json", "--out", str(tmp_path / "out")]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    sets, methods = ["copa", "document", "trace"], ["recompute", "memory", "ram", "ssd", "ssd-200", "important-200"]
-    assert [(x["workload"], x["method"]) for x in lines] == [(w, m) for w in sets for m in methods]
+    options = ("--data-dir", tmp_path, "--num-prompts", 3, "--shared-prefix-len", 150, "--json")
+    result = run_cli(capsys, "bench", "prefix", "--model", model, *options, "--output-dir", tmp_path / "out")
+    assert result.code == 0
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    methods = ["recompute", "memory", "ram", "ssd", "ssd-200", "selective-200"]
+    assert [(x["workload"], x["method"]) for x in lines] == list(product(("copa", "document", "trace"), methods))
     assert json.loads((tmp_path / "out" / "prefix.json").read_text()) == lines
     for x in lines:
-        assert (x["same"] == 1 or "important" in x["method"]) and x["requests"] in (3, 5)
-        assert x["hit"] > 0.35 if x["method"] == "memory" else x["method"] != "recompute" or x["hit"] == 0
+        assert (x["token_match_rate"] == 1 or "selective" in x["method"]) and x["requests"] in (3, 5)
+        hit_rate = x["prefix_hit_rate"]
+        assert hit_rate > 0.35 if x["method"] == "memory" else x["method"] != "recompute" or hit_rate == 0
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--workloads", "copa,chess"], "unknown workload 'chess'"),
-        (["--items", "0"], "at least 1"),
-        (["--prefix", "off"], "bench prefix says itself"),
-        (["--data", "/nowhere"], "no such file"),
+        (["--num-prompts", "0"], "at least 1"),
+        (["--prefix-cache", "off"], "bench prefix sets it itself"),
+        (["--data-dir", "/nowhere"], "no such file"),
     ],
 )
-def test_bad_input_gets_one_line(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["bench", "prefix", "--model", "smollm2", *options]) == 2
-    err = capsys.readouterr().err
-    assert says in err and err.count("\n") == 1
+def test_bad_input_gets_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_one_line_error(run_cli(capsys, "bench", "prefix", "--model", "random:tiny", *options), message)

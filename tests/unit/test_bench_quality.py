@@ -1,4 +1,4 @@
-"""What forgetting costs: a budget that holds everything costs nothing; files and pictures say what was measured."""
+"""The bench of quality: a budget that holds everything equals the full cache; files and plots hold the numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from retain import LLM, SamplingParams
 from retain.bench import budget, plots, quality, tasks
-from retain.cli import main
+from retain.bench.config import QualityBenchConfig
+from tests.helpers.cli import assert_one_line_error, run_cli
 
+pytestmark = pytest.mark.usefixtures("shared_engines")
 STORY = "The miller's son set out at dawn with a loaf and a lantern. He walked north, past the weir and the burnt oak. "
 
 
@@ -48,10 +50,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", tasks.task_names())
+SLOW_TASKS = ("fidelity", "perplexity", "recall")  # `choice` and `summarize` stand for them
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_TASKS)) for n in tasks.task_names()]
+)
 def test_budget_covering_everything_equals_full(llm: LLM, data: Path, name: str) -> None:
     chosen = ["h2o:budget=4096", "window:budget=40%"]
-    (results,) = quality.run(llm, quality.QualityBenchConfig([tasks.load_task(name)], data, 7, 300), chosen, None)
+    config = QualityBenchConfig(data_dir=data, num_prompts=7, max_prompt_len=300)
+    (results,) = quality.run(llm, config, [tasks.load_task(name)], chosen)
     assert len({len(rows) for rows in results.item_metrics.values()}) == 1
     for metric in results.metrics:
         same, full = results.paired_values(chosen[0], metric)
@@ -62,11 +70,14 @@ def test_budget_covering_everything_equals_full(llm: LLM, data: Path, name: str)
     assert all(policy in quality.format_table(results) for policy in ("full", *chosen))
 
 
+@pytest.mark.slow
 def test_json_and_plots_are_written(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    asked = ["bench", "quality", "--model", "smollm2", "--data", str(data), "--items", "2", "--out", str(out), "--json"]
-    assert main.main([*asked, "--policies", "window h2o ring:window=90", "--budgets", "50%,25%", "--kept"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    options = ("--data-dir", data, "--num-prompts", 2, "--output-dir", out, "--json", "--plot-kept")
+    policies = ("--policies", "window h2o ring:window=90", "--budgets", "50%,25%")
+    result = run_cli(capsys, "bench", "quality", "--model", "smollm2", *options, *policies)
+    assert result.code == 0
+    lines = [json.loads(line) for line in result.out.splitlines()]
     assert {line["policy"] for line in lines} == {
         "full",
         "ring:window=90",
@@ -76,8 +87,14 @@ def test_json_and_plots_are_written(data: Path, tmp_path: Path, capsys: pytest.C
     for line in lines:
         values = [row[line["metric"]] for row in rows[line["policy"]]]
         assert line["items"] == 2 and line["mean"] == pytest.approx(np.mean(values), abs=1e-4)
-        assert line["interval"][0] - 1e-4 <= line["less_full"] <= line["interval"][1] + 1e-4
-    pictures = {"fidelity-loss.png", "fidelity-kl.png", "fidelity-top1.png", "kept-layer.png", "kept-head.png"}
+        assert line["ci95"][0] - 1e-4 <= line["diff_from_full"] <= line["ci95"][1] + 1e-4
+    pictures = {
+        "fidelity-loss.png",
+        "fidelity-kl.png",
+        "fidelity-top1_agreement.png",
+        "kept-layer.png",
+        "kept-head.png",
+    }
     assert {p.name for p in out.glob("*.png")} == pictures
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in out.glob("*.png"))
 
@@ -89,17 +106,17 @@ def test_json_and_plots_are_written(data: Path, tmp_path: Path, capsys: pytest.C
         ["--policies", "lru"],
         ["--budgets", "x"],
         ["--budgets", "0%"],
-        ["--data", "/nowhere"],
-        ["--longest", "3"],
+        ["--data-dir", "/nowhere"],
+        ["--max-prompt-len", "3"],
         ["--kv-policy", "full"],
-        ["--items", "0"],
-        ["--tasks", "summarize", "--longest", "2"],
+        ["--num-prompts", "0"],
+        ["--tasks", "summarize", "--max-prompt-len", "2"],
+        ["--plot-kept"],
     ],
 )
 def test_bad_input_prints_one_line(data: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["bench", "quality", "--model", "smollm2", "--data", str(data), *options]
-    assert main.main(asked) == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("retain: ")
+    result = run_cli(capsys, "bench", "quality", "--model", "random:tiny", "--data-dir", data, *options)
+    assert result.code == 2 and result.err.strip().splitlines()[-1].startswith("retain: ")
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=40))
@@ -116,7 +133,7 @@ def test_bootstrap_interval_has_nominal_coverage() -> None:
 
 
 def test_percentage_budgets_become_absolute() -> None:
-    assert quality.expand_policies("h2o", "50") == ["h2o:budget=50"]
+    assert quality.expand_policies(["h2o"], ["50"]) == ["h2o:budget=50"]
     assert tasks.absolute_budget("h2o:budget=25%,recent=10", 4000) == "h2o:budget=1000,recent=10"
     assert (
         tasks.absolute_budget("full", 4000) == "full" and tasks.absolute_budget("h2o:budget=25%", 0) == "h2o:budget=25%"
@@ -144,12 +161,12 @@ def test_lm_eval_adapter_equals_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
 
     policy = "h2o:budget=20"
     harness = RetainLM(llm, policy, batch_size=2)
-    asked = [types.SimpleNamespace(args=(STORY, end)) for end in ("He slept.", "Soon it rained.", "Stop")]
+    requests = [types.SimpleNamespace(args=(STORY, end)) for end in ("He slept.", "Soon it rained.", "Stop")]
     greedy = SamplingParams(max_tokens=5, temperature=0)
     said = llm.generate(STORY.rstrip(), greedy, policy)[0].token_ids
-    asked.append(types.SimpleNamespace(args=(STORY.rstrip(), llm.tokenizer.decode(said))))
-    found = harness.loglikelihood(asked)
-    for (text, end), (total, _) in zip((r.args for r in asked), found, strict=True):
+    requests.append(types.SimpleNamespace(args=(STORY.rstrip(), llm.tokenizer.decode(said))))
+    found = harness.loglikelihood(requests)
+    for (text, end), (total, _) in zip((r.args for r in requests), found, strict=True):
         blank = text[len(text.rstrip()) :]
         ids = llm.tokenizer.encode(blank + end, add_special_tokens=False)
         assert total == pytest.approx(sum(llm.score([text.rstrip()], [ids], policy)[0]), abs=0.05)
@@ -161,36 +178,39 @@ def test_lm_eval_adapter_equals_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert text == llm.generate(STORY, greedy, policy)[0].text
 
 
-def test_malformed_records_are_reported(
-    llm: LLM, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_malformed_records_are_reported(llm: LLM, data: Path, tmp_path: Path) -> None:
+    def load_items(task: str, folder: Path, num_prompts: int) -> list[object]:
+        config = QualityBenchConfig(data_dir=folder, num_prompts=num_prompts, max_prompt_len=300)
+        return quality.load_items(llm, config, tasks.load_task(task))
+
     (tmp_path / "copa.jsonl").write_text("{}\n" * 9)
     with pytest.raises(ValueError, match=r"choice: a record in .* has no 'question'"):
-        quality.QualityBenchConfig([tasks.load_task("choice")], tmp_path, 3, 300).load_items(
-            llm, tasks.load_task("choice")
-        )
+        load_items("choice", tmp_path, 3)
     (tmp_path / "books.jsonl").write_text("{")
     with pytest.raises(ValueError):
-        quality.QualityBenchConfig([tasks.load_task("perplexity")], tmp_path, 3, 300).load_items(
-            llm, tasks.load_task("perplexity")
-        )
-    assert (
-        len(
-            quality.QualityBenchConfig([tasks.load_task("choice")], data, 10**4, 300).load_items(
-                llm, tasks.load_task("choice")
-            )
-        )
-        == 18
-    )
+        load_items("perplexity", tmp_path, 3)
+    assert len(load_items("choice", data, 10**4)) == 18
 
 
-def test_budget_benchmarks_run(llm: LLM) -> None:
+def test_budget_benchmarks_run(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["full", "h2o:budget=50%", "h2o:budget=90"]
     times = budget.time_side_by_side(llm, names, prompt_len=100, batch_size=2, num_steps=20)
-    assert [len(t) for t in times] == [20] * 3 and all(t > 0 for each in times for t in each)
+    assert [len(t) for t in times] == [20] * 3 and all(t > 0 for policy_times in times for t in policy_times)
     assert llm.cache.free_pages == llm.cache.total_pages
-    assert main.main(["bench", "budget", "--model", "smollm2", "--parts", "colour"]) == 2
-    assert main.main(["bench", "budget", "--model", "smollm2", "--kv-policy", "full"]) == 2
-    lines = list(budget.measure_throughput(llm, prompt_len=100, output_len=8, num_requests=5))
-    assert lines[0]["policy"] == "full" and all(line["tok_s"] > 0 for line in lines)
-    assert llm.cache.free_pages == llm.cache.total_pages
+    bench = ("bench", "budget", "--model", "random:tiny")
+    assert_one_line_error(run_cli(capsys, *bench, "--measurements", "colour"), "scoring, decode, throughput")
+    assert_one_line_error(run_cli(capsys, *bench, "--kv-policy", "full"), "--kv-policy is for bench speed")
+
+
+def test_budget_bench_prints_a_line_for_each_figure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(llm: LLM) -> list[dict[str, object]]:
+        return list(budget.measure_throughput(llm, prompt_len=100, output_len=8, num_requests=2))
+
+    monkeypatch.setitem(budget.MEASUREMENTS, "throughput", measure)
+    options = ("--model", "random:tiny", "--measurements", "throughput", "--json")
+    lines = [json.loads(line) for line in run_cli(capsys, "bench", "budget", *options).out.splitlines()]
+    assert [line["policy"] for line in lines] == list(budget.THROUGHPUT_POLICIES)
+    keys = "bench measurement policy tok_s speedup_over_full max_speedup decode_tok_s decode_speedup_over_full"
+    assert set(lines[0]) == {*keys.split(), "max_running", "full_requests_fit", "num_preemptions"}

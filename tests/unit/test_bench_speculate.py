@@ -1,15 +1,18 @@
-"""Drafters beside plain decoding: the same tokens, and figures that fit together."""
+"""The bench of drafters beside plain decoding: the same tokens, and figures that fit together."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from retain import LLM, SamplingParams
-from retain.cli import main
+from retain.config import Config
+from tests.helpers.cli import assert_one_line_error, run_cli
 
+pytestmark = pytest.mark.usefixtures("shared_engines")
 STORY = "The miller's son set out at dawn with a loaf and a lantern. He walked north, past the weir and the burnt oak. "
 
 
@@ -30,73 +33,79 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("model", "workloads"),
+    [
+        ("random:tiny", "humaneval,books,summaries"),  # those that need no chat template
+        pytest.param("smollm2", "humaneval,editing,books,summaries,qa,conversation", marks=pytest.mark.slow),
+    ],
+)
 def test_every_workload_and_drafter_has_a_line_equal_to_plain(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, workloads: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["ngram:k=1,min=1", "ngram:k=3,min=1", "self:k=2,budget=64,weights=int4"]
-    workloads = "humaneval,editing,books,summaries,qa,conversation"
-    asked = ["bench", "speculate", "--model", "smollm2", "--data", str(data), "--workloads", workloads, "--items", "2"]
-    asked += ["--batch", "2", "--new", "24", "--contexts", "60,600", "--drafters", " ".join(names), "--json"]
-    assert main.main([*asked, "--out", str(tmp_path)]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    sets = ["humaneval", "editing", "books-60", "books-600", "summaries", "qa", "conversation"]
+    options = ("--data-dir", data, "--workloads", workloads, "--num-prompts", 2, "--output-dir", tmp_path, "--json")
+    sizes = ("--batch-size", 2, "--output-len", 24, "--context-lens", "60,600", "--drafters", " ".join(names))
+    result = run_cli(capsys, "bench", "speculate", "--model", model, *options, *sizes)
+    assert result.code == 0
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    sets = workloads.replace("books", "books-60,books-600").split(",")
     assert [(x["workload"], x["drafter"]) for x in lines] == [(w, n) for w in sets for n in names]
     assert json.loads((tmp_path / "speculate.json").read_text()) == lines
     for x in lines:
-        assert x["same"]
+        assert x["tokens_equal"]
         if "self" in x["drafter"]:
-            assert x["tokens_per_round"] == pytest.approx(1 + x["accepted"] * x["drafted_per_round"], abs=0.02)
-            assert x["accepted"] > 0.5 and x["theory"] > 0
+            expected_length = 1 + x["acceptance_rate"] * x["mean_draft_len"]
+            assert x["mean_acceptance_length"] == pytest.approx(expected_length, abs=0.02)
+            assert (x["acceptance_rate"] > 0.5 or model == "random:tiny") and x["expected_speedup"] > 0
     assert {p.name for p in tmp_path.glob("*.png")} == {"speculate-k.png", "speculate-context.png"}
 
 
-def test_output_has_speculation_stats(capsys: pytest.CaptureFixture[str]) -> None:
-    llm = LLM("smollm2", speculate="ngram:k=4,min=1")
+def test_output_has_speculation_stats(load_shared_llm: Callable[[Config], LLM]) -> None:
+    llm = load_shared_llm(Config("smollm2", speculate="ngram:k=4,min=1"))
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    answer = llm.generate(STORY, params)[0]
-    told = answer.speculate
-    assert told and told["rounds"] and told["drafted"] >= told["accepted"] > 0
-    assert told["tokens_per_round"] == pytest.approx(1 + told["accepted"] / told["rounds"], abs=1e-3)
-    assert answer.token_ids == LLM("smollm2").generate(STORY, params)[0].token_ids
-    text = "".join(piece.text for piece in llm.stream(STORY, params))
-    assert text == answer.text
+    output = llm.generate(STORY, params)[0]
+    stats = output.speculate
+    assert stats and stats["rounds"] and stats["drafted"] >= stats["accepted"] > 0
+    assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["accepted"] / stats["rounds"], abs=1e-3)
+    assert output.token_ids == load_shared_llm(Config("smollm2")).generate(STORY, params)[0].token_ids
+    text = "".join(chunk.text for chunk in llm.stream(STORY, params))
+    assert text == output.text
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("target", "option", "message"),
     [
-        ("guess", "unknown drafter 'guess': choose one of draft, ngram, self"),
-        ("ngram:k=0", "k is auto or a number"),
-        ("ngram:min=3,max=2", "min and max"),
-        ("self:budget=0", "budget"),
-        ("draft", "which model="),
-        ("draft:model=gemma3", "another vocabulary"),
-        ("draft:weights=int5", "weights 'int5'"),
-        ("ngram:n=3", "has no option 'n'"),
+        ("random:tiny", "guess", "unknown drafter 'guess': choose one of draft, ngram, self"),
+        ("random:tiny", "ngram:k=0", "k is auto or a number"),
+        ("random:tiny", "ngram:min=3,max=2", "min must be at least 1 and at most max"),
+        ("random:tiny", "self:budget=0", "budget"),
+        ("random:tiny", "draft", "which model="),
+        ("smollm2", "draft:model=random:tiny", "another vocabulary"),
+        pytest.param("smollm2", "draft:model=gemma3", "another vocabulary", marks=pytest.mark.slow),
+        ("random:tiny", "draft:weights=int5", "weights 'int5'"),
+        ("random:tiny", "ngram:n=3", "has no option 'n'"),
     ],
 )
-def test_bad_drafter_specs_print_one_line(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["run", "Hello", "--model", "smollm2", "--speculate", option]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and said in error
+def test_bad_drafter_specs_print_one_line(
+    target: str, option: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_one_line_error(run_cli(capsys, "run", "Hello", "--model", target, "--speculate", option), message)
 
 
 @pytest.mark.parametrize("name", ["budget", "quality"])
 def test_benches_without_drafting_reject_speculate(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["bench", name, "--model", "smollm2", "--speculate", "ngram"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "--speculate is for bench speed" in error
+    result = run_cli(capsys, "bench", name, "--model", "random:tiny", "--speculate", "ngram")
+    assert_one_line_error(result, "--speculate is for bench speed")
 
 
 def test_bench_speculate_rejects_bad_options(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["bench", "speculate", "--model", "smollm2", "--data", str(data)]
-    for more, said in (
+    for options, message in (
         (["--speculate", "ngram"], "--drafters"),
         (["--workloads", "poems"], "unknown workload 'poems'"),
-        (["--contexts", "many"], "--contexts are numbers"),
-        (["--items", "0"], "at least 1"),
+        (["--context-lens", "many"], "'many' is not a list of numbers"),
+        (["--num-prompts", "0"], "at least 1"),
         (["--drafters", "x"], "unknown drafter"),
     ):
-        assert main.main([*asked, *more]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and said in error
+        result = run_cli(capsys, "bench", "speculate", "--model", "random:tiny", "--data-dir", data, *options)
+        assert_one_line_error(result, message)

@@ -15,7 +15,7 @@ from tests.helpers.stored_spans import expected_blocks, key_of, make_span, open_
 PAGE = 4096  # bytes; a cached block takes whole ones
 
 
-@pytest.mark.parametrize("evict", ["lru", "lfu", "worth"])
+@pytest.mark.parametrize("evict", ["lru", "lfu", "importance"])
 def test_reads_through_the_cache_give_the_same_bytes(evict: str, tmp_path: Path) -> None:
     """Any run of blocks, with any pattern of cached ones."""
     rng, store, cache = random.Random(0), open_disk_store(tmp_path), BlockCache(20 * PAGE, evict)
@@ -38,7 +38,7 @@ def test_reads_through_the_cache_give_the_same_bytes(evict: str, tmp_path: Path)
 
 
 def test_cached_blocks_are_not_read_again(tmp_path: Path) -> None:
-    store, cache = open_disk_store(tmp_path), BlockCache(10**6, "worth")
+    store, cache = open_disk_store(tmp_path), BlockCache(10**6, "importance")
     store.put(*make_span(range(4)))
     store.sync()
     span = store.find(key_of(0))[0]
@@ -50,8 +50,8 @@ def test_cached_blocks_are_not_read_again(tmp_path: Path) -> None:
     store.close()
 
 
-def test_worth_is_uses_times_share_of_attention() -> None:
-    cache = BlockCache(3 * PAGE, "worth")
+def test_importance_is_uses_times_share_of_attention() -> None:
+    cache = BlockCache(3 * PAGE, "importance")
     block = np.zeros(PAGE, np.uint8)
 
     def cached(*keys: bytes) -> list[bytes]:
@@ -59,7 +59,7 @@ def test_worth_is_uses_times_share_of_attention() -> None:
 
     for key, hits, share in ((b"a", 5, 1.0), (b"b", 1, 4.0), (b"c", 2, 1.0)):
         cache.put(key, block, hits, share)
-    cache.put(b"d", block, 1, 1.0)  # worth less than all of them
+    cache.put(b"d", block, 1, 1.0)  # less important than all of them
     assert cached(b"a", b"b", b"c", b"d") == [b"a", b"b", b"c"]
     cache.put(b"e", block, 3, 1.0)
     assert cached(b"a", b"b", b"c", b"e") == [b"a", b"b", b"e"]

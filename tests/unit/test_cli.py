@@ -1,29 +1,29 @@
 """The command line, as a person or a script meets it: answers, JSON, streams, and one clear line for bad input."""
 
+import dataclasses
 import io
 import json
+import os
 import subprocess
 import sys
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from retain.cli.main import main
+from retain import SamplingParams
+from retain.bench.config import SpeculateBenchConfig
+from retain.cli.args import build_parser, given_args
+from retain.config import Config
 from retain.kv.offload.sqlite_index import StoreIndex
 from retain.models.resolve import resolve_model
-
-
-def run_cli(capsys, *argv):
-    """Exit code, standard output, standard error."""
-    try:
-        code = main([str(a) for a in argv])
-    except SystemExit as stop:
-        code = stop.code
-    out, err = capsys.readouterr()
-    return code, out, err
-
+from retain.server.config import Limits, ServerConfig
+from tests.helpers.cli import assert_one_line_error, run_cli
 
 RUN_ARGS = ("run", "--model", "smollm2", "--temperature", "0", "--max-tokens", "12")
+FLOAT32_ARGS = ("--dtype", "float32", "--kv-memory", "256MiB", "--max-running-requests", "8")  # shared with test_llm.py
+TINY_RUN_ARGS = ("run", "--model", "random:tiny", "--kv-memory", "16MiB", "--temperature", "0", "--max-tokens", "3")
+pytestmark = pytest.mark.usefixtures("shared_engines")
 
 
 def test_run_streams_text_and_prints_stats(capsys):
@@ -32,19 +32,28 @@ def test_run_streams_text_and_prints_stats(capsys):
     assert "tokens/s" in err and "KV" in err and len(err.strip().splitlines()) == 1
 
 
-def test_run_json_has_documented_keys(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("model", "num_layers", "kv_heads", "head_dim"),
+    [("random:tiny", 2, 2, 16), pytest.param("smollm2", 30, 3, 64, marks=pytest.mark.slow)],
+)
+def test_run_json_has_documented_keys(model, num_layers, kv_heads, head_dim, capsys, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("The capital of France is")
-    code, out, err = run_cli(capsys, *RUN_ARGS, "-f", file, "--dtype", "float32", "--json", "--logprobs", "2")
+    options = (*RUN_ARGS[3:], "--ignore-eos", *FLOAT32_ARGS, "--json", "--logprobs", "2")
+    code, out, err = run_cli(capsys, "run", "--model", model, "-f", file, *options)
     answer = json.loads(out)
     assert code == 0 and not err
     assert set(answer) == {"text", "token_ids", "finish_reason", "usage", "timings", "kv", "logprobs"}
-    usage = {"prompt_tokens": 5, "completion_tokens": len(answer["token_ids"]), "total_tokens": 17}
+    num_prompt = 5 if model == "smollm2" else len(file.read_bytes())
+    assert len(answer["token_ids"]) == 12 and answer["finish_reason"] == "length"
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": 12, "total_tokens": num_prompt + 12}
     assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert set(answer["timings"]) == {"load_s", "ttft_s", "decode_tok_s"}
     (group,) = answer["kv"]["groups"]
-    assert group["layers"] == list(range(30)) and group["policy"] == "full"
-    assert group["slots_peak"] == 64 and group["bytes_peak"] == group["bytes_if_full"] == 90 * 64 * (2 * 64 * 4 + 8)
+    assert group["layers"] == list(range(num_layers)) and group["policy"] == "full"
+    bytes_per_slot = 2 * head_dim * 4 + 8
+    assert group["slots_peak"] == 64
+    assert group["bytes_peak"] == group["bytes_if_full"] == num_layers * kv_heads * 64 * bytes_per_slot
     assert all(len(p["top"]) == 2 and p["top"][0][0] == p["token"] for p in answer["logprobs"])
 
 
@@ -56,12 +65,34 @@ def test_chat_applies_chat_template(capsys, monkeypatch):
     assert code == 0 and len(err.strip().splitlines()) == 2
 
 
-def test_stdin_prompt_and_closed_pipe():
-    command = [sys.executable, "-m", "retain.cli.main", *RUN_ARGS, "-"]
-    whole = subprocess.run(command, input=b"Count: 1, 2, 3,", capture_output=True, check=True).stdout
-    assert b"4, 5" in whole
-    closed = subprocess.run(f"echo Count: 1, 2 | {' '.join(command)} | head -c 1", shell=True, capture_output=True)
-    assert b"Traceback" not in closed.stderr
+def test_prompt_is_read_from_standard_input(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Count: 1, 2, 3,")))
+    assert "4, 5" in run_cli(capsys, *RUN_ARGS, "-").out
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_run_exits_in_silence_when_the_pipe_closes(options, capsys, monkeypatch):
+    """As `retain run ... | head -1` ends: while it streams, or when its buffered output is written at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        code, _, err = run_cli(capsys, *TINY_RUN_ARGS, *options, "hello")
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize("redirect", [False, True], ids=["stdout", "stdout and stderr"])
+def test_interpreter_exits_in_silence_when_the_pipe_is_closed(redirect):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "retain.cli", "--help"],
+        stdout=writer,
+        stderr=writer if redirect else subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )
+    os.close(writer)
+    assert done.returncode == 0 and not done.stderr
 
 
 def bad_inputs(tmp_path):
@@ -94,20 +125,21 @@ def bad_inputs(tmp_path):
     yield (*RUN_ARGS, "--kv-policy", "keyformer:budget=lots", hello), "percentage"
     yield (*RUN_ARGS, "--kv-policy", "keyformer:budget=25%,noise=white", hello), "gumbel"
     yield (*RUN_ARGS, "--kv-policy", "ring:windw=3", hello), "window"
-    yield (*RUN_ARGS, "--prefix", "sometimes", hello), "exact"
-    yield (*RUN_ARGS, "--prefix", "exact:keep=none", hello), "prompt"
-    yield (*RUN_ARGS, "--prefix", "important", hello), "--tier disk"
-    yield (*RUN_ARGS, "--prefix", "important:ratio=2", hello), "ratio"
-    yield (*RUN_ARGS, "--prefix", "off", "--tier", "ram:capacity=1GB", hello), "off"
-    yield (*RUN_ARGS, "--tier", "tape:capacity=1GB", hello), "disk, ram"
-    yield (*RUN_ARGS, "--tier", "ram:capacity=lots", hello), "512MiB"
-    yield (*RUN_ARGS, "--tier", "ram:capacity=1GB", "--tier", "ram:capacity=2GB", hello), "twice"
-    yield (*RUN_ARGS, "--tier", f"disk:path={tmp_path / 'latin.txt'},capacity=1GB", hello), "latin.txt"
-    yield (*RUN_ARGS, "--tier", "ram:capacity=1GB,evict=worth", hello), "important"
+    yield (*TINY_RUN_ARGS, "--prefix-cache", "sometimes", hello), "exact"
+    yield (*TINY_RUN_ARGS, "--prefix-cache", "exact:keep=none", hello), "prompt"
+    yield (*TINY_RUN_ARGS, "--prefix-cache", "selective", hello), "--tier disk"
+    yield (*TINY_RUN_ARGS, "--prefix-cache", "selective:ratio=2", hello), "ratio"
+    yield (*TINY_RUN_ARGS, "--prefix-cache", "off", "--tier", "ram:capacity=1GB", hello), "off"
+    yield (*TINY_RUN_ARGS, "--tier", "tape:capacity=1GB", hello), "disk, ram"
+    yield (*TINY_RUN_ARGS, "--tier", "ram:capacity=lots", hello), "512MiB"
+    yield (*TINY_RUN_ARGS, "--tier", "ram:capacity=1GB", "--tier", "ram:capacity=2GB", hello), "twice"
+    yield (*TINY_RUN_ARGS, "--tier", f"disk:path={tmp_path / 'latin.txt'},capacity=1GB", hello), "latin.txt"
+    yield (*TINY_RUN_ARGS, "--tier", "ram:capacity=1GB,evict=importance", hello), "selective"
     yield ("cache", "ls", tmp_path), "no store"
     yield ("cache", "sell", tmp_path), "ls"
     yield (*RUN_ARGS, "--kv-memory", "lots", hello), "512MiB"
-    yield (*RUN_ARGS, "--kv-memory", "64KiB", hello), "kv_memory"
+    yield (*TINY_RUN_ARGS, "--kv-memory", "1KiB", hello), "kv_memory"
+    yield (*RUN_ARGS, "--max-running-requests", "0", hello), "at least 1"
     yield (*RUN_ARGS, "--dtype", "float8", hello), "bfloat16"
     yield (*RUN_ARGS, "--weights", "int3", hello), "auto, bf16, int8 or int4"
     yield (*RUN_ARGS, "--weights", "int8", "--dtype", "float32", hello), "float32 everywhere"
@@ -122,7 +154,9 @@ def bad_inputs(tmp_path):
     yield (*RUN_ARGS, ""), "empty"
     yield RUN_ARGS, "prompt"
     yield ("run", hello), "--model"
+    yield (*RUN_ARGS, "--log-level", "loud", hello), "warning"
     yield ("bench", "speed", "--model", "smollm2", "--workloads", "short-9"), "short-1"
+    yield ("bench", "serve"), "--model"
     yield ("serve",), "--model"
     yield ("chat", "--url", "nowhere"), "http"
     yield ("chat", "--url", "http://127.0.0.1:1/v1"), "refused"
@@ -130,56 +164,89 @@ def bad_inputs(tmp_path):
 
 
 def test_bad_input_prints_one_line_and_exits_2(capsys, tmp_path):
-    for argv, word in bad_inputs(tmp_path):
-        code, out, err = run_cli(capsys, *argv)
-        assert (code, out) == (2, ""), argv
-        assert len(err.strip().splitlines()) == 1 and word in err and "Traceback" not in err, (argv, err)
+    for args, word in bad_inputs(tmp_path):
+        assert_one_line_error(run_cli(capsys, *args), word)
 
 
-def test_bench_speed_prints_json_lines(capsys, monkeypatch):
-    from retain.bench import speed
+def test_chat_with_a_server_names_the_missing_package(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "retain.cli.http_client", raising=False)
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    assert_one_line_error(run_cli(capsys, "chat", "--url", "http://127.0.0.1:1/v1"), "pip install 'retain[client]'")
 
-    monkeypatch.setattr(speed, "WORKLOADS", (speed.Workload("short-1", 20, 3, 2),))
-    code, out, _ = run_cli(capsys, "bench", "speed", "--model", "smollm2", "--workloads", "short-1", "--json")
-    row = json.loads(out)
-    keys = {
-        "engine",
-        "workload",
-        "prompt",
-        "new",
-        "batch",
-        "prefill_s",
-        "prefill_tok_s",
-        "decode_tok_s",
-        "decode_step_ms",
-        "read_mb",
-        "bandwidth",
-        "note",
+
+def test_options_become_fields_of_their_types_and_absent_ones_stay_absent():
+    """The namespace holds given options only, so the dataclasses alone hold the defaults."""
+    words = "--kv-policy ring:window=9 --tier ram:capacity=1GB --tier disk:path=x,capacity=1GB --kv-memory 2MiB"
+    words += " --max-running-requests 3 --temperature 0.5 --seed 7 --stop a --stop b --ignore-eos --logprobs 2"
+    args = build_parser().parse_args(["run", *words.split(), "hello"])
+    assert given_args(args, Config) == {
+        "kv_policy": "ring:window=9",
+        "tier": ("ram:capacity=1GB", "disk:path=x,capacity=1GB"),
+        "kv_memory": 2 * 2**20,
+        "max_running_requests": 3,
     }
-    assert code == 0 and set(row) == keys and row["decode_tok_s"] > 0
+    sampling = {"temperature": 0.5, "seed": 7, "stop": ("a", "b"), "ignore_eos": True, "logprobs": 2}
+    assert given_args(args, SamplingParams) == sampling
+    args = build_parser().parse_args(["serve", "--max-body-size", "1MiB", "--allow-drafter", "x", "--inspect"])
+    assert given_args(args, Limits) == {"max_body_size": 2**20}
+    assert given_args(args, ServerConfig) == {"api_keys": None, "allowed_drafters": ("x",), "enable_inspector": True}
+    args = build_parser().parse_args(["bench", "speculate", "--context-lens", "60, 600", "--drafters", "ngram self"])
+    assert given_args(args, SpeculateBenchConfig) == {"context_lens": (60, 600), "drafters": ("ngram", "self")}
+
+
+def test_help_of_every_command_names_every_option_of_the_engine(capsys):
+    benches = ("speed", "budget", "quality", "speculate", "prefix")
+    for command in (("run",), ("chat",), ("serve",), *(("bench", b) for b in benches)):
+        code, out, _ = run_cli(capsys, *command, "--help")
+        assert code == 0
+        assert all("--" + f.name.replace("_", "-") in out for f in dataclasses.fields(Config)), command
+
+
+def test_log_level_chooses_what_is_logged_and_prompts_never_are(capsys):
+    quiet = run_cli(capsys, *TINY_RUN_ARGS, "SECRET")
+    loud = run_cli(capsys, *TINY_RUN_ARGS, "--log-level", "debug", "SECRET")
+    assert quiet.code == loud.code == 0 and len(quiet.err.splitlines()) == 1
+    assert "SECRET" not in loud.err
+
+
+def test_log_goes_to_standard_error_from_its_level_on(capsys, monkeypatch):
+    import logging
+
+    from retain.cli import cache
+
+    def log(args):
+        for level in ("debug", "info", "warning", "error"):
+            getattr(logging.getLogger("retain.kv"), level)("a %s", level)
+        return 0
+
+    monkeypatch.setattr(cache, "cache", log)
+    for level, expected in (("debug", 4), ("info", 3), ("warning", 2), ("error", 1)):
+        code, out, err = run_cli(capsys, "cache", "ls", ".", "--log-level", level)
+        assert (code, out) == (0, "") and len(err.splitlines()) == expected
+    assert len(run_cli(capsys, "cache", "ls", ".").err.splitlines()) == 2  # warning is the default
+    assert build_parser().parse_args(["serve"]).log_level == "info"
+    assert not logging.getLogger("retain").handlers  # the command leaves nothing behind
 
 
 def test_cache_ls_verify_and_clear(capsys, tmp_path):
     file, store = tmp_path / "prompt.txt", tmp_path / "store"
     file.write_text("The capital of France is Paris. " * 30)
-    asked = (*RUN_ARGS, "-f", file, "--json", "--tier", f"disk:path={store},capacity=1GB")
-    answers = [json.loads(run_cli(capsys, *asked)[1]) for _ in range(2)]
+    command = (*TINY_RUN_ARGS, "-f", file, "--json", "--tier", f"disk:path={store},capacity=1GB")
+    answers = [json.loads(run_cli(capsys, *command).out) for _ in range(2)]
     cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
     assert cached[0] == 0 and cached[1] >= 192 and answers[0]["token_ids"] == answers[1]["token_ids"]
-    lines = [json.loads(x) for x in run_cli(capsys, "cache", "ls", store, "--json")[1].splitlines()]
+    lines = [json.loads(x) for x in run_cli(capsys, "cache", "ls", store, "--json").out.splitlines()]
     assert sum(x["pages"] for x in lines) * 64 >= cached[1] and all(x["kind"] == "text" for x in lines)
     code, out, _ = run_cli(capsys, "cache", "ls", store)
     assert code == 0 and "pages 0-" in out and "MiB" in out.splitlines()[-1]
-    assert "all whole" in run_cli(capsys, "cache", "verify", store)[1]
+    assert "all intact" in run_cli(capsys, "cache", "verify", store).out
     damaged = store / f"{lines[0]['span']}.kv"
     damaged.write_bytes(damaged.read_bytes()[:-4096] + bytes(4096))
     code, out, _ = run_cli(capsys, "cache", "verify", store)
     assert code == 1 and "1 were damaged" in out
-    code, _, err = run_cli(capsys, *asked, "--speculate", "draft:model=gemma3")
-    assert code == 2 and "vocabulary" in err
-    other = StoreIndex(store)  # an engine that could not be holds nothing
-    code, out, err = run_cli(capsys, *asked)
-    assert code == 2 and "in use" in err and len(err.strip().splitlines()) == 1
+    assert_one_line_error(run_cli(capsys, *command, "--speculate", "draft:model=smollm2"), "vocabulary")
+    other = StoreIndex(store)  # the engine that failed holds no lock
+    assert_one_line_error(run_cli(capsys, *command), "in use")
     other.close()
-    assert run_cli(capsys, "cache", "clear", store)[0] == 0
-    assert run_cli(capsys, "cache", "ls", store)[1].startswith("0 spans")
+    assert run_cli(capsys, "cache", "clear", store).code == 0
+    assert run_cli(capsys, "cache", "ls", store).out.startswith("0 spans")

@@ -258,8 +258,8 @@ def test_a_store_that_writes_too_slowly_warns_once(
         ("ram", "needs capacity"),
         ("disk:path=x", "needs capacity"),
         ("ram:capacity=lots", "not a size"),
-        ("ram:capacity=1GB,evict=fifo", "evict is lru, lfu or worth"),
-        ("disk:path=x,capacity=1GB,evict=worth", "evict is lru or lfu"),
+        ("ram:capacity=1GB,evict=fifo", "evict is lru, lfu or importance"),
+        ("disk:path=x,capacity=1GB,evict=importance", "evict is lru or lfu"),
         ("ram:capacity=1GB,path=x", "no option 'path'"),
     ],
 )

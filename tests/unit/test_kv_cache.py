@@ -243,3 +243,10 @@ def test_bad_policies_are_refused_in_one_line(text):
     with pytest.raises(ValueError) as error:
         policies.parse(text)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("alias", "name"), policies.ALIASES.items())
+def test_an_alias_names_the_same_policy(alias, name):
+    """`streaming_llm` and `kvzip` are what the papers call `sinks` and `reread`."""
+    assert policies.parse(f"{alias}:budget=8") == policies.parse(f"{name}:budget=8")
+    assert policies.to_spec(policies.parse(f"{alias}:budget=8")) == f"{name}:budget=8"

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from retain import LLM, SamplingParams
+from retain.config import Config
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 
 @pytest.fixture(scope="module")
-def llm():
-    return LLM("smollm2", dtype="float32", kv_memory="256MiB", max_running_requests=8)
+def llm(load_shared_llm):
+    return load_shared_llm(Config("smollm2", dtype="float32", kv_memory=2**28, max_running_requests=8))
 
 
 def is_idle(llm):
@@ -32,7 +33,7 @@ def test_stream_equals_generate_and_can_be_closed(llm):
     pieces = list(llm.stream("Once upon a time", GREEDY))
     (whole,) = llm.generate("Once upon a time", GREEDY)
     assert "".join(p.text for p in pieces) == whole.text and len(pieces) > 10
-    assert pieces[-1].answer.token_ids == whole.token_ids and all(p.answer is None for p in pieces[:-1])
+    assert pieces[-1].output.token_ids == whole.token_ids and all(p.output is None for p in pieces[:-1])
     stream = llm.stream("Once upon a time", GREEDY)
     next(stream)
     assert not is_idle(llm)
@@ -69,7 +70,11 @@ def test_invalid_prompt_rejects_batch_and_leaks_no_pages(llm):
 def test_ignore_eos_and_chat_stop_token(llm):
     ids = llm.tokenizer.encode_chat([{"role": "user", "content": "Say yes."}])
     (chat,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0))
-    assert chat.finish_reason == "stop" and chat.token_ids[-1] in llm.tokenizer.stop_ids and "<|im_end|>" not in chat.text
+    assert (
+        chat.finish_reason == "stop"
+        and chat.token_ids[-1] in llm.tokenizer.stop_token_ids
+        and "<|im_end|>" not in chat.text
+    )
     (longer,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
     assert len(longer.token_ids) == 100 and longer.token_ids[: len(chat.token_ids)] == chat.token_ids
 
@@ -79,7 +84,7 @@ def test_ignore_eos_and_chat_stop_token(llm):
     [
         {"page_size": 8},
         {"dtype": "int4"},
-        {"context": 10**6},
+        {"max_model_len": 10**6},
         {"max_batched_tokens": 8},
         {"kv_memory": "x"},
         {"colour": 1},
@@ -128,18 +133,18 @@ def test_per_query_head_policy_needs_per_query_head_masses(llm):
 
 def test_protected_system_prompt_is_never_evicted(llm):
     said = [{"role": "system", "content": "Answer like a pirate."}, {"role": "user", "content": "Count. " * 60}]
-    ids, system = llm.tokenizer.encode_chat(said), llm.tokenizer.system_tokens(said)
-    assert "pirate" in "".join(llm.tokenizer.piece(i).decode() for i in ids[:system])
-    assert llm.tokenizer.system_tokens(said[1:]) == 0
+    ids, system = llm.tokenizer.encode_chat(said), llm.tokenizer.count_system_tokens(said)
+    assert "pirate" in "".join(llm.tokenizer.token_bytes(i).decode() for i in ids[:system])
+    assert llm.tokenizer.count_system_tokens(said[1:]) == 0
     policy = "window:budget=40,protect=system"
-    kept = llm.kept(ids, policy, system)
+    kept = llm.kept_positions(ids, policy, system)
     n = len(ids)
     assert kept[7][1] == [*range(system), *range(n - 40 + system, n)]
-    assert llm.kept(ids, policy)[7][1] == list(range(n - 40, n))
+    assert llm.kept_positions(ids, policy)[7][1] == list(range(n - 40, n))
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
-    (a,), (b,) = (llm.generate([ids], params, policy, system=s) for s in (system, 0))
+    (a,), (b,) = (llm.generate([ids], params, policy, num_system_tokens=s) for s in (system, 0))
     assert a.token_ids != b.token_ids and is_idle(llm)
-    assert list(llm.stream(ids, params, policy, system))[-1].answer.token_ids == a.token_ids
+    assert list(llm.stream(ids, params, policy, system))[-1].output.token_ids == a.token_ids
 
 
 def test_prefix_cache_hits_only_within_a_salt(llm):
@@ -150,7 +155,7 @@ def test_prefix_cache_hits_only_within_a_salt(llm):
     assert turn.cached_tokens == len(ids) + len(first.token_ids) - 1  # the last token was never computed
     (other,) = llm.generate(ids, GREEDY, salt="somebody else")
     assert other.cached_tokens == 0 and other.token_ids == first.token_ids and is_idle(llm)
-    streamed = list(llm.stream(ids, GREEDY, salt="somebody else"))[-1].answer
+    streamed = list(llm.stream(ids, GREEDY, salt="somebody else"))[-1].output
     assert streamed.cached_tokens == len(ids) - 1
 
 
@@ -170,4 +175,4 @@ def test_pinned_prompt_is_not_evicted():
 
 def test_pin_needs_prefix_cache():
     with pytest.raises(ValueError, match="off"):
-        LLM("smollm2", kv_memory="64MiB", prefix="off").pin("Hello", 1.0)
+        LLM("smollm2", kv_memory="64MiB", prefix_cache="off").pin("Hello", 1.0)

@@ -18,7 +18,7 @@ def make_span(key: bytes, num_pages: int = 1, hits: int = 1, start_page: int = 0
     return Span((key,), (num_pages,), PAGE, start_page, hits=hits, last_used_at=used_at)
 
 
-def index_of(*spans: Span, capacity: int = 3 * PAGE, replacement: str = "worth") -> SpanIndex:
+def index_of(*spans: Span, capacity: int = 3 * PAGE, replacement: str = "importance") -> SpanIndex:
     index = SpanIndex(capacity, replacement)
     for span in spans:
         index.add(span)
@@ -26,21 +26,21 @@ def index_of(*spans: Span, capacity: int = 3 * PAGE, replacement: str = "worth")
 
 
 def test_a_span_that_is_refused_evicts_nothing() -> None:
-    """The cheapest span alone does not free enough, and the next one is worth more than the new span."""
+    """The cheapest span alone does not free enough, and the next one is more important than the new span."""
     kept = [make_span(b"a", hits=5), make_span(b"b", hits=1), make_span(b"c", hits=5)]
     index = index_of(*kept)
     new = make_span(b"d", num_pages=2, hits=3)
     assert index.make_room(new.size, index.priority(new)) is None
     assert list(index) == kept and index.used_bytes == 3 * PAGE
     assert all(index.find(key) for key in (b"a", b"b", b"c"))
-    # The index still works: the same victims are found once the new span is worth more than both.
+    # The index still works: the same victims are found once the new span is more important than both.
     better = make_span(b"d", num_pages=2, hits=6)
     assert index.make_room(better.size, index.priority(better)) == [kept[1], kept[0]]
     assert list(index) == [kept[2]] and index.used_bytes == PAGE
 
 
 def test_a_block_that_is_refused_evicts_nothing_and_counts_nothing() -> None:
-    cache = BlockCache(3 * PAGE, "worth")
+    cache = BlockCache(3 * PAGE, "importance")
     block = np.zeros(PAGE, np.uint8)
     for key, hits in ((b"a", 5), (b"b", 1), (b"c", 5)):
         cache.put(key, block, hits, 1.0)
@@ -54,7 +54,7 @@ def test_a_span_larger_than_the_capacity_evicts_nothing() -> None:
     assert index.make_room(4 * PAGE) is None and len(index.spans) == 2
 
 
-@pytest.mark.parametrize("replacement", ["lru", "lfu", "worth"])
+@pytest.mark.parametrize("replacement", ["lru", "lfu", "importance"])
 def test_victims_are_the_spans_of_lowest_priority(replacement: str) -> None:
     """Against a sort, with priorities that grow while spans are in the index."""
     rng = random.Random(0)
@@ -69,7 +69,7 @@ def test_victims_are_the_spans_of_lowest_priority(replacement: str) -> None:
         for span in sorted(index, key=index.priority):
             if free >= new.size:
                 break
-            if replacement == "worth" and index.priority(span)[0] > index.priority(new)[0]:
+            if replacement == "importance" and index.priority(span)[0] > index.priority(new)[0]:
                 expected = None
                 break
             expected.append(span)

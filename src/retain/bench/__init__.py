@@ -1,1 +1,1 @@
-"""What `retain bench` runs. Benchmarks measure; they assert nothing."""
+"""Benches of `retain bench`, one file each. They measure and assert nothing. Does not depend on: the command line."""

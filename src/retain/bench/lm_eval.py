@@ -1,9 +1,7 @@
-"""An engine with a policy as a model of the lm-eval harness (`pip install lm-eval`, which is not among our extras).
+"""An engine with a KV policy as a model of the lm-eval harness (`pip install lm-eval`; no extra includes it).
 
-    from lm_eval import simple_evaluate
-    simple_evaluate(model=Harness(LLM("smollm2"), "h2o:budget=50%"), tasks=["piqa"])
-
-What is not known here: tasks.
+from lm_eval import simple_evaluate
+simple_evaluate(model=RetainLM(LLM("smollm2"), "h2o:budget=50%"), tasks=["piqa"])
 """
 
 from __future__ import annotations
@@ -17,18 +15,18 @@ from retain.sampling_params import SamplingParams
 
 
 class RetainLM(LM):  # type: ignore[misc]
-    """Every request runs under the one policy; `batch` of them together."""
+    """A model of lm-eval that runs every request under one policy, `batch_size` of them together."""
 
     def __init__(self, llm: LLM, kv_policy: str | None = None, batch_size: int = 32):
         super().__init__()
         self.llm, self.kv_policy, self.batch_size = llm, kv_policy, batch_size
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): log-probability, and whether greedy decoding would have given it."""
+        """Return the log-probability of each (context, continuation), and whether greedy decoding would give it."""
         return self._score_pairs([self._encode_pair(*r.args) for r in requests])
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-        """Log-probabilities of whole texts, from their first token on; of a long one, its beginning."""
+        """Return the log-probabilities of whole texts; a text longer than the context counts up to there."""
         pairs = [self._encode_pair("", *r.args) for r in requests]
         return [
             found
@@ -36,7 +34,7 @@ class RetainLM(LM):  # type: ignore[misc]
         ]
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """Texts, up to the strings that the task names."""
+        """Return generated texts, each up to the stop strings of its task."""
         found: list[str] = []
         for start in range(0, len(requests), self.batch_size):
             group = [r.args for r in requests[start : start + self.batch_size]]
@@ -52,12 +50,12 @@ class RetainLM(LM):  # type: ignore[misc]
         return found
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids; the blanks between go with the continuation, as tokenizers want it."""
+        """Return prompt and continuation as ids. Blanks between them belong to the continuation, as in lm-eval."""
         stripped = context.rstrip()
         tokenizer = self.llm.tokenizer
-        nothing = tokenizer.encode("") or [min(tokenizer.stop_token_ids)]  # what a text begins behind
-        prompt = self.llm.encode(stripped) if stripped else nothing
-        answer = self.llm.tokenizer.encode(context[len(stripped) :] + continuation, add_special_tokens=False)
+        empty_prompt = tokenizer.encode("") or [min(tokenizer.stop_token_ids)]
+        prompt = self.llm.encode(stripped) if stripped else empty_prompt
+        answer = tokenizer.encode(context[len(stripped) :] + continuation, add_special_tokens=False)
         return prompt[len(answer) - self.llm.max_model_len :], answer
 
     def _score_pairs(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:

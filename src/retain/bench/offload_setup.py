@@ -1,7 +1,4 @@
-"""What is below the pool in `retain bench prefix`: one method, its tiers, and how everything goes to sleep.
-
-What is not known here: workloads, figures.
-"""
+"""The tiers of a method of `retain bench prefix`, under an engine's pool."""
 
 from __future__ import annotations
 
@@ -12,8 +9,11 @@ from retain.kv.offload.loader import LayerLoader
 from retain.kv.offload.selective.loader import SelectiveLoader
 from retain.kv.offload.tiers import parse
 from retain.kv.offload.tiers.disk import DiskStore
-from retain.kv.prefix.cache import Ints, PrefixCache, PrefixConfig, SelectiveConfig
+from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
+from retain.kv.prefix.null_cache import NullPrefixCache
 from retain.llm import LLM
+from retain.types import Ints
 
 DISK_TIER, SLOW_DISK_TIER = "disk:path={store},capacity=20GB", "disk:path={store},capacity=20GB,read=200MB"
 METHODS = {
@@ -22,91 +22,88 @@ METHODS = {
     "ram": "ram:capacity=4GiB",
     "ssd": DISK_TIER,
     "h2o": DISK_TIER,
-    "important": DISK_TIER,
+    "selective": DISK_TIER,
     "ssd-200": SLOW_DISK_TIER,
     "h2o-200": SLOW_DISK_TIER,
-    "important-200": SLOW_DISK_TIER,
-    "important-lru": "ram:capacity={hot} " + SLOW_DISK_TIER,
-    "important-lfu": "ram:capacity={hot},evict=lfu " + SLOW_DISK_TIER,
-    "important-worth": "ram:capacity={hot},evict=worth " + SLOW_DISK_TIER,
+    "selective-200": SLOW_DISK_TIER,
+    "selective-lru": "ram:capacity={hot} " + SLOW_DISK_TIER,
+    "selective-lfu": "ram:capacity={hot},evict=lfu " + SLOW_DISK_TIER,
+    "selective-importance": "ram:capacity={hot},evict=importance " + SLOW_DISK_TIER,
     "lru": "ram:capacity=256MiB " + DISK_TIER,
     "lfu": "ram:capacity=256MiB,evict=lfu " + DISK_TIER,
 }
 
 
 class AllKeysLoader(SelectiveLoader):
-    """As H2O loads in the paper's comparison: all keys, to find what is important, and then the values of that; spans
-    stay in the order of their text. (As many bytes are read, of whole rows, and in one go: kind to it.)
+    """Loads as H2O does in IMPRESS's comparison: all keys, to find the important tokens, then the values of those.
+
+    Spans stay in the order of their text. The bytes are read as whole rows at once, which favours this method.
     """
 
     @property
     def is_selective(self) -> bool:
-        """See Selective."""
+        """See SelectiveLoader."""
         return True
 
     def _prefetch(self, m: int) -> Ints:
         for p in self.ranges:
-            n = round(
-                (1 - self.probe_config.ratio) / 2 * p.span.num_blocks[m]
-            )  # the keys of chosen rows come with their values
+            n = round((1 - self.probe_config.ratio) / 2 * p.span.num_blocks[m])  # selected blocks bring their keys
             self._count_bytes(p.store, self.readers[p.span].read_blocks(m, 0, n).size)
         return np.zeros(0, np.int32)
 
     def finish(self) -> bool:
-        """See Selective; nothing is remembered."""
+        """Return whether everything was loaded; unlike SelectiveLoader, record no attention for repacking."""
         return LayerLoader.finish(self)
 
 
 class OffloadSetup:
-    """The tiers of a method under an engine's pool. `store`: a folder for them."""
+    """The tiers of a method under an engine's pool. `store_dir` is a folder for them."""
 
     def __init__(
         self, llm: LLM, prefix_cache: PrefixCache, method: str, ratio: float, store_dir: str, ram_capacity: str
     ):
         self.llm, self.prefix_cache, self.method, self.ratio = llm, prefix_cache, method, ratio
         self.tier_specs = METHODS[method].format(store=store_dir, hot=ram_capacity)
-        self.bytes_before_restart = 0  # bytes that were read before the last restart
+        self.bytes_before_restart = 0
         prefix_cache.tree.clear()
-        llm.cache.prefix_cache = None if method == "recompute" else prefix_cache
+        if method == "recompute":
+            llm.cache.prefix_cache = NullPrefixCache(llm.cache.pool.num_pages)
         self._attach_tiers()
 
     def _attach_tiers(self) -> None:
         if self.tier_specs:
-            chooses = self.method.startswith(("important", "h2o"))
-            reused = SelectiveConfig(ratio=self.ratio) if chooses else PrefixConfig()
+            selects = self.method.startswith(("selective", "h2o"))
+            config = SelectiveConfig(ratio=self.ratio) if selects else PrefixConfig()
             tiers = [parse(t) for t in self.tier_specs.split()]
-            self.prefix_cache.set_offloader(
-                factory.open_offload_tiers(reused, tiers, self.llm.cache, self.llm.spec, b"bench")
-            )
-            self.prefix_cache.selective_loader_class = (
-                AllKeysLoader if self.method.startswith("h2o") else SelectiveLoader
-            )
+            offloader = factory.open_offload_tiers(config, tiers, self.llm.cache, self.llm.spec, b"bench")
+            loader = AllKeysLoader if self.method.startswith("h2o") else SelectiveLoader
+            self.prefix_cache.set_offloader(offloader, loader)
 
     def restart(self) -> None:
-        """As far as a disk is concerned."""
+        """Open the tiers anew, if one of them is a disk."""
         if "disk" in self.tier_specs:
             self.bytes_before_restart = self.bytes_read
             self.prefix_cache.close_offloader()
             self._attach_tiers()
 
     def offload_all(self) -> None:
-        """What is in the pool goes to sleep, where there is something below it."""
+        """Offload every page of the pool, if there is a tier."""
         if self.tier_specs:
             self.prefix_cache.tree.evict(self.prefix_cache.tree.num_evictable_pages)
 
     def wait_for_writes(self) -> None:
-        """Wait until what goes on in the background is done."""
+        """Wait until background writes are done."""
         if self.prefix_cache.offloader:
             self.prefix_cache.offloader.sync()
 
     @property
     def bytes_read(self) -> int:
-        """Bytes, from disks, so far."""
+        """Bytes read from disks."""
         stores = self.prefix_cache.offloader.stores if self.prefix_cache.offloader else ()
         return self.bytes_before_restart + sum(s.counts["read"] for s in stores if isinstance(s, DiskStore))
 
     def close(self) -> None:
-        """The engine is as it was."""
-        self.llm.cache.prefix_cache, self.prefix_cache.selective_loader_class = self.prefix_cache, SelectiveLoader
+        """Restore the engine."""
+        self.llm.cache.prefix_cache = self.prefix_cache
         self.prefix_cache.close_offloader()
         self.prefix_cache.tree.clear()

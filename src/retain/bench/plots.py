@@ -1,4 +1,4 @@
-"""Pictures, as PNG: quality against budget, and which tokens stay. What is not known here: how they were measured."""
+"""Plots as PNG: quality against budget, kept positions, speed-ups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from retain.kv.eviction.budget import BudgetPolicy
 
 
 def import_pyplot() -> Any:
-    """matplotlib without a screen. Raises ValueError where it is missing."""
+    """Return matplotlib.pyplot, set up to draw without a screen. Raises ValueError where it is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -27,7 +27,7 @@ def import_pyplot() -> Any:
 
 
 def plot_metrics(results: QualityResults, out: Path) -> list[Path]:
-    """One picture for each metric: a line for each policy over its budgets, with the interval of its distance."""
+    """Plot each metric over the budgets, a line for each policy, with the interval of its difference from full."""
     plt, made = import_pyplot(), []
     for metric in results.metrics:
         whole, _ = results.paired_values(FULL, metric)
@@ -59,9 +59,9 @@ def plot_metrics(results: QualityResults, out: Path) -> list[Path]:
 def plot_kept_positions(
     kept_positions: dict[str, list[list[list[int]]]], num_prompt_tokens: int, out: Path
 ) -> list[Path]:
-    """stays[policy][layer][head] = positions that are kept of a prompt of so many tokens: two pictures.
+    """Plot the positions that each policy keeps of a prompt, given as [policy][layer][head]; two files.
 
-    Layer by position (how many of the layer's heads keep it), and for the layer in the middle head by position.
+    Layer by position (the share of the layer's heads that keep it), and head by position for the middle layer.
     """
     plt, made = import_pyplot(), []
     for title in ("layer", "head"):
@@ -90,15 +90,15 @@ def plot_kept_positions(
 
 
 def plot_speedups(results: Sequence[dict[str, Any]], out: Path) -> list[Path]:
-    """Times as fast as plain: against k, a line for each drafter and workload; against context, for each drafter."""
+    """Plot speed-ups over k, a line for each drafter and workload, and over the context, a line for each drafter."""
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {"k": {}, "context": {}}
     for line in results:
         name, k = re.sub(r"[:,]k=\d+", "", line["drafter"]), re.search(r"[:,]k=(\d+)", line["drafter"])
         if k:
-            curves["k"].setdefault(f"{name}, {line['workload']}", []).append((int(k[1]), line["times_plain"]))
+            curves["k"].setdefault(f"{name}, {line['workload']}", []).append((int(k[1]), line["speedup"]))
         if line["workload"].startswith("books-"):
             context = int(line["workload"].partition("-")[2])
-            curves["context"].setdefault(line["drafter"], []).append((context, line["times_plain"]))
+            curves["context"].setdefault(line["drafter"], []).append((context, line["speedup"]))
     plt, made = import_pyplot(), []
     for axis, found in curves.items():
         several = {name: sorted(points) for name, points in found.items() if len(points) > 1}
@@ -108,7 +108,7 @@ def plot_speedups(results: Sequence[dict[str, Any]], out: Path) -> list[Path]:
         for i, (name, points) in enumerate(several.items()):
             axes.plot(*zip(*points, strict=True), label=name, marker="osD^v<>pPX*h"[i % 12], markersize=4)
         axes.axhline(1, color="black", linestyle="--", linewidth=1, label="plain")
-        axes.set(xlabel=axis if axis == "k" else "tokens of context", ylabel="times as fast as plain decoding")
+        axes.set(xlabel=axis if axis == "k" else "tokens of context", ylabel="speed-up over plain decoding")
         axes.legend(fontsize=7)
         made.append(out / f"speculate-{axis}.png")
         figure.savefig(made[-1], dpi=120)

@@ -1,31 +1,42 @@
-"""`retain bench speed`: prefill and decoding speed on fixed pseudo-random prompts, beside what memory allows.
+"""`retain bench speed`: prefill and decoding speed on fixed pseudo-random prompts, beside the bandwidth of the memory.
 
-A workload is (prompt tokens, new tokens, batch). Decoding is greedy and ignores the end of text. Prefill is the time
-of a run with one new token; decoding is the time of a run with N + 1 new tokens less that. Each is the better of two
-runs before they are subtracted: the difference of one pair may be anything where prefill is most of both. A decoding
-step must read all weights once, and the keys and values of every request: `read_mb`; `bandwidth` is the share of the
-machine's measured read bandwidth that this comes to.
+A workload is (prompt tokens, output tokens, batch size). Decoding is greedy and ignores the end of text. Every figure
+is the median of three repeats.
+
+Prefill is the time of a run with one output token. Decoding is timed step by step, over the steps in which the whole
+batch decodes and nothing else happens, until they have given each request its output tokens. The peers' scripts cannot
+see an engine's steps: there decoding is the time of a run with N + 1 output tokens less that of a run with one. The
+two differ where requests of a batch decode beside the prefill of others, which the difference counts as decoding, and
+where prefill takes most of both runs: its noise then exceeds the difference (docs/benchmarks/speed.md).
+
+A decode step must read all weights once, and the keys and values of every request: `read_mb`. `bandwidth` is the share
+of the machine's measured read bandwidth that this comes to.
 """
 
 from __future__ import annotations
 
 import json
-import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 
 import retain
+from retain.bench.decode_timer import DecodeTimer
+from retain.bench.requests import greedy_request, random_prompts
+from retain.engine.request import Request
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.llm import LLM
-from retain.sampling_params import SamplingParams
+
+REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`batch` prompts of `prompt` tokens, `new` tokens each."""
+    """`batch_size` prompts of `prompt_len` tokens, with `output_len` output tokens each."""
 
     name: str
     prompt_len: int
@@ -43,20 +54,19 @@ WORKLOADS = (
 )
 
 
-def select_workloads(names: str | None) -> list[Workload]:
-    """The workloads of these names, all where none is named. Raises ValueError."""
+def select_workloads(names: Sequence[str]) -> list[Workload]:
+    """Return the workloads of these names, all of them without names. Raises ValueError."""
     known = {w.name: w for w in WORKLOADS}
-    wanted = [n.strip() for n in names.split(",")] if names else list(known)
-    for name in wanted:
+    for name in names:
         if name not in known:
             raise ValueError(f"unknown workload {name!r}: choose from {', '.join(known)}")
-    return [known[n] for n in wanted]
+    return [known[n] for n in names or known]
 
 
-def run(llm: LLM, workloads: list[Workload], as_json: bool) -> None:
+def run(llm: LLM, workloads: Sequence[Workload], as_json: bool) -> None:
     """Print a line for each workload as soon as it is measured."""
     bandwidth = measure_read_bandwidth(llm.device)
-    time_batch(llm, Workload("warm-up", 128, 8, 1), seed=0, output_len=8)
+    time_prefill(llm, Workload("warm-up", 128, 8, 1), seed=0, output_len=8)
     if not as_json:
         print(
             f"{'workload':10} {'prompt':>7} {'new':>5} {'batch':>5} {'prefill tok/s':>14} "
@@ -76,8 +86,9 @@ def run(llm: LLM, workloads: list[Workload], as_json: bool) -> None:
 
 
 def measure_read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a device reads from its memory, with all of its threads: the best of five sums over 512 MiB
-    (on a GPU 4 GiB).
+    """Return the bytes per second that a device reads from its memory, with all of its threads.
+
+    The best of five sums over 512 MiB (on a GPU 4 GiB).
     """
     x = torch.ones(2**30 if device.type == "cuda" else 2**27, device=device)
     times = []
@@ -89,24 +100,22 @@ def measure_read_bandwidth(device: torch.device) -> float:
 
 
 def decode_step_bytes(llm: LLM, workload: Workload) -> int:
-    """What the step in the middle of decoding must read: weights, and the slots that are seen."""
-    spec, length, policy = (
-        llm.spec,
-        workload.prompt_len + workload.output_len // 2,
-        llm.policy.resolve(workload.prompt_len),
-    )
-    most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # where everything is seen
-    seen = sum(min(length, most, window) for window in llm.cache.windows(policy).tolist())
-    return (
-        llm.weight_bytes + workload.batch_size * seen * spec.num_kv_heads * llm.cache.page_bytes // llm.config.page_size
-    )
+    """Return the bytes that the step in the middle of decoding must read: weights, and visible slots."""
+    spec, policy = llm.spec, llm.policy.resolve(workload.prompt_len)
+    length = workload.prompt_len + workload.output_len // 2
+    most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # of layers without a window
+    visible = sum(min(length, most, window) for window in llm.cache.planner.windows(policy).tolist())
+    slots = workload.batch_size * visible * spec.num_kv_heads
+    return llm.weight_bytes + slots * llm.cache.store.page_bytes // llm.config.page_size
 
 
-def measure_workload(llm: LLM, workload: Workload, bandwidth: float) -> dict[str, Any]:
-    """One workload."""
-    total = min(time_batch(llm, workload, seed, workload.output_len + 1) for seed in (11, 21))
-    prefill = min(time_batch(llm, workload, seed, 1) for seed in (10, 20))
-    decode = max(total - prefill, 1e-9)
+def measure_workload(
+    llm: LLM, workload: Workload, bandwidth: float, clock: Callable[[], float] = perf_counter
+) -> dict[str, Any]:
+    """Return the line of one workload."""
+    prefill_s = median(time_prefill(llm, workload, seed, clock=clock) for seed in range(10, 10 + 10 * REPEATS, 10))
+    tok_s = median(decode_speed(llm, workload, seed, clock) for seed in range(11, 11 + 10 * REPEATS, 10))
+    step_s = workload.batch_size / tok_s
     read = decode_step_bytes(llm, workload)
     return {
         "engine": f"retain {retain.__version__}",
@@ -114,22 +123,50 @@ def measure_workload(llm: LLM, workload: Workload, bandwidth: float) -> dict[str
         "prompt": workload.prompt_len,
         "new": workload.output_len,
         "batch": workload.batch_size,
-        "prefill_s": round(prefill, 3),
-        "prefill_tok_s": round(workload.prompt_len * workload.batch_size / prefill, 1),
-        "decode_tok_s": round(workload.output_len * workload.batch_size / decode, 1),
-        "decode_step_ms": round(1e3 * decode / workload.output_len, 2),
+        "prefill_s": round(prefill_s, 3),
+        "prefill_tok_s": round(workload.prompt_len * workload.batch_size / prefill_s, 1),
+        "decode_tok_s": round(tok_s, 1),
+        "decode_step_ms": round(1e3 * step_s, 2),
         "read_mb": round(read / 1e6, 1),
-        "bandwidth": round(read / (decode / workload.output_len) / bandwidth, 3),
+        "bandwidth": round(read / step_s / bandwidth, 3),
         "note": f"{llm.device.type}, {llm.config.dtype}, weights {llm.config.weights}, kv {llm.config.kv_policy}",
     }
 
 
-def time_batch(llm: LLM, workload: Workload, seed: int, output_len: int) -> float:
-    """Wall time of one batch to its end."""
-    rng, top = random.Random(seed), min(40000, llm.spec.vocab_size)
-    prompts = [
-        [rng.randrange(min(100, top - 1), top) for _ in range(workload.prompt_len)] for _ in range(workload.batch_size)
-    ]
-    started = perf_counter()
-    llm.generate(prompts, SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True))
-    return perf_counter() - started
+def time_prefill(
+    llm: LLM, workload: Workload, seed: int, output_len: int = 1, clock: Callable[[], float] = perf_counter
+) -> float:
+    """Return the seconds of a run of the batch with one output token each."""
+    requests = _make_requests(llm, workload, seed, output_len)
+    started = clock()
+    llm.engine.add(*requests)
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
+    return clock() - started
+
+
+def decode_speed(llm: LLM, workload: Workload, seed: int, clock: Callable[[], float] = perf_counter) -> float:
+    """Return the tokens per second of the steps in which the whole batch decodes and nothing else happens.
+
+    Raises ValueError where there is no such step.
+    """
+    # Requests whose prompt is computed early decode beside the prefill of the others: those tokens do not count.
+    prefill_steps = workload.batch_size * (workload.prompt_len // llm.config.max_batched_tokens + 2)
+    output_len = workload.output_len + 1 + (prefill_steps if workload.batch_size > 1 else 0)
+    requests = _make_requests(llm, workload, seed, min(output_len, llm.max_output_tokens(workload.prompt_len)))
+    timer = DecodeTimer(llm.engine, min_batch=workload.batch_size, clock=clock)
+    llm.engine.add(*requests)
+    try:
+        while llm.engine.has_unfinished_requests and timer.num_tokens < workload.output_len * workload.batch_size:
+            timer.step()
+    finally:
+        for request in requests:
+            llm.engine.cancel(request)
+    if not timer.num_tokens:
+        raise ValueError(f"{workload.name}: the whole batch never decodes together: raise --kv-memory")
+    return timer.tokens_per_s
+
+
+def _make_requests(llm: LLM, workload: Workload, seed: int, output_len: int) -> list[Request]:
+    prompts = random_prompts(llm.spec.vocab_size, workload.prompt_len, workload.batch_size, seed)
+    return [greedy_request(prompt, llm.policy, output_len) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""`python -m retain.cli`."""
+"""Run `retain` as `python -m retain.cli`."""
 
 import sys
 

@@ -1,8 +1,9 @@
-"""`retain cache ls | verify | clear`: what people ask of a store on a disk. What is not known here: models, texts."""
+"""`retain cache ls | verify | clear`: look after the store of a disk tier."""
 
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from time import time
@@ -12,32 +13,42 @@ from retain.kv.offload.sqlite_index import list_spans
 from retain.kv.offload.tiers.disk import DiskStore, Tier
 
 AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+UNLIMITED = 2**62  # bytes
 
 
-def ls(path: Path, as_json: bool) -> int:
-    """A line for each span, the last used first; also while an engine uses the store."""
-    lines = list(_iter_records(path))
-    for line in lines:
-        print(json.dumps(line) if as_json else _format_record(line))
+def cache(args: Namespace) -> int:
+    """List, verify or clear a store."""
+    path = Path(args.path)
+    if args.action == "ls":
+        return list_store(path, args.json)
+    return verify_store(path) if args.action == "verify" else clear_store(path)
+
+
+def list_store(path: Path, as_json: bool) -> int:
+    """Print a line for each span, the last used first; also while an engine uses the store."""
+    records = list(_iter_records(path))
+    for record in records:
+        print(json.dumps(record) if as_json else _format_record(record))
     if not as_json:
-        size = sum(line["bytes"] for line in lines)
-        print(f"{len(lines)} spans, {size / 2**20:.1f} MiB, wanted {sum(line['hits'] - 1 for line in lines)} times")
+        size, hits = sum(r["bytes"] for r in records), sum(r["hits"] for r in records)
+        print(f"{len(records)} spans, {size / 2**20:.1f} MiB, hit {hits - len(records)} times")
     return 0
 
 
-def verify(path: Path) -> int:
-    """Read everything. What is damaged is removed, and the exit code is 1."""
+def verify_store(path: Path) -> int:
+    """Read every span and remove the damaged ones. The exit code is 1 where there were any."""
     store = _open_store(path)
-    spans, size = len(store.span_index.spans), store.span_index.used_bytes
+    num_spans, size = len(store.span_index.spans), store.span_index.used_bytes
     store.verify()
-    bad = store.counts["damaged"]
+    damaged = store.counts["damaged"]
     store.close()
-    print(f"{spans} spans, {size / 2**20:.1f} MiB: " + (f"{bad} were damaged, and are removed" if bad else "all whole"))
-    return 1 if bad else 0
+    result = f"{damaged} were damaged, and are removed" if damaged else "all intact"
+    print(f"{num_spans} spans, {size / 2**20:.1f} MiB: {result}")
+    return 1 if damaged else 0
 
 
-def clear(path: Path) -> int:
-    """Remove everything."""
+def clear_store(path: Path) -> int:
+    """Remove every span. Raises OSError where a file cannot be removed."""
     store = _open_store(path)
     print(f"removed {len(store.span_index.spans)} spans, {store.span_index.used_bytes / 2**20:.1f} MiB")
     store.clear()
@@ -49,7 +60,7 @@ def clear(path: Path) -> int:
 
 def _open_store(path: Path) -> DiskStore:
     _check_store_exists(path)
-    return Tier(str(path), capacity=2**62).open()
+    return Tier(str(path), capacity=UNLIMITED).open()
 
 
 def _check_store_exists(path: Path) -> None:
@@ -69,17 +80,17 @@ def _iter_records(path: Path) -> Iterator[dict[str, Any]]:
             "bytes": span.size,
             "hits": span.hits,
             "age_s": round(now - span.created_at, 1),
-            "unused_s": round(now - span.last_used_at, 1),
+            "idle_s": round(now - span.last_used_at, 1),
         }
 
 
 def _format_record(record: dict[str, Any]) -> str:
     begin, end = record["first_page"], record["first_page"] + record["pages"]
     pages = f"pages {begin}-{end - 1}" if record["kind"] == "text" else f"windows at {begin}"
-    ages = f"made {_format_age(record['age_s'])}, used {_format_age(record['unused_s'])}"
+    ages = f"made {_format_age(record['age_s'])}, used {_format_age(record['idle_s'])}"
     return f"{record['span']:>6}  {pages:<18} {record['bytes'] / 2**20:8.1f} MiB  {record['hits']:>5} hits  {ages}"
 
 
 def _format_age(seconds: float) -> str:
-    unit, n = next((u for u in AGE_UNITS if seconds >= u[1]), AGE_UNITS[-1])
-    return f"{seconds / n:.0f} {unit} ago"
+    unit, unit_seconds = next((u for u in AGE_UNITS if seconds >= u[1]), AGE_UNITS[-1])
+    return f"{seconds / unit_seconds:.0f} {unit} ago"

@@ -1,42 +1,40 @@
-"""A conversation with a server, as `retain chat --url` has it. Any OpenAI-compatible one will do.
-
-What is not known here: terminals, engines.
-"""
+"""A client of an OpenAI-compatible server, as `retain chat --url` needs it."""
 
 from __future__ import annotations
 
 import json
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from http.client import HTTPException
+from contextlib import contextmanager
 from typing import Any
+
+import httpx
+
+CONNECT_TIMEOUT_S = 30.0
 
 
 class Client:
-    """Of the server at `url`, such as http://127.0.0.1:8000/v1; the key is $OPENAI_API_KEY, where there is one."""
+    """A client of the server at `url`, such as http://127.0.0.1:8000/v1. Errors are ValueErrors of one line."""
 
-    def __init__(self, url: str, model: str | None = None):
-        """Without a name the first model that is served. Raises ValueError where nothing answers."""
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None):
+        """Connect; without a model's name the first served model is used. Raises ValueError where nothing answers."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is no address: it begins with http:// or https://")
         self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)  # an answer may take as long as it takes
+        self._http = httpx.Client(headers=headers, timeout=timeout, follow_redirects=True)
         self.model = model or self._first_model()
 
-    def _first_model(self) -> str:
-        with self._send_request("/models", None) as said:
-            try:
-                return str(json.load(said)["data"][0]["id"])
-            except (ValueError, LookupError, TypeError):
-                raise ValueError(f"{self.url} tells of no model: name one by --model") from None
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
 
     def stream(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> Iterator[str]:
-        """The answer to a conversation, piece by piece. Raises ValueError for what the server refuses."""
+        """Stream the answer to a conversation, piece by piece. Raises ValueError with the server's message."""
         body = {"model": self.model, "messages": list(messages), "stream": True, **options}
-        with self._send_request("/chat/completions", body) as said:
-            for line in said:
-                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+        with self._open("POST", "/chat/completions", body) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line.strip() == "data: [DONE]":
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
@@ -44,26 +42,30 @@ class Client:
                 for choice in event.get("choices", ()):
                     yield choice["delta"].get("content") or ""
 
-    def _send_request(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} | _auth_headers()
-        request = urllib.request.Request(self.url + path, data, headers)
-        try:
-            return urllib.request.urlopen(request)
-        except urllib.error.HTTPError as error:
+    def _first_model(self) -> str:
+        with self._open("GET", "/models") as response:
             try:
-                said = _error_message(json.load(error))
+                return str(json.loads(response.read())["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
-                said = error.reason
-            raise ValueError(f"{self.url}: {said}") from None
-        except (urllib.error.URLError, HTTPException, OSError) as error:
-            raise ValueError(f"{self.url}: {getattr(error, 'reason', error)}") from None
+                raise ValueError(f"{self.url} lists no model: name one by --model") from None
+
+    @contextmanager
+    def _open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
+        try:
+            with self._http.stream(method, self.url + path, json=body) as response:
+                if response.is_error:
+                    raise ValueError(f"{self.url}: {_read_error(response)}")
+                yield response
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ValueError(f"{self.url}: {error or type(error).__name__}") from None
+
+
+def _read_error(response: httpx.Response) -> str:
+    try:
+        return _error_message(json.loads(response.read()))
+    except (ValueError, LookupError, TypeError):
+        return response.reason_phrase or str(response.status_code)
 
 
 def _error_message(body: Mapping[str, Any]) -> str:
     return str(body["error"]["message"])
-
-
-def _auth_headers() -> dict[str, str]:
-    key = os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}

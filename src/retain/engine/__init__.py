@@ -1,4 +1,4 @@
-"""Who computes what, and when. Requests owe tokens; a step pays some of the debts and draws the next tokens.
+"""Compute requests: the scheduler chooses fresh tokens, the runner computes them, the sampler picks the next ones.
 
-What is not known here: text, files, HTTP, and the bytes of K and V.
+`engine.py` has the step that connects these parts. Does not depend on: text, files, HTTP, the content of K and V.
 """

@@ -1,4 +1,4 @@
-"""What the engine asks of a form that an answer is to have. text/form.py has those that there are."""
+"""The interface of grammars that constrain answers; `retain.processing.grammar` implements it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 class Grammar(Protocol):
-    """What an answer may be: JSON, say. It follows the answer token by token."""
+    """State of a grammar, for instance of a JSON schema, in one answer. The request passes it every token."""
 
     def mask_logits(self, logits: Tensor, drafts: Sequence[int]) -> None:
-        """Make -inf, in place, what may not come next, in logits [K + 1, V]; row i comes behind i of K drafts."""
+        """Set the logits of forbidden tokens to -inf, in place; row i of [K + 1, V] follows the first i of K drafts."""
         ...
 
     def accept_token(self, token: int) -> bool:
-        """It came. True: nothing can follow."""
+        """Advance by one token of the answer. Returns whether the answer ends with it."""
         ...
 
     @property
     def failed(self) -> bool:
-        """It cannot be followed any more."""
+        """Whether the answer does not match the grammar, so that no token can follow."""
         ...

@@ -1,7 +1,4 @@
-"""Requests: what a caller asked for, how far it is computed, and statistics about it.
-
-Does not depend on: text, scheduling, slots.
-"""
+"""Requests: what a caller asked for, how far it is computed, and statistics about it."""
 
 from __future__ import annotations
 

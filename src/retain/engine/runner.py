@@ -5,14 +5,13 @@ Where the backend has a program of the model, a step is one call of it; else it 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from retain.engine.batch import Batch
-from retain.kernels.api import Program, StepInputs
+from retain.kernels.api import Backend, Program, StepInputs
 from retain.kv.manager import KVCacheManager
 from retain.models.decoder import Decoder
 
@@ -49,7 +48,7 @@ class ProgramRunner:
 class TorchRunner:
     """Run a model's own layers, the definition, with the backend's `write` and `attend` between them."""
 
-    def __init__(self, model: Decoder, backend: ModuleType, cache: KVCacheManager):
+    def __init__(self, model: Decoder, backend: Backend, cache: KVCacheManager):
         self.model, self.backend, self.cache = model, backend, cache
         slopes = model.spec.alibi_slopes
         self.alibi_slopes = None if slopes is None else torch.tensor(slopes)  # [H]
@@ -64,7 +63,7 @@ class TorchRunner:
             if batch.before_attention:
                 batch.before_attention(layer, q)
             self.backend.write(kv, batch.slot_mapping[layer], k, v, batch.positions)
-            o: Tensor = self.backend.attend(
+            o = self.backend.attend(
                 q,
                 kv,
                 tables.for_layer(layer),

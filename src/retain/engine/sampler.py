@@ -1,8 +1,8 @@
-"""Logits to tokens, as functions of tensors. What is not known here: requests' lives, slots, text.
+"""The sampler: logits to tokens.
 
-`probabilities` is the distribution that a token is drawn from, after every option; greedy is its limit. A draw costs
-one uniform number of the request's own generator, so an answer depends on its seed and not on its company. A request
-with K drafts has K + 1 rows, and gets from one to K + 1 tokens (speculate.py).
+`compute_probs` is the distribution that a token is sampled from, after all options; greedy is its limit. A sample takes
+one uniform number from the request's own generator, so an answer depends on its seed and not on other requests. A
+request with K drafts has K + 1 rows of logits and gets from one to K + 1 tokens (see spec_decode.rejection_sampler).
 """
 
 from __future__ import annotations
@@ -27,50 +27,61 @@ from retain.sampling_params import SamplingParams
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledTokens]:
-    """The next tokens of each request, and their log-probabilities where asked for.
+    """Sample the next tokens of each request, with log-probabilities for those that want them.
 
-    logits float32 [N, V], a row for the token after each draft and one more, request by request. Raises ValueError when
-    a logit is not a number: the weights are damaged.
+    Logits are float32 [N, V]: for a request with K drafts the rows before each draft and after the last one, request by
+    request. Raises ValueError for NaN logits.
     """
     if not requests:
         return []
-    raw, whose = logits, [r for r in requests for _ in range(len(r.drafts) + 1)]  # [N]
     starts = [0, *accumulate(len(r.drafts) + 1 for r in requests)]
-    logits = apply_penalties(logits, whose, [r.drafts[:i] for r in requests for i in range(len(r.drafts) + 1)])
-    logits = apply_grammars(logits, raw, requests, starts)
-    tokens = argmax_tokens(logits)  # [N]
-    drawn = [i for i, r in enumerate(whose) if not r.params.greedy]
-    q = compute_probs(select_rows(logits, drawn), [whose[i].params for i in drawn]) if drawn else logits[:0]  # [n, V]
-    alone = [k for k, i in enumerate(drawn) if not whose[i].drafts]
-    if alone:
-        u = [whose[drawn[k]].next_uniform() for k in alone]
-        tokens = tokens.index_copy(
-            0, to_device_like(tokens, [drawn[k] for k in alone]), sample_inverse_cdf(select_rows(q, alone), u)
-        )
-    at, best, found = {i: k for k, i in enumerate(drawn)}, tokens_to_host(tokens), []
-    for start, end, r in zip(starts, starts[1:], requests, strict=False):
-        if r.drafts and not r.params.greedy:
-            wanted = q[at[start] : at[start] + end - start]
-            if r.draft_probs is None:
-                chosen = verify_deterministic(wanted, r.drafts, r.peek_uniforms(len(r.drafts) + 1))
-                r.peek_uniforms(len(chosen), consume=True)
-            else:
-                chosen = rejection_sample(wanted, r.draft_probs, r.drafts, r.next_uniform)
+    row_requests = [r for r in requests for _ in range(len(r.drafts) + 1)]  # [N]
+    row_drafts = [r.drafts[:i] for r in requests for i in range(len(r.drafts) + 1)]  # [N]: those before the row
+    adjusted = apply_penalties(logits, row_requests, row_drafts)
+    adjusted = apply_grammars(adjusted, logits, requests, starts)
+    tokens = argmax_tokens(adjusted)  # [N]
+    random_rows = [i for i, r in enumerate(row_requests) if not r.params.greedy]
+    probs = adjusted[:0]  # [n, V], of the random rows
+    if random_rows:
+        probs = compute_probs(select_rows(adjusted, random_rows), [row_requests[i].params for i in random_rows])
+    undrafted = [k for k, i in enumerate(random_rows) if not row_requests[i].drafts]
+    if undrafted:
+        rows = [random_rows[k] for k in undrafted]
+        uniforms = [row_requests[i].next_uniform() for i in rows]
+        sampled = sample_inverse_cdf(select_rows(probs, undrafted), uniforms)
+        tokens = tokens.index_copy(0, to_device_like(tokens, rows), sampled)
+    first_probs = {i: k for k, i in enumerate(random_rows)}
+    row_tokens = tokens_to_host(tokens)
+    found: list[SampledTokens] = []
+    for start, end, request in zip(starts, starts[1:], requests, strict=False):
+        if request.drafts and not request.params.greedy:
+            first = first_probs[start]
+            chosen = verify_drafts(probs[first : first + end - start], request)
         else:
-            chosen = verify_greedy(best[start:end], r.drafts)
-        n = r.params.logprobs
-        known = [None] * len(chosen) if n is None else compute_logprobs(raw[start : start + len(chosen)], chosen, n)
-        found.append(list(zip(chosen, known, strict=True)))
+            chosen = verify_greedy(row_tokens[start:end], request.drafts)
+        logprobs: Sequence[Logprob | None] = [None] * len(chosen)
+        if (num_top := request.params.logprobs) is not None:
+            logprobs = compute_logprobs(logits[start : start + len(chosen)], chosen, num_top)
+        found.append(list(zip(chosen, logprobs, strict=True)))
     return found
 
 
-def argmax_tokens(logits: Tensor) -> Tensor:
-    """The first of the largest of each row [N, V] -> int64 [N]; -1 where a row holds NaN, which is above everything.
+def verify_drafts(probs: Tensor, request: Request) -> list[int]:
+    """Verify a request's drafts by the target's distributions [K + 1, V]. Returns the accepted ones and one more."""
+    if request.draft_probs is not None:
+        return rejection_sample(probs, request.draft_probs, request.drafts, request.next_uniform)
+    chosen = verify_deterministic(probs, request.drafts, request.peek_uniforms(len(request.drafts) + 1))
+    request.peek_uniforms(len(chosen), consume=True)
+    return chosen
 
-    On a CPU by numpy, which reads a row ten times as fast as torch.
+
+def argmax_tokens(logits: Tensor) -> Tensor:
+    """Return the first of the largest logits of each row [N, V], int64 [N]; -1 for a row with NaN.
+
+    On a CPU numpy finds them, ten times as fast as torch.
     """
     if logits.device.type != "cpu":
-        best, tokens = logits.max(-1)
+        best, tokens = logits.max(-1)  # NaN counts as the largest, as in numpy
         return tokens.masked_fill(best.isnan(), -1)
     x = logits.numpy(force=True)
     found = x.argmax(-1)
@@ -78,7 +89,7 @@ def argmax_tokens(logits: Tensor) -> Tensor:
 
 
 def tokens_to_host(tokens: Tensor) -> list[int]:
-    """Tokens [N], brought to the host. Raises ValueError where there was NaN: the weights are damaged."""
+    """Copy the tokens of `argmax_tokens` [N] to the host. Raises ValueError for NaN logits."""
     found: list[int] = tokens.tolist()
     if -1 in found:
         raise ValueError("the model computes NaN: its weights are damaged, or too large for this dtype")
@@ -86,34 +97,40 @@ def tokens_to_host(tokens: Tensor) -> list[int]:
 
 
 def select_rows(x: Tensor, indices: list[int]) -> Tensor:
-    """These rows; where they are all, the same memory."""
+    """Return rows of a tensor; the tensor itself if all of its rows are selected."""
     return x if indices == list(range(len(x))) else x.index_select(0, to_device_like(x, indices))
 
 
 def apply_penalties(logits: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Tensor:
-    """Logits [N, V] lowered for what was there before: each row's request, and drafts behind it. Copied if need be."""
+    """Penalize each row of logits [N, V] by the tokens of its request and the drafts before it; copies if needed."""
     if not any(r.params.has_penalties_or_bias for r in requests):
         return logits
     logits = logits.clone()
-    for row, r, more in zip(logits, requests, drafts, strict=True):
-        if r.params.has_penalties_or_bias:
-            penalize_row(row, [*r.tokens, *more], [*r.output_tokens, *more], r.params)
+    for row, request, before in zip(logits, requests, drafts, strict=True):
+        if request.params.has_penalties_or_bias:
+            penalize_row(row, [*request.tokens, *before], [*request.output_tokens, *before], request.params)
     return logits
 
 
 def apply_grammars(logits: Tensor, raw: Tensor, requests: Sequence[Request], starts: Sequence[int]) -> Tensor:
-    """Logits [N, V] of what requests' forms allow, request i from row starts[i] on. Copied if they are still `raw`."""
+    """Mask the tokens that the requests' grammars forbid in logits [N, V]. `raw` is not changed.
+
+    The rows of request i begin at starts[i].
+    """
     if not any(r.grammar for r in requests):
         return logits
     logits = logits.clone() if logits is raw else logits
-    for start, end, r in zip(starts, starts[1:], requests, strict=False):
-        if r.grammar:
-            r.grammar.mask_logits(logits[start:end], r.drafts)
+    for start, end, request in zip(starts, starts[1:], requests, strict=False):
+        if request.grammar:
+            request.grammar.mask_logits(logits[start:end], request.drafts)
     return logits
 
 
 def penalize_row(logits: Tensor, tokens: Sequence[int], output_tokens: Sequence[int], params: SamplingParams) -> None:
-    """Lower, in place, the logits [V] of tokens that were there before."""
+    """Apply penalties and logit biases to one row of logits [V], in place.
+
+    The repetition penalty counts all `tokens`, the other penalties only `output_tokens`.
+    """
     if params.repetition_penalty != 1.0:
         seen = to_device_like(logits, sorted(set(tokens)))
         x = logits[seen]
@@ -123,14 +140,14 @@ def penalize_row(logits: Tensor, tokens: Sequence[int], output_tokens: Sequence[
         seen, times = to_device_like(logits, list(counts)), to_device_like(logits, list(counts.values()))
         logits[seen] -= params.presence_penalty + params.frequency_penalty * times
     if params.logit_bias:
-        which, bias = zip(*params.logit_bias, strict=True)
-        logits.index_add_(0, to_device_like(logits, which), to_device_like(logits, bias, torch.float32))
+        biased, bias = zip(*params.logit_bias, strict=True)
+        logits.index_add_(0, to_device_like(logits, biased), to_device_like(logits, bias, torch.float32))
 
 
 def compute_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Distributions [n, V] after temperature, top-k, top-p and min-p, in this order; each row by its own parameters.
+    """Return distributions [n, V] after temperature, top-k, top-p and min-p, in this order; each row by its own params.
 
-    logits float32 [n, V]; temperatures must be above 0.
+    Logits are float32 [n, V]; temperatures must be above 0.
     """
 
     def column(values: Sequence[float]) -> Tensor:
@@ -140,24 +157,25 @@ def compute_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     x = logits - logits.amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
     x = x / column([max(p.temperature, 1e-6) for p in params])
     if any(0 < p.top_k < V or p.top_p < 1 for p in params):
-        x, order = x.sort(stable=True, dim=-1, descending=True)  # ties: the lower token first
+        x, order = x.sort(stable=True, dim=-1, descending=True)  # of equal logits the lower token comes first
         k = column([p.top_k if 0 < p.top_k < V else V for p in params])
         x = x.masked_fill(torch.arange(V, device=x.device) >= k, -torch.inf)
         p_sorted = x.softmax(-1)
-        before = p_sorted.cumsum(-1) - p_sorted  # the mass of the likelier ones: the first is always kept
+        mass_before = p_sorted.cumsum(-1) - p_sorted  # 0 for the likeliest token, which is always kept
         top_p = column([p.top_p for p in params])
-        x = x.masked_fill((before >= top_p) & (top_p < 1), -torch.inf)
+        x = x.masked_fill((mass_before >= top_p) & (top_p < 1), -torch.inf)
         x = torch.empty_like(x).scatter_(-1, order, x)
-    p = x.softmax(-1)
-    if any(q.min_p for q in params):
-        p = p.masked_fill(p < column([q.min_p for q in params]) * p.amax(-1, keepdim=True), 0)
-        p = p / p.sum(-1, keepdim=True)
-    return p
+    probs = x.softmax(-1)
+    if any(p.min_p for p in params):
+        probs = probs.masked_fill(probs < column([p.min_p for p in params]) * probs.amax(-1, keepdim=True), 0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
 
 
 def compute_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
-    """What the model itself thought of tokens, and the n likeliest: logits [T, V] before any option."""
-    x = logits.log_softmax(-1)
-    chosen, (best, which) = x.gather(1, to_device_like(x, tokens)[:, None])[:, 0].tolist(), x.topk(num_top)
-    tops = [tuple(zip(*pair, strict=True)) for pair in zip(which.tolist(), best.tolist(), strict=True)]
-    return [Logprob(*x) for x in zip(tokens, chosen, tops, strict=True)]
+    """Return the model's log-probabilities of tokens [T], and the `num_top` likeliest, from raw logits [T, V]."""
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, to_device_like(logprobs, tokens)[:, None])[:, 0].tolist()
+    best, best_tokens = logprobs.topk(num_top)
+    tops = [tuple(zip(*pair, strict=True)) for pair in zip(best_tokens.tolist(), best.tolist(), strict=True)]
+    return [Logprob(*fields) for fields in zip(tokens, chosen, tops, strict=True)]

@@ -1,6 +1,8 @@
-"""The subject: who owns which slots. Pool (pages), Cache (slot algebra for a batch), policies/ (what to forget).
+"""The KV cache: which slots a request owns, what they keep, and where evicted prefixes go.
 
-Contracts. A page is taken and given back in arrays, never one by one; the pool's accountant must balance after every
-step. A policy is one file, found by its name. What is not known here: text, sampling, layers' arithmetic; K and V are
-opaque.
+`manager.py` is the facade that the engine sees. `memory/` has pages and slots, `eviction/` the policies, `prefix/` the
+radix tree, `offload/` the tiers below the pool, `stats/` the statistics.
+
+Pages are allocated and freed in arrays, never one by one, and the accountant of the pool must balance after every
+step. A policy is one file, found by its name. Does not depend on: text, sampling, the arithmetic of layers.
 """

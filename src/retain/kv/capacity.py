@@ -1,4 +1,4 @@
-"""Capacity planning: how far layers see, and the pages that a request needs at most. Does not depend on: rows, pages."""
+"""Capacity planning: how far layers see, and the most pages that a request needs."""
 
 from __future__ import annotations
 

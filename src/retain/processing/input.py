@@ -108,7 +108,7 @@ class InputProcessor:
         return [self._create_state(g, token_ids, policy, i, on_logits) for i in range(params.n)]
 
     def max_output_tokens(self, num_prompt_tokens: int, policy: EvictionPolicy | None = None) -> int:
-        """Return how many tokens can follow a prompt: to the end of the context, or as far as the empty pool reaches."""
+        """Return how many tokens can follow a prompt, within the context and the empty pool."""
         effective = self.cache.effective_policy((policy or self.info.policy).resolve(num_prompt_tokens))
         lo, hi = 1, max(self.info.max_model_len - num_prompt_tokens, 1)
         while lo < hi:

@@ -1,1 +1,1 @@
-"""An engine over HTTP, as OpenAI's clients know it: `retain serve`. What is not known here: slots, pages, steps."""
+"""`retain serve`: an OpenAI-compatible HTTP server. Does not depend on: how the engine batches or stores K and V."""

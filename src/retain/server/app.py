@@ -1,8 +1,7 @@
-"""The routes: which address means what. What is not known here: how answers are made, how the engine runs."""
+"""The FastAPI application: routes, middleware, error handlers and the OpenAPI document."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,198 +16,109 @@ from retain import __version__
 from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.kv.eviction import policies
 from retain.server.auth import ApiKeys
-from retain.server.inspector import routes
+from retain.server.inspector import routes as inspector_routes
 from retain.server.inspector.recorder import Inspector
 from retain.server.metrics import Metrics
 from retain.server.middleware import AuthMiddleware
-from retain.server.openai import schemas
-from retain.server.openai.errors import APIError, ErrorResponse, to_validation_error
-from retain.server.openai.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeCompletionRequest,
-)
+from retain.server.openai import routes, tokenization
+from retain.server.openai.errors import ERROR_RESPONSES, APIError, invalid_request, to_validation_error
 from retain.server.openai.serving import OpenAIServing
 
-Json = dict[str, Any]
-ERROR_RESPONSES: dict[int | str, Json] = {
-    400: {"model": ErrorResponse, "description": "The body is not what it should be"},
-    401: {"model": ErrorResponse, "description": "No such key"},
-    404: {"model": ErrorResponse, "description": "No such model, or no such page"},
-    408: {"model": ErrorResponse, "description": "It took too long"},
-    413: {"model": ErrorResponse, "description": "The body is too large"},
-    429: {"model": ErrorResponse, "description": "Later: see Retry-After"},
-    500: {"model": ErrorResponse, "description": "The server failed"},
-    503: {"model": ErrorResponse, "description": "The server is going away"},
-}
+DESCRIPTION = "OpenAI-compatible server of the retain inference engine"
 
 
 def create_app(
     service: OpenAIServing,
     metrics: Metrics,
     api_keys: ApiKeys,
-    cors_origins: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
     inspector: Inspector | None = None,
 ) -> FastAPI:
-    """All of it, for one model."""
-    api = FastAPI(title="retain", version=__version__, description=__doc__.split(":")[0], redoc_url=None)
-    desk = service.processor
-
-    @api.post(
-        "/v1/chat/completions", response_model=None, responses=_generation_responses(schemas.ChatCompletionResponse)
-    )
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        """A conversation goes on."""
-        service.check_model(body.model)
-        key = request.state.key
-        return await service.handle(body, body.n or 1, key, lambda: service.prepare_chat(body, key))
-
-    @api.post("/v1/completions", response_model=None, responses=_generation_responses(schemas.CompletionResponse))
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        """A text goes on; or several."""
-        service.check_model(body.model)
-        key, n = request.state.key, len(body.prompts) * (body.n or 1)
-        return await service.handle(body, n, key, lambda: service.prepare_completion(body, key))
-
-    def build_model_card() -> Json:
-        about = {
-            "context": service.llm.max_model_len,
-            "kv_policy": policies.to_spec(service.llm.policy),
-            "speculate": service.llm.config.speculate,
-            "drafters": service.drafters,
-        }
-        return {
-            "id": service.model_name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "retain",
-            "max_model_len": service.llm.max_model_len,
-            "retain": about,
-        }
-
-    @api.get("/v1/models", responses=_with_error_responses(200, schemas.ModelList), response_model=None)
-    async def list_models() -> JSONResponse:
-        """What is served."""
-        return JSONResponse({"object": "list", "data": [build_model_card()]})
-
-    @api.get("/v1/models/{model:path}", responses=_with_error_responses(200, schemas.ModelCard), response_model=None)
-    async def get_model(model: str) -> JSONResponse:
-        """One of them."""
-        service.check_model(model)
-        return JSONResponse(build_model_card())
-
-    @api.post("/tokenize", responses=_with_error_responses(200, schemas.TokenizeResponse), response_model=None)
-    async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest) -> JSONResponse:
-        """A text, or a conversation, as token ids."""
-        service.check_model(body.model)
-
-        def encode_body() -> list[int]:
-            if isinstance(body, TokenizeCompletionRequest):
-                return desk.tokenizer.encode(body.prompt, body.add_special_tokens)
-            return desk.tokenizer.encode_chat(service.to_template_messages(body.messages), body.add_generation_prompt)
-
-        found = await asyncio.to_thread(encode_body)
-        return JSONResponse({"tokens": found, "count": len(found), "max_model_len": service.llm.max_model_len})
-
-    @api.get("/tokenizer_info", responses=_with_error_responses(200, schemas.TokenizerInfo), response_model=None)
-    async def tokenizer_info() -> JSONResponse:
-        """What lm-eval asks about a tokenizer that it cannot load."""
-        tokens = desk.tokenizer.special_tokens_map
-        names = ("bos_token", "eos_token", "pad_token")
-        return JSONResponse({**{n: tokens.get(n) for n in names}, "chat_template": desk.tokenizer.chat_template})
-
-    @api.post("/detokenize", responses=_with_error_responses(200, schemas.DetokenizeResponse), response_model=None)
-    async def detokenize(body: DetokenizeRequest) -> JSONResponse:
-        """Token ids as a text."""
-        service.check_model(body.model)
-        return JSONResponse({"prompt": await asyncio.to_thread(desk.tokenizer.decode, body.tokens)})
-
-    @api.get("/health", response_model=None)
-    async def health() -> JSONResponse:
-        """Whether the process is well; 503 where it should be started anew."""
-        broken = service.engine_thread.fatal_error
-        return JSONResponse({"status": broken or "ok"}, 503 if broken else 200)
-
-    @api.get("/ready", response_model=None)
-    async def ready() -> JSONResponse:
-        """Whether it takes requests."""
-        closed = service.admission.closed or bool(service.engine_thread.fatal_error)
-        return JSONResponse({"status": "closed" if closed else "ready"}, 503 if closed else 200)
-
-    @api.get(
-        "/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, 401: ERROR_RESPONSES[401]}
-    )
-    async def get_metrics() -> Response:
-        """For Prometheus."""
-        return Response(await service.engine_thread.call(metrics.render), media_type="text/plain; version=0.0.4")
-
-    @api.exception_handler(APIError)
-    async def handle_api_error(request: Request, error: APIError) -> JSONResponse:
-        return error.to_response()
-
-    @api.exception_handler(RequestValidationError)
-    async def handle_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        return to_validation_error(error.errors()).to_response()
-
-    @api.exception_handler(HTTPException)
-    async def handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
-        return APIError(error.status_code, str(error.detail), headers=error.headers).to_response()
-
-    @api.exception_handler(ValueError)
-    async def handle_value_error(request: Request, error: ValueError) -> JSONResponse:
-        return APIError(400, " ".join(str(error).split())).to_response()
-
+    """Create the application for one served model."""
+    app = FastAPI(title="retain", version=__version__, description=DESCRIPTION, redoc_url=None)
+    app.include_router(routes.create_router(service))
+    app.include_router(tokenization.create_router(service))
+    _add_operations_routes(app, service, metrics)
     if inspector:
-        routes.add_routes(api, service.engine_thread, inspector)
-    api.add_middleware(AuthMiddleware, api_keys=api_keys, limits=service.limits)
-    if cors_origins:  # outermost, so that web pages can read what the guard refuses
-        api.add_middleware(
+        inspector_routes.add_routes(app, service.engine_thread, inspector)
+    _add_error_handlers(app)
+    app.add_middleware(AuthMiddleware, api_keys=api_keys, limits=service.limits)
+    if allowed_origins:  # outermost, so that web pages can read the errors of AuthMiddleware
+        app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(cors_origins),
+            allow_origins=list(allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    api.openapi = lambda: build_openapi_schema(api, service, bool(api_keys))  # type: ignore[method-assign]
-    return api
+    app.openapi = lambda: build_openapi_schema(app, service, bool(api_keys))  # type: ignore[method-assign]
+    return app
 
 
-def _with_error_responses(status: int, model: Any) -> dict[int | str, Json]:
-    return {**ERROR_RESPONSES, status: {"model": model}}
+def _add_operations_routes(app: FastAPI, service: OpenAIServing, metrics: Metrics) -> None:
+    engine_thread = service.engine_thread
+
+    @app.get("/health", response_model=None)
+    async def health() -> JSONResponse:
+        """Liveness: 503 after a fatal engine error."""
+        error = engine_thread.fatal_error
+        return JSONResponse({"status": error or "ok"}, 503 if error else 200)
+
+    @app.get("/ready", response_model=None)
+    async def ready() -> JSONResponse:
+        """Readiness: 503 while draining or after a fatal engine error."""
+        problem = engine_thread.fatal_error or ("draining" if service.admission.closed else None)
+        return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
+
+    @app.get(
+        "/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, 401: ERROR_RESPONSES[401]}
+    )
+    async def get_metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(await engine_thread.call(metrics.render), media_type="text/plain; version=0.0.4")
 
 
-def _generation_responses(model: Any) -> dict[int | str, Json]:
-    """Whole, or, with stream, as events."""
-    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-    events = {"text/event-stream": {"schema": event}}
-    return {**ERROR_RESPONSES, 200: {"model": model, "content": events}}
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(APIError)
+    async def handle_api_error(request: Request, error: APIError) -> JSONResponse:
+        return error.to_response()
+
+    @app.exception_handler(RequestValidationError)
+    async def handle_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        return to_validation_error(error.errors()).to_response()
+
+    @app.exception_handler(HTTPException)
+    async def handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
+        return APIError(error.status_code, str(error.detail), headers=error.headers).to_response()
+
+    @app.exception_handler(ValueError)
+    async def handle_value_error(request: Request, error: ValueError) -> JSONResponse:
+        return invalid_request(error).to_response()
 
 
-def build_openapi_schema(api: FastAPI, service: OpenAIServing, requires_key: bool) -> Json:
-    """The OpenAPI document: errors are ours, not the framework's, and the model is the one that there is."""
-    if api.openapi_schema:
-        return api.openapi_schema
-    doc = get_openapi(title=api.title, version=api.version, description=api.description, routes=api.routes)
+def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: bool) -> dict[str, Any]:
+    """Build the OpenAPI document once, with this server's model, limits, policies and drafters filled in."""
+    if app.openapi_schema:
+        return app.openapi_schema
+    doc = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     for path in doc["paths"].values():
         for operation in path.values():
-            operation["responses"].pop("422", None)
-    found = doc["components"]["schemas"]
+            operation["responses"].pop("422", None)  # FastAPI's own; validation errors are 400 here
+    schemas = doc["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
-        found.pop(name, None)
-    for body in ("ChatBody", "CompletionBody"):
-        fields = found[body]["properties"]
+        schemas.pop(name, None)
+    for name in ("ChatCompletionRequest", "CompletionRequest"):
+        fields = schemas[name]["properties"]
         fields["model"] = {"type": "string", "enum": [service.model_name]}
-        for field, most in (("pin", service.limits.max_pin_s), ("n", service.limits.max_choices)):
-            fields[field]["anyOf"][0]["maximum"] = most
+        fields["pin"]["anyOf"][0]["maximum"] = service.limits.max_pin_seconds
+        fields["n"]["anyOf"][0]["maximum"] = service.limits.max_choices
         fields["kv_policy"]["anyOf"][0]["pattern"] = f"^({'|'.join(policies.names())})(:|$)"
         fields["speculate"]["anyOf"][0]["enum"] = [NO_SPECULATION, *service.drafters]
-    if not service.tool_format:  # the model's template knows no tools
+    if not service.tool_format:  # the model's chat template does not support tools
         for field in ("tools", "tool_choice", "parallel_tool_calls"):
-            del found["ChatBody"]["properties"][field]
+            del schemas["ChatCompletionRequest"]["properties"][field]
     if requires_key:
         doc["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         doc["security"] = [{"key": []}]
-    api.openapi_schema = doc
+    app.openapi_schema = doc
     return doc

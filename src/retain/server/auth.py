@@ -1,7 +1,4 @@
-"""Who may ask: API keys. Each has a name, for people, and a salt, so that no key finds another's prefixes.
-
-What is not known here: requests.
-"""
+"""API keys. Each has a name for people and a salt that keeps its cached prefixes apart from those of other keys."""
 
 from __future__ import annotations
 
@@ -12,68 +9,75 @@ from hashlib import sha256
 from pathlib import Path
 
 API_KEYS_ENV = "RETAIN_API_KEYS"
+MIN_KEY_LENGTH = 8
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """`salt` goes before what a request calls its own; it outlives a restart, as a store on a disk does."""
+    """Name and salt of a key. The salt is derived from the key, so stores on disk still match after a restart."""
 
     name: str
     salt: str
 
 
-ANONYMOUS = ApiKey("anybody", "")
+ANONYMOUS = ApiKey("anonymous", "")
 
 
 class ApiKeys:
-    """Keys as their digests. Without any, anybody may ask."""
+    """The accepted API keys, as digests. An empty set accepts every request."""
 
     def __init__(self, keys_by_name: Mapping[str, str]):
-        """`named`: keys by name. Raises ValueError for one that is too short to be a secret."""
+        """Hash the keys. Raises ValueError for a key that is too short or given twice."""
         for name, key in keys_by_name.items():
-            if len(key) < 8:
-                raise ValueError(f"the API key {name!r} is shorter than 8 characters")
+            if len(key) < MIN_KEY_LENGTH:
+                raise ValueError(
+                    f"the API key {name!r} is shorter than {MIN_KEY_LENGTH} characters: choose a longer one"
+                )
         self._hashed_keys = [
             (_digest(key), ApiKey(name, _digest(f"salt {key}").hex())) for name, key in keys_by_name.items()
         ]
         if len({digest for digest, _ in self._hashed_keys}) < len(self._hashed_keys):
-            raise ValueError("two names have the same API key")
+            raise ValueError("two names have the same API key: give each its own")
 
     def __bool__(self) -> bool:
         return bool(self._hashed_keys)
 
     def authenticate(self, authorization: str | None) -> ApiKey | None:
-        """Whose `Authorization: Bearer ...` this is. It takes as long whoever it is, and whether it is anybody."""
+        """Return the key of an `Authorization: Bearer KEY` header, or None if it is not accepted.
+
+        Takes the same time for every header, so that timing reveals nothing about the keys.
+        """
         if not self._hashed_keys:
             return ANONYMOUS
-        kind, _, key = (authorization or "").partition(" ")
-        given, found = _digest(key.strip()), None
-        for digest, known in self._hashed_keys:
+        scheme, _, key = (authorization or "").partition(" ")
+        given, match = _digest(key.strip()), None
+        for digest, candidate in self._hashed_keys:
             if hmac.compare_digest(digest, given):
-                found = known
-        return found if kind.lower() == "bearer" else None
+                match = candidate
+        return match if scheme.lower() == "bearer" else None
 
 
 def load_api_keys(path: Path | None, environment: Mapping[str, str]) -> ApiKeys:
-    """Keys from a file, one a line, `name key` or only the key; and from $RETAIN_API_KEYS, comma-separated `name:key`.
+    """Load keys from a file and from $RETAIN_API_KEYS.
 
-    Raises ValueError or OSError.
+    The file has one key a line: `name key`, or only the key. The variable holds comma-separated `name:key` pairs.
+    Raises ValueError for malformed or missing keys, OSError if the file cannot be read.
     """
-    named: dict[str, str] = {}
-    lines = [line.split() for line in path.read_text().splitlines()] if path else []
-    lines += [part.strip().split(":", 1) for part in environment.get(API_KEYS_ENV, "").split(",") if part.strip()]
-    for parts in lines:
+    keys_by_name: dict[str, str] = {}
+    entries = [line.split() for line in path.read_text().splitlines()] if path else []
+    entries += [part.strip().split(":", 1) for part in environment.get(API_KEYS_ENV, "").split(",") if part.strip()]
+    for parts in entries:
         if not parts or parts[0].startswith("#"):
             continue
         if len(parts) > 2:
             raise ValueError(f"{path}: a line is `name key`, not {len(parts)} words")
-        name = parts[0] if len(parts) == 2 else f"key{len(named) + 1}"
-        if name in named:
-            raise ValueError(f"two API keys are named {name!r}")
-        named[name] = parts[-1]
-    if not named and (path or API_KEYS_ENV in environment):
-        raise ValueError(f"{path or '$' + API_KEYS_ENV} has no API key")
-    return ApiKeys(named)
+        name = parts[0] if len(parts) == 2 else f"key{len(keys_by_name) + 1}"
+        if name in keys_by_name:
+            raise ValueError(f"two API keys are named {name!r}: rename one")
+        keys_by_name[name] = parts[-1]
+    if not keys_by_name and (path or API_KEYS_ENV in environment):
+        raise ValueError(f"{path or '$' + API_KEYS_ENV} has no API key: add a line `name key`")
+    return ApiKeys(keys_by_name)
 
 
 def _digest(text: str) -> bytes:

@@ -1,57 +1,37 @@
-"""`retain serve`: an engine, its worker, the app on uvicorn, how they begin and end. Not known here: routes."""
+"""`retain serve`: starts the engine thread and the HTTP server, and drains them on SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from retain.llm import LLM
-from retain.server.admission import Limits
 from retain.server.app import create_app
-from retain.server.auth import ApiKeys
+from retain.server.config import ServerConfig
 from retain.server.engine_thread import EngineThread
 from retain.server.inspector.recorder import Inspector
 from retain.server.metrics import Metrics
 from retain.server.openai.serving import OpenAIServing
 from retain.threads import reset_cpu_affinity
 
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """Where and for whom to serve. `drafters`: whom requests may ask for."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str = "model"
-    api_keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
-    limits: Limits = field(default_factory=Limits)
-    cors_origins: Sequence[str] = ()
-    drafters: Sequence[str] = ()
-    enable_inspector: bool = False  # /inspect is there; watching costs a little
-    metrics_prefix: str = "retain_"  # vllm: makes dashboards for vLLM show us
-    shutdown_timeout: int = 300  # for what runs to end, once nobody new is let in
-
-
-def print_url(server: GracefulServer) -> None:
-    """Where it listens, on stderr."""
-    print(f"retain: {server.service.model_name} at {server.url}", file=sys.stderr, flush=True)
+log = logging.getLogger(__name__)
 
 
 def serve(
-    load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] = print_url
+    load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] | None = None
 ) -> None:
-    """Until SIGTERM or SIGINT; then what runs is finished, and what waits is refused. `told` when it listens.
+    """Serve a model until SIGTERM or SIGINT, then finish running requests and reject waiting ones.
 
-    Raises what `make` raises.
+    Calls `on_ready` once the server listens. Raises what `load_llm` raises.
     """
-    sys.setswitchinterval(0.001)  # the engine and the event loop take turns; neither waits for the other for long
+    sys.setswitchinterval(0.001)  # the engine thread and the event loop share the GIL: keep their turns short
     with asyncio.Runner(loop_factory=_get_loop_factory()) as runner:
         runner.run(_serve(load_llm, server_config, on_ready))
 
@@ -66,58 +46,68 @@ def _get_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(
-    load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None]
+    load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] | None
 ) -> None:
-    reset_cpu_affinity()  # OpenMP pins threads to cores, and the engine's thread is not this one
-    worker = EngineThread(load_llm)
-    llm = await worker.start()
+    reset_cpu_affinity()  # OpenMP pinned this thread to a core, which the engine thread would inherit
+    engine_thread = EngineThread(load_llm)
+    llm = await engine_thread.start()
     try:
-        for drafter in server_config.drafters:
-            await worker.call(partial(llm.add_drafter, drafter))
+        for drafter in server_config.allowed_drafters:
+            await engine_thread.call(partial(llm.add_drafter, drafter))
         metrics = Metrics(llm, server_config.metrics_prefix)
-        worker.observers.append(metrics)
         inspector = Inspector(llm) if server_config.enable_inspector else None
-        if inspector:
-            worker.observers.append(inspector)
+        engine_thread.observers += [metrics, inspector] if inspector else [metrics]
         service = OpenAIServing(
-            llm, worker, server_config.limits, server_config.served_model_name, server_config.drafters
+            llm,
+            engine_thread,
+            server_config.limits,
+            server_config.served_model_name,
+            server_config.allowed_drafters,
         )
         config = uvicorn.Config(
-            create_app(service, metrics, server_config.api_keys, server_config.cors_origins, inspector),
+            create_app(service, metrics, server_config.api_keys, server_config.allowed_origins, inspector),
             host=server_config.host,
             port=server_config.port,
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=server_config.shutdown_timeout,
+            timeout_graceful_shutdown=server_config.drain_timeout,
         )
         await GracefulServer(config, service, on_ready).serve()
     finally:
-        await worker.stop()
+        await engine_thread.stop()
+        log.info("shut down")
 
 
 class GracefulServer(uvicorn.Server):
-    """Told to end, it lets nobody in, refuses who waits, and finishes what runs. Told twice, it ends."""
+    """A uvicorn server that drains on the first signal and ends at once on the second.
 
-    def __init__(self, config: uvicorn.Config, service: OpenAIServing, on_ready: Callable[[GracefulServer], None]):
+    Draining rejects new and waiting requests and lets running ones finish.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, service: OpenAIServing, on_ready: Callable[[GracefulServer], None] | None = None
+    ):
         super().__init__(config)
         self.service, self.on_ready = service, on_ready
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came."""
+        """Handle a signal to end."""
         self.force_exit = self.should_exit
         if not self.should_exit:
             self.should_exit = self.service.admission.closed = True
             self.service.engine_thread.reject_waiting()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """It listens."""
+        """Bind the port, log the address and call `on_ready`."""
         await super().startup(sockets)
         if self.started:
-            self.on_ready(self)
+            log.info("serving %s at %s", self.service.model_name, self.url)
+            if self.on_ready:
+                self.on_ready(self)
 
     @property
     def url(self) -> str:
-        """What clients call its base."""
+        """The base URL for clients, which ends in /v1."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

@@ -1,76 +1,65 @@
-"""What an engine does, for Prometheus. Names that vLLM has too are vLLM's, so that its dashboards can be used.
+"""Prometheus metrics of one engine. Metrics that vLLM has too carry vLLM's names, so that its dashboards fit.
 
-Counts of steps and answers are kept as they happen; what the cache holds is counted when somebody asks. What is not
-known here: HTTP, whose requests these are.
+Counters and histograms are updated as requests and steps finish; the state of the pool and of the tiers is read at each
+scrape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from retain.engine.request import Request
-from retain.kv.stats.pool import collect_pool_stats, count_evicted_slots, count_ring_overwrites
+from retain.kv.prefix.cache import PrefixCache
 from retain.llm import LLM
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 TOKEN_COUNT_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192, 32768)
 AGE_BUCKETS = (1, 5, 15, 60, 300, 900, 3600, 14400, 86400)
-TIER_EVENTS = ("read", "written", "evicted", "damaged", "failed", "skipped", "found", "missed")
+HIT_BUCKETS = (0, 1, 2, 5, 10, 50, 100)
+TIER_DIRECTIONS = ("read", "written")
+TIER_SIZES = ("tier", "bytes", "capacity", "spans")  # of a tier's statistics, what is no count of events
 
 
 class Metrics:
-    """Of one engine. `prefix` goes before every name."""
+    """An engine's metrics. `prefix` precedes every name. Everything runs in the engine thread (see Observer)."""
 
     def __init__(self, llm: LLM, prefix: str = "retain_"):
         self.llm, self.prefix, self.registry = llm, prefix, CollectorRegistry()
-        self._last_token: WeakKeyDictionary[Request, tuple[float, int]] = (
-            WeakKeyDictionary()
-        )  # when, and tokens by then
-        self.preemptions = self._create_counter(
-            "num_preemptions", "Requests that gave all their pages back, to begin again"
+        # Time and number of output tokens at the last step that sampled for a request.
+        self._last_sample: WeakKeyDictionary[Request, tuple[float, int]] = WeakKeyDictionary()
+        self.num_ring_overwrites = 0
+        counter, histogram = self._create_counter, self._create_histogram
+        self.preemptions = counter("num_preemptions", "Preempted requests")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens")
+        self.finished_requests = counter("request_success", "Finished requests by finish reason", "finished_reason")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens")
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Accepted draft tokens")
+        self.step_time = histogram("engine_step_seconds", "Engine step time", TOKEN_LATENCY_BUCKETS)
+        self.ttft = histogram("time_to_first_token_seconds", "Time to first token", LATENCY_BUCKETS)
+        self.itl = histogram("inter_token_latency_seconds", "Inter-token latency", TOKEN_LATENCY_BUCKETS)
+        self.tpot = histogram(
+            "request_time_per_output_token_seconds", "Mean time per output token of a request", TOKEN_LATENCY_BUCKETS
         )
-        self.prompt_tokens = self._create_counter("prompt_tokens", "Tokens of prompts")
-        self.generation_tokens = self._create_counter("generation_tokens", "Tokens of answers")
-        self.finished_requests = self._create_counter(
-            "request_success", "Answers that ended, by why", "finished_reason"
+        self.e2e_latency = histogram("e2e_request_latency_seconds", "End-to-end request latency", LATENCY_BUCKETS)
+        self.request_prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens per request", TOKEN_COUNT_BUCKETS
         )
-        self.draft_tokens = self._create_counter("spec_decode_num_draft_tokens", "Tokens that were drafted")
-        self.accepted_tokens = self._create_counter("spec_decode_num_accepted_tokens", "Of them, those that were right")
-        self.num_ring_overwrites = 0  # slots that rings have written over
-        self.step_time = self._create_histogram("step_seconds", "A step of the engine", TOKEN_LATENCY_BUCKETS)
-        self.ttft = self._create_histogram(
-            "time_to_first_token_seconds", "From arrival to the first token", LATENCY_BUCKETS
+        self.request_generation_tokens = histogram(
+            "request_generation_tokens", "Generated tokens per request", TOKEN_COUNT_BUCKETS
         )
-        self.itl = self._create_histogram(
-            "inter_token_latency_seconds", "From a token to the next", TOKEN_LATENCY_BUCKETS
+        self.eviction_age = histogram("prefix_eviction_age_seconds", "Age of cached prefixes at eviction", AGE_BUCKETS)
+        self.eviction_idle = histogram(
+            "prefix_eviction_idle_seconds", "Time since last hit of cached prefixes at eviction", AGE_BUCKETS
         )
-        self.tpot = self._create_histogram(
-            "request_time_per_output_token_seconds", "Of an answer, on average", TOKEN_LATENCY_BUCKETS
-        )
-        self.e2e_latency = self._create_histogram(
-            "e2e_request_latency_seconds", "From arrival to the end", LATENCY_BUCKETS
-        )
-        self.request_prompt_tokens = self._create_histogram(
-            "request_prompt_tokens", "Tokens of a prompt", TOKEN_COUNT_BUCKETS
-        )
-        self.request_generation_tokens = self._create_histogram(
-            "request_generation_tokens", "Tokens of an answer", TOKEN_COUNT_BUCKETS
-        )
-        self.eviction_age = self._create_histogram(
-            "prefix_evicted_age_seconds", "Of prefixes that had to go, since they came", AGE_BUCKETS
-        )
-        self.eviction_idle = self._create_histogram(
-            "prefix_evicted_idle_seconds", "The same, since somebody used them", AGE_BUCKETS
-        )
-        self.eviction_hits = self._create_histogram(
-            "prefix_evicted_hits", "How often they had been used", (0, 1, 2, 5, 10, 50, 100)
-        )
+        self.eviction_hits = histogram("prefix_eviction_hits", "Hits of cached prefixes before eviction", HIT_BUCKETS)
         self.registry.register(self)
 
     def _create_counter(self, name: str, documentation: str, *labels: str) -> Counter:
@@ -79,92 +68,107 @@ class Metrics:
     def _create_histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(self.prefix + name, documentation, buckets=buckets, registry=self.registry)
 
-    # ---- as it happens, in the engine's thread: see worker.Observer --------------------------------------------------
+    # ---- as requests and steps finish ----------------------------------------------------------------------------
 
     def on_request(self, request: Request, key_name: str) -> None:
-        """Nothing is counted before it ends."""
+        """Count nothing: a request is counted when it finishes."""
 
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
-        """A step took so many seconds, and these requests got tokens."""
+        """Record the time of a step and the latencies of the tokens that it sampled."""
         self.step_time.observe(step_s)
-        now, tokens = perf_counter(), 0
+        now, num_new = perf_counter(), 0
         for request in sampled_requests:
-            n = len(request.tokens) - len(request.prompt)
-            last, had = self._last_token.get(request, (0.0, 0))
-            if had:
-                self.itl.observe((now - last) / max(n - had, 1))
+            num_output = len(request.tokens) - len(request.prompt)
+            last_time, last_output = self._last_sample.get(request, (0.0, 0))
+            if last_output:
+                self.itl.observe((now - last_time) / max(num_output - last_output, 1))
             else:
-                self.ttft.observe(request.first_token_time - request.arrival_time)
-            self._last_token[request] = now, n
-            tokens += n - had
-        self.generation_tokens.inc(tokens)
+                self.ttft.observe(request.stats.first_token_time - request.stats.arrival_time)
+            self._last_sample[request] = now, num_output
+            num_new += num_output - last_output
+        self.generation_tokens.inc(num_new)
 
     def on_finish(self, request: Request) -> None:
-        """It has ended, in whatever way."""
+        """Record the totals of a request that finished, failed or was cancelled."""
         assert request.finish_reason
         self.finished_requests.labels(request.finish_reason.value).inc()
-        self.preemptions.inc(request.num_preemptions)
-        self.prompt_tokens.inc(len(request.prompt) if request.first_token_time else request.num_computed_tokens)
-        self.draft_tokens.inc(sum(request.spec_decode_stats.num_drafted_per_position))
-        self.accepted_tokens.inc(sum(request.spec_decode_stats.num_accepted_per_position))
-        self.num_ring_overwrites += count_ring_overwrites(self.llm.cache, request.policy, request.num_computed_tokens)
+        self.preemptions.inc(request.stats.num_preemptions)
+        self.prompt_tokens.inc(len(request.prompt) if request.stats.first_token_time else request.num_computed_tokens)
+        self.draft_tokens.inc(sum(request.stats.spec_decode.num_drafted_per_position))
+        self.accepted_tokens.inc(sum(request.stats.spec_decode.num_accepted_per_position))
+        self.num_ring_overwrites += self.llm.cache.ring_overwrites(request.policy, request.num_computed_tokens)
         self.request_prompt_tokens.observe(len(request.prompt))
-        if request.first_token_time:
-            answer = len(request.output_tokens)
-            self.request_generation_tokens.observe(answer)
-            self.e2e_latency.observe(request.finish_time - request.arrival_time)
-            if answer > 1:
-                self.tpot.observe((request.finish_time - request.first_token_time) / (answer - 1))
+        if request.stats.first_token_time:
+            num_output = len(request.output_tokens)
+            self.request_generation_tokens.observe(num_output)
+            self.e2e_latency.observe(request.stats.finish_time - request.stats.arrival_time)
+            if num_output > 1:
+                self.tpot.observe((request.stats.finish_time - request.stats.first_token_time) / (num_output - 1))
 
-    # ---- when somebody asks ----------------------------------------------------------------------------------------
+    # ---- at each scrape ------------------------------------------------------------------------------------------
 
     def render(self) -> bytes:
-        """All of it, in Prometheus' format. In the engine's thread."""
-        reuse = self.llm.cache.prefix_cache
-        while reuse and reuse.tree.evictions:
-            life = reuse.tree.evictions.popleft()
-            self.eviction_age.observe(life.age)
-            self.eviction_idle.observe(life.idle)
-            self.eviction_hits.observe(life.hits)
+        """Return all metrics in Prometheus' text format."""
+        prefix_cache = self.llm.cache.prefix_cache
+        while isinstance(prefix_cache, PrefixCache) and prefix_cache.tree.evictions:
+            record = prefix_cache.tree.evictions.popleft()
+            self.eviction_age.observe(record.age)
+            self.eviction_idle.observe(record.idle)
+            self.eviction_hits.observe(record.hits)
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What there is now: see prometheus_client."""
-        p, cache, scheduler = self.prefix, self.llm.cache, self.llm.engine.scheduler
-        found = collect_pool_stats(cache)
-        yield GaugeMetricFamily(p + "num_requests_running", "Requests that run", len(scheduler.running))
-        yield GaugeMetricFamily(p + "num_requests_waiting", "Requests that wait", len(scheduler.waiting))
-        used = 1 - cache.free_pages / max(cache.total_pages, 1)
-        yield GaugeMetricFamily(p + "kv_cache_usage_perc", "Of the pool, what nobody else can have", used)
-        yield _add_labelled_values(
-            GaugeMetricFamily(p + "slots", "Slots that hold a token", labels=["state"]), found.slots_by_state
+        """Yield the state of the scheduler, the pool and the tiers (a prometheus_client collector)."""
+        cache, scheduler, stats = self.llm.cache, self.llm.engine.scheduler, self.llm.cache.pool_stats()
+        yield self._gauge("num_requests_running", "Running requests", len(scheduler.running))
+        yield self._gauge("num_requests_waiting", "Waiting requests", len(scheduler.waiting))
+        usage = 1 - cache.free_pages / max(cache.total_pages, 1)
+        yield self._gauge("kv_cache_usage_perc", "Fraction of the page pool in use", usage)
+        yield self._gauge("slots", "Occupied slots", stats.slots_by_state, "state")
+        yield self._gauge("slot_holes", "Empty slots in allocated pages", stats.num_holes)
+        yield self._gauge("pages", "Pages of the pool", stats.pages_by_state, "state")
+        yield self._gauge("page_bytes", "Bytes of a page", stats.page_bytes)
+        yield self._counter(
+            "prefix_cache_hits", "Prompt tokens served from the prefix cache", stats.prefix_hit_tokens, "tier"
         )
-        yield GaugeMetricFamily(p + "slot_holes", "Slots that are owned and hold none", found.num_holes)
-        yield _add_labelled_values(
-            GaugeMetricFamily(p + "pages", "Pages of the pool", labels=["state"]), found.pages_by_state
+        evicted = {**cache.evicted_slots(), "ring": self.num_ring_overwrites}
+        yield self._counter("evicted_slots", "Evicted slots", evicted, "policy")
+        yield from self._collect_tiers(stats.tier_stats, stats.page_bytes)
+
+    def _collect_tiers(self, tiers: Sequence[Mapping[str, Any]], page_bytes: int) -> Iterator[Metric]:
+        used = {tier["tier"]: tier["bytes"] for tier in tiers}
+        yield self._gauge("tier_used_bytes", "Bytes stored in the tier", used, "tier")
+        capacity = {tier["tier"]: tier["capacity"] for tier in tiers}
+        yield self._gauge("tier_capacity_bytes", "Capacity of the tier in bytes", capacity, "tier")
+        pages = {name: size / page_bytes for name, size in used.items()}
+        yield self._gauge("tier_pages", "Pages stored in the tier, in pool pages", pages, "tier")
+        transferred = CounterMetricFamily(
+            self.prefix + "tier_transferred_bytes",
+            "Bytes read from and written to the tier",
+            labels=["tier", "direction"],
         )
-        yield GaugeMetricFamily(p + "page_bytes", "Bytes of a page", found.page_bytes)
-        tokens = CounterMetricFamily(p + "prefix_hit_tokens", "Tokens that were not computed again", labels=["tier"])
-        yield _add_labelled_values(tokens, found.prefix_hit_tokens)
-        gone = CounterMetricFamily(p + "evicted_slots", "Slots that were forgotten", labels=["policy"])
-        yield _add_labelled_values(gone, {**count_evicted_slots(cache), "ring": self.num_ring_overwrites})
-        size = GaugeMetricFamily(p + "tier_bytes", "Bytes that sleep", labels=["tier"])
-        room = GaugeMetricFamily(p + "tier_capacity_bytes", "Bytes that may", labels=["tier"])
-        pages = GaugeMetricFamily(p + "tier_pages", "Pages that sleep, as bytes of the pool", labels=["tier"])
-        happened = CounterMetricFamily(
-            p + "tier", "Bytes read and written; spans evicted, damaged, ...", labels=["tier", "what"]
+        events = CounterMetricFamily(
+            self.prefix + "tier_events",
+            "Spans evicted, damaged, failed or skipped, and block cache hits and misses",
+            labels=["tier", "event"],
         )
-        for tier in found.tier_stats:
-            size.add_metric([tier["tier"]], tier["bytes"])
-            room.add_metric([tier["tier"]], tier["capacity"])
-            pages.add_metric([tier["tier"]], tier["bytes"] / found.page_bytes)
-            for what in TIER_EVENTS:
-                if what in tier:
-                    happened.add_metric([tier["tier"], what], tier[what])
-        yield from (size, room, pages, happened)
+        for tier in tiers:
+            for name, value in tier.items():
+                if name not in TIER_SIZES:
+                    family = transferred if name in TIER_DIRECTIONS else events
+                    family.add_metric([tier["tier"], name], value)
+        yield from (transferred, events)
+
+    def _gauge(self, name: str, documentation: str, value: float | Mapping[str, float], label: str = "") -> Metric:
+        if not isinstance(value, Mapping):
+            return GaugeMetricFamily(self.prefix + name, documentation, value)
+        return _with_values(GaugeMetricFamily(self.prefix + name, documentation, labels=[label]), value)
+
+    def _counter(self, name: str, documentation: str, values: Mapping[str, float], label: str) -> Metric:
+        return _with_values(CounterMetricFamily(self.prefix + name, documentation, labels=[label]), values)
 
 
-def _add_labelled_values(family: Metric, values: dict[str, int]) -> Metric:
+def _with_values(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
     for label, value in values.items():
-        family.add_metric([label], value)  # type: ignore[attr-defined]
+        family.add_metric([label], value)
     return family

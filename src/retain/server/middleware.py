@@ -1,6 +1,6 @@
-"""What every call passes before anything looks at it: its key, the size of its body, the time that it takes to come.
+"""ASGI middleware: authenticates every request and bounds the size and the upload time of its body.
 
-A middleware, in plain ASGI: what streams must not be held up by it. What is not known here: bodies' contents.
+It is plain ASGI because Starlette's BaseHTTPMiddleware would buffer streamed responses.
 """
 
 from __future__ import annotations
@@ -11,67 +11,70 @@ import logging
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from retain.server.admission import Limits
 from retain.server.auth import ApiKeys
+from retain.server.config import Limits
 from retain.server.openai.errors import APIError
 
 INSPECTOR_PATHS = ("/inspect", "/inspect/inspect.css", "/inspect/inspect.js")
-PUBLIC_PATHS = ("/health", "/ready", "/docs", "/openapi.json", *INSPECTOR_PATHS)  # these tell nothing of anybody
-log = logging.getLogger("retain")
+PUBLIC_PATHS = ("/health", "/ready", "/docs", "/openapi.json", *INSPECTOR_PATHS)  # they reveal nothing about requests
+log = logging.getLogger(__name__)
 
 
 class AuthMiddleware:
-    """Before an app."""
+    """Checks the API key and limits the body before the application handles a request."""
 
     def __init__(self, app: ASGIApp, api_keys: ApiKeys, limits: Limits):
         self.app, self.api_keys, self.limits = app, api_keys, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle one ASGI connection. Stores the authenticated ApiKey as `request.state.key`."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = {k: v.decode("latin-1") for k, v in scope["headers"] if k in (b"authorization", b"content-length")}
-        key, begun = self.api_keys.authenticate(headers.get(b"authorization")), False
+        key, response_started = self.api_keys.authenticate(headers.get(b"authorization")), False
         scope.setdefault("state", {})["key"] = key
 
         async def send_wrapper(message: Message) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal response_started
+            response_started = True
             await send(message)
 
         try:
             if key is None and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
                 raise APIError(
-                    401, "give an API key: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"}
+                    401,
+                    "missing or invalid API key: send Authorization: Bearer KEY",
+                    headers={"WWW-Authenticate": "Bearer"},
                 )
             length = headers.get(b"content-length", "0")
             if not length.isdigit() or int(length) > self.limits.max_body_size:
                 raise self._body_too_large_error()
             await self.app(scope, self._limit_body(receive), send_wrapper)
-        except APIError as refused:
-            await refused.to_response()(scope, receive, send)
+        except APIError as error:
+            await error.to_response()(scope, receive, send)
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
-            if begun:
+            if response_started:
                 raise
-            await APIError(500, "the server failed at this request").to_response()(scope, receive, send)
+            await APIError(500, "internal server error").to_response()(scope, receive, send)
 
     def _limit_body(self, receive: Receive) -> Receive:
-        """The same body, if it is small enough and comes soon enough."""
-        size, done = 0, False
-        until = asyncio.get_running_loop().time() + self.limits.upload_timeout
+        """Wrap `receive` so that it raises for a body that is too large or too slow."""
+        size, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self.limits.upload_timeout
 
         async def receive_limited() -> Message:
-            nonlocal size, done
-            if done:
-                return await receive()  # whether somebody still listens
+            nonlocal size, complete
+            if complete:
+                return await receive()  # only a disconnect can follow the body
             try:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, "the body did not come in time") from None
+                log.warning("request rejected by upload_timeout: %d bytes received", size)
+                raise HTTPException(408, "timed out while reading the request body") from None
             size += len(message.get("body", b""))
-            done = not message.get("more_body", False)
+            complete = not message.get("more_body", False)
             if size > self.limits.max_body_size:
                 raise HTTPException(413, self._body_too_large_error().message)
             return message
@@ -79,4 +82,5 @@ class AuthMiddleware:
         return receive_limited
 
     def _body_too_large_error(self) -> APIError:
-        return APIError(413, f"the body is larger than {self.limits.max_body_size} bytes")
+        log.warning("request rejected by max_body_size, %d bytes", self.limits.max_body_size)
+        return APIError(413, f"the request body exceeds {self.limits.max_body_size} bytes: send less")

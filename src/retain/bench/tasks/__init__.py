@@ -1,18 +1,18 @@
-"""What `retain bench quality` asks a model. One task is one file here, found by its name.
+"""Tasks of `retain bench quality`. One task is one file here, found by its name.
 
-A file defines `METRICS`, the names of its numbers, `ROWS`, how many requests an item is, and
+A file defines `METRICS`, the names of its numbers, `REQUESTS_PER_ITEM`, how many requests an item takes, and
 
-    items(llm, data, n, longest) -> list    n questions out of the files of a folder, of at most so many tokens each
-    measure(llm, items, chosen, full) -> (rows, memory)
+    load_items(llm, data, num_items, max_prompt_len) -> list
+        items from the files of the folder `data`, each prompt of at most `max_prompt_len` tokens
+    measure(llm, items, policy_specs, full_state) -> (rows, state)
+        {metric: number} of every item under the first policy, then under the next; all run together, so that prompts
+        are computed once. `full_state` is the state that the same items left under the full cache, None for that cache.
 
-where rows are {metric: number} of every item under the first policy, then under the next (their texts; all at once, so
-that prompts are computed once). `full` is the memory that the same items left under the full cache; None when it is
-that cache's turn. What is not known here: which policies, tables, plots.
+Does not depend on: which policies are compared, tables, plots.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,41 +27,39 @@ from torch import Tensor
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.llm import LLM
-from retain.plugins import Amount, plugin_names
+from retain.plugins import Amount, load_module, plugin_names
 
 ItemMetrics = dict[str, float]
 
 
 def task_names() -> list[str]:
-    """The tasks in this folder."""
+    """Return the names of the tasks."""
     return plugin_names(__name__)
 
 
 def load_task(name: str) -> ModuleType:
-    """The task of that name. Raises ValueError."""
-    if name not in task_names():
-        raise ValueError(f"unknown task {name!r}: choose from {', '.join(task_names())}")
-    return importlib.import_module(f"{__name__}.{name}")
+    """Return the task of that name. Raises ValueError."""
+    return load_module(__name__, name, task_names(), "task")
 
 
 def load_records(data: Path, name: str, num_records: int | None = None) -> list[dict[str, Any]]:
-    """The first n records of data/name.jsonl. Raises OSError or ValueError."""
+    """Return the first records of data/name.jsonl. Raises OSError or ValueError."""
     path = data / f"{name}.jsonl"
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; --data names a folder with the files of this task")
+        raise ValueError(f"{path}: no such file; --data-dir names a folder with the files of this task")
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in islice(lines, num_records)]
 
 
 def build_prompt(llm: LLM, text: str, instruction: str, cue: str) -> list[int]:
-    """Ids of a prompt about a text: a conversation, or where the model has no template the text and a cue."""
+    """Return the ids of a prompt about a text: a conversation, or the text and a cue without a chat template."""
     if llm.tokenizer.chat_template is None:
         return llm.encode(f"{text}\n\n{cue}")
     return llm.tokenizer.encode_chat([{"role": "user", "content": f"{instruction}\n\n{text}"}])
 
 
 def load_articles(llm: LLM, data: Path, num_articles: int, max_prompt_len: int) -> list[tuple[list[int], str]]:
-    """Up to n news articles as prompts of at most `longest` tokens, each with the summary of its editors."""
+    """Return news articles as prompts of at most `max_prompt_len` tokens, each with its reference summary."""
     found: list[tuple[list[int], str]] = []
     for record in load_records(data, "cnn_dailymail"):
         prompt = build_prompt(llm, record["article"], "Summarize the following news article:", "Summary:")
@@ -72,10 +70,10 @@ def load_articles(llm: LLM, data: Path, num_articles: int, max_prompt_len: int) 
 
 @dataclass(frozen=True)
 class ForcedItem:
-    """A prompt and the answer that is given, as ids.
+    """A prompt and the continuation that is forced on the model, as ids.
 
-    Percentages are of `whole` tokens; of the prompt where it is 0. The last `counts` of the answer count, all where it
-    is 0: its first token is drawn before anything is forgotten.
+    Budgets in percent are of `budget_base` tokens, or of the prompt where it is 0. Only the last `num_scored_tokens`
+    are scored, all where it is 0: the first token of a continuation is sampled before anything is evicted.
     """
 
     prompt: list[int]
@@ -85,7 +83,7 @@ class ForcedItem:
 
 
 def absolute_budget(policy: str, budget_base: int) -> str:
-    """The policy with its percentage made one of so many tokens."""
+    """Return the spec with a budget in percent replaced by tokens, as a share of `budget_base`."""
     parsed = policies.parse(policy)
     if not budget_base or not isinstance(parsed, BudgetPolicy):
         return policy
@@ -99,38 +97,39 @@ def teacher_force(
     full_log_probs: list[Tensor] | None,
     compares_full: bool,
 ) -> tuple[list[ItemMetrics], list[Tensor]]:
-    """Answers that are given: `loss` in nats a token, `exact` (1 where a greedy model would have given it).
+    """Score given continuations: `loss` in nats a token, `exact` (1 where greedy decoding would give it).
 
-    With `compare` also the distance from the full cache's distributions, a token: `kl` in nats, `top1` as the share
-    of tokens where the likeliest is the same; memory holds those distributions.
+    With `compares_full` also the distance from the full cache's distributions, per token: `kl` in nats, and
+    `top1_agreement`, the share of tokens with the same likeliest one. Returns the rows, and those distributions where
+    `full_log_probs` is None, which is when the full cache runs.
     """
     pairs = [(item, absolute_budget(policy, item.budget_base)) for policy in policy_specs for item in items]
     likeliest: list[list[Tensor]] = [[] for _ in pairs]
-    kept: list[list[Tensor]] = [[] for _ in pairs]
-    kl, same, done = [0.0] * len(pairs), [0] * len(pairs), [0] * len(pairs)
+    log_probs: list[list[Tensor]] = [[] for _ in pairs]
+    kl, num_agreed, num_read = [0.0] * len(pairs), [0] * len(pairs), [0] * len(pairs)
 
-    def read(i: int, logits: Tensor) -> None:
+    def read_logits(i: int, logits: Tensor) -> None:
         likeliest[i].append(logits.argmax(-1).cpu())
         if not compares_full:
             return
         log_p = logits.log_softmax(-1)  # [n, V]
         if full_log_probs is None:
-            kept[i].append(log_p.half().cpu())
+            log_probs[i].append(log_p.half().cpu())
             return
-        want = full_log_probs[i % len(items)][done[i] : done[i] + len(log_p)].to(log_p.device).float()
-        done[i] += len(log_p)
-        kl[i] += float((want.exp() * (want - log_p)).sum())
-        same[i] += int((want.argmax(-1) == log_p.argmax(-1)).sum())
+        full = full_log_probs[i % len(items)][num_read[i] : num_read[i] + len(log_p)].to(log_p.device).float()
+        num_read[i] += len(log_p)
+        kl[i] += float((full.exp() * (full - log_p)).sum())
+        num_agreed[i] += int((full.argmax(-1) == log_p.argmax(-1)).sum())
 
-    prompts, answers = [i.prompt for i, _ in pairs], [i.continuation for i, _ in pairs]
-    found = llm.score(prompts, answers, [p for _, p in pairs], read)
+    prompts, continuations = [i.prompt for i, _ in pairs], [i.continuation for i, _ in pairs]
+    scores = llm.score(prompts, continuations, [p for _, p in pairs], read_logits)
     rows = []
-    for i, ((item, _), logprobs) in enumerate(zip(pairs, found, strict=True)):
+    for i, ((item, _), token_scores) in enumerate(zip(pairs, scores, strict=True)):
         n = len(item.continuation)
-        tail = n - (item.num_scored_tokens or n)
-        said = torch.cat(likeliest[i]).tolist()[tail:] == item.continuation[tail:]
-        row = {"loss": -sum(logprobs[tail:]) / (n - tail), "exact": float(said)}
+        start = n - (item.num_scored_tokens or n)
+        is_exact = torch.cat(likeliest[i]).tolist()[start:] == item.continuation[start:]
+        row = {"loss": -sum(token_scores[start:]) / (n - start), "exact": float(is_exact)}
         if compares_full:
-            row |= {"kl": kl[i] / n, "top1": 1.0 if full_log_probs is None else same[i] / n}
+            row |= {"kl": kl[i] / n, "top1_agreement": 1.0 if full_log_probs is None else num_agreed[i] / n}
         rows.append(row)
-    return rows, [torch.cat(k) for k in kept if k]
+    return rows, [torch.cat(parts) for parts in log_probs if parts]

@@ -1,6 +1,7 @@
-"""choice: COPA, PIQA and OpenBookQA, without examples and with five: the likeliest of the answers that are given.
+"""Task `choice`: accuracy on COPA, PIQA and OpenBookQA, with no examples and with five.
 
-Prompts as the lm-eval harness writes them; an answer's likelihood is the sum over its tokens.
+The model chooses the likeliest answer; a likelihood is the sum over the answer's tokens. Prompts are those of the
+lm-eval harness.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ REQUESTS_PER_ITEM = 4
 
 
 def format_copa(r: Record) -> tuple[str, list[str]]:
-    """Which is the cause, or the effect?"""
+    """Return the prompt and the choices of a COPA record."""
     link = {"cause": "because", "effect": "therefore"}[r["question"]]
     choices = [r["choice1"], r["choice2"]]
     return f"{r['premise'].strip()[:-1]} {link}", [f" {c[0].lower()}{c[1:]}" for c in choices]
 
 
 def format_piqa(r: Record) -> tuple[str, list[str]]:
-    """Which way reaches the goal?"""
+    """Return the prompt and the choices of a PIQA record."""
     return f"Question: {r['goal']}\nAnswer:", [f" {r['sol1']}", f" {r['sol2']}"]
 
 
 def format_openbookqa(r: Record) -> tuple[str, list[str]]:
-    """Which ending is true?"""
+    """Return the prompt and the choices of an OpenBookQA record."""
     return r["question_stem"], [f" {c}" for c in r["choices"]]
 
 
@@ -45,7 +46,7 @@ METRICS = tuple(f"{name}-{shots}" for name in DATASETS for shots in NUM_SHOTS)
 
 @dataclass(frozen=True)
 class MultipleChoiceItem:
-    """`metric` says of which set it is and with how many examples."""
+    """A question with its choices; `metric` names its data set and the number of examples."""
 
     metric: str
     prompt: list[int]
@@ -54,31 +55,33 @@ class MultipleChoiceItem:
 
 
 def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> list[MultipleChoiceItem]:
-    """n questions: sets and numbers of examples in turn; the first five records are the examples."""
-    found = []
-    each = -(-num_items // len(METRICS))
-    made = {name: [DATASETS[name][1](r) for r in load_records(data, DATASETS[name][0], 5 + each)] for name in DATASETS}
-    labels = {name: [r["label"] for r in load_records(data, DATASETS[name][0], 5 + each)] for name in DATASETS}
-    for i in range(5, min(5 + each, *map(len, made.values()))):
-        for name in DATASETS:
-            for shots in NUM_SHOTS:
-                examples = [f"{made[name][j][0]}{made[name][j][1][labels[name][j]]}\n\n" for j in range(shots)]
-                prompt, choices = made[name][i]
-                ids = [llm.tokenizer.encode(c, add_special_tokens=False) for c in choices]
-                found.append(
-                    MultipleChoiceItem(f"{name}-{shots}", llm.encode("".join(examples) + prompt), ids, labels[name][i])
+    """Return questions, data sets and numbers of examples in turn; the first five records are the examples."""
+    max_shots = max(NUM_SHOTS)
+    num_records = max_shots - (-num_items // len(METRICS))
+    questions: dict[str, list[tuple[str, list[str], int]]] = {}
+    for name, (file, format_record) in DATASETS.items():
+        questions[name] = [(*format_record(r), r["label"]) for r in load_records(data, file, num_records)]
+    items = []
+    for i in range(max_shots, min(num_records, *map(len, questions.values()))):
+        for name, solved in questions.items():
+            prompt, choices, label = solved[i]
+            choice_ids = [llm.tokenizer.encode(c, add_special_tokens=False) for c in choices]
+            for num_shots in NUM_SHOTS:
+                examples = "".join(f"{p}{c[answer]}\n\n" for p, c, answer in solved[:num_shots])
+                items.append(
+                    MultipleChoiceItem(f"{name}-{num_shots}", llm.encode(examples + prompt), choice_ids, label)
                 )
-    return found[:num_items]
+    return items[:num_items]
 
 
 def measure(
     llm: LLM, items: list[MultipleChoiceItem], policy_specs: Sequence[str], full_state: Any
 ) -> tuple[list[ItemMetrics], None]:
-    """1 where the right answer is the likeliest, else 0."""
-    asked = [(q.prompt, c, policy) for policy in policy_specs for q in items for c in q.choices]
-    sums = iter([sum(x) for x in llm.score(*map(list, zip(*asked, strict=True)))])  # type: ignore[arg-type]
+    """Return 1 where the right answer is the likeliest, else 0."""
+    requests = [(q.prompt, choice, policy) for policy in policy_specs for q in items for choice in q.choices]
+    log_probs = iter([sum(x) for x in llm.score(*map(list, zip(*requests, strict=True)))])  # type: ignore[arg-type]
     rows = []
     for q in [*items] * len(policy_specs):
-        likely = [next(sums) for _ in q.choices]
-        rows.append({q.metric: float(likely.index(max(likely)) == q.label)})
+        likelihoods = [next(log_probs) for _ in q.choices]
+        rows.append({q.metric: float(likelihoods.index(max(likelihoods)) == q.label)})
     return rows, None

@@ -1,4 +1,4 @@
-"""perplexity: books, teacher-forced; the cache forgets as it goes. A budget's percentage is of the whole text."""
+"""Task `perplexity`: the loss on teacher-forced books. A budget in percent is of the whole text."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from retain.llm import LLM
 
 METRICS = ("loss",)
 REQUESTS_PER_ITEM = 1
-PROMPT_TOKENS = 16  # tokens: the text itself is the answer
+PROMPT_TOKENS = 16  # the rest of the text is the continuation
 
 
 def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> list[ForcedItem]:
-    """Pieces of `longest` tokens out of the middle of the books, from each book in turn."""
+    """Return pieces of `max_prompt_len` tokens out of the middle of the books, from each book in turn."""
     books = [(b["text"], num_items // 4 + 1) for b in load_records(data, "books")]
-    found = []
+    items = []
     for i in range(num_items):
         text, pieces = books[i % len(books)]
         start = len(text) * (1 + i // len(books)) // (pieces + 1)
         ids = llm.encode(text[start : start + 8 * max_prompt_len])[:max_prompt_len]
-        found.append(ForcedItem(ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:], budget_base=len(ids)))
-    return found
+        items.append(ForcedItem(ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:], budget_base=len(ids)))
+    return items
 
 
 def measure(
     llm: LLM, items: list[ForcedItem], policy_specs: Sequence[str], full_state: Any
 ) -> tuple[list[ItemMetrics], Any]:
-    """Loss in nats a token."""
-    rows, memory = teacher_force(llm, items, policy_specs, full_state, compares_full=False)
-    return [{"loss": row["loss"]} for row in rows], memory
+    """Return the loss in nats a token."""
+    rows, state = teacher_force(llm, items, policy_specs, full_state, compares_full=False)
+    return [{"loss": row["loss"]} for row in rows], state

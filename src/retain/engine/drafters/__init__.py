@@ -1,7 +1,7 @@
-"""Drafters: who guesses a request's next tokens. One drafter is one file here, found by its name: `parse("ngram:k=8")`.
+"""Drafters: each proposes the next tokens of requests. One drafter is one file: `parse("ngram:k=8")` reads ngram.py.
 
-A file defines `class Drafter`, a dataclass whose fields are its options on the command line. What is not known here:
-whether the guesses are right (speculate.py), and how many are worth their time (pace.py).
+A file defines `class Drafter`, a dataclass whose fields are its options. Does not depend on: verification, and how many
+drafts are worth their time (see spec_decode).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from retain.plugins import load_plugin, plugin_names
 
 @dataclass(frozen=True)
 class TargetModel:
-    """Whose tokens are guessed.
+    """The model that a drafter drafts for, and ways to load others.
 
-    `another` loads a model of that name with these weights, beside it; `lighter` itself, on the same cache.
+    `load_draft_model` takes the name of a model and its quantization; `load_requantized_runner` loads the target again
+    with another quantization, to run on the same cache.
     """
 
     runner: Runner
@@ -30,42 +31,45 @@ class TargetModel:
 
 
 class Drafter(Protocol):
-    """What the engine asks of it."""
+    """The interface of a drafter."""
 
-    k: str  # how many tokens at once; auto: as many as are worth it, up to `most`
+    k: str  # drafts of a request in a round; auto: as many as are worth their time, at most max_draft_tokens
 
     @property
     def max_draft_tokens(self) -> int:
-        """See k."""
+        """Most drafts of a request in a round where k is auto."""
         ...
 
     def attach(self, target: TargetModel) -> None:
-        """Before the first step. Raises ValueError where it cannot guess for this one."""
+        """Prepare for the target, before the first step. Raises ValueError if the drafter cannot draft for it."""
         ...
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
-        """`Request.draft` up to so many tokens for each of these requests, who owe one token."""
+        """Set the drafts of these requests (`Request.set_drafts`), at most as many as each one's limit.
+
+        Every request has one uncomputed token.
+        """
         ...
 
     def remove_request(self, request: Request) -> None:
-        """It has ended."""
+        """Drop the state of a request that has ended."""
         ...
 
 
 def names() -> list[str]:
-    """The drafters in this folder."""
+    """Return the names of all drafters."""
     return plugin_names(__name__)
 
 
 def parse(spec: str) -> Drafter:
-    """The drafter that a text names. Raises ValueError with what is allowed."""
+    """Build the drafter of a spec. Raises ValueError that lists what is allowed."""
     drafter: Drafter = load_plugin(__name__, "Drafter", "drafter", spec)
     parse_draft_length(drafter)
     return drafter
 
 
 def parse_draft_length(drafter: Drafter) -> int | None:
-    """Its fixed number of tokens, or None for auto. Raises ValueError."""
+    """Return the fixed number of drafts, or None for auto. Raises ValueError."""
     if drafter.k == "auto":
         return None
     if not drafter.k.isdigit() or not int(drafter.k):

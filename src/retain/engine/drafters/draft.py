@@ -1,6 +1,6 @@
-"""Another model with the same vocabulary and a cache of its own; or the same model with smaller weights.
+"""draft: draft with another model of the same vocabulary, which has its own cache; or with a requantized target.
 
-The same model needs no cache: its keys and values are, but for rounding, those that are there (see self.py).
+A requantized target needs no cache of its own: its keys and values equal the target's but for rounding (see self.py).
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from torch import Tensor
 
 from retain.engine.batch import pack_tokens
 from retain.engine.drafters import TargetModel
-from retain.engine.drafters.self import Drafter as Same
+from retain.engine.drafters.self import Drafter as SelfDrafter
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.draft_loop import draft_autoregressive
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
 
-MAX_CATCH_UP_TOKENS = (
-    16  # tokens, no more than a page, that are computed with the first draft; more have to be read first
-)
+MAX_CATCH_UP_TOKENS = 16  # no more than a page: the first draft can be computed together with so many missed tokens
 
 
 @dataclass
 class DraftState:
-    """What the draft has computed of a request."""
+    """The row of a request in the draft model's cache, and the tokens that are computed there."""
 
     row: int
     tokens: list[int] = field(default_factory=list)
@@ -34,54 +32,58 @@ class DraftState:
 
 @dataclass
 class Drafter:
-    """`model`: a name, as for --model (none: the target's); `weights`: bf16, int8, int4, or as the file has them."""
+    """`model`: a name as for --model, or none for the target; `weights`: bf16, int8, int4, or auto as in its file."""
 
     k: str = "auto"
     model: str | None = None
     weights: str = "auto"
-    _self_drafter: Same | None = field(default=None, init=False)
+    _self_drafter: SelfDrafter | None = field(default=None, init=False)
     _runner: Runner | None = field(default=None, init=False)
     _cache: KVCacheManager | None = field(default=None, init=False)
     _states: dict[Request, DraftState] = field(default_factory=dict, init=False)
 
     @property
     def max_draft_tokens(self) -> int:
-        """See Drafter."""
+        """Most drafts of a request in a round where k is auto."""
         return 8
 
     def attach(self, target: TargetModel) -> None:
-        """See Drafter."""
+        """Load the draft model. Raises ValueError if neither `model` nor `weights` is given."""
         if self.model is None and self.weights == "auto":
-            raise ValueError("draft: which model=, or which weights= of the same one?")
+            raise ValueError("draft: say which model= drafts, or which weights= (bf16, int8, int4) of the target")
         if self.model is None:
-            self._self_drafter = Same(k=self.k, budget=target.cache.max_model_len, weights=self.weights)
+            self._self_drafter = SelfDrafter(k=self.k, budget=target.cache.max_model_len, weights=self.weights)
             self._self_drafter.attach(target)
         else:
             self._runner, self._cache = target.load_draft_model(self.model, self.weights)
 
     def remove_request(self, request: Request) -> None:
-        """See Drafter."""
+        """Free the request's row in the draft model's cache."""
         if self._self_drafter:
             self._self_drafter.remove_request(request)
-        if (seen := self._states.pop(request, None)) and self._cache:
-            self._cache.close_row(seen.row)
+        if (state := self._states.pop(request, None)) and self._cache:
+            self._cache.close_row(state.row)
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
-        """See Drafter. Whom there is no room for gets no drafts, nor who has a long text to be read first."""
+        """Set the drafts of requests that fit into the draft model's cache, and whose text is nearly computed there."""
         if self._self_drafter:
             return self._self_drafter.propose(draft_limits)
-        able = [(r, n) for r, n in draft_limits if self._catch_up(r, n)]
+        ready = [(r, n) for r, n in draft_limits if self._catch_up(r, n)]
 
-        def forward(who: Sequence[int], tokens: Sequence[int], i: int) -> Tensor:
-            whose = [self._states[able[j][0]] for j in who]
-            if i:
-                return self._forward(whose, [[t] for t in tokens])
-            return self._forward(whose, [able[j][0].tokens[len(s.tokens) :] for j, s in zip(who, whose, strict=True)])
+        def forward(active: Sequence[int], latest: Sequence[int], step: int) -> Tensor:
+            requests = [ready[j][0] for j in active]
+            states = [self._states[r] for r in requests]
+            if step:
+                return self._forward(states, [[t] for t in latest])
+            return self._forward(states, [r.tokens[len(s.tokens) :] for r, s in zip(requests, states, strict=True)])
 
-        draft_autoregressive(able, forward)
+        draft_autoregressive(ready, forward)
 
     def _catch_up(self, request: Request, num_drafts: int) -> bool:
-        """Whether its last few tokens are all that is left to be computed; what was guessed wrong is written over."""
+        """Compute the text that the draft model missed, but for its end. Returns whether it can draft in this round.
+
+        Slots of rejected drafts are written over.
+        """
         assert self._cache
         cache, tokens = self._cache, request.tokens
         if len(tokens) + num_drafts > cache.max_model_len:
@@ -90,29 +92,32 @@ class Drafter:
             if not cache.free_rows:
                 return False
             self._states[request] = DraftState(cache.open_row(policies.parse("full"), len(tokens)))
-        seen = self._states[request]
-        same = min(len(seen.tokens), len(tokens) - 1)
-        while seen.tokens[:same] != tokens[:same]:  # a few at the end at most
-            same -= 1
-        del seen.tokens[same:]
-        if not cache.reserve(seen.row, len(tokens) + num_drafts):
+        state = self._states[request]
+        num_equal = min(len(state.tokens), len(tokens) - 1)
+        while state.tokens[:num_equal] != tokens[:num_equal]:  # only rejected drafts at the end differ
+            num_equal -= 1
+        del state.tokens[num_equal:]
+        if not cache.reserve(state.row, len(tokens) + num_drafts):
             return False
-        few = len(tokens) - len(seen.tokens) <= MAX_CATCH_UP_TOKENS
-        while (owed := len(tokens) - 1 - len(seen.tokens)) > 0 and not few:
-            begin, most = (
-                len(seen.tokens),
-                cache.page_size if cache.tables.rings_shrunk[seen.row] else cache.config.max_batched_tokens,
-            )
-            self._forward([seen], [tokens[begin : begin + min(owed, most)]])  # a ring that is settled spares a page
-            cache.commit(seen.row, len(seen.tokens), owed - min(owed, most))
-        return few
+        is_near = len(tokens) - len(state.tokens) <= MAX_CATCH_UP_TOKENS
+        while (missing := len(tokens) - 1 - len(state.tokens)) > 0 and not is_near:
+            # A shrunk ring has one spare page.
+            limit = cache.page_size if cache.tables.rings_shrunk[state.row] else cache.config.max_batched_tokens
+            begin, n = len(state.tokens), min(missing, limit)
+            self._forward([state], [tokens[begin : begin + n]])
+            cache.commit(state.row, len(state.tokens), missing - n)
+        return is_near
 
     def _forward(self, states: Sequence[DraftState], fresh: Sequence[Sequence[int]]) -> Tensor:
-        """Logits behind the last of these tokens, [n, V]."""
+        """Compute fresh tokens of rows. Returns the logits after the last token of each row, [n, V]."""
         assert self._cache and self._runner
         batch = pack_tokens(
-            self._cache, [s.row for s in states], [len(s.tokens) for s in states], fresh, [1] * len(states)
+            self._cache,
+            rows=[s.row for s in states],
+            first_places=[len(s.tokens) for s in states],
+            fresh=fresh,
+            num_logits=[1] * len(states),
         )
-        for s, f in zip(states, fresh, strict=True):
-            s.tokens += f
+        for state, tokens in zip(states, fresh, strict=True):
+            state.tokens += tokens
         return self._runner.forward(batch)

@@ -1,4 +1,7 @@
-"""What followed when the text last ended like this (prompt look-up): costs nothing, and is right where texts repeat."""
+"""ngram: draft what followed the latest earlier occurrence of the text's last tokens (prompt lookup).
+
+It costs almost nothing, and its drafts are accepted where texts repeat.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from retain.engine.request import Request
 
 @dataclass
 class NgramIndex:
-    """Where each of a text's n-grams was last seen to end."""
+    """The latest end position of each n-gram in the first `num_tokens` tokens of a text."""
 
-    num_tokens: int = 0  # tokens that are in it
+    num_tokens: int = 0
     end_positions: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 @dataclass
 class Drafter:
-    """Tokens behind the latest earlier place of the longest n-gram, `max` down to `min`, that ends the text."""
+    """Look up the longest n-gram that ends the text and occurred before, from `max` tokens down to `min`."""
 
     k: str = "auto"
     min: int = 2
@@ -29,32 +32,32 @@ class Drafter:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
-            raise ValueError(f"ngram: min and max are from 1 up, not {self.min} and {self.max}")
+            raise ValueError(f"ngram: min must be at least 1 and at most max, not min={self.min}, max={self.max}")
 
     @property
     def max_draft_tokens(self) -> int:
-        """See Drafter."""
+        """Most drafts of a request in a round where k is auto."""
         return 16
 
     def attach(self, target: TargetModel) -> None:
-        """See Drafter."""
+        """Do nothing: drafts are copied from the text, so no model is needed."""
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
-        """See Drafter."""
-        for request, most in draft_limits:
-            request.set_drafts(self._lookup(request, most))
+        """Set the drafts of each request, by its own text."""
+        for request, limit in draft_limits:
+            request.set_drafts(self._lookup(request, limit))
 
     def remove_request(self, request: Request) -> None:
-        """See Drafter."""
+        """Drop the index of a request."""
         self._indexes.pop(request, None)
 
     def _lookup(self, request: Request, max_drafts: int) -> list[int]:
         tokens, index = request.tokens, self._indexes.setdefault(request, NgramIndex())
-        for end in range(index.num_tokens + 1, len(tokens)):  # not the one that ends the text
+        for end in range(index.num_tokens + 1, len(tokens)):  # without the n-grams that end the text
             for n in range(self.min, min(self.max, end) + 1):
                 index.end_positions[tuple(tokens[end - n : end])] = end
         index.num_tokens = len(tokens) - 1
         for n in range(min(self.max, len(tokens)), self.min - 1, -1):
-            if found := index.end_positions.get(tuple(tokens[-n:])):
-                return tokens[found : found + max_drafts]
+            if end_position := index.end_positions.get(tuple(tokens[-n:])):
+                return tokens[end_position : end_position + max_drafts]
         return []

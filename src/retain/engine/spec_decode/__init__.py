@@ -1,1 +1,1 @@
-"""Speculative decoding: drafts, their verification, and how many are worth their time. Does not depend on: the cache."""
+"""Speculative decoding: drafting, verification, and the choice of draft lengths. Does not depend on: the cache."""

@@ -1,7 +1,4 @@
-"""Who drafts for whom, and how much: an engine's drafters, each with a pace of its own.
-
-What is not known here: whether drafts are right (speculate.py), what steps are made of.
-"""
+"""The speculator: an engine's drafters, and the draft lengths of each."""
 
 from __future__ import annotations
 
@@ -13,43 +10,43 @@ from retain.engine.request import Request, SampledTokens
 from retain.engine.scheduler import ScheduledRequest
 from retain.engine.spec_decode.draft_length import DraftLengthController
 
-NO_SPECULATION = "off"  # what a request says that wants no drafts
+NO_SPECULATION = "off"  # the name of a request's drafter that turns drafting off
 
 
 class Speculator:
-    """`own` drafts for who asks for nobody else, "" ; `others` by the names that requests ask for them."""
+    """Let drafters propose tokens for requests.
+
+    `default` drafts for requests that name no drafter; `named` has further drafters, by the names that requests give.
+    """
 
     def __init__(self, default: Drafter | None):
         self.default = default
         self.named: dict[str, Drafter] = {}
-        self.length_controllers: dict[str, DraftLengthController] = {}
+        self.length_controllers: dict[str, DraftLengthController] = {}  # of drafters with automatic lengths
 
     @property
     def drafters(self) -> Mapping[str, Drafter]:
-        """All of them, by name."""
+        """All drafters by name; the default's name is empty."""
         return {"": self.default, **self.named} if self.default else self.named
 
     def get_drafter(self, request: Request) -> Drafter | None:
-        """Who drafts for it."""
+        """Return the drafter of a request, if it has one."""
         return self.drafters.get(request.input.drafter_name)
 
     def propose(self, running: Sequence[Request], max_drafts: int) -> float:
-        """Guesses of what comes next, up to `most` tokens each, for who owes one token; how long they took, seconds."""
-        took = 0.0
+        """Set the drafts of running requests, at most `max_drafts` each. Returns the seconds that drafting took."""
+        seconds = 0.0
         for name, drafter in self.drafters.items() if running else ():
-            asked = [
-                (r, n) for r in running if r.input.drafter_name == name and (n := min(r.max_drafts, max_drafts)) > 0
-            ]
-            k = parse_draft_length(drafter)
-            chosen = (
-                [(r, min(n, k)) for r, n in asked]
-                if k
-                else self._get_length_controller(name, drafter).choose_lengths(asked)
-            )
-            began = perf_counter()
-            drafter.propose([(r, n) for r, n in chosen if n])
-            took += perf_counter() - began
-        return took
+            requests = [r for r in running if r.input.drafter_name == name]
+            limits = [(r, n) for r in requests if (n := min(r.max_drafts, max_drafts)) > 0]
+            if fixed := parse_draft_length(drafter):
+                lengths = [(r, min(n, fixed)) for r, n in limits]
+            else:
+                lengths = self._length_controller(name, drafter).choose_lengths(limits)
+            started = perf_counter()
+            drafter.propose([(r, n) for r, n in lengths if n])
+            seconds += perf_counter() - started
+        return seconds
 
     def update(
         self,
@@ -58,28 +55,31 @@ class Speculator:
         step_s: float,
         draft_s: float,
     ) -> None:
-        """What drafts gave and took, in a step of `took` seconds; where a prompt was paid too, only what they gave."""
+        """Record acceptance after a step; and its time, if the step computed nothing but decoding and verification.
+
+        `step_s` is the time of the step without drafting, `draft_s` that of drafting.
+        """
         names = {s.request.input.drafter_name for s in scheduled if s.request.drafts}
         for request, tokens in sampled.items():
-            pace = self.length_controllers.get(request.input.drafter_name)
+            controller = self.length_controllers.get(request.input.drafter_name)
             if request.drafts:
-                request.stats.spec_decode.draft_s += draft_s
-                request.stats.spec_decode.verify_s += step_s
-                request.stats.spec_decode.baseline_s += pace.step_time.predict(len(scheduled)) if pace else 0.0
-            if pace:
-                pace.record_acceptance(request, len(request.drafts), len(tokens) - 1)
+                stats = request.stats.spec_decode
+                stats.draft_s += draft_s
+                stats.verify_s += step_s
+                stats.baseline_s += controller.step_time.predict(len(scheduled)) if controller else 0.0
+            if controller:
+                controller.record_acceptance(request, len(request.drafts), len(tokens) - 1)
         if len(names) <= 1 and all(s.num_tokens == 1 + len(s.request.drafts) for s in scheduled):
-            levels = max(len(s.request.drafts) for s in scheduled)
-            for name in names or self.length_controllers:
+            num_tokens = sum(s.num_tokens for s in scheduled)
+            depth = max(len(s.request.drafts) for s in scheduled)
+            for name in names or self.length_controllers:  # a step of plain decoding is a measurement for all
                 if name in self.length_controllers:
-                    self.length_controllers[name].record_step(
-                        sum(s.num_tokens for s in scheduled), step_s, levels, draft_s
-                    )
+                    self.length_controllers[name].record_step(num_tokens, step_s, depth, draft_s)
 
     def remove_request(self, request: Request) -> None:
-        """It has ended."""
+        """Drop the drafter's state of a request that has ended."""
         if drafter := self.get_drafter(request):
             drafter.remove_request(request)
 
-    def _get_length_controller(self, name: str, drafter: Drafter) -> DraftLengthController:
+    def _length_controller(self, name: str, drafter: Drafter) -> DraftLengthController:
         return self.length_controllers.setdefault(name, DraftLengthController(drafter.max_draft_tokens))

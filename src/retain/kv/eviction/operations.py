@@ -1,7 +1,4 @@
-"""Operations on tables of pages: punch holes, compact, renumber, by the priorities of a policy.
-
-Does not depend on: which row the tables belong to, and when it evicts (row.py).
-"""
+"""Operations on tables of pages: punch holes, compact, renumber, by the priorities of a policy."""
 
 from __future__ import annotations
 
@@ -46,8 +43,10 @@ def punch(store: PageStore, pages: Ints, policy: BudgetPolicy, query_position: i
     Returns their slot numbers [M, G, n].
     """
     kv, view = store.kv, build_view(store, pages, query_position)
-    lists = (x.flatten(0, 1) for x in (policy.priority(view), view.pos, torch.from_numpy(slots_used)))
-    places = store.backend.select_victims(*lists, *policy.evictable_range(query_position), n)
+    priority, pos = policy.priority(view).flatten(0, 1), view.pos.flatten(0, 1)
+    sinks, last_evictable = policy.evictable_range(query_position)
+    lengths = torch.from_numpy(slots_used).flatten()
+    places = store.backend.select_victims(priority, pos, lengths, sinks, last_evictable, n)
     holes = gather_slots(pages, places.view(*slots_used.shape, n), kv.page_size)
     kv.pos.view(-1)[holes.long()] = -1
     return holes

@@ -1,4 +1,4 @@
-"""What a policy sees of a row when it ranks slots. Does not depend on: pages."""
+"""What a policy sees of a row when it ranks slots."""
 
 from __future__ import annotations
 

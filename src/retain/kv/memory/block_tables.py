@@ -2,8 +2,6 @@
 
 A running request has a row. Eviction, prefixes and statistics work on these tables; only `KVCache` (cache.py) decides
 which slot a position gets.
-
-Does not depend on: policies, requests, the content of K and V.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ EXTRA_TABLE_PAGES = 16  # a selective load begins with more pages than its text 
 
 
 class BlockTables:
-    """Tables of N rows, L layers and G kv heads over one pool. A row's pages of a head are ragged: `counts` says how many.
+    """Tables of N rows, L layers and G kv heads over one pool; every head may own another number of pages.
 
-    The position of a token in a ring is `place = (pos - ring_base) mod capacity`; its page is `pages[place // S]`.
+    The place of a token in a ring is `(pos - ring_base) mod capacity`; its page is `pages[place // S]`.
     """
 
     def __init__(self, store: PageStore, num_rows: int, num_layers: int, kv_heads: int, max_pages: int):

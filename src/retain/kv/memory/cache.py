@@ -11,8 +11,6 @@ change of labels: after the prompt the pages with live tokens come first, the ot
 
               pages  | 8 9 | 2 3 | 4 5 | 6 7 |     S = 2, capacity 8, W = 3, next token 10: 8 and 9 (and 7) are live
     shrink_rings ->  | 6 7 | 8 9 |                 ring_base 6, capacity 4
-
-Does not depend on: policies, prefixes, requests, the content of K and V.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Pages together with the K and V they hold: allocate, copy and free.
-
-Does not depend on: rows, tables, positions in a text.
-"""
+"""Pages together with the K and V they hold: allocate, copy and free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
-from retain.kernels.api import KV
+from retain.kernels.api import KV, Backend
 from retain.kv.memory.pool import PagePool, Pages
 
 
@@ -18,7 +14,7 @@ class PageStore:
 
     pool: PagePool
     kv: KV
-    backend: ModuleType
+    backend: Backend
     page_bytes: int  # K, V, positions and mass of one page
 
     @property

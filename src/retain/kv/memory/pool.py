@@ -1,7 +1,6 @@
 """The pool of page numbers: which pages are free, and how many tables hold each of the others.
 
 A page is free, or held by one or more tables. Page 0 is the trash page, which no table owns.
-Does not depend on: layers, heads, tokens, the bytes of K and V.
 """
 
 from __future__ import annotations

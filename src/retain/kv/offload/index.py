@@ -14,7 +14,7 @@ class SpanIndex:
     """The spans of a tier with a capacity in bytes.
 
     `replacement` says which spans are evicted first. `lru`: the least recently used. `lfu`: the least often used.
-    `worth`: those with the lowest product of uses and share of attention.
+    `importance`: those with the lowest product of uses and share of attention.
     """
 
     def __init__(self, capacity: int, replacement: str):
@@ -47,15 +47,15 @@ class SpanIndex:
     def priority(self, span: Span) -> tuple[float, ...]:
         """Return the priority of a span. Among equals, the span that is deeper in its text is evicted first."""
         recent = (span.last_used_at, -span.start_page)
-        if self.replacement == "worth":
+        if self.replacement == "importance":
             return (span.hits * span.attention_share, *recent)
         return (span.hits, *recent) if self.replacement == "lfu" else recent
 
     def make_room(self, size: int, priority: tuple[float, ...] | None = None) -> list[Span] | None:
         """Evict the spans of lowest priority until `size` bytes fit, and return them.
 
-        None, with nothing evicted, if `size` exceeds the capacity. The same under `worth` if a victim is worth more
-        than the new span, whose `priority` is given.
+        None, with nothing evicted, if `size` exceeds the capacity. The same under `importance` if a victim is more
+        important than the new span, whose `priority` is given.
         """
         if size > self.capacity:
             return None
@@ -66,7 +66,7 @@ class SpanIndex:
             span = self.by_id.get(span_id)
             if span and known != self.priority(span):
                 heapq.heapreplace(self.heap, (self.priority(span), span_id))
-            elif span and priority and self.replacement == "worth" and known[0] > priority[0]:
+            elif span and priority and self.replacement == "importance" and known[0] > priority[0]:
                 for victim in victims:
                     heapq.heappush(self.heap, (self.priority(victim), self.spans[victim]))
                 return None

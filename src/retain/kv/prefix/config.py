@@ -1,4 +1,4 @@
-"""Options of prefix caching: `exact`, `exact:keep=prompt`, `important:ratio=0.25` or `off`."""
+"""Options of prefix caching: `exact`, `exact:keep=prompt`, `selective:ratio=0.25` or `off`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SelectiveConfig(PrefixConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"important: ratio is above 0 and at most 1, not {self.ratio:g}")
+            raise ValueError(f"selective: ratio is above 0 and at most 1, not {self.ratio:g}")
 
 
 def parse(spec: str) -> PrefixConfig | None:
@@ -34,7 +34,7 @@ def parse(spec: str) -> PrefixConfig | None:
     name, options = parse_spec(spec)
     if name == "off" and not options:
         return None
-    if name not in ("exact", "important"):
-        raise ValueError(f"unknown prefix {spec!r}: choose exact, exact:keep=prompt, important:ratio=0.25 or off")
-    config: PrefixConfig = from_strings(SelectiveConfig if name == "important" else PrefixConfig, name, options)
+    if name not in ("exact", "selective"):
+        raise ValueError(f"unknown prefix {spec!r}: choose exact, exact:keep=prompt, selective:ratio=0.25 or off")
+    config: PrefixConfig = from_strings(SelectiveConfig if name == "selective" else PrefixConfig, name, options)
     return config

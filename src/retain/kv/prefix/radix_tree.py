@@ -1,10 +1,10 @@
-"""What requests leave behind: a radix tree over pages, so that nobody computes a prefix twice.
+"""The radix tree: pages of computed texts, so that no prefix is computed twice.
 
-A node is a span of a text: whole pages, or, as a leaf, a beginning of one. It holds the pages of the M layers that see
-everything, [M, G, n] (a page is `page_size` slots of one kv head of one layer), and, where sliding layers have to go on
-from its end, those of the last positions in each of them. Keys are chained hashes: the link of a page names all tokens
-up to its end, and what the first link begins with (the tenant's salt, how far layers see). Pages are shared by
-reference: the tree is one more table that holds them. What is not known here: rows, slots, bytes.
+A node is a span of a text: whole pages, or, as a leaf, the beginning of one page. It holds the pages of the M layers
+without a window, [M, G, n] (a page is `page_size` slots of one kv head of one layer). Where sliding layers can resume
+at its end, it also holds their pages of the last positions. Nodes are found by chained block hashes, which cover all
+tokens up to their end and the root hash (the tenant's salt, the model, the windows). The tree shares pages by
+reference count, like one more block table.
 """
 
 from __future__ import annotations
@@ -13,56 +13,57 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from hashlib import blake2b
-from time import monotonic
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retain.kv.memory.pool import PagePool
 from retain.kv.memory.sliding_windows import SlidingWindows
+from retain.kv.prefix.block_hash import common_prefix_length, hash_block, hash_blocks
 from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
-
-Ints = NDArray[np.int32]
+from retain.kv.prefix.pins import Pins
+from retain.types import Ints
 
 
 class RadixTree:
-    """Of one pool."""
+    """Cached texts over the pages of one pool.
+
+    Before pages are evicted `on_evict(node, n)` is called: the node loses its pages from the n-th on.
+    """
 
     def __init__(self, pool: PagePool, page_size: int):
         self.pool, self.page_size = pool, page_size
         self.roots: dict[bytes, Node] = {}
-        self.owned_mask = np.zeros(pool.num_pages, bool)  # pages that are held here
+        self.owned_mask = np.zeros(pool.num_pages, bool)  # pages that the tree holds
         self.clock = itertools.count(1)
-        self.pins: dict[Node, float] = {}  # who stays, until when (seconds)
-        self.on_evict: Callable[[Node, int], None] | None = None  # told of a node whose pages from there on must go
-        self.evictions: deque[EvictionRecord] = deque(maxlen=4096)  # of what was evicted last
+        self.pins = Pins()
+        self.on_evict: Callable[[Node, int], None] | None = None
+        self.evictions: deque[EvictionRecord] = deque(maxlen=4096)  # the latest ones
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def match_prefix(
         self, root_hash: bytes, tokens: Sequence[int], max_length: int, has_sliding_layers: bool
     ) -> PrefixMatch | None:
-        """As much of a text as there is, at most `limit` tokens; None where there is nothing.
+        """Return the longest cached prefix of a text, of at most `max_length` tokens; None if there is none.
 
-        `sliding`: some layers slide, and their last positions must be there too.
+        With sliding layers it ends where their last positions are cached, too.
         """
         root = self.roots.get(root_hash)
         if root is None or max_length < 1:
             return None
         S, text = self.page_size, np.asarray(tokens[:max_length], np.int32)
-        path, whole = self._walk(root, self.hash_blocks(root_hash, text))
-        at, tails = whole * S, self._partial_matches(path, whole, text)
-        tail, same = tails[0] if tails else (None, 0)
-        common = length = at + same
-        rings = None
+        path, num_full = self._walk(root, self.hash_blocks(root_hash, text))
+        full_length, partial = num_full * S, self._partial_matches(path, num_full, text)
+        tail, num_equal = partial[0] if partial else (None, 0)
+        common = length = full_length + num_equal
+        windows = None
         if has_sliding_layers:
             ends: list[tuple[int, SlidingWindows | None, Node | None]] = [
-                (min(at, self._end_position(n)), n.sliding_windows, None) for n, _ in path
+                (min(full_length, self._end_position(n)), n.sliding_windows, None) for n, _ in path
             ]
-            ends += [(min(at + same, self._end_position(n)), n.sliding_windows, n) for n, same in tails]
-            able = [(end, rings, n) for end, rings, n in ends if rings and rings.min_resume_position <= end]
-            length, rings, tail = max(able, key=lambda x: x[0], default=(0, None, None))
+            ends += [(min(full_length + k, self._end_position(n)), n.sliding_windows, n) for n, k in partial]
+            usable = [(end, w, n) for end, w, n in ends if w and w.min_resume_position <= end]
+            length, windows, tail = max(usable, key=lambda x: x[0], default=(0, None, None))
         if tail is path[-1][0]:
             path[-1] = tail, path[-1][1] + 1
         elif tail:
@@ -71,19 +72,18 @@ class RadixTree:
         for node, _ in path:
             node.record_hit()
         pages = np.concatenate([node.pages[..., :n] for node, n in path], -1)
-        return PrefixMatch(length, pages, rings, common)
+        return PrefixMatch(length, pages, windows, common)
+
+    def hash_blocks(self, root_hash: bytes, tokens: Ints) -> list[bytes]:
+        """Return the block hashes of a text's whole pages, in order; they name these pages in tiers, too."""
+        return hash_blocks(root_hash, tokens, self.page_size)
 
     def _walk(self, root: Node, block_hashes: Sequence[bytes]) -> tuple[list[tuple[Node, int]], int]:
-        """Nodes from the root on whose pages the text has, with how many of each; and their sum."""
+        """Follow block hashes from the root. Returns each node with its number of matched pages, and their sum."""
         path, at = [(root, 0)], 0
         while at < len(block_hashes) and (child := path[-1][0].children.get(block_hashes[at])):
-            n = 0
-            while (
-                n < len(child.block_hashes)
-                and at + n < len(block_hashes)
-                and child.block_hashes[n] == block_hashes[at + n]
-            ):
-                n += 1
+            pairs = zip(child.block_hashes, block_hashes[at:], strict=False)
+            n = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             path.append((child, n))
             at += n
             if n < len(child.block_hashes):
@@ -93,15 +93,17 @@ class RadixTree:
     def _partial_matches(
         self, path: Sequence[tuple[Node, int]], num_full_pages: int, tokens: Ints
     ) -> list[tuple[Node, int]]:
-        """Who has some of the page that comes next, and how many of its tokens: who has most first."""
+        """Return the nodes that have a beginning of the page after a path, and its length; the longest first."""
         S, (node, n), rest = self.page_size, path[-1], tokens[num_full_pages * self.page_size :]
-        inside = n < len(node.block_hashes)
-        nexts = [(node, node.tokens[n * S : (n + 1) * S])] if inside else [(c, c.tokens[:S]) for c in _children(node)]
-        found = [(c, same) for c, page in nexts if (same := _common_prefix_length(page, rest))]
+        is_inside = n < len(node.block_hashes)
+        pages = (
+            [(node, node.tokens[n * S : (n + 1) * S])] if is_inside else [(c, c.tokens[:S]) for c in _children(node)]
+        )
+        found = [(c, num_equal) for c, page in pages if (num_equal := common_prefix_length(page, rest))]
         return sorted(found, key=lambda x: (-x[1], x[0].sliding_windows is None))
 
     def _end_position(self, node: Node) -> int:
-        """Tokens of its text up to its end."""
+        """Return the number of tokens of the text up to the node's end."""
         return node.start_page * self.page_size + len(node.tokens)
 
     def _touch(self, nodes: Sequence[Node]) -> None:
@@ -109,40 +111,32 @@ class RadixTree:
         for node in nodes:
             node.last_used = now
 
-    def hash_blocks(self, root_hash: bytes, tokens: Ints) -> list[bytes]:
-        """Of its whole pages, in order: they name them wherever they are."""
-        S, link, links = self.page_size, root_hash, []
-        for i in range(0, len(tokens) - S + 1, S):
-            links.append(link := _hash_block(link, tokens[i : i + S]))
-        return links
-
-    # ---- keeping -------------------------------------------------------------------------------------------------
+    # ---- inserting -----------------------------------------------------------------------------------------------
 
     def insert(
         self, root_hash: bytes, tokens: Sequence[int], pages: Ints, sliding_windows: SlidingWindows | None = None
     ) -> None:
-        """Keep a text: pages [M, G, n] that hold its tokens, and of sliding layers those of its end.
+        """Cache a text: `pages` [M, G, n] hold its tokens, `sliding_windows` the last positions of sliding layers.
 
-        What is new is shared; `rings` are taken over, or given back.
+        The tree takes a reference to the pages that it does not have. It takes over `sliding_windows`, or frees them.
         """
         S, text = self.page_size, np.asarray(tokens, np.int32)
         if root_hash not in self.roots:
             self.roots[root_hash] = Node(0, text[:0], [], pages[..., :0])
-        links = self.hash_blocks(root_hash, text)
-        path, whole = self._walk(self.roots[root_hash], links)
+        hashes = self.hash_blocks(root_hash, text)
+        path, num_full = self._walk(self.roots[root_hash], hashes)
         self._touch([n for n, _ in path])
-        if not sliding_windows and whole * S + sum(
-            same for _, same in self._partial_matches(path, whole, text)[:1]
-        ) == len(text):
+        longest = self._partial_matches(path, num_full, text)[:1]
+        if not sliding_windows and num_full * S + sum(k for _, k in longest) == len(text):
             return
         node, n = path[-1]
         if n < len(node.block_hashes):
             node = self._split(node, n)
-        if whole < len(links):
-            node = self._add_child(node, whole, text[whole * S : len(links) * S], links[whole:], pages)
-        if len(rest := text[len(links) * S :]):
-            link = _hash_block(links[-1] if links else root_hash, rest)
-            node = node.children.get(link) or self._add_child(node, len(links), rest, [link], pages)
+        if num_full < len(hashes):
+            node = self._add_child(node, num_full, text[num_full * S : len(hashes) * S], hashes[num_full:], pages)
+        if len(rest := text[len(hashes) * S :]):
+            tail_hash = hash_block(hashes[-1] if hashes else root_hash, rest)
+            node = node.children.get(tail_hash) or self._add_child(node, len(hashes), rest, [tail_hash], pages)
         if sliding_windows and node.sliding_windows:
             self._free_pages(np.concatenate([p.ravel() for p in sliding_windows.pages]))
         elif sliding_windows:
@@ -150,22 +144,13 @@ class RadixTree:
             self.owned_mask[node.all_pages] = True
 
     def _add_child(self, parent: Node, start_page: int, tokens: Ints, block_hashes: list[bytes], pages: Ints) -> Node:
-        node = Node(
-            start_page,
-            tokens,
-            block_hashes,
-            pages[..., start_page : start_page + len(block_hashes)].copy(),
-            None,
-            parent,
-        )
-        for kid in _children(parent):  # who is a beginning of the new one is there twice
-            if (
-                not kid.sliding_windows
-                and _common_prefix_length(kid.tokens, tokens) == len(kid.tokens) < self.page_size
-            ):
-                if kid in self.pins:
-                    self.pins[node] = max(self.pins[kid], self.pins.get(node, 0.0))
-                self._remove(kid)
+        own_pages = pages[..., start_page : start_page + len(block_hashes)].copy()
+        node = Node(start_page, tokens, block_hashes, own_pages, parent=parent)
+        for sibling in _children(parent):  # a partial page that begins the new node is cached twice
+            is_partial = len(sibling.tokens) < self.page_size and not sibling.sliding_windows
+            if is_partial and common_prefix_length(sibling.tokens, tokens) == len(sibling.tokens):
+                self.pins.inherit(node, sibling)
+                self._remove(sibling)
         parent.children[block_hashes[0]] = node
         self.pool.incref(node.pages.ravel())
         self.owned_mask[node.pages] = True
@@ -173,132 +158,114 @@ class RadixTree:
         return node
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """The first n pages of a node become its parent."""
+        """Split a node after its first pages. Returns the new parent, which has these."""
         assert node.parent
         cut = num_pages * self.page_size
-        upper = Node(
-            node.start_page,
-            node.tokens[:cut],
-            node.block_hashes[:num_pages],
-            node.pages[..., :num_pages],
-            None,
-            node.parent,
-        )
-        upper.last_used = node.last_used
-        if node in self.pins:
-            self.pins[upper] = self.pins[node]
+        hashes, pages = node.block_hashes[:num_pages], node.pages[..., :num_pages]
+        upper = Node(node.start_page, node.tokens[:cut], hashes, pages, parent=node.parent, last_used=node.last_used)
+        self.pins.inherit(upper, node)
         node.parent.children[node.block_hashes[0]] = upper
-        node.start_page, node.tokens, node.block_hashes = (
-            node.start_page + num_pages,
-            node.tokens[cut:],
-            node.block_hashes[num_pages:],
-        )
-        node.pages, node.parent = node.pages[..., num_pages:], upper
+        node.start_page, node.tokens = node.start_page + num_pages, node.tokens[cut:]
+        node.block_hashes, node.pages = node.block_hashes[num_pages:], node.pages[..., num_pages:]
+        node.parent = upper
         upper.children[node.block_hashes[0]] = node
         return upper
 
-    # ---- giving back ---------------------------------------------------------------------------------------------
-
-    @property
-    def num_evictable_pages(self) -> int:
-        """Pages that nobody else holds, and that are not pinned."""
-        self._expire_pins()
-        return int(np.count_nonzero(self.pool.ref_counts[self.owned_mask] == 1)) - sum(
-            map(self._num_exclusive_pages, self.pins)
-        )
+    # ---- pinning -------------------------------------------------------------------------------------------------
 
     def pin(self, root_hash: bytes, tokens: Sequence[int], seconds: float) -> int:
-        """What there is of a text stays for so long, unless somebody could not run at all. How many tokens that is."""
+        """Keep the cached prefix of a text for `seconds`, unless a request could not run at all.
+
+        Returns the number of tokens pinned.
+        """
         text = np.asarray(tokens, np.int32)
         if root_hash not in self.roots:
             return 0
-        path, whole = self._walk(self.roots[root_hash], self.hash_blocks(root_hash, text))
-        tail = self._partial_matches(path, whole, text)[:1]
-        nodes = [node for node, _ in path[1:] + tail]
-        self.pins |= {node: max(monotonic() + seconds, self.pins.get(node, 0.0)) for node in nodes}
-        return whole * self.page_size + sum(same for _, same in tail)
+        path, num_full = self._walk(self.roots[root_hash], self.hash_blocks(root_hash, text))
+        tail = self._partial_matches(path, num_full, text)[:1]
+        self.pins.add([node for node, _ in path[1:] + tail], seconds)
+        return num_full * self.page_size + sum(num_equal for _, num_equal in tail)
 
     def unpin_all(self) -> bool:
-        """Nothing is pinned any more. Whether anything was."""
-        pinned, self.pins = bool(self.pins), {}
-        return pinned
+        """Drop all pins. Returns whether there were any."""
+        had_pins = bool(self.pins)
+        self.pins.clear()
+        return had_pins
 
-    def _expire_pins(self) -> None:
-        """Forget pins whose time is over."""
-        if self.pins:
-            now = monotonic()
-            self.pins = {node: until for node, until in self.pins.items() if until > now}
+    # ---- evicting ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """Pages that only the tree holds, without pinned ones."""
+        self.pins.expire()
+        exclusive = int(np.count_nonzero(self.pool.ref_counts[self.owned_mask] == 1))
+        return exclusive - sum(map(self._num_exclusive_pages, self.pins))
 
     def _num_exclusive_pages(self, node: Node) -> int:
         return int(np.count_nonzero(self.pool.ref_counts[node.all_pages] == 1))
 
     def evict(self, num_pages: int) -> None:
-        """Give back n pages, or none where nobody else holds fewer: leaves, the longest unused first.
+        """Free `num_pages` pages, or none if fewer are evictable: leaves, the least recently used first.
 
-        Those whose pages are in use give nothing, and go only where that is enough: they stand between others and the
-        end. Those that are pinned stay.
+        Leaves whose pages are in use free nothing. They are evicted only if the others are not enough, since they keep
+        their parents from becoming leaves. Pinned nodes stay.
         """
         if num_pages > self.num_evictable_pages:
             return
         num_pages -= self._evict_leaves(num_pages, in_use=False)
         if num_pages > 0:
             self._evict_leaves(num_pages, in_use=True)
-        self.roots = {first: root for first, root in self.roots.items() if root.children}
+        self.roots = {root_hash: root for root_hash, root in self.roots.items() if root.children}
 
     def _evict_leaves(self, num_pages: int, in_use: bool) -> int:
-        tie, had = itertools.count(), self.pool.num_free
-        leaves = [
-            (node.last_used, next(tie), node)
-            for node in self._iter_nodes()
-            if not node.children and node not in self.pins
-        ]
+        """Evict leaves, with those `in_use` or without. Returns the number of freed pages."""
+        order, num_free = itertools.count(), self.pool.num_free
+        leaves = [(n.last_used, next(order), n) for n in self.iter_nodes() if not n.children and n not in self.pins]
         heapq.heapify(leaves)
-        while (left := had + num_pages - self.pool.num_free) > 0 and leaves:
+        while (missing := num_free + num_pages - self.pool.num_free) > 0 and leaves:
             node = heapq.heappop(leaves)[2]
-            parent, frees = node.parent, self._num_exclusive_pages(node)
-            if frees > left and not node.sliding_windows:  # its end is enough
-                each = max(frees // len(node.block_hashes), 1)
-                self._truncate(node, max(len(node.block_hashes) - -(-left // each), 0), self.on_evict)
-            elif frees or in_use or not node.all_pages.size:
-                self._truncate(node, 0, self.on_evict)
+            parent, num_exclusive = node.parent, self._num_exclusive_pages(node)
+            if num_exclusive > missing and not node.sliding_windows:  # the node's end is enough
+                num_blocks = len(node.block_hashes)
+                pages_per_block = max(num_exclusive // num_blocks, 1)
+                self._truncate(node, max(num_blocks - -(-missing // pages_per_block), 0))
+            elif num_exclusive or in_use or not node.all_pages.size:
+                self._truncate(node, 0)
             if parent and parent.parent and not parent.children and parent not in self.pins:
-                heapq.heappush(leaves, (parent.last_used, next(tie), parent))
-        return self.pool.num_free - had
+                heapq.heappush(leaves, (parent.last_used, next(order), parent))
+        return self.pool.num_free - num_free
 
     def clear(self) -> None:
-        """Forget everything."""
-        for node in list(self._iter_nodes()):
+        """Drop all texts and pins, without `on_evict`."""
+        for node in list(self.iter_nodes()):
             self._free_pages(node.all_pages)
         self.roots.clear()
         self.pins.clear()
 
-    def _truncate(self, node: Node, num_pages: int, on_evict: Callable[[Node, int], None] | None = None) -> None:
-        """Keep the first n pages of a leaf."""
-        if on_evict and len(node.tokens) == len(node.block_hashes) * self.page_size:
-            on_evict(node, num_pages)
+    def _truncate(self, node: Node, num_pages: int) -> None:
+        """Evict all but the first pages of a leaf."""
+        if self.on_evict and len(node.tokens) == len(node.block_hashes) * self.page_size:
+            self.on_evict(node, num_pages)
         self.evictions.append(node.to_eviction_record())
         if not num_pages:
             return self._remove(node)
         self._free_pages(node.pages[..., num_pages:].ravel())
-        node.tokens, node.block_hashes, node.pages = (
-            node.tokens[: num_pages * self.page_size],
-            node.block_hashes[:num_pages],
-            node.pages[..., :num_pages],
-        )
+        node.tokens, node.block_hashes = node.tokens[: num_pages * self.page_size], node.block_hashes[:num_pages]
+        node.pages = node.pages[..., :num_pages]
 
     def _remove(self, node: Node) -> None:
         assert node.parent and not node.children
         del node.parent.children[node.block_hashes[0]]
-        self.pins.pop(node, None)
+        self.pins.discard(node)
         self._free_pages(node.all_pages)
 
     def _free_pages(self, pages: Ints) -> None:
         self.owned_mask[pages] = False
         self.pool.free(pages)
 
-    def _iter_nodes(self) -> Iterator[Node]:
-        """All but the roots."""
-        stack = [kid for root in self.roots.values() for kid in _children(root)]
+    def iter_nodes(self) -> Iterator[Node]:
+        """Iterate over all nodes but the roots."""
+        stack = [child for root in self.roots.values() for child in _children(root)]
         while stack:
             node = stack.pop()
             yield node
@@ -306,22 +273,9 @@ class RadixTree:
 
     @property
     def all_pages(self) -> Ints:
-        """All pages, for the accountant."""
-        return np.concatenate([np.zeros(0, np.int32), *(n.all_pages for n in self._iter_nodes())])
+        """Pages that the tree holds, for the accountant."""
+        return np.concatenate([np.zeros(0, np.int32), *(n.all_pages for n in self.iter_nodes())])
 
 
 def _children(node: Node) -> list[Node]:
     return list(node.children.values())
-
-
-def _common_prefix_length(a: Ints, b: Ints) -> int:
-    """How many first tokens agree."""
-    n = min(len(a), len(b))
-    if not n or a[0] != b[0]:
-        return 0
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
-
-
-def _hash_block(parent_hash: bytes, tokens: Ints) -> bytes:
-    return blake2b(parent_hash + tokens.tobytes(), digest_size=16).digest()

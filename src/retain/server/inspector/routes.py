@@ -1,4 +1,4 @@
-"""The inspector's addresses: its page, and what the page asks for. What is not known here: what is shown."""
+"""Routes of the inspector: its page and the JSON that the page polls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from retain.server.openai.errors import APIError
 
 STATIC_FOLDER = Path(__file__).parent / "static"
 STATIC_FILES = {"": "inspect.html", "inspect.css": "inspect.css", "inspect.js": "inspect.js"}
-# Nothing is loaded from elsewhere, and nobody else's page shows this one.
+# The page loads nothing from other hosts, and no other page can embed it.
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -23,8 +23,8 @@ SECURITY_HEADERS = {
 }
 
 
-def add_routes(api: FastAPI, engine_thread: EngineThread, inspector: Inspector) -> None:
-    """Under /inspect."""
+def add_routes(app: FastAPI, engine_thread: EngineThread, inspector: Inspector) -> None:
+    """Add the routes under /inspect."""
 
     def serve_file(file_name: str) -> Any:
         async def send_file() -> FileResponse:
@@ -33,28 +33,28 @@ def add_routes(api: FastAPI, engine_thread: EngineThread, inspector: Inspector) 
         return send_file
 
     for path, name in STATIC_FILES.items():
-        api.get(f"/inspect{'/' if path else ''}{path}", include_in_schema=False, response_model=None)(serve_file(name))
+        app.get(f"/inspect{'/' if path else ''}{path}", include_in_schema=False, response_model=None)(serve_file(name))
 
-    @api.get("/inspect/state", include_in_schema=False, response_model=None)
+    @app.get("/inspect/state", include_in_schema=False, response_model=None)
     async def get_state(request: Request) -> JSONResponse:
         key = request.state.key.name
         return JSONResponse(await engine_thread.call(lambda: inspector.get_state(key)))
 
-    @api.get("/inspect/requests/{number}", include_in_schema=False, response_model=None)
+    @app.get("/inspect/requests/{request_id}", include_in_schema=False, response_model=None)
     async def get_request(request_id: int, request: Request, layer: int | None = None) -> JSONResponse:
         key = request.state.key.name
         if layer is not None and not 0 <= layer < inspector.llm.spec.num_layers:
             raise APIError(400, f"layers are 0 to {inspector.llm.spec.num_layers - 1}", "layer")
-        found = await engine_thread.call(lambda: inspector.get_request_detail(request_id, key, layer))
-        return _json_or_404(found)
+        detail = await engine_thread.call(lambda: inspector.get_request_detail(request_id, key, layer))
+        return _json_or_404(detail)
 
-    @api.get("/inspect/requests/{number}/tokens/{place}", include_in_schema=False, response_model=None)
+    @app.get("/inspect/requests/{request_id}/tokens/{position}", include_in_schema=False, response_model=None)
     async def get_token(request_id: int, position: int, request: Request) -> JSONResponse:
         key = request.state.key.name
         return _json_or_404(await engine_thread.call(lambda: inspector.get_token_detail(request_id, key, position)))
 
 
-def _json_or_404(found: dict[str, Any] | None) -> JSONResponse:
-    if found is None:
-        raise APIError(404, "there is no such request, or no more")
-    return JSONResponse(found)
+def _json_or_404(detail: dict[str, Any] | None) -> JSONResponse:
+    if detail is None:
+        raise APIError(404, "request not found")
+    return JSONResponse(detail)

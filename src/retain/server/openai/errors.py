@@ -1,4 +1,4 @@
-"""What went wrong, as OpenAI says it: {"error": {"message", "type", "param", "code"}}. No path, no stack."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}. They contain no path and no stack."""
 
 from __future__ import annotations
 
@@ -21,8 +21,38 @@ ERROR_TYPES = {
 }
 
 
+class ErrorDetail(BaseModel):
+    """Error details."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """Error response."""
+
+    error: ErrorDetail
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in (
+        (400, "Invalid request"),
+        (401, "Missing or invalid API key"),
+        (404, "Model or path not found"),
+        (408, "Request timeout"),
+        (413, "Request body too large"),
+        (429, "Too many requests: retry after Retry-After seconds"),
+        (500, "Internal server error"),
+        (503, "The server is shutting down"),
+    )
+}
+
+
 class APIError(Exception):
-    """An answer that is an error. `param`: which field of the body is to blame."""
+    """An error response. `param` names the request field at fault."""
 
     def __init__(
         self,
@@ -36,38 +66,29 @@ class APIError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the JSON object of the response."""
         kind = ERROR_TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def to_response(self) -> JSONResponse:
-        """As HTTP."""
+        """Return the HTTP response."""
         return JSONResponse(self.to_dict(), self.status, dict(self.headers or {}))
 
 
-class ErrorDetail(BaseModel):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    """Every answer that is no answer."""
-
-    error: ErrorDetail
+def invalid_request(error: Exception) -> APIError:
+    """Convert an exception to a 400 with a one-line message."""
+    return APIError(400, " ".join(str(error).split()))
 
 
 def to_validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """The first thing that is wrong with a body, as pydantic tells it."""
+    """Convert pydantic's list of errors to a 400 that names the first invalid field."""
     first = errors[0]
     if first.get("type") == "json_invalid":
-        return APIError(400, "the body is not JSON")
-    where = [str(part) for part in first.get("loc", ()) if part != "body" and not str(part).endswith("Body")]
-    param = ".".join(where) or None
+        return APIError(400, "the request body is not valid JSON")
+    # Pydantic puts the class names of a union's members into the location.
+    location = [str(part) for part in first.get("loc", ()) if part != "body" and not str(part).endswith("Request")]
+    param = ".".join(location) or None
     if first.get("type") == "extra_forbidden":
         return APIError(400, f"unknown field {param!r}", param)
-    said = str(first.get("msg", "not valid")).removeprefix("Value error, ")
-    return APIError(400, f"{param}: {said}" if param else said, param)
+    message = str(first.get("msg", "not valid")).removeprefix("Value error, ")
+    return APIError(400, f"{param}: {message}" if param else message, param)

@@ -1,32 +1,37 @@
-"""What may be asked over HTTP, field by field, and what it means to the engine. An unknown field is an error.
+"""Requests and responses of the OpenAI API, field by field, except for chat completions (chat_protocol.py).
 
-Fields are OpenAI's; those of the class `Extras` are ours or other engines'. What is not known here: templates, limits.
+Requests are strict: an unknown field or a wrong type is an error. Response models only describe what responses.py
+builds, for /openapi.json.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from retain.sampling_params import SamplingParams
 
+Json = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-PositiveInt32 = Annotated[int, Field(ge=1, lt=2**31)]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=1024),
+]
 
 
 class StrictModel(BaseModel):
-    """Exactly these fields, of exactly these types."""
+    """Base of request models: strict types, unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _coerce_integers(cls, data: Any) -> Any:
-        """JSON does not tell 1.0 from 1."""
+        """Accept 1.0 as the integer 1: JSON does not distinguish them."""
         return {k: _coerce_int(v) for k, v in data.items()} if isinstance(data, dict) else data
 
 
@@ -36,41 +41,47 @@ def _coerce_int(x: Any, depth: int = 2) -> Any:
     return int(x) if isinstance(x, float) and x.is_integer() else x
 
 
-LogitBias = Annotated[
-    dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")], Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=1024),
-]
-
-
 class StreamOptions(StrictModel):
-    """Of `stream`."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # accepted: there is nothing to hide from
+    include_obfuscation: bool = Field(False, description="Accepted and ignored")
 
 
 class ExtensionFields(StrictModel):
-    """What this engine can and OpenAI's cannot; and fields of OpenAI's that change nothing here."""
+    """Fields that OpenAI's API does not have or that are ignored."""
 
-    kv_policy: str | None = Field(None, description="What the cache keeps of this request: docs/policies.md")
-    speculate: str | None = Field(None, description="Who drafts: off, or one of the server's (GET /v1/models)")
+    kv_policy: str | None = Field(None, description="KV cache policy of this request, see docs/guide/policies.md")
+    speculate: str | None = Field(
+        None, description="Drafter for speculative decoding: off, or one listed by GET /v1/models"
+    )
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Share prefixes only with requests of the same key and salt"
     )
-    pin: Annotated[float, Field(gt=0)] | None = Field(None, description="Keep the prompt cached for so many seconds")
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(default_factory=list)
-    ignore_eos: bool = False
-    user: str | None = Field(None, description="Accepted; changes nothing")
-    safety_identifier: str | None = Field(None, description="Accepted; changes nothing")
-    metadata: dict[str, str] | None = Field(None, description="Accepted; changes nothing")
-    store: bool | None = Field(None, description="Accepted; nothing is stored")
+    pin: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds to keep the prompt's pages in the prefix cache"
+    )
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="Sample from the most likely tokens; 0: from all"
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="Exclude tokens below this share of the highest probability"
+    )
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = Field(
+        1.0, description="Penalty of tokens in prompt or output; 1: none"
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(
+        default_factory=list, description="Token ids that end the output"
+    )
+    ignore_eos: bool = Field(False, description="Generate up to max_tokens, past the end of text")
+    user: str | None = Field(None, description="Accepted and ignored")
+    safety_identifier: str | None = Field(None, description="Accepted and ignored")
+    metadata: dict[str, str] | None = Field(None, description="Accepted and ignored")
+    store: bool | None = Field(None, description="Accepted and ignored: nothing is stored")
 
 
 class SamplingFields(ExtensionFields):
-    """How tokens are drawn."""
+    """Sampling fields common to both completion endpoints."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -83,10 +94,15 @@ class SamplingFields(ExtensionFields):
     seed: Seed | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: LogitBias | None = Field(None, description="By token id")
+    logit_bias: LogitBias | None = Field(None, description="Bias by token id")
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def to_sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The same for the engine. Raises ValueError."""
+        """Convert the fields to the engine's parameters. Raises ValueError for a value out of range."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
@@ -97,7 +113,7 @@ class SamplingFields(ExtensionFields):
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=tuple((int(t), x) for t, x in (self.logit_bias or {}).items()),
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             seed=self.seed,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids),
@@ -105,6 +121,26 @@ class SamplingFields(ExtensionFields):
             logprobs=logprobs,
             n=self.n or 1,
         )
+
+
+class Usage(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class GenerationResponseFields(BaseModel):
+    """Fields common to the responses of both completion endpoints."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    usage: Usage
+    retain: list[Json] = Field(description="KV cache and speculation statistics per choice")
 
 
 class CompletionRequest(SamplingFields):
@@ -118,7 +154,7 @@ class CompletionRequest(SamplingFields):
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="The same as n, or absent")
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="Must equal n if given")
     suffix: None = Field(None, description="Not supported")
 
     @model_validator(mode="after")
@@ -129,147 +165,56 @@ class CompletionRequest(SamplingFields):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """As a list."""
+        """The prompts as a list: `prompt` may be one or several."""
         p = self.prompt
         return [p] if isinstance(p, str) or isinstance(p[0], int) else p  # type: ignore[return-value]
 
 
-class FunctionDefinition(StrictModel):
-    """What a tool is."""
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of the text's tokens; null for the first prompt token."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolParam(StrictModel):
-    """What a model may call."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
 
 
-class FunctionCallParam(StrictModel):
-    """What it called, with arguments as JSON text."""
+class CompletionResponseChoice(BaseModel):
+    """Choice."""
 
-    name: str
-    arguments: str
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
 
 
-class ToolCallParam(StrictModel):
-    """A call that it made."""
+class CompletionResponse(GenerationResponseFields):
+    """Response of POST /v1/completions."""
+
+    choices: list[CompletionResponseChoice]
+
+
+class ModelOptions(BaseModel):
+    """Engine options of a served model."""
+
+    kv_policy: str
+    speculate: str | None
+    drafters: list[str] = Field(description="Drafters that requests may select")
+
+
+class ModelCard(BaseModel):
+    """Served model. `retain`: its KV policy and drafters."""
 
     id: str
-    type: Literal["function"] = "function"
-    function: FunctionCallParam
+    object: str = "model"
+    created: int
+    owned_by: str = "retain"
+    max_model_len: int
+    retain: ModelOptions
 
 
-class TextContentPart(StrictModel):
-    """A part of a message. Only text is understood."""
+class ModelList(BaseModel):
+    """List of models."""
 
-    type: Literal["text"]
-    text: str
-
-
-class InputMessageParam(StrictModel):
-    """What was said to the model."""
-
-    role: Literal["system", "developer", "user", "tool"]
-    content: str | list[TextContentPart]
-    name: str | None = None
-    tool_call_id: str | None = None
-
-
-class AssistantMessageParam(StrictModel):
-    """What the model said, or called."""
-
-    role: Literal["assistant"]
-    content: str | list[TextContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCallParam] | None = None
-    refusal: None = None
-
-
-MessageParam = Annotated[InputMessageParam | AssistantMessageParam, Field(discriminator="role")]
-
-
-class NamedFunction(StrictModel):
-    """Of a tool."""
-
-    name: str
-
-
-class NamedToolChoice(StrictModel):
-    """This one must be called."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class JsonSchema(StrictModel):
-    """Of `response_format`."""
-
-    name: str = "answer"
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class TextOrJsonObjectFormat(StrictModel):
-    """Any text, or any JSON object."""
-
-    type: Literal["text", "json_object"]
-
-
-class JsonSchemaFormat(StrictModel):
-    """JSON of a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextOrJsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
-
-
-class ChatCompletionRequest(SamplingFields):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[MessageParam], Field(min_length=1)]
-    max_tokens: PositiveInt32 | None = Field(None, description="The older name of max_completion_tokens")
-    max_completion_tokens: PositiveInt32 | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="Not null: logprobs, and so many")
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[ToolParam], Field(min_length=1, max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Accepted; a model calls what it calls")
-
-    @model_validator(mode="after")
-    def _check_tool_choice(self) -> ChatCompletionRequest:
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise ValueError("tool_choice without tools")
-        return self
-
-
-class TokenizeCompletionRequest(StrictModel):
-    """POST /tokenize, of a text."""
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-
-
-class TokenizeChatRequest(StrictModel):
-    """POST /tokenize, of a conversation."""
-
-    model: str | None = None
-    messages: Annotated[list[MessageParam], Field(min_length=1)]
-    add_generation_prompt: bool = True
-
-
-class DetokenizeRequest(StrictModel):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: list[TokenId]
+    object: str = "list"
+    data: list[ModelCard]

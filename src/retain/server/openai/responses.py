@@ -1,25 +1,22 @@
-"""Answers in OpenAI's shapes.
-
-`Choice` gathers one answer from its news; `ChatChoice` and `CompletionChoice` say it in their ways, in parts as a
-stream wants them or whole. What is not known here: HTTP, engines.
-"""
+"""Builders of responses in OpenAI's format: one builder for each choice, full or in chunks for a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from retain.engine.request import FinishReason, Logprob
-from retain.processing import Tokenizer
-from retain.server.engine_thread import OutputDelta
+from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.tool_parser import ParsedToolCall, ToolParser
+from retain.server.request_group import OutputDelta
 
 Json = dict[str, Any]
 
 
 class ChoiceBuilder:
-    """One answer, said as text. `echo`: after its prompt, of which the logprobs may be known."""
+    """Accumulates the deltas of one choice and builds its JSON."""
 
     def __init__(self, tokenizer: Tokenizer, index: int, wants_logprobs: bool):
         self.tokenizer, self.index, self.wants_logprobs = tokenizer, index, wants_logprobs
@@ -29,25 +26,66 @@ class ChoiceBuilder:
         self.finish_reason: FinishReason | None = None
 
     def update(self, delta: OutputDelta) -> None:
-        """More of it."""
+        """Add a delta."""
         self.text_deltas.append(delta.text)
         self.num_tokens += len(delta.token_ids)
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
 
+    def build(self) -> Json:
+        """Build the choice of a full response from all deltas."""
+        raise NotImplementedError
+
+    def build_chunks(self, delta: OutputDelta) -> list[Json]:
+        """Add a delta and build the choices of the stream events for it; none if it adds nothing visible."""
+        raise NotImplementedError
+
     @property
     def finish_reason_str(self) -> str | None:
-        """Why it ended."""
+        """The finish reason as OpenAI names it, or None while unfinished."""
         return self.finish_reason.value if self.finish_reason else None
 
     def token_text(self, token_id: int) -> str:
-        """A token as text."""
+        """Decode one token, with replacement characters for incomplete UTF-8."""
         return self.tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
+@dataclass(frozen=True)
+class ResponseBuilder:
+    """Builds the choices of one response. `include_usage`: end a stream with the usage."""
+
+    choices: Sequence[ChoiceBuilder]
+    include_usage: bool
+
+    id_prefix: ClassVar[str]
+    object_name: ClassVar[str]
+    chunk_object_name: ClassVar[str]
+
+    def build_choices(self) -> list[Json]:
+        """Build all choices of a full response."""
+        return [choice.build() for choice in self.choices]
+
+    def build_chunks(self, delta: OutputDelta) -> list[Json]:
+        """Build the choices of the stream events for a delta."""
+        return self.choices[delta.index].build_chunks(delta)
+
+
+class ChatResponseBuilder(ResponseBuilder):
+    """Responses of /v1/chat/completions."""
+
+    id_prefix, object_name, chunk_object_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+
+class CompletionResponseBuilder(ResponseBuilder):
+    """Responses of /v1/completions."""
+
+    id_prefix, object_name, chunk_object_name = "cmpl-", "text_completion", "text_completion"
+
+
 class CompletionChoiceBuilder(ChoiceBuilder):
-    """Of /v1/completions. `echoed`: ids of a prompt that is said too; `known`: logprobs of its tokens but the first.
-    `silent`: nothing but the prompt is said.
+    """A choice of /v1/completions.
+
+    `echo_token_ids`: the prompt, if it is to precede the text. `prompt_only` (max_tokens 0): leave out the output.
     """
 
     def __init__(
@@ -61,21 +99,51 @@ class CompletionChoiceBuilder(ChoiceBuilder):
         super().__init__(tokenizer, index, wants_logprobs)
         self._text_offset = 0
         self.echo_token_ids, self.prompt_only = echo_token_ids, prompt_only
+        self._prompt_logprobs: Sequence[Logprob] = ()
+        self._echoed = False
 
     def update(self, delta: OutputDelta) -> None:
-        """More of it."""
+        """Add a delta, without its output where only the prompt is wanted."""
+        self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         if self.prompt_only:
-            delta = OutputDelta(delta.index, "", [], [], delta.finish_reason)
+            delta = OutputDelta(delta.index, "", finish_reason=delta.finish_reason)
         super().update(delta)
 
-    def build_echo_chunk(self, prompt_logprobs: Sequence[Logprob]) -> Json:
-        """The prompt, said again."""
-        assert self.echo_token_ids is not None
-        text = self.tokenizer.decode(self.echo_token_ids)
+    def build_chunks(self, delta: OutputDelta) -> list[Json]:
+        """Add a delta and build its chunk, after the prompt's chunk at the first delta."""
+        self.update(delta)
+        chunks = []
+        if self.echo_token_ids is not None and not self._echoed:
+            self._echoed = True
+            chunks.append(self._build_echo(self.echo_token_ids))
+        text, logprobs = ("", ()) if self.prompt_only else (delta.text, delta.logprobs)
+        if text or delta.finish_reason or logprobs:
+            chunk = self._choice_json(text, self.finish_reason_str)
+            if self.wants_logprobs:
+                chunk["logprobs"] = self._logprobs_json(logprobs, self._text_offset)
+                self._text_offset += sum(map(len, chunk["logprobs"]["tokens"]))
+            chunks.append(chunk)
+        return chunks
+
+    def build(self) -> Json:
+        """Build the choice from all deltas, after the prompt if it is to be echoed."""
+        echo = self._build_echo(self.echo_token_ids) if self.echo_token_ids is not None else None
+        choice = self._choice_json("".join(self.text_deltas), self.finish_reason_str)
+        if self.wants_logprobs:
+            choice["logprobs"] = self._logprobs_json(self.logprobs, self._text_offset)
+        if echo:
+            choice["text"] = echo["text"] + choice["text"]
+            if self.wants_logprobs:
+                choice["logprobs"] = {k: v + choice["logprobs"][k] for k, v in echo["logprobs"].items()}
+        return choice
+
+    def _build_echo(self, token_ids: Sequence[int]) -> Json:
+        """Build a choice of the prompt. Its first token has no log-probability."""
+        text = self.tokenizer.decode(token_ids)
         chunk = self._choice_json(text, None)
         if self.wants_logprobs:
-            first = self.token_text(self.echo_token_ids[0])
-            rest = self._logprobs_json(prompt_logprobs, len(first))
+            first = self.token_text(token_ids[0])
+            rest = self._logprobs_json(self._prompt_logprobs, len(first))
             chunk["logprobs"] = {
                 "tokens": [first, *rest["tokens"]],
                 "token_logprobs": [None, *rest["token_logprobs"]],
@@ -85,106 +153,85 @@ class CompletionChoiceBuilder(ChoiceBuilder):
         self._text_offset = len(text)
         return chunk
 
-    def build_chunks(self, delta: OutputDelta) -> list[Json]:
-        """What a stream says of it."""
-        self.update(delta)
-        text, logprobs = ("", []) if self.prompt_only else (delta.text, delta.logprobs)
-        if not text and not delta.finish_reason and not logprobs:
-            return []
-        chunk = self._choice_json(text, self.finish_reason_str)
-        if self.wants_logprobs:
-            chunk["logprobs"] = self._logprobs_json(logprobs, self._text_offset)
-            self._text_offset += sum(map(len, chunk["logprobs"]["tokens"]))
-        return [chunk]
-
-    def build(self, prompt_logprobs: Sequence[Logprob]) -> Json:
-        """All of it."""
-        before = self.build_echo_chunk(prompt_logprobs) if self.echo_token_ids is not None else None
-        said = self._choice_json("".join(self.text_deltas), self.finish_reason_str)
-        if self.wants_logprobs:
-            said["logprobs"] = self._logprobs_json(self.logprobs, self._text_offset)
-        if before:
-            said["text"] = before["text"] + said["text"]
-            if self.wants_logprobs:
-                said["logprobs"] = {k: v + said["logprobs"][k] for k, v in before["logprobs"].items()}
-        return said
-
     def _choice_json(self, text: str, finish_reason: str | None) -> Json:
         return {"index": self.index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
     def _logprobs_json(self, logprobs: Sequence[Logprob], offset: int) -> Json:
         out: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for p in logprobs:
-            piece = self.token_text(p.token_id)
-            out["tokens"].append(piece)
+            token = self.token_text(p.token_id)
+            # Reversed, so that of two tokens with the same text the likelier one stays.
+            top = {self.token_text(t): logprob for t, logprob in reversed(p.top_logprobs)}
+            out["tokens"].append(token)
             out["token_logprobs"].append(p.logprob)
-            top = {
-                self.token_text(t): x for t, x in reversed(p.top_logprobs)
-            }  # of two that look alike, the likelier one
-            out["top_logprobs"].append(top or {piece: p.logprob})
+            out["top_logprobs"].append(top or {token: p.logprob})
             out["text_offset"].append(offset)
-            offset += len(piece)
+            offset += len(token)
         return out
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
-    """Of /v1/chat/completions. An `ear` tells calls from what is said."""
+    """A choice of /v1/chat/completions. `tool_parser` separates tool calls from content; None: there are no tools."""
 
     def __init__(self, tokenizer: Tokenizer, index: int, wants_logprobs: bool, tool_parser: ToolParser | None):
         super().__init__(tokenizer, index, wants_logprobs)
         self._tool_parser, self._num_tool_calls, self._has_started = tool_parser, 0, False
 
-    def build_chunks(self, news: OutputDelta) -> list[Json]:
-        """What a stream says of it."""
-        self.update(news)
-        text, calls = self._parse_tool_calls(news)
-        delta: Json = {} if self._has_started else {"role": "assistant", "content": ""}
+    def build_chunks(self, delta: OutputDelta) -> list[Json]:
+        """Add a delta and build its chunk."""
+        self.update(delta)
+        text, calls = self._parse_tool_calls(delta.text)
+        fields: Json = {} if self._has_started else {"role": "assistant", "content": ""}
         if text:
-            delta["content"] = text
+            fields["content"] = text
         if calls:
-            delta["tool_calls"] = [
-                {"index": self._num_tool_calls + i, **_tool_call_json(c)} for i, c in enumerate(calls)
+            fields["tool_calls"] = [
+                {"index": self._num_tool_calls + i, **_tool_call_json(call)} for i, call in enumerate(calls)
             ]
             self._num_tool_calls += len(calls)
-        if not delta and not news.finish_reason and not news.logprobs:
+        if not fields and not delta.finish_reason and not delta.logprobs:
             return []
         self._has_started = True
-        return [self._choice_json({"delta": delta}, news.logprobs)]
+        return [self._choice_json({"delta": fields}, delta.logprobs)]
 
     def build(self) -> Json:
-        """All of it."""
-        text, calls = self._parse_tool_calls(None)
+        """Build the choice from all deltas."""
+        text, calls = self._parse_tool_calls("".join(self.text_deltas))
         self._num_tool_calls = len(calls)
         message: Json = {"role": "assistant", "content": None if calls and not text.strip() else text, "refusal": None}
         if calls:
-            message["tool_calls"] = [_tool_call_json(c) for c in calls]
+            message["tool_calls"] = [_tool_call_json(call) for call in calls]
         return self._choice_json({"message": message}, self.logprobs)
 
-    def _parse_tool_calls(self, delta: OutputDelta | None) -> tuple[str, list[ParsedToolCall]]:
-        """What is said and called of some news, or of everything."""
-        text = delta.text if delta else "".join(self.text_deltas)
+    def _parse_tool_calls(self, text: str) -> tuple[str, list[ParsedToolCall]]:
+        """Separate text into content and tool calls; flush the parser if the choice has finished."""
         if not self._tool_parser:
             return text, []
-        said, calls = self._tool_parser.feed(text)
+        content, calls = self._tool_parser.feed(text)
         if self.finish_reason:
             rest, more = self._tool_parser.close()
-            said, calls = said + rest, calls + more
-        return said, calls
+            content, calls = content + rest, calls + more
+        return content, calls
 
     def _choice_json(self, payload: Json, logprobs: Sequence[Logprob]) -> Json:
-        known = {"content": [self._logprob_json(p) for p in logprobs], "refusal": None} if self.wants_logprobs else None
-        reason = (
-            "tool_calls" if self._num_tool_calls and self.finish_reason is FinishReason.STOP else self.finish_reason_str
-        )
-        return {"index": self.index, **payload, "logprobs": known, "finish_reason": reason}
+        content = [self._logprob_json(p) for p in logprobs]
+        reason = self.finish_reason_str
+        if self._num_tool_calls and self.finish_reason is FinishReason.STOP:
+            reason = "tool_calls"
+        return {
+            "index": self.index,
+            **payload,
+            "logprobs": {"content": content, "refusal": None} if self.wants_logprobs else None,
+            "finish_reason": reason,
+        }
 
     def _logprob_json(self, p: Logprob) -> Json:
-        top = [self._token_json(t, x) for t, x in p.top_logprobs]
+        top = [self._token_json(token_id, logprob) for token_id, logprob in p.top_logprobs]
         return {**self._token_json(p.token_id, p.logprob), "top_logprobs": top}
 
     def _token_json(self, token_id: int, logprob: float) -> Json:
-        spelled = self.tokenizer.token_bytes(token_id)
-        return {"token": spelled.decode(errors="replace"), "logprob": logprob, "bytes": list(spelled)}
+        raw = self.tokenizer.token_bytes(token_id)
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
 def _tool_call_json(call: ParsedToolCall) -> Json:

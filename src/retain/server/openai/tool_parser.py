@@ -1,8 +1,7 @@
-"""Tool calls in a model's own words: what its template teaches it to write, told apart from what it says.
+"""Tool calls in model output: detect the format that a chat template teaches, and parse calls from generated text.
 
-Three ways are in use: Hermes' and Qwen's <tool_call>{"name": ..., "arguments": {...}}</tool_call>, Mistral's
-[TOOL_CALLS] [{...}, ...], and Llama 3's {"name": ..., "parameters": {...}} as the whole answer. What is not known here:
-HTTP, tokens.
+Three formats are in use. Hermes and Qwen write <tool_call>{"name": ..., "arguments": {...}}</tool_call>, Mistral writes
+[TOOL_CALLS] [{...}, ...], and Llama 3 writes {"name": ..., "parameters": {...}} as the whole output.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ParsedToolCall:
-    """A function's name, and its arguments as JSON."""
+    """A function's name and its JSON-encoded arguments."""
 
     name: str
     arguments: str
@@ -23,18 +22,18 @@ class ParsedToolCall:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How calls are written: between `begin` and `end`; both empty: they are the whole answer."""
+    """How a model writes tool calls: between two markers, or as the whole output if the markers are empty."""
 
     begin: str
     end: str
-    arguments_key: str = "arguments"  # the key
-    is_list: bool = False  # a list of them
+    arguments_key: str = "arguments"
+    is_list: bool = False  # a list of calls between the markers
 
     def build_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """One call of one of these functions, [{"name", "parameters"}], in llguidance's Lark."""
-        each = []
-        for tool in tools:
-            about = {
+        """Return llguidance's Lark grammar of one call of one of these functions, [{"name", "parameters"}]."""
+        rules = []
+        for i, tool in enumerate(tools):
+            call = {
                 "type": "object",
                 "properties": {
                     "name": {"const": tool["name"]},
@@ -43,32 +42,31 @@ class ToolFormat:
                 "required": ["name", self.arguments_key],
                 "additionalProperties": False,
             }
-            wanted = {"type": "array", "items": about, "minItems": 1, "maxItems": 1} if self.is_list else about
-            each.append(f"%json {json.dumps(wanted)}")
-        rules = "\n".join(f"call{i}: {rule}" for i, rule in enumerate(each))
-        names = " | ".join(f"call{i}" for i in range(len(each)))
-        begin, end = (f"{json.dumps(x)} " if x else "" for x in (self.begin, self.end))
-        return f"start: {begin}calls {end}\ncalls: {names}\n{rules}"
+            schema = {"type": "array", "items": call, "minItems": 1, "maxItems": 1} if self.is_list else call
+            rules.append(f"call{i}: %json {json.dumps(schema)}")
+        names = " | ".join(f"call{i}" for i in range(len(rules)))
+        begin, end = (f"{json.dumps(marker)} " if marker else "" for marker in (self.begin, self.end))
+        return "\n".join([f"start: {begin}calls {end}", f"calls: {names}", *rules])
 
     def parse(self, text: str) -> list[ParsedToolCall] | None:
-        """The calls that are written between `begin` and `end`; None where it is something else."""
+        """Parse the text between the markers. Returns None if it is no tool call."""
         try:
-            found = json.loads(text)
+            parsed = json.loads(text)
         except (ValueError, RecursionError):
             return None
         calls = []
-        for each in found if isinstance(found, list) else [found]:
-            if not isinstance(each, dict) or not isinstance(each.get("name"), str):
+        for call in parsed if isinstance(parsed, list) else [parsed]:
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
                 return None
-            given = each.get(self.arguments_key, each.get("arguments", each.get("parameters", {})))
-            calls.append(
-                ParsedToolCall(each["name"], given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
-            )
+            arguments = call.get(self.arguments_key, call.get("arguments", call.get("parameters", {})))
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            calls.append(ParsedToolCall(call["name"], arguments))
         return calls or None
 
 
 def detect_tool_format(template: str) -> ToolFormat | None:
-    """What a template teaches; None where it knows no tools."""
+    """Return the format that a chat template teaches, or None if the template does not support tools."""
     if "tools" not in template:
         return None
     if "<tool_call>" in template:
@@ -79,56 +77,53 @@ def detect_tool_format(template: str) -> ToolFormat | None:
 
 
 class ToolParser:
-    """Hears an answer as it comes, and tells what is said from what is called. What calls none of `tools` is said."""
+    """Separates streamed output into content and tool calls. A call of an unknown tool counts as content."""
 
     def __init__(self, tool_format: ToolFormat, tool_names: Collection[str]):
-        self._tool_format, self._tool_names, self._buffer, self._in_tool_call = (
-            tool_format,
-            tool_names,
-            "",
-            not tool_format.begin,
-        )
+        self._format, self._tool_names = tool_format, tool_names
+        self._buffer = ""  # text that may still become part of a marker or a call
+        self._in_tool_call = not tool_format.begin
 
     def feed(self, text: str) -> tuple[str, list[ParsedToolCall]]:
-        """More of the answer: what of it is certainly said, and calls that are complete."""
+        """Add generated text. Returns the text that is certainly content, and the calls that are complete."""
         self._buffer += text
-        said, calls = "", []
+        content, calls = "", []
         while self._buffer:
             if self._in_tool_call:
-                if not self._tool_format.end or self._tool_format.end not in self._buffer:
-                    break  # to the end of the answer
-                body, self._buffer = self._buffer.split(self._tool_format.end, 1)
+                if not self._format.end or self._format.end not in self._buffer:
+                    break  # the call may extend to the end of the output
+                body, self._buffer = self._buffer.split(self._format.end, 1)
                 self._in_tool_call = False
-                found = self._parse_known_tools(body)
-                if found is None:
-                    said += self._tool_format.begin + body + self._tool_format.end
+                known = self._parse_known_tools(body)
+                if known is None:
+                    content += self._format.begin + body + self._format.end
                 else:
-                    calls += found
+                    calls += known
             else:
-                before, begin, after = self._buffer.partition(self._tool_format.begin)
-                if begin:
-                    said, self._buffer, self._in_tool_call = said + before, after, True
+                before, marker, after = self._buffer.partition(self._format.begin)
+                if marker:
+                    content, self._buffer, self._in_tool_call = content + before, after, True
                     continue
-                cut = len(before) - _partial_marker_length(before, self._tool_format.begin)
-                said, self._buffer = said + before[:cut], before[cut:]
+                cut = len(before) - _partial_marker_length(before, self._format.begin)
+                content, self._buffer = content + before[:cut], before[cut:]
                 break
-        return said, calls
+        return content, calls
 
     def close(self) -> tuple[str, list[ParsedToolCall]]:
-        """The answer has ended."""
-        held, self._buffer = self._buffer, ""
+        """End the output. Returns the remaining content and calls."""
+        rest, self._buffer = self._buffer, ""
         if not self._in_tool_call:
-            return held, []
-        found = self._parse_known_tools(held) if held.strip() else None
-        if found is not None:
-            return "", found
-        return (self._tool_format.begin + held if held else ""), []
+            return rest, []
+        known = self._parse_known_tools(rest) if rest.strip() else None
+        if known is not None:
+            return "", known
+        return (self._format.begin + rest if rest else ""), []
 
     def _parse_known_tools(self, text: str) -> list[ParsedToolCall] | None:
-        calls = self._tool_format.parse(text)
-        return calls if calls and all(c.name in self._tool_names for c in calls) else None
+        calls = self._format.parse(text)
+        return calls if calls and all(call.name in self._tool_names for call in calls) else None
 
 
 def _partial_marker_length(text: str, marker: str) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
+    """Return the length of the longest end of the text that may begin the marker."""
     return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)

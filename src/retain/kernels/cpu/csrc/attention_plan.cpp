@@ -17,9 +17,9 @@ constexpr int JOBS_PER_THREAD = 4;
 void check(const AttentionArgs& args) {
   const PageTables& t = args.tables;
   int32_t end = t.query_start_loc[0];
-  if (end < 0) throw std::invalid_argument("tables.starts must not be negative");
+  if (end < 0) throw std::invalid_argument("tables.query_start_loc must not be negative");
   for (int b = 0; b < t.B; ++b) {
-    if (t.query_start_loc[b + 1] < end) throw std::invalid_argument("tables.starts must not descend");
+    if (t.query_start_loc[b + 1] < end) throw std::invalid_argument("tables.query_start_loc must not descend");
     end = t.query_start_loc[b + 1];
     if (t.rows[b] < 0 || t.rows[b] >= t.num_rows)
       throw std::invalid_argument("tables.rows names a row outside tables.pages");
@@ -32,7 +32,7 @@ void check(const AttentionArgs& args) {
         throw std::invalid_argument("tables.pages names a page outside the pool");
     }
   }
-  if (end > args.T) throw std::invalid_argument("tables.starts ends beyond the fresh tokens");
+  if (end > args.T) throw std::invalid_argument("tables.query_start_loc ends beyond the fresh tokens");
 }
 
 void AttentionPlan::build(const AttentionArgs& args, int threads) {

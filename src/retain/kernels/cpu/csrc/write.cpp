@@ -15,7 +15,7 @@ void check(const WriteArgs& w) {
   for (int g = 0; g < w.G; ++g)
     for (int t = 0; t < w.T; ++t) {
       const int32_t slot = w.slots[g * w.slot_head_stride + t * w.slot_token_stride];
-      if (slot < 0 || slot >= num_slots) throw std::invalid_argument("slots names a slot outside the pool");
+      if (slot < 0 || slot >= num_slots) throw std::invalid_argument("slot_mapping names a slot outside the pool");
     }
 }
 

@@ -1,8 +1,8 @@
 """reread: keep the tokens that the model attends to when it reads the prompt again, as if it were to repeat it.
 
-One more prefill: the prompt's tokens follow the prompt, `rereads` at a time, add mass to its slots, and are dropped. The
-score does not depend on a question that the prompt ends with. After KVzip (arXiv 2505.23416), which takes the largest
-weight where this takes the sum. `mix=h2o` adds the attention of the prompt's own queries.
+One more prefill: the prompt's tokens follow the prompt, `rereads` at a time, add mass to its slots, and are dropped.
+The score does not depend on a question that the prompt ends with. After KVzip (arXiv 2505.23416), which takes the
+largest weight where this takes the sum. `mix=h2o` adds the attention of the prompt's own queries.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ METADATA_LAYER = 2**31 - 1  # the layer number of metadata in keys
 class BlockCache:
     """Blocks in memory, each in the index as a span of one key. See SpanIndex for `replacement`.
 
-    Under `worth`, a block counts the uses of its span on the disk, and a block worth less than all others is not kept.
+    Under `importance`, a block counts the uses of its span on the disk. A block that is less important than all others
+    is not kept.
     """
 
     def __init__(self, capacity: int, replacement: str):
@@ -38,17 +39,17 @@ class BlockCache:
                 return None
             entry = found[0]
             self.span_index.touch([entry])
-            if self.span_index.replacement == "worth":
+            if self.span_index.replacement == "importance":
                 entry.hits, entry.attention_share = hits, attention_share
             return entry.data
 
     def put(self, key: bytes, block: Bytes, hits: int, attention_share: float) -> None:
-        """Copy a block into the cache, unless what would be evicted is worth more."""
+        """Copy a block into the cache, unless a block that would be evicted is more important."""
         entry = Span(
             keys=(key,),
             num_blocks=(1,),
             block_bytes=len(block),
-            hits=hits if self.span_index.replacement == "worth" else 1,
+            hits=hits if self.span_index.replacement == "importance" else 1,
             attention_share=attention_share,
         )
         with self._lock:

@@ -7,7 +7,7 @@ paper's test for that compares the mean Jaccard index of their top sets with j^0
 
 The sketch of a page of keys holds, for every channel, the mean, the mean deviation and one bit per token: above or
 below the mean. It takes a tenth of the bytes of the keys and finds 98 % of the attention that the keys themselves
-would find (docs/log.md).
+would find (docs/log/prefixes.md).
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from collections.abc import MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from types import ModuleType
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.api import KV
+from retain.kernels.api import KV, Backend
 from retain.kv.offload.selective import importance
 from retain.kv.offload.selective.importance import SpanMetadata
 from retain.kv.offload.span import CorruptionError, Span, SpanReader, Store, alloc_aligned
@@ -36,7 +35,7 @@ class ProbeConfig:
     ratio: float
     scale: float
     kv_heads: int
-    backend: ModuleType  # of the kernels that read the pool's pages
+    backend: Backend  # of the kernels that read the pool's pages
 
     @property
     def num_probe_heads(self) -> int:
@@ -73,7 +72,7 @@ class Repacker:
         self.in_progress: set[Span] = set()
 
     def record_attention(self, store: Store, span: Span, initial_mass: Floats, mass: Floats) -> None:
-        """Average in the mass [M, n S] that a load's queries left on the tokens of a span, in text order.
+        """Update the running average of the attention mass of a span's tokens, [layers, tokens] in text order.
 
         The first average of a span starts from `initial_mass`, which its metadata hold.
         """

@@ -24,10 +24,10 @@ class Tier:
     """Options of the RAM tier. Raises ValueError."""
 
     capacity: Size
-    evict: str = "lru"  # or lfu; or worth, with selective loading
+    evict: str = "lru"  # or lfu; or importance, with selective loading
 
     def __post_init__(self) -> None:
-        check_choice("evict", self.evict, "lru", "lfu", "worth")
+        check_choice("evict", self.evict, "lru", "lfu", "importance")
 
     def open(self) -> RamStore:
         """Open an empty store."""

@@ -1,7 +1,4 @@
-"""The eviction state of one row: when its policy evicts, and the holes that its next tokens fill.
-
-Does not depend on: other rows, rings, scheduling.
-"""
+"""The eviction state of one row: when its policy evicts, and the holes that its next tokens fill."""
 
 from __future__ import annotations
 

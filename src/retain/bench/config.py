@@ -1,0 +1,161 @@
+"""Options of the benches, each with its help: one frozen dataclass a bench."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from retain.plugins import Size
+
+
+@dataclass(frozen=True)
+class SpeedBenchConfig:
+    """Options of `retain bench speed`."""
+
+    workloads: tuple[str, ...] = field(
+        default=(), metadata={"help": "names, comma-separated (default: all)", "separator": ","}
+    )
+
+
+@dataclass(frozen=True)
+class BudgetBenchConfig:
+    """Options of `retain bench budget`."""
+
+    measurements: tuple[str, ...] = field(
+        default=("scoring", "decode"),
+        metadata={"help": "of scoring, decode and throughput, comma-separated", "separator": ","},
+    )
+
+
+@dataclass(frozen=True)
+class QualityBenchConfig:
+    """Options of `retain bench quality`. Raises ValueError for a number below 1."""
+
+    data_dir: Path = field(default=Path("."), metadata={"help": "folder with the files of the tasks"})
+    tasks: tuple[str, ...] = field(
+        default=("fidelity",), metadata={"help": "names, comma-separated, or all", "separator": ","}
+    )
+    policies: tuple[str, ...] = field(
+        default=("window", "sinks", "random", "h2o", "keyformer"),
+        metadata={"help": "KV policies, separated by spaces", "separator": " "},
+    )
+    budgets: tuple[str, ...] = field(
+        default=("50%", "25%"),
+        metadata={"help": "budgets of each policy that names none, comma-separated", "separator": ","},
+    )
+    num_prompts: int = field(default=20, metadata={"help": "items of each task"})
+    max_prompt_len: int = field(default=900, metadata={"help": "tokens of a prompt, at most"})
+    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON, and plots as PNG"})
+    plot_kept: bool = field(
+        default=False, metadata={"help": "with --output-dir: plot the positions that each policy keeps"}
+    )
+
+    def __post_init__(self) -> None:
+        _check_at_least_1(num_prompts=self.num_prompts, max_prompt_len=self.max_prompt_len)
+        if self.plot_kept and not self.output_dir:
+            raise ValueError("--plot-kept writes plots: name their folder by --output-dir")
+
+
+@dataclass(frozen=True)
+class SpeculateBenchConfig:
+    """Options of `retain bench speculate`. Raises ValueError for a number below 1."""
+
+    data_dir: Path = field(default=Path("."), metadata={"help": "folder with the files of the workloads"})
+    workloads: tuple[str, ...] = field(
+        default=("humaneval", "summaries"), metadata={"help": "names, comma-separated", "separator": ","}
+    )
+    drafters: tuple[str, ...] = field(
+        default=("ngram", "draft:weights=int4", "self"),
+        metadata={"help": "drafters, separated by spaces", "separator": " "},
+    )
+    num_prompts: int = field(default=8, metadata={"help": "prompts of each workload"})
+    batch_size: int = field(default=1, metadata={"help": "prompts that run together"})
+    output_len: int = field(default=128, metadata={"help": "output tokens of each prompt"})
+    context_lens: tuple[int, ...] = field(
+        default=(4000,), metadata={"help": "tokens of each prompt of books, comma-separated", "separator": ","}
+    )
+    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON, and plots as PNG"})
+
+    def __post_init__(self) -> None:
+        _check_at_least_1(num_prompts=self.num_prompts, batch_size=self.batch_size, output_len=self.output_len)
+        _check_at_least_1(context_lens=min(self.context_lens, default=0))
+
+
+@dataclass(frozen=True)
+class PrefixBenchConfig:
+    """Options of `retain bench prefix`. Raises ValueError for a number out of range."""
+
+    data_dir: Path = field(default=Path("."), metadata={"help": "folder with the files of the workloads"})
+    workloads: tuple[str, ...] = field(
+        default=("copa", "document", "trace"),
+        metadata={
+            "help": "of copa, piqa, openbookqa, document, documents and trace, comma-separated",
+            "separator": ",",
+        },
+    )
+    methods: tuple[str, ...] = field(
+        default=("recompute", "memory", "ram", "ssd", "ssd-200", "selective-200"),
+        metadata={"help": "where prefixes are found, comma-separated", "separator": ","},
+    )
+    selective_ratio: float = field(
+        default=0.25, metadata={"help": "share of the tokens that the selective methods load"}
+    )
+    ram_capacity: Size = field(
+        default=64 * 2**20, metadata={"help": "memory of selective-lru, selective-lfu and selective-importance"}
+    )
+    measure_accuracy: bool = field(default=False, metadata={"help": "choose the answers of tasks too"})
+    store_dir: Path | None = field(default=None, metadata={"help": "folder for temporary stores (default: /tmp)"})
+    num_prompts: int = field(default=20, metadata={"help": "requests of each workload"})
+    shared_prefix_len: int = field(default=4000, metadata={"help": "tokens that the prompts of a workload share"})
+    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
+
+    def __post_init__(self) -> None:
+        _check_at_least_1(num_prompts=self.num_prompts, shared_prefix_len=self.shared_prefix_len)
+        if not 0 < self.selective_ratio <= 1:
+            raise ValueError(f"--selective-ratio is above 0 and at most 1, not {self.selective_ratio:g}")
+
+
+@dataclass(frozen=True)
+class ServeBenchConfig:
+    """Options of `retain bench serve`. Raises ValueError for a number out of range."""
+
+    model: str = field(metadata={"help": "the served model's name"})
+    url: str = field(
+        default="http://127.0.0.1:8000/v1", metadata={"help": "base URL of the server (key: $OPENAI_API_KEY)"}
+    )
+    num_prompts: int = field(default=100, metadata={"help": "requests"})
+    request_rate: float | None = field(
+        default=None, metadata={"help": "requests per second, Poisson (default: all at once)"}
+    )
+    max_concurrency: int | None = field(
+        default=None, metadata={"help": "concurrent requests at most: measures throughput, not waiting times"}
+    )
+    input_len: int = field(default=128, metadata={"help": "words of a prompt"})
+    output_len: int = field(default=64, metadata={"help": "output tokens of a request"})
+    seed: int = field(default=0, metadata={"help": "seed of prompts and arrival times"})
+    trace: Path | None = field(
+        default=None,
+        metadata={"help": "JSON lines of timestamp (ms), lengths and hash_ids, as Mooncake publishes them"},
+    )
+    trace_speedup: float = field(default=1.0, metadata={"help": "replay the trace this many times faster"})
+    trace_length_divisor: float = field(default=1.0, metadata={"help": "divide the lengths of the trace by this"})
+    ttft_slo: float = field(default=1000.0, metadata={"help": "goodput: time to first token at most, in milliseconds"})
+    tpot_slo: float = field(default=100.0, metadata={"help": "goodput: time per output token at most, in milliseconds"})
+    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
+
+    def __post_init__(self) -> None:
+        if self.trace and self.request_rate:
+            raise ValueError("--trace has arrival times of its own: it cannot be combined with --request-rate")
+        for name in (
+            *("num_prompts", "request_rate", "max_concurrency", "input_len", "output_len"),
+            *("trace_speedup", "trace_length_divisor"),
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+
+
+def _check_at_least_1(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {count}")

@@ -1,0 +1,158 @@
+"""`retain bench`: arguments to a bench's configuration, its results to lines and files."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from retain.bench.config import (
+    BudgetBenchConfig,
+    PrefixBenchConfig,
+    QualityBenchConfig,
+    ServeBenchConfig,
+    SpeculateBenchConfig,
+    SpeedBenchConfig,
+)
+from retain.cli.args import from_args
+from retain.config import Config
+
+Line = dict[str, Any]
+
+
+def bench(args: Namespace) -> int:
+    """Run a bench. Its arguments are checked before a model is loaded."""
+    return BENCHES[args.bench](args)
+
+
+def engine_config(args: Namespace) -> Config:
+    """Return the engine's options. Raises ValueError for an option that the bench itself varies."""
+    if args.bench != "speed" and hasattr(args, "kv_policy"):
+        raise ValueError(f"bench {args.bench} compares policies: --kv-policy is for bench speed")
+    if hasattr(args, "prefix_cache"):
+        raise ValueError(f"bench {args.bench} sets it itself: --prefix-cache is for run, chat and serve")
+    if args.bench == "speculate" and hasattr(args, "speculate"):
+        raise ValueError("bench speculate compares drafters: name them by --drafters")
+    if args.bench != "speed" and hasattr(args, "speculate"):
+        raise ValueError(f"bench {args.bench} does not speculate: --speculate is for bench speed")
+    return from_args(Config, args, prefix_cache="exact" if args.bench == "prefix" else "off")
+
+
+def run_speed(args: Namespace) -> int:
+    """Run `retain bench speed`."""
+    from retain.bench import speed
+    from retain.cli import loading
+
+    config, workloads = engine_config(args), speed.select_workloads(from_args(SpeedBenchConfig, args).workloads)
+    llm = loading.load_llm(config)
+    speed.run(llm, workloads, as_json=args.json)
+    return 0
+
+
+def run_budget(args: Namespace) -> int:
+    """Run `retain bench budget`."""
+    from retain.bench import budget
+    from retain.cli import loading
+
+    config, names = engine_config(args), from_args(BudgetBenchConfig, args).measurements
+    budget.check_measurements(names)
+    llm = loading.load_llm(config)
+    for name in names:
+        for line in budget.MEASUREMENTS[name](llm):
+            print(_format_line({"bench": name, **line}, args.json), flush=True)
+    return 0
+
+
+def run_quality(args: Namespace) -> int:
+    """Run `retain bench quality`."""
+    from retain.bench import plots, quality
+    from retain.cli import loading
+
+    config, options = engine_config(args), from_args(QualityBenchConfig, args)
+    tasks, policies = quality.load_tasks(options.tasks), quality.expand_policies(options.policies, options.budgets)
+    if options.output_dir:
+        plots.import_pyplot()
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+    llm = loading.load_llm(replace(config, kv_policy=quality.choose_engine_policy(policies)))
+    for results in quality.run(llm, options, tasks, policies):
+        print(*(map(json.dumps, results.summarize()) if args.json else [quality.format_table(results)]), sep="\n")
+        if options.output_dir:
+            plots.plot_metrics(results, options.output_dir)
+    if options.output_dir and options.plot_kept:
+        prompt = quality.load_items(llm, options, tasks[0])[0].prompt
+        kept_positions = {policy: llm.kept_positions(prompt, policy) for policy in policies}
+        plots.plot_kept_positions(kept_positions, len(prompt), options.output_dir)
+    return 0
+
+
+def run_speculate(args: Namespace) -> int:
+    """Run `retain bench speculate`."""
+    from retain.bench import plots, speculate
+    from retain.cli import loading
+
+    config, options = engine_config(args), from_args(SpeculateBenchConfig, args)
+    speculate.check_names(options)
+    lines = _print_lines(args, speculate.run(loading.load_llm(config), options))
+    if options.output_dir:
+        _write_lines(lines, options.output_dir, "speculate")
+        plots.plot_speedups(lines, options.output_dir)
+    return 0
+
+
+def run_prefix(args: Namespace) -> int:
+    """Run `retain bench prefix`."""
+    from retain.bench import prefix
+    from retain.cli import loading
+
+    config, options = engine_config(args), from_args(PrefixBenchConfig, args)
+    prefix.check_names(options)
+    lines = _print_lines(args, prefix.run(loading.load_llm(config), options))
+    if options.output_dir:
+        _write_lines(lines, options.output_dir, "prefix")
+    return 0
+
+
+def run_serve(args: Namespace) -> int:
+    """Run `retain bench serve`."""
+    from retain.bench import serve
+
+    options = from_args(ServeBenchConfig, args)
+    requests = serve.make_requests(options)
+    lines = _print_lines(args, [serve.run(options, requests, os.environ.get("OPENAI_API_KEY"))])
+    if options.output_dir:
+        _write_lines(lines, options.output_dir, "serve")
+    return 0
+
+
+BENCHES: dict[str, Callable[[Namespace], int]] = {
+    "speed": run_speed,
+    "budget": run_budget,
+    "quality": run_quality,
+    "speculate": run_speculate,
+    "prefix": run_prefix,
+    "serve": run_serve,
+}
+
+
+def _print_lines(args: Namespace, lines: Iterable[Line]) -> list[Line]:
+    """Print each line as soon as it is measured; return all of them."""
+    printed = []
+    for line in lines:
+        print(_format_line(line, args.json), flush=True)
+        printed.append(line)
+    return printed
+
+
+def _format_line(line: Line, as_json: bool) -> str:
+    if as_json:
+        return json.dumps(line)
+    return "  ".join(f"{value}" if isinstance(value, str) else f"{key} {value}" for key, value in line.items())
+
+
+def _write_lines(lines: list[Line], folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")

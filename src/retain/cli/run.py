@@ -1,0 +1,103 @@
+"""`retain run`: answer one prompt, as a stream of text or as one JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from retain.cli import loading
+from retain.cli.args import from_args
+from retain.config import Config
+from retain.llm import LLM
+from retain.outputs import RequestOutput
+from retain.sampling_params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 512
+
+
+def run(args: Namespace) -> int:
+    """Answer one prompt. Arguments are checked before the model is loaded."""
+    prompt = read_prompt(args)
+    config, params = from_args(Config, args), from_args(SamplingParams, args)
+    with closing(loading.load_llm(config)) as llm:
+        ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
+        params = limit_max_tokens(llm, params, len(ids))
+        if args.json:
+            (output,) = llm.generate([ids], params)
+            print(json.dumps(to_json(llm, output), ensure_ascii=False))
+        else:
+            print_stats(stream_to_stdout(llm, ids, params))
+    return 0
+
+
+def read_prompt(args: Namespace) -> str:
+    """Return the prompt of the arguments, a file or standard input. Raises ValueError or OSError."""
+    if (args.prompt is None) == (args.file is None):
+        raise ValueError("give a prompt, or -f FILE (one of them)")
+    if args.prompt not in (None, "-"):
+        return str(args.prompt)
+    name = args.file or "-"
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: byte {error.start} is not") from None
+
+
+def limit_max_tokens(llm: LLM, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    """Return the parameters with `max_tokens` set; the default is 512, or fewer if fewer fit."""
+    if params.max_tokens is not None:
+        return params
+    room = llm.max_output_tokens(num_prompt_tokens)
+    return replace(params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
+
+
+def stream_to_stdout(llm: LLM, ids: list[int], params: SamplingParams) -> RequestOutput:
+    """Print an answer as it is generated."""
+    for chunk in llm.stream(ids, params):
+        print(chunk.text, end="", flush=True)
+        if chunk.output:
+            print(flush=True)
+            return chunk.output
+    raise AssertionError("a stream ends with its output")
+
+
+def print_stats(output: RequestOutput) -> None:
+    """Print speed and KV memory on standard error."""
+    kv = output.kv
+    print(
+        f"[{len(output.token_ids)} tokens, {output.decode_tok_s:.1f} tokens/s, first after {output.ttft_s:.2f} s; "
+        f"KV {kv['bytes_peak'] / 2**20:.1f} MiB, full would be {kv['bytes_if_full'] / 2**20:.1f}]",
+        file=sys.stderr,
+    )
+
+
+def to_json(llm: LLM, output: RequestOutput) -> dict[str, Any]:
+    """Return the object of `retain run --json`."""
+    out: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "usage": {
+            "prompt_tokens": output.prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
+            "completion_tokens": len(output.token_ids),
+            "total_tokens": output.prompt_tokens + len(output.token_ids),
+        },
+        "timings": {
+            "load_s": round(llm.load_s, 4),
+            "ttft_s": round(output.ttft_s, 4),
+            "decode_tok_s": round(output.decode_tok_s, 2),
+        },
+        "kv": output.kv,
+    }
+    if output.speculate:
+        out["speculate"] = output.speculate
+    if output.logprobs:
+        out["logprobs"] = [{"token": p.token_id, "logprob": p.logprob, "top": p.top_logprobs} for p in output.logprobs]
+    return out

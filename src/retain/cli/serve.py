@@ -1,0 +1,37 @@
+"""`retain serve`: arguments to a server's configuration."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+
+from retain.cli.args import from_args, given_args
+from retain.config import Config
+from retain.server import auth
+from retain.server.config import Limits, ServerConfig
+
+DRAFTERS = ("ngram", "self")  # every server offers these
+
+
+def serve(args: Namespace) -> int:
+    """Serve a model until SIGTERM or SIGINT. Arguments are checked before the model is loaded."""
+    config = from_args(Config, args)
+    given = given_args(args, ServerConfig)
+    server_config = from_args(
+        ServerConfig,
+        args,
+        served_model_name=given.get("served_model_name") or Path(config.model).stem,
+        api_keys=auth.load_api_keys(Path(args.api_keys) if args.api_keys else None, os.environ),
+        limits=from_args(Limits, args),
+        allowed_drafters=tuple(dict.fromkeys([*given.get("allowed_drafters", ()), *DRAFTERS])),
+    )
+    try:
+        from retain.server import launch
+    except ModuleNotFoundError as error:
+        raise ValueError(f"serving needs the package {error.name}: pip install 'retain[serve]'") from None
+    from retain.cli import loading
+
+    launch.serve(partial(loading.load_llm, config), server_config)
+    return 0

@@ -1,0 +1,49 @@
+"""Configuration of `retain serve`: where to listen, what to offer, and the limits of requests.
+
+Imports neither the web framework nor the engine, so that the command line can generate its arguments from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from retain.plugins import Size
+from retain.server.auth import ApiKeys
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of requests. None disables a limit. Limits count choices: a request with n=4 counts as 4."""
+
+    max_queued_requests: int = field(default=256, metadata={"help": "waiting requests at most, besides running ones"})
+    max_requests_per_key: int | None = field(
+        default=None, metadata={"help": "concurrent requests of one API key at most"}
+    )
+    max_output_tokens: int | None = field(default=None, metadata={"help": "output tokens of a request at most"})
+    max_choices: int = field(default=16, metadata={"help": "choices of one request at most: prompts times n"})
+    max_body_size: Size = field(default=8 * 2**20, metadata={"help": "size of a request body at most"})
+    upload_timeout: float = field(default=30.0, metadata={"help": "seconds to receive a request body"})
+    request_timeout: float = field(
+        default=600.0, metadata={"help": "seconds from the arrival of a request to the end of its response"}
+    )
+    max_pin_seconds: float = field(default=3600.0, metadata={"help": "longest time a prompt may be pinned, in seconds"})
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Address, model name, API keys and features of a server."""
+
+    host: str = field(default="127.0.0.1", metadata={"help": "address to bind"})
+    port: int = field(default=8000, metadata={"help": "port to bind; 0 picks a free one"})
+    served_model_name: str = field(default="model", metadata={"help": "model name that clients use"})
+    api_keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
+    limits: Limits = field(default_factory=Limits)
+    allowed_origins: tuple[str, ...] = field(default=(), metadata={"help": "allowed CORS origin (may be repeated)"})
+    allowed_drafters: tuple[str, ...] = field(
+        default=(), metadata={"help": "drafter that requests may select (may be repeated)"}
+    )
+    enable_inspector: bool = field(default=False, metadata={"help": "serve the cache inspector at /inspect"})
+    metrics_prefix: str = field(
+        default="retain_", metadata={"help": "prefix of metric names; vllm: fits vLLM's dashboards"}
+    )
+    drain_timeout: int = field(default=300, metadata={"help": "seconds that running requests get after SIGTERM"})

@@ -1,0 +1,61 @@
+"""Routes of the OpenAI API: chat completions, completions and models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from retain.kv.eviction import policies
+from retain.server.openai.chat_protocol import ChatCompletionRequest, ChatCompletionResponse
+from retain.server.openai.errors import ERROR_RESPONSES
+from retain.server.openai.protocol import CompletionRequest, CompletionResponse, ModelCard, ModelList, ModelOptions
+from retain.server.openai.serving import OpenAIServing
+
+
+def create_router(service: OpenAIServing) -> APIRouter:
+    """Create the routes for a served model."""
+    router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES)
+
+    @router.post("/chat/completions", response_model=None, responses=_generation_responses(ChatCompletionResponse))
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        """Create a chat completion."""
+        service.check_model(body.model)
+        key = request.state.key
+        return await service.handle(body, body.n or 1, key, lambda: service.prepare_chat(body, key))
+
+    @router.post("/completions", response_model=None, responses=_generation_responses(CompletionResponse))
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Create a completion for one or several prompts."""
+        service.check_model(body.model)
+        key, num_choices = request.state.key, len(body.prompts) * (body.n or 1)
+        return await service.handle(body, num_choices, key, lambda: service.prepare_completion(body, key))
+
+    def build_model_card() -> ModelCard:
+        llm = service.llm
+        options = ModelOptions(
+            kv_policy=policies.to_spec(llm.policy), speculate=llm.config.speculate, drafters=service.drafters
+        )
+        return ModelCard(
+            id=service.model_name, created=service.created, max_model_len=llm.max_model_len, retain=options
+        )
+
+    @router.get("/models")
+    async def list_models() -> ModelList:
+        """List the served models."""
+        return ModelList(data=[build_model_card()])
+
+    @router.get("/models/{model:path}")
+    async def get_model(model: str) -> ModelCard:
+        """Get one model."""
+        service.check_model(model)
+        return build_model_card()
+
+    return router
+
+
+def _generation_responses(model: Any) -> dict[int | str, dict[str, Any]]:
+    """Describe the successful response: the full object, or server-sent events with `stream`."""
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    return {200: {"model": model, "content": {"text/event-stream": {"schema": event}}}}

@@ -1,0 +1,93 @@
+"""Tokenization over HTTP: /tokenize, /detokenize and /tokenizer_info, as vLLM's server has them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from retain.server.openai.chat_protocol import MessageParam
+from retain.server.openai.errors import ERROR_RESPONSES
+from retain.server.openai.protocol import StrictModel, TokenId
+from retain.server.openai.serving import OpenAIServing
+
+
+class TokenizeCompletionRequest(StrictModel):
+    """POST /tokenize with a prompt."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class TokenizeChatRequest(StrictModel):
+    """POST /tokenize with messages."""
+
+    model: str | None = None
+    messages: Annotated[list[MessageParam], Field(min_length=1)]
+    add_generation_prompt: bool = True
+
+
+class TokenizeResponse(BaseModel):
+    """Response of POST /tokenize."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeRequest(StrictModel):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeResponse(BaseModel):
+    """Response of POST /detokenize."""
+
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """Response of GET /tokenizer_info."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
+def create_router(service: OpenAIServing) -> APIRouter:
+    """Create the routes for a served model's tokenizer."""
+    router, tokenizer = APIRouter(responses=ERROR_RESPONSES), service.llm.tokenizer
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest) -> TokenizeResponse:
+        """Tokenize a text or a conversation."""
+        service.check_model(body.model)
+
+        def encode_body() -> list[int]:
+            if isinstance(body, TokenizeCompletionRequest):
+                return tokenizer.encode(body.prompt, body.add_special_tokens)
+            return tokenizer.encode_chat(service.to_template_messages(body.messages), body.add_generation_prompt)
+
+        token_ids = await asyncio.to_thread(encode_body)
+        return TokenizeResponse(tokens=token_ids, count=len(token_ids), max_model_len=service.llm.max_model_len)
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """Detokenize token ids."""
+        service.check_model(body.model)
+        return DetokenizeResponse(prompt=await asyncio.to_thread(tokenizer.decode, body.tokens))
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> TokenizerInfo:
+        """Get the special tokens and the chat template of the tokenizer (for lm-eval)."""
+        special, template = tokenizer.special_tokens_map, tokenizer.chat_template
+        bos, eos, pad = (special.get(f"{name}_token") for name in ("bos", "eos", "pad"))
+        return TokenizerInfo(bos_token=bos, eos_token=eos, pad_token=pad, chat_template=template)
+
+    return router

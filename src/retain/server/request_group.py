@@ -1,0 +1,89 @@
+"""A request group: the choices of one HTTP request, and the channel from the engine thread to its coroutine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from retain.engine.request import FinishReason, Logprob, Request
+from retain.processing.output import RequestOutputState
+
+
+class EngineError(Exception):
+    """The engine could not finish a request, through no fault of the client. `status` is the HTTP status."""
+
+    def __init__(self, message: str, status: int = 500):
+        super().__init__(message)
+        self.status = status
+
+
+class OutputDelta:
+    """New output of one choice since its last delta.
+
+    `prompt_logprobs` come with the first delta only, for the prompt's tokens but its first, where they were requested.
+    """
+
+    __slots__ = ("finish_reason", "index", "logprobs", "prompt_logprobs", "text", "token_ids")
+
+    def __init__(
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int] = (),
+        logprobs: Sequence[Logprob] = (),
+        finish_reason: FinishReason | None = None,
+        prompt_logprobs: Sequence[Logprob] = (),
+    ):
+        self.index, self.text, self.token_ids = index, text, token_ids
+        self.logprobs, self.finish_reason, self.prompt_logprobs = logprobs, finish_reason, prompt_logprobs
+
+
+class RequestGroup:
+    """Choices that are generated together. The engine thread appends deltas; one coroutine takes them."""
+
+    def __init__(self, request_states: Sequence[RequestOutputState], key_name: str, pin_s: float = 0.0):
+        """`key_name` labels the requests in the inspector. `pin_s`: seconds to pin the first prompt once computed."""
+        self.request_states, self.key_name, self.pin_s = list(request_states), key_name, pin_s
+        self.num_pinned_tokens = 0
+        self._error: Exception | None = None
+        self._num_collected = [(0, 0)] * len(self.request_states)  # tokens and logprobs of each choice
+        self._deltas: deque[OutputDelta] = deque()  # appended by the engine thread, taken by the event loop
+        self._has_deltas = asyncio.Event()
+
+    @property
+    def requests(self) -> list[Request]:
+        """The engine's requests, one for each choice."""
+        return [state.request for state in self.request_states]
+
+    def collect(self, index: int) -> None:
+        """Append the new output of choice `index`. Called in the engine thread, which then schedules `notify`."""
+        state = self.request_states[index]
+        request, (num_tokens, num_logprobs) = state.request, self._num_collected[index]
+        delta = OutputDelta(
+            index,
+            text=state.take_text(),
+            token_ids=request.tokens[len(request.prompt) + num_tokens :],
+            logprobs=request.logprobs[num_logprobs:],
+            finish_reason=request.finish_reason,
+            prompt_logprobs=() if num_tokens else state.prompt_logprobs,
+        )
+        self._num_collected[index] = num_tokens + len(delta.token_ids), len(request.logprobs)
+        self._deltas.append(delta)
+
+    def notify(self) -> None:
+        """Wake the coroutine that awaits deltas. Called in the event loop."""
+        self._has_deltas.set()
+
+    def fail(self, error: Exception) -> None:
+        """Make `get_deltas` raise this error. Called in the event loop."""
+        self._error = error
+        self._has_deltas.set()
+
+    async def get_deltas(self) -> list[OutputDelta]:
+        """Wait for deltas and take them. Raises the error given to `fail`."""
+        await self._has_deltas.wait()
+        self._has_deltas.clear()
+        if self._error:
+            raise self._error
+        return [self._deltas.popleft() for _ in range(len(self._deltas))]

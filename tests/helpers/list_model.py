@@ -1,0 +1,274 @@
+"""An independent implementation of budgets: each head is a list of tokens, in order, and forgets by deleting them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from retain import models
+from retain.kernels.api import GUMBEL
+from retain.kernels.reference.noise import noise_key, sample_noise
+from retain.models.decoder import ModelSpec
+from retain.models.weights import Weights
+from tests.helpers.tiny_models import tiny_checkpoint
+
+HeadId = tuple[int, int]  # layer, kv head
+
+
+@dataclass(frozen=True)
+class ListPolicy:
+    """What the spec of a policy says, spelled out."""
+
+    name: str
+    budget: int = 40
+    recent: int = 12
+    sinks: int = 0
+    interval: int = 1
+    chunk: int = 0  # tokens of a streamed prompt that are computed between two evictions; 0: the prompt is not streamed
+    damping: float = 1.0
+    heads: str = "kv-sum"
+    scope: str = "head"
+    share: str = "none"
+    norm_values: bool = False
+    new_positions: bool = False
+    redraw_noise: bool = True
+    num_queries: int = 0  # of snapkv
+    reread_chunk: int = 0
+    mix_h2o: bool = False
+
+    @property
+    def decay(self) -> float:
+        """Factor on older masses at each query."""
+        return 0.0 if self.name == "tova" else self.damping
+
+
+@dataclass
+class ListHead:
+    """The tokens of one kv head, the oldest first; masses are of R query heads."""
+
+    positions: Tensor  # int64 [n]
+    keys: Tensor  # [n, D]
+    values: Tensor  # [n, D]
+    masses: Tensor  # float64 [n, R]
+
+    def append(self, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+        self.positions = torch.cat((self.positions, positions))
+        self.keys, self.values = torch.cat((self.keys, keys)), torch.cat((self.values, values))
+        self.masses = torch.cat((self.masses, self.masses.new_zeros(len(keys), self.masses.shape[1])))
+
+    def keep(self, indices: list[int]) -> None:
+        self.positions, self.masses = self.positions[indices], self.masses[indices]
+        self.keys, self.values = self.keys[indices], self.values[indices]
+
+    @property
+    def position_list(self) -> list[int]:
+        return self.positions.tolist()
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+class ListModel:
+    """A tiny model whose layers without a window keep the tokens that a policy says."""
+
+    def __init__(self, family: str, policy: ListPolicy):
+        self.model = models.build(Weights(tiny_checkpoint(family), torch.float32))
+        self.spec: ModelSpec = self.model.spec
+        self.policy = policy
+        s, R = self.spec, self.spec.num_heads // self.spec.num_kv_heads
+        self.heads = {
+            (layer, g): ListHead(
+                torch.zeros(0, dtype=torch.int64),
+                torch.zeros(0, s.head_dim),
+                torch.zeros(0, s.head_dim),
+                torch.zeros(0, R, dtype=torch.float64),
+            )
+            for layer in range(s.num_layers)
+            for g in range(s.num_kv_heads)
+        }
+        self.sizes: dict[HeadId, int] = {}  # tokens that each head keeps; empty before the first eviction
+        self.fresh_positions = torch.zeros(0, dtype=torch.int64)
+        self.prompt_len, self.expected_len, self.seed = 0, 1, 0
+        self.next_eviction = 0  # place in the text
+        self.shift = 0  # place in the text of a fresh token, less its position
+
+    @cached_property
+    def full_layers(self) -> list[int]:
+        return [i for i, w in enumerate(self.spec.windows) if w is None]
+
+    # ---- attention -----------------------------------------------------------------------------------------------
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append fresh tokens, and attend one query [R, D] after another. q [T, H, D]; k and v [T, G, D]."""
+        s, o = self.spec, torch.zeros_like(q)
+        R = s.num_heads // s.num_kv_heads
+        for g in range(s.num_kv_heads):
+            head, queries = self.heads[layer, g], slice(g * R, (g + 1) * R)
+            head.append(self.fresh_positions, k[:, g], v[:, g])
+            for t, p in enumerate(self.fresh_positions.tolist()):
+                is_visible = (head.positions <= p) & (head.positions > p - (s.windows[layer] or 10**9))
+                x = s.scale * q[t, queries] @ head.keys.T  # [R, n]
+                if s.alibi_slopes:
+                    x = x + torch.tensor(s.alibi_slopes[queries])[:, None] * (head.positions - p)
+                x = x.masked_fill(~is_visible, -torch.inf)
+                o[t, queries] = x.softmax(-1) @ head.values
+                received = self.received_masses(x, head.positions, (layer, g), p)  # [R, n]
+                head.masses = head.masses * self.policy.decay + received.double().T
+        return o
+
+    def received_masses(self, x: Tensor, positions: Tensor, head: HeadId, p: int) -> Tensor:
+        """Return what a query at position p with scores x [R, n] adds to the masses of tokens."""
+        policy, place = self.policy, p + self.shift
+        if policy.name == "reread" and place < self.prompt_len and not policy.mix_h2o:
+            return torch.zeros_like(x)
+        if policy.name == "snapkv" and place < self.prompt_len - policy.num_queries:
+            return torch.zeros_like(x)
+        if policy.name != "keyformer":
+            return x.softmax(-1)
+        tau = 1 + max(place - self.prompt_len + 1, 0) / self.expected_len
+        query_pos = torch.tensor(p if policy.redraw_noise else -1)
+        noise = sample_noise(GUMBEL, noise_key(torch.tensor(self.seed), *head, query_pos), positions)
+        return ((x + noise) / tau).softmax(-1)
+
+    # ---- scores --------------------------------------------------------------------------------------------------
+
+    def masses(self, layer: int, g: int) -> list[list[float]]:
+        """Return for each token of a head the masses of all query heads that count for it."""
+        head = self.heads[layer, g]
+        layers = self.full_layers if self.policy.scope == "shared" else [layer]
+        assert all(torch.equal(self.heads[i, g].positions, head.positions) for i in layers)
+        masses = torch.cat([self.heads[i, g].masses for i in layers], 1)
+        if self.policy.norm_values:
+            masses = masses * head.values.norm(dim=-1).double()[:, None]
+        return masses.tolist()
+
+    def rankings(self, layer: int, g: int, free: list[int]) -> list[list[int]]:
+        """Return for each query head the free tokens, the highest mass first."""
+        masses = self.masses(layer, g)
+        return [sorted(free, key=lambda j: -masses[j][r]) for r in range(len(masses[0]))]
+
+    def scores(self, layer: int, g: int, free: list[int]) -> dict[int, float]:
+        """Return the score of each free token of a head."""
+        head, policy = self.heads[layer, g], self.policy
+        positions = head.position_list
+        if policy.name in ("window", "sinks"):
+            return {j: positions[j] for j in free}
+        if policy.name == "dilated":
+            return {j: positions[j] - 10**6 * (positions[j] % 2) for j in free}
+        if policy.name == "random":  # a number of its own for each layer, head and position
+            rng, shape = torch.Generator().manual_seed(0), (len(self.full_layers), self.spec.num_kv_heads)
+            numbers = torch.rand(*shape, generator=rng, dtype=torch.float64)
+            factor = 12.9898 + float(numbers[self.full_layers.index(layer), g])
+            return {j: abs(math.fmod(math.sin((positions[j] + 1) * factor) * 43758.5453, 1)) for j in free}
+        if policy.name == "knorm":
+            norms = head.keys.norm(dim=-1).tolist()
+            return {j: -norms[j] for j in free}
+        if policy.name == "keydiff":
+            units = head.keys / head.keys.norm(dim=-1, keepdim=True)
+            mean = units.mean(0)
+            similarity = (units @ mean / mean.norm()).tolist()
+            return {j: -similarity[j] for j in free}
+        if policy.heads in ("query", "union"):
+            rankings = self.rankings(layer, g, free)
+            return {j: -min(ranking.index(j) for ranking in rankings) for j in free}
+        masses = self.masses(layer, g)
+        return {j: max(masses[j]) if policy.heads == "kv-max" else sum(masses[j]) for j in free}
+
+    # ---- eviction ------------------------------------------------------------------------------------------------
+
+    def evict(self, now: int) -> None:
+        """Delete what the windows of sliding layers hide from the token at place `now`, and what is over the budget."""
+        for (layer, _), head in self.heads.items():
+            if window := self.spec.windows[layer]:
+                head.keep((head.positions > now - window).nonzero()[:, 0].tolist())
+        policy = self.policy
+        positions = {h: head.position_list for h, head in self.heads.items() if h[0] in self.full_layers}
+        at_prompt_end = now == self.prompt_len - 1 and len(next(iter(positions.values()))) > policy.budget
+        is_due = at_prompt_end or now < self.prompt_len - 1 or now == self.next_eviction
+        if not is_due or sum(map(len, positions.values())) <= policy.budget * len(positions):
+            return
+        newest = now - self.shift - policy.recent
+        free = {h: [j for j, p in enumerate(ps) if policy.sinks <= p <= newest] for h, ps in positions.items()}
+        scores = {h: self.scores(*h, free[h]) for h in positions}
+        if at_prompt_end:
+            self.sizes = self.divide_budget(positions, free, scores)
+        for h, ps in positions.items():
+            num_evicted = len(ps) - self.sizes.get(h, policy.budget)
+            lowest = sorted(free[h], key=lambda j: (scores[h][j], ps[j]))[:num_evicted]
+            self.heads[h].keep([j for j in range(len(ps)) if j not in lowest])
+        self.next_eviction = now + policy.interval
+        if policy.new_positions:
+            self.renumber(now)
+
+    def divide_budget(
+        self,
+        positions: dict[HeadId, list[int]],
+        free: dict[HeadId, list[int]],
+        scores: dict[HeadId, dict[int, float]],
+    ) -> dict[HeadId, int]:
+        """Return how many tokens each head keeps from the end of the prompt on."""
+        policy = self.policy
+        protected = {h: len(ps) - len(free[h]) for h, ps in positions.items()}
+        sizes = dict.fromkeys(positions, policy.budget)
+        if policy.heads == "union":
+            for h in positions:
+                num_kept = policy.budget - protected[h]
+                sizes[h] = protected[h] + len({j for ranking in self.rankings(*h, free[h]) for j in ranking[:num_kept]})
+        if policy.share == "none":
+            return sizes
+        for group in {None if policy.share == "all" else layer for layer, _ in positions}:
+            members = [h for h in positions if group in (None, h[0])]
+            order = sorted((-score, -positions[h][j], h) for h in members for j, score in scores[h].items())
+            num_kept = policy.budget * len(members) - sum(protected[h] for h in members)
+            kept = [h for _, _, h in order[:num_kept]]
+            sizes |= {h: protected[h] + kept.count(h) for h in members}
+        return sizes
+
+    def renumber(self, now: int) -> None:
+        """Number the tokens of every head from 0 on, and rotate their keys back to these positions."""
+        for head in self.heads.values():
+            new = torch.arange(len(head))
+            for rope in self.model.ropes:
+                head.keys = rope.apply(head.keys[:, None], rope.angles(new - head.positions, head.keys.dtype))[:, 0]
+            head.positions = new
+        self.shift = now + 1 - len(next(iter(self.heads.values())))
+
+    # ---- generation ----------------------------------------------------------------------------------------------
+
+    def forward(self, tokens: list[int], first_position: int) -> Tensor:
+        """Compute fresh tokens. Returns their hidden states [T, E]."""
+        self.fresh_positions = torch.arange(first_position, first_position + len(tokens))
+        return self.model.forward(torch.tensor(tokens), self.fresh_positions, self.attend)
+
+    def reread(self, prompt: list[int]) -> None:
+        """Compute the prompt's tokens once more after the prompt, a chunk at a time, and delete them."""
+        for i in range(0, self.prompt_len, self.policy.reread_chunk):
+            self.forward(prompt[i : i + self.policy.reread_chunk], self.prompt_len)
+            for head in self.heads.values():
+                head.keep(list(range(self.prompt_len)))
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], num_tokens: int, expected_len: int, seed: int) -> list[int]:
+        """Return the greedy answer of `num_tokens` tokens, of a request that wants `expected_len`."""
+        tokens, policy = list(prompt), self.policy
+        self.prompt_len, self.expected_len, self.seed = len(prompt), expected_len, seed
+        fresh = tokens
+        if policy.chunk:
+            n = policy.chunk + policy.budget  # the first chunk fills the budget, too
+            while len(fresh) > n:  # the last chunk is computed below
+                first = len(tokens) - len(fresh)
+                self.forward(fresh[:n], first - self.shift)
+                self.evict(first + n - 1)
+                fresh, n = fresh[n:], policy.chunk
+        while len(tokens) < self.prompt_len + num_tokens:
+            x = self.forward(fresh, len(tokens) - len(fresh) - self.shift)
+            fresh = [int(self.model.compute_logits(x[-1:]).argmax())]
+            if len(tokens) == self.prompt_len and policy.name == "reread":
+                self.reread(tokens)
+            self.evict(len(tokens) - 1)
+            tokens += fresh
+        return tokens[self.prompt_len :]

@@ -1,0 +1,108 @@
+"""Timing of decode steps: exactly the steps that decode and do nothing else, whatever else takes how long."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from time import perf_counter
+
+import pytest
+
+from retain import LLM
+from retain.bench import budget, speed
+from retain.bench.decode_timer import DecodeTimer
+from retain.engine.engine import Engine
+from tests.helpers.cli import run_cli
+
+DECODE_STEP_S = 0.01  # of the fake clock; a step that computes prompts takes 0.5 to 1.5 s
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("random:tiny", kv_memory="64MiB")
+
+
+class FakeClock:
+    """A clock that only the steps of an engine advance: by a fixed time for decoding, by a random one for prefill."""
+
+    def __init__(self, engine: Engine):
+        self.now, self.random, self.run_step, self.engine = 0.0, random.Random(0), engine.step, engine
+
+    def step(self) -> object:
+        waiting, running = self.engine.scheduler.waiting, self.engine.scheduler.running
+        computes_prompt = bool(waiting) or any(r.num_uncomputed_tokens > 1 for r in running)
+        self.now += self.random.uniform(0.5, 1.5) if computes_prompt else DECODE_STEP_S
+        return self.run_step()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
+    fake = FakeClock(llm.engine)
+    monkeypatch.setattr(llm.engine, "step", fake.step)
+    yield fake
+    llm.cache.check()
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_decode_speed_does_not_depend_on_the_noise_of_prefill(llm: LLM, clock: FakeClock, batch_size: int) -> None:
+    """The difference of two runs gave 64,000,000,000 and 107 tokens per second here."""
+    workload = speed.Workload("some", prompt_len=600, output_len=16, batch_size=batch_size)
+    row = speed.measure_workload(llm, workload, bandwidth=1e9, clock=clock)
+    assert row["decode_tok_s"] == pytest.approx(batch_size / DECODE_STEP_S)
+    assert row["decode_step_ms"] == pytest.approx(1e3 * DECODE_STEP_S)
+    assert 0.5 < row["prefill_s"] < 1.5 * (1 + 2 * batch_size) + DECODE_STEP_S * batch_size
+
+
+def test_decode_time_is_part_of_the_wall_time(llm: LLM) -> None:
+    workload = speed.Workload("some", prompt_len=200, output_len=16, batch_size=2)
+    started = perf_counter()
+    tokens_per_s = speed.decode_speed(llm, workload, seed=0)
+    wall_s = perf_counter() - started
+    assert tokens_per_s * wall_s >= workload.output_len * workload.batch_size
+
+
+def test_batch_that_never_decodes_together_is_reported() -> None:
+    small = LLM("random:tiny", kv_memory="128KiB", prefix_cache="off")
+    per_request = small.cache.pages_needed(small.policy.resolve(200), 200, 200)
+    batch_size = small.cache.total_pages // per_request + 1
+    workload = speed.Workload("some", prompt_len=200, output_len=1, batch_size=batch_size)
+    with pytest.raises(ValueError, match="never decodes together"):
+        speed.decode_speed(small, workload, seed=0)
+
+
+def test_timer_counts_no_step_that_admits_or_computes_prompts(llm: LLM, clock: FakeClock) -> None:
+    requests = [budget._make_request(llm, 300, "full", seed, output_len=10 + 5 * seed) for seed in range(3)]
+    timer = DecodeTimer(llm.engine, clock=clock)
+    llm.engine.add(requests[0])
+    counts = []
+    for i in range(60):
+        if i in (4, 9):
+            llm.engine.add(requests[1 + (i == 9)])
+        timer.step()
+        counts.append((timer.num_steps, timer.num_tokens))
+    assert counts[0] == (0, 0) and counts[3] == (3, 3) == counts[4]  # a prompt beside a request that decodes
+    assert timer.seconds == pytest.approx(timer.num_steps * DECODE_STEP_S)
+    assert timer.num_tokens == sum(10 + 5 * seed for seed in range(3)) - 6  # all but those of the three prompt steps
+    timer.min_batch = 2
+    assert timer.tokens_per_s == pytest.approx(timer.num_tokens / timer.seconds)
+
+
+def test_throughput_times_decode_steps_alone(llm: LLM) -> None:
+    lines = list(budget.measure_throughput(llm, prompt_len=100, output_len=8, num_requests=5))
+    assert lines[0]["policy"] == "full" and lines[0]["decode_speedup_over_full"] == 1
+    for line in lines:
+        assert line["tok_s"] > 0 and line["decode_tok_s"] > 0 and line["max_running"] == 5
+    assert llm.cache.free_pages == llm.cache.total_pages
+
+
+@pytest.mark.usefixtures("shared_engines")
+def test_bench_speed_prints_json_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "WORKLOADS", (speed.Workload("short-1", 20, 3, 2),))
+    code, out, _ = run_cli(capsys, "bench", "speed", "--model", "random:tiny", "--workloads", "short-1", "--json")
+    row = json.loads(out)
+    keys = "engine workload prompt new batch prefill_s prefill_tok_s decode_tok_s decode_step_ms read_mb bandwidth note"
+    assert code == 0 and set(row) == set(keys.split()) and row["decode_tok_s"] > 0

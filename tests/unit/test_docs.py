@@ -1,0 +1,118 @@
+"""The documents say what is true: links, paths, commands, Python, the generated reference."""
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from retain.cli.args import build_parser
+from tools.reference import outdated
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "CONTRIBUTING", "CHANGELOG"))]
+CHANGES = ROOT / "CHANGELOG.md"
+HISTORY = ROOT / "docs" / "log" / "house.md"  # names old paths and options
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_reference_equals_code() -> None:
+    assert not outdated(), "python -m tools.reference"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_prose_lines_are_short(page: Path) -> None:
+    prose = FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()
+    assert not [line for line in prose if len(line) > 120 and not line.startswith("|")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_relative_links_exist(page: Path) -> None:
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    targets = [t.partition("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in t]
+    assert not [t for t in targets if t and not (page.parent / t).exists()]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p != HISTORY], ids=name)
+def test_named_files_exist(page: Path) -> None:
+    paths = re.findall(
+        r"(?<![\w/.-])(?:src|tests|tools|docs|deploy|examples)/[\w./-]*\w", page.read_text(encoding="utf-8")
+    )
+    new = re.findall(r"^\+\+\+ b/(\S+)", page.read_text(encoding="utf-8"), re.M)  # made by a diff
+    assert not [p for p in paths if not (ROOT / p).exists() and p not in new and p != "docs/reference"]
+
+
+def test_named_documents_exist() -> None:
+    """Paths of documents in the sources."""
+    for folder in ("src", "tests", "tools", "deploy", "examples"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".cpp", ".h", ".yaml", ".html", ".js", ".service"):
+                named = re.findall(r"(?<![\w/])docs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
+                assert not [n for n in named if not (ROOT / n).exists()], path
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in (HISTORY, CHANGES)], ids=name)
+def test_named_classes_exist(page: Path) -> None:
+    """Classes in the text, with their members, are words of the sources."""
+    sources = [p for d in ("src", "tests", "tools") for p in (ROOT / d).rglob("*.py")]
+    words = {w for p in sources for w in re.findall(r"\w+", p.read_text(encoding="utf-8"))}
+    named = re.findall(r"`([A-Z]\w*[a-z]\w*(?:\.\w+)*)`", FENCE.sub("", page.read_text(encoding="utf-8")))
+    assert not [n for n in named if not words.issuperset(n.split("."))]
+
+
+def command_lines(page: Path) -> list[str]:
+    """The `retain ...` commands of a page, in code blocks and in the text; those with an ellipsis only show a part."""
+    text = page.read_text(encoding="utf-8")
+    blocks = "\n".join(body for _, body in FENCE.findall(text)).replace("\\\n", " ")
+    found = re.findall(r"^(?:\$ |\.venv/bin/)?(retain (?:run|chat|serve|bench|cache)\b.*)", blocks, re.M)
+    found += re.findall(r"`(?:time )?(retain (?:run|chat|serve|bench|cache) [^`]*)`", FENCE.sub("", text))
+    return [line for line in found if "..." not in line]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if command_lines(p)], ids=name)
+def test_commands_parse(page: Path) -> None:
+    for line in command_lines(page):
+        words = shlex.split(line, comments=True)[1:]
+        if (words[0] == "bench" and len(words) == 2) or page.name == "cli.md":
+            continue
+        build_parser().parse_args(words[: words.index("|")] if "|" in words else words)
+
+
+def known_options(parser: argparse.ArgumentParser) -> set[str]:
+    """Every option of a parser and of its commands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*(known_options(child) for child in action.choices.values()))
+    return found
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in (HISTORY, CHANGES)], ids=name)
+def test_options_exist(page: Path) -> None:
+    """Options that the text names are those of a command, or of a program that pages name in full."""
+    spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text(encoding="utf-8")))
+    named = {o for span in spans if re.match(r"retain |--", span) for o in re.findall(r"(?<!\S)--[a-z][\w-]*", span)}
+    tools = " ".join(p.read_text(encoding="utf-8") for p in (ROOT / "tools").glob("*.py"))
+    assert not {o for o in named - known_options(build_parser()) if f'"{o}"' not in tools}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_compiles(page: Path) -> None:
+    for language, body in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language == "python" and page.name != "python.md":  # that has signatures
+            compile(body, str(page), "exec")
+        if language == "diff":
+            compile(
+                "\n".join(line[1:] for line in body.splitlines() if re.match(r"\+(?!\+\+)", line)), str(page), "exec"
+            )
+
+
+def test_glossary_has_every_word() -> None:
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8").partition("## Glossary")[2]
+    words = "slot hole punch page ring sinks budget capacity priority mass tier salt pin drafter family backend program"
+    assert not [w for w in words.split() if f"\n| {w}" not in text]
