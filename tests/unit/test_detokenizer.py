@@ -164,8 +164,7 @@ def test_time_of_a_token_does_not_grow_with_the_answer(kind: str) -> None:
     start = time.perf_counter()
     for _ in range(100_000):
         stream.add_token(token)
-    assert (
-        time.perf_counter() - start < 10
-    )  # about one second on an idle machine; minutes if each token processed the whole text
+    # About one second on an idle machine; minutes if each token processed the whole text.
+    assert time.perf_counter() - start < 10
     stream.flush()
     assert stream.text == "\ufffd" * 100_000
