@@ -13,7 +13,7 @@ run: .venv/installed
 	$(BIN)/retain run --model smollm2 --chat --temperature 0 --max-tokens 128 "$(PROMPT)"
 
 test: lint
-	$(BIN)/python -m pytest -n $(CORES)
+	$(BIN)/python -m pytest -n $(CORES) --durations=40
 
 check: lint
 	$(BIN)/python -m pytest -n $(CORES) -m "not slow"

@@ -135,7 +135,6 @@ def launch_kernels(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], w
         pages=torch.arange(1, 1 + B * G * n, dtype=torch.int32).view(B, G, n),
         counts=torch.full((B, G), n, dtype=torch.int32),
         windows=ones * 2**30,
-        sinks=ones * 0,
         rows=torch.arange(B, dtype=torch.int32),
         query_start_loc=torch.tensor([0, *fresh]).cumsum(0).int(),
         dense=ones,
@@ -149,7 +148,7 @@ def launch_kernels(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], w
     attention.write(kv, slots, q[:, :G], q[:, :G], pos, rope)
     triton.copy(kv, torch.tensor([1]), torch.tensor([2]))
     priority, lengths = torch.ones(3, 4096), torch.full((3,), 4096).int()
-    triton.select_victims(priority, priority.int(), lengths, sinks=4, last_evictable=4000, n=16)
+    triton.select_victims(priority, priority.int(), lengths, first_evictable=4, last_evictable=4000, n=16)
     launch_program(kv, tables, R, slopes)
 
 
@@ -259,7 +258,6 @@ def bench_attention(with_masses: bool) -> Iterator[Line]:
                 pages=pages,
                 counts=torch.full((B, G), n, dtype=torch.int32, device=device),
                 windows=ones * NO_WINDOW,
-                sinks=ones * 0,
                 rows=torch.arange(B, dtype=torch.int32),
                 query_start_loc=torch.arange(B + 1, dtype=torch.int32),
                 max_pages=n,

@@ -30,8 +30,7 @@ class AttentionCase:
     holes: float = 0.2  # the share of slots that are holes
     shuffled: bool = False  # positions in random order instead of the table's
     window: int = NO_WINDOW
-    sinks: int = 0
-    per_request_windows: bool = False  # every request has a window and sinks of its own
+    per_request_windows: bool = False  # every request has a window of its own
     alibi: bool = False
     shared_pages: bool = True  # requests share a third of their pages
     seed: int = 0
@@ -163,11 +162,10 @@ def _random_tables(case: AttentionCase) -> Tables:
     pages = torch.full((N, G, n), UNDEFINED, dtype=torch.int32)
     pages[owned] = (torch.randperm(len(distinct) + UNOWNED_PAGES, generator=rng)[index] + 1).int()
     starts = torch.tensor([0, *case.fresh]).cumsum(0)
-    windows, sinks = (torch.full((N,), n, dtype=torch.int32) for n in (case.window, case.sinks))
+    windows = torch.full((N,), case.window, dtype=torch.int32)
     if case.per_request_windows:
         windows = (windows - torch.arange(N) * 3).clamp(min=1).int()
-        sinks = sinks + torch.arange(N, dtype=torch.int32) % 5
-    return Tables(pages, counts, windows, sinks, rows.int(), starts.int())
+    return Tables(pages, counts, windows, rows.int(), starts.int())
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from retain.kernels import backend_names, cpu, import_backend, triton
 from retain.kernels.api import Backend
 from tests.helpers.device_adapter import triton_backend
 
-ISAS: list[str] = cpu._C.isas() if cpu.unavailable_reason() is None else []  # fastest first
+ISAS: list[str] = cpu._C.supported_isas() if cpu.unavailable_reason() is None else []  # fastest first
 
 
 def backend_variants() -> list[str]:
@@ -42,9 +42,9 @@ def use_isa(isa: str) -> Iterator[None]:
     if not isa:
         yield
         return
-    before = cpu._C.isa()
-    cpu._C.set_isa(isa)
+    before = cpu._C.selected_isa()
+    cpu._C.select_isa(isa)
     try:
         yield
     finally:
-        cpu._C.set_isa(before)
+        cpu._C.select_isa(before)

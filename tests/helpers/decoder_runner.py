@@ -47,7 +47,6 @@ class ReferenceCache:
                 pages=pages,
                 counts=torch.full(pages.shape[:2], pages.shape[2], dtype=torch.int32),
                 windows=torch.full(rows.shape, s.windows[layer] or NO_WINDOW, dtype=torch.int32),
-                sinks=torch.zeros_like(rows),
                 rows=rows,
                 query_start_loc=starts,
             )

@@ -101,8 +101,8 @@ class FakeDevice(TorchFunctionMode):
             return iter(args[0].unbind(0))
         if name in ("to", "cpu"):
             return self._to(name, func, args, kwargs)
-        wanted = kwargs.get("device")
-        if wanted is not None and torch.device(wanted) == DEVICE:
+        requested = kwargs.get("device")
+        if requested is not None and torch.device(requested) == DEVICE:
             kwargs["device"] = "cpu"
             if on_device and name.endswith("_like"):
                 args = tuple(map(to_plain_tensor, args))

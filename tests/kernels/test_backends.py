@@ -46,7 +46,7 @@ STEP = AttentionCase(fresh=FRESH, pages=((3, 1), (0, 2), (5, 5), (1, 0), (9, 4),
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_shapes(D: int, S: int, dtype: torch.dtype) -> None:
     for R in (1, 3, 4):
-        assert_matches_reference(STEP.with_changes(D=D, S=S, R=R, dtype=dtype, window=100, sinks=4, seed=D + S + R))
+        assert_matches_reference(STEP.with_changes(D=D, S=S, R=R, dtype=dtype, window=100, seed=D + S + R))
 
 
 @pytest.mark.parametrize("S", [48, 96, 512])
@@ -60,22 +60,21 @@ def test_group_sizes(R: int) -> None:
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 1, 17, 64, 200])
-@pytest.mark.parametrize("sinks", [0, 3, 40, NO_WINDOW])
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("holes", [0.0, 0.5])
-def test_visibility_mask(window: int, sinks: int, shuffled: bool, holes: float) -> None:
-    assert_matches_reference(STEP.with_changes(window=window, sinks=sinks, shuffled=shuffled, holes=holes, D=16))
+def test_visibility_mask(window: int, shuffled: bool, holes: float) -> None:
+    assert_matches_reference(STEP.with_changes(window=window, shuffled=shuffled, holes=holes, D=16))
 
 
 @pytest.mark.parametrize("window", [5, 64, 200])
-def test_per_request_windows_and_sinks(window: int) -> None:
-    assert_matches_reference(STEP.with_changes(window=window, sinks=2, per_request_windows=True, D=16))
+def test_per_request_windows(window: int) -> None:
+    assert_matches_reference(STEP.with_changes(window=window, per_request_windows=True, D=16))
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 64])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_alibi(window: int, dtype: torch.dtype) -> None:
-    assert_matches_reference(STEP.with_changes(alibi=True, window=window, sinks=4, dtype=dtype, shuffled=True))
+    assert_matches_reference(STEP.with_changes(alibi=True, window=window, dtype=dtype, shuffled=True))
 
 
 @pytest.mark.parametrize("q_dtype", [BF16, torch.float16, torch.float64])
@@ -89,9 +88,7 @@ def test_output_has_the_query_dtype(q_dtype: torch.dtype, dtype: torch.dtype) ->
 def test_long_contexts(fresh: int, S: int) -> None:
     for window in (NO_WINDOW, 1500):
         pages = ((2100 // S, 3000 // S), (1, 1), (700 // S, 513 // S + 1))
-        assert_matches_reference(
-            AttentionCase(fresh=(fresh, 1, 3), pages=pages, S=S, dtype=BF16, window=window, sinks=5)
-        )
+        assert_matches_reference(AttentionCase(fresh=(fresh, 1, 3), pages=pages, S=S, dtype=BF16, window=window))
 
 
 def test_many_requests() -> None:
@@ -121,7 +118,7 @@ def test_query_without_visible_slots_gives_zero(backend: Backend) -> None:
 def test_empty_step(backend: Backend) -> None:
     kv = backend.allocate(2, 16, 16, F32)
     none = torch.zeros(0, dtype=torch.int32)
-    tables = Tables(none.view(0, 2, 0), none.view(0, 2), none, none, none, torch.zeros(1, dtype=torch.int32))
+    tables = Tables(none.view(0, 2, 0), none.view(0, 2), none, none, torch.zeros(1, dtype=torch.int32))
     assert backend.attend(torch.zeros(0, 4, 16), kv, tables, none, scale=1.0).shape == (0, 4, 16)
     backend.write(kv, none.view(2, 0), torch.zeros(0, 2, 16), torch.zeros(0, 2, 16), none)
     backend.copy(kv, none.long(), none.long())
@@ -144,9 +141,9 @@ def test_tables_may_be_views(backend: Backend) -> None:
     t = case.build_tables()
     pages = torch.stack([t.pages, t.pages.flip(0)], 1)[:, 0]  # a layer of [N, L, G, n]
     counts = torch.stack([t.counts, t.counts + 1], 1)[:, 0]
-    windows, sinks = (torch.stack([x, x + 1], 1)[:, 0] for x in (t.windows, t.sinks))
-    views = replace(t, pages=pages, counts=counts, windows=windows, sinks=sinks)
-    assert not any(x.is_contiguous() for x in (pages, counts, windows, sinks))
+    windows = torch.stack([t.windows, t.windows + 1], 1)[:, 0]
+    views = replace(t, pages=pages, counts=counts, windows=windows)
+    assert not any(x.is_contiguous() for x in (pages, counts, windows))
     kv = case.build_cache(backend)
     o = backend.attend(q, kv, views, q_pos, scale=1.0)
     assert torch.equal(o, backend.attend(q, kv, t, q_pos, scale=1.0))
@@ -178,7 +175,7 @@ def test_write_rounds_as_torch_does(backend: Backend, dtype: torch.dtype, source
     backend.write(kv, slots, torch.ones(n, G, D, dtype=source_dtype), v, torch.zeros(n, dtype=torch.int32))
     counts = torch.ones(n, G, dtype=torch.int32)
     rows, zeros = torch.arange(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
-    tables = Tables(pages, counts, zeros + NO_WINDOW, zeros, rows, torch.arange(n + 1, dtype=torch.int32))
+    tables = Tables(pages, counts, zeros + NO_WINDOW, rows, torch.arange(n + 1, dtype=torch.int32))
     o = backend.attend(torch.ones(n, G, D), kv, tables, torch.zeros(n, dtype=torch.int32), scale=1.0)
     assert torch.equal(o, v.to(dtype).float())
     assert int((kv.pos >= 0).sum()) == n * G
@@ -217,7 +214,7 @@ def test_write_read_round_trip(backend: Backend, dtype: torch.dtype, S: int) -> 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_copy(backend: Backend, dtype: torch.dtype) -> None:
     """A table of copies gives the bits that the table of the originals gave, and no other page has changed."""
-    case = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, window=100, sinks=4)
+    case = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, window=100)
     q, q_pos = case.build_queries()
     t = case.build_tables()
     owned = torch.arange(t.pages.shape[2]) < t.counts[:, :, None]  # [N, G, n]
@@ -306,7 +303,6 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
         holes=draw(st.sampled_from([0.0, 0.1, 0.9, 1.0])),
         shuffled=draw(st.booleans()),
         window=draw(st.sampled_from([NO_WINDOW, 1, 30, 600])),
-        sinks=draw(st.sampled_from([0, 1, 70])),
         per_request_windows=draw(st.booleans()),
         alibi=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),

@@ -19,16 +19,16 @@ pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str
 
 
 def test_isa_selection() -> None:
-    assert cpu._C.isa() == ISAS[0] and ISAS[-1] == "plain"
+    assert cpu._C.selected_isa() == ISAS[0] and ISAS[-1] == "plain"
     with pytest.raises(ValueError, match=r"'z80' does not run here: choose one of .*plain"):
-        cpu._C.set_isa("z80")
+        cpu._C.select_isa("z80")
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 50, 70])
 @pytest.mark.parametrize("window", [NO_WINDOW, 300])
 def test_chunk_size_changes_no_bit(chunk: int, window: int) -> None:
     """140 tokens at once, or chunk by chunk: the same bits, although tiles and blocks are divided otherwise."""
-    case = AttentionCase(fresh=(140,), pages=((50, 40),), dtype=torch.bfloat16, holes=0.0, window=window, sinks=4)
+    case = AttentionCase(fresh=(140,), pages=((50, 40),), dtype=torch.bfloat16, holes=0.0, window=window)
     q, q_pos = case.build_queries()
     t = case.build_tables()
     for isa in ISAS:
@@ -103,7 +103,7 @@ def test_rejects_inconsistent_arguments() -> None:
     i32 = torch.int32
     pages, counts = torch.tensor([[[1, 2]]], dtype=i32), torch.tensor([[2]], dtype=i32)
     zero = torch.zeros(1, dtype=i32)
-    t = Tables(pages, counts, zero + NO_WINDOW, zero, rows=zero, query_start_loc=torch.tensor([0, 1], dtype=i32))
+    t = Tables(pages, counts, zero + NO_WINDOW, rows=zero, query_start_loc=torch.tensor([0, 1], dtype=i32))
     q, p = torch.zeros(1, 2, 16), torch.zeros(1, dtype=i32)
 
     def attend(q: torch.Tensor = q, p: torch.Tensor = p, **changes: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_rejects_inconsistent_arguments() -> None:
     for error, message, call in (
         (ValueError, r"attend: expected q \[T, H, 16\]", lambda: attend(q=torch.zeros(1, 2, 8))),
         (ValueError, r"expected .*q_pos \[T\]; got .*q_pos \[2\]", lambda: attend(p=torch.zeros(2, dtype=i32))),
-        (ValueError, r"windows and sinks \[1\]; got .*sinks \[2\]", lambda: attend(sinks=torch.zeros(2, dtype=i32))),
+        (ValueError, r"windows \[1\]; got .*windows \[2\]", lambda: attend(windows=torch.zeros(2, dtype=i32))),
         (ValueError, r"counts \[1, 1\], .*got counts \[2, 1\]", lambda: attend(counts=torch.zeros(2, 1, dtype=i32))),
         (TypeError, "q_pos must be int32", lambda: attend(p=p.long())),
         (TypeError, "tables.pages must be int32", lambda: attend(pages=t.pages.long())),
@@ -127,15 +127,16 @@ def test_rejects_inconsistent_arguments() -> None:
         (ValueError, "outside the pool", lambda: attend(pages=t.pages - 2)),
         (ValueError, "exceeds", lambda: attend(counts=t.counts + 1)),
         (ValueError, "rows", lambda: attend(rows=t.rows + 1)),
-        (ValueError, "beyond", lambda: attend(query_start_loc=t.query_start_loc * 2)),
-        (ValueError, "not descend", lambda: attend(query_start_loc=t.query_start_loc.flip(0))),
+        (ValueError, "query_start_loc ends beyond", lambda: attend(query_start_loc=t.query_start_loc * 2)),
+        (ValueError, "query_start_loc must not descend", lambda: attend(query_start_loc=t.query_start_loc.flip(0))),
         (ValueError, r"scoring.weights must be \[1\]", lambda: score(weights=torch.ones(2))),
         (TypeError, "scoring.seed must be torch.int32", lambda: score(seed=zero.long())),
-        (ValueError, "pool", lambda: cpu.write(kv, torch.tensor([[64]]).int(), q[:, :1], q[:, :1], p)),
-        (ValueError, "pool", lambda: cpu.write(kv, torch.tensor([[-1]]).int(), q[:, :1], q[:, :1], p)),
+        (ValueError, "slot_mapping .* pool", lambda: cpu.write(kv, torch.tensor([[64]]).int(), q[:, :1], q[:, :1], p)),
+        (ValueError, "slot_mapping .* pool", lambda: cpu.write(kv, torch.tensor([[-1]]).int(), q[:, :1], q[:, :1], p)),
         (ValueError, r"write: expected slot_mapping", lambda: cpu.write(kv, torch.tensor([[1]]).int(), q, q, p)),
         (TypeError, "int32", lambda: cpu.write(kv, torch.tensor([[1]]), q[:, :1], q[:, :1], p)),
         (ValueError, "pool", lambda: cpu.copy(kv, torch.tensor([1]), torch.tensor([4]))),
+        (ValueError, "lengths exceeds", lambda: cpu.select_victims(pages[0].float(), pages[0], counts[0] + 1, 0, 9, 1)),
         (ValueError, "int64", lambda: cpu.copy(kv, torch.tensor([1]).int(), torch.tensor([2]).int())),
     ):
         with pytest.raises(error, match=message):

@@ -1,14 +1,17 @@
-"""Every backend has the functions of `Backend`, with the same parameters, and is found by its name."""
+"""Every backend has the functions of `Backend` with the same parameters. Every argument of attention can vary."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 
 from retain import kernels
-from retain.kernels.api import Backend, Program
+from retain.kernels.api import NO_WINDOW, Backend, Program, Tables
+from retain.kv.memory.device_tables import DeviceTables
 
 
 def parameters(function: object) -> list[tuple[str, object, object]]:
@@ -46,3 +49,19 @@ def test_load_gives_the_backend_of_a_name() -> None:
         kernels.load("reference", torch.device("cuda"))
     with pytest.raises(ValueError, match="device 'tpu' is not supported: choose auto, cpu or cuda"):
         kernels.resolve_device("tpu")
+
+
+def tables_of_step(fill: int, window: int, dense: bool, fresh: int) -> Tables:
+    """Build the tables of a step: two rows of two layers with two kv heads, of which row `fill` has fresh tokens."""
+    pages, counts = (np.full(shape, fill, np.int32) for shape in ((2, 2, 2, 3), (2, 2, 2)))
+    device_tables = DeviceTables(pages, counts, np.full((2, 2), window, np.int32), torch.device("cpu"))
+    device_tables.mark_dirty(fill, dense=dense)
+    int32 = torch.int32
+    return device_tables.build_tables(torch.tensor([fill], dtype=int32), torch.tensor([0, fresh], dtype=int32))
+
+
+def test_no_field_of_the_tables_is_constant() -> None:
+    """A field that is the same for every request, policy and layer would cost every kernel an argument for nothing."""
+    one, other = tables_of_step(0, NO_WINDOW, dense=False, fresh=1), tables_of_step(1, 24, dense=True, fresh=2)
+    constant = [f.name for f in fields(Tables) if np.array_equal(getattr(one, f.name), getattr(other, f.name))]
+    assert not constant

@@ -42,7 +42,7 @@ def run_linear(weight: Weight, x: Tensor, bias: Tensor | None = None, add_to: Te
 
     y = torch.full((len(x), weight.shape[0]), torch.nan) if add_to is None else add_to.clone()
     packed, bias_ptr = pack_weight(weight, Arena()), 0 if bias is None else bias.data_ptr()
-    cpu._C.linear(*packed.c_args, x.contiguous().data_ptr(), len(x), bias_ptr, y.data_ptr(), add_to is not None)
+    cpu._C.packed_gemm(*packed.c_args, x.contiguous().data_ptr(), len(x), bias_ptr, y.data_ptr(), add_to is not None)
     return y
 
 

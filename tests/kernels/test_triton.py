@@ -22,15 +22,15 @@ pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=
 # Decode tiles with several splits, a prefill tile, a head without pages.
 STEP = AttentionCase(fresh=(1, 9, 33), pages=((9, 1), (0, 2), (2, 3)))
 CASES = {
-    "head dim 8": STEP.with_changes(D=8, S=16, window=50, sinks=4),
+    "head dim 8": STEP.with_changes(D=8, S=16, window=50),
     "head dim 80, bfloat16": STEP.with_changes(D=80, R=4, dtype=BF16, q_dtype=BF16),
     "head dim 128, float16": STEP.with_changes(D=128, R=2, dtype=F16, q_dtype=F16, shuffled=True),
     "head dim 256": STEP.with_changes(D=256, R=1, S=64, pages=((3, 1), (0, 1), (1, 2))),
     "page size 48": STEP.with_changes(S=48, D=16, holes=0.5),
-    "windows and sinks": STEP.with_changes(window=40, sinks=3, per_request_windows=True, shuffled=True, D=16),
+    "windows of each request": STEP.with_changes(window=40, per_request_windows=True, shuffled=True, D=16),
     "a window alone": STEP.with_changes(window=1, D=16),
     "alibi": STEP.with_changes(alibi=True, D=16, holes=0.0),
-    "alibi and a window": STEP.with_changes(alibi=True, D=16, window=64, sinks=4, dtype=BF16),
+    "alibi and a window": STEP.with_changes(alibi=True, D=16, window=64, dtype=BF16),
     "50 query heads": STEP.with_changes(R=50, D=16, fresh=(1, 2, 3)),
     "float64 queries": STEP.with_changes(q_dtype=torch.float64, D=16),
 }
@@ -135,7 +135,6 @@ def test_random_small_cases(data: st.DataObject) -> None:
         dtype=data.draw(st.sampled_from([F32, BF16])),
         holes=data.draw(st.sampled_from([0.0, 0.9, 1.0])),
         window=data.draw(st.sampled_from([NO_WINDOW, 1, 30])),
-        sinks=data.draw(st.sampled_from([0, 1, 70])),
         per_request_windows=data.draw(st.booleans()),
         alibi=data.draw(st.booleans()),
     )

@@ -57,7 +57,6 @@ class ProgramSteps:
             pages=self.pages.to(self.device),
             counts=torch.full(shape[:3], PAGES_PER_HEAD, dtype=torch.int32, device=self.device),
             windows=windows[:, None].repeat(1, num_requests).to(self.device),
-            sinks=torch.zeros(num_requests, dtype=torch.int32, device=self.device),
             rows=none,
             query_start_loc=none,
         )

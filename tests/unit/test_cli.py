@@ -32,19 +32,28 @@ def test_run_streams_text_and_prints_stats(capsys):
     assert "tokens/s" in err and "KV" in err and len(err.strip().splitlines()) == 1
 
 
-def test_run_json_has_documented_keys(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("model", "num_layers", "kv_heads", "head_dim"),
+    [("random:tiny", 2, 2, 16), pytest.param("smollm2", 30, 3, 64, marks=pytest.mark.slow)],
+)
+def test_run_json_has_documented_keys(model, num_layers, kv_heads, head_dim, capsys, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("The capital of France is")
-    code, out, err = run_cli(capsys, *RUN_ARGS, "-f", file, *FLOAT32_ARGS, "--json", "--logprobs", "2")
+    options = (*RUN_ARGS[3:], "--ignore-eos", *FLOAT32_ARGS, "--json", "--logprobs", "2")
+    code, out, err = run_cli(capsys, "run", "--model", model, "-f", file, *options)
     answer = json.loads(out)
     assert code == 0 and not err
     assert set(answer) == {"text", "token_ids", "finish_reason", "usage", "timings", "kv", "logprobs"}
-    usage = {"prompt_tokens": 5, "completion_tokens": len(answer["token_ids"]), "total_tokens": 17}
+    num_prompt = 5 if model == "smollm2" else len(file.read_bytes())
+    assert len(answer["token_ids"]) == 12 and answer["finish_reason"] == "length"
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": 12, "total_tokens": num_prompt + 12}
     assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert set(answer["timings"]) == {"load_s", "ttft_s", "decode_tok_s"}
     (group,) = answer["kv"]["groups"]
-    assert group["layers"] == list(range(30)) and group["policy"] == "full"
-    assert group["slots_peak"] == 64 and group["bytes_peak"] == group["bytes_if_full"] == 90 * 64 * (2 * 64 * 4 + 8)
+    assert group["layers"] == list(range(num_layers)) and group["policy"] == "full"
+    bytes_per_slot = 2 * head_dim * 4 + 8
+    assert group["slots_peak"] == 64
+    assert group["bytes_peak"] == group["bytes_if_full"] == num_layers * kv_heads * 64 * bytes_per_slot
     assert all(len(p["top"]) == 2 and p["top"][0][0] == p["token"] for p in answer["logprobs"])
 
 

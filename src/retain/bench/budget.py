@@ -1,7 +1,7 @@
 """`retain bench budget`: the speed of KV budgets, and the cost of scoring.
 
 Requests of several policies share one cache, each policy with an engine of its own. The engines step in turn, so that
-all of them see the same machine, and medians are compared.
+all of them see the same machine, and medians are compared. Does not depend on: quality.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measure_throughput(
     """Measure the output tokens per second of 32 queued requests, over the whole run and while only decoding.
 
     --kv-memory chooses how many full requests fit into the pool; `full_requests_fit` is that number. `max_speedup` is
-    the speed-up if decoding took no time: the run would take its prefill alone. `decode_tok_s` counts the steps in
+    the speed-up if decoding took no time, so that the run took its prefill alone. `decode_tok_s` counts the steps in
     which no prompt is computed; it is null where there is none.
     """
     prompt_len = min(prompt_len, llm.max_model_len - output_len)

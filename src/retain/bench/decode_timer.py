@@ -1,4 +1,4 @@
-"""Times the steps of an engine in which only decoding happens."""
+"""Times the steps of an engine in which only decoding happens. Does not depend on: workloads."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class DecodeTimer:
 
 
 def _computes_prompt(request: Request) -> bool:
-    """Return whether the next step of a request computes more than its last token, after an admission."""
+    """Whether the next step computes more than the last token: a prompt, or tokens that a preemption dropped."""
     return request.finish_reason is None and request.num_uncomputed_tokens > 1

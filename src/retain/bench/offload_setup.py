@@ -52,7 +52,7 @@ class AllKeysLoader(SelectiveLoader):
         return np.zeros(0, np.int32)
 
     def finish(self) -> bool:
-        """See LayerLoader. Records no attention."""
+        """Return whether everything was loaded; unlike SelectiveLoader, record no attention for repacking."""
         return LayerLoader.finish(self)
 
 

@@ -49,7 +49,7 @@ def iter_workloads(llm: LLM, config: SpeculateBenchConfig) -> Iterator[tuple[str
 
 
 def load_prompts(llm: LLM, workload: str, data: Path, num_prompts: int, max_prompt_len: int) -> list[list[int]]:
-    """Return at least `num_prompts` prompts of a workload, where it has as many. Raises OSError or ValueError."""
+    """Return `num_prompts` prompts of a workload or more; all of them if it has fewer. Raises OSError or ValueError."""
     if workload == "humaneval":
         return [llm.encode(r["prompt"]) for r in load_records(data, "humaneval", 2 * num_prompts)]
     if workload == "editing":

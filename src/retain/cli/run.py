@@ -50,7 +50,7 @@ def read_prompt(args: Namespace) -> str:
 
 
 def limit_max_tokens(llm: LLM, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-    """Return the parameters with `max_tokens`: where it is not given 512, or as many as fit."""
+    """Return the parameters with `max_tokens` set; the default is 512, or fewer if fewer fit."""
     if params.max_tokens is not None:
         return params
     room = llm.max_output_tokens(num_prompt_tokens)

@@ -113,7 +113,7 @@ def apply_penalties(logits: Tensor, requests: Sequence[Request], drafts: Sequenc
 
 
 def apply_grammars(logits: Tensor, raw: Tensor, requests: Sequence[Request], starts: Sequence[int]) -> Tensor:
-    """Mask what the requests' grammars forbid in logits [N, V]; copies them if they are still `raw`.
+    """Mask the tokens that the requests' grammars forbid in logits [N, V]. `raw` is not changed.
 
     The rows of request i begin at starts[i].
     """

@@ -2,25 +2,24 @@
 
 `api.py` is the contract of a backend. A backend is a folder of this package, and `load` finds it by that name.
 
-Does not depend on: requests, the scheduler, policies, models. Imports nothing of the package but itself.
+Does not depend on: requests, the scheduler, policies, models. Of the package it imports only plugins.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from typing import cast
 
 import torch
 
 from retain.kernels.api import CPU, Backend
+from retain.plugins import load_module, plugin_names
 
 BACKEND_PRIORITY = {"cpu": ("cpu", "reference"), "cuda": ("triton",)}  # backends of each device type, fastest first
 
 
 def backend_names() -> list[str]:
     """Return the names of all backends."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.ispkg)
+    return plugin_names(__name__, folders=True)
 
 
 def load(name: str, device: torch.device = CPU) -> Backend:
@@ -32,9 +31,7 @@ def load(name: str, device: torch.device = CPU) -> Backend:
         candidates = BACKEND_PRIORITY[device.type]
         usable = [n for n in candidates if import_backend(n).unavailable_reason() is None]
         return import_backend((usable or candidates)[0])
-    if name not in backend_names():
-        raise ValueError(f"unknown backend {name!r}: choose one of auto, {', '.join(backend_names())}")
-    backend = import_backend(name)
+    backend = cast(Backend, load_module(__name__, name, ("auto", *backend_names()), "backend"))
     reason = backend.unavailable_reason()
     if not reason and device.type not in backend.DEVICES:
         reason = f"it computes on {' or '.join(backend.DEVICES)}, not on {device.type}"
@@ -62,4 +59,4 @@ def resolve_device(name: str) -> torch.device:
 
 def import_backend(name: str) -> Backend:
     """Import and return a backend, even if it cannot run here."""
-    return cast(Backend, importlib.import_module(f"{__name__}.{name}"))
+    return cast(Backend, load_module(__name__, name, backend_names(), "backend"))

@@ -18,7 +18,7 @@ slots and pages that a call names, and remembers nothing about requests between 
 request owns it and all of its slots stay holes, so 0 may pad a table or a slot mapping (with position -1). The caller
 punches all slots of a page before the first use. Apart from that the content of a new page is undefined, but finite.
 
-Visibility. A query at position p sees slot s iff `0 <= pos[s] <= p and (p - pos[s] < window or pos[s] < sinks)`.
+Visibility. A query at position p sees slot s iff `0 <= pos[s] <= p and p - pos[s] < window`.
 
 Laws, which the tests state as equalities:
 
@@ -94,7 +94,6 @@ class Tables:
     pages: Tensor  # [N, G, n]: page numbers of each kv head of each row; undefined from counts[row, head] on
     counts: Tensor  # [N, G]: pages of each kv head
     windows: Tensor  # [N]: NO_WINDOW, or the number of latest positions that a query sees, its own included
-    sinks: Tensor  # [N]: first positions that a query sees in spite of its window
     rows: Tensor  # host [B]: the row of each request of the step
     query_start_loc: Tensor  # host [B + 1]: fresh tokens query_start_loc[b] : query_start_loc[b + 1] are request b's
     dense: Tensor | None = None  # [N]: 1 if slot i of every table without a window holds position i or is a hole
@@ -139,7 +138,7 @@ class StepInputs:
     input_ids: Tensor  # host int64 [T]
     positions: Tensor  # host int32 [T]
     slot_mapping: Tensor  # int32 [L, G, T]: the slot of each fresh token
-    logits_indices: Tensor  # host int64 [N]: the fresh tokens whose logits the caller wants
+    logits_indices: Tensor  # host int64 [N]: the fresh tokens whose logits the caller needs
     scoring: AttentionScoring | None = None
     before_attention: Callable[[int, Tensor], None] | None = None
     after_attention: Callable[[int], None] | None = None
@@ -298,13 +297,13 @@ class Backend(Protocol):
         ...
 
     def select_victims(
-        self, priority: Tensor, pos: Tensor, lengths: Tensor, sinks: int, last_evictable: int, n: int
+        self, priority: Tensor, pos: Tensor, lengths: Tensor, first_evictable: int, last_evictable: int, n: int
     ) -> Tensor:
         """Return the places of the n slots to evict first from each list, in that order: int64 [N, n].
 
         priority float32 and pos int32 [N, S]; lengths int32 [N] on the host: only the first lengths[i] >= n slots of
-        list i are candidates. Positions below `sinks` and above `last_evictable` come last. See eviction_order.py for
-        the order. Raises ValueError if a list is too short.
+        list i are candidates. Positions before `first_evictable` and after `last_evictable` come last. See
+        eviction_order.py for the order. Raises ValueError if a list is too short.
         """
         ...
 

@@ -8,13 +8,13 @@ from torch import Tensor
 PROTECTED = 2**32  # replaces the priority of a protected slot; larger than the rank of any float
 
 
-def eviction_key(priority: Tensor, pos: Tensor, sinks: int, last_evictable: int) -> Tensor:
+def eviction_key(priority: Tensor, pos: Tensor, first_evictable: int, last_evictable: int) -> Tensor:
     """Return int64 keys [..., S] of slots with priority float32 and position int32 [..., S]; the lowest goes first.
 
-    Holes go first, in the order of their places. Positions below `sinks` or above `last_evictable` go last. Among
-    equal priorities the oldest position goes first, so no two keys are equal.
+    Holes go first, in the order of their places. Positions before `first_evictable` or after `last_evictable` go
+    last. Among equal priorities the oldest position goes first, so no two keys are equal.
     """
     bits = priority.float().contiguous().view(torch.int32).long()
     rank = 2**31 + torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # positive, in the order of the floats
-    rank = torch.where((pos < sinks) | (pos > last_evictable), PROTECTED, rank)
+    rank = torch.where((pos < first_evictable) | (pos > last_evictable), PROTECTED, rank)
     return torch.where(pos < 0, torch.arange(-pos.shape[-1], 0, device=pos.device), (rank << 30) + pos)

@@ -17,10 +17,10 @@ from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.layerwise import OnLayerEvict
 from retain.kv.eviction.operations import ShiftKeys
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.eviction.row import BudgetEvictor
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
 from retain.kv.memory.page_store import PageStore

@@ -7,8 +7,6 @@ Does not depend on: requests, the cache, sampling, text.
 from __future__ import annotations
 
 import importlib
-import pkgutil
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -17,13 +15,14 @@ from torch import Tensor
 from retain.kernels.api import Program
 from retain.models.decoder import Decoder
 from retain.models.weights import Weights
+from retain.plugins import plugin_names
 
 SHAPE_ERRORS = (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError)  # raised by sizes that disagree
 
 
 def list_families() -> list[str]:
     """Return the names of all families, sorted."""
-    return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent / "families")]))
+    return plugin_names(f"{__name__}.families")
 
 
 def load_family(model_type: str) -> ModuleType:

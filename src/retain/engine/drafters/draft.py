@@ -48,7 +48,7 @@ class Drafter:
         return 8
 
     def attach(self, target: TargetModel) -> None:
-        """Load the draft model. Raises ValueError without a model or a quantization."""
+        """Load the draft model. Raises ValueError if neither `model` nor `weights` is given."""
         if self.model is None and self.weights == "auto":
             raise ValueError("draft: say which model= drafts, or which weights= (bf16, int8, int4) of the target")
         if self.model is None:

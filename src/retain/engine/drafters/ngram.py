@@ -40,7 +40,7 @@ class Drafter:
         return 16
 
     def attach(self, target: TargetModel) -> None:
-        """Do nothing: the text is enough."""
+        """Do nothing: drafts are copied from the text, so no model is needed."""
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
         """Set the drafts of each request, by its own text."""

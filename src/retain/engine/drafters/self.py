@@ -67,7 +67,10 @@ class Drafter:
         self._top_pages.pop(request, None)
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
-        """Set the drafts of requests; none in the first round of one that must select pages: it collects masses."""
+        """Set the drafts of requests, of at most the given lengths.
+
+        A request with a long text gets none the first time: its masses, which select the pages, are collected first.
+        """
         assert self._target and self._runner
         for request in self._num_rounds:
             request.score_decay = None  # no masses for requests that are not drafted for in this round

@@ -51,9 +51,10 @@ class GGUFCheckpoint:
             return self._arch.to_hf_tensor(stem, self._dequantize(info), self.config)
 
     def read_quantized(self, name: str, transposed: bool = False) -> QuantizedWeight | None:
-        """See Checkpoint. llama.cpp's converter only permutes or transposes matrices, so their values stay exact.
+        """Return a matrix in its quantized form, or None if the file has it unquantized.
 
-        A matrix that is stored in the other orientation is quantized again.
+        Permuting rows as llama.cpp's converter does keeps the values exact; a matrix that is stored in the other
+        orientation is quantized again.
         """
         with self._reader.wrap_errors():
             stem, info = self._tensor_infos[name]

@@ -175,7 +175,9 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     _C.move(ffi.to_c_pool(kv), src.data_ptr(), dst.data_ptr(), *src.shape)
 
 
-def select_victims(priority: Tensor, pos: Tensor, lengths: Tensor, sinks: int, last_evictable: int, n: int) -> Tensor:
+def select_victims(
+    priority: Tensor, pos: Tensor, lengths: Tensor, first_evictable: int, last_evictable: int, n: int
+) -> Tensor:
     """Return the places of the n slots to evict first from each list, in that order."""
     N, S = pos.shape
     if priority.shape != (N, S) or lengths.shape != (N,) or not 0 <= n <= S:
@@ -185,9 +187,10 @@ def select_victims(priority: Tensor, pos: Tensor, lengths: Tensor, sinks: int, l
         raise TypeError(f"select_victims: pos and lengths must be int32, not {pos.dtype} and {lengths.dtype}")
     priority, pos, lengths = priority.float().contiguous(), pos.contiguous(), lengths.contiguous()
     places = torch.empty(N, n, dtype=torch.int64)
-    _C.lowest(
-        priority.data_ptr(), pos.data_ptr(), lengths.data_ptr(), N, S, sinks, last_evictable, n, places.data_ptr()
-    )
+    _C.select_victims(
+        priority.data_ptr(), pos.data_ptr(), lengths.data_ptr(), N, S, first_evictable, last_evictable, n,
+        places.data_ptr(),
+    )  # fmt: skip
     return places
 
 

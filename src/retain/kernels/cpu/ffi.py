@@ -21,41 +21,40 @@ def to_c_pool(kv: KV) -> _C.Pool:
     )  # fmt: skip
 
 
-def to_c_tables(t: Tables) -> _C.Tables:
+def to_c_tables(t: Tables) -> _C.PageTables:
     """Convert the tables of one layer; of the tables of all layers, convert the first layer's."""
     *_, num_rows, G, n = t.pages.shape
     *_, page_row, page_head, _ = t.pages.stride()
-    return _C.Tables(
+    return _C.PageTables(
         t.pages.data_ptr(), page_row, page_head, t.counts.data_ptr(), *t.counts.stride()[-2:],
-        t.windows.data_ptr(), t.windows.stride(-1), t.sinks.data_ptr(), t.sinks.stride(-1),
-        t.rows.data_ptr(), t.query_start_loc.data_ptr(), t.rows.shape[0], G, num_rows, n,
+        t.windows.data_ptr(), t.windows.stride(-1), t.rows.data_ptr(), t.query_start_loc.data_ptr(),
+        t.rows.shape[0], G, num_rows, n,
     )  # fmt: skip
 
 
-def to_c_scoring(scoring: AttentionScoring | None, layer: int = 0) -> _C.Observe:
+def to_c_scoring(scoring: AttentionScoring | None, layer: int = 0) -> _C.AttentionScoring:
     """Convert the scoring of a step; without one, C++ changes no mass."""
     if scoring is None:
-        return _C.Observe()
+        return _C.AttentionScoring()
     s = scoring
     fields = (s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise)
-    return _C.Observe(*(x.data_ptr() for x in fields), layer)
+    return _C.AttentionScoring(*(x.data_ptr() for x in fields), layer)
 
 
 def check_tables(t: Tables) -> None:
     """Raise ValueError or TypeError unless the tables of one layer have the shapes and dtypes of the contract."""
     N, G, n = t.pages.shape
     B = len(t.rows)
-    shapes = [x.shape for x in (t.counts, t.query_start_loc, t.windows, t.sinks)]
-    if shapes != [(N, G), (B + 1,), (N,), (N,)]:
+    shapes = [x.shape for x in (t.counts, t.query_start_loc, t.windows)]
+    if shapes != [(N, G), (B + 1,), (N,)]:
         raise shape_error(
             "attend",
-            f"tables with counts [{N}, {G}], query_start_loc [{B + 1}], windows and sinks [{N}]",
+            f"tables with counts [{N}, {G}], query_start_loc [{B + 1}], windows [{N}]",
             counts=t.counts,
             query_start_loc=t.query_start_loc,
             windows=t.windows,
-            sinks=t.sinks,
         )
-    for name in ("pages", "counts", "windows", "sinks", "rows", "query_start_loc"):
+    for name in ("pages", "counts", "windows", "rows", "query_start_loc"):
         if (dtype := getattr(t, name).dtype) != torch.int32:
             raise TypeError(f"attend: tables.{name} must be int32, not {dtype}")
     if t.pages.stride(-1) != 1 and n > 1:

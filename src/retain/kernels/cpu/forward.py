@@ -91,21 +91,19 @@ class CpuProgram:
     def embedding(self, out: int, table: Weight, factor: float = 1.0) -> None:
         """Emit a lookup by token id."""
         self._shapes.check_embedding(out, table.shape[1])
-        self._program.lookup(out, *self._pack_once(table).c_args, False, 0, factor, False)
+        self._program.embedding(out, *self._pack_once(table).c_args, False, 0, factor, False)
 
     def position_embedding(self, out: int, table: Weight, offset: int = 0) -> None:
         """Emit a lookup by position, added to `out`."""
         self._shapes.check_embedding(out, table.shape[1])
-        self._program.lookup(out, *self._pack_once(table).c_args, True, offset, 1.0, True)
+        self._program.embedding(out, *self._pack_once(table).c_args, True, offset, 1.0, True)
 
     def norm(
         self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
     ) -> None:
         """Emit a LayerNorm or RMSNorm."""
         heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias))
-        self._program.normalise(
-            x, out, self._keep_alive(weight), self._keep_alive(bias), eps, subtract_mean, n, heads, add
-        )
+        self._program.norm(x, out, self._keep_alive(weight), self._keep_alive(bias), eps, subtract_mean, n, heads, add)
 
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """Emit a matrix product."""
@@ -115,7 +113,7 @@ class CpuProgram:
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, gated or not."""
         self._shapes.check_activation(x, out, n, gated)
-        self._program.activate(x, out, ACTIVATIONS[act], n, gated)
+        self._program.activation(x, out, ACTIVATIONS[act], n, gated)
 
     def clip(self, x: int, limit: float) -> None:
         """Emit a clamp."""
@@ -127,10 +125,10 @@ class CpuProgram:
         """Emit a rotation by position."""
         self._shapes.check_rope(x, heads, head_dim, len(freqs))
         if id(freqs) not in self._ropes:
-            self._ropes[id(freqs)] = self._program.rope(
+            self._ropes[id(freqs)] = self._program.rope_table(
                 self._keep_alive(freqs), len(freqs), attention_factor, interleaved
             )
-        self._program.turn(x, self._ropes[id(freqs)], heads, head_dim)
+        self._program.rope(x, self._ropes[id(freqs)], heads, head_dim)
 
     def attend(
         self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, alibi_slopes: Tensor | None
@@ -138,13 +136,13 @@ class CpuProgram:
         """Emit a layer's write and attention."""
         H, G, D = heads
         self._shapes.check_attention(qkv, out, heads, numel_or_none(alibi_slopes))
-        self._attention_ops.append(AttentionOp(layer, self._program.size(), qkv, H, D))
+        self._attention_ops.append(AttentionOp(layer, self._program.num_ops(), qkv, H, D))
         self._program.attend(qkv, out, layer, H, G, D, scale, self._keep_alive(alibi_slopes))
 
     def gather_rows(self, x: int, out: int) -> None:
-        """Emit the selection of the rows whose logits are wanted."""
+        """Emit the selection of the rows whose logits the caller needs."""
         self._shapes.check_gather_rows(x, out)
-        self._program.pick(x, out)
+        self._program.gather_rows(x, out)
 
     def finalize(self) -> None:
         """Forget the weights of which a copy exists; the copies stay."""
@@ -180,13 +178,13 @@ class CpuProgram:
                 self._program.run(*c_args, begin, op.op_index + 1)
                 step.after_attention(op.layer)
                 begin = op.op_index + 1
-        self._program.run(*c_args, begin, self._program.size())
+        self._program.run(*c_args, begin, self._program.num_ops())
         return self._logits[:N]
 
     def _queries(self, op: AttentionOp, T: int) -> Tensor:
         """Return a layer's queries [T, H, D] as a view of the buffer in C++."""
         width = self._shapes.widths[op.qkv]
-        rows = (ctypes.c_float * (T * width)).from_address(self._program.rows(op.qkv))
+        rows = (ctypes.c_float * (T * width)).from_address(self._program.buffer_address(op.qkv))
         qkv = torch.frombuffer(rows, dtype=torch.float32).view(T, -1, op.head_dim)
         return qkv[:, : op.num_heads]
 

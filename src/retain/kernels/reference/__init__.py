@@ -70,14 +70,14 @@ def attend(
     for b, row in enumerate(tables.rows.tolist()):
         fresh = slice(starts[b], starts[b + 1])
         p = q_pos[fresh, None]  # [t, 1]
-        window, sinks = int(tables.windows[row]), int(tables.sinks[row])
+        window = int(tables.windows[row])
         scored = scoring if window == NO_WINDOW and len(p) else None
         for g in range(G):
             pages = tables.pages[row, g, : int(tables.counts[row, g])].long()  # [n]
             k = kv.k[pages].reshape(-1, D).float()  # [S, D]
             v = kv.v[pages].reshape(-1, D).float()  # [S, D]
             pos = kv.pos[pages].reshape(1, -1)  # [1, S]
-            visible = (pos >= 0) & (pos <= p) & ((p - pos < window) | (pos < sinks))  # [t, S]
+            visible = (pos >= 0) & (pos <= p) & (p - pos < window)  # [t, S]
             if scored:
                 kv.mass[pages] *= scored.decay[b]
             for h in range(g * R, (g + 1) * R):
@@ -117,10 +117,12 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     mass[dst_slots // S, dst_slots % S] = mass[src_slots // S, src_slots % S]
 
 
-def select_victims(priority: Tensor, pos: Tensor, lengths: Tensor, sinks: int, last_evictable: int, n: int) -> Tensor:
+def select_victims(
+    priority: Tensor, pos: Tensor, lengths: Tensor, first_evictable: int, last_evictable: int, n: int
+) -> Tensor:
     """Return the places of the n slots to evict first from each list, in that order."""
     if len(lengths) and int(lengths.min()) < n:
         raise ValueError(f"select_victims: a list of {int(lengths.min())} slots has too few to select {n}")
-    key = eviction_key(priority, pos, sinks, last_evictable)
+    key = eviction_key(priority, pos, first_evictable, last_evictable)
     key.masked_fill_(torch.arange(pos.shape[-1]) >= lengths[:, None], 2**63 - 1)
     return key.topk(n, largest=False).indices

@@ -137,7 +137,9 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
         mass[dst_slots // S, dst_slots % S] = mass[src_slots // S, src_slots % S]
 
 
-def select_victims(priority: Tensor, pos: Tensor, lengths: Tensor, sinks: int, last_evictable: int, n: int) -> Tensor:
+def select_victims(
+    priority: Tensor, pos: Tensor, lengths: Tensor, first_evictable: int, last_evictable: int, n: int
+) -> Tensor:
     """Return the places of the n slots to evict first from each list, in that order."""
     N, S = pos.shape
     if priority.shape != (N, S) or lengths.shape != (N,):
@@ -151,6 +153,6 @@ def select_victims(priority: Tensor, pos: Tensor, lengths: Tensor, sinks: int, l
         block = min(triton.next_power_of_2(S), 2048)
         slots.select_victims[(N,)](
             priority.float().contiguous(), pos.contiguous(), lengths.to(pos.device, non_blocking=True), places,
-            S, sinks, last_evictable, n, BLOCK=block,
+            S, first_evictable, last_evictable, n, BLOCK=block,
         )  # fmt: skip
     return places

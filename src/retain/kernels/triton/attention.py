@@ -268,8 +268,9 @@ def _page_args(t: Tables) -> tuple[Tensor, int, int, Tensor, int, int]:
     return t.pages, t.pages.stride(0), t.pages.stride(1), t.counts, t.counts.stride(0), t.counts.stride(1)
 
 
-def _visibility_args(t: Tables) -> tuple[Tensor, int, Tensor, int, Tensor]:
-    return t.windows, t.windows.stride(0), t.sinks, t.sinks.stride(0), t.sinks if t.dense is None else t.dense
+def _visibility_args(t: Tables) -> tuple[Tensor, int, Tensor]:
+    """Return windows, their stride, and `dense`; where a kernel does not read `dense`, windows stand in."""
+    return t.windows, t.windows.stride(0), t.windows if t.dense is None else t.dense
 
 
 def _dot_args(kv: KV) -> dict[str, object]:

@@ -34,13 +34,13 @@ def load_positions(pos, page, place, i, dense, N: tl.constexpr, S: tl.constexpr)
 
 
 @triton.jit
-def compute_scores(q, keys, pos, q_pos, slopes, factor, window, sinks, ALIBI: tl.constexpr, PRECISION: tl.constexpr):
+def compute_scores(q, keys, pos, q_pos, slopes, factor, window, ALIBI: tl.constexpr, PRECISION: tl.constexpr):
     """Return scores [M, N] in base 2, -inf where a row does not see a slot; q [M, D], keys [D, N]."""
     p, s = q_pos[:, None], pos[None, :]
     x = tl.dot(q, keys, input_precision=PRECISION) * factor
     if ALIBI:
         x += slopes[:, None] * (s - p).to(tl.float32)
-    visible = (s >= 0) & (s <= p) & ((p - s < window) | (s < sinks))
+    visible = (s >= 0) & (s <= p) & (p - s < window)
     return tl.where(visible, x, float("-inf"))
 
 
@@ -59,7 +59,7 @@ def safe_log2(total):
 @triton.jit(do_not_specialize=["layer"])
 def attention_fwd(
     q, q_token, q_head, o, split_max, split_sum, split_out, width,  # o [T, H, D]; splits [J, G, splits, width (, D)]
-    k, v, pos, pages, page_row, page_head, counts, count_row, count_head, windows, window_row, sinks, sink_row, dense,
+    k, v, pos, pages, page_row, page_head, counts, count_row, count_head, windows, window_row, dense,
     tiles, q_pos, slopes, factor, num_splits,
     weights, temperature, noise, seed, redraw_noise, layer,
     lse, split_weights, tile_max, max_slots,  # with UPDATE_MASS: lse [T, H], split_weights [t, H, max_slots]
@@ -93,7 +93,7 @@ def attention_fwd(
         other=0.0,
     ).to(DOT)  # [M, DP]
     p = tl.load(q_pos + t, mask=valid, other=-1)  # padding rows see nothing
-    window, sink = tl.load(windows + row * window_row), tl.load(sinks + row * sink_row)
+    window = tl.load(windows + row * window_row)
     slope = tl.load(slopes + h, mask=valid, other=0.0) * 1.4426950408889634 if ALIBI else p
     is_dense = window < 0  # false, as a tensor
     if DENSE:
@@ -114,7 +114,7 @@ def attention_fwd(
         s = page * S + place + tl.arange(0, N)
         slot_pos = load_positions(pos, page, place, i, is_dense, N, S)
         kt = tl.load(k + s[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0.0).to(DOT)  # [DP, N]
-        x = compute_scores(q, kt, slot_pos, p, slope, factor, window, sink, ALIBI, PRECISION)
+        x = compute_scores(q, kt, slot_pos, p, slope, factor, window, ALIBI, PRECISION)
         new_max = tl.maximum(row_max, tl.max(x, 1))
         w = tl.exp2(x - finite_or_zero(new_max)[:, None])
         rescale = tl.exp2(row_max - finite_or_zero(new_max))

@@ -162,7 +162,7 @@ class TritonProgram:
         self._ops.append(op)
 
     def gather_rows(self, x: int, out: int) -> None:
-        """Emit the selection of the rows whose logits are wanted."""
+        """Emit the selection of the rows whose logits the caller needs."""
         self._shapes.check_gather_rows(x, out)
 
         def op(s: DeviceStep) -> None:

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps that repeat: all requests have equally many fresh tokens, and all logits are wanted.
+"""CUDA graphs of steps that repeat: all requests have equally many fresh tokens, and all of them need logits.
 
 Batches are padded to a few sizes, so that few graphs serve all. A padding request has no tokens in its tiles; its fresh
 tokens have position -1 and go to the trash page. Everything that varies lies in one buffer, copied to the device at
@@ -134,7 +134,7 @@ class CUDAGraphRunner:
         shape = self._graph_shape(tables, step, R)
         if shape is None:
             return None
-        tensors = (kv.k, tables.pages, tables.counts, tables.windows, tables.sinks, tables.dense)
+        tensors = (kv.k, tables.pages, tables.counts, tables.windows, tables.dense)
         key = (shape, *(0 if x is None else x.data_ptr() for x in tensors))
         if key not in self.graphs:
             self.num_calls[key] = self.num_calls.get(key, 0) + 1

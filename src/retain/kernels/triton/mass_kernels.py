@@ -51,7 +51,7 @@ def accumulate_mass(
 @triton.jit(do_not_specialize=["layer"])
 def recompute_mass(
     q, q_token, q_head, k, pos, mass, pages, page_row, page_head, counts, count_row, count_head,
-    windows, window_row, sinks, sink_row, dense, tiles, q_pos, slopes, scale,
+    windows, window_row, dense, tiles, q_pos, slopes, scale,
     weights, temperature, decay, noise, seed, redraw_noise, layer, lse,
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, ALIBI: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr,
@@ -61,7 +61,7 @@ def recompute_mass(
     j, g, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, row = tl.load(tiles + 6 * j), tl.load(tiles + 6 * j + 1)
     first, tokens = tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3)
-    window, sink = tl.load(windows + row * window_row), tl.load(sinks + row * sink_row)
+    window = tl.load(windows + row * window_row)
     if i * N >= tl.load(counts + row * count_row + g * count_head) * S or window != _NO_WINDOW:
         return
     page = tl.load(pages + row.to(tl.int64) * page_row + g * page_head + i * N // S).to(tl.int64)
@@ -89,7 +89,7 @@ def recompute_mass(
                 ).to(DOT)  # [M, DP]
                 p = tl.load(q_pos + t, mask=valid, other=-1)
                 x = compute_scores(
-                    rows, kt, slot_pos, p, slope + tl.zeros((M,), tl.float32), scale, window, sink, ALIBI, PRECISION
+                    rows, kt, slot_pos, p, slope + tl.zeros((M,), tl.float32), scale, window, ALIBI, PRECISION
                 )
                 keys = noise_key(tl.load(seed + b), layer, g, tl.where(redraws, p, -1))
                 z = add_noise(x, kind, keys, slot_pos, NOISE)

@@ -41,7 +41,7 @@ def copy(x, src, dst, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def select_victims(priority, pos, lengths, places, width, sinks, last_evictable, n, BLOCK: tl.constexpr):
+def select_victims(priority, pos, lengths, places, width, first_evictable, last_evictable, n, BLOCK: tl.constexpr):
     """Write the places of the n lowest keys of one list, in order. eviction_order.py defines the keys."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(lengths + row)
@@ -54,7 +54,7 @@ def select_victims(priority, pos, lengths, places, width, sinks, last_evictable,
             value = tl.load(priority + row * width + i, mask=i < count, other=0.0)
             bits = value.to(tl.int32, bitcast=True).to(tl.int64)
             rank = 2147483648 + tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-            rank = tl.where((p < sinks) | (p > last_evictable), 4294967296, rank)
+            rank = tl.where((p < first_evictable) | (p > last_evictable), 4294967296, rank)
             key = tl.where(p < 0, i - width, rank * 1073741824 + p)
             key = tl.where((i < count) & (key > previous), key, 2**63 - 1)
             lowest = tl.min(key, 0)

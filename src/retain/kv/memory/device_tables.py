@@ -25,7 +25,6 @@ class DeviceTables:
         self.host_tensors = [torch.from_numpy(x) for x in (pages, counts, windows, self.dense)]
         self.device_tensors = [x.to(device) for x in self.host_tensors]
         self.counts, self.device, self.dirty_rows = counts, device, set[int]()
-        self.sinks = torch.zeros(N, dtype=torch.int32, device=device)
         self.holes = torch.zeros(N, L, G, 0, dtype=torch.int32, device=device)
 
     def mark_dirty(self, row: int, dense: bool | None = None) -> None:
@@ -71,7 +70,6 @@ class DeviceTables:
             pages=pages.transpose(0, 1),
             counts=counts.transpose(0, 1),
             windows=windows.T,
-            sinks=self.sinks,
             rows=rows,
             query_start_loc=query_start_loc,
             dense=dense,

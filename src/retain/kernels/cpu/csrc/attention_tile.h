@@ -17,25 +17,24 @@ constexpr int MAX_PREFETCH_ROWS = 12;            // more rows hide the memory la
 
 enum class Visibility { none, some, all };
 
-// A query at p sees slot s iff 0 <= pos[s] <= p and (p - pos[s] < window or pos[s] < sinks). The window test is written
-// as pos[s] > p - window, because p - pos[s] would overflow for a hole and a large p.
+// A query at p sees slot s iff 0 <= pos[s] <= p and p - pos[s] < window. The window test is written as
+// pos[s] > p - window, because p - pos[s] would overflow for a hole and a large p.
 INLINE int32_t last_before_window(int32_t p, int32_t window) {
   int64_t x = int64_t(p) - window;
   return x < INT32_MIN ? INT32_MIN : int32_t(x);
 }
-INLINE I is_visible(I pos, int32_t p, int32_t window, int32_t sinks) {
-  return (pos >= 0) & (pos <= p) & ((pos > last_before_window(p, window)) | (pos < sinks));
+INLINE I is_visible(I pos, int32_t p, int32_t window) {
+  return (pos >= 0) & (pos <= p) & (pos > last_before_window(p, window));
 }
 
 // Classifies a page for queries at positions low .. high. `none` and `all` are exact; `some` needs a mask.
-INLINE Visibility page_visibility(const int32_t* pos, int S, int32_t low, int32_t high, int32_t window, int32_t sinks) {
+INLINE Visibility page_visibility(const int32_t* pos, int S, int32_t low, int32_t high, int32_t window) {
   const int32_t before_low = last_before_window(low, window), before_high = last_before_window(high, window);
   I any_visible = {}, any_hidden = {};
   for (int s = 0; s < S; s += WIDTH) {
     I x = load_ints(pos + s);
-    I sink = x < sinks;
-    any_visible |= (x >= 0) & (x <= high) & ((x > before_low) | sink);
-    any_hidden |= ~((x >= 0) & (x <= low) & ((x > before_high) | sink));
+    any_visible |= (x >= 0) & (x <= high) & (x > before_low);
+    any_hidden |= ~((x >= 0) & (x <= low) & (x > before_high));
   }
   if (!reduce_or<WIDTH>(any_visible)) return Visibility::none;
   return reduce_or<WIDTH>(any_hidden) ? Visibility::some : Visibility::all;
@@ -61,8 +60,7 @@ INLINE void apply_bias_and_mask(const AttentionArgs& args, const QueryTile& tile
       I slot_pos = load_ints(pos + s);
       F y = load<WIDTH>(x + s);
       if (args.slopes) y += args.slopes[tile.g * args.R + i % args.R] * __builtin_convertvector(slot_pos - p, F);
-      if (mask)
-        y = is_visible(slot_pos, p, args.tables.window_of(tile.b), args.tables.sinks_of(tile.b)) ? y : splat(NEG_INF);
+      if (mask) y = is_visible(slot_pos, p, args.tables.window_of(tile.b)) ? y : splat(NEG_INF);
       store<WIDTH>(x + s, y);
     }
   }
@@ -134,8 +132,8 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   bool mask[MAX_BLOCK_PAGES];
   int n = 0;
   for (int i = first; i < last; ++i) {
-    Visibility visible = page_visibility(args.kv.pos + int64_t(table[i]) * S, S, low, high,
-                                         args.tables.window_of(tile.b), args.tables.sinks_of(tile.b));
+    Visibility visible =
+        page_visibility(args.kv.pos + int64_t(table[i]) * S, S, low, high, args.tables.window_of(tile.b));
     page[n] = table[i];
     page_index[n] = i;
     pos[n] = args.kv.pos + int64_t(table[i]) * S;

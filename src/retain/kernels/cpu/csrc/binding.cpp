@@ -32,23 +32,21 @@ static void bind_structs(nb::module_& m) {
              new (p) Pool{ptr<void>(k), ptr<void>(v), ptr<int32_t>(pos), ptr<float>(mass), num_pages, S, D,
                           mass_columns, dtype_of(bf16)};
            });
-  nb::class_<AttentionScoring>(m, "Observe")
+  nb::class_<AttentionScoring>(m, "AttentionScoring")
       .def(nb::init<>())  // without weights: no mass changes
       .def("__init__", [](AttentionScoring* s, Address weights, Address temperature, Address decay, Address noise,
                           Address seed, Address redraw_noise, int layer) {
         new (s) AttentionScoring{ptr<float>(weights), ptr<float>(temperature), ptr<float>(decay), ptr<int32_t>(noise),
                                  ptr<int32_t>(seed), ptr<int32_t>(redraw_noise), layer};
       });
-  nb::class_<PageTables>(m, "Tables")
+  nb::class_<PageTables>(m, "PageTables")
       .def("__init__",
            [](PageTables* t, Address pages, int64_t page_row_stride, int64_t page_head_stride, Address page_counts,
               int64_t count_row_stride, int64_t count_head_stride, Address windows, int64_t window_row_stride,
-              Address sinks, int64_t sinks_row_stride, Address rows, Address query_start_loc, int B, int G,
-              int64_t num_rows, int64_t max_pages) {
+              Address rows, Address query_start_loc, int B, int G, int64_t num_rows, int64_t max_pages) {
              new (t) PageTables{ptr<int32_t>(pages), page_row_stride, page_head_stride, ptr<int32_t>(page_counts),
                                 count_row_stride, count_head_stride, ptr<int32_t>(windows), window_row_stride,
-                                ptr<int32_t>(sinks), sinks_row_stride, ptr<int32_t>(rows),
-                                ptr<int32_t>(query_start_loc), B, G, num_rows, max_pages};
+                                ptr<int32_t>(rows), ptr<int32_t>(query_start_loc), B, G, num_rows, max_pages};
            });
 }
 
@@ -57,16 +55,16 @@ static void bind_program(nb::module_& m) {
       .def(nb::init<>())
       .def_prop_ro_static("LOGITS", [](nb::handle) { return int(Program::LOGITS); })
       .def("buffer", &Program::buffer)
-      .def("rope",
+      .def("rope_table",
            [](Program& p, Address freqs, int n, float gain, bool interleaved) {
              return p.rope_table(ptr<float>(freqs), n, gain, interleaved);
            })
-      .def("lookup",
+      .def("embedding",
            [](Program& p, int out, Address data, int rows, int in, int format, bool by_position, int offset,
               float factor, bool add) {
              p.embedding(out, packed_weight(data, rows, in, format), by_position, offset, factor, add);
            })
-      .def("normalise",
+      .def("norm",
            [](Program& p, int in, int out, Address weight, Address bias, float eps, bool subtract_mean, int n,
               int heads, bool add) {
              p.norm(in, out, {ptr<float>(weight), ptr<float>(bias), eps, subtract_mean}, n, heads, add);
@@ -75,26 +73,27 @@ static void bind_program(nb::module_& m) {
            [](Program& p, int in, int out, Address data, int rows, int columns, int format, Address bias, bool add) {
              p.linear(in, out, packed_weight(data, rows, columns, format), ptr<float>(bias), add);
            })
-      .def("activate",
+      .def("activation",
            [](Program& p, int in, int out, int kind, int n, bool gated) {
              p.activation(in, out, Activation(kind), n, gated);
            })
       .def("clip", &Program::clip)
-      .def("turn", &Program::rope)
+      .def("rope", &Program::rope)
       .def("attend",
            [](Program& p, int qkv, int out, int layer, int H, int G, int D, float scale, Address slopes) {
              p.attend(qkv, out, layer, {H, G, D}, scale, ptr<float>(slopes));
            })
-      .def("pick", &Program::gather_rows)
-      .def("rows", [](const Program& p, int buffer) { return reinterpret_cast<Address>(p.rows(buffer)); })
-      .def("size", &Program::size)
+      .def("gather_rows", &Program::gather_rows)
+      .def("buffer_address",
+           [](const Program& p, int buffer) { return reinterpret_cast<Address>(p.buffer_address(buffer)); })
+      .def("num_ops", &Program::num_ops)
       .def(
           "run",
           [](Program& p, const Pool& kv, const PageTables& tables, int num_layers, int64_t page_layer_stride,
-             int64_t count_layer_stride, int64_t window_layer_stride, Address ids, Address pos, Address logit_indices,
+             int64_t count_layer_stride, int64_t window_layer_stride, Address ids, Address pos, Address logits_indices,
              Address logits, int T, int N, Address slots, int64_t slot_layer_stride, int64_t slot_head_stride,
              int64_t slot_token_stride, const AttentionScoring& scoring, int begin, int end) {
-            p.run({T, N, ptr<int64_t>(ids), ptr<int32_t>(pos), ptr<int64_t>(logit_indices), ptr<float>(logits), kv,
+            p.run({T, N, ptr<int64_t>(ids), ptr<int32_t>(pos), ptr<int64_t>(logits_indices), ptr<float>(logits), kv,
                    ptr<int32_t>(slots), slot_layer_stride, slot_head_stride, slot_token_stride, tables,
                    page_layer_stride, count_layer_stride, window_layer_stride, num_layers, scoring}, begin, end);
           },
@@ -118,7 +117,7 @@ NB_MODULE(_C, m) {
       nb::call_guard<nb::gil_scoped_release>());
   // A single product, for tests.
   m.def(
-      "linear",
+      "packed_gemm",
       [](Address data, int out, int in, int format, Address x, int rows, Address bias, Address y, bool add) {
         const PackedWeight w = packed_weight(data, out, in, format);
         std::vector<char> prepared(w.activation_bytes() * rows);
@@ -129,13 +128,13 @@ NB_MODULE(_C, m) {
       },
       nb::call_guard<nb::gil_scoped_release>());
 
-  m.def("isas", [] {
+  m.def("supported_isas", [] {
     nb::list names;
     for (const IsaKernels& i : supported_isas()) names.append(i.name);
     return names;
   });
-  m.def("isa", [] { return selected_isa().name; });
-  m.def("set_isa", &select_isa);
+  m.def("selected_isa", [] { return selected_isa().name; });
+  m.def("select_isa", &select_isa);
 
   m.def(
       "write",
@@ -165,11 +164,11 @@ NB_MODULE(_C, m) {
       nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
-      "lowest",
-      [](Address priority, Address pos, Address used, int64_t N, int64_t S, int32_t sinks, int32_t after, int n,
-         Address victims) {
-        select_victims({ptr<float>(priority), ptr<int32_t>(pos), ptr<int32_t>(used), N, S, sinks, after}, n,
-                       ptr<int64_t>(victims));
+      "select_victims",
+      [](Address priority, Address pos, Address lengths, int64_t N, int64_t S, int32_t first_evictable,
+         int32_t last_evictable, int n, Address victims) {
+        select_victims({ptr<float>(priority), ptr<int32_t>(pos), ptr<int32_t>(lengths), N, S, first_evictable,
+                        last_evictable}, n, ptr<int64_t>(victims));
       },
       nb::call_guard<nb::gil_scoped_release>());
 

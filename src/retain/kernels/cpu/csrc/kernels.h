@@ -73,13 +73,13 @@ void write(const WriteArgs&);
 void copy(const Pool&, const int64_t* src, const int64_t* dst, int64_t n);
 void move(const Pool&, const int32_t* src, const int32_t* dst, int64_t lists, int64_t n);
 
-// N lists of S slots, of which the first `used` are candidates for eviction (select_victims.cpp).
+// N lists of S slots, of which the first `lengths` are candidates for eviction (select_victims.cpp).
 struct VictimLists {
-  const float* priority;  // [N, S]
-  const int32_t* pos;     // [N, S]
-  const int32_t* used;    // [N]
+  const float* priority;   // [N, S]
+  const int32_t* pos;      // [N, S]
+  const int32_t* lengths;  // [N]
   int64_t N, S;
-  int32_t sinks, protect_after;  // positions < sinks or > protect_after are evicted last
+  int32_t first_evictable, last_evictable;  // positions before or after these are evicted last
 };
 // Writes the n slots of each list that are evicted first, in order, to victims [N, n].
 void select_victims(const VictimLists&, int n, int64_t* victims);

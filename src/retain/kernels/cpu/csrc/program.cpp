@@ -51,7 +51,8 @@ struct Program::EmbeddingOp {
   void check(const StepState& state) const {
     for (int t = 0; t < state.step.T; ++t)
       if (const int64_t i = index(state, t); i < 0 || i >= table.out)
-        throw std::invalid_argument("a token or a position outside its table");
+        throw std::invalid_argument(by_position ? "positions names a row outside the position embedding"
+                                                : "input_ids names a row outside the embedding");
   }
 };
 
@@ -187,13 +188,13 @@ struct Program::GatherRowsOp {
     state.rows = state.step.N;
     if (member.id != 0) return;
     for (int i = 0; i < state.step.N; ++i)
-      memcpy(state.data(out) + i * n, state.data(in) + state.step.logit_indices[i] * n, n * 4);
+      memcpy(state.data(out) + i * n, state.data(in) + state.step.logits_indices[i] * n, n * 4);
   }
 
   void check(const StepState& state) const {
     for (int i = 0; i < state.step.N; ++i)
-      if (state.step.logit_indices[i] < 0 || state.step.logit_indices[i] >= state.step.T)
-        throw std::invalid_argument("logits_indices names a token that is not in the step");
+      if (state.step.logits_indices[i] < 0 || state.step.logits_indices[i] >= state.step.T)
+        throw std::invalid_argument("logits_indices names a token outside the step");
   }
 };
 

@@ -14,7 +14,7 @@ struct StepArgs {
   int T, N;
   const int64_t* ids;            // [T]
   const int32_t* pos;            // [T]
-  const int64_t* logit_indices;  // [N]; the tokens whose logits are computed
+  const int64_t* logits_indices;  // [N]; the tokens whose logits are computed
   float* logits;                 // [N, V]
   Pool kv;
   const int32_t* slots;  // [L, G, T]
@@ -47,13 +47,13 @@ class Program {
   void clip(int buffer, float limit);
   void rope(int buffer, int table, int heads, int D);
   void attend(int qkv, int out, int layer, QkvLayout, float scale, const float* slopes);
-  void gather_rows(int in, int out);  // keeps the rows of logit_indices; later operations run on these only
+  void gather_rows(int in, int out);  // keeps the rows of logits_indices; later operations run on these only
 
   // Returns the rows of a buffer after the last `run`. They are valid until the next `run` that begins at 0.
-  const float* rows(int buffer) const { return buffers_.at(buffer); }
+  const float* buffer_address(int buffer) const { return buffers_.at(buffer); }
 
   // Returns the number of operations.
-  int size() const { return int(ops_.size()); }
+  int num_ops() const { return int(ops_.size()); }
 
   // Runs operations begin .. end - 1. A step runs all operations, in one call or several. The call that begins at 0
   // checks the step: it raises std::invalid_argument before it changes anything.

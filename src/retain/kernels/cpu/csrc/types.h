@@ -132,8 +132,6 @@ struct PageTables {
   int64_t count_row_stride, count_head_stride;
   const int32_t* windows;  // [num_rows]
   int64_t window_row_stride;
-  const int32_t* sinks;  // [num_rows]
-  int64_t sinks_row_stride;
   const int32_t* rows;             // [B]
   const int32_t* query_start_loc;  // [B + 1]
   int B, G;
@@ -142,7 +140,6 @@ struct PageTables {
   INLINE int num_fresh(int b) const { return query_start_loc[b + 1] - query_start_loc[b]; }
   INLINE int num_pages(int b, int g) const { return page_counts[rows[b] * count_row_stride + g * count_head_stride]; }
   INLINE int32_t window_of(int b) const { return windows[rows[b] * window_row_stride]; }
-  INLINE int32_t sinks_of(int b) const { return sinks[rows[b] * sinks_row_stride]; }
   INLINE const int32_t* page_table(int b, int g) const {
     return pages + rows[b] * page_row_stride + g * page_head_stride;
   }

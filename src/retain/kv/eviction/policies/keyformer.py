@@ -43,7 +43,7 @@ class Policy(AttentionScoredPolicy):
 
     @property
     def tau_range(self) -> tuple[float, float]:
-        """Temperatures at the first and the last token of the answer. Raises ValueError."""
+        """Temperatures at the first and the last token of the answer. Raises ValueError if `tau` is no number."""
         first, _, last = self.tau.partition("..")
         try:
             return float(first), float(last or first)

@@ -72,7 +72,7 @@ class Repacker:
         self.in_progress: set[Span] = set()
 
     def record_attention(self, store: Store, span: Span, initial_mass: Floats, mass: Floats) -> None:
-        """Average in the mass [M, n S] that a load's queries left on the tokens of a span, in text order.
+        """Update the running average of the attention mass of a span's tokens, [layers, tokens] in text order.
 
         The first average of a span starts from `initial_mass`, which its metadata hold.
         """
