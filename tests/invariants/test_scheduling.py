@@ -81,10 +81,10 @@ def test_sharing_the_computation_of_equal_prompts_changes_no_token(family: str, 
     prompts = pair * len(SHARING_POLICIES)
     policies = [p for p in SHARING_POLICIES for _ in pair]
     lengths = [1 if i in (8, 9) else 20 + i for i in range(len(prompts))]
-    asked = list(zip(prompts, lengths, policies, strict=True))
-    expected = [run_alone(family, p, n, backend="cpu", policy=policy) for p, n, policy in asked]
+    arguments = list(zip(prompts, lengths, policies, strict=True))
+    expected = [run_alone(family, p, n, backend="cpu", policy=policy) for p, n, policy in arguments]
     engine = make_engine(family, backend="cpu", num_pages=num_pages, max_batched_tokens=90)
-    requests = [make_request(*arguments) for arguments in asked]
+    requests = [make_request(p, n, policy) for p, n, policy in arguments]
     engine.add(*requests)
     for step in iter_steps(engine):
         if step == 0:
