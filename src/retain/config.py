@@ -1,4 +1,4 @@
-"""The options of an engine, each with its help: one frozen dataclass. Does not depend on: torch, or plug-ins."""
+"""The options of an engine, each with its help: one frozen dataclass."""
 
 from __future__ import annotations
 

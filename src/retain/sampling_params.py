@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, each with its help. Does not depend on: torch, or how tokens are sampled."""
+"""Sampling parameters of a request, each with its help."""
 
 from __future__ import annotations
 

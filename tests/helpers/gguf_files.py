@@ -18,8 +18,9 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
 from retain.processing.detokenizer import unicode_to_bytes
-from tests.helpers.tiny_models import TinyCheckpoint
+from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 
+FLOAT_TYPES = [t for t in GGMLQuantizationType if t.name not in ("I8", "I16", "I32", "I64", "F64")]
 GGUF_ARCHS = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -79,6 +80,15 @@ SENTENCEPIECE_VOCABULARY: dict[str, Any] = {
     "tokenizer.ggml.eos_token_id": 2,
     "tokenizer.ggml.unknown_token_id": 0,
 }
+
+
+def tiny_for_gguf(model_type: str) -> TinyCheckpoint:
+    """Create a tiny checkpoint without the options that a GGUF file of its architecture cannot store."""
+    if model_type == "gemma3_text":  # files store no other pattern
+        return tiny_checkpoint(model_type, sliding_window_pattern=6, num_hidden_layers=7, query_pre_attn_scalar=16)
+    if model_type == "qwen2":
+        return tiny_checkpoint(model_type, use_sliding_window=False)
+    return tiny_checkpoint(model_type)
 
 
 def write_gguf(

@@ -1,4 +1,4 @@
-"""Damaged model files: bytes flipped, numbers made huge, files cut. Each is read, or it is a ValueError."""
+"""Damaged model files: flipped bytes, huge numbers, truncation. Each is read or raises ValueError."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from retain.formats.checkpoint import open_checkpoint
 from retain.formats.gguf.reader import GGUFReader
-from retain.models.weights import open_checkpoint
 from retain.processing import Tokenizer
+from tests.helpers.folders import write_tokenizer_folder
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY, write_gguf
 from tests.helpers.tiny_models import tiny_checkpoint
 
@@ -26,39 +27,34 @@ EXTREME_INTEGERS = [
     0x7F,
     0xFF,
     0xFFFF,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 40,
-    1 << 60,
-    (1 << 63) - 1,
-    1 << 63,
-    (1 << 64) - 1,
+    *(1 << n for n in (31, 40, 60, 63)),
+    *((1 << n) - 1 for n in (32, 63, 64)),
 ]
 
 
 def damage(data: bytes, rng: random.Random, header_size: int) -> bytes:
-    """One of the ways in which files go bad; mostly in the first `head` bytes, which say what the others are."""
-    out = bytearray(data)
+    """Truncate a file or overwrite some of it; mostly in its first `header_size` bytes."""
+    damaged = bytearray(data)
     kind = rng.random()
     if kind < 0.2:
-        return bytes(out[: rng.randrange(len(out))])
+        return bytes(damaged[: rng.randrange(len(damaged))])
     for _ in range(rng.choice((1, 1, 1, 2, 8))):
-        at = rng.randrange(min(header_size, len(out)) if rng.random() < 0.9 else len(out))
+        at = rng.randrange(min(header_size, len(damaged)) if rng.random() < 0.9 else len(damaged))
         if kind < 0.6:
-            out[at] ^= 1 << rng.randrange(8)
+            damaged[at] ^= 1 << rng.randrange(8)
         elif kind < 0.8:
-            out[at] = rng.randrange(256)
+            damaged[at] = rng.randrange(256)
         else:
-            width, form = rng.choice(((4, "<I"), (8, "<Q")))
-            out[at : at + width] = struct.pack(form, rng.choice(EXTREME_INTEGERS) % (1 << 8 * width))
-    return bytes(out[: len(data)])
+            width, code = rng.choice(((4, "<I"), (8, "<Q")))
+            damaged[at : at + width] = struct.pack(code, rng.choice(EXTREME_INTEGERS) % (1 << 8 * width))
+    return bytes(damaged[: len(data)])
 
 
 def fuzz(use: Callable[[], None], path: Path, header_size: int, cases: int, seed: int = 0) -> float:
-    """Damage the file at `path` again and again and use it. Returns the part of the cases that were refused."""
-    whole, draw, refused = path.read_bytes(), random.Random(seed), 0
+    """Damage the file at `path` in `cases` ways, and use it each time. Returns the fraction that was refused."""
+    intact, rng, refused = path.read_bytes(), random.Random(seed), 0
     for case in range(cases):
-        path.write_bytes(damage(whole, draw, header_size))
+        path.write_bytes(damage(intact, rng, header_size))
         start = time.perf_counter()
         try:
             use()
@@ -68,26 +64,26 @@ def fuzz(use: Callable[[], None], path: Path, header_size: int, cases: int, seed
         except BaseException as e:
             raise AssertionError(f"case {case}: {type(e).__name__}: {e}") from e
         assert time.perf_counter() - start < 5, f"case {case} takes too long"
-    path.write_bytes(whole)
+    path.write_bytes(intact)
     use()
     return refused / cases
 
 
 def read_everything(path: Path) -> None:
-    """Open a model, read all of it, and make its tokenizer work."""
-    source = open_checkpoint(path)
-    for name in source.names():
-        source.read(name)
-        source.read_quantized(name)
+    """Open a model, read all its tensors, and use its tokenizer."""
+    checkpoint = open_checkpoint(path)
+    for name in checkpoint.names():
+        checkpoint.read(name)
+        checkpoint.read_quantized(name)
     use_tokenizer(path)
 
 
 def use_tokenizer(path: Path) -> None:
-    k = Tokenizer.open(path)
-    k.decode(k.encode("hello world, the <tag> é<|a|>"))
-    stream = k.create_detokenizer(["x"])
-    for i in range(0, 300, 7):
-        stream.add_token(i)
+    tokenizer = Tokenizer.open(path)
+    tokenizer.decode(tokenizer.encode("hello world, the <tag> é<|a|>"))
+    detokenizer = tokenizer.create_detokenizer(["x"])
+    for token in range(0, 300, 7):
+        detokenizer.add_token(token)
 
 
 @pytest.fixture
@@ -96,9 +92,10 @@ def without_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETAIN_CACHE", str(tmp_path / "file/none"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cache")
 @pytest.mark.parametrize(
-    ("model_type", "kind", "vocabulary"),
+    ("model_type", "ggml_type", "vocabulary"),
     [
         ("llama", "Q4_1", BYTE_LEVEL_VOCABULARY),
         ("gemma3_text", "Q8_0", SENTENCEPIECE_VOCABULARY),
@@ -108,30 +105,33 @@ def without_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama", "Q5_1", BYTE_LEVEL_VOCABULARY),
     ],
 )
-def test_gguf(tmp_path: Path, model_type: str, kind: str, vocabulary: dict[str, Any]) -> None:
-    source = tiny_checkpoint(model_type, num_hidden_layers=1)
-    path = write_gguf(tmp_path / "m.gguf", source, kind, vocabulary | {"tokenizer.chat_template": "{{ messages }}"})
-    head = min(stored.start for stored in GGUFReader(path).tensors.values())
-    refused = fuzz(lambda: read_everything(path), path, head, cases=1200)
-    assert 0.2 < refused < 0.95  # so some were read to the end, and the others were not
+def test_damaged_gguf_files_are_read_or_refused(
+    tmp_path: Path, model_type: str, ggml_type: str, vocabulary: dict[str, Any]
+) -> None:
+    checkpoint = tiny_checkpoint(model_type, num_hidden_layers=1)
+    metadata = vocabulary | {"tokenizer.chat_template": "{{ messages }}"}
+    path = write_gguf(tmp_path / "m.gguf", checkpoint, ggml_type, metadata)
+    header_size = min(info.start for info in GGUFReader(path).tensors.values())
+    refused = fuzz(lambda: read_everything(path), path, header_size, cases=1200)
+    assert 0.2 < refused < 0.95  # some cases are read to the end, others are refused
 
 
 @pytest.mark.usefixtures("without_cache")
-def test_gguf_cut_anywhere(tmp_path: Path) -> None:
+def test_truncated_gguf_files_are_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama", num_hidden_layers=1), "Q8_0", BYTE_LEVEL_VOCABULARY)
-    whole = path.read_bytes()
-    for length in [*range(0, 3000, 7), *range(3000, len(whole), 501), len(whole) - 33]:
-        path.write_bytes(whole[:length])
+    intact = path.read_bytes()
+    for length in [*range(0, 3000, 7), *range(3000, len(intact), 501), len(intact) - 33]:
+        path.write_bytes(intact[:length])
         with pytest.raises(ValueError, match=r"GGUF"):
             read_everything(path)
 
 
-def test_a_folder(tmp_path: Path) -> None:
-    source = tiny_checkpoint("llama", num_hidden_layers=1)
-    (tmp_path / "config.json").write_text(json.dumps(source.config))
-    save_file({n: source.read(n) for n in source.names()}, tmp_path / "model-1.safetensors")
+def test_damaged_folders_are_read_or_refused(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint("llama", num_hidden_layers=1)
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint.config))
+    save_file({n: checkpoint.read(n) for n in checkpoint.names()}, tmp_path / "model-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(source.names(), "model-1.safetensors")}))
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(checkpoint.names(), "model-1.safetensors")}))
 
     def use() -> None:
         ours = open_checkpoint(tmp_path)
@@ -139,13 +139,11 @@ def test_a_folder(tmp_path: Path) -> None:
             ours.read(name)
             ours.read_quantized(name)
 
-    for file, head in (("config.json", 300), ("model-1.safetensors", 1200), (index.name, 600)):
-        assert fuzz(use, tmp_path / file, head, cases=400) > 0.2
+    for file, header_size in (("config.json", 300), ("model-1.safetensors", 1200), (index.name, 600)):
+        assert fuzz(use, tmp_path / file, header_size, cases=400) > 0.2
 
 
-def test_a_folders_tokenizer(tmp_path: Path) -> None:
-    from tests.unit.test_tokenizer import write_tokenizer_folder
-
+def test_damaged_tokenizer_files_are_read_or_refused(tmp_path: Path) -> None:
     write_tokenizer_folder(tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         size = (tmp_path / file).stat().st_size
@@ -153,7 +151,7 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_cache")
-def test_the_fuzzer_finds_what_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fuzzing_finds_unchecked_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama", num_hidden_layers=1), "Q4_1", BYTE_LEVEL_VOCABULARY)
     monkeypatch.setattr(GGUFReader, "wrap_errors", lambda self: nullcontext())
     with pytest.raises(AssertionError, match=r"case \d+"):

@@ -1,4 +1,4 @@
-"""Every family, its matrices quantised, computes what it computes with the dense numbers of the same quanta."""
+"""A quantized model computes what the same model computes with its matrices dequantized, for every family."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from retain import models
 from retain.kernels.quantized import Int4, Int8, Weight, quantize_int4, quantize_int8
 from retain.models.layers import ACTIVATIONS, Linear, Sequential, resolve_activation
 from retain.models.weights import Weights
+from tests.helpers.decoder_runner import random_tokens, run_decoder
+from tests.helpers.family_variants import Changes
 from tests.helpers.tiny_models import tiny_checkpoint
-from tests.models.test_families import Changes, random_tokens, run_decoder
 
 CASES: list[tuple[str, Changes]] = [
     *((family, {}) for family in models.list_families()),
@@ -23,11 +24,11 @@ CASES: list[tuple[str, Changes]] = [
     ("gpt_neox", {"tie_word_embeddings": True, "use_parallel_residual": False}),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
 ]
-each_case = pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
+each_variant = pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
 
 
 class DequantizedWeights(Weights):
-    """The dense numbers of the quanta."""
+    """Weights whose quantized matrices are dequantized after loading."""
 
     def load_matrix(self, name: str, embedding: bool = False, transposed: bool = False) -> Weight:
         m = super().load_matrix(name, embedding, transposed)
@@ -37,59 +38,60 @@ class DequantizedWeights(Weights):
         return DequantizedWeights(self.checkpoint, self.dtype, self.quantization, self.prefix + prefix)
 
 
-@each_case
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_equals_its_dense_numbers(family: str, changes: Changes, weights: str) -> None:
-    source, texts, steps = tiny_checkpoint(family, **changes), [random_tokens(24)], [[20], [1], [3]]
-    model, dense = (models.build(W(source, torch.float32, weights)) for W in (Weights, DequantizedWeights))
-    exact = models.build(Weights(source, torch.float32))
+@each_variant
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_model_equals_its_dequantized_weights(family: str, changes: Changes, quantization: str) -> None:
+    checkpoint, texts, steps = tiny_checkpoint(family, **changes), [random_tokens(24)], [[20], [1], [3]]
+    model, dense = (models.build(cls(checkpoint, torch.float32, quantization)) for cls in (Weights, DequantizedWeights))
+    exact = models.build(Weights(checkpoint, torch.float32))
     assert isinstance(model.embedding.table, Int8) and isinstance(dense.embedding.table, Tensor)
-    assert isinstance(model.layers[1].attention.o_proj.weight, Int8 if weights == "int8" else Int4)  # type: ignore[attr-defined]
-    (ours,), (theirs,), (right,) = (run_decoder(m, texts, steps) for m in (model, dense, exact))
-    # GPT-2's factor on q moves into the scales, which are rounded to float16.
-    near = 4e-3 if "scale_attn_by_inverse_layer_idx" in changes else 1e-4
-    torch.testing.assert_close(ours / theirs.std(), theirs / theirs.std(), atol=near, rtol=0)
-    error = (ours - right).std() / right.std()
-    assert (0.001 < error < 0.1) if weights == "int8" else (0.01 < error < 0.7)
+    o_proj = model.layers[1].attention.o_proj  # type: ignore[attr-defined]
+    assert isinstance(o_proj.weight, Int8 if quantization == "int8" else Int4)
+    (ours,), (dequantized,), (unquantized,) = (run_decoder(m, texts, steps) for m in (model, dense, exact))
+    # GPT-2's factor on q goes into the scales, which are rounded to float16.
+    tolerance = 4e-3 if "scale_attn_by_inverse_layer_idx" in changes else 1e-4
+    std = dequantized.std()
+    torch.testing.assert_close(ours / std, dequantized / std, atol=tolerance, rtol=0)
+    error = (ours - unquantized).std() / unquantized.std()
+    assert (0.001 < error < 0.1) if quantization == "int8" else (0.01 < error < 0.7)
 
 
-@each_case
-def test_a_tied_head_is_the_embedding(family: str, changes: Changes) -> None:
-    for weights in ("auto", "int8"):
-        source = tiny_checkpoint(family, **changes)
-        model = models.build(Weights(source, torch.bfloat16, weights))
+@each_variant
+def test_tied_head_is_the_embedding_table(family: str, changes: Changes) -> None:
+    for quantization in ("auto", "int8"):
+        checkpoint = tiny_checkpoint(family, **changes)
+        model = models.build(Weights(checkpoint, torch.bfloat16, quantization))
         head = model.lm_head.layers[-1] if isinstance(model.lm_head, Sequential) else model.lm_head
         assert isinstance(head, Linear)
-        assert (head.weight is model.embedding.table) == ("lm_head.weight" not in source.names())
+        assert (head.weight is model.embedding.table) == ("lm_head.weight" not in checkpoint.names())
 
 
-@each_case
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_what_is_between_stays_bfloat16(family: str, changes: Changes, weights: str) -> None:
-    source, seen = tiny_checkpoint(family, **changes), set()
-    model = models.build(Weights(source, torch.bfloat16, weights))
+@each_variant
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_hidden_states_stay_bfloat16(family: str, changes: Changes, quantization: str) -> None:
+    checkpoint, dtypes = tiny_checkpoint(family, **changes), set()
+    model = models.build(Weights(checkpoint, torch.bfloat16, quantization))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen.update((q.dtype, k.dtype, v.dtype))
+        dtypes.update((q.dtype, k.dtype, v.dtype))
         return q
 
     x = model.forward(torch.arange(3), torch.arange(3), attend)
-    assert {x.dtype, *seen} == {torch.bfloat16}
+    assert {x.dtype, *dtypes} == {torch.bfloat16}
     assert model.compute_logits(x).dtype == torch.float32
 
 
-def test_a_linear_layer_multiplies_in_float32() -> None:
+def test_linear_layer_multiplies_quantized_weights_in_float32() -> None:
     x, w, b = (torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in ((5, 64), (8, 64), (8,)))
     for m in (quantize_int4(w), quantize_int8(w)):
         for bias in (None, b.bfloat16()):
-            right = x.bfloat16().float() @ m.dequantize().T + (0 if bias is None else bias.float())
+            expected = x.bfloat16().float() @ m.dequantize().T + (0 if bias is None else bias.float())
             ours = Linear(m, bias)(x.bfloat16())
             assert ours.dtype == torch.bfloat16
-            torch.testing.assert_close(ours.float(), right, rtol=2**-8, atol=1e-6)
+            torch.testing.assert_close(ours.float(), expected, rtol=2**-8, atol=1e-6)
 
 
-def test_activations_have_one_name() -> None:
-    """The lowering of a decoder goes by it."""
+def test_activation_aliases_resolve_to_one_name() -> None:
     names = {"silu": "silu swish", "relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new gelu_pytorch_tanh gelu_fast"}
     assert names.keys() == ACTIVATIONS.keys()
     for name, others in names.items():

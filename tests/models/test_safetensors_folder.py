@@ -11,33 +11,18 @@ import torch
 from safetensors.torch import save_file
 
 from retain import models
+from retain.formats.checkpoint import open_checkpoint
 from retain.formats.safetensors import SafetensorsCheckpoint
-from retain.models.weights import open_checkpoint, open_weights
-from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
-
-
-def save_folder(folder: Path, checkpoint: TinyCheckpoint, shards: int = 1, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a folder as `save_pretrained` does."""
-    (folder / "config.json").write_text(json.dumps(checkpoint.config))
-    tensors = {n: checkpoint.read(n).to(dtype).contiguous() for n in sorted(checkpoint.names())}
-    if shards == 1:
-        save_file(tensors, folder / "model.safetensors")
-        return folder
-    weight_map = {}
-    for i in range(shards):
-        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
-        shard = dict(list(tensors.items())[i::shards])
-        save_file(shard, folder / file)
-        weight_map |= dict.fromkeys(shard, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return folder
+from retain.models.weights import open_weights
+from tests.helpers.folders import save_model_folder
+from tests.helpers.tiny_models import tiny_checkpoint
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_folder_is_read_as_it_was_written(tmp_path: Path, shards: int, dtype: torch.dtype) -> None:
     checkpoint = tiny_checkpoint("llama")
-    ours = open_checkpoint(save_folder(tmp_path, checkpoint, shards, dtype))
+    ours = open_checkpoint(save_model_folder(tmp_path, checkpoint, shards, dtype))
     assert ours.config == checkpoint.config
     assert ours.names() == checkpoint.names()
     for name in checkpoint.names():
@@ -50,7 +35,7 @@ def test_folder_is_read_as_it_was_written(tmp_path: Path, shards: int, dtype: to
 def test_only_the_language_model_of_a_multimodal_model_is_read(tmp_path: Path, prefix: str) -> None:
     text = tiny_checkpoint("gemma3_text")
     text.shapes["model.vision_tower.x.weight"] = text.shapes["model.multi_modal_projector.y"] = (3, 3)
-    save_folder(tmp_path, text)
+    save_model_folder(tmp_path, text)
     tensors = {n.replace("model.", prefix, 1) if "vis" not in n and "multi" not in n else n: n for n in text.names()}
     save_file({new: text.read(old) for new, old in tensors.items()}, tmp_path / "model.safetensors")
     config = {"model_type": "gemma3", "text_config": text.config, "eos_token_id": [1, 106]}
@@ -90,7 +75,7 @@ def load_error(folder: Path, file: str, content: Any) -> str:
 
 
 def test_damaged_files_are_reported(tmp_path: Path) -> None:
-    config = save_folder(tmp_path, tiny_checkpoint("llama")).joinpath("config.json").read_bytes()
+    config = save_model_folder(tmp_path, tiny_checkpoint("llama")).joinpath("config.json").read_bytes()
     whole = (tmp_path / "model.safetensors").read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     for content in (b"", b"\0" * 8, b"\xff" * 64, whole[:header], whole[:-1], whole[:8] + b"[" + whole[9:]):
@@ -105,7 +90,7 @@ def test_damaged_files_are_reported(tmp_path: Path) -> None:
 
 
 def test_damaged_shards_and_indexes_are_reported(tmp_path: Path) -> None:
-    save_folder(tmp_path, tiny_checkpoint("llama"), shards=3)
+    save_model_folder(tmp_path, tiny_checkpoint("llama"), shards=3)
     index = "model.safetensors.index.json"
     weight_map = json.loads((tmp_path / index).read_text())["weight_map"]
     name = next(iter(weight_map))
@@ -117,13 +102,13 @@ def test_damaged_shards_and_indexes_are_reported(tmp_path: Path) -> None:
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
-    save_folder(tmp_path, tiny_checkpoint("llama"))
+    save_model_folder(tmp_path, tiny_checkpoint("llama"))
     assert "no weights" in load_error(tmp_path, "model.safetensors", None)
     assert "pickled" in load_error(tmp_path, "pytorch_model.bin", b"cos\nsystem\n(S'true'\ntR.")
 
 
 def test_integer_tensors_are_refused(tmp_path: Path) -> None:
-    save_folder(tmp_path, tiny_checkpoint("llama"))
+    save_model_folder(tmp_path, tiny_checkpoint("llama"))
     save_file({"x": torch.ones(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="int8"):
         SafetensorsCheckpoint(tmp_path).read("x")

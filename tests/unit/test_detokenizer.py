@@ -1,59 +1,38 @@
-"""Streams: strung together they are `decode`, characters are whole, stop strings are never shown and never late."""
+"""Incremental detokenization: it equals `decode`, keeps characters whole, and never shows or delays stop strings."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.models.resolve import resolve_model
-from retain.processing import Tokenizer
-from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY, write_gguf
-from tests.helpers.tiny_models import tiny_checkpoint
+from tests.helpers.tokenizers import BUNDLED, SMALL_VOCABULARIES, open_tokenizer
 
-SMALL_VOCABULARIES: dict[str, dict[str, Any]] = {
-    "bytes": BYTE_LEVEL_VOCABULARY,
-    "sentencepiece": SENTENCEPIECE_VOCABULARY,
-    "unspaced": {**SENTENCEPIECE_VOCABULARY, "tokenizer.ggml.add_space_prefix": False},
-}
-KINDS = ["smollm2", "gemma3", *SMALL_VOCABULARIES]
-
-
-@cache
-def open_tokenizer(kind: str) -> Tokenizer:
-    if kind not in SMALL_VOCABULARIES:
-        return Tokenizer.open(resolve_model(kind))
-    with TemporaryDirectory() as folder:
-        return Tokenizer.open(
-            write_gguf(Path(folder) / "m.gguf", tiny_checkpoint("llama"), vocabulary=SMALL_VOCABULARIES[kind])
-        )
+KINDS = [*BUNDLED, *SMALL_VOCABULARIES]
 
 
 @cache
 def byte_tokens(kind: str) -> list[int]:
-    """The tokens that are one byte, or part of a character: where everything can go wrong."""
+    """Return tokens of one byte, which may be part of a character, and some special tokens."""
     k = open_tokenizer(kind)
-    few = range(k.vocab_size if k.vocab_size < 1000 else 300 if kind == "smollm2" else 500)
-    return [i for i in few if len(k.token_bytes(i)) == 1] + list(k.special_token_ids)[:5]
+    candidates = range(k.vocab_size if k.vocab_size < 1000 else 300 if kind == "smollm2" else 500)
+    return [i for i in candidates if len(k.token_bytes(i)) == 1] + list(k.special_token_ids)[:5]
 
 
 def token_sequences(kind: str) -> st.SearchStrategy[list[int]]:
-    """Tokens at random, tokens of bytes, and tokens of real text, cut anywhere."""
+    """Generate random tokens, tokens of single bytes, and tokens of real text, cut anywhere."""
     k = open_tokenizer(kind)
     texts = ("日本語 🦤 étude", " <unk> the cat sat\n\n", "hello world, the end", "👨‍👩‍👧🇩🇪")
-    pieces = st.one_of(
+    parts = st.one_of(
         st.lists(st.integers(0, k.vocab_size + 3), max_size=6),
         st.lists(st.sampled_from(byte_tokens(kind)), max_size=6),
         st.sampled_from([k.encode(t) for t in texts]).flatmap(lambda t: st.integers(0, len(t)).map(lambda n: t[n:])),
     )
-    return st.lists(pieces, max_size=5).map(lambda parts: [i for part in parts for i in part])
+    return st.lists(parts, max_size=5).map(lambda lists: [i for tokens in lists for i in tokens])
 
 
 def for_each_tokenizer(max_examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -66,18 +45,17 @@ def for_each_tokenizer(max_examples: int) -> Callable[[Callable[..., None]], Cal
 
 
 @for_each_tokenizer(300)
-def test_the_pieces_are_the_whole(kind: str, data: st.DataObject) -> None:
+def test_joined_results_equal_decode(kind: str, data: st.DataObject) -> None:
     k, tokens = open_tokenizer(kind), data.draw(token_sequences(kind))
     stream = k.create_detokenizer()
-    pieces = [stream.add_token(i) for i in tokens]
-    pieces.append(stream.flush())
-    assert "".join(pieces) == stream.text == k.decode(tokens)
+    texts = [stream.add_token(i) for i in tokens] + [stream.flush()]
+    assert "".join(texts) == stream.text == k.decode(tokens)
     assert stream.flush() == "" and not stream.stopped
 
 
 @for_each_tokenizer(200)
-def test_decode_is_that_of_the_library(kind: str, data: st.DataObject) -> None:
-    """With SentencePiece a broken byte makes the library throw away the good ones beside it too; we keep those."""
+def test_decode_equals_the_library(kind: str, data: st.DataObject) -> None:
+    """At an invalid SentencePiece byte the library drops the valid bytes beside it too; this tokenizer keeps them."""
     k, tokens = open_tokenizer(kind), data.draw(token_sequences(kind))
     ours, theirs = k.decode(tokens), k._core.decode([i for i in tokens if i < k.vocab_size])
     if kind in ("smollm2", "bytes") or "\ufffd" not in ours:
@@ -85,28 +63,28 @@ def test_decode_is_that_of_the_library(kind: str, data: st.DataObject) -> None:
 
 
 @for_each_tokenizer(200)
-def test_characters_are_shown_when_they_are_complete_and_not_before(kind: str, data: st.DataObject) -> None:
+def test_characters_are_shown_exactly_when_they_are_complete(kind: str, data: st.DataObject) -> None:
     k, tokens = open_tokenizer(kind), data.draw(token_sequences(kind))
-    stream, seen = k.create_detokenizer(), b""
+    stream, data = k.create_detokenizer(), b""
     for i in tokens:
-        seen += b"" if i in k.special_token_ids else k.token_bytes(i)
+        data += b"" if i in k.special_token_ids else k.token_bytes(i)
         stream.add_token(i)
-        whole = seen
-        while whole:  # the bytes without the beginning of a character at their end
+        complete = data
+        while complete:  # without an incomplete character at the end
             try:
-                whole.decode()
+                complete.decode()
             except UnicodeDecodeError as e:
                 if e.reason != "unexpected end of data":
                     break
-                whole = whole[: e.start]
+                complete = complete[: e.start]
             else:
                 break
-        if "\ufffd" not in (right := whole.decode(errors="replace")):
-            assert stream.text == (right.removeprefix(" ") if kind == "sentencepiece" else right)
+        if "\ufffd" not in (expected := complete.decode(errors="replace")):
+            assert stream.text == (expected.removeprefix(" ") if kind == "sentencepiece" else expected)
 
 
 def cut_at_stop(text: str, stop: list[str]) -> tuple[str, bool]:
-    """The text before the stop string that is complete first; of those the one that began first."""
+    """Cut a text before the stop string that is complete first; of several, the longest."""
     for end in range(len(text) + 1):
         if hits := [s for s in stop if text[:end].endswith(s)]:
             return text[: end - max(map(len, hits))], True
@@ -114,25 +92,24 @@ def cut_at_stop(text: str, stop: list[str]) -> tuple[str, bool]:
 
 
 @for_each_tokenizer(300)
-def test_stop_strings(kind: str, data: st.DataObject) -> None:
+def test_stop_strings_are_never_shown_and_never_late(kind: str, data: st.DataObject) -> None:
     k, tokens = open_tokenizer(kind), data.draw(token_sequences(kind))
     text = k.decode(tokens)
     spans = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 6)).map(lambda s: text[s[0] : s[0] + s[1]])
     stop = [s for s in data.draw(st.lists(spans | st.text("the cat\n", min_size=1, max_size=3), max_size=3)) if s]
-    right, stopped = cut_at_stop(text, stop)
+    expected, stopped = cut_at_stop(text, stop)
     stream = k.create_detokenizer(stop)
     for n, i in enumerate(tokens, 1):
-        assert stream.add_token(i) == "" or len(stream.text) <= len(right)
-        so_far = k.decode(tokens[:n])
-        ready = so_far[: -len(held)] if (held := so_far[len(so_far.rstrip("\ufffd")) :]) else so_far
-        assert stream.stopped or not cut_at_stop(ready, stop)[1]  # not late
-        rest = ready[len(stream.text) :]
-        assert stream.stopped or not rest or any(s.startswith(rest) for s in stop)  # and nothing else held back
+        assert stream.add_token(i) == "" or len(stream.text) <= len(expected)
+        complete = k.decode(tokens[:n]).rstrip("\ufffd")
+        assert stream.stopped or not cut_at_stop(complete, stop)[1]  # not late
+        held = complete[len(stream.text) :]
+        assert stream.stopped or not held or any(s.startswith(held) for s in stop)  # nothing else is held back
     stream.flush()
-    assert (stream.text, stream.stopped) == (right, stopped)
+    assert (stream.text, stream.stopped) == (expected, stopped)
 
 
-def test_the_same_by_hand() -> None:
+def test_stop_string_examples() -> None:
     k = open_tokenizer("smollm2")
 
     def run(text: str, *stop: str) -> tuple[str, bool]:
@@ -153,7 +130,7 @@ def test_the_same_by_hand() -> None:
         k.create_detokenizer(["a", ""])
 
 
-def test_a_character_over_three_tokens() -> None:
+def test_character_of_several_tokens_is_shown_with_the_last() -> None:
     k = open_tokenizer("smollm2")
     tokens = k.encode("🦤")
     assert len(tokens) > 1
@@ -164,15 +141,15 @@ def test_a_character_over_three_tokens() -> None:
     assert stream.flush() == k.decode(tokens[:-1]) == "\ufffd"
 
 
-def test_bytes_of_sentencepiece() -> None:
-    """A character is shown at its last byte, not at the end of the run of bytes; a broken byte costs only itself."""
+def test_sentencepiece_bytes_are_shown_with_the_last_of_a_character() -> None:
+    """Not only at the end of a sequence of bytes. An invalid byte becomes one U+FFFD."""
     k = open_tokenizer("unspaced")
     stream = k.create_detokenizer()
     assert [stream.add_token(3 + b) for b in "éö".encode()] == ["", "é", "", "ö"]
     assert k.decode([3 + b for b in b"\xc3\xa9\xff\xe2\x82"]) == "é\ufffd\ufffd\ufffd"
 
 
-def test_special_tokens_are_not_shown_and_not_stop_strings() -> None:
+def test_special_tokens_are_neither_shown_nor_stop_strings() -> None:
     k = open_tokenizer("smollm2")
     stream = k.create_detokenizer(["<|im_end|>"])
     assert [stream.add_token(i) for i in (19556, 2, 905)] == ["Hello", "", " world"]
@@ -180,13 +157,15 @@ def test_special_tokens_are_not_shown_and_not_stop_strings() -> None:
 
 
 @pytest.mark.parametrize("kind", ["smollm2", "sentencepiece"])
-def test_a_token_costs_the_same_however_long_the_answer(kind: str) -> None:
+def test_time_of_a_token_does_not_grow_with_the_answer(kind: str) -> None:
     k = open_tokenizer(kind)
-    one = next(i for i in byte_tokens(kind) if k.token_bytes(i) >= b"\x80")  # never a whole character
+    token = next(i for i in byte_tokens(kind) if k.token_bytes(i) >= b"\x80")  # never a complete character
     stream = k.create_detokenizer(["\ufffd" * 7 + "x", "the end"])
     start = time.perf_counter()
     for _ in range(100_000):
-        stream.add_token(one)
-    assert time.perf_counter() - start < 10  # one second when nothing else runs; minutes if it looked back
+        stream.add_token(token)
+    assert (
+        time.perf_counter() - start < 10
+    )  # about one second on an idle machine; minutes if each token processed the whole text
     stream.flush()
     assert stream.text == "\ufffd" * 100_000

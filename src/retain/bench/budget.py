@@ -1,7 +1,7 @@
 """`retain bench budget`: the speed of KV budgets, and the cost of scoring.
 
 Requests of several policies share one cache, each policy with an engine of its own. The engines step in turn, so that
-all of them see the same machine, and medians are compared. Does not depend on: quality.
+all of them see the same machine, and medians are compared.
 """
 
 from __future__ import annotations

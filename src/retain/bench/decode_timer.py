@@ -1,4 +1,4 @@
-"""Times the steps of an engine in which only decoding happens. Does not depend on: workloads."""
+"""Times the steps of an engine in which only decoding happens."""
 
 from __future__ import annotations
 

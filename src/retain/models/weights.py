@@ -82,7 +82,7 @@ class Weights:
         try:
             return quantize_int4(dense) if use_int4 else quantize_int8(dense)
         except ValueError as e:
-            raise ValueError(f"the tensor {name!r} cannot be quantised: {e}") from e
+            raise ValueError(f"the tensor {name!r} cannot be quantized: {e}") from e
 
 
 def open_weights(

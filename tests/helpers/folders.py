@@ -1,0 +1,52 @@
+"""Write Hugging Face folders: tiny models, and a byte-level tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY
+from tests.helpers.tiny_models import TinyCheckpoint
+
+
+def save_model_folder(
+    folder: Path, checkpoint: TinyCheckpoint, shards: int = 1, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write a folder as `save_pretrained` does."""
+    (folder / "config.json").write_text(json.dumps(checkpoint.config))
+    tensors = {n: checkpoint.read(n).to(dtype).contiguous() for n in sorted(checkpoint.names())}
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        shard = dict(list(tensors.items())[i::shards])
+        save_file(shard, folder / file)
+        weight_map |= dict.fromkeys(shard, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def write_tokenizer_folder(path: Path) -> Path:
+    """Write a byte-level tokenizer whose files say that it adds bos."""
+    tokens = BYTE_LEVEL_VOCABULARY["tokenizer.ggml.tokens"]
+    merges = [tuple(m.split(" ")) for m in BYTE_LEVEL_VOCABULARY["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(tokens[-3:])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|a|> $A", special_tokens=[("<|a|>", 125)])
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "bos_token": {"content": "<|a|>"},
+        "eos_token": "<|b|>",
+        "chat_template": "{{ bos_token }}{{ eos_token }}",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
