@@ -1,4 +1,4 @@
-"""Engines on tiny models, run to the end with the accountant checked after every step."""
+"""Engines on tiny models, and ways to run their requests with the accountant checked after every step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
 class AlwaysLoad(LoadCostModel):
-    """Load whatever the time: tests read."""
+    """Load every prefix that a tier has, whatever the cost model measured."""
 
     def should_load(self, bytes_by_store: dict[str, int], num_tokens: int) -> bool:
         return True
@@ -71,7 +71,7 @@ def make_engine(
     device: torch.device = CPU,
     output_processor: OutputProcessor | None = None,
 ) -> Engine:
-    """An engine on tiny_model(family) in float32, with a pool of `num_pages` pages."""
+    """Build an engine on tiny_model(family) in float32, with a pool of `num_pages` pages."""
     kernel = kernels.load(backend)
     program = kernel.program(torch.float32, device)
     model = models.build(Weights(tiny_checkpoint(family), torch.float32), program)
@@ -95,7 +95,7 @@ def make_engine(
     runner: Runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
 
     def load_draft_model(*_: Any) -> tuple[Runner, KVCacheManager]:
-        """The same model once more, with a cache of its own."""
+        """Load the same model once more, with a cache of its own."""
         other = make_engine(
             family,
             backend=backend,
@@ -111,7 +111,7 @@ def make_engine(
 
 
 def random_prompts(num_prompts: int, seed: int = 0, max_prompt_len: int = 150) -> list[list[int]]:
-    """Random prompts of mixed lengths."""
+    """Return random prompts of mixed lengths."""
     rng = random.Random(seed)
     return [[rng.randrange(128) for _ in range(rng.randint(1, max_prompt_len))] for _ in range(num_prompts)]
 
@@ -119,14 +119,14 @@ def random_prompts(num_prompts: int, seed: int = 0, max_prompt_len: int = 150) -
 def make_request(
     prompt: Sequence[int], max_tokens: int = 12, policy: str = "full", params: SamplingParams = GREEDY, **more: Any
 ) -> Request:
-    """A request for `max_tokens` new tokens; `more` are fields of RequestInput."""
+    """Make a request for `max_tokens` new tokens; `more` are fields of RequestInput."""
     return Request(RequestInput(list(prompt), params, policies.parse(policy), max_tokens, **more))
 
 
 def run_to_completion(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """Run requests together and return their answers. The accounts must balance after every step, and end empty."""
-    for r in requests:
-        engine.add(r)
+    """Run requests together and return their answers. The accountant must balance after every step."""
+    for request in requests:
+        engine.add(request)
     for _ in iter_steps(engine):
         pass
     assert engine.cache.free_pages == engine.cache.total_pages
@@ -134,7 +134,7 @@ def run_to_completion(engine: Engine, requests: Sequence[Request]) -> list[list[
 
 
 def iter_steps(engine: Engine) -> Iterator[int]:
-    """Step until no request is left, check the accounts, and yield the number of the step."""
+    """Step until no request is left. Checks the accountant after every step, and yields the number of the step."""
     for step in itertools.count():
         if not engine.has_unfinished_requests:
             return
@@ -143,8 +143,8 @@ def iter_steps(engine: Engine) -> Iterator[int]:
         yield step
 
 
-def run_alone(family: str, prompt: Sequence[int], max_tokens: int = 12, **options: object) -> list[int]:
-    """What a prompt gives when no other request runs."""
-    policy = str(options.pop("policy", "full"))
-    request = make_request(prompt, max_tokens, policy)
-    return run_to_completion(make_engine(family, **options), [request])[0]  # type: ignore[arg-type]
+def run_alone(
+    family: str, prompt: Sequence[int], max_tokens: int = 12, policy: str = "full", **options: Any
+) -> list[int]:
+    """Return the answer to a prompt when no other request runs; `options` are those of `make_engine`."""
+    return run_to_completion(make_engine(family, **options), [make_request(prompt, max_tokens, policy)])[0]

@@ -1,28 +1,36 @@
-"""Law 2: chunk size, batch company, preemption and resumption change no token.
+"""Law 2: chunk size, batch company, preemption and resumption change no token. Law 1: ring(W) == full with a mask."""
 
-Law 1: ring(W) == full with a window mask.
-"""
+from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
-import torch
 
 from retain import kernels
+from retain.engine.request import Request
+from retain.engine.runner import TorchRunner
 from retain.kv import capacity
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.memory import cache as memory_cache
 from retain.sampling_params import SamplingParams
-from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
+from tests.helpers.engines import (
+    iter_steps,
+    make_engine,
+    make_request,
+    random_prompts,
+    run_alone,
+    run_to_completion,
+)
 from tests.helpers.tiny_models import CONFIGS, tiny_model
 
 FAMILIES = sorted(CONFIGS)
-BACKENDS = [
-    n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None
-]  # others: test_device.py
+NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]
+BACKENDS = [pytest.param(n, marks=pytest.mark.slow if n == "reference" else ()) for n in NAMES]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "policy",
     [
@@ -30,88 +38,90 @@ BACKENDS = [
         "ring:window=24",
         "h2o:budget=40,prefill=stream,chunk=30",
         "reread:budget=50,rereads=40",
-        "h2o:budget=25%",  # in one step layer by layer
+        "h2o:budget=25%",  # layer by layer where the prompt is computed in one step
     ],
 )
-def test_chunk_size_changes_no_token(family, policy):
+def test_chunk_size_changes_no_token(family: str, policy: str, backend: str) -> None:
     prompt = random_prompts(1, seed=3)[0] + random_prompts(1, seed=4)[0]
-    whole = run_alone(family, prompt, policy=policy, max_batched_tokens=400)
-    for max_batched_tokens in (65, 97):
-        assert run_alone(family, prompt, policy=policy, max_batched_tokens=max_batched_tokens) == whole
+    whole = run_alone(family, prompt, policy=policy, backend=backend, max_batched_tokens=400)
+    for chunk in (65, 97):
+        assert run_alone(family, prompt, policy=policy, backend=backend, max_batched_tokens=chunk) == whole
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt"])
-def test_company_changes_no_token(family, backend):
-    asked = random_prompts(10, seed=1)
-    policies = ["full", "ring:window=20", "ring:window=50"]
-    together = run_to_completion(
-        make_engine(family, backend=backend), [make_request(p, 12, policies[i % 3]) for i, p in enumerate(asked)]
-    )
-    for i, (prompt, answer) in enumerate(zip(asked, together, strict=True)):
-        assert run_alone(family, prompt, policy=policies[i % 3], backend=backend) == answer
+def test_company_changes_no_token(family: str, backend: str) -> None:
+    prompts, policies = random_prompts(10, seed=1), ["full", "ring:window=20", "ring:window=50"]
+    requests = [make_request(p, 12, policies[i % 3]) for i, p in enumerate(prompts)]
+    together = run_to_completion(make_engine(family, backend=backend), requests)
+    alone = [run_alone(family, p, policy=policies[i % 3], backend=backend) for i, p in enumerate(prompts)]
+    assert together == alone
 
 
-TWINS = [
+SHARING_POLICIES = [
     "reread:budget=400,rereads=50",
     "h2o:budget=40",
     "full",
     "h2o:budget=25%,share=layer",
     "window:budget=30",
     "reread:budget=30,rereads=50",
+    "reread:budget=60",
+    "ring:window=20",
+    "reread:budget=20,rereads=50,value=norm",
+    "knorm:budget=50%",
+    "full",
 ]
-TWINS += ["reread:budget=60", "ring:window=20", "reread:budget=20,rereads=50,value=norm", "knorm:budget=50%", "full"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt"])
-@pytest.mark.parametrize("pages", [100_000, 500])
-def test_equal_prompts_are_computed_once_and_nobody_notices(family, pages):
-    """Whatever their policies, and where the first of them is cancelled, preempted or ends early."""
-    first, second = ([p for p in random_prompts(30, seed=3) if len(p) > 100][i] for i in (0, 1))
-    texts = [first, second] * len(TWINS)
-    policies = [p for p in TWINS for _ in (0, 1)]
-    lengths = [1 if i in (8, 9) else 20 + i for i in range(len(texts))]
-    want = [run_alone(family, p, n, backend="cpu", policy=q) for p, n, q in zip(texts, lengths, policies, strict=True)]
-    engine = make_engine(family, backend="cpu", num_pages=pages, max_batched_tokens=90)
-    asked = [make_request(p, n, q) for p, n, q in zip(texts, lengths, policies, strict=True)]
-    engine.add(*asked)
-    steps = 0
-    while engine.has_unfinished_requests:
-        engine.step()
-        engine.cache.check()
-        steps += 1
-        if steps == 6:
-            for r in list(engine.scheduler.running)[:2]:
-                engine.scheduler.preempt(r)
-        if steps == 1:
-            engine.cancel(asked[0])
-    assert [r.output_tokens for r in asked[1:]] == want[1:]
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", pytest.param("mpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_pages", [100_000, 500])
+def test_sharing_the_computation_of_equal_prompts_changes_no_token(family: str, num_pages: int) -> None:
+    """Under any policies, and when the request that computes the prompt is cancelled, is preempted or ends early."""
+    pair = [p for p in random_prompts(30, seed=3) if len(p) > 100][:2]
+    prompts = pair * len(SHARING_POLICIES)
+    policies = [p for p in SHARING_POLICIES for _ in pair]
+    lengths = [1 if i in (8, 9) else 20 + i for i in range(len(prompts))]
+    arguments = list(zip(prompts, lengths, policies, strict=True))
+    expected = [run_alone(family, p, n, backend="cpu", policy=policy) for p, n, policy in arguments]
+    engine = make_engine(family, backend="cpu", num_pages=num_pages, max_batched_tokens=90)
+    requests = [make_request(p, n, policy) for p, n, policy in arguments]
+    engine.add(*requests)
+    for step in iter_steps(engine):
+        if step == 0:
+            engine.cancel(requests[0])
+        if step == 5:
+            for request in list(engine.scheduler.running)[:2]:
+                engine.scheduler.preempt(request)
+    assert [r.output_tokens for r in requests[1:]] == expected[1:]
     assert engine.cache.free_pages == engine.cache.total_pages
 
 
-def test_an_equal_prompt_costs_no_computation():
+def test_equal_prompts_are_computed_once() -> None:
     engine = make_engine("llama", max_batched_tokens=100)
-    asked = [
-        make_request([1, 2, 3] * 50, 5, p) for p in ("h2o:budget=20", "h2o:budget=90", "full", "window:budget=50%")
-    ]
-    engine.add(*asked)
+    policies = ("h2o:budget=20", "h2o:budget=90", "full", "window:budget=50%")
+    requests = [make_request([1, 2, 3] * 50, 5, policy) for policy in policies]
+    engine.add(*requests)
     engine.step()
     engine.step()
-    assert all(len(r.output_tokens) == 1 for r in asked)  # 150 tokens in two steps of 100
+    assert all(len(r.output_tokens) == 1 for r in requests)  # 150 tokens in two steps of 100
+
+
+def test_a_group_with_a_request_that_can_never_fit_is_refused_whole() -> None:
+    engine = make_engine("llama", num_pages=30)
     with pytest.raises(ValueError, match="pages"):
-        small = make_engine("llama", num_pages=30)
-        small.add(make_request([1, 2], 5), make_request([1] * 100, 5))
-    assert not small.has_unfinished_requests
+        engine.add(make_request([1, 2], 5), make_request([1] * 100, 5))
+    assert not engine.has_unfinished_requests
 
 
-@pytest.mark.parametrize(("family", "pages"), [("llama", 190), ("gemma3_text", 60), ("gpt2", 400)])
-def test_sixty_four_requests_with_preemption(family, pages):
-    asked = random_prompts(64, seed=2, max_prompt_len=120)
-    plenty = [run_alone(family, p, 30, backend="cpu") for p in asked]
-    assert run_to_completion(make_engine(family, backend="cpu"), [make_request(p, 30) for p in asked]) == plenty
-    few = [make_request(p, 30) for p in asked]
-    assert run_to_completion(make_engine(family, backend="cpu", num_pages=pages), few) == plenty
-    assert sum(r.stats.num_preemptions for r in few) > 0
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "num_pages"), [("llama", 190), ("gemma3_text", 60), ("gpt2", 400)])
+def test_preemption_of_64_requests_changes_no_token(family: str, num_pages: int) -> None:
+    prompts = random_prompts(64, seed=2, max_prompt_len=120)
+    alone = [run_alone(family, p, 30, backend="cpu") for p in prompts]
+    assert run_to_completion(make_engine(family, backend="cpu"), [make_request(p, 30) for p in prompts]) == alone
+    requests = [make_request(p, 30) for p in prompts]
+    assert run_to_completion(make_engine(family, backend="cpu", num_pages=num_pages), requests) == alone
+    assert sum(r.stats.num_preemptions for r in requests) > 0
 
 
 @pytest.mark.parametrize(
@@ -124,55 +134,56 @@ def test_sixty_four_requests_with_preemption(family, pages):
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-def test_who_was_preempted_forgets_again_as_it_did(family, policy):
-    """The answer so far is computed many tokens at a time, but never past a moment of forgetting."""
-    asked = [p for p in random_prompts(20, seed=2) if len(p) > 60][:4]
+def test_a_preempted_request_evicts_the_same_tokens_again(family: str, policy: str) -> None:
+    """The answer is computed again many tokens at a time, but no step goes past an eviction."""
+    prompts = [p for p in random_prompts(20, seed=2) if len(p) > 60][:4]
     params = SamplingParams(temperature=0, ignore_eos=True, seed=3)
-    undisturbed = run_to_completion(
-        make_engine(family, backend="cpu"), [make_request(p, 60, policy, params) for p in asked]
-    )
-    engine, again = (
-        make_engine(family, backend="cpu", max_batched_tokens=70),
-        [make_request(p, 60, policy, params) for p in asked],
-    )
-    for r in again:
-        engine.add(r)
-    for step in range(10**6):
-        if not engine.has_unfinished_requests:
-            break
-        engine.step()
+
+    def make_requests() -> list[Request]:
+        return [make_request(p, 60, policy, params) for p in prompts]
+
+    undisturbed = run_to_completion(make_engine(family, backend="cpu"), make_requests())
+    engine, requests = make_engine(family, backend="cpu", max_batched_tokens=70), make_requests()
+    for request in requests:
+        engine.add(request)
+    for step in iter_steps(engine):
         if step % 31 == 30 and step < 140:
-            for r in list(engine.scheduler.running):
-                engine.scheduler.preempt(r)
-    assert [r.output_tokens for r in again] == undisturbed and all(r.stats.num_preemptions for r in again)
+            for request in list(engine.scheduler.running):
+                engine.scheduler.preempt(request)
+    assert [r.output_tokens for r in requests] == undisturbed
+    assert all(r.stats.num_preemptions for r in requests)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt", "gpt2"])
-def test_ring_is_full_with_a_window_mask(family, monkeypatch):
-    """A ring gives what a model with that window in every layer gives from a cache that forgets nothing."""
+def test_a_ring_equals_full_with_a_window_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring gives what a model with that window in every layer gives from a cache that evicts nothing."""
     W, prompt = 24, random_prompts(1, seed=5, max_prompt_len=150)[0] + [7] * 40
-    spec = tiny_model(family).spec
-    masked = run_without_forgetting(monkeypatch, family, tuple(min(w or W, W) for w in spec.windows), prompt)
+    windows = tiny_model(family).spec.windows
+    masked = run_without_eviction(monkeypatch, family, tuple(min(w or W, W) for w in windows), prompt)
     assert run_alone(family, prompt, 40, policy=f"ring:window={W}") == masked
-    assert run_alone(family, prompt, 40) == run_without_forgetting(monkeypatch, family, spec.windows, prompt)
-    assert run_alone(family, prompt, 40) != masked
+    full = run_alone(family, prompt, 40)
+    assert full == run_without_eviction(monkeypatch, family, windows, prompt)
+    assert full != masked
 
 
-def run_without_forgetting(monkeypatch, family, windows, prompt):
-    """Every layer keeps every slot; windows only hide."""
+def run_without_eviction(
+    monkeypatch: pytest.MonkeyPatch, family: str, windows: tuple[int | None, ...], prompt: list[int]
+) -> list[int]:
+    """Return the answer of an engine in which every layer keeps all slots, and windows only hide them."""
     engine = make_engine(family)
-    model = engine.runner.model
-    engine.runner.model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, windows=windows))
-    seen = torch.tensor([w or kernels.api.NO_WINDOW for w in windows])
-    unbounded = (seen * 0 + 2**30).numpy().astype("int32")
+    runner = engine.runner
+    assert isinstance(runner, TorchRunner)
+    runner.model = dataclasses.replace(runner.model, spec=dataclasses.replace(runner.model.spec, windows=windows))
+    visible = np.array([w or kernels.api.NO_WINDOW for w in windows], np.int32)
+    unbounded = np.full(len(windows), 2**30, np.int32)
     with monkeypatch.context() as patch:
-        patch.setattr(CapacityPlanner, "windows", lambda self, policy: seen.numpy().astype("int32"))
+        patch.setattr(CapacityPlanner, "windows", lambda self, policy: visible)
         for module in (capacity, memory_cache):
             patch.setattr(module, "ring_capacities", lambda windows, fresh, page_size: unbounded)
         return run_to_completion(engine, [make_request(prompt, 40)])[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_budget_of_the_whole_length_is_full(family):
+def test_a_ring_longer_than_the_text_equals_full(family: str) -> None:
     prompt = random_prompts(1, seed=6)[0]
     assert run_alone(family, prompt, policy="ring:window=400") == run_alone(family, prompt)

@@ -1,4 +1,4 @@
-"""How many drafts are worth their time, on machines that are made up."""
+"""The choice of draft lengths, on simulated machines."""
 
 from __future__ import annotations
 
@@ -11,94 +11,104 @@ from retain.engine.spec_decode.draft_length import DraftLengthController, Linear
 from tests.helpers.engines import make_request
 
 
-def play(alpha: float, draft: float, token: float, n: int, B: int = 1, noise: float = 0.05) -> tuple[float, list[int]]:
-    """Times as fast as plain decoding over n rounds, and the most drafts of each; a plain step takes 1."""
-    rng, pace, requests = random.Random(1), DraftLengthController(8), [make_request([1]) for _ in range(B)]
-    seconds, tokens, chosen = 0.0, 0, []
-    for _ in range(n):
-        ks = [k for _, k in pace.choose_lengths([(r, 8) for r in requests])]
-        chosen.append(max(ks))
-        right = []
-        for k in ks:
-            good = 0
-            while good < k and rng.random() < alpha:
-                good += 1
-            right.append(good)
-        wobble = 1 + noise * rng.uniform(-1, 1)
-        step, drafting = wobble * (1 + token * sum(ks) / B), wobble * draft * max(ks)
-        pace.record_step(B + sum(ks), step, max(ks), drafting)
-        for r, k, good in zip(requests, ks, right, strict=True):
-            pace.record_acceptance(r, k, good)
+def simulate(
+    alpha: float, draft_s: float, token_s: float, num_rounds: int, num_requests: int = 1, noise: float = 0.05
+) -> float:
+    """Return the speed-up over plain decoding, whose steps take 1 second.
+
+    Drafts are accepted with probability `alpha`; one more draft takes `draft_s` seconds to draft, `token_s` to verify.
+    """
+    rng, controller = random.Random(1), DraftLengthController(8)
+    requests = [make_request([1]) for _ in range(num_requests)]
+    seconds, num_tokens = 0.0, 0
+    for _ in range(num_rounds):
+        lengths = [n for _, n in controller.choose_lengths([(r, 8) for r in requests])]
+        accepted = []
+        for length in lengths:
+            n = 0
+            while n < length and rng.random() < alpha:
+                n += 1
+            accepted.append(n)
+        factor = 1 + noise * rng.uniform(-1, 1)
+        step = factor * (1 + token_s * sum(lengths) / num_requests)
+        drafting = factor * draft_s * max(lengths)
+        controller.record_step(num_requests + sum(lengths), step, max(lengths), drafting)
+        for request, length, n in zip(requests, lengths, accepted, strict=True):
+            controller.record_acceptance(request, length, n)
         seconds += step + drafting
-        tokens += B + sum(right)
-    return tokens / B / seconds, chosen
+        num_tokens += num_requests + sum(accepted)
+    return num_tokens / num_requests / seconds
 
 
-def best(alpha: float, draft: float, token: float) -> float:
-    """The most that a fixed number of drafts gives."""
-    return max(sum(alpha**i for i in range(k + 1)) / (1 + token * k + draft * k) for k in range(9))
+def best_fixed_speedup(alpha: float, draft_s: float, token_s: float) -> float:
+    """Return the highest speed-up that a fixed draft length gives."""
+    return max(sum(alpha**i for i in range(n + 1)) / (1 + token_s * n + draft_s * n) for n in range(9))
 
 
-@pytest.mark.parametrize("B", [1, 8])
-@pytest.mark.parametrize("token", [0.0, 0.02, 0.3])
-@pytest.mark.parametrize("draft", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize("token_s", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize("draft_s", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("alpha", [0.02, 0.5, 0.8, 0.95])
-def test_it_comes_near_the_best_fixed_number_and_never_falls_far_below_plain(
-    alpha: float, draft: float, token: float, B: int
+def test_speed_is_near_the_best_fixed_length_and_never_far_below_plain_decoding(
+    alpha: float, draft_s: float, token_s: float, num_requests: int
 ) -> None:
-    times, _ = play(alpha, draft, token, 600, B)
-    assert times > 0.95
-    assert times > 0.85 * best(alpha, draft, token)
+    speedup = simulate(alpha, draft_s, token_s, 600, num_requests)
+    assert speedup > 0.95
+    assert speedup > 0.85 * best_fixed_speedup(alpha, draft_s, token_s)
 
 
-def test_requests_are_judged_apart() -> None:
-    pace, lucky, unlucky = DraftLengthController(8), make_request([1]), make_request([2])
+def final_lengths(controller: DraftLengthController, *requests: Request) -> dict[Request, int]:
+    controller.num_rounds = 100  # a round that does not explore
+    return dict(controller.choose_lengths([(r, 8) for r in requests]))
+
+
+def test_each_request_has_its_own_acceptance_rate() -> None:
+    controller, accepting, rejecting = DraftLengthController(8), make_request([1]), make_request([2])
     for _ in range(200):
-        asked = pace.choose_lengths([(lucky, 8), (unlucky, 8)])
-        ks = {id(r): k for r, k in asked}
-        pace.record_step(2 + sum(ks.values()), 1 + 0.15 * sum(ks.values()), max(ks.values()), 0.0)
-        for r in (lucky, unlucky):
-            pace.record_acceptance(r, ks[id(r)], ks[id(r)] if r is lucky else 0)
-    assert dict(_last(pace, lucky, unlucky))[lucky] > 3 * max(dict(_last(pace, lucky, unlucky))[unlucky], 1)
+        lengths = dict(controller.choose_lengths([(accepting, 8), (rejecting, 8)]))
+        num_drafts = sum(lengths.values())
+        controller.record_step(2 + num_drafts, 1 + 0.15 * num_drafts, max(lengths.values()), 0.0)
+        controller.record_acceptance(accepting, lengths[accepting], lengths[accepting])
+        controller.record_acceptance(rejecting, lengths[rejecting], 0)
+    lengths = final_lengths(controller, accepting, rejecting)
+    assert lengths[accepting] > 3 * max(lengths[rejecting], 1)
 
 
-def _last(pace: DraftLengthController, *requests: Request) -> list[tuple[Request, int]]:
-    pace.num_rounds = 100  # not one that tries something else
-    return pace.choose_lengths([(r, 8) for r in requests])
-
-
-def test_who_seldom_finds_a_draft_is_asked_again() -> None:
-    """As in prompt look-up: nothing at all for a while costs nothing, so there is no reason to stop."""
-    pace, r = DraftLengthController(8), make_request([1])
+def test_a_drafter_that_seldom_proposes_keeps_its_length() -> None:
+    """As in prompt lookup: proposing nothing costs nothing, so it is no reason to stop drafting."""
+    controller, request = DraftLengthController(8), make_request([1])
     for i in range(100):
-        ((_, k),) = pace.choose_lengths([(r, 8)])
-        k = k if i > 20 and i % 3 == 0 else 0
-        pace.record_step(1 + k, 1.0 + 0.01 * k, k, 1e-5)
-        pace.record_acceptance(r, k, k)
-    assert dict(_last(pace, r))[r] > 4
+        ((_, length),) = controller.choose_lengths([(request, 8)])
+        length = length if i > 20 and i % 3 == 0 else 0
+        controller.record_step(1 + length, 1.0 + 0.01 * length, length, 1e-5)
+        controller.record_acceptance(request, length, length)
+    assert final_lengths(controller, request)[request] > 4
 
 
-def test_room_is_a_bound() -> None:
-    pace, r = DraftLengthController(8), make_request([1])
+def test_no_length_exceeds_its_limit() -> None:
+    controller, request = DraftLengthController(8), make_request([1])
     for _ in range(100):
-        assert pace.choose_lengths([]) == []
-        ((_, k),) = pace.choose_lengths([(r, 3)])
-        assert k <= 3
-        pace.record_step(1 + k, 1.0, k, 0.0)
-        pace.record_acceptance(r, k, k)
-    assert k == 3
+        assert controller.choose_lengths([]) == []
+        ((_, length),) = controller.choose_lengths([(request, 3)])
+        assert length <= 3
+        controller.record_step(1 + length, 1.0, length, 0.0)
+        controller.record_acceptance(request, length, length)
+    assert length == 3
 
 
-def test_a_line_follows_what_is_new() -> None:
+def test_a_linear_fit_follows_the_latest_points() -> None:
     line = LinearFit()
-    assert line.predict(5) == 0.0  # nothing is known
+    assert line.predict(5) == 0.0  # without points
     for x in range(100):
         line.add_point(x % 7, 2 + 3 * (x % 7))
     assert line.predict(10) == pytest.approx(32)
     for x in range(300):
         line.add_point(x % 7, 1)
     assert line.predict(10) == pytest.approx(1, abs=0.01)
-    steady = LinearFit()
+
+
+def test_a_linear_fit_of_one_point_has_no_slope() -> None:
+    line = LinearFit()
     for _ in range(10):
-        steady.add_point(4, 2.0)
-    assert steady.predict(9) == pytest.approx(2)  # one point is no slope
+        line.add_point(4, 2.0)
+    assert line.predict(9) == pytest.approx(2)

@@ -1,6 +1,9 @@
-"""The life of requests: why they end, who waits for whom, what is refused."""
+"""Requests in the engine: why they end, in which order they are served, and which are refused."""
+
+from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,7 @@ from retain.sampling_params import SamplingParams
 from tests.helpers.engines import (
     GREEDY,
     RecordingOutput,
+    iter_steps,
     make_engine,
     make_request,
     random_prompts,
@@ -17,47 +21,42 @@ from tests.helpers.engines import (
 )
 
 
-def test_a_request_ends_at_a_stop_token_at_its_length_or_when_its_watcher_says_so():
+def test_a_request_ends_at_a_stop_token_at_a_stop_string_or_at_its_length() -> None:
     prompt = random_prompts(1)[0]
-    free = run_alone("llama", prompt, 12)
-    token = free[5]
-    first = free.index(token)
-    stopped = make_request(prompt, stop_ids=frozenset({token}))
-    watched = make_request(prompt)
-    whole = make_request(prompt)
-    engine = make_engine("llama", output_processor=RecordingOutput({watched: token}))
-    assert run_to_completion(engine, [stopped, watched, whole]) == [
-        free[: first + 1],
-        free[: first + 1],
-        free,
-    ]
-    assert [r.finish_reason for r in (stopped, watched, whole)] == [
-        FinishReason.STOP,
-        FinishReason.STOP,
-        FinishReason.LENGTH,
-    ]
+    unstopped = run_alone("llama", prompt, 12)
+    token = unstopped[5]
+    stopped_answer = unstopped[: unstopped.index(token) + 1]
+    at_token = make_request(prompt, stop_ids=frozenset({token}))
+    at_string, at_length = make_request(prompt), make_request(prompt)
+    engine = make_engine("llama", output_processor=RecordingOutput({at_string: token}))
+    requests = [at_token, at_string, at_length]
+    assert run_to_completion(engine, requests) == [stopped_answer, stopped_answer, unstopped]
+    reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
+    assert [r.finish_reason for r in requests] == reasons
 
 
-def test_cancelling_frees_the_pages_now_and_disturbs_nobody():
-    engine, (a, b, c) = make_engine("llama", max_running_requests=2), [make_request(p, 20) for p in random_prompts(3)]
-    for r in (a, b, c):
-        engine.add(r)
+def test_cancelled_request_frees_its_pages_at_once_and_changes_no_other_answer() -> None:
+    engine = make_engine("llama", max_running_requests=2)
+    first, second, waiting = requests = [make_request(p, 20) for p in random_prompts(3)]
+    for request in requests:
+        engine.add(request)
     for _ in range(3):
         engine.step()
-    held = engine.cache.pool.num_used
-    engine.cancel(a)
-    engine.cancel(c)  # it was still waiting
-    engine.cancel(a)
-    assert engine.cache.pool.num_used < held and a.row is None
-    while engine.has_unfinished_requests:
-        engine.step()
-        engine.cache.check()
-    assert [r.finish_reason for r in (a, b, c)] == [FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.CANCELLED]
-    assert b.output_tokens == run_alone("llama", b.prompt, 20) and c.output_tokens == []
+    num_used = engine.cache.pool.num_used
+    engine.cancel(first)
+    assert engine.cache.pool.num_used < num_used and first.row is None
+    engine.cancel(waiting)
+    engine.cancel(first)  # a second time: no effect
+    for _ in iter_steps(engine):
+        pass
+    reasons = [FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.CANCELLED]
+    assert [r.finish_reason for r in requests] == reasons
+    assert second.output_tokens == run_alone("llama", second.prompt, 20)
+    assert waiting.output_tokens == []
 
 
-def test_a_request_that_can_never_fit_is_refused_at_once():
-    engine = make_engine("llama", num_pages=36)  # 3 layers of 2 heads: 6 page lists, so 96 tokens
+def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
+    engine = make_engine("llama", num_pages=36)  # 3 layers of 2 heads with 6 pages each, so 96 tokens
     with pytest.raises(ValueError, match="needs 42 pages of KV memory and the pool has 36"):
         engine.add(make_request([1] * 80, 18))
     assert not engine.has_unfinished_requests
@@ -65,36 +64,37 @@ def test_a_request_that_can_never_fit_is_refused_at_once():
     assert len(answer) == 17
 
 
-def test_one_token_steps_go_on_while_a_long_prompt_is_paid():
+def test_decoding_goes_on_while_a_long_prompt_is_computed() -> None:
     engine = make_engine("llama", max_batched_tokens=65)
-    short, long = make_request([1, 2, 3], 40), make_request(random_prompts(1, max_prompt_len=9)[0] * 40, 5)
-    engine.add(short)
+    decoding = make_request([1, 2, 3], 40)
+    prefilling = make_request(random_prompts(1, max_prompt_len=9)[0] * 40, 5)
+    engine.add(decoding)
     engine.step()
-    engine.add(long)
-    while not long.stats.first_token_time:
-        before = len(short.output_tokens)
+    engine.add(prefilling)
+    while not prefilling.stats.first_token_time:
+        num_tokens = len(decoding.output_tokens)
         engine.step()
-        assert len(short.output_tokens) == before + 1 or short.finish_reason
+        assert len(decoding.output_tokens) == num_tokens + 1 or decoding.finish_reason
 
 
-def test_the_oldest_always_gets_on_and_the_queue_is_served_in_order():
+def test_the_oldest_request_always_advances_and_ends_first() -> None:
     engine = make_engine("llama", num_pages=80, backend="cpu")
-    asked = [make_request(p, 40) for p in random_prompts(12, seed=4, max_prompt_len=90)]
-    ended = []
-    for r in asked:
-        engine.add(r)
+    requests = [make_request(p, 40) for p in random_prompts(12, seed=4, max_prompt_len=90)]
+    finished: list[int] = []
+    for request in requests:
+        engine.add(request)
     while engine.has_unfinished_requests:
-        oldest = min((r for r in asked if not r.finish_reason), key=lambda r: r.id)
-        before = oldest.num_computed_tokens
+        oldest = min((r for r in requests if not r.finish_reason), key=lambda r: r.id)
+        num_computed = oldest.num_computed_tokens
         engine.step()
-        assert oldest.finish_reason or oldest.num_computed_tokens > before
-        ended += [r.id for r in asked if r.finish_reason and r.id not in ended]
-    assert sum(r.stats.num_preemptions for r in asked) > 0 and len(ended) == 12
-    assert ended[0] == asked[0].id
+        assert oldest.finish_reason or oldest.num_computed_tokens > num_computed
+        finished += [r.id for r in requests if r.finish_reason and r.id not in finished]
+    assert sum(r.stats.num_preemptions for r in requests) > 0
+    assert len(finished) == 12 and finished[0] == requests[0].id
 
 
 @pytest.mark.parametrize(
-    "bad",
+    "fields",
     [
         {"temperature": -0.1},
         {"temperature": math.nan},
@@ -112,12 +112,16 @@ def test_the_oldest_always_gets_on_and_the_queue_is_served_in_order():
         {"presence_penalty": math.inf},
     ],
 )
-def test_parameters_out_of_range_are_refused_in_one_line(bad):
+def test_sampling_params_out_of_range_are_refused_in_one_line(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError) as error:
-        SamplingParams(**bad)
+        SamplingParams(**fields)
     assert "\n" not in str(error.value)
 
 
-def test_stop_may_be_one_string_or_several():
-    assert SamplingParams(stop="x").stop == ("x",) and SamplingParams(stop=["x", "y"]).stop == ("x", "y")
+def test_stop_may_be_one_string_or_several() -> None:
+    assert SamplingParams(stop="x").stop == ("x",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")  # type: ignore[arg-type]
+
+
+def test_temperature_0_is_greedy() -> None:
     assert GREEDY.greedy and not SamplingParams().greedy

@@ -1,7 +1,10 @@
-"""The sampler against a slow and plain one, and its draws against their own distribution."""
+"""The sampler against a simple implementation, and samples against their own distribution."""
+
+from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +18,18 @@ from retain.sampling_params import SamplingParams
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_to_completion
 
 FULL = parse("full")
-params = st.builds(
+PARAMS = st.builds(
     SamplingParams,
     temperature=st.floats(0.25, 3),
     top_k=st.integers(0, 9),
     top_p=st.floats(0.05, 1),
     min_p=st.sampled_from([0.0, 0.1, 0.5]),
 )
-logits = st.lists(st.integers(-24, 24).map(lambda n: n / 4), min_size=7, max_size=7)  # exact in float32
+LOGITS = st.lists(st.integers(-24, 24).map(lambda n: n / 4), min_size=7, max_size=7)  # exact in float32
 
 
-def plain(x: list[float], p: SamplingParams) -> list[float]:
-    """The same distribution, one token at a time."""
+def simple_probs(x: list[float], p: SamplingParams) -> list[float]:
+    """Compute the distribution of `compute_probs`, one token at a time."""
     w = [math.exp((v - max(x)) / p.temperature) for v in x]
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     kept = order[: p.top_k] if p.top_k else order
@@ -41,19 +44,31 @@ def plain(x: list[float], p: SamplingParams) -> list[float]:
     return [w[i] / total if i in nucleus else 0.0 for i in range(len(x))]
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.lists(st.tuples(logits, params), min_size=1, max_size=4))
-def test_every_row_has_the_distribution_of_its_own_parameters(rows):
-    got = compute_probs(torch.tensor([x for x, _ in rows]), [p for _, p in rows])
-    assert torch.allclose(got.sum(-1), torch.ones(len(rows)))
-    for row, (x, p) in zip(got.tolist(), rows, strict=True):
-        want = plain(x, p)
-        kept = sum(v > 0 for v in want)
-        border = sum(v > 0 for v in row) != kept  # a sum at the very edge of the nucleus may round either way
-        if not border:
-            assert row == pytest.approx(want, abs=1e-5)
+ROWS = given(st.lists(st.tuples(LOGITS, PARAMS), min_size=1, max_size=4))
+
+
+def check_probs(rows: list[tuple[list[float], SamplingParams]]) -> None:
+    found = compute_probs(torch.tensor([x for x, _ in rows]), [p for _, p in rows])
+    assert torch.allclose(found.sum(-1), torch.ones(len(rows)))
+    for row, (x, p) in zip(found.tolist(), rows, strict=True):
+        expected = simple_probs(x, p)
+        if sum(v > 0 for v in row) == sum(v > 0 for v in expected):
+            assert row == pytest.approx(expected, abs=1e-5)
         else:
-            assert 0 < p.top_p < 1 or p.min_p
+            assert 0 < p.top_p < 1 or p.min_p  # a sum at the very edge of the nucleus may round either way
+
+
+@settings(max_examples=50, deadline=None)
+@ROWS
+def test_every_row_has_the_distribution_of_its_own_params(rows: list[tuple[list[float], SamplingParams]]) -> None:
+    check_probs(rows)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None)
+@ROWS
+def test_many_rows_have_the_distribution_of_their_own_params(rows: list[tuple[list[float], SamplingParams]]) -> None:
+    check_probs(rows)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +82,8 @@ def test_every_row_has_the_distribution_of_its_own_parameters(rows):
         {"temperature": 2.0, "top_k": 4, "top_p": 0.9},
     ],
 )
-def test_draws_follow_the_distribution(options):
-    """Chi-square over 40,000 draws; the bound is the 1 - 1e-6 quantile for 7 degrees of freedom."""
+def test_samples_follow_the_distribution(options: dict[str, Any]) -> None:
+    """Chi-square of 40,000 samples; the bound is the 1 - 1e-6 quantile for 7 degrees of freedom."""
     x = torch.tensor([0.3, 1.5, -0.4, 2.0, 0.0, 1.1, -2.0, 0.9])
     p = compute_probs(x[None], [SamplingParams(**options)])
     n, generator = 40_000, torch.Generator().manual_seed(1)
@@ -81,72 +96,77 @@ def test_draws_follow_the_distribution(options):
     assert ((counts - wrong)[possible].square() / wrong[possible]).sum() > 40  # the test can fail
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 1e-30, 0.2, 1.0]), min_size=2, max_size=9), st.floats(0, 1, exclude_max=True))
-def test_an_impossible_token_is_never_drawn(weights, u):
+def test_an_impossible_token_is_never_sampled(weights: list[float], u: float) -> None:
     p = torch.tensor(weights) / max(sum(weights), 1e-30)
     if p.sum() > 0:
         for v in (u, 0.0, 1 - 2**-53):
             assert p[sample_inverse_cdf(p[None], [v])] > 0
 
 
+@settings(deadline=None)
 @given(
-    x=logits,
+    x=LOGITS,
     tokens=st.lists(st.integers(0, 6), min_size=1, max_size=12),
     cut=st.integers(1, 12),
     repetition=st.floats(0.2, 3),
     presence=st.floats(-2, 2),
     frequency=st.floats(-2, 2),
 )
-def test_penalties(x, tokens, cut, repetition, presence, frequency):
+def test_penalties_follow_their_definitions(
+    x: list[float], tokens: list[int], cut: int, repetition: float, presence: float, frequency: float
+) -> None:
     p = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
-    answer, got = tokens[cut:], torch.tensor(x)
-    penalize_row(got, tokens, answer, p)
-    for i, v in enumerate(x):
-        if i in tokens:
-            v = v / repetition if v > 0 else v * repetition
-        v -= presence * (i in answer) + frequency * answer.count(i)
-        assert got[i].item() == pytest.approx(v, abs=1e-4)
+    output_tokens, row = tokens[cut:], torch.tensor(x)
+    penalize_row(row, tokens, output_tokens, p)
+    for token, logit in enumerate(x):
+        if token in tokens:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        logit -= presence * (token in output_tokens) + frequency * output_tokens.count(token)
+        assert row[token].item() == pytest.approx(logit, abs=1e-4)
 
 
-def test_sample_mixes_greedy_drawn_and_penalised_rows_and_leaves_the_logits_alone():
+def test_greedy_random_and_penalized_rows_are_sampled_together() -> None:
+    """And the logits stay as they are."""
     x = torch.tensor([[0.0, 5.0, 1.0], [0.0, 5.0, 1.0], [3.0, 5.0, -9.0]])
     before = x.clone()
     greedy = SamplingParams(temperature=0, logprobs=2)
-    asked = [greedy, SamplingParams(seed=3, top_k=1), replace(greedy, repetition_penalty=10.0)]
-    out = sample(x, [Request(RequestInput([1], p, FULL, 5)) for p in asked])
-    assert [[t for t, _ in drawn] for drawn in out] == [[1], [1], [0]]
+    params = [greedy, SamplingParams(seed=3, top_k=1), replace(greedy, repetition_penalty=10.0)]
+    sampled = sample(x, [Request(RequestInput([1], p, FULL, 5)) for p in params])
+    assert [[token for token, _ in tokens] for tokens in sampled] == [[1], [1], [0]]
     assert torch.equal(x, before)
-    lp = out[2][0][1]
-    assert lp.logprob == pytest.approx(x[2].log_softmax(-1)[0].item())  # the model's own opinion, not the penalised one
-    assert [t for t, _ in lp.top_logprobs] == [1, 0] and out[1][0][1] is None
+    logprob = sampled[2][0][1]
+    assert logprob and logprob.logprob == pytest.approx(x[2].log_softmax(-1)[0].item())  # without the penalty
+    assert [token for token, _ in logprob.top_logprobs] == [1, 0]
+    assert sampled[1][0][1] is None
 
 
-def test_logprobs_are_those_of_the_whole_distribution():
+def test_logprobs_are_those_of_the_whole_distribution() -> None:
     x = torch.randn(50)
-    (lp,) = compute_logprobs(x[None], [7], 50)
-    assert sum(math.exp(v) for _, v in lp.top_logprobs) == pytest.approx(1, abs=1e-5)
-    assert dict(lp.top_logprobs)[7] == lp.logprob
+    (found,) = compute_logprobs(x[None], [7], 50)
+    assert sum(math.exp(v) for _, v in found.top_logprobs) == pytest.approx(1, abs=1e-5)
+    assert dict(found.top_logprobs)[7] == found.logprob
 
 
-def test_nan_is_an_error_and_not_an_answer():
+def test_nan_logits_raise_an_error() -> None:
     with pytest.raises(ValueError, match="NaN"):
         sample(torch.tensor([[0.0, float("nan")]]), [make_request([1])])
 
 
-def test_a_seed_decides_and_company_does_not():
-    p = SamplingParams(temperature=1.0, seed=11, ignore_eos=True)
-    asked = random_prompts(6, seed=9)
-    together = run_to_completion(
-        make_engine("llama"), [make_request(q, 15, params=replace(p, seed=i)) for i, q in enumerate(asked)]
-    )
-    for i, q in enumerate(asked):
-        assert (
-            run_to_completion(make_engine("llama"), [make_request(q, 15, params=replace(p, seed=i))])[0] == together[i]
-        )
-    twice = run_to_completion(
-        make_engine("llama"), [make_request(asked[0], 15, params=replace(p, seed=s)) for s in (1, 1, 2)]
-    )
-    assert twice[0] == twice[1] != twice[2]
-    preempted = [make_request(q, 15, params=replace(p, seed=i)) for i, q in enumerate(asked)]
-    assert run_to_completion(make_engine("llama", num_pages=75), preempted) == together
-    assert sum(r.stats.num_preemptions for r in preempted) > 0
+def run_seeded(seeds_and_prompts: list[tuple[int, list[int]]], num_pages: int = 100_000) -> tuple[list[list[int]], int]:
+    """Return the sampled answers of requests that run together, and the number of preemptions."""
+    params = SamplingParams(temperature=1.0, ignore_eos=True)
+    requests = [make_request(p, 15, params=replace(params, seed=seed)) for seed, p in seeds_and_prompts]
+    answers = run_to_completion(make_engine("llama", backend="cpu", num_pages=num_pages), requests)
+    return answers, sum(r.stats.num_preemptions for r in requests)
+
+
+def test_a_sampled_answer_depends_on_its_seed_and_not_on_company_or_preemption() -> None:
+    prompts = list(enumerate(random_prompts(6, seed=9)))
+    together, _ = run_seeded(prompts)
+    assert [run_seeded([p])[0][0] for p in prompts] == together
+    preempted, num_preemptions = run_seeded(prompts, num_pages=75)
+    assert preempted == together and num_preemptions > 0
+    a, b, c = run_seeded([(seed, prompts[0][1]) for seed in (1, 1, 2)])[0]
+    assert a == b != c

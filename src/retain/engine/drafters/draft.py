@@ -19,7 +19,7 @@ from retain.engine.spec_decode.draft_loop import draft_autoregressive
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
 
-MAX_CATCH_UP_TOKENS = 16  # no more than a page: the first draft can be computed together with so many missed tokens
+MAX_CATCH_UP_TOKENS = 16  # the first draft is computed together with at most these missed tokens; less than a page
 
 
 @dataclass

@@ -1,0 +1,135 @@
+"""Eviction policies: their specs, and what every policy file must define."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from retain.kv.eviction import policies
+from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.view import CacheView
+from retain.plugins import Amount
+from tests.unit.test_kv_cache import cached_positions, compute, make_cache
+
+
+def view_of(pos: Tensor) -> CacheView:
+    """Return a view of slots with these positions [L, G, S], and random masses, keys and values."""
+    mass = torch.rand(*pos.shape[:2], 1, pos.shape[2])
+    return CacheView(pos, mass, 100, lambda: (torch.randn(*pos.shape, 8), torch.randn(*pos.shape, 8)))
+
+
+def test_the_priority_of_a_ring_defines_what_it_overwrites() -> None:
+    """Punching the lowest priority of a head over its budget keeps what slot = pos mod capacity keeps."""
+    policy = policies.parse("ring:window=24")
+    assert policy.ring_window
+    cache = make_cache([None], page_size=16)
+    row = cache.open_row(policy, 1)
+    kept: list[int] = []
+    for p in range(150):
+        compute(cache, row, p, 1)
+        kept.append(p)
+        if len(kept) > policy.ring_window:
+            kept.pop(int(policy.priority(view_of(torch.tensor([[kept]]))).argmin()))
+        visible = [q for q in cached_positions(cache, row, 0, 0) if p - q < cache.tables.window[row, 0]]
+        assert sorted(visible) == kept
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -> None:
+    """A budget evicts by it; otherwise the oldest must have the lowest, as in slot = pos mod capacity."""
+    cls = importlib.import_module(f"retain.kv.eviction.policies.{name}").Policy
+    view = view_of(torch.randperm(100).int().view(2, 2, 25))
+    if issubclass(cls, BudgetPolicy):
+        policy = cls(budget=Amount(fraction=0.5)).resolve(100)
+        assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50
+        return
+    policy = cls(**{f.name: 24 for f in dataclasses.fields(cls)})
+    if policy.ring_window is not None:
+        assert torch.equal(policy.priority(view).argsort(-1), view.pos.argsort(-1))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "full",
+        "ring:window=9",
+        "h2o:budget=25%",
+        "keyformer:budget=1024,recent=40,sinks=3,interval=1,noise=gaussian,tau=1..3",
+        "random:budget=1%,keep=prompt",
+        "h2o:budget=50%,shrink=20%",
+    ],
+)
+def test_a_policy_is_written_back_as_its_spec(spec: str) -> None:
+    policy = policies.parse(spec)
+    assert policies.parse(policies.to_spec(policy)) == policy
+    assert policies.to_spec(policy).count(",") == spec.count(",")
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_a_policy_is_one_short_file_with_its_name(name: str) -> None:
+    module = importlib.import_module(f"retain.kv.eviction.policies.{name}")
+    assert module.__file__ and module.__doc__
+    assert len(Path(module.__file__).read_text().splitlines()) <= 60
+    assert module.__doc__.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "lru",
+        "ring",
+        "ring:window=0",
+        "ring:window=x",
+        "ring:size=3",
+        "h2o",
+        "h2o:budget=0",
+        "h2o:budget=150%",
+        "h2o:budget=x",
+        "h2o:budget=10,prompt=5",
+        "h2o:budget=10,interval=0",
+        "h2o:budget=10,chunk=0",
+        "h2o:budget=10,shrink=0",
+        "h2o:budget=10,shrink=x",
+        "keyformer:budget=10,noise=white",
+        "keyformer:budget=10,tau=0",
+        "keyformer:budget=10,tau=a..b",
+        "keyformer:budget=10,tau=nan",
+        "h2o:budget=10,damping=2",
+        "h2o:budget=10,heads=all",
+        "h2o:budget=10,scope=head",
+        "h2o:budget=10,value=key",
+        "h2o:budget=10,share=heads",
+        "h2o:budget=10,share=layer,prefill=stream",
+        "h2o:budget=10,share=layer,heads=union",
+        "h2o:budget=10,share=all,scope=shared",
+        "window:budget=10,value=norm",
+        "h2o:budget=10,protect=prompt",
+        "h2o:budget=10,damping=0",
+        "snapkv:budget=10,queries=0",
+        "random:budget=10,keep=me",
+        "dilated:budget=10,stride=0",
+        "reread:budget=10,mix=tova",
+        "reread:budget=10,rereads=0",
+        "reread:budget=10,prefill=stream",
+        "ring:window",
+        "ring:window=2,window=3",
+        "full:x=1",
+    ],
+)
+def test_a_wrong_spec_is_refused_in_one_line(spec: str) -> None:
+    with pytest.raises(ValueError) as error:
+        policies.parse(spec)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("alias", "name"), policies.ALIASES.items())
+def test_an_alias_names_the_same_policy(alias: str, name: str) -> None:
+    """`streaming_llm` and `kvzip` are what the papers call `sinks` and `reread`."""
+    assert policies.parse(f"{alias}:budget=8") == policies.parse(f"{name}:budget=8")
+    assert policies.to_spec(policies.parse(f"{alias}:budget=8")) == f"{name}:budget=8"
