@@ -29,7 +29,7 @@ from retain.models.weights import Weights
 from retain.sampling_params import SamplingParams
 from tests.helpers.tiny_models import tiny_checkpoint
 
-GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=0)  # the seed of a noised policy
 
 
 class AlwaysLoad(LoadCostModel):

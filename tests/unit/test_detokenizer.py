@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.tokenizers import BUNDLED, SMALL_VOCABULARIES, open_tokenizer
 
-KINDS = [*BUNDLED, *SMALL_VOCABULARIES]
+KINDS = [*(pytest.param(name, marks=pytest.mark.slow) for name in BUNDLED), *SMALL_VOCABULARIES]
 
 
 @cache
