@@ -13,9 +13,10 @@ from retain.sampling_params import SamplingParams
 from tests.helpers.attention_case import assert_close
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
+from tests.helpers.marks import slow
 
-FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text"]  # grouped heads, learned positions, ALiBi, some sliding layers
-BACKENDS = ["cpu", pytest.param("reference", marks=pytest.mark.slow)]
+FAMILIES = ["llama", *slow("gpt2", "mpt", "gemma3_text")]  # grouped heads, learned positions, ALiBi, sliding layers
+BACKENDS = ["cpu", *slow("reference")]
 KEY_SCORES = ("knorm", "keydiff")  # equal tokens score equally but for rounding, which differs between backends
 
 POLICIES = {

@@ -12,45 +12,12 @@ from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.prefix.cache import PrefixCache
 from retain.sampling_params import SamplingParams
-from tests.helpers.engines import iter_steps, make_engine, make_request, random_prompts, run_to_completion
+from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.marks import slow
+from tests.helpers.related_requests import related_requests, run_disturbed
 
-FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text", "mistral"]
-BACKENDS = ["cpu", pytest.param("reference", marks=pytest.mark.slow)]
-POLICIES = [
-    "full",
-    "ring:window=24",
-    "sinks:budget=40,interval=3",
-    "snapkv:budget=40%",
-    "h2o:budget=30%",
-    "reread:budget=50%",
-    "window:budget=30,prefill=stream,chunk=20",
-    "keyformer:budget=40,positions=new",
-    "knorm:budget=30%",
-]
-
-
-def related_prompts(seed: int, num_prompts: int = 14) -> list[list[int]]:
-    """Return prompts of which some begin alike, some are beginnings of others, and some are equal."""
-    rng = random.Random(seed)
-    stems = random_prompts(3, seed, 120)
-    found: list[list[int]] = []
-    for _ in range(num_prompts):
-        stem = rng.choice(stems + found[-3:])
-        cut = rng.choice([len(stem), rng.randint(1, len(stem)), len(stem) // 16 * 16 or 1])
-        found.append(stem[:cut] + [rng.randrange(128) for _ in range(rng.choice([0, 1, 5, 16, 40]))])
-    return found
-
-
-def related_requests(family: str, seed: int, only_full: bool = False) -> list[Request]:
-    """Return greedy and sampled requests: every second one full, or all of them, the others of all policies."""
-    allowed = [p for p in POLICIES if "positions=new" not in p or family in ("llama", "gpt2")]
-    requests = []
-    for i, prompt in enumerate(related_prompts(seed)):
-        params = SamplingParams(temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
-        n = i + seed
-        policy = "full" if only_full or n % 2 == 0 else allowed[n // 2 % len(allowed)]
-        requests.append(make_request(prompt, 5 + i, policy, params))
-    return requests
+FAMILIES = ["llama", "gemma3_text", *slow("gpt2", "mpt", "mistral")]
+BACKENDS = ["cpu", *slow("reference")]
 
 
 def run_alone_on(engine: Engine, request: Request) -> Request:
@@ -107,14 +74,8 @@ def test_eviction_preemption_and_cancellation_beside_cached_prefixes_change_no_t
     )
     rng, cached = random.Random(5), 0
     for _ in range(3):
-        requests = related_requests(family, 3, only_full=True)
-        engine.add(*requests)
-        for step in iter_steps(engine):
-            if step in (3, 9) and engine.scheduler.running:
-                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
-            if step == 6:
-                engine.cancel(requests[4])
-        assert [r.output_tokens for i, r in enumerate(requests) if i != 4] == plain[:4] + plain[5:]
+        requests = run_disturbed(engine, related_requests(family, 3, only_full=True), rng)
+        assert [r.output_tokens for r in requests] == plain[:4] + plain[5:]
         cached += num_cached(requests)
     assert cached > 100
     assert engine.cache.free_pages == engine.cache.total_pages

@@ -18,11 +18,12 @@ from retain.kv.offload.selective.loader import SelectiveLoader
 from retain.kv.offload.span import ReadJob
 from retain.kv.prefix.cache import PrefixQuery
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.marks import slow
+from tests.helpers.related_requests import related_prompts
 from tests.helpers.tiers import clear_pool, disk_spec, disk_store_of, flip_a_bit, offloader_of
-from tests.invariants.test_prefix import texts
 
-FAMILIES = ["llama", "mpt", "gemma3_text"]
-BACKENDS = ["cpu", pytest.param("reference", marks=pytest.mark.slow)]
+FAMILIES = ["gemma3_text", *slow("llama", "mpt")]
+BACKENDS = ["cpu", *slow("reference")]
 
 
 def make_selective_engine(family: str, path: Path, ratio: float, **options: object) -> Engine:
@@ -39,7 +40,7 @@ def finish_repacking(engine: Engine) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_loading_everything_changes_no_token(family: str, backend: str, tmp_path: Path) -> None:
     """Before and after spans are reordered, alone and together, and after a restart."""
-    prompts, max_tokens = texts(4), 12 if backend == "cpu" else 6
+    prompts, max_tokens = related_prompts(4), 12 if backend == "cpu" else 6
     expected = run_to_completion(make_engine(family, backend=backend), [make_request(t, max_tokens) for t in prompts])
     for _ in range(2):
         engine = make_selective_engine(family, tmp_path, 1.0, backend=backend)
@@ -127,7 +128,7 @@ def test_selected_tokens_are_a_row_that_has_already_evicted(
 
 def test_selective_rows_beside_budgets_equal_prompts_and_preemption(tmp_path: Path) -> None:
     """Requests without a cached prefix get the tokens that they always get."""
-    rng, prompts = random.Random(3), texts(9)
+    rng, prompts = random.Random(3), related_prompts(9)
     others = [[7, *t] for t in prompts]
     expected = run_to_completion(make_engine("llama", backend="cpu"), [make_request(t) for t in others])
     engine = make_selective_engine("llama", tmp_path, 0.4, num_pages=400, max_running_requests=8, max_batched_tokens=64)
@@ -155,7 +156,7 @@ def test_selective_rows_beside_budgets_equal_prompts_and_preemption(tmp_path: Pa
 
 
 def test_damaged_spans_are_found_and_computed_again(tmp_path: Path) -> None:
-    prompts = texts(7)
+    prompts = related_prompts(7)
     engine = make_selective_engine("llama", tmp_path, 1.0)
     answers = [run_to_completion(engine, [make_request(t)])[0] for t in prompts]
     finish_repacking(engine)
@@ -181,7 +182,7 @@ def test_failed_reordering_is_logged_and_changes_no_token(
         raise RuntimeError("broken")
 
     monkeypatch.setattr("retain.kv.offload.selective.repack.reorder_span", fail)
-    prompts = texts(7)
+    prompts = related_prompts(7)
     engine = make_selective_engine("llama", tmp_path, 1.0)
     answers = [run_to_completion(engine, [make_request(t)])[0] for t in prompts]
     finish_repacking(engine)
@@ -222,7 +223,7 @@ def test_spans_longer_than_the_prefix_fit_into_the_tables_and_the_pool(tmp_path:
     "evict", ["importance", *(pytest.param(evict, marks=pytest.mark.slow) for evict in ("lru", "lfu"))]
 )
 def test_the_block_cache_changes_no_token_and_saves_reads(evict: str, tmp_path: Path) -> None:
-    prompts, answers, bytes_read = texts(4), [], []
+    prompts, answers, bytes_read = related_prompts(4), [], []
     for n, block_cache in enumerate((None, BlockCache(150_000, evict))):
         engine = make_selective_engine("llama", tmp_path / str(n), 0.4)
         for _ in range(2):

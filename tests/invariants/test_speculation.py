@@ -31,8 +31,9 @@ from tests.helpers.engines import (
     random_prompts,
     run_to_completion,
 )
+from tests.helpers.marks import slow
 
-FAMILIES = ["llama", "gpt2", "mpt", "gemma3_text"]
+FAMILIES = ["llama", "gemma3_text", *slow("gpt2", "mpt")]
 POLICIES = ["full", "ring:window=24", "sinks:budget=40,interval=3", "window:budget=30%"]
 
 

@@ -15,13 +15,14 @@ import pytest
 import retain.kv.offload.loader
 from retain.kv.prefix.attach import attach_pages
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.marks import slow
+from tests.helpers.related_requests import related_prompts, related_requests, run_disturbed
 from tests.helpers.tiers import clear_pool, disk_spec, disk_store_of, flip_a_bit, offloader_of
-from tests.invariants.test_prefix import asked, disturbed, salted, texts
 
 Texts = list[list[int]]
 FillStore = Callable[..., tuple[Texts, Texts]]
 
-FAMILIES = ["llama", "mpt", "gemma3_text", "mistral"]
+FAMILIES = ["llama", "gemma3_text", *slow("mpt", "mistral")]
 BACKENDS = ["cpu", pytest.param("reference", marks=pytest.mark.slow)]
 
 
@@ -32,10 +33,10 @@ def test_engine_after_a_restart_finds_prefixes_on_the_disk(
     family: str, backend: str, seed: int, tmp_path: Path
 ) -> None:
     """The first engine computes all requests together, the second loads for each alone, the third for all together."""
-    expected = run_to_completion(make_engine(family, backend=backend), asked(family, seed))
+    expected = run_to_completion(make_engine(family, backend=backend), related_requests(family, seed))
     for num_restarts in range(3):
         engine = make_engine(family, backend=backend, prefix_cache="exact", tiers=[disk_spec(tmp_path)])
-        requests = asked(family, seed)
+        requests = related_requests(family, seed)
         if num_restarts == 1:
             assert [run_to_completion(engine, [r])[0] for r in requests] == expected
         else:
@@ -47,10 +48,10 @@ def test_engine_after_a_restart_finds_prefixes_on_the_disk(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tier", ["ram", "disk", "both"])
+@pytest.mark.parametrize("tier", ["both", *slow("ram", "disk")])
 def test_requests_together_with_too_few_pages(family: str, tier: str, tmp_path: Path) -> None:
     """The pool evicts to tiers that are too small, and loads again, with preemption and cancellation."""
-    expected = run_to_completion(make_engine(family, backend="cpu"), asked(family, 3, plain=True))
+    expected = run_to_completion(make_engine(family, backend="cpu"), related_requests(family, 3, only_full=True))
     tiers = {"ram": ["ram:capacity=400kB"], "disk": [disk_spec(tmp_path, "600kB")]}
     tiers["both"] = tiers["ram"] + tiers["disk"]
     engine = make_engine(
@@ -64,7 +65,8 @@ def test_requests_together_with_too_few_pages(family: str, tier: str, tmp_path: 
     )
     rng = random.Random(5)
     for _ in range(4):
-        requests = disturbed(engine, family, rng, expected)
+        requests = run_disturbed(engine, related_requests(family, 3, only_full=True), rng)
+        assert [r.output_tokens for r in requests] == expected[:4] + expected[5:]
     stats = offloader_of(engine).stats()
     assert all(t["bytes"] <= t["capacity"] for t in stats)
     tree = engine.cache.prefix_cache.tree
@@ -83,7 +85,7 @@ def fill_store(tmp_path_factory: pytest.TempPathFactory) -> FillStore:
 
     @cache
     def original(family: str) -> tuple[Path, Texts, Texts]:
-        path, prompts = tmp_path_factory.mktemp(family), texts(7)
+        path, prompts = tmp_path_factory.mktemp(family), related_prompts(7)
         engine = make_engine(family, backend="cpu", prefix_cache="exact", tiers=[disk_spec(path)])
         answers = [run_to_completion(engine, [make_request(t)])[0] for t in prompts]
         engine.cache.prefix_cache.close_offloader()
@@ -168,10 +170,10 @@ def test_another_model_salt_or_window_reads_nothing(fill_store: FillStore, tmp_p
     longest = max(prompts, key=len)
     for family, salt, policy in (("mpt", "", "full"), ("llama", "x", "full"), ("llama", "", "ring:window=50")):
         engine = make_engine(family, backend="cpu", prefix_cache="exact", tiers=[disk_spec(tmp_path)])
-        run_to_completion(engine, [salted(longest, salt, policy)])
+        run_to_completion(engine, [make_request(longest, 4, policy, salt=salt)])
         assert disk_store_of(engine).counts["read"] == 0
         if family == "llama" and not salt:
-            run_to_completion(engine, [salted(longest, "")])
+            run_to_completion(engine, [make_request(longest, 4)])
             assert disk_store_of(engine).counts["read"] > 0
         engine.cache.prefix_cache.close_offloader()
 

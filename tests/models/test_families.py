@@ -56,6 +56,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours / theirs.std(), theirs / theirs.std(), atol=5e-5, rtol=0)
 
 
+@pytest.mark.slow
 @each_variant
 def test_logits_equal_transformers(family: str, changes: Changes) -> None:
     checkpoint = tiny_checkpoint(family, **changes)
@@ -73,6 +74,7 @@ def test_logits_equal_transformers(family: str, changes: Changes) -> None:
             raise AssertionError(f"{name}: {e}") from e
 
 
+@pytest.mark.slow
 @each_family
 def test_batched_requests_of_different_lengths_equal_transformers(family: str) -> None:
     checkpoint, texts = tiny_checkpoint(family), [random_tokens(40), random_tokens(23, seed=1)]
@@ -82,6 +84,7 @@ def test_batched_requests_of_different_lengths_equal_transformers(family: str) -
         assert_close(logits, transformers_logits(checkpoint, ids))
 
 
+@pytest.mark.slow
 @each_variant
 def test_config_written_by_transformers_5_gives_equal_logits(family: str, changes: Changes) -> None:
     checkpoint = tiny_checkpoint(family, **changes)
@@ -93,6 +96,7 @@ def test_config_written_by_transformers_5_gives_equal_logits(family: str, change
     assert torch.equal(ours, again)
 
 
+@pytest.mark.slow
 @each_family
 def test_bfloat16_error_is_close_to_that_of_transformers(family: str) -> None:
     checkpoint, ids = tiny_checkpoint(family), random_tokens(40)
@@ -107,6 +111,7 @@ def test_every_family_has_a_tiny_model() -> None:
     assert sorted(CONFIGS) == sorted(VARIANTS) == models.list_families()
 
 
+@pytest.mark.slow
 def test_mpt_uses_alibi_bias_max() -> None:
     """transformers has the formula, but its model never applies it to the config's value."""
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor

@@ -84,6 +84,7 @@ def test_llama_biases_are_put_back_in_order(tmp_path: Path) -> None:
     assert all(torch.equal(ours.read(n), checkpoint.read(n)) for n in checkpoint.names())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2"])
 def test_transformers_reads_the_same_tensors_and_config(tmp_path: Path, model_type: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -67,6 +67,7 @@ SCALINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("style", ["rope_parameters", "rope_scaling", "rope_scaling, type"])

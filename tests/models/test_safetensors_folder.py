@@ -47,6 +47,7 @@ def test_only_the_language_model_of_a_multimodal_model_is_read(tmp_path: Path, p
     models.build(open_weights(tmp_path, torch.float32))
 
 
+@pytest.mark.slow
 def test_folder_saved_by_transformers_is_read(tmp_path: Path) -> None:
     """transformers splits the shards by its own rule."""
     from transformers import LlamaConfig, LlamaForCausalLM

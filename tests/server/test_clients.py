@@ -13,6 +13,7 @@ from retain.cli import main
 from retain.cli.http_client import Client
 
 
+@pytest.mark.slow
 def test_bench_serve_reports_load(server):
     config = ServeBenchConfig("smollm2", server.url, ttft_slo=60_000, tpot_slo=60_000)
     requests = load.poisson_requests(6, request_rate=20, prompt_words=30, output_len=5, seed=3)

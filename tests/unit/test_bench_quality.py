@@ -140,6 +140,7 @@ def test_percentage_budgets_become_absolute() -> None:
     )
 
 
+@pytest.mark.slow
 def test_kept_positions_follow_the_policy(llm: LLM, tmp_path: Path) -> None:
     ids = llm.encode(STORY * 8)
     n, kept = len(ids), llm.kept_positions(ids, "sinks:budget=40")

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.tokenizers import BUNDLED, SMALL_VOCABULARIES, open_tokenizer
+from tests.helpers.marks import slow
+from tests.helpers.tokenizers import BUNDLED, open_tokenizer
 
-KINDS = [*(pytest.param(name, marks=pytest.mark.slow) for name in BUNDLED), *SMALL_VOCABULARIES]
+KINDS = ["bytes", "sentencepiece", *slow("unspaced", *BUNDLED)]
 
 
 @cache

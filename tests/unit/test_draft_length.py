@@ -9,6 +9,7 @@ import pytest
 from retain.engine.request import Request
 from retain.engine.spec_decode.draft_length import DraftLengthController, LinearFit
 from tests.helpers.engines import make_request
+from tests.helpers.marks import slow
 
 
 def simulate(
@@ -45,7 +46,7 @@ def best_fixed_speedup(alpha: float, draft_s: float, token_s: float) -> float:
     return max(sum(alpha**i for i in range(n + 1)) / (1 + token_s * n + draft_s * n) for n in range(9))
 
 
-@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize("num_requests", [1, *slow(8)])
 @pytest.mark.parametrize("token_s", [0.0, 0.02, 0.3])
 @pytest.mark.parametrize("draft_s", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("alpha", [0.02, 0.5, 0.8, 0.95])

@@ -5,6 +5,7 @@ import torch
 
 from retain import LLM, SamplingParams
 from retain.config import Config
+from tests.helpers.marks import slow
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
@@ -67,6 +68,7 @@ def test_invalid_prompt_rejects_batch_and_leaks_no_pages(llm):
         assert is_idle(llm)
 
 
+@pytest.mark.slow
 def test_ignore_eos_and_chat_stop_token(llm):
     ids = llm.tokenizer.encode_chat([{"role": "user", "content": "Say yes."}])
     (chat,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0))
@@ -96,6 +98,7 @@ def test_invalid_options_raise_one_line_errors(options):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_each_request_has_its_own_policy(llm):
     text = " ".join(f"Item {i} costs {i * i} coins." for i in range(60))
     chosen = ["full", "h2o:budget=64", "ring:window=100"]
@@ -112,7 +115,7 @@ def test_each_request_has_its_own_policy(llm):
     assert is_idle(llm)
 
 
-@pytest.mark.parametrize("policy", ["full", "h2o:budget=64", "keyformer:budget=25%,interval=5"])
+@pytest.mark.parametrize("policy", ["full", *slow("h2o:budget=64", "keyformer:budget=25%,interval=5")])
 def test_score_equals_sampling(llm, policy):
     """Given tokens are computed many at a time, and forgotten as if they had been drawn one by one."""
     text = " ".join(f"Item {i} costs {i * i} coins." for i in range(40))
@@ -131,6 +134,7 @@ def test_per_query_head_policy_needs_per_query_head_masses(llm):
     assert is_idle(llm)
 
 
+@pytest.mark.slow
 def test_protected_system_prompt_is_never_evicted(llm):
     said = [{"role": "system", "content": "Answer like a pirate."}, {"role": "user", "content": "Count. " * 60}]
     ids, system = llm.tokenizer.encode_chat(said), llm.tokenizer.count_system_tokens(said)
@@ -147,6 +151,7 @@ def test_protected_system_prompt_is_never_evicted(llm):
     assert list(llm.stream(ids, params, policy, system))[-1].output.token_ids == a.token_ids
 
 
+@pytest.mark.slow
 def test_prefix_cache_hits_only_within_a_salt(llm):
     ids = llm.encode("Once upon a time there was a lamp that nobody could put out. " * 20)
     first, again = (llm.generate(ids, GREEDY)[0] for _ in range(2))
@@ -159,6 +164,7 @@ def test_prefix_cache_hits_only_within_a_salt(llm):
     assert streamed.cached_tokens == len(ids) - 1
 
 
+@pytest.mark.slow
 def test_pinned_prompt_is_not_evicted():
     llm = LLM("smollm2", kv_memory="24MiB", max_running_requests=8)
     text = "You are a patient and terse assistant. " * 30

@@ -129,6 +129,7 @@ def test_sample_texts_cover_the_categories_of_unicode() -> None:
 # Small vocabularies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL_VOCABULARIES)
 def test_small_tokenizers_equal_transformers(tmp_path: Path, name: str) -> None:
     """SentencePiece puts a space before a text, and removes it in decoding."""
