@@ -72,7 +72,8 @@ def head_contents(engine: Engine, row: int, layer: int, g: int) -> Tensor:
 
 
 LIST_CASES = [pytest.param(policy, "reference", marks=pytest.mark.slow) for policy in POLICIES]
-LIST_CASES += [pytest.param(policy, "cpu") for policy in POLICIES if POLICIES[policy].name not in KEY_SCORES]
+CPU_POLICIES = [policy for policy in POLICIES if POLICIES[policy].name not in KEY_SCORES]
+LIST_CASES += [pytest.param(p, "cpu", marks=[pytest.mark.slow] * (i % 3 > 0)) for i, p in enumerate(CPU_POLICIES)]
 
 
 @pytest.mark.parametrize(("policy", "backend"), LIST_CASES)
@@ -133,7 +134,7 @@ def test_policies_that_define_the_same_priority_agree(family: str) -> None:
     assert window == generate(family, prompts, "h2o:budget=30,recent=30")
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mpt"])
+@pytest.mark.parametrize("family", ["llama", *slow("gpt2", "mpt")])
 def test_a_window_budget_equals_a_ring(family: str) -> None:
     """From prompts that fit: a ring slides while the prompt is computed, a budget only afterwards.
 
@@ -217,8 +218,8 @@ def test_a_streamed_prompt_that_fits_its_budget_equals_full(family: str) -> None
     assert run_to_completion(engine, streamed) == full
 
 
-@pytest.mark.parametrize("family", ["llama", "mpt"])
-@pytest.mark.parametrize("share", ["none", "all"])
+@pytest.mark.parametrize("family", ["llama", *slow("mpt")])
+@pytest.mark.parametrize("share", ["all", *slow("none")])
 def test_budgets_shrink_before_a_request_is_preempted(family: str, share: str) -> None:
     """A request that keeps everything grows; the others shrink, at most to their floors, and answer to the end."""
     prompts = [p for p in random_prompts(40, seed=8) if len(p) > 100][:5]
@@ -243,7 +244,7 @@ def test_budgets_shrink_before_a_request_is_preempted(family: str, share: str) -
 @pytest.mark.parametrize(
     "policy", ["h2o:budget=50%", "h2o:budget=480", "reread:budget=50%", "tova:budget=9,prefill=stream"]
 )
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gemma3_text", *slow("llama", "gpt2")])
 def test_texts_may_fill_the_context(family: str, policy: str) -> None:
     """However many spare slots a policy wants, none lies beyond the table."""
     for prompt_len, interval in ((505, 16), (505, 5000), (511, 1), (500, 7)):

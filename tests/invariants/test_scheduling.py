@@ -22,9 +22,11 @@ from tests.helpers.engines import (
     run_alone,
     run_to_completion,
 )
+from tests.helpers.marks import slow
 from tests.helpers.tiny_models import CONFIGS, tiny_model
 
-FAMILIES = sorted(CONFIGS)
+FAST = ["llama", "gemma3_text"]
+FAMILIES = [*FAST, *slow(*sorted(set(CONFIGS) - set(FAST)))]
 NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]
 BACKENDS = [pytest.param(n, marks=pytest.mark.slow if n == "reference" else ()) for n in NAMES]
 
@@ -49,7 +51,7 @@ def test_chunk_size_changes_no_token(family: str, policy: str, backend: str) -> 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt"])
+@pytest.mark.parametrize("family", [*FAST, *slow("mpt")])
 def test_company_changes_no_token(family: str, backend: str) -> None:
     prompts, policies = random_prompts(10, seed=1), ["full", "ring:window=20", "ring:window=50"]
     requests = [make_request(p, 12, policies[i % 3]) for i, p in enumerate(prompts)]
@@ -73,7 +75,7 @@ SHARING_POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", pytest.param("mpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", [*FAST, *slow("mpt")])
 @pytest.mark.parametrize("num_pages", [100_000, 500])
 def test_sharing_the_computation_of_equal_prompts_changes_no_token(family: str, num_pages: int) -> None:
     """Under any policies, and when the request that computes the prompt is cancelled, is preempted or ends early."""
@@ -133,7 +135,7 @@ def test_preemption_of_64_requests_changes_no_token(family: str, num_pages: int)
         "tova:budget=9,prefill=stream,chunk=20",
     ],
 )
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3_text", *slow("llama", "gpt2")])
 def test_a_preempted_request_evicts_the_same_tokens_again(family: str, policy: str) -> None:
     """The answer is computed again many tokens at a time, but no step goes past an eviction."""
     prompts = [p for p in random_prompts(20, seed=2) if len(p) > 60][:4]
@@ -154,7 +156,7 @@ def test_a_preempted_request_evicts_the_same_tokens_again(family: str, policy: s
     assert all(r.stats.num_preemptions for r in requests)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mpt", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3_text", *slow("llama", "mpt", "gpt2")])
 def test_a_ring_equals_full_with_a_window_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring gives what a model with that window in every layer gives from a cache that evicts nothing."""
     W, prompt = 24, random_prompts(1, seed=5, max_prompt_len=150)[0] + [7] * 40
@@ -183,7 +185,7 @@ def run_without_eviction(
         return run_to_completion(engine, [make_request(prompt, 40)])[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gemma3_text", *slow("llama")])
 def test_a_ring_longer_than_the_text_equals_full(family: str) -> None:
     prompt = random_prompts(1, seed=6)[0]
     assert run_alone(family, prompt, policy="ring:window=400") == run_alone(family, prompt)

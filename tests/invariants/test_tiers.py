@@ -109,7 +109,7 @@ def unlink(path: Path) -> None:
         file.unlink()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gemma3_text", *slow("llama")])
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate, unlink])
 @pytest.mark.parametrize("when", ["before", "while it runs"])
 def test_damaged_spans_are_computed_again(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from retain.engine.batch import build_batch
 from tests.helpers.engines import make_engine, make_request
+from tests.helpers.marks import slow
 
 
 def compute_logits(family: str, backend: str) -> Tensor:
@@ -31,7 +32,7 @@ def compute_with_hooks(
     return engine.runner.forward(batch).clone(), queries, done
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "gptj"])
+@pytest.mark.parametrize("family", ["gemma3_text", *slow("llama", "gpt2", "gptj")])
 @pytest.mark.parametrize("after", [False, True])
 def test_layer_hooks_change_no_logits_and_see_reference_queries(family: str, after: bool) -> None:
     logits, queries, done = compute_with_hooks(family, "cpu", after=after)

@@ -121,6 +121,7 @@ def test_cpu_program_matches_decoder(family: str, changes: Changes) -> None:
             assert_close(program_logits(checkpoint, STEPS), expected, 2e-5, isa)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("family", models.list_families())
 def test_triton_program_matches_decoder(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

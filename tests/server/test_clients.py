@@ -56,6 +56,7 @@ def test_unreachable_server_prints_one_line(capsys):
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_chat_with_server(server, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\nAnd of Italy?\n\n"))
     command = ["chat", "--url", server.url, "--system", "Be brief.", "--max-tokens", "8", "--temperature", "0"]

@@ -10,6 +10,7 @@ import pytest
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PAGE_STATES
 from tests.helpers.engines import iter_steps, make_engine, make_request, random_prompts
+from tests.helpers.marks import slow
 from tests.server.conftest import API_KEYS, ENGINE_OPTIONS, HTTP, INSPECTOR_API_KEYS, run_server
 
 STORY = "Once upon a time there was a lamp that nobody could put out, and the people of the town came to see it. " * 4
@@ -17,9 +18,13 @@ STORY = "Once upon a time there was a lamp that nobody could put out, and the pe
 
 @pytest.mark.parametrize(
     "policy",
-    ["full", "ring:window=24", "h2o:budget=24,interval=4", "sinks:budget=30", "h2o:budget=24,prefill=stream,chunk=32"],
+    [
+        "full",
+        "h2o:budget=24,interval=4",
+        *slow("ring:window=24", "sinks:budget=30", "h2o:budget=24,prefill=stream,chunk=32"),
+    ],
 )
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gemma3_text", *slow("llama")])
 def test_attention_trace_equals_cached_positions(family, policy):
     """After every step it has the positions in slots that queries may see; evicted tokens keep their mass."""
     engine = make_engine(family, max_batched_tokens=48)

@@ -58,6 +58,7 @@ def test_tool_call_full_and_streamed(client, tool_choice):
     assert chunks[-1].finish_reason == "tool_calls" and not "".join(c.delta.content or "" for c in chunks)
 
 
+@pytest.mark.slow
 def test_conversation_continues_after_tool_result(client):
     """The client sends the call back as its own object, with the tool's result."""
     (choice,) = client.chat.completions.create(**build_request(tool_choice="required")).choices

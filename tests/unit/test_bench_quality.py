@@ -53,6 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SLOW_TASKS = ("fidelity", "perplexity", "recall")  # `choice` and `summarize` stand for them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_TASKS)) for n in tasks.task_names()]
 )

@@ -61,6 +61,7 @@ def test_every_workload_and_drafter_has_a_line_equal_to_plain(
     assert {p.name for p in tmp_path.glob("*.png")} == {"speculate-k.png", "speculate-context.png"}
 
 
+@pytest.mark.slow
 def test_output_has_speculation_stats(load_shared_llm: Callable[[Config], LLM]) -> None:
     llm = load_shared_llm(Config("smollm2", speculate="ngram:k=4,min=1"))
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)

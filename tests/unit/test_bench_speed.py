@@ -99,6 +99,7 @@ def test_throughput_times_decode_steps_alone(llm: LLM) -> None:
     assert llm.cache.free_pages == llm.cache.total_pages
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared_engines")
 def test_bench_speed_prints_json_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "WORKLOADS", (speed.Workload("short-1", 20, 3, 2),))

@@ -26,6 +26,7 @@ def allowed_tokens(grammar, drafts, vocab_size):
     return logits == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_mask_after_drafts_equals_mask_after_tokens(compiler, data):

@@ -5,7 +5,6 @@ import torch
 
 from retain import LLM, SamplingParams
 from retain.config import Config
-from tests.helpers.marks import slow
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
@@ -20,6 +19,7 @@ def is_idle(llm):
     return llm.cache.free_pages == llm.cache.total_pages and not llm.engine.has_unfinished_requests
 
 
+@pytest.mark.slow
 def test_generate_takes_text_token_ids_and_batches(llm):
     text = "The capital of France is"
     (alone,) = llm.generate(text, GREEDY)
@@ -42,6 +42,7 @@ def test_stream_equals_generate_and_can_be_closed(llm):
     assert is_idle(llm)
 
 
+@pytest.mark.slow
 def test_stop_string_is_excluded_from_text(llm):
     (whole,) = llm.generate("One, two, three,", GREEDY)
     stop = whole.text[10:14]
@@ -55,12 +56,14 @@ def test_stop_string_is_excluded_from_text(llm):
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
 
 
+@pytest.mark.slow
 def test_n_outputs_differ_and_are_reproducible(llm):
     params = SamplingParams(max_tokens=8, seed=5, n=3)
     first, again = llm.generate("A poem about", params), llm.generate("A poem about", params)
     assert [a.text for a in first] == [a.text for a in again] and len({a.text for a in first}) == 3
 
 
+@pytest.mark.slow
 def test_invalid_prompt_rejects_batch_and_leaks_no_pages(llm):
     for bad in ([[]], [[49152]], ["x " * 9000], ["x " * 2000] * 2):
         with pytest.raises(ValueError):
@@ -115,7 +118,8 @@ def test_each_request_has_its_own_policy(llm):
     assert is_idle(llm)
 
 
-@pytest.mark.parametrize("policy", ["full", *slow("h2o:budget=64", "keyformer:budget=25%,interval=5")])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", "h2o:budget=64", "keyformer:budget=25%,interval=5"])
 def test_score_equals_sampling(llm, policy):
     """Given tokens are computed many at a time, and forgotten as if they had been drawn one by one."""
     text = " ".join(f"Item {i} costs {i * i} coins." for i in range(40))
@@ -128,6 +132,7 @@ def test_score_equals_sampling(llm, policy):
     assert is_idle(llm)
 
 
+@pytest.mark.slow
 def test_per_query_head_policy_needs_per_query_head_masses(llm):
     with pytest.raises(ValueError, match="every query head"):
         llm.generate("Once upon a time", GREEDY, kv_policy="h2o:budget=64,heads=kv-max")
