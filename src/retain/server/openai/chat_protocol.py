@@ -66,6 +66,7 @@ class AssistantMessageParam(StrictModel):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     refusal: None = None
+    reasoning_content: str | None = Field(None, description="Passed on to the chat template")
 
 
 MessageParam = Annotated[InputMessageParam | AssistantMessageParam, Field(discriminator="role")]
@@ -158,6 +159,7 @@ class ChatCompletionMessage(BaseModel):
     role: str
     content: str | None
     refusal: None
+    reasoning_content: str | None = Field(None, description="Text between think tags, where the template has them")
     tool_calls: list[ToolCall] | None = None
 
 

@@ -1,6 +1,6 @@
 """Requests and responses of the OpenAI API, field by field, except for chat completions (chat_protocol.py).
 
-Requests are strict: an unknown field or a wrong type is an error. Response models only describe what responses.py
+Requests are strict: an unknown field or a wrong type is an error. Response models only describe what the encoder
 builds, for /openapi.json.
 """
 
