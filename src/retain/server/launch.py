@@ -19,6 +19,7 @@ from retain.server.engine_thread import EngineThread
 from retain.server.inspector.recorder import Inspector
 from retain.server.metrics import Metrics
 from retain.server.openai.serving import OpenAIServing
+from retain.server.sandbox import Sandbox
 from retain.threads import reset_cpu_affinity
 
 log = logging.getLogger(__name__)
@@ -51,19 +52,14 @@ async def _serve(
     reset_cpu_affinity()  # OpenMP pinned this thread to a core, which the engine thread would inherit
     engine_thread = EngineThread(load_llm)
     llm = await engine_thread.start()
+    sandbox = Sandbox(server_config.limits.sandbox_timeout)
     try:
         for drafter in server_config.allowed_drafters:
             await engine_thread.call(partial(llm.add_drafter, drafter))
         metrics = Metrics(llm, server_config.metrics_prefix)
         inspector = Inspector(llm) if server_config.enable_inspector else None
         engine_thread.observers += [metrics, inspector] if inspector else [metrics]
-        service = OpenAIServing(
-            llm,
-            engine_thread,
-            server_config.limits,
-            server_config.served_model_name,
-            server_config.allowed_drafters,
-        )
+        service = OpenAIServing(llm, engine_thread, server_config, sandbox)
         config = uvicorn.Config(
             create_app(service, metrics, server_config.api_keys, server_config.allowed_origins, inspector),
             host=server_config.host,
@@ -74,7 +70,9 @@ async def _serve(
             timeout_graceful_shutdown=server_config.drain_timeout,
         )
         await GracefulServer(config, service, on_ready).serve()
+        service.preparation.close()
     finally:
+        sandbox.close()
         await engine_thread.stop()
         log.info("shut down")
 

@@ -20,7 +20,7 @@ from retain.processing.input import GenerateRequest
 from retain.processing.output import RequestOutputState
 from retain.server.admission import AdmissionControl
 from retain.server.auth import ApiKey
-from retain.server.config import Limits
+from retain.server.config import ServerConfig
 from retain.server.engine_thread import EngineThread
 from retain.server.openai import tool_parser
 from retain.server.openai.chat_output import ChatOutputParser
@@ -43,20 +43,30 @@ from retain.server.openai.protocol import CompletionRequest, SamplingFields
 from retain.server.openai.reasoning_parser import BEGIN, ReasoningParser, supports_reasoning
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
 from retain.server.openai.tool_parser import ToolFormat, ToolParser
+from retain.server.preparation import PreparationPool
 from retain.server.request_group import EngineError, RequestGroup
+from retain.server.sandbox import Sandbox, SandboxedChatTemplate
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 Prepared = tuple[list[GenerateRequest], ResponseEncoder]
 
 
 class OpenAIServing:
-    """Serves one model under one name. `drafters` are those that requests may select."""
+    """Serves one model under one name."""
 
-    def __init__(self, llm: LLM, engine_thread: EngineThread, limits: Limits, model_name: str, drafters: Sequence[str]):
-        self.llm, self.engine_thread = llm, engine_thread
-        self.limits, self.model_name, self.drafters = limits, model_name, list(drafters)
-        self.admission = AdmissionControl(limits, llm.config.max_running_requests)
+    def __init__(self, llm: LLM, engine_thread: EngineThread, server_config: ServerConfig, sandbox: Sandbox):
+        """The model's chat template is rendered in the sandbox from now on."""
+        self.llm, self.engine_thread, self.sandbox = llm, engine_thread, sandbox
+        self.limits, self.model_name = server_config.limits, server_config.served_model_name
+        self.drafters = list(server_config.allowed_drafters)  # those that requests may select
+        num_keys = len(server_config.api_keys)
+        self.admission = AdmissionControl(self.limits, llm.config.max_running_requests, num_keys)
+        self.preparation = PreparationPool()
         self.created = int(time())
+        tokenizer = llm.tokenizer
+        if tokenizer.chat_template is not None:
+            template = SandboxedChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map, sandbox)
+            tokenizer.set_template_renderer(template)
         self.tool_format = self._detect_tool_format()
 
     def _detect_tool_format(self) -> ToolFormat | None:
@@ -115,6 +125,7 @@ class OpenAIServing:
             raise APIError(400, "this model's chat template does not support tools", "tools")
         tokenizer, messages = self.llm.tokenizer, self.to_template_messages(body.messages)
         prompt = tokenizer.apply_chat_template(messages, tools=tools or None)
+        self.llm.input_processor.check_length(prompt)
         ids = tokenizer.encode(prompt, add_special_tokens=False)
         max_tokens = self._resolve_max_tokens(body, body.max_completion_tokens or body.max_tokens, len(ids))
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
@@ -218,10 +229,10 @@ class OpenAIServing:
         with ExitStack() as admission:
             admission.enter_context(self.admission.admit(key.name, num_choices))
             try:
-                # In another thread: tokenizing a long text takes a while, and streams must not wait for it.
-                request_states, encoder = await asyncio.to_thread(self._process, prepare)
-                group = RequestGroup(request_states, key.name, body.pin or 0.0)
                 async with asyncio.timeout_at(deadline):
+                    # In another thread: tokenizing a long text takes a while, and streams must not wait for it.
+                    request_states, encoder = await self.preparation.run(key.name, lambda: self._process(prepare))
+                    group = RequestGroup(request_states, key.name, body.pin or 0.0)
                     await self.engine_thread.submit(group)
             except ValueError as error:
                 raise invalid_request(error) from None
@@ -242,6 +253,8 @@ class OpenAIServing:
 
     def _process(self, prepare: Callable[[], Prepared]) -> tuple[list[RequestOutputState], ResponseEncoder]:
         requests, encoder = prepare()
+        for checked in {request.grammar for request in requests if request.grammar}:
+            self.sandbox.check_grammar(checked)
         return [state for request in requests for state in self.llm.input_processor.process(request)], encoder
 
 
