@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
+from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_protocol import MessageParam
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.protocol import StrictModel, TokenId
@@ -45,7 +46,7 @@ class DetokenizeRequest(StrictModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class DetokenizeResponse(BaseModel):
@@ -65,7 +66,7 @@ class TokenizerInfo(BaseModel):
 
 def create_router(service: OpenAIServing) -> APIRouter:
     """Create the routes for a served model's tokenizer."""
-    router, tokenizer = APIRouter(responses=ERROR_RESPONSES), service.llm.tokenizer
+    router, tokenizer = APIRouter(responses=ERROR_RESPONSES, route_class=BodyRoute), service.llm.tokenizer
 
     async def run_admitted(request: Request, function: Callable[[], T]) -> T:
         """Run a function for a request as a generation is prepared: admitted, in a thread of its key, in time."""
