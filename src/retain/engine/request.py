@@ -139,7 +139,7 @@ class Request:
         self.logprobs: list[Logprob] = []
         self.stats = RequestStats()
         self.attention_trace: AttentionTrace | None = None  # set by the inspector
-        self.explains_prefix = input.explain_prefix  # set by the inspector, too
+        self.explains_prefix = input.explain_prefix  # set for logs and the inspector, too
         self.generator = torch.Generator()
         self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
 

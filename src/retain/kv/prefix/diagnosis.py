@@ -74,7 +74,7 @@ def explain_prefix(
     # Windows of sliding layers are stored at the ends of pages, so the last page is always computed.
     slack = cache.tables.page_size if slides else 0
     if num_cached_tokens >= query.max_length - slack:
-        return begun
+        return replace(begun, common_length=num_cached_tokens, known_length=num_cached_tokens)
     root_hash, history = cache.root_hash(query.salt, windows), cache.keep_history()
     nearest, common = cache.tree.nearest_text(root_hash, begun.prompt) or (NO_TOKENS, 0)
     usable = min(common, query.max_length)
@@ -134,8 +134,12 @@ def _find_elsewhere(
     own = history.text_of_row(row)
     if near := history.nearest_text(query.salt, prompt, besides=[own] if own else ()):
         text, known = near
-        age = _evicted_age(cache, history, text)
-        yield _explain_seen(replace(begun, known_length=known, age=age), text, root_hash)
+        seen = _explain_seen(replace(begun, known_length=known), text, root_hash)
+        if seen.reason is MissReason.EVICTED:
+            seen = replace(seen, age=_evicted_age(cache, history, text))
+        elif seen.reason is MissReason.NOT_STORED and cache.config.keep == "prompt" and not text.policy.has_budget:
+            seen = replace(seen, detail="keep=prompt")
+        yield seen
     yield from _find_under_other_policies(cache, history, query, begun)
     if cache.offloader:
         for model, page_size, detail in cache.offloader.other_formats():

@@ -167,7 +167,13 @@ class OpenAIServing:
         if body.pin and body.pin > self.limits.max_pin_seconds:
             raise APIError(400, f"pin is at most {self.limits.max_pin_seconds:g} seconds", "pin")
         salt = f"{key.salt}/{body.cache_salt or ''}" if key.salt or body.cache_salt else ""
-        return GenerateRequest(token_ids, kv_policy=body.kv_policy, speculate=body.speculate, salt=salt)
+        return GenerateRequest(
+            token_ids,
+            kv_policy=body.kv_policy,
+            speculate=body.speculate,
+            salt=salt,
+            explain_prefix=body.explain_prefix,
+        )
 
     def _resolve_max_tokens(
         self, body: SamplingFields, requested: int | None, num_prompt_tokens: int, is_default: bool = False
