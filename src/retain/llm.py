@@ -190,7 +190,10 @@ class LLM:
             raise ValueError(f"{len(many)} prompts but {len(specs)} policies")
         shared = GenerateRequest("", num_system_tokens=num_system_tokens, salt=salt, explain_prefix=explain_prefix)
         return self.generate_from_requests(
-            [replace(shared, prompt=p, params=q, kv_policy=x) for p, q, x in zip(many, each, specs, strict=True)]
+            [
+                replace(shared, prompt=p, params=q, kv_policy=x)  # type: ignore[arg-type]
+                for p, q, x in zip(many, each, specs, strict=True)
+            ]
         )
 
     def generate_from_requests(self, generate_requests: Sequence[GenerateRequest]) -> list[RequestOutput]:
