@@ -10,7 +10,7 @@ from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
 from retain.processing.prefix_causes import Parting, find_cause
 from retain.processing.tokenizer import Tokenizer
 
-SHOWN_TOKENS = 12  # of each side, and before the place
+SHOWN_TOKENS = 20  # of each side, and before the place
 MAX_COMPARED_TOKENS = 8192  # on each side of the place
 
 EXPLANATIONS = {

@@ -1,5 +1,4 @@
-"""The inspector's data: tokens that each request keeps, a map of the pool's pages, tiers, throughput, and prompts
-that found too little in the prefix cache.
+"""The inspector's data: tokens that each request keeps, a map of the pool's pages, tiers, throughput, prefix misses.
 
 It traces up to MAX_LIVE running requests and remembers the last MAX_FINISHED of them. A client sees the requests of its
 own API key only; the page map contains no text.

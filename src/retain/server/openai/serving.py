@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from time import time
-from typing import Any
 
 from starlette.responses import Response
 
@@ -24,13 +22,12 @@ from retain.server.config import Limits
 from retain.server.engine_thread import EngineThread
 from retain.server.openai import tool_parser
 from retain.server.openai.chat_protocol import (
-    AssistantMessageParam,
     ChatCompletionRequest,
-    InputMessageParam,
     JsonSchemaFormat,
     NamedToolChoice,
 )
 from retain.server.openai.errors import APIError, invalid_request
+from retain.server.openai.messages import to_template_messages, to_template_tools
 from retain.server.openai.protocol import CompletionRequest, SamplingFields
 from retain.server.openai.responses import (
     ChatChoiceBuilder,
@@ -74,31 +71,12 @@ class OpenAIServing:
         if model not in (None, self.model_name):
             raise APIError(404, "model not found: see /v1/models", "model", "model_not_found")
 
-    def to_template_messages(self, messages: Sequence[InputMessageParam | AssistantMessageParam]) -> list[Json]:
-        """Convert messages to the form that chat templates expect: plain text, tool arguments as objects."""
-        out = []
-        for m in messages:
-            parts = m.content if isinstance(m.content, list) else []
-            message: Json = {
-                "role": "system" if m.role == "developer" else m.role,
-                "content": "".join(p.text for p in parts) if parts else m.content or "",
-            }
-            for field in ("name", "tool_call_id"):
-                if (value := getattr(m, field, None)) is not None:
-                    message[field] = value
-            if isinstance(m, AssistantMessageParam) and m.tool_calls:
-                message["tool_calls"] = calls = [call.model_dump() for call in m.tool_calls]
-                for call in calls:
-                    call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
-            out.append(message)
-        return out
-
     def prepare_chat(self, body: ChatCompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a chat completion. Raises APIError or ValueError."""
-        tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if body.tool_choice != "none" else []
+        tools = to_template_tools(body)
         if tools and not self.tool_format:
             raise APIError(400, "this model's chat template does not support tools", "tools")
-        tokenizer, messages = self.llm.tokenizer, self.to_template_messages(body.messages)
+        tokenizer, messages = self.llm.tokenizer, to_template_messages(body.messages)
         ids = tokenizer.encode_chat(messages, tools=tools or None)
         max_tokens = self._resolve_max_tokens(body, body.max_completion_tokens or body.max_tokens, len(ids))
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
@@ -230,10 +208,3 @@ class OpenAIServing:
     def _process(self, prepare: Callable[[], Prepared]) -> tuple[list[RequestOutputState], ResponseBuilder]:
         requests, builder = prepare()
         return [state for request in requests for state in self.llm.input_processor.process(request)], builder
-
-
-def _parse_arguments(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

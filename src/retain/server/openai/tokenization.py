@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from retain.server.openai.chat_protocol import MessageParam
 from retain.server.openai.errors import ERROR_RESPONSES
+from retain.server.openai.messages import to_template_messages
 from retain.server.openai.protocol import StrictModel, TokenId
 from retain.server.openai.serving import OpenAIServing
 
@@ -72,7 +73,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
         def encode_body() -> list[int]:
             if isinstance(body, TokenizeCompletionRequest):
                 return tokenizer.encode(body.prompt, body.add_special_tokens)
-            return tokenizer.encode_chat(service.to_template_messages(body.messages), body.add_generation_prompt)
+            return tokenizer.encode_chat(to_template_messages(body.messages), body.add_generation_prompt)
 
         token_ids = await asyncio.to_thread(encode_body)
         return TokenizeResponse(tokens=token_ids, count=len(token_ids), max_model_len=service.llm.max_model_len)

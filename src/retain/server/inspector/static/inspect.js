@@ -232,6 +232,16 @@ function updateTiers(state) {
   $("prefixes").textContent = `Prefix cache hits (tokens): ${hits}. Holes: ${state.holes}.`;
 }
 
+function showCell(event) { // the pages and the request under the mouse
+  if (!latestState) return;
+  const { cells, request_ids: requestIds } = latestState.map;
+  const box = $("map").getBoundingClientRect(), unit = box.width / MAP_COLUMNS;
+  const c = Math.floor((event.clientY - box.top) / unit) * MAP_COLUMNS + Math.floor((event.clientX - box.left) / unit);
+  const pagesPerCell = sum(Object.values(latestState.pages)) / cells;
+  const pages = `pages ${Math.round(c * pagesPerCell) + 1} to ${Math.round((c + 1) * pagesPerCell)}`;
+  $("cell").textContent = c < cells ? pages + (requestIds[c] >= 0 ? `: request #${requestIds[c]}` : "") : " ";
+}
+
 // ---- prompts that were computed again --------------------------------------------------------------------------------
 
 function updateMisses(state) {
@@ -251,16 +261,6 @@ function updateMisses(state) {
     }
     return row;
   }));
-}
-
-function showCell(event) { // the pages and the request under the mouse
-  if (!latestState) return;
-  const { cells, request_ids: requestIds } = latestState.map;
-  const box = $("map").getBoundingClientRect(), unit = box.width / MAP_COLUMNS;
-  const c = Math.floor((event.clientY - box.top) / unit) * MAP_COLUMNS + Math.floor((event.clientX - box.left) / unit);
-  const pagesPerCell = sum(Object.values(latestState.pages)) / cells;
-  const pages = `pages ${Math.round(c * pagesPerCell) + 1} to ${Math.round((c + 1) * pagesPerCell)}`;
-  $("cell").textContent = c < cells ? pages + (requestIds[c] >= 0 ? `: request #${requestIds[c]}` : "") : " ";
 }
 
 // ---- polling and events ----------------------------------------------------------------------------------------------
