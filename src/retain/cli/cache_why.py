@@ -54,7 +54,10 @@ class CacheSimulation:
         ids = prompt.token_ids
         if not ids:
             raise ValueError(f"{prompt.source}: the prompt is empty")
-        policy = policies.parse(prompt.kv_policy or self.default_policy).resolve(len(ids))
+        try:
+            policy = policies.parse(prompt.kv_policy or self.default_policy).resolve(len(ids))
+        except ValueError as error:
+            raise ValueError(f"{prompt.source}: {error}") from None
         root = f"{policy.ring_window} {prompt.salt}".encode(errors="surrogatepass")
         diagnosis = explain_from_history(self.history, PrefixQuery(policy, ids, len(ids) - 1, prompt.salt), root)
         nearest = self.sources.get(id(diagnosis.nearest))

@@ -12,6 +12,7 @@ from typing import Any
 
 MIN_RESYNC = 24  # characters that agree again behind white space that differs
 MIN_TEMPLATE_TEXT = 20  # characters of a text that the template itself writes
+MAX_WASTED_CHARACTERS = 500_000  # that may look like JSON and are not
 CONTEXT = 64  # characters on both sides of the place that may belong to a date, an id or a marker
 MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
 DATE_OR_ID = re.compile(
@@ -108,13 +109,16 @@ def _compare_tools(p: Parting) -> Finding | None:
 
 def find_tools(text: str) -> list[ToolDefinition]:
     """Return the definitions of tools in a text: JSON objects with a name, and a description or parameters."""
-    found, at, decoder = [], 0, json.JSONDecoder()
-    while (at := text.find("{", at)) >= 0:
+    found, at, decoder, left = [], 0, json.JSONDecoder(), MAX_WASTED_CHARACTERS
+    while (at := text.find("{", at)) >= 0 and left > 0:
         try:
             value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
+        except json.JSONDecodeError as error:
+            left -= error.pos - at
             at += 1
             continue
+        except RecursionError:
+            break
         tool: Any = value.get("function", value)
         if isinstance(tool, dict) and "name" in tool and ("parameters" in tool or "description" in tool):
             found.append(ToolDefinition(json.dumps(tool, sort_keys=True), at, end))

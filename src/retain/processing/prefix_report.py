@@ -11,7 +11,7 @@ from retain.processing.prefix_causes import Parting, find_cause
 from retain.processing.tokenizer import Tokenizer
 
 SHOWN_TOKENS = 20  # of each side, and before the place
-MAX_COMPARED_TOKENS = 8192  # on each side of the place
+MAX_COMPARED_TOKENS = 4096  # on each side of the place
 
 EXPLANATIONS = {
     MissReason.COMPLETE: "everything that is cached of the prompt was used",

@@ -1,4 +1,4 @@
-"""The newest prompts that began with less than a cached text had in common with them, for the inspector."""
+"""Prefix misses for the inspector: the newest prompts that began with less than they could have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from retain.kv.prefix.diagnosis import PrefixDiagnosis
 from retain.processing.prefix_report import NO_MISS, build_report
 from retain.processing.tokenizer import Tokenizer
 
-MAX_MISSES = 64
+MAX_MISSES = 32
 
 
 @dataclass
