@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from retain.models.resolve import resolve_model
-from retain.processing import Tokenizer
+from retain.processing.tokenizer import Tokenizer
 
 PROMPT_LENS = "20,30,40,60,80,100,150,200,250,300,400,500,600,800,1000,1250,1500,2000,2500,3000"
 

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from retain.models.resolve import resolve_model
-from retain.processing import Tokenizer
+from retain.processing.tokenizer import Tokenizer
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY, write_gguf
 from tests.helpers.tiny_models import tiny_checkpoint
 

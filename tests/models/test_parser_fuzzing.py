@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from retain.formats.checkpoint import open_checkpoint
 from retain.formats.gguf.reader import GGUFReader
-from retain.processing import Tokenizer
+from retain.processing.tokenizer import Tokenizer
 from tests.helpers.folders import write_tokenizer_folder
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY, write_gguf
 from tests.helpers.tiny_models import tiny_checkpoint

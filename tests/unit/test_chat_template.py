@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from retain.processing import Tokenizer
+from retain.processing.tokenizer import Tokenizer
 from tests.helpers.tokenizers import open_tokenizer
 
 

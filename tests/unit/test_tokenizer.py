@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.models.resolve import resolve_model
-from retain.processing import Tokenizer
+from retain.processing.tokenizer import Tokenizer
 from retain.processing.gguf_tokenizer import _build_sentencepiece
 from retain.processing.tokenizer import wrap_errors
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY

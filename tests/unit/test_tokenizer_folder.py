@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from retain.processing import Tokenizer
+from retain.processing.tokenizer import Tokenizer
 from tests.helpers.folders import write_tokenizer_folder
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY
 

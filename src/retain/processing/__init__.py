@@ -3,8 +3,3 @@
 Has the tokenizer, the chat template, the detokenizer, grammars, and the processors of input and output.
 Does not depend on: models, HTTP.
 """
-
-from retain.processing.detokenizer import IncrementalDetokenizer
-from retain.processing.tokenizer import Tokenizer
-
-__all__ = ["IncrementalDetokenizer", "Tokenizer"]

@@ -75,15 +75,20 @@ class InputProcessor:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, and check those that are given. Raises ValueError."""
-        limit = self.info.max_model_len
-        # max_token_bytes takes a while to find, so texts of ordinary length do not ask for it.
-        if isinstance(prompt, str) and len(prompt) > 4 * limit and len(prompt) > limit * self.tokenizer.max_token_bytes:
-            raise ValueError(f"a text of {len(prompt)} characters exceeds the context of {limit}: shorten it")
+        if isinstance(prompt, str):
+            self.check_length(prompt)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._check_token_ids(token_ids)
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         return token_ids
+
+    def check_length(self, text: str) -> None:
+        """Raise ValueError for a text that cannot fit the context, before it is tokenized."""
+        limit = self.info.max_model_len
+        # max_token_bytes takes a while to find, so texts of ordinary length do not ask for it.
+        if len(text) > 4 * limit and len(text) > limit * self.tokenizer.max_token_bytes:
+            raise ValueError(f"a text of {len(text)} characters exceeds the context of {limit}: shorten it")
 
     def process(
         self, generate_request: GenerateRequest, on_logits: Callable[[Tensor], None] | None = None

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Core
 from retain.files import read_json_object
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
-from retain.processing.chat_template import ChatTemplate, Messages, Tools
+from retain.processing.chat_template import ChatTemplate, Messages, TemplateRenderer, Tools
 from retain.processing.detokenizer import IncrementalDetokenizer, TokenBytes
 from retain.processing.gguf_tokenizer import LLAMA3_PATTERN, PRE_TOKENIZER_PATTERNS, build_tokenizer
 
@@ -103,8 +103,12 @@ class Tokenizer:
         """
         return self._compiled_template.render(messages, add_generation_prompt, tools)
 
+    def set_template_renderer(self, template: TemplateRenderer) -> None:
+        """Let another object render the chat template, for example in another process."""
+        self._compiled_template = template
+
     @cached_property
-    def _compiled_template(self) -> ChatTemplate:
+    def _compiled_template(self) -> TemplateRenderer:
         if self.chat_template is None:
             raise ValueError("this model has no chat template: give it raw text")
         return ChatTemplate(self.chat_template, self.special_tokens_map)

@@ -12,14 +12,19 @@ from retain.server.config import Limits
 from retain.server.openai.errors import APIError
 
 log = logging.getLogger(__name__)
+# A key may have this many times as many choices in flight as there is room left, so that some room is always left
+# (Choudhury and Hahne, Dynamic Queue Length Thresholds, 1998). One key alone gets two thirds of the room.
+SHARE_OF_FREE = 2
 LOG_EVERY = 100  # log the first rejection by a limit, and then every 100th
 
 
 class AdmissionControl:
     """Counts the choices in flight and rejects requests beyond the limits. Used from the event loop only."""
 
-    def __init__(self, limits: Limits, max_running_requests: int):
+    def __init__(self, limits: Limits, max_running_requests: int, num_keys: int = 0):
+        """`num_keys`: API keys that share the server; each leaves room for the others."""
         self.limits, self.max_in_flight = limits, max_running_requests + limits.max_queued_requests
+        self.num_keys = num_keys
         self.num_in_flight = 0
         self.closed = False  # set while the server drains
         self.num_rejected: Counter[str] = Counter()  # by name of the limit
@@ -41,7 +46,11 @@ class AdmissionControl:
             raise self._rate_limit_error(
                 f"this key has {of_key} requests in flight, its limit is {per_key}: retry later"
             )
-        if self.num_in_flight + num_choices > self.max_in_flight:
+        free = self.max_in_flight - self.num_in_flight
+        if self.num_keys > 1 and of_key and of_key + num_choices > SHARE_OF_FREE * free:
+            self._log_rejection("share_of_key")
+            raise self._rate_limit_error(f"this key has {of_key} requests in flight, and others need room: retry later")
+        if num_choices > free:
             self._log_rejection("max_queued_requests")
             raise self._rate_limit_error(f"the queue is full: {self.num_in_flight} requests are in flight, retry later")
         self.num_in_flight += num_choices

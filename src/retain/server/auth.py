@@ -39,8 +39,8 @@ class ApiKeys:
         if len({digest for digest, _ in self._hashed_keys}) < len(self._hashed_keys):
             raise ValueError("two names have the same API key: give each its own")
 
-    def __bool__(self) -> bool:
-        return bool(self._hashed_keys)
+    def __len__(self) -> int:
+        return len(self._hashed_keys)
 
     def authenticate(self, authorization: str | None) -> ApiKey | None:
         """Return the key of an `Authorization: Bearer KEY` header, or None if it is not accepted.

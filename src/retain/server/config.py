@@ -26,6 +26,9 @@ class Limits:
     request_timeout: float = field(
         default=600.0, metadata={"help": "seconds from the arrival of a request to the end of its response"}
     )
+    sandbox_timeout: float = field(
+        default=5.0, metadata={"help": "seconds to compile a grammar or to render a chat template"}
+    )
     max_pin_seconds: float = field(default=3600.0, metadata={"help": "longest time a prompt may be pinned, in seconds"})
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -19,9 +21,11 @@ from retain.server.engine_thread import EngineThread
 from retain.server.inspector.recorder import Inspector
 from retain.server.metrics import Metrics
 from retain.server.openai.serving import OpenAIServing
+from retain.server.sandbox import Sandbox
 from retain.threads import reset_cpu_affinity
 
 log = logging.getLogger(__name__)
+EXIT_GRACE_S = 30.0  # from the end of the drain to the end of the process, whatever hangs
 
 
 def serve(
@@ -51,19 +55,14 @@ async def _serve(
     reset_cpu_affinity()  # OpenMP pinned this thread to a core, which the engine thread would inherit
     engine_thread = EngineThread(load_llm)
     llm = await engine_thread.start()
+    sandbox = Sandbox(server_config.limits.sandbox_timeout)
     try:
         for drafter in server_config.allowed_drafters:
             await engine_thread.call(partial(llm.add_drafter, drafter))
         metrics = Metrics(llm, server_config.metrics_prefix)
         inspector = Inspector(llm) if server_config.enable_inspector else None
         engine_thread.observers += [metrics, inspector] if inspector else [metrics]
-        service = OpenAIServing(
-            llm,
-            engine_thread,
-            server_config.limits,
-            server_config.served_model_name,
-            server_config.allowed_drafters,
-        )
+        service = OpenAIServing(llm, engine_thread, server_config, sandbox)
         config = uvicorn.Config(
             create_app(service, metrics, server_config.api_keys, server_config.allowed_origins, inspector),
             host=server_config.host,
@@ -73,10 +72,20 @@ async def _serve(
             server_header=False,
             timeout_graceful_shutdown=server_config.drain_timeout,
         )
-        await GracefulServer(config, service, on_ready).serve()
+        server = GracefulServer(config, service, on_ready)
+        await server.serve()
+        server.watchdog.cancel()
+        service.preparation.close()
     finally:
+        sandbox.close()
         await engine_thread.stop()
         log.info("shut down")
+
+
+def _exit_at_once() -> None:
+    """End the process although something hangs. The stores are made to survive this."""
+    log.critical("the server hangs after its drain: exiting at once")
+    os._exit(1)
 
 
 class GracefulServer(uvicorn.Server):
@@ -90,6 +99,9 @@ class GracefulServer(uvicorn.Server):
     ):
         super().__init__(config)
         self.service, self.on_ready = service, on_ready
+        drain_s = config.timeout_graceful_shutdown or 0
+        self.watchdog = threading.Timer(drain_s + EXIT_GRACE_S, _exit_at_once)
+        self.watchdog.daemon = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal to end."""
@@ -97,6 +109,7 @@ class GracefulServer(uvicorn.Server):
         if not self.should_exit:
             self.should_exit = self.service.admission.closed = True
             self.service.engine_thread.reject_waiting()
+            self.watchdog.start()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Bind the port, log the address and call `on_ready`."""

@@ -66,6 +66,7 @@ class AssistantMessageParam(StrictModel):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     refusal: None = None
+    reasoning_content: str | None = Field(None, description="Passed on to the chat template")
 
 
 MessageParam = Annotated[InputMessageParam | AssistantMessageParam, Field(discriminator="role")]
@@ -112,7 +113,7 @@ ResponseFormat = Annotated[TextOrJsonObjectFormat | JsonSchemaFormat, Field(disc
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[MessageParam], Field(min_length=1)]
+    messages: Annotated[list[MessageParam], Field(min_length=1, fail_fast=True)]
     max_tokens: PositiveInt32 | None = Field(None, description="Deprecated: use max_completion_tokens")
     max_completion_tokens: PositiveInt32 | None = None
     logprobs: bool | None = None
@@ -158,6 +159,7 @@ class ChatCompletionMessage(BaseModel):
     role: str
     content: str | None
     refusal: None
+    reasoning_content: str | None = Field(None, description="Text between think tags, where the template has them")
     tool_calls: list[ToolCall] | None = None
 
 

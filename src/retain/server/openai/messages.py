@@ -20,7 +20,7 @@ def to_template_messages(messages: Sequence[InputMessageParam | AssistantMessage
             "role": "system" if m.role == "developer" else m.role,
             "content": "".join(p.text for p in parts) if parts else m.content or "",
         }
-        for field in ("name", "tool_call_id"):
+        for field in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(m, field, None)) is not None:
                 message[field] = value
         if isinstance(m, AssistantMessageParam) and m.tool_calls:

@@ -18,41 +18,52 @@ from retain.processing.input import GenerateRequest
 from retain.processing.output import RequestOutputState
 from retain.server.admission import AdmissionControl
 from retain.server.auth import ApiKey
-from retain.server.config import Limits
+from retain.server.config import ServerConfig
 from retain.server.engine_thread import EngineThread
 from retain.server.openai import tool_parser
+from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.chat_protocol import (
     ChatCompletionRequest,
     JsonSchemaFormat,
     NamedToolChoice,
 )
+from retain.server.openai.completion_encoder import (
+    ChatChoiceBuilder,
+    ChatCompletionEncoder,
+    CompletionChoiceBuilder,
+    CompletionEncoder,
+    Json,
+)
 from retain.server.openai.errors import APIError, invalid_request
 from retain.server.openai.messages import to_template_messages, to_template_tools
 from retain.server.openai.protocol import CompletionRequest, SamplingFields
-from retain.server.openai.responses import (
-    ChatChoiceBuilder,
-    ChatResponseBuilder,
-    CompletionChoiceBuilder,
-    CompletionResponseBuilder,
-    Json,
-    ResponseBuilder,
-)
-from retain.server.openai.streaming import GenerationResponse
+from retain.server.openai.reasoning_parser import BEGIN, ReasoningParser, supports_reasoning
+from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
 from retain.server.openai.tool_parser import ToolFormat, ToolParser
+from retain.server.preparation import PreparationPool
 from retain.server.request_group import EngineError, RequestGroup
+from retain.server.sandbox import Sandbox, SandboxedChatTemplate
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
-Prepared = tuple[list[GenerateRequest], ResponseBuilder]
+Prepared = tuple[list[GenerateRequest], ResponseEncoder]
 
 
 class OpenAIServing:
-    """Serves one model under one name. `drafters` are those that requests may select."""
+    """Serves one model under one name."""
 
-    def __init__(self, llm: LLM, engine_thread: EngineThread, limits: Limits, model_name: str, drafters: Sequence[str]):
-        self.llm, self.engine_thread = llm, engine_thread
-        self.limits, self.model_name, self.drafters = limits, model_name, list(drafters)
-        self.admission = AdmissionControl(limits, llm.config.max_running_requests)
+    def __init__(self, llm: LLM, engine_thread: EngineThread, server_config: ServerConfig, sandbox: Sandbox):
+        """The model's chat template is rendered in the sandbox from now on."""
+        self.llm, self.engine_thread, self.sandbox = llm, engine_thread, sandbox
+        self.limits, self.model_name = server_config.limits, server_config.served_model_name
+        self.drafters = list(server_config.allowed_drafters)  # those that requests may select
+        num_keys = len(server_config.api_keys)
+        self.admission = AdmissionControl(self.limits, llm.config.max_running_requests, num_keys)
+        self.preparation = PreparationPool()
         self.created = int(time())
+        tokenizer = llm.tokenizer
+        if tokenizer.chat_template is not None:
+            template = SandboxedChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map, sandbox)
+            tokenizer.set_template_renderer(template)
         self.tool_format = self._detect_tool_format()
 
     def _detect_tool_format(self) -> ToolFormat | None:
@@ -73,11 +84,27 @@ class OpenAIServing:
 
     def prepare_chat(self, body: ChatCompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a chat completion. Raises APIError or ValueError."""
+        request, parsers = self.prepare_chat_request(body, key)
+        wants_logprobs = request.params.logprobs is not None
+        choices = [ChatChoiceBuilder(self.llm.tokenizer, i, wants_logprobs, parser) for i, parser in enumerate(parsers)]
+        return [request], ChatCompletionEncoder(
+            choices, self.llm.output_processor, self.model_name, bool(body.stream), body.include_usage
+        )
+
+    def prepare_chat_request(
+        self, body: ChatCompletionRequest, key: ApiKey
+    ) -> tuple[GenerateRequest, list[ChatOutputParser]]:
+        """Return the request of a conversation, and a parser for each choice. Raises APIError or ValueError.
+
+        Every API of conversations converts its requests to chat completions, so that all have the same prompt.
+        """
         tools = to_template_tools(body)
         if tools and not self.tool_format:
             raise APIError(400, "this model's chat template does not support tools", "tools")
         tokenizer, messages = self.llm.tokenizer, to_template_messages(body.messages)
-        ids = tokenizer.encode_chat(messages, tools=tools or None)
+        prompt = tokenizer.apply_chat_template(messages, tools=tools or None)
+        self.llm.input_processor.check_length(prompt)
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
         max_tokens = self._resolve_max_tokens(body, body.max_completion_tokens or body.max_tokens, len(ids))
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
         protects_system = "protect=system" in (body.kv_policy or "")
@@ -87,14 +114,16 @@ class OpenAIServing:
             num_system_tokens=tokenizer.count_system_tokens(messages) if protects_system else 0,
             grammar=self._build_grammar(body, tools),
         )
-        tool_format, names = self.tool_format if tools else None, {t["function"]["name"] for t in tools}
-        choices = [
-            ChatChoiceBuilder(
-                tokenizer, i, logprobs is not None, ToolParser(tool_format, names) if tool_format else None
-            )
-            for i in range(body.n or 1)
-        ]
-        return [request], ChatResponseBuilder(choices, body.include_usage)
+        return request, [self._create_output_parser(prompt, tools) for _ in range(body.n or 1)]
+
+    def _create_output_parser(self, prompt: str, tools: Sequence[Json]) -> ChatOutputParser:
+        """Create a parser of the answer to a prompt text."""
+        names = {t["function"]["name"] for t in tools}
+        reasoning = supports_reasoning(self.llm.tokenizer.chat_template or "")
+        return ChatOutputParser(
+            ToolParser(self.tool_format, names) if tools and self.tool_format else None,
+            ReasoningParser(prompt.rstrip().endswith(BEGIN)) if reasoning else None,
+        )
 
     def _build_grammar(self, body: ChatCompletionRequest, tools: Sequence[Json]) -> str | None:
         """Return the grammar that tool_choice or response_format demands, or None for free text."""
@@ -136,7 +165,9 @@ class OpenAIServing:
             )
             for i in range(len(prompts) * n)
         ]
-        return requests, CompletionResponseBuilder(choices, body.include_usage)
+        return requests, CompletionEncoder(
+            choices, self.llm.output_processor, self.model_name, bool(body.stream), body.include_usage
+        )
 
     def _build_base_request(self, token_ids: list[int], body: SamplingFields, key: ApiKey) -> GenerateRequest:
         """Build what both endpoints have in common. Raises APIError."""
@@ -182,10 +213,10 @@ class OpenAIServing:
         with ExitStack() as admission:
             admission.enter_context(self.admission.admit(key.name, num_choices))
             try:
-                # In another thread: tokenizing a long text takes a while, and streams must not wait for it.
-                request_states, builder = await asyncio.to_thread(self._process, prepare)
-                group = RequestGroup(request_states, key.name, body.pin or 0.0)
                 async with asyncio.timeout_at(deadline):
+                    # In another thread: tokenizing a long text takes a while, and streams must not wait for it.
+                    request_states, encoder = await self.preparation.run(key.name, lambda: self._process(prepare))
+                    group = RequestGroup(request_states, key.name, body.pin or 0.0)
                     await self.engine_thread.submit(group)
             except ValueError as error:
                 raise invalid_request(error) from None
@@ -199,12 +230,13 @@ class OpenAIServing:
                 if isinstance(error, TimeoutError):
                     raise APIError(408, "the request timed out") from None
                 raise
-            stream = bool(body.stream)
             # From here on the response owns the admission and ends it.
             return GenerationResponse(
-                self.engine_thread, self.model_name, deadline, group, builder, stream, admission.pop_all()
+                self.engine_thread, deadline, group, encoder, bool(body.stream), admission.pop_all()
             )
 
-    def _process(self, prepare: Callable[[], Prepared]) -> tuple[list[RequestOutputState], ResponseBuilder]:
-        requests, builder = prepare()
-        return [state for request in requests for state in self.llm.input_processor.process(request)], builder
+    def _process(self, prepare: Callable[[], Prepared]) -> tuple[list[RequestOutputState], ResponseEncoder]:
+        requests, encoder = prepare()
+        for checked in {request.grammar for request in requests if request.grammar}:
+            self.sandbox.check_grammar(checked)
+        return [state for request in requests for state in self.llm.input_processor.process(request)], encoder

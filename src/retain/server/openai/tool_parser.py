@@ -104,7 +104,7 @@ class ToolParser:
                 if marker:
                     content, self._buffer, self._in_tool_call = content + before, after, True
                     continue
-                cut = len(before) - _partial_marker_length(before, self._format.begin)
+                cut = len(before) - partial_marker_length(before, self._format.begin)
                 content, self._buffer = content + before[:cut], before[cut:]
                 break
         return content, calls
@@ -124,6 +124,6 @@ class ToolParser:
         return calls if calls and all(call.name in self._tool_names for call in calls) else None
 
 
-def _partial_marker_length(text: str, marker: str) -> int:
+def partial_marker_length(text: str, marker: str) -> int:
     """Return the length of the longest end of the text that may begin the marker."""
     return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)

@@ -1,16 +1,23 @@
-"""Builders of responses in OpenAI's format: one builder for each choice, full or in chunks for a stream."""
+"""Encode the answers of completions and chat completions: one builder for each choice, full or in chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from time import time
+from typing import Any
 from uuid import uuid4
 
+import orjson
+
 from retain.engine.request import FinishReason, Logprob
+from retain.processing.output import OutputProcessor
 from retain.processing.tokenizer import Tokenizer
-from retain.server.openai.tool_parser import ParsedToolCall, ToolParser
-from retain.server.request_group import OutputDelta
+from retain.server.openai.chat_output import ChatOutputParser
+from retain.server.openai.errors import APIError
+from retain.server.openai.streaming import ResponseEncoder
+from retain.server.openai.tool_parser import ParsedToolCall
+from retain.server.request_group import OutputDelta, RequestGroup
+from retain.server.usage import build_request_stats, count_tokens
 
 Json = dict[str, Any]
 
@@ -50,36 +57,75 @@ class ChoiceBuilder:
         return self.tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
-@dataclass(frozen=True)
-class ResponseBuilder:
-    """Builds the choices of one response. `include_usage`: end a stream with the usage."""
+class CompletionEncoder(ResponseEncoder):
+    """Encodes the answers of /v1/completions and /v1/chat/completions.
 
-    choices: Sequence[ChoiceBuilder]
-    include_usage: bool
-
-    id_prefix: ClassVar[str]
-    object_name: ClassVar[str]
-    chunk_object_name: ClassVar[str]
-
-    def build_choices(self) -> list[Json]:
-        """Build all choices of a full response."""
-        return [choice.build() for choice in self.choices]
-
-    def build_chunks(self, delta: OutputDelta) -> list[Json]:
-        """Build the choices of the stream events for a delta."""
-        return self.choices[delta.index].build_chunks(delta)
-
-
-class ChatResponseBuilder(ResponseBuilder):
-    """Responses of /v1/chat/completions."""
-
-    id_prefix, object_name, chunk_object_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-
-class CompletionResponseBuilder(ResponseBuilder):
-    """Responses of /v1/completions."""
+    `include_usage`: end a stream with the usage.
+    """
 
     id_prefix, object_name, chunk_object_name = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(
+        self,
+        choices: Sequence[ChoiceBuilder],
+        output_processor: OutputProcessor,
+        model_name: str,
+        stream: bool,
+        include_usage: bool,
+    ):
+        self.choices, self.output_processor, self.include_usage = choices, output_processor, include_usage
+        self.envelope = {
+            "id": f"{self.id_prefix}{uuid4().hex}",
+            "object": self.chunk_object_name if stream else self.object_name,
+            "created": int(time()),
+            "model": model_name,
+        }
+
+    def update(self, delta: OutputDelta) -> None:
+        """See ResponseEncoder."""
+        self.choices[delta.index].update(delta)
+
+    def encode_full(self, group: RequestGroup) -> bytes:
+        """See ResponseEncoder."""
+        choices = [choice.build() for choice in self.choices]
+        return orjson.dumps({**self.envelope, "choices": choices, **self._usage_fields(group)})
+
+    def encode_delta(self, delta: OutputDelta) -> bytes:
+        """See ResponseEncoder."""
+        return b"".join(self._encode_event([chunk]) for chunk in self.choices[delta.index].build_chunks(delta))
+
+    def encode_end(self, group: RequestGroup) -> bytes:
+        """See ResponseEncoder."""
+        usage = self._encode_event([], **self._usage_fields(group)) if self.include_usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def encode_stream_error(self, error: APIError) -> bytes:
+        """See ResponseEncoder."""
+        return b"data: " + orjson.dumps(error.to_dict()) + b"\n\n"
+
+    def _encode_event(self, choices: list[Json], **fields: Any) -> bytes:
+        if self.include_usage and not fields:
+            fields = {"usage": None}
+        return b"data: " + orjson.dumps({**self.envelope, "choices": choices, **fields}) + b"\n\n"
+
+    def _usage_fields(self, group: RequestGroup) -> Json:
+        counts = count_tokens(group)
+        num_output = sum(choice.num_tokens for choice in self.choices)  # 0 where only the prompt is wanted
+        usage: Json = {
+            "prompt_tokens": counts.prompt,
+            "completion_tokens": num_output,
+            "total_tokens": counts.prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": counts.cached},
+        }
+        if counts.pinned:
+            usage["prompt_tokens_details"]["pinned_tokens"] = counts.pinned
+        return {"usage": usage, "retain": build_request_stats(self.output_processor, group)}
+
+
+class ChatCompletionEncoder(CompletionEncoder):
+    """Encodes the answers of /v1/chat/completions."""
+
+    id_prefix, object_name, chunk_object_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
 
 class CompletionChoiceBuilder(ChoiceBuilder):
@@ -171,17 +217,19 @@ class CompletionChoiceBuilder(ChoiceBuilder):
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
-    """A choice of /v1/chat/completions. `tool_parser` separates tool calls from content; None: there are no tools."""
+    """A choice of /v1/chat/completions."""
 
-    def __init__(self, tokenizer: Tokenizer, index: int, wants_logprobs: bool, tool_parser: ToolParser | None):
+    def __init__(self, tokenizer: Tokenizer, index: int, wants_logprobs: bool, parser: ChatOutputParser):
         super().__init__(tokenizer, index, wants_logprobs)
-        self._tool_parser, self._num_tool_calls, self._has_started = tool_parser, 0, False
+        self._parser, self._num_tool_calls, self._has_started = parser, 0, False
 
     def build_chunks(self, delta: OutputDelta) -> list[Json]:
         """Add a delta and build its chunk."""
         self.update(delta)
-        text, calls = self._parse_tool_calls(delta.text)
+        reasoning, text, calls = self._parser.feed(delta.text, self.finish_reason is not None)
         fields: Json = {} if self._has_started else {"role": "assistant", "content": ""}
+        if reasoning:
+            fields["reasoning_content"] = reasoning
         if text:
             fields["content"] = text
         if calls:
@@ -196,22 +244,14 @@ class ChatChoiceBuilder(ChoiceBuilder):
 
     def build(self) -> Json:
         """Build the choice from all deltas."""
-        text, calls = self._parse_tool_calls("".join(self.text_deltas))
+        reasoning, text, calls = self._parser.feed("".join(self.text_deltas), finished=True)
         self._num_tool_calls = len(calls)
         message: Json = {"role": "assistant", "content": None if calls and not text.strip() else text, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [_tool_call_json(call) for call in calls]
         return self._choice_json({"message": message}, self.logprobs)
-
-    def _parse_tool_calls(self, text: str) -> tuple[str, list[ParsedToolCall]]:
-        """Separate text into content and tool calls; flush the parser if the choice has finished."""
-        if not self._tool_parser:
-            return text, []
-        content, calls = self._tool_parser.feed(text)
-        if self.finish_reason:
-            rest, more = self._tool_parser.close()
-            content, calls = content + rest, calls + more
-        return content, calls
 
     def _choice_json(self, payload: Json, logprobs: Sequence[Logprob]) -> Json:
         content = [self._logprob_json(p) for p in logprobs]
