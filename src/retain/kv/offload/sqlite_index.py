@@ -28,6 +28,7 @@ from retain.types import Bytes
 
 log = logging.getLogger(__name__)
 
+Json = dict[str, Any]
 FORMAT_VERSION = 1
 KEY_BYTES = 16
 CREATE_TABLE = """
@@ -35,6 +36,7 @@ create table if not exists spans (
     number integer primary key, keys blob, rows text, row_bytes integer, begin integer, firsts text, least integer,
     notes integer, packed integer, sums blob, hits integer, used real, made real, checksum integer)
 """
+CREATE_FORMATS_TABLE = "create table if not exists formats (fingerprint blob primary key, description text)"
 
 
 @dataclass(eq=False)
@@ -131,6 +133,20 @@ class StoreIndex:
             if file.suffix in (".kv", ".tmp") and file not in complete:
                 file.unlink(missing_ok=True)
 
+    def register_format(self, fingerprint: bytes, description: Json) -> dict[bytes, Json]:
+        """Remember what the keys and values of a fingerprint are. Returns all that are known, for diagnoses only."""
+        found = {}
+        try:
+            with self.db:
+                row = fingerprint, json.dumps(description)
+                self.db.execute("insert or replace into formats values (?, ?)", row)
+            for name, text in self.db.execute("select * from formats").fetchall():
+                if isinstance(known := json.loads(text), dict):
+                    found[name] = known
+        except (sqlite3.Error, TypeError, ValueError) as error:
+            log.warning("the formats of the store %s cannot be read: %s", self.path, error)
+        return found
+
     def add(self, span: StoredSpan, replaces: int | None = None) -> None:
         """Publish a span and, in the same transaction, remove the one whose file number is `replaces`."""
         row = span.fixed_columns | {
@@ -220,6 +236,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
             if db.execute("pragma quick_check").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("quick_check")
             db.execute(CREATE_TABLE)
+            db.execute(CREATE_FORMATS_TABLE)
             db.execute(f"pragma user_version = {FORMAT_VERSION}")
             return db
         except (ValueError, sqlite3.Error) as error:

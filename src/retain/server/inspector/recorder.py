@@ -1,4 +1,4 @@
-"""The inspector's data: tokens that each request keeps, a map of the pool's pages, tiers and throughput.
+"""The inspector's data: tokens that each request keeps, a map of the pool's pages, tiers, throughput, prefix misses.
 
 It traces up to MAX_LIVE running requests and remembers the last MAX_FINISHED of them. A client sees the requests of its
 own API key only; the page map contains no text.
@@ -22,6 +22,7 @@ from retain.kv.eviction import policies
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PAGE_STATES
 from retain.llm import LLM
+from retain.server.inspector.prefix_misses import PrefixMisses
 
 MAX_LIVE, MAX_FINISHED = 16, 16
 MAP_CELLS = 1024  # of the page map
@@ -46,12 +47,16 @@ class Inspector:
         self.live: dict[int, TrackedRequest] = {}
         self.finished: deque[TrackedRequest] = deque(maxlen=MAX_FINISHED)
         self.num_generated_tokens = 0  # since the start
+        self.prefix_misses = PrefixMisses(llm.tokenizer)
+        self._key_name: WeakKeyDictionary[Request, str] = WeakKeyDictionary()
         self._num_counted: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     # ---- as requests and steps finish ----------------------------------------------------------------------------
 
     def on_request(self, request: Request, key_name: str) -> None:
-        """Trace the request, unless MAX_LIVE are traced already."""
+        """Trace the request, unless MAX_LIVE are traced already, and have its prefix explained."""
+        request.explains_prefix = True
+        self._key_name[request] = key_name
         if len(self.live) < MAX_LIVE:
             spec = self.llm.spec
             request.attention_trace = AttentionTrace(spec.num_layers, spec.num_kv_heads)
@@ -65,7 +70,9 @@ class Inspector:
             self._num_counted[request] = num_output
 
     def on_finish(self, request: Request) -> None:
-        """Remember the request, if it is traced and was ever computed."""
+        """Remember the request, if it is traced and was ever computed, and what it missed of its prefix."""
+        if key_name := self._key_name.pop(request, None):
+            self.prefix_misses.record(request, key_name)
         if (tracked := self.live.pop(request.id, None)) and request.num_computed_tokens:
             self.finished.append(tracked)
 
@@ -91,6 +98,7 @@ class Inspector:
             "map": _build_page_map(page_states[1:], page_rows[1:], request_id_of_row),  # page 0 is never allocated
             "tiers": stats.tier_stats,
             "prefix_hits": stats.prefix_hit_tokens,
+            "prefix_misses": self.prefix_misses.of_key(key_name),
             "layers": self.llm.spec.num_layers,
             "heads": self.llm.spec.num_kv_heads,
             "windows": [None if w > 2**30 else int(w) for w in cache.planner.windows(self.llm.policy)],
