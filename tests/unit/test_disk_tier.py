@@ -251,6 +251,24 @@ def test_a_store_that_writes_too_slowly_warns_once(
     store.close()
 
 
+def test_a_replacement_that_cannot_fit_evicts_nothing(tmp_path: Path) -> None:
+    store = open_disk_store(tmp_path, "32768")
+    for number in (0, 1):
+        store.put(*make_span([number]))
+        store.sync()
+    old, _ = store.find(key_of(0))
+    store.put(
+        *make_span([0, 2, 3, 4, 5, 6, 7, 8]), replaces=old
+    )  # larger than the store, without the bytes that it replaces
+    store.sync()
+    assert count_intact(store, 9) == 2 and store.counts["evicted"] == 0
+    assert store.span_index.used_bytes <= 32768
+    store.put(*make_span([0, 2]), replaces=old)
+    store.sync()
+    assert count_intact(store, 6) == 3 and store.span_index.used_bytes == 24576
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
