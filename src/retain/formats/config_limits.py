@@ -10,6 +10,7 @@ from typing import Any
 from retain.files import quote
 
 MAX_LAYERS, MAX_WIDTH, MAX_HEADS = 4096, 2**20, 2**16
+MAX_CONTEXT = 2**24  # the largest position that float32 angles hold exactly
 # Whole numbers from 1 on, with the largest that is accepted. Families name the same size differently.
 SIZES = {
     "num_hidden_layers": MAX_LAYERS,
@@ -24,9 +25,9 @@ SIZES = {
     "n_head": MAX_HEADS,
     "n_heads": MAX_HEADS,
     "vocab_size": 2**24,
-    "max_position_embeddings": 2**28,
-    "n_positions": 2**28,
-    "max_seq_len": 2**28,
+    "max_position_embeddings": MAX_CONTEXT,
+    "n_positions": MAX_CONTEXT,
+    "max_seq_len": MAX_CONTEXT,
 }
 # The same, and null, which is the family's default.
 OPTIONAL_SIZES = {

@@ -69,7 +69,6 @@ class AuthMiddleware:
             return
         for name, value in scope["headers"]:
             if name == b"host" and not self.host_rule.accepts(value.decode("latin-1")):
-                log.warning("request rejected: its Host header is no local name")
                 host = quote(value.decode("latin-1"))
                 raise APIError(403, f"Host {host} is not allowed without API keys: start with --allow-host NAME")
 
