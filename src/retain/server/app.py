@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from retain import __version__
 from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.kv.eviction import policies
-from retain.server.auth import ApiKeys
+from retain.server.config import ServerConfig
 from retain.server.inspector import routes as inspector_routes
 from retain.server.inspector.recorder import Inspector
 from retain.server.metrics import Metrics
@@ -30,28 +29,27 @@ DESCRIPTION = "OpenAI-compatible server of the retain inference engine"
 def create_app(
     service: OpenAIServing,
     metrics: Metrics,
-    api_keys: ApiKeys,
-    allowed_origins: Sequence[str] = (),
+    config: ServerConfig,
     inspector: Inspector | None = None,
 ) -> FastAPI:
     """Create the application for one served model."""
-    app = FastAPI(title="retain", version=__version__, description=DESCRIPTION, redoc_url=None)
+    app = FastAPI(title="retain", version=__version__, description=DESCRIPTION, redoc_url=None, docs_url=None)
     app.include_router(routes.create_router(service))
     app.include_router(tokenization.create_router(service))
     _add_operations_routes(app, service, metrics)
     if inspector:
         inspector_routes.add_routes(app, service.engine_thread, inspector)
     _add_error_handlers(app)
-    app.add_middleware(AuthMiddleware, api_keys=api_keys, limits=service.limits)
-    if allowed_origins:  # outermost, so that web pages can read the errors of AuthMiddleware
+    app.add_middleware(AuthMiddleware, config=config)
+    if config.allowed_origins:  # outermost, so that web pages can read the errors of AuthMiddleware
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(allowed_origins),
+            allow_origins=list(config.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.openapi = lambda: build_openapi_schema(app, service, bool(api_keys))  # type: ignore[method-assign]
+    app.openapi = lambda: build_openapi_schema(app, service, bool(config.api_keys))  # type: ignore[method-assign]
     return app
 
 
@@ -70,11 +68,13 @@ def _add_operations_routes(app: FastAPI, service: OpenAIServing, metrics: Metric
         problem = engine_thread.fatal_error or ("draining" if service.admission.closed else None)
         return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
 
-    @app.get(
-        "/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, 401: ERROR_RESPONSES[401]}
-    )
-    async def get_metrics() -> Response:
-        """Prometheus metrics."""
+    errors: dict[int | str, dict[str, Any]] = {status: ERROR_RESPONSES[status] for status in (401, 403)}
+
+    @app.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, **errors})
+    async def get_metrics(request: Request) -> Response:
+        """Prometheus metrics, sums over all keys."""
+        if not request.state.key.is_operator:
+            raise APIError(403, "this API key may not read /metrics: name it with --operator when the server starts")
         return Response(await engine_thread.call(metrics.render), media_type="text/plain; version=0.0.4")
 
 
