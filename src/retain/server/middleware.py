@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from retain.server.auth import ApiKeys
+from retain.server.auth import ApiKey, ApiKeys
 from retain.server.config import Limits
+from retain.server.error_format import to_error_response
 from retain.server.openai.errors import APIError
 
 INSPECTOR_PATHS = ("/inspect", "/inspect/inspect.css", "/inspect/inspect.js")
 PUBLIC_PATHS = ("/health", "/ready", "/docs", "/openapi.json", *INSPECTOR_PATHS)  # they reveal nothing about requests
+HEADERS = (b"authorization", b"content-length", b"x-api-key")
 log = logging.getLogger(__name__)
 
 
@@ -30,8 +33,8 @@ class AuthMiddleware:
         """Handle one ASGI connection. Stores the authenticated ApiKey as `request.state.key`."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers = {k: v.decode("latin-1") for k, v in scope["headers"] if k in (b"authorization", b"content-length")}
-        key, response_started = self.api_keys.authenticate(headers.get(b"authorization")), False
+        headers = {k: v.decode("latin-1") for k, v in scope["headers"] if k in HEADERS}
+        key, response_started = self._authenticate(headers), False
         scope.setdefault("state", {})["key"] = key
 
         async def send_wrapper(message: Message) -> None:
@@ -43,7 +46,7 @@ class AuthMiddleware:
             if key is None and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
                 raise APIError(
                     401,
-                    "missing or invalid API key: send Authorization: Bearer KEY",
+                    "missing or invalid API key: send Authorization: Bearer KEY, or x-api-key: KEY",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
             length = headers.get(b"content-length", "0")
@@ -51,12 +54,18 @@ class AuthMiddleware:
                 raise self._body_too_large_error()
             await self.app(scope, self._limit_body(receive), send_wrapper)
         except APIError as error:
-            await error.to_response()(scope, receive, send)
+            await to_error_response(error, scope["path"])(scope, receive, send)
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if response_started:
                 raise
-            await APIError(500, "internal server error").to_response()(scope, receive, send)
+            error = APIError(500, "internal server error")
+            await to_error_response(error, scope["path"])(scope, receive, send)
+
+    def _authenticate(self, headers: Mapping[bytes, str]) -> ApiKey | None:
+        """Return the key of either header that clients send it in; OpenAI's header comes first."""
+        key = self.api_keys.authenticate(headers.get(b"authorization"))
+        return key or self.api_keys.authenticate(f"Bearer {headers.get(b'x-api-key', '')}")
 
     def _limit_body(self, receive: Receive) -> Receive:
         """Wrap `receive` so that it raises for a body that is too large or too slow."""
