@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -23,6 +25,7 @@ from retain.server.sandbox import Sandbox
 from retain.threads import reset_cpu_affinity
 
 log = logging.getLogger(__name__)
+EXIT_GRACE_S = 30.0  # from the end of the drain to the end of the process, whatever hangs
 
 
 def serve(
@@ -69,12 +72,20 @@ async def _serve(
             server_header=False,
             timeout_graceful_shutdown=server_config.drain_timeout,
         )
-        await GracefulServer(config, service, on_ready).serve()
+        server = GracefulServer(config, service, on_ready)
+        await server.serve()
+        server.watchdog.cancel()
         service.preparation.close()
     finally:
         sandbox.close()
         await engine_thread.stop()
         log.info("shut down")
+
+
+def _exit_at_once() -> None:
+    """End the process although something hangs. The stores are made to survive this."""
+    log.critical("the server hangs after its drain: exiting at once")
+    os._exit(1)
 
 
 class GracefulServer(uvicorn.Server):
@@ -88,6 +99,9 @@ class GracefulServer(uvicorn.Server):
     ):
         super().__init__(config)
         self.service, self.on_ready = service, on_ready
+        drain_s = config.timeout_graceful_shutdown or 0
+        self.watchdog = threading.Timer(drain_s + EXIT_GRACE_S, _exit_at_once)
+        self.watchdog.daemon = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal to end."""
@@ -95,6 +109,7 @@ class GracefulServer(uvicorn.Server):
         if not self.should_exit:
             self.should_exit = self.service.admission.closed = True
             self.service.engine_thread.reject_waiting()
+            self.watchdog.start()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Bind the port, log the address and call `on_ready`."""

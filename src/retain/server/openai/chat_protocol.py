@@ -119,7 +119,7 @@ class ChatTemplateKwargs(StrictModel):
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[MessageParam], Field(min_length=1)]
+    messages: Annotated[list[MessageParam], Field(min_length=1, fail_fast=True)]
     max_tokens: PositiveInt32 | None = Field(None, description="Deprecated: use max_completion_tokens")
     max_completion_tokens: PositiveInt32 | None = None
     logprobs: bool | None = None

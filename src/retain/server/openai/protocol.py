@@ -14,7 +14,7 @@ from retain.sampling_params import SamplingParams
 
 Json = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 LogitBias = Annotated[
@@ -153,9 +153,9 @@ class CompletionRequest(SamplingFields):
 
     prompt: (
         NonEmptyStr
-        | Annotated[list[NonEmptyStr], Field(min_length=1)]
+        | Annotated[list[NonEmptyStr], Field(min_length=1, fail_fast=True)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None

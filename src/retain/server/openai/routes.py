@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from retain.kv.eviction import policies
+from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_protocol import ChatCompletionRequest, ChatCompletionResponse
 from retain.server.openai.errors import ERROR_RESPONSES
 from retain.server.openai.protocol import CompletionRequest, CompletionResponse, ModelCard, ModelList, ModelOptions
@@ -16,7 +17,7 @@ from retain.server.openai.serving import OpenAIServing
 
 def create_router(service: OpenAIServing) -> APIRouter:
     """Create the routes for a served model."""
-    router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES)
+    router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES, route_class=BodyRoute)
 
     @router.post("/chat/completions", response_model=None, responses=_generation_responses(ChatCompletionResponse))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:

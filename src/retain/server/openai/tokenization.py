@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
+from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_protocol import MessageParam
 from retain.server.openai.errors import ERROR_RESPONSES
 from retain.server.openai.protocol import StrictModel, TokenId
@@ -41,7 +42,7 @@ class DetokenizeRequest(StrictModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class DetokenizeResponse(BaseModel):
@@ -61,7 +62,7 @@ class TokenizerInfo(BaseModel):
 
 def create_router(service: OpenAIServing) -> APIRouter:
     """Create the routes for a served model's tokenizer."""
-    router, tokenizer = APIRouter(responses=ERROR_RESPONSES), service.llm.tokenizer
+    router, tokenizer = APIRouter(responses=ERROR_RESPONSES, route_class=BodyRoute), service.llm.tokenizer
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest, request: Request) -> TokenizeResponse:

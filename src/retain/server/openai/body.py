@@ -1,0 +1,76 @@
+"""Parsing of request bodies: in a thread, within bounds that are checked before any field is, up to the first error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any
+
+import orjson
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+from starlette.responses import Response
+
+MAX_VALUES = 2**20  # in all lists and objects of a body: the token ids of the longest prompts
+MAX_ITEMS = 2**14  # of a list that has more than numbers
+MAX_KEYS = 2**12  # of an object
+
+
+class BodyRoute(APIRoute):
+    """A route that validates its body before FastAPI does, which then finds an instance of the model."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler (FastAPI)."""
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        annotation: Any = self.body_field.field_info.annotation
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+
+        async def handle_validated(request: Request) -> Response:
+            if data := await request.body():
+                # FastAPI asks the request for its JSON, which Starlette keeps here.
+                request._json = await asyncio.to_thread(parse_body, data, adapter)
+            return await handle(request)
+
+        return handle_validated
+
+
+def parse_body(data: bytes, adapter: TypeAdapter[Any]) -> Any:
+    """Return the validated body. Raises RequestValidationError with one error."""
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        raise RequestValidationError([{"type": "json_invalid", "loc": ()}]) from None
+    if problem := find_excess(value):
+        raise RequestValidationError([{"type": "too_long", "loc": (), "msg": f"the request body has {problem}"}])
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
+        raise RequestValidationError(errors[:1]) from None
+
+
+def find_excess(value: Any) -> str | None:
+    """Return which bound a JSON value exceeds, in words; None if none."""
+    items: Collection[Any]
+    containers, num_values = [value], 0
+    while containers:
+        x = containers.pop()
+        if isinstance(x, dict):
+            if len(x) > MAX_KEYS:
+                return f"an object of {len(x)} keys: at most {MAX_KEYS}"
+            items = x.values()
+        elif isinstance(x, list):
+            if len(x) > MAX_ITEMS and any(type(item) is not int for item in x):
+                return f"a list of {len(x)} items: at most {MAX_ITEMS}, unless all are integers"
+            items = x
+        else:
+            continue
+        num_values += len(x)
+        if num_values > MAX_VALUES:
+            return f"more than {MAX_VALUES} values"
+        containers += [item for item in items if isinstance(item, dict | list)]
+    return None
