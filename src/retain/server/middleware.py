@@ -59,8 +59,8 @@ class AuthMiddleware:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if response_started:
                 raise
-            error = APIError(500, "internal server error")
-            await to_error_response(error, scope["path"])(scope, receive, send)
+            failure = APIError(500, "internal server error")
+            await to_error_response(failure, scope["path"])(scope, receive, send)
 
     def _authenticate(self, headers: Mapping[bytes, str]) -> ApiKey | None:
         """Return the key of either header that clients send it in; OpenAI's header comes first."""

@@ -54,9 +54,8 @@ class ContentBlocks:
         events: list[Json] = []
         if not self._is_open_as(kind):
             events += self._close_block()
-            events.append(
-                self._open_block({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
-            )
+            empty = {"type": kind, kind: ""}
+            events.append(self._open_block(empty | {"signature": ""} if kind == "thinking" else empty))
         self.blocks[-1][kind] += text
         return [*events, self._delta(type=f"{kind}_delta", **{kind: text})]
 

@@ -78,20 +78,21 @@ def cut_at_breakpoints(body: ConversationFields) -> dict[float, ConversationFiel
 
 def _iter_cuts(body: ConversationFields) -> Iterator[tuple[float, ConversationFields | None]]:
     """Yield the lifetime of each breakpoint, in the order of the prompt, with the conversation up to it."""
+    cut: Json
     leading: dict[str, Sequence[Tool | TextBlock]] = {"tools": body.tools or ()}
     leading["system"] = body.system if isinstance(body.system, list) else ()
     for field, blocks in leading.items():
         for i, block in enumerate(blocks):
             if block.cache_control:
-                update = {field: blocks[: i + 1], "messages": [PROBE]}
-                yield block.cache_control.seconds, body.model_copy(update=update)
+                cut = {field: blocks[: i + 1], "messages": [PROBE]}
+                yield block.cache_control.seconds, body.model_copy(update=cut)
     for i, message in enumerate(body.messages):
         for j, part in enumerate(_blocks(message)):
             if cache_control := getattr(part, "cache_control", None):
                 begun = message.model_copy(update={"content": message.content[: j + 1]})
                 is_whole = i + 1 == len(body.messages) and j + 1 == len(message.content)
-                update = {"messages": [*body.messages[:i], begun]}
-                yield cache_control.seconds, None if is_whole else body.model_copy(update=update)
+                cut = {"messages": [*body.messages[:i], begun]}
+                yield cache_control.seconds, None if is_whole else body.model_copy(update=cut)
     if body.cache_control:
         yield body.cache_control.seconds, None
 

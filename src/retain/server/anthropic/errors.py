@@ -60,17 +60,15 @@ def to_error_response(error: APIError) -> JSONResponse:
 
 def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError:
     """Convert pydantic's list of errors to a 400 that names the first invalid field of the body."""
-    first = dict(errors[0])
+    first = errors[0]
     if first.get("type") == "json_invalid":
         return APIError(400, "the request body is not valid JSON")
-    param = ".".join(_field_path(first.get("loc", ())[1:], body))
-    if first.get("type") == "extra_forbidden":
-        return APIError(400, f"{param}: unknown field", param)
+    param = ".".join(_field_path(first.get("loc", ()), body))
     message = str(first.get("msg", "not valid")).removeprefix("Value error, ")
-    if first.get("type") == "union_tag_invalid":
-        context = first["ctx"]
-        param = ".".join([param, "type"]) if param else "type"
-        message = f"{context['tag']!r} is not supported here: use {context['expected_tags']}"
+    if first.get("type") == "extra_forbidden":
+        message = "unknown field"
+    elif first.get("type") == "union_tag_invalid":  # a type of block, such as an image
+        message = message.replace("Input tag", "the type").partition(" found using")[0] + " is not supported here"
     return APIError(400, f"{param}: {message}" if param else message, param)
 
 

@@ -179,7 +179,8 @@ class ConversationFields(ExtensionFields):
 
     model: str
     messages: Annotated[
-        list[Annotated[Message, Field(discriminator="role")]], Field(min_length=1, description="Oldest first")
+        list[Annotated[Message, Field(discriminator="role")]],
+        Field(min_length=1, fail_fast=True, description="Oldest first"),
     ]
     system: TextContent | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None

@@ -8,6 +8,7 @@ from fastapi.responses import Response
 from retain.server.anthropic.errors import ERROR_RESPONSES
 from retain.server.anthropic.protocol import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from retain.server.anthropic.serving import count_prompt_tokens, prepare_message
+from retain.server.openai.body import BodyRoute
 from retain.server.openai.serving import OpenAIServing
 
 EVENT = {
@@ -20,7 +21,7 @@ MESSAGE_RESPONSES = {200: {"model": MessageResponse, "content": {"text/event-str
 
 def create_router(service: OpenAIServing) -> APIRouter:
     """Create the routes for a served model."""
-    router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES)
+    router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES, route_class=BodyRoute)
 
     @router.post("/messages", response_model=None, responses=MESSAGE_RESPONSES)  # type: ignore[arg-type]
     async def messages(body: MessagesRequest, request: Request) -> Response:

@@ -85,9 +85,8 @@ def create_router(service: OpenAIServing) -> APIRouter:
     async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
         """Detokenize token ids."""
         service.check_model(body.model)
-        return DetokenizeResponse(
-            prompt=await service.run_admitted(request.state.key, lambda: tokenizer.decode(body.tokens))
-        )
+        text = await service.run_admitted(request.state.key, lambda: tokenizer.decode(body.tokens))
+        return DetokenizeResponse(prompt=text)
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> TokenizerInfo:
