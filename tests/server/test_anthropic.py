@@ -2,14 +2,20 @@
 
 import inspect
 import json
+from time import monotonic
 
 import anthropic
 import pytest
 
 from retain.processing.chat_template import ChatTemplate
+from retain.server.anthropic.content_blocks import ContentBlocks
 from retain.server.anthropic.conversion import to_chat_request
 from retain.server.anthropic.protocol import MessagesRequest
+from retain.server.anthropic.serving import prepare_message
+from retain.server.auth import ANONYMOUS
+from retain.server.openai.chat_output import ChatOutput
 from retain.server.openai.chat_protocol import ChatCompletionRequest
+from retain.server.openai.tool_parser import ParsedToolCall
 from tests.server.agent_model import AGENT_TEMPLATE, dictated_answers
 from tests.server.conftest import API_KEYS, HTTP, run_server, run_tiny_server
 from tests.server.test_tool_calls import HERMES
@@ -197,10 +203,8 @@ def test_loop_of_call_and_result(agent, agent_server):
         second = ask(agent, tools=TOOLS, messages=QUESTION + turns, max_tokens=200)
     assert (text.text, call.name, call.input) == ("I look.", "weather", {"city": "Rome"})
     assert first.stop_reason == "tool_use" and second.content[0].text == "Sunny."
-    continued = (
-        f"I look.{CALL}<|end|>\n<|tool|>\n24 degrees<|end|>\n<|tool|>\nError: no such city<|end|>\n<|assistant|>\n"
-    )
-    assert prompts[1] == prompts[0] + continued
+    results = "<|tool|>\n24 degrees<|end|>\n<|tool|>\nError: no such city<|end|>\n"
+    assert prompts[1] == f"{prompts[0]}I look.{CALL}<|end|>\n{results}<|assistant|>\n"
 
 
 def test_tool_choice_none_leaves_the_tools_out(agent):
@@ -239,6 +243,38 @@ def test_template_is_told_whether_to_think(agent_server, kind, thinks):
     assert prompt.endswith("<think>") == thinks
 
 
+# ---- content blocks --------------------------------------------------------------------------------------------------
+
+
+def feed_all(outputs):
+    """Return the blocks of some outputs without the ids of calls, and the events."""
+    content = ContentBlocks()
+    events = [event for output in outputs for event in content.feed(output)] + content.close()
+    return [{k: v for k, v in block.items() if k not in ("id", "signature")} for block in content.blocks], events
+
+
+def test_blank_text_makes_no_block_beside_calls():
+    call = ParsedToolCall("f", '{"x": 1}')
+    outputs = [ChatOutput("", "\n", []), ChatOutput("", " ", [call]), ChatOutput("", "\n", [call])]
+    blocks, events = feed_all(outputs)
+    assert blocks == [{"type": "tool_use", "name": "f", "input": {"x": 1}}] * 2
+    assert [e["index"] for e in events] == [0, 0, 0, 1, 1, 1]
+    assert feed_all([ChatOutput("", " ", [])])[0] == [{"type": "text", "text": " "}], "else the answer would be empty"
+
+
+def test_blanks_inside_of_text_stay():
+    blocks, _ = feed_all([ChatOutput("why", "", []), *(ChatOutput("", t, []) for t in ("\n", "a", "\n", "b"))])
+    assert blocks == [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "\na\nb"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parsed"), [("[1]", {"value": [1]}), ("{", {"value": "{"}), ('{"a": 1.0}', {"a": 1.0})]
+)
+def test_arguments_are_an_object(arguments, parsed):
+    blocks, events = feed_all([ChatOutput("", "", [ParsedToolCall("f", arguments)])])
+    assert blocks[0]["input"] == parsed == json.loads(events[1]["delta"]["partial_json"])
+
+
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
@@ -260,9 +296,6 @@ def test_breakpoint_pins_what_precedes_it(agent, agent_server):
 
 def pin_of(agent_server, **fields):
     """Return the pins of a request as the seconds and the text that they keep."""
-    from retain.server.anthropic.serving import prepare_message
-    from retain.server.auth import ANONYMOUS
-
     service = agent_server.service
     prepared = prepare_message(service, MessagesRequest(**build_request(**fields)), ANONYMOUS)
     (request,) = prepared.requests
@@ -287,8 +320,6 @@ def test_pins_are_bounded_by_the_limit(secured_server):
     system = [{"type": "text", "text": LONG_TEXT, "cache_control": EPHEMERAL | {"ttl": "1h"}}]
     usage = ask(client, system=system, max_tokens=1).usage
     assert usage.cache_creation_input_tokens > len(LONG_TEXT)
-    from time import monotonic
-
     prefix_cache = secured_server.service.llm.cache.prefix_cache
     assert max(prefix_cache.tree.pins._until.values()) <= monotonic() + 60
     prefix_cache.unpin_all()
@@ -346,6 +377,7 @@ def test_conversation_becomes_a_chat_completion():
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
+TEXT = {"type": "text", "text": "a"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
@@ -355,10 +387,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": -1}, "max_tokens:"),
         ({"temperature": 1.5}, "temperature:"),
         ({"x": 1}, "x: unknown"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
-            "content.1: the type 'image'",
-        ),
+        ({"messages": [{"role": "user", "content": [TEXT, IMAGE]}]}, "messages.0.content.1: the type 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: Field required"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "prefill"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type:"),

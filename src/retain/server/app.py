@@ -26,7 +26,7 @@ from retain.server.openai import routes, tokenization
 from retain.server.openai.errors import ERROR_RESPONSES, APIError, invalid_request
 from retain.server.openai.serving import OpenAIServing
 
-DESCRIPTION = "OpenAI-compatible server of the retain inference engine"
+DESCRIPTION = "Server of the retain inference engine, compatible with OpenAI's and Anthropic's APIs"
 
 
 def create_app(
@@ -112,16 +112,18 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
     schemas = doc["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    for name in ("ChatCompletionRequest", "CompletionRequest"):
+    for name in ("ChatCompletionRequest", "CompletionRequest", "MessagesRequest", "CountTokensRequest"):
         fields = schemas[name]["properties"]
         fields["model"] = {"type": "string", "enum": [service.model_name]}
         fields["pin"]["anyOf"][0]["maximum"] = service.limits.max_pin_seconds
-        fields["n"]["anyOf"][0]["maximum"] = service.limits.max_choices
+        if "n" in fields:
+            fields["n"]["anyOf"][0]["maximum"] = service.limits.max_choices
         fields["kv_policy"]["anyOf"][0]["pattern"] = f"^({'|'.join(policies.names())})(:|$)"
         fields["speculate"]["anyOf"][0]["enum"] = [NO_SPECULATION, *service.drafters]
     if not service.tool_format:  # the model's chat template does not support tools
-        for field in ("tools", "tool_choice", "parallel_tool_calls"):
-            del schemas["ChatCompletionRequest"]["properties"][field]
+        for name in ("ChatCompletionRequest", "MessagesRequest", "CountTokensRequest"):
+            for field in ("tools", "tool_choice", "parallel_tool_calls"):
+                schemas[name]["properties"].pop(field, None)
     if requires_key:
         doc["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         doc["security"] = [{"key": []}]
