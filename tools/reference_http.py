@@ -17,9 +17,10 @@ def http_page() -> str:
     from pydantic import BaseModel
 
     text = "# HTTP API\n\n" + NOTE
-    text += "The APIs of OpenAI and Anthropic, with fields of our own. An unknown field is an error. `GET /openapi.json`\n"
-    text += 'is the contract of a running server. Errors are `{"error": {"message", "type", "param", "code"}}`, and below\n'
-    text += '`/v1/messages` `{"type": "error", "error": {"type", "message"}}`.\n\n## Routes\n\n'
+    text += "The APIs of OpenAI and Anthropic, with fields of our own. An unknown field is an error.\n"
+    text += "`GET /openapi.json` is the contract of a running server. Errors are\n"
+    text += '`{"error": {"message", "type", "param", "code"}}`, and below `/v1/messages`\n'
+    text += '`{"type": "error", "error": {"type", "message"}}`.\n\n## Routes\n\n'
     routes = [route for path in sorted((PACKAGE / "server").rglob("*.py")) for route in _routes(path)]
     text += table(["route", ""], routes)
     for cls in sorted(_classes("Request"), key=lambda c: ("v1" not in (c.__doc__ or ""), c.__name__)):

@@ -112,7 +112,8 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
     schemas = doc["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    for name in ("ChatCompletionRequest", "CompletionRequest", "MessagesRequest", "CountTokensRequest"):
+    schemas["CountTokensRequest"]["properties"]["model"] = {"type": "string", "enum": [service.model_name]}
+    for name in ("ChatCompletionRequest", "CompletionRequest", "MessagesRequest"):
         fields = schemas[name]["properties"]
         fields["model"] = {"type": "string", "enum": [service.model_name]}
         fields["pin"]["anyOf"][0]["maximum"] = service.limits.max_pin_seconds
