@@ -406,6 +406,16 @@ def test_invalid_request_names_the_field(agent_server, fields, field):
     assert "\n" not in error["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/messages", "/messages/count_tokens"])
+def test_deep_nesting_is_refused(agent_server, path):
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    messages = [*QUESTION, {"role": "assistant", "content": [call]}, *QUESTION]
+    text = json.dumps({"model": "smollm2", "messages": messages} | ({"max_tokens": 1} if path == "/messages" else {}))
+    nested = text.replace('"input": {}', '"input": ' + '{"x": ' * 1000 + "0" + "}" * 1000)
+    response = HTTP.post(f"{agent_server.url}{path}", content=nested, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+
+
 def test_errors_raised_before_the_route(secured_server):
     def post(path, key, **options):
         response = HTTP.post(f"{secured_server.url}/messages{path}", headers={"x-api-key": key}, **options)

@@ -133,16 +133,16 @@ class OpenAIServing:
         ids = tokenizer.encode(prompt, add_special_tokens=False)
         max_tokens = self._resolve_max_tokens(body, body.max_completion_tokens or body.max_tokens, len(ids))
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
-        protects_system = "protect=system" in (body.kv_policy or "")
         request = replace(
             self._build_base_request(ids, body, key),
             params=body.to_sampling_params(max_tokens, logprobs),
-            num_system_tokens=tokenizer.count_system_tokens(self.to_template_messages(body.messages))
-            if protects_system
-            else 0,
+            num_system_tokens=self._count_system_tokens(body) if "protect=system" in (body.kv_policy or "") else 0,
             grammar=self._build_grammar(body, tools),
         )
         return request, [self._create_output_parser(prompt, tools) for _ in range(body.n or 1)]
+
+    def _count_system_tokens(self, body: ChatCompletionRequest) -> int:
+        return self.llm.tokenizer.count_system_tokens(self.to_template_messages(body.messages))
 
     def render_chat(self, body: ChatCompletionRequest) -> tuple[str, list[Json]]:
         """Return the prompt text of a conversation, and its tools. Raises APIError or ValueError."""
@@ -256,10 +256,8 @@ class OpenAIServing:
                     pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
                     group = RequestGroup(request_states, key.name, pins)
                     await self.engine_thread.submit(group)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise invalid_request(error) from None
-            except RecursionError:
-                raise APIError(400, "the request body is nested too deeply") from None
             except EngineError as error:
                 raise APIError(error.status, str(error)) from None
             except BaseException as error:  # the deadline passed, or the coroutine was cancelled
@@ -288,6 +286,8 @@ class OpenAIServing:
                     return await self.preparation.run(key.name, function)
             except TimeoutError:
                 raise APIError(408, "the request timed out") from None
+            except RecursionError as error:
+                raise invalid_request(error) from None
 
 
 def _parse_arguments(text: str) -> Any:
