@@ -202,12 +202,15 @@ JSON_VALUES = st.recursive(
 VALID_BODIES = {
     "/v1/completions": {"model": "smollm2", "prompt": "The sea", "max_tokens": 2},
     "/v1/chat/completions": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/messages": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
 FIELDS = (
     "model prompt messages max_tokens temperature top_p n stop stream seed logprobs echo logit_bias kv_policy tools "
-    "speculate cache_salt pin response_format tool_choice top_logprobs stream_options tokens suffix best_of x"
+    "speculate cache_salt pin response_format tool_choice top_logprobs stream_options tokens suffix best_of x "
+    "system thinking cache_control stop_sequences output_config metadata"
 )
 
 

@@ -95,13 +95,17 @@ class Tokenizer:
         return IncrementalDetokenizer(self._token_bytes, stop)
 
     def apply_chat_template(
-        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        enable_thinking: bool | None = None,
     ) -> str:
         """Return a conversation, [{"role": "user", "content": "..."}, ...], as prompt text.
 
         Raises ValueError when the model has no template, or the template fails.
         """
-        return self._compiled_template.render(messages, add_generation_prompt, tools)
+        return self._compiled_template.render(messages, add_generation_prompt, tools, enable_thinking)
 
     def set_template_renderer(self, template: TemplateRenderer) -> None:
         """Let another object render the chat template, for example in another process."""

@@ -81,6 +81,8 @@ class APIError(Exception):
 
 def invalid_request(error: Exception) -> APIError:
     """Convert an exception to a 400 with a one-line message."""
+    if isinstance(error, RecursionError):
+        return APIError(400, "the request body is nested too deeply")
     return APIError(400, " ".join(str(error).split()))
 
 
