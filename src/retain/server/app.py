@@ -20,8 +20,9 @@ from retain.server.inspector import routes as inspector_routes
 from retain.server.inspector.recorder import Inspector
 from retain.server.metrics import Metrics
 from retain.server.middleware import AuthMiddleware
-from retain.server.openai import routes, tokenization
+from retain.server.openai import responses_routes, routes, tokenization
 from retain.server.openai.errors import ERROR_RESPONSES, APIError, invalid_request, to_validation_error
+from retain.server.openai.response_store import ResponseStore
 from retain.server.openai.serving import OpenAIServing
 
 DESCRIPTION = "OpenAI-compatible server of the retain inference engine"
@@ -37,6 +38,7 @@ def create_app(
     """Create the application for one served model."""
     app = FastAPI(title="retain", version=__version__, description=DESCRIPTION, redoc_url=None)
     app.include_router(routes.create_router(service))
+    app.include_router(responses_routes.create_router(service, ResponseStore(service.limits.max_stored_bytes)))
     app.include_router(tokenization.create_router(service))
     _add_operations_routes(app, service, metrics)
     if inspector:
@@ -107,16 +109,18 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
     schemas = doc["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    for name in ("ChatCompletionRequest", "CompletionRequest"):
+    for name in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
         fields = schemas[name]["properties"]
         fields["model"] = {"type": "string", "enum": [service.model_name]}
         fields["pin"]["anyOf"][0]["maximum"] = service.limits.max_pin_seconds
-        fields["n"]["anyOf"][0]["maximum"] = service.limits.max_choices
+        if "n" in fields:
+            fields["n"]["anyOf"][0]["maximum"] = service.limits.max_choices
         fields["kv_policy"]["anyOf"][0]["pattern"] = f"^({'|'.join(policies.names())})(:|$)"
         fields["speculate"]["anyOf"][0]["enum"] = [NO_SPECULATION, *service.drafters]
     if not service.tool_format:  # the model's chat template does not support tools
-        for field in ("tools", "tool_choice", "parallel_tool_calls"):
-            del schemas["ChatCompletionRequest"]["properties"][field]
+        for name in ("ChatCompletionRequest", "ResponsesRequest"):
+            for field in ("tools", "tool_choice", "parallel_tool_calls"):
+                del schemas[name]["properties"][field]
     if requires_key:
         doc["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         doc["security"] = [{"key": []}]

@@ -1,0 +1,105 @@
+"""Routes of the Responses API: create a response, and find, list and delete stored ones."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from retain.server.openai.chat_protocol import ChatCompletionRequest
+from retain.server.openai.errors import ERROR_RESPONSES, APIError
+from retain.server.openai.response_store import ResponseStore, StoredTurn
+from retain.server.openai.responses_conversion import (
+    dump_items,
+    get_input_items,
+    iter_stored_items,
+    rename_parameter,
+    to_chat_request,
+)
+from retain.server.openai.responses_encoder import ResponsesEncoder
+from retain.server.openai.responses_protocol import DeletedResponse, ItemList, ResponseObject, ResponsesRequest
+from retain.server.openai.routes import describe_generation
+from retain.server.openai.serving import OpenAIServing, Prepared
+
+
+def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
+    """Create the routes for a served model."""
+    router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES)
+
+    @router.post("/responses", response_model=None, responses=describe_generation(ResponseObject))
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Create a response to a text or to items."""
+        service.check_model(body.model)
+        key = request.state.key
+        previous = find_previous(key.name, body.previous_response_id) if body.previous_response_id else None
+
+        def convert() -> tuple[ChatCompletionRequest, bytes]:
+            items = dump_items(get_input_items(body)) if body.store is not False else b""
+            return to_chat_request(body, previous), items
+
+        def prepare() -> Prepared:
+            generate_request, (parser,) = service.prepare_chat_request(chat, key)
+            return [generate_request], ResponsesEncoder(
+                body, parser, service.llm.tokenizer, service.llm.output_processor, keep
+            )
+
+        def keep(response_id: str, response: bytes) -> None:
+            if body.store is not False:
+                store.put(key.name, response_id, StoredTurn(response, items, previous))
+
+        try:
+            # In another thread: a stored conversation may be long, and streams must not wait for it.
+            chat, items = await asyncio.to_thread(convert)
+            return await service.handle(chat, 1, key, prepare)
+        except APIError as error:
+            raise rename_parameter(error) from None
+
+    def find_previous(key_name: str, response_id: str) -> StoredTurn:
+        if turn := store.get(key_name, response_id):
+            return turn
+        message = "previous response not found: it was never stored, deleted, or evicted; send the whole conversation"
+        raise APIError(400, message, "previous_response_id", "previous_response_not_found")
+
+    def find(request: Request, response_id: str) -> StoredTurn:
+        if turn := store.get(request.state.key.name, response_id):
+            return turn
+        raise APIError(404, "response not found: it was never stored, deleted, or evicted", "response_id")
+
+    @router.get("/responses/{response_id}", response_model=None, responses={200: {"model": ResponseObject}})
+    async def get_response(response_id: str, request: Request, stream: bool = False) -> Response:
+        """Get a stored response."""
+        if stream:
+            raise APIError(400, "stream: stored responses are not streamed", "stream")
+        return Response(find(request, response_id).response, media_type="application/json")
+
+    @router.delete("/responses/{response_id}")
+    async def delete_response(response_id: str, request: Request) -> DeletedResponse:
+        """Delete a stored response. Responses that continue it keep its content."""
+        find(request, response_id)
+        store.delete(request.state.key.name, response_id)
+        return DeletedResponse(id=response_id)
+
+    @router.get("/responses/{response_id}/input_items")
+    async def list_input_items(
+        response_id: str,
+        request: Request,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> ItemList:
+        """List the items that a stored response answers, with those of the responses it continues."""
+        turn = find(request, response_id)
+        items = await asyncio.to_thread(lambda: list(iter_stored_items(turn, with_output=False)))
+        items = items if order == "asc" else items[::-1]
+        if after is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise APIError(400, "after: no item has this id", "after")
+            items = items[ids.index(after) + 1 :]
+        page = items[:limit]
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        return ItemList(data=page, first_id=first, last_id=last, has_more=len(items) > limit)
+
+    return router
