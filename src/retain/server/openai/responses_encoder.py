@@ -116,15 +116,14 @@ class ResponsesEncoder(ResponseEncoder):
         logprobs = [] if output.tool_calls or not output.content else self._logprobs
         if output.tool_calls or output.content:
             self._logprobs = []
-        return [to_token_logprob(self._tokenizer, p) for p in logprobs]
+        special = self._tokenizer.special_token_ids  # which the text leaves out
+        return [to_token_logprob(self._tokenizer, p) for p in logprobs if p.token_id not in special]
 
     def _finish_items(self) -> list[Json]:
         self._end_reasoning()
         is_cut = self._finish_reason is FinishReason.LENGTH
-        rest = [to_token_logprob(self._tokenizer, p) for p in self._logprobs]
-        events = self._output.finish("incomplete" if is_cut else "completed", rest)
         self.response["status"] = "incomplete" if is_cut else "completed"
-        return events
+        return self._output.finish(self.response["status"])
 
     def _finish_response(self, group: RequestGroup) -> bytes:
         is_cut = self.response["status"] == "incomplete"

@@ -30,12 +30,11 @@ class OutputItems:
             events += self._add_call(call)
         return events
 
-    def finish(self, status: str, logprobs: Sequence[Json]) -> list[Json]:
+    def finish(self, status: str) -> list[Json]:
         """End the last item. An answer without any text is a message without text."""
-        blank, events = self._blank["message"], []
+        blank = self._blank["message"]
         has_calls = any(item["type"] == "function_call" for item in self.items)
-        if not self.items or (not has_calls and (blank or (logprobs and self._is_open_as("message")))):
-            events = self._append("message", blank, logprobs)
+        events = self._append("message", blank, ()) if not self.items or (blank and not has_calls) else []
         return events + self.close(status)
 
     def close(self, status: str) -> list[Json]:
