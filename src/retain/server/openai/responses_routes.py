@@ -23,6 +23,8 @@ from retain.server.openai.responses_protocol import DeletedResponse, ItemList, R
 from retain.server.openai.routes import describe_generation
 from retain.server.openai.serving import OpenAIServing, Prepared
 
+OTHER_METHODS = ["HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"]
+
 
 def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
     """Create the routes for a served model."""
@@ -80,6 +82,12 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
         find(request, response_id)
         store.delete(request.state.key.name, response_id)
         return DeletedResponse(id=response_id)
+
+    # Starlette's own 405 names the methods of the first route of a path only.
+    @router.api_route("/responses/{response_id}", methods=OTHER_METHODS, include_in_schema=False)
+    async def refuse_method(response_id: str) -> None:
+        """Refuse every other method."""
+        raise APIError(405, "Method Not Allowed", headers={"Allow": "GET, DELETE"})
 
     @router.get("/responses/{response_id}/input_items")
     async def list_input_items(
