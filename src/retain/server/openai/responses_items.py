@@ -59,7 +59,8 @@ ContentPart = Annotated[
     ),
 ]
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<list>")], Discriminator(tag_text_or_list)
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("<list>")],
+    Discriminator(tag_text_or_list),
 ]
 
 

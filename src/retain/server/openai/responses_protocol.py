@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from retain.server.openai.chat_protocol import PositiveInt32
-from retain.server.openai.protocol import ExtensionFields, Json, NonEmptyStr, Seed, StrictModel
+from retain.server.openai.protocol import GenerationFields, Json, NonEmptyStr, Seed, StrictModel
 from retain.server.openai.responses_items import InputItem, ItemId, tag_by_type, tag_text_or_list
 
 LOGPROBS = "message.output_text.logprobs"
@@ -90,13 +90,13 @@ class ResponsesStreamOptions(StrictModel):
     include_obfuscation: bool = Field(False, description="Accepted and ignored")
 
 
-class ResponsesRequest(ExtensionFields):
+class ResponsesRequest(GenerationFields):
     """POST /v1/responses."""
 
     model: str
     input: Annotated[
         Annotated[NonEmptyStr, Tag("<text>")]
-        | Annotated[list[InputItem], Field(min_length=1, max_length=10_000), Tag("<list>")],
+        | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<list>")],
         Discriminator(tag_text_or_list),
     ]
     instructions: str | None = Field(None, description="System message; a later response does not inherit it")
@@ -125,7 +125,6 @@ class ResponsesRequest(ExtensionFields):
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted and ignored")
-    stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     truncation: Literal["disabled"] | None = Field(None, description="Only the default is supported")
     service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted and ignored")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from retain.server.openai.chat_protocol import ChatCompletionRequest
+from retain.server.openai.body import BodyRoute
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.response_store import ResponseStore, StoredTurn
 from retain.server.openai.responses_conversion import (
@@ -28,33 +27,29 @@ OTHER_METHODS = ["HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"]
 
 def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
     """Create the routes for a served model."""
-    router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES)
+    router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES, route_class=BodyRoute)
 
     @router.post("/responses", response_model=None, responses=describe_generation(ResponseObject))
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Create a response to a text or to items."""
         service.check_model(body.model)
-        key = request.state.key
+        key, is_stored = request.state.key, body.store is not False
         previous = find_previous(key.name, body.previous_response_id) if body.previous_response_id else None
 
-        def convert() -> tuple[ChatCompletionRequest, bytes]:
-            items = dump_items(get_input_items(body)) if body.store is not False else b""
-            return to_chat_request(body, previous), items
-
         def prepare() -> Prepared:
-            generate_request, (parser,) = service.prepare_chat_request(chat, key)
-            return [generate_request], ResponsesEncoder(
+            items = dump_items(get_input_items(body)) if is_stored else b""
+
+            def keep(response_id: str, response: bytes) -> None:
+                if is_stored:
+                    store.put(key.name, response_id, StoredTurn(response, items, previous))
+
+            generated, (parser,) = service.prepare_chat_request(to_chat_request(body, previous), key)
+            return [generated], ResponsesEncoder(
                 body, parser, service.llm.tokenizer, service.llm.output_processor, keep
             )
 
-        def keep(response_id: str, response: bytes) -> None:
-            if body.store is not False:
-                store.put(key.name, response_id, StoredTurn(response, items, previous))
-
         try:
-            # In another thread: a stored conversation may be long, and streams must not wait for it.
-            chat, items = await asyncio.to_thread(convert)
-            return await service.handle(chat, 1, key, prepare)
+            return await service.handle(body, 1, key, prepare)
         except APIError as error:
             raise rename_parameter(error) from None
 
@@ -99,7 +94,9 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
     ) -> ItemList:
         """List the items that a stored response answers, with those of the responses it continues."""
         turn = find(request, response_id)
-        items = await asyncio.to_thread(lambda: list(iter_stored_items(turn, with_output=False)))
+        items = await service.preparation.run(
+            request.state.key.name, lambda: list(iter_stored_items(turn, with_output=False))
+        )
         items = items if order == "asc" else items[::-1]
         if after is not None:
             ids = [item["id"] for item in items]

@@ -39,7 +39,7 @@ from retain.server.openai.completion_encoder import (
     Json,
 )
 from retain.server.openai.errors import APIError, invalid_request
-from retain.server.openai.protocol import CompletionRequest, SamplingFields
+from retain.server.openai.protocol import CompletionRequest, GenerationFields, SamplingFields
 from retain.server.openai.reasoning_parser import BEGIN, ReasoningParser, supports_reasoning
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
 from retain.server.openai.tool_parser import ToolFormat, ToolParser
@@ -221,7 +221,7 @@ class OpenAIServing:
     # ---- submission ----------------------------------------------------------------------------------------------
 
     async def handle(
-        self, body: SamplingFields, num_choices: int, key: ApiKey, prepare: Callable[[], Prepared]
+        self, body: GenerationFields, num_choices: int, key: ApiKey, prepare: Callable[[], Prepared]
     ) -> Response:
         """Admit, prepare and submit a request with `num_choices` choices. Raises APIError."""
         deadline = asyncio.get_running_loop().time() + self.limits.request_timeout
