@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from retain import LLM
+from retain.processing.chat_template import ChatTemplate
 from retain.server.auth import ApiKeys
 from retain.server.config import Limits, ServerConfig
 from retain.server.launch import GracefulServer, serve
@@ -102,6 +103,17 @@ def run_tiny_server(**server_options: Any) -> AbstractContextManager[GracefulSer
     engine_options = {"kv_memory": "64MiB", "dtype": "float32"}
     engine_options |= server_options.pop("engine_options", {})
     return run_server("random:tiny", engine_options, template, **server_options)
+
+
+@contextmanager
+def chat_template_replaced(server: GracefulServer, template: str) -> Iterator[None]:
+    """Serve the same model with another chat template until the block ends."""
+    service, tokenizer = server.service, server.service.llm.tokenizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "chat_template", template)
+        patch.setitem(vars(tokenizer), "_compiled_template", ChatTemplate(template, tokenizer.special_tokens_map))
+        patch.setattr(service, "tool_format", service._detect_tool_format())
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,9 @@ from retain.server.inspector import routes as inspector_routes
 from retain.server.inspector.recorder import Inspector
 from retain.server.metrics import Metrics
 from retain.server.middleware import AuthMiddleware
-from retain.server.openai import routes, tokenization
+from retain.server.openai import responses_routes, routes, tokenization
 from retain.server.openai.errors import ERROR_RESPONSES, APIError, invalid_request
+from retain.server.openai.response_store import ResponseStore
 from retain.server.openai.serving import OpenAIServing
 
 DESCRIPTION = "Server of the retain inference engine, compatible with OpenAI's and Anthropic's APIs"
@@ -37,6 +38,7 @@ def create_app(
     """Create the application for one served model."""
     app = FastAPI(title="retain", version=__version__, description=DESCRIPTION, redoc_url=None, docs_url=None)
     app.include_router(routes.create_router(service))
+    app.include_router(responses_routes.create_router(service, ResponseStore(service.limits.max_stored_bytes)))
     app.include_router(tokenization.create_router(service))
     app.include_router(anthropic_routes.create_router(service))
     _add_operations_routes(app, service, metrics)
@@ -113,7 +115,7 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas["CountTokensRequest"]["properties"]["model"] = {"type": "string", "enum": [service.model_name]}
-    for name in ("ChatCompletionRequest", "CompletionRequest", "MessagesRequest"):
+    for name in ("ChatCompletionRequest", "CompletionRequest", "MessagesRequest", "ResponsesRequest"):
         fields = schemas[name]["properties"]
         fields["model"] = {"type": "string", "enum": [service.model_name]}
         fields["pin"]["anyOf"][0]["maximum"] = service.limits.max_pin_seconds
@@ -122,7 +124,7 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
         fields["kv_policy"]["anyOf"][0]["pattern"] = f"^({'|'.join(policies.names())})(:|$)"
         fields["speculate"]["anyOf"][0]["enum"] = [NO_SPECULATION, *service.drafters]
     if not service.tool_format:  # the model's chat template does not support tools
-        for name in ("ChatCompletionRequest", "MessagesRequest", "CountTokensRequest"):
+        for name in ("ChatCompletionRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest"):
             for field in ("tools", "tool_choice", "parallel_tool_calls"):
                 schemas[name]["properties"].pop(field, None)
     if requires_key:

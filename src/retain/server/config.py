@@ -34,6 +34,9 @@ class Limits:
     sandbox_timeout: float = field(
         default=5.0, metadata={"help": "seconds to compile a grammar or to render a chat template"}
     )
+    max_stored_bytes: Size = field(
+        default=64 * 2**20, metadata={"help": "bytes of stored responses at most; 0 stores none"}
+    )
     max_pin_seconds: float = field(default=3600.0, metadata={"help": "longest time a prompt may be pinned, in seconds"})
 
 

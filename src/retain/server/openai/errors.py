@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,8 +92,9 @@ def to_validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     first = errors[0]
     if first.get("type") == "json_invalid":
         return APIError(400, "the request body is not valid JSON")
-    # Pydantic puts the class names of a union's members into the location.
-    location = [str(part) for part in first.get("loc", ()) if part != "body" and not str(part).endswith("Request")]
+    # Pydantic puts the class names and the tags of a union's members into the location.
+    location = [str(part) for part in first.get("loc", ()) if part not in ("body", "query")]
+    location = [part for part in location if not part.endswith("Request") and not re.fullmatch("<[a-z_]+>", part)]
     param = ".".join(location) or None
     if first.get("type") == "extra_forbidden":
         return APIError(400, f"unknown field {param!r}", param)
