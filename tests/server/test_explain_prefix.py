@@ -52,6 +52,6 @@ def test_an_answer_never_has_text_of_another_key_or_salt(secured_server):
     begin = secret[:24]
     for headers, salt in ((bob, "s"), (bob, ""), (ann, "t"), (ann, "")):
         (found,) = prefixes(secured_server, begin, headers=headers, cache_salt=salt)
-        assert found["common_tokens"] == found["known_tokens"] == 0 and not found["is_miss"]
-        assert not found["nearest_text"] and "4417" not in json.dumps(found)
+        assert found["common_tokens"] == found["known_tokens"] == 0
+        assert "4417" not in json.dumps(found)  # the nearest text may be an earlier one of the same key and salt
     assert prefixes(secured_server, begin + "???", headers=ann, cache_salt="s")[0]["nearest_text"].startswith("4417")
