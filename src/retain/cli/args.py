@@ -21,7 +21,11 @@ from retain.server.config import Limits, ServerConfig
 
 T = TypeVar("T")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-SERVER_OPTION_NAMES = {"allowed_drafters": "--allow-drafter", "enable_inspector": "--inspect"}
+SERVER_OPTION_NAMES = {
+    "allowed_drafters": "--allow-drafter",
+    "allowed_hosts": "--allow-host",
+    "enable_inspector": "--inspect",
+}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -56,6 +60,14 @@ def build_parser() -> CommandParser:
     serve = commands.add_parser("serve", parents=[engine, logging], help="serve the OpenAI API over HTTP")
     serve.add_argument(
         "--api-keys", metavar="FILE", help="accept only these API keys: lines of `name key` (also $RETAIN_API_KEYS)"
+    )
+    serve.add_argument(
+        "--operator",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="name of an API key that may read sums over all keys: /metrics, the inspector's totals "
+        "(may be repeated; a key that is alone may)",
     )
     add_arguments(
         serve,

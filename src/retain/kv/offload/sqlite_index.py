@@ -15,7 +15,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
@@ -24,6 +24,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from retain.kv.offload.span import Span
+from retain.kv.offload.store_folder import INDEX_FILES, is_complete, prepare_folder, remove_file
 from retain.types import Bytes
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class StoreIndex:
 
     def __init__(self, path: Path):
         self.path = path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        prepare_folder(path)
         self.lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             try:
@@ -121,17 +122,16 @@ class StoreIndex:
         complete, damaged = set(), []
         for row in self.db.execute("select * from spans order by used desc").fetchall():
             number, span = row["number"], _span_from_row(row)
-            with suppress(OSError):
-                if span and self.file_path(number).stat().st_size == span.size:
-                    complete.add(self.file_path(number))
-                    yield span
-                    continue
+            if span and is_complete(self.file_path(number), span.size):
+                complete.add(self.file_path(number))
+                yield span
+                continue
             damaged.append(number)
             yield None
         self.delete(damaged)
         for file in self.path.iterdir():
             if file.suffix in (".kv", ".tmp") and file not in complete:
-                file.unlink(missing_ok=True)
+                remove_file(file)
 
     def register_format(self, fingerprint: bytes, description: Json) -> dict[bytes, Json]:
         """Remember what the keys and values of a fingerprint are. Returns all that are known, for diagnoses only."""
@@ -160,7 +160,7 @@ class StoreIndex:
             self.db.execute(f"insert into spans ({', '.join(row)}) values ({values})", row)
             self.db.execute("delete from spans where number = ?", (replaces,))
         if replaces is not None:
-            self.file_path(replaces).unlink(missing_ok=True)
+            remove_file(self.file_path(replaces))
 
     def delete(self, file_numbers: Sequence[int]) -> None:
         """Delete rows, then files: a file without a row is ignored, a row without its file counts as damage."""
@@ -169,7 +169,7 @@ class StoreIndex:
                 self.db.executemany("delete from spans where number = ?", [(n,) for n in file_numbers])
         finally:  # a full disk has room for the rows' changes only after a file is deleted
             for n in file_numbers:
-                self.file_path(n).unlink(missing_ok=True)
+                remove_file(self.file_path(n))
 
     def update_usage(self, spans: Sequence[StoredSpan]) -> None:
         """Save how often and when spans were last used."""
@@ -246,8 +246,9 @@ def _open_database(path: Path) -> sqlite3.Connection:
             if isinstance(error, sqlite3.OperationalError):
                 raise OSError(f"the index of the store {path} cannot be opened: {error}") from None
             log.warning("the index of the store %s is corrupt and starts empty: %s", path, error)
-            for name in ("index.db", "index.db-wal", "index.db-shm"):
+            for name in INDEX_FILES:
                 (path / name).unlink(missing_ok=True)
+            prepare_folder(path)
     raise OSError(f"the index of the store {path} cannot be created")
 
 

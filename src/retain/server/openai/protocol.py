@@ -83,7 +83,13 @@ class ExtensionFields(StrictModel):
     store: bool | None = Field(None, description="Accepted and ignored: nothing is stored")
 
 
-class SamplingFields(ExtensionFields):
+class GenerationFields(ExtensionFields):
+    """Fields common to all requests that generate."""
+
+    stream: bool | None = None
+
+
+class SamplingFields(GenerationFields):
     """Sampling fields common to both completion endpoints."""
 
     model: str
@@ -92,7 +98,6 @@ class SamplingFields(ExtensionFields):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: NonEmptyStr | Annotated[list[NonEmptyStr], Field(max_length=16)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
