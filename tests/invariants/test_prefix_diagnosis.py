@@ -16,7 +16,7 @@ from retain.kv.prefix import diagnosis
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
 from retain.kv.prefix.radix_tree import RadixTree
-from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, run_to_completion
 
 THREE_TOKENS = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 OPTIONS = {"kv_memory": "2MiB", "page_size": 16, "max_model_len": 1024, "max_running_requests": 2, "dtype": "float32"}
@@ -252,6 +252,35 @@ def test_sliding_layers_resume_only_where_windows_are_stored() -> None:
     assert second.reason is MissReason.SLIDING_WINDOW
     assert second.common_length == 70 and second.num_cached_tokens == 0
     assert third.reason is MissReason.DIVERGED and third.num_cached_tokens == 64
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_prompt_of_less_than_a_page_is_explained(family: str) -> None:
+    """With sliding layers nothing of it can be cached; that it is computed under another policy is a fact."""
+    engine = make_engine(family, prefix_cache="exact")
+    first, same, other = (explained(range(12), policy=p) for p in ("full", "full", "ring:window=5"))
+    for request in (first, same, other):
+        run_to_completion(engine, [request])
+    reasons = [diagnosis_of(r).reason for r in (first, same, other)]
+    assert reasons == [MissReason.FIRST_TEXT, MissReason.COMPLETE, MissReason.OTHER_POLICY]
+
+
+def test_texts_in_a_tier_are_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded is no miss but for the end of a page; what is dearer to load than to compute is named."""
+    engine = make_engine("llama", prefix_cache="exact", tiers=("ram:capacity=1GB",))
+    prompt = list(range(100))
+    reasons = []
+    for text in (prompt, prompt, [*prompt[:90], 7, 8, 9, *prompt]):
+        request = explained(text)
+        run_to_completion(engine, [request])
+        engine.cache.pool.ensure_free(engine.cache.total_pages)
+        reasons.append((diagnosis_of(request).reason, diagnosis_of(request).num_cached_tokens))
+    assert reasons == [(MissReason.FIRST_TEXT, 0), (MissReason.COMPLETE, 96), (MissReason.DIVERGED, 80)]
+    assert diagnosis_of(request).common_length == 90
+    monkeypatch.setattr(AlwaysLoad, "should_load", lambda *_: False)
+    run_to_completion(engine, [request := explained(prompt)])
+    found = diagnosis_of(request)
+    assert (found.reason, found.detail, found.known_length) == (MissReason.NOT_LOADED, "ram", 96)
 
 
 def test_followers_of_an_equal_prompt_have_the_diagnosis_of_their_leader() -> None:

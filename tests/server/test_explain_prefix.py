@@ -47,11 +47,11 @@ def test_a_stream_says_it_with_its_usage(tiny_server):
 def test_an_answer_never_has_text_of_another_key_or_salt(secured_server):
     """Bob repeats Ann's prompt, with and without the salt that Ann chose, and learns nothing."""
     ann, bob = ({"Authorization": f"Bearer {key}"} for key in API_KEYS.values())
-    secret = "The code of the door is 4417, and the second one is 9923. " * 2
+    secret = "~ the code of the door is 4417, and the second one is 9923. " * 2
     complete(secured_server, secret, ann, cache_salt="s", explain_prefix=True)
-    begin = secret[:24]
+    begin = secret[: secret.index("4417")]
     for headers, salt in ((bob, "s"), (bob, ""), (ann, "t"), (ann, "")):
         (found,) = prefixes(secured_server, begin, headers=headers, cache_salt=salt)
-        assert found["common_tokens"] == found["known_tokens"] == 0
-        assert "4417" not in json.dumps(found)  # the nearest text may be an earlier one of the same key and salt
+        assert found["common_tokens"] == found["known_tokens"] == 0  # other tests use these keys, without a "~"
+        assert "4417" not in json.dumps(found)
     assert prefixes(secured_server, begin + "???", headers=ann, cache_salt="s")[0]["nearest_text"].startswith("4417")

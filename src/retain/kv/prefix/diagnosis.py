@@ -71,9 +71,9 @@ def explain_prefix(
         return replace(begun, reason=MissReason.OFF)
     windows = cache.planner.windows(query.policy)
     slides = bool((windows < NO_WINDOW).any())
-    # Windows of sliding layers are stored at the ends of pages, so the last page is always computed.
-    slack = cache.tables.page_size if slides else 0
-    if num_cached_tokens >= query.max_length - slack:
+    # Tiers, and windows of sliding layers, end with a page: some tokens behind it are always computed.
+    slack = cache.tables.page_size if slides or cache.offloader else 0
+    if num_cached_tokens and num_cached_tokens >= query.max_length - slack:
         return replace(begun, common_length=num_cached_tokens, known_length=num_cached_tokens)
     root_hash, history = cache.root_hash(query.salt, windows), cache.keep_history()
     nearest, common = cache.tree.nearest_text(root_hash, begun.prompt) or (NO_TOKENS, 0)
@@ -83,10 +83,18 @@ def explain_prefix(
         return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(query.policy))
     if usable - num_cached_tokens > slack:
         return replace(begun, reason=MissReason.SLIDING_WINDOW if slides else MissReason.NO_PAGES)
-    found = list(_find_elsewhere(cache, history, query, begun, row))
-    best = max(found, key=lambda d: min(d.known_length, query.max_length), default=begun)
-    if min(best.known_length, query.max_length) > max(usable, num_cached_tokens):
-        return best
+    least = max(usable, num_cached_tokens + slack if num_cached_tokens else 0)
+    found = _find_elsewhere(cache, history, query, begun, row)
+    further = [d for d in found if min(d.known_length, query.max_length) > least]
+    if further:  # the first of those that know as much, to a page
+        longest = max(d.known_length for d in further)
+        return next(d for d in further if d.known_length > longest - cache.tables.page_size)
+    if usable >= query.max_length:
+        return begun
+    own = history.text_of_row(row)
+    if num_cached_tokens > common and (near := history.nearest_text(query.salt, begun.prompt, [own] if own else ())):
+        (text, common), nearest = near, near[0].tokens  # it is in a tier
+        begun = replace(begun, nearest=text.tokens, common_length=common, known_length=common)
     if not len(nearest):
         return replace(begun, reason=MissReason.NEW_TEXT if num_cached_tokens else MissReason.FIRST_TEXT)
     return replace(begun, reason=MissReason.NEW_TEXT if common == len(nearest) else MissReason.DIVERGED)
