@@ -17,10 +17,10 @@ def http_page() -> str:
     from pydantic import BaseModel
 
     text = "# HTTP API\n\n" + NOTE
-    text += (
-        "OpenAI's API, with fields of our own. An unknown field is an error. `GET /openapi.json` is the contract of a\n"
-    )
-    text += 'running server. Errors are `{"error": {"message", "type", "param", "code"}}`.\n\n## Routes\n\n'
+    text += "The APIs of OpenAI and Anthropic, with fields of our own. An unknown field is an error.\n"
+    text += "`GET /openapi.json` is the contract of a running server. Errors are\n"
+    text += '`{"error": {"message", "type", "param", "code"}}`, and below `/v1/messages`\n'
+    text += '`{"type": "error", "error": {"type", "message"}}`.\n\n## Routes\n\n'
     routes = [route for path in sorted((PACKAGE / "server").rglob("*.py")) for route in _routes(path)]
     text += table(["route", ""], routes)
     for cls in sorted(_classes("Request"), key=lambda c: ("v1" not in (c.__doc__ or ""), c.__name__)):
@@ -52,8 +52,9 @@ def _default(field: dict[str, Any], is_required: bool) -> str:
 
 
 def _classes(suffix: str) -> list[type]:
-    """Return the classes of server/openai/ whose names have this suffix."""
-    text = "\n".join(p.read_text(encoding="utf-8") for p in sorted((PACKAGE / "server" / "openai").glob("*.py")))
+    """Return the classes of the APIs whose names have this suffix."""
+    paths = [path for api in ("openai", "anthropic") for path in sorted((PACKAGE / "server" / api).glob("*.py"))]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     return [find(name) for name in re.findall(rf"^class (\w+{suffix})\b", text, re.M)]
 
 

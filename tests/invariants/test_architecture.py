@@ -36,6 +36,8 @@ LAYERS = [
     {"plugins", "files", "threads", "kv"},
     {"types"},
 ]
+# Rooms of the server, and which of the others each may import.
+SERVER_ROOMS = {"openai": set(), "anthropic": {"openai"}, "inspector": {"openai"}}
 LAYER_OF = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 
 MAX_FILE_LINES = 320
@@ -82,6 +84,14 @@ def test_imports_only_go_down(path):
         there = room_of(module)
         assert there in LAYER_OF, f"{path} imports {module}, which has no layer"
         assert there == here or LAYER_OF[there] > LAYER_OF[here], f"{here} must not import {there}: {path}, {module}"
+
+
+@pytest.mark.parametrize("room", SERVER_ROOMS)
+def test_an_api_imports_only_those_below_it(room):
+    others = SERVER_ROOMS.keys() - SERVER_ROOMS[room] - {room}
+    for path in (PACKAGE / "server" / room).glob("*.py"):
+        imported = {module.split(".")[2] for module in imported_modules(path) if module.startswith("retain.server.")}
+        assert not imported & {*others, "app", "launch", "middleware"}, path
 
 
 def test_no_files_import_each_other_in_a_circle():

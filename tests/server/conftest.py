@@ -141,7 +141,7 @@ def secured_server() -> Iterator[GracefulServer]:
         upload_timeout=0.5,
         max_pin_seconds=60.0,
     )
-    api_keys = ApiKeys({**API_KEYS, **INSPECTOR_API_KEYS})
+    api_keys = ApiKeys({**API_KEYS, **INSPECTOR_API_KEYS}, operators=["ann"])
     with run_tiny_server(
         engine_options={"max_running_requests": 2}, api_keys=api_keys, limits=limits, enable_inspector=True
     ) as running:

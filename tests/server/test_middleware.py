@@ -120,8 +120,9 @@ def test_rejections_are_logged_as_counts(caplog):
     assert "a-name-of-a-key" not in caplog.text
 
 
-def test_full_queue_is_429(secured_server):
+def test_full_queue_is_429(secured_server, monkeypatch):
     """Two requests may run and two may wait; a fifth is rejected with Retry-After. The four finish normally."""
+    monkeypatch.setattr(secured_server.service.admission, "num_keys", 1)  # nobody needs room
     responses = []
 
     def generate(key_name):
@@ -201,12 +202,15 @@ JSON_VALUES = st.recursive(
 VALID_BODIES = {
     "/v1/completions": {"model": "smollm2", "prompt": "The sea", "max_tokens": 2},
     "/v1/chat/completions": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/messages": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
 FIELDS = (
     "model prompt messages max_tokens temperature top_p n stop stream seed logprobs echo logit_bias kv_policy tools "
-    "speculate cache_salt pin response_format tool_choice top_logprobs stream_options tokens suffix best_of x"
+    "speculate cache_salt pin response_format tool_choice top_logprobs stream_options tokens suffix best_of x "
+    "system thinking cache_control stop_sequences output_config metadata"
 )
 
 
@@ -253,6 +257,7 @@ def test_malformed_bodies_are_rejected(server):
 
 def test_failing_step_fails_only_running_requests(secured_server, monkeypatch):
     """Two requests run when a step raises; a third waits, and finishes normally."""
+    monkeypatch.setattr(secured_server.service.admission, "num_keys", 1)  # nobody needs room
     engine, engine_thread = secured_server.service.llm.engine, secured_server.service.engine_thread
     forward, failed = engine.runner.forward, []
 

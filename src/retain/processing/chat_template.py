@@ -26,8 +26,17 @@ WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{4,}|\*)")  # a width or a precision o
 class TemplateRenderer(Protocol):
     """Turns conversations into prompt texts."""
 
-    def render(self, messages: Messages, add_generation_prompt: bool, tools: Tools | None = None) -> str:
-        """Return the messages as prompt text. Raises ValueError when the template fails or does not support tools."""
+    def render(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool,
+        tools: Tools | None = None,
+        enable_thinking: bool | None = None,
+    ) -> str:
+        """Return the messages as prompt text. Raises ValueError when the template fails or does not support tools.
+
+        `enable_thinking`: whether the model is to reason; None leaves that to the template.
+        """
         ...
 
 
@@ -48,13 +57,23 @@ class ChatTemplate:
         except Exception as e:
             raise ValueError(f"the model's chat template is broken: {_first_line(e)}") from e
 
-    def render(self, messages: Messages, add_generation_prompt: bool, tools: Tools | None = None) -> str:
+    def render(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool,
+        tools: Tools | None = None,
+        enable_thinking: bool | None = None,
+    ) -> str:
         """See TemplateRenderer."""
         if tools and not self.can_use_tools:
             raise ValueError("the model's chat template does not support tools")
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=tools, documents=None
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                documents=None,
+                **({} if enable_thinking is None else {"enable_thinking": enable_thinking}),
             )
         except Exception as e:  # a template can raise any exception
             raise ValueError(f"the model's chat template fails: {_first_line(e)}") from e

@@ -79,6 +79,7 @@ class IncrementalDetokenizer:
         if not all(stop):
             raise ValueError("a stop string must not be empty")
         self.stopped = False
+        self.stop_string: str | None = None  # the one that stopped the answer
         self._token_bytes, self._stop_strings = token_bytes, tuple(stop)
         self._max_held_chars = max(map(len, self._stop_strings), default=1) - 1
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(token_bytes.errors)
@@ -117,10 +118,11 @@ class IncrementalDetokenizer:
 
     def _cut_at_stop(self, text: str) -> str:
         """Return the text that precedes any stop string. Hold back a possible start of one; drop a complete one."""
-        if hits := [(start + len(s), start) for s in self._stop_strings if (start := text.find(s)) >= 0]:
+        if hits := [(start + len(s), start, s) for s in self._stop_strings if (start := text.find(s)) >= 0]:
             self.stopped = True
             self._held_text = ""
-            return text[: min(hits)[1]]
+            _, start, self.stop_string = min(hits)
+            return text[:start]
         for n in range(min(len(text), self._max_held_chars), 0, -1):
             if any(s.startswith(text[-n:]) for s in self._stop_strings):
                 self._held_text = text[-n:]

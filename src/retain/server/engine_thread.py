@@ -191,12 +191,13 @@ class EngineThread:
             self._loop.call_soon_threadsafe(_notify_groups, groups)
 
     def _pin_prompt(self, group: RequestGroup, request: Request) -> None:
-        """Pin the prompt of a group's first sampled request, if the client wants it pinned."""
+        """Pin what the client wants pinned of the prompt of a group's first sampled request."""
         prefix_cache = self.llm.cache.prefix_cache
-        if group.pin_s and prefix_cache.enabled:
-            salt = request.input.salt
-            group.num_pinned_tokens = prefix_cache.pin(request.policy, request.prompt, salt, group.pin_s)
-            group.pin_s = 0
+        pins, group.pins = group.pins, ()
+        for pin in pins if prefix_cache.enabled else ():
+            prefix = request.prompt[: pin.num_tokens]
+            num_pinned = prefix_cache.pin(request.policy, prefix, request.input.salt, pin.seconds)
+            group.num_pinned_tokens = max(group.num_pinned_tokens, num_pinned)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:
         """Call each observer. A failing observer is logged and does not affect the requests."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from retain.engine.request import FinishReason, Logprob, Request
 from retain.processing.output import RequestOutputState
@@ -39,12 +40,19 @@ class OutputDelta:
         self.logprobs, self.finish_reason, self.prompt_logprobs = logprobs, finish_reason, prompt_logprobs
 
 
+class Pin(NamedTuple):
+    """How many tokens of a prompt are pinned once it is computed (None: all), and for how many seconds."""
+
+    seconds: float
+    num_tokens: int | None = None
+
+
 class RequestGroup:
     """Choices that are generated together. The engine thread appends deltas; one coroutine takes them."""
 
-    def __init__(self, request_states: Sequence[RequestOutputState], key_name: str, pin_s: float = 0.0):
-        """`key_name` labels the requests in the inspector. `pin_s`: seconds to pin the first prompt once computed."""
-        self.request_states, self.key_name, self.pin_s = list(request_states), key_name, pin_s
+    def __init__(self, request_states: Sequence[RequestOutputState], key_name: str, pins: Sequence[Pin] = ()):
+        """`key_name` labels the requests in the inspector. `pins` are those of the first prompt."""
+        self.request_states, self.key_name, self.pins = list(request_states), key_name, pins
         self.num_pinned_tokens = 0
         self._error: Exception | None = None
         self._num_collected = [(0, 0)] * len(self.request_states)  # tokens and logprobs of each choice

@@ -89,7 +89,13 @@ class SandboxedChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str], sandbox: Sandbox):
         self.source, self.special_tokens, self.sandbox = source, special_tokens, sandbox
 
-    def render(self, messages: Messages, add_generation_prompt: bool, tools: Tools | None = None) -> str:
+    def render(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool,
+        tools: Tools | None = None,
+        enable_thinking: bool | None = None,
+    ) -> str:
         """Return the messages as prompt text. Raises ValueError."""
         return self.sandbox.render_chat(
             self.source,
@@ -97,6 +103,7 @@ class SandboxedChatTemplate:
             messages=list(messages),
             add_generation_prompt=add_generation_prompt,
             tools=tools and list(tools),
+            enable_thinking=enable_thinking,
         )
 
 

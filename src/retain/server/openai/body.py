@@ -50,7 +50,7 @@ def parse_body(data: bytes, adapter: TypeAdapter[Any]) -> Any:
         return adapter.validate_python(value)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False, include_context=False)
-        raise RequestValidationError(errors[:1]) from None
+        raise RequestValidationError(errors[:1], body=value) from None
 
 
 def find_excess(value: Any) -> str | None:

@@ -14,7 +14,7 @@ PositiveInt32 = Annotated[int, Field(ge=1, lt=2**31)]
 class FunctionDefinition(StrictModel):
     """Function definition of a tool."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -114,6 +114,12 @@ class JsonSchemaFormat(StrictModel):
 ResponseFormat = Annotated[TextOrJsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+class ChatTemplateKwargs(StrictModel):
+    """Variables of the chat template."""
+
+    enable_thinking: bool | None = Field(None, description="Whether the model reasons before it answers")
+
+
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
@@ -128,6 +134,7 @@ class ChatCompletionRequest(SamplingFields):
     tools: Annotated[list[ToolParam], Field(min_length=1, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted and ignored")
+    chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="As in vLLM's server")
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatCompletionRequest:

@@ -12,10 +12,13 @@ from pydantic import BaseModel
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    421: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -42,6 +45,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     for status, description in (
         (400, "Invalid request"),
         (401, "Missing or invalid API key"),
+        (403, "Not allowed to this API key"),
         (404, "Model or path not found"),
         (408, "Request timeout"),
         (413, "Request body too large"),
@@ -78,6 +82,8 @@ class APIError(Exception):
 
 def invalid_request(error: Exception) -> APIError:
     """Convert an exception to a 400 with a one-line message."""
+    if isinstance(error, RecursionError):
+        return APIError(400, "the request body is nested too deeply")
     return APIError(400, " ".join(str(error).split()))
 
 

@@ -44,9 +44,8 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
                     store.put(key.name, response_id, StoredTurn(response, items, previous))
 
             generated, (parser,) = service.prepare_chat_request(to_chat_request(body, previous), key)
-            return [generated], ResponsesEncoder(
-                body, parser, service.llm.tokenizer, service.llm.output_processor, keep
-            )
+            encoder = ResponsesEncoder(body, parser, service.llm.tokenizer, service.llm.output_processor, keep)
+            return Prepared([generated], encoder)
 
         try:
             return await service.handle(body, 1, key, prepare)

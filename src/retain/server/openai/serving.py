@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from time import time
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 from starlette.responses import Response
 
@@ -25,9 +24,7 @@ from retain.server.engine_thread import EngineThread
 from retain.server.openai import tool_parser
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.chat_protocol import (
-    AssistantMessageParam,
     ChatCompletionRequest,
-    InputMessageParam,
     JsonSchemaFormat,
     NamedToolChoice,
 )
@@ -39,16 +36,25 @@ from retain.server.openai.completion_encoder import (
     Json,
 )
 from retain.server.openai.errors import APIError, invalid_request
+from retain.server.openai.messages import to_template_messages, to_template_tools
 from retain.server.openai.protocol import CompletionRequest, GenerationFields, SamplingFields
 from retain.server.openai.reasoning_parser import BEGIN, ReasoningParser, supports_reasoning
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
 from retain.server.openai.tool_parser import ToolFormat, ToolParser
 from retain.server.preparation import PreparationPool
-from retain.server.request_group import EngineError, RequestGroup
+from retain.server.request_group import EngineError, Pin, RequestGroup
 from retain.server.sandbox import Sandbox, SandboxedChatTemplate
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
-Prepared = tuple[list[GenerateRequest], ResponseEncoder]
+T = TypeVar("T")
+
+
+class Prepared(NamedTuple):
+    """Requests that are ready for the engine, the encoder of their answers, and what is pinned of the first prompt."""
+
+    requests: list[GenerateRequest]
+    encoder: ResponseEncoder
+    pins: Sequence[Pin] = ()
 
 
 class OpenAIServing:
@@ -85,33 +91,15 @@ class OpenAIServing:
         if model not in (None, self.model_name):
             raise APIError(404, "model not found: see /v1/models", "model", "model_not_found")
 
-    def to_template_messages(self, messages: Sequence[InputMessageParam | AssistantMessageParam]) -> list[Json]:
-        """Convert messages to the form that chat templates expect: plain text, tool arguments as objects."""
-        out = []
-        for m in messages:
-            parts = m.content if isinstance(m.content, list) else []
-            message: Json = {
-                "role": "system" if m.role == "developer" else m.role,
-                "content": "".join(p.text for p in parts) if parts else m.content or "",
-            }
-            for field in ("name", "tool_call_id", "reasoning_content"):
-                if (value := getattr(m, field, None)) is not None:
-                    message[field] = value
-            if isinstance(m, AssistantMessageParam) and m.tool_calls:
-                message["tool_calls"] = calls = [call.model_dump() for call in m.tool_calls]
-                for call in calls:
-                    call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
-            out.append(message)
-        return out
-
     def prepare_chat(self, body: ChatCompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a chat completion. Raises APIError or ValueError."""
         request, parsers = self.prepare_chat_request(body, key)
         wants_logprobs = request.params.logprobs is not None
         choices = [ChatChoiceBuilder(self.llm.tokenizer, i, wants_logprobs, parser) for i, parser in enumerate(parsers)]
-        return [request], ChatCompletionEncoder(
+        encoder = ChatCompletionEncoder(
             choices, self.llm.output_processor, self.model_name, bool(body.stream), body.include_usage
         )
+        return Prepared([request], encoder)
 
     def prepare_chat_request(
         self, body: ChatCompletionRequest, key: ApiKey
@@ -120,23 +108,34 @@ class OpenAIServing:
 
         Every API of conversations converts its requests to chat completions, so that all have the same prompt.
         """
-        tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if body.tool_choice != "none" else []
-        if tools and not self.tool_format:
-            raise APIError(400, "this model's chat template does not support tools", "tools")
-        tokenizer, messages = self.llm.tokenizer, self.to_template_messages(body.messages)
-        prompt = tokenizer.apply_chat_template(messages, tools=tools or None)
-        self.llm.input_processor.check_length(prompt)
+        tokenizer, (prompt, tools) = self.llm.tokenizer, self.render_chat(body)
         ids = tokenizer.encode(prompt, add_special_tokens=False)
         max_tokens = self._resolve_max_tokens(body, body.max_completion_tokens or body.max_tokens, len(ids))
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
-        protects_system = "protect=system" in (body.kv_policy or "")
         request = replace(
             self._build_base_request(ids, body, key),
             params=body.to_sampling_params(max_tokens, logprobs),
-            num_system_tokens=tokenizer.count_system_tokens(messages) if protects_system else 0,
+            num_system_tokens=self._count_system_tokens(body) if "protect=system" in (body.kv_policy or "") else 0,
             grammar=self._build_grammar(body, tools),
         )
         return request, [self._create_output_parser(prompt, tools) for _ in range(body.n or 1)]
+
+    def _count_system_tokens(self, body: ChatCompletionRequest) -> int:
+        return self.llm.tokenizer.count_system_tokens(to_template_messages(body.messages))
+
+    def render_chat(self, body: ChatCompletionRequest) -> tuple[str, list[Json]]:
+        """Return the prompt text of a conversation, and its tools. Raises APIError or ValueError."""
+        tools = to_template_tools(body)
+        if tools and not self.tool_format:
+            raise APIError(400, "this model's chat template does not support tools", "tools")
+        options = body.chat_template_kwargs
+        prompt = self.llm.tokenizer.apply_chat_template(
+            to_template_messages(body.messages),
+            tools=tools or None,
+            enable_thinking=options.enable_thinking if options else None,
+        )
+        self.llm.input_processor.check_length(prompt)
+        return prompt, tools
 
     def _create_output_parser(self, prompt: str, tools: Sequence[Json]) -> ChatOutputParser:
         """Create a parser of the answer to a prompt text."""
@@ -187,9 +186,10 @@ class OpenAIServing:
             )
             for i in range(len(prompts) * n)
         ]
-        return requests, CompletionEncoder(
+        encoder = CompletionEncoder(
             choices, self.llm.output_processor, self.model_name, bool(body.stream), body.include_usage
         )
+        return Prepared(requests, encoder)
 
     def _build_base_request(self, token_ids: list[int], body: SamplingFields, key: ApiKey) -> GenerateRequest:
         """Build what both endpoints have in common. Raises APIError."""
@@ -198,7 +198,13 @@ class OpenAIServing:
         if body.pin and body.pin > self.limits.max_pin_seconds:
             raise APIError(400, f"pin is at most {self.limits.max_pin_seconds:g} seconds", "pin")
         salt = f"{key.salt}/{body.cache_salt or ''}" if key.salt or body.cache_salt else ""
-        return GenerateRequest(token_ids, kv_policy=body.kv_policy, speculate=body.speculate, salt=salt)
+        return GenerateRequest(
+            token_ids,
+            kv_policy=body.kv_policy,
+            speculate=body.speculate,
+            salt=salt,
+            explain_prefix=body.explain_prefix,
+        )
 
     def _resolve_max_tokens(
         self, body: SamplingFields, requested: int | None, num_prompt_tokens: int, is_default: bool = False
@@ -231,13 +237,12 @@ class OpenAIServing:
             try:
                 async with asyncio.timeout_at(deadline):
                     # In another thread: tokenizing a long text takes a while, and streams must not wait for it.
-                    request_states, encoder = await self.preparation.run(key.name, lambda: self._process(prepare))
-                    group = RequestGroup(request_states, key.name, body.pin or 0.0)
+                    request_states, prepared = await self.preparation.run(key.name, lambda: self._process(prepare))
+                    pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
+                    group = RequestGroup(request_states, key.name, pins)
                     await self.engine_thread.submit(group)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise invalid_request(error) from None
-            except RecursionError:
-                raise APIError(400, "the request body is nested too deeply") from None
             except EngineError as error:
                 raise APIError(error.status, str(error)) from None
             except BaseException as error:  # the deadline passed, or the coroutine was cancelled
@@ -248,18 +253,23 @@ class OpenAIServing:
                 raise
             # From here on the response owns the admission and ends it.
             return GenerationResponse(
-                self.engine_thread, deadline, group, encoder, bool(body.stream), admission.pop_all()
+                self.engine_thread, deadline, group, prepared.encoder, bool(body.stream), admission.pop_all()
             )
 
-    def _process(self, prepare: Callable[[], Prepared]) -> tuple[list[RequestOutputState], ResponseEncoder]:
-        requests, encoder = prepare()
-        for checked in {request.grammar for request in requests if request.grammar}:
+    def _process(self, prepare: Callable[[], Prepared]) -> tuple[list[RequestOutputState], Prepared]:
+        prepared = prepare()
+        for checked in {request.grammar for request in prepared.requests if request.grammar}:
             self.sandbox.check_grammar(checked)
-        return [state for request in requests for state in self.llm.input_processor.process(request)], encoder
+        states = [state for request in prepared.requests for state in self.llm.input_processor.process(request)]
+        return states, prepared
 
-
-def _parse_arguments(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    async def run_admitted(self, key: ApiKey, function: Callable[[], T]) -> T:
+        """Run a function for a request as a generation is prepared: admitted, in a thread of its key, in time."""
+        with self.admission.admit(key.name, 1):
+            try:
+                async with asyncio.timeout(self.limits.request_timeout):
+                    return await self.preparation.run(key.name, function)
+            except TimeoutError:
+                raise APIError(408, "the request timed out") from None
+            except RecursionError as error:
+                raise invalid_request(error) from None

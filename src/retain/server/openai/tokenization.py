@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_protocol import MessageParam
-from retain.server.openai.errors import ERROR_RESPONSES, APIError
+from retain.server.openai.errors import ERROR_RESPONSES
+from retain.server.openai.messages import to_template_messages
 from retain.server.openai.protocol import StrictModel, TokenId
 from retain.server.openai.serving import OpenAIServing
-
-T = TypeVar("T")
 
 
 class TokenizeCompletionRequest(StrictModel):
@@ -68,16 +65,6 @@ def create_router(service: OpenAIServing) -> APIRouter:
     """Create the routes for a served model's tokenizer."""
     router, tokenizer = APIRouter(responses=ERROR_RESPONSES, route_class=BodyRoute), service.llm.tokenizer
 
-    async def run_admitted(request: Request, function: Callable[[], T]) -> T:
-        """Run a function for a request as a generation is prepared: admitted, in a thread of its key, in time."""
-        key = request.state.key
-        with service.admission.admit(key.name, 1):
-            try:
-                async with asyncio.timeout(service.limits.request_timeout):
-                    return await service.preparation.run(key.name, function)
-            except TimeoutError:
-                raise APIError(408, "the request timed out") from None
-
     @router.post("/tokenize")
     async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest, request: Request) -> TokenizeResponse:
         """Tokenize a text or a conversation."""
@@ -87,19 +74,20 @@ def create_router(service: OpenAIServing) -> APIRouter:
             if isinstance(body, TokenizeCompletionRequest):
                 text, add_special_tokens = body.prompt, body.add_special_tokens
             else:
-                messages, add_special_tokens = service.to_template_messages(body.messages), False
+                messages, add_special_tokens = to_template_messages(body.messages), False
                 text = tokenizer.apply_chat_template(messages, body.add_generation_prompt)
             service.llm.input_processor.check_length(text)
             return tokenizer.encode(text, add_special_tokens)
 
-        token_ids = await run_admitted(request, encode_body)
+        token_ids = await service.run_admitted(request.state.key, encode_body)
         return TokenizeResponse(tokens=token_ids, count=len(token_ids), max_model_len=service.llm.max_model_len)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
         """Detokenize token ids."""
         service.check_model(body.model)
-        return DetokenizeResponse(prompt=await run_admitted(request, lambda: tokenizer.decode(body.tokens)))
+        text = await service.run_admitted(request.state.key, lambda: tokenizer.decode(body.tokens))
+        return DetokenizeResponse(prompt=text)
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> TokenizerInfo:

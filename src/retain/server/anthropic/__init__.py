@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: conversations in its format, answered as chat completions are."""

@@ -1,0 +1,158 @@
+"""Conversion of conversations in Anthropic's format to chat completions, so that both APIs have the same prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from retain.server.anthropic.protocol import (
+    Block,
+    ConversationFields,
+    Message,
+    MessagesRequest,
+    NamedToolChoice,
+    TextBlock,
+    ThinkingBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserMessage,
+)
+from retain.server.openai.chat_protocol import ChatCompletionRequest
+from retain.server.openai.protocol import ExtensionFields, Json
+
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+SHARED_FIELDS = [name for name in ExtensionFields.model_fields if name != "metadata"]
+SEPARATOR = "\n\n"  # between turns of the same role, which become one
+PROBE = UserMessage(role="user", content="0")  # follows a system prompt that is rendered alone
+
+
+def to_chat_request(body: ConversationFields) -> ChatCompletionRequest:
+    """Convert a request, or the conversation of one whose tokens are only counted."""
+    fields: Json = {name: getattr(body, name) for name in ["model", *SHARED_FIELDS]}
+    fields["messages"] = convert_messages(body)
+    if body.tools:
+        fields["tools"] = [_convert_tool(tool) for tool in body.tools]
+    if isinstance(body.tool_choice, NamedToolChoice):
+        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    elif body.tool_choice:
+        fields["tool_choice"] = TOOL_CHOICES[body.tool_choice.type]
+    if body.thinking:
+        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if body.output_config and body.output_config.format:
+        schema = {"name": "answer", "schema": body.output_config.format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(body, MessagesRequest):
+        fields |= {"temperature": body.temperature, "top_p": body.top_p, "stop": body.stop_sequences}
+        fields |= {"stream": body.stream, "max_completion_tokens": max(body.max_tokens, 1)}
+    return ChatCompletionRequest(**fields)
+
+
+def convert_messages(body: ConversationFields) -> list[Json]:
+    """Return a conversation as messages of chat completions. Turns of the same role in a row become one."""
+    converted: list[Json] = []
+    if body.system:
+        parts = body.system if isinstance(body.system, str) else [_to_part(block) for block in body.system]
+        converted.append({"role": "system", "content": parts})
+    for role, turns in groupby(body.messages, lambda message: message.role):
+        blocks = list(_join_turns(list(turns)))
+        if role == "assistant":
+            converted.append(_convert_assistant_blocks(blocks))
+        else:
+            converted += _convert_blocks(role, blocks)
+    return converted
+
+
+def cut_at_breakpoints(body: ConversationFields) -> dict[float, ConversationFields | None]:
+    """Return, for each lifetime in seconds, the conversation up to the last breakpoint that asks for it.
+
+    None stands for the whole prompt. A breakpoint is left out if a later one lives at least as long.
+    """
+    cuts: dict[float, ConversationFields | None] = {}
+    for seconds, cut in _iter_cuts(body):
+        cuts = {other: kept for other, kept in cuts.items() if other > seconds} | {seconds: cut}
+    return cuts
+
+
+def _iter_cuts(body: ConversationFields) -> Iterator[tuple[float, ConversationFields | None]]:
+    """Yield the lifetime of each breakpoint, in the order of the prompt, with the conversation up to it."""
+    cut: Json
+    leading: dict[str, Sequence[Tool | TextBlock]] = {"tools": body.tools or ()}
+    leading["system"] = body.system if isinstance(body.system, list) else ()
+    for field, blocks in leading.items():
+        for i, block in enumerate(blocks):
+            if block.cache_control:
+                cut = {field: blocks[: i + 1], "messages": [PROBE]}
+                yield block.cache_control.seconds, body.model_copy(update=cut)
+    for i, message in enumerate(body.messages):
+        for j, part in enumerate(_blocks(message)):
+            if cache_control := getattr(part, "cache_control", None):
+                begun = message.model_copy(update={"content": message.content[: j + 1]})
+                is_whole = i + 1 == len(body.messages) and j + 1 == len(message.content)
+                cut = {"messages": [*body.messages[:i], begun]}
+                yield cache_control.seconds, None if is_whole else body.model_copy(update=cut)
+    if body.cache_control:
+        yield body.cache_control.seconds, None
+
+
+def _blocks(message: Message) -> Sequence[Block]:
+    content = message.content
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+
+
+def _join_turns(turns: Sequence[Message]) -> Iterator[Block]:
+    for i, turn in enumerate(turns):
+        blocks = _blocks(turn)
+        if i and _meet_in_text(_blocks(turns[i - 1]), blocks):
+            yield TextBlock(type="text", text=SEPARATOR)
+        yield from blocks
+
+
+def _meet_in_text(before: Sequence[Block], after: Sequence[Block]) -> bool:
+    return bool(before and after) and isinstance(before[-1], TextBlock) and isinstance(after[0], TextBlock)
+
+
+def _convert_blocks(role: str, blocks: Sequence[Block]) -> Iterator[Json]:
+    """Yield a message of the role for text in a row, and a tool message for each result of a tool."""
+    if not blocks:
+        yield {"role": role, "content": ""}
+    for is_text, group in groupby(blocks, lambda block: isinstance(block, TextBlock)):
+        if is_text:
+            yield {"role": role, "content": [_to_part(block) for block in group]}
+            continue
+        for block in group:
+            assert isinstance(block, ToolResultBlock)
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _tool_result_text(block)}
+
+
+def _convert_assistant_blocks(blocks: Sequence[Block]) -> Json:
+    message: Json = {"role": "assistant", "content": [_to_part(b) for b in blocks if isinstance(b, TextBlock)] or None}
+    if calls := [_convert_call(block) for block in blocks if isinstance(block, ToolUseBlock)]:
+        message["tool_calls"] = calls
+    if reasoning := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
+        message["reasoning_content"] = SEPARATOR.join(reasoning)
+    return message
+
+
+def _convert_call(block: ToolUseBlock) -> Json:
+    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _convert_tool(tool: Tool) -> Json:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
+
+
+def _tool_result_text(block: ToolResultBlock) -> str:
+    text = block.content if isinstance(block.content, str) else "".join(part.text for part in block.content)
+    return f"Error: {text}" if block.is_error else text
+
+
+def _to_part(block: Block) -> Json:
+    assert isinstance(block, TextBlock)
+    return {"type": "text", "text": block.text}

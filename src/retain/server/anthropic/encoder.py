@@ -1,0 +1,124 @@
+"""Encoding of answers in Anthropic's format: a message as one JSON object, or as named server-sent events."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+import orjson
+from starlette.responses import Response
+
+from retain.engine.request import FinishReason
+from retain.processing.output import OutputProcessor
+from retain.server.anthropic.content_blocks import ContentBlocks
+from retain.server.anthropic.errors import to_error_json, to_error_response
+from retain.server.openai.chat_output import ChatOutput, ChatOutputParser
+from retain.server.openai.errors import APIError
+from retain.server.openai.protocol import Json
+from retain.server.openai.streaming import ResponseEncoder
+from retain.server.request_group import OutputDelta, RequestGroup
+from retain.server.usage import build_request_stats, count_tokens
+
+
+class MessagesEncoder(ResponseEncoder):
+    """Encodes the answer of /v1/messages.
+
+    `prompt_only` (max_tokens 0): leave out the output. `fills_context`: max_tokens was lowered to what fits.
+    """
+
+    def __init__(
+        self,
+        parser: ChatOutputParser,
+        output_processor: OutputProcessor,
+        model_name: str,
+        prompt_only: bool = False,
+        fills_context: bool = False,
+    ):
+        self.output_processor, self.prompt_only, self.fills_context = output_processor, prompt_only, fills_context
+        self._parser, self._content = parser, ContentBlocks()
+        self._envelope: Json = {
+            "id": f"msg_{uuid4().hex[:24]}",
+            "type": "message",
+            "role": "assistant",
+            "model": model_name,
+        }
+        self._finish_reason: FinishReason | None = None
+        self._group: RequestGroup | None = None  # of a stream whose first event is still to come
+
+    def update(self, delta: OutputDelta) -> None:
+        """See ResponseEncoder."""
+        self._feed(delta)
+
+    def encode_full(self, group: RequestGroup) -> bytes:
+        """See ResponseEncoder."""
+        self._content.close()
+        message = self._envelope | {"content": self._content.blocks, **self._stop_fields(group)}
+        return orjson.dumps(message | self._usage_fields(group))
+
+    def encode_start(self, group: RequestGroup) -> bytes:
+        """Encode nothing yet: the first event says how much of the prompt was cached, which the first delta knows."""
+        self._group = group
+        return b""
+
+    def encode_delta(self, delta: OutputDelta) -> bytes:
+        """See ResponseEncoder."""
+        events = self._start_events()
+        return b"".join(map(_encode_event, events + self._feed(delta)))
+
+    def encode_end(self, group: RequestGroup) -> bytes:
+        """See ResponseEncoder."""
+        end = {"type": "message_delta", "delta": self._stop_fields(group), **self._usage_fields(group)}
+        events = [*self._start_events(), *self._content.close(), end, {"type": "message_stop"}]
+        return b"".join(map(_encode_event, events))
+
+    def encode_stream_error(self, error: APIError) -> bytes:
+        """See ResponseEncoder."""
+        return _encode_event(to_error_json(error))
+
+    def to_error_response(self, error: APIError) -> Response:
+        """See ResponseEncoder."""
+        return to_error_response(error)
+
+    def _feed(self, delta: OutputDelta) -> list[Json]:
+        self._finish_reason = delta.finish_reason
+        if self.prompt_only:
+            return []
+        output: ChatOutput = self._parser.feed(delta.text, finished=delta.finish_reason is not None)
+        return self._content.feed(output)
+
+    def _start_events(self) -> list[Json]:
+        """Return the first event of a stream, once."""
+        if self._group is None:
+            return []
+        usage = self._usage_json(self._group) | {"output_tokens": 0}
+        message = self._envelope | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        self._group = None
+        return [{"type": "message_start", "message": message}]
+
+    def _stop_fields(self, group: RequestGroup) -> Json:
+        stop_string = group.request_states[0].detokenizer.stop_string
+        if self._finish_reason is not FinishReason.STOP:
+            is_full = self.fills_context and not self.prompt_only
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        elif stop_string:
+            reason = "stop_sequence"
+        else:
+            reason = "tool_use" if self._content.has_tool_calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": stop_string if reason == "stop_sequence" else None}
+
+    def _usage_fields(self, group: RequestGroup) -> Json:
+        return {"usage": self._usage_json(group), "retain": build_request_stats(self.output_processor, group)}
+
+    def _usage_json(self, group: RequestGroup) -> Json:
+        """Count tokens. What a breakpoint keeps in the cache counts as written, unless it was read from there."""
+        counts = count_tokens(group)
+        written = max(counts.pinned - counts.cached, 0)
+        return {
+            "input_tokens": counts.prompt - counts.cached - written,
+            "cache_creation_input_tokens": written,
+            "cache_read_input_tokens": counts.cached,
+            "output_tokens": 0 if self.prompt_only else counts.output,
+        }
+
+
+def _encode_event(event: Json) -> bytes:
+    return b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"

@@ -1,0 +1,82 @@
+"""Errors in Anthropic's format: {"type": "error", "error": {"type", "message"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from retain.server.openai.errors import ERROR_RESPONSES as OPENAI_ERROR_RESPONSES
+from retain.server.openai.errors import APIError
+
+PATH = "/v1/messages"
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class AnthropicErrorDetail(BaseModel):
+    """Error details."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """Error response."""
+
+    type: str
+    error: AnthropicErrorDetail
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {**response, "model": AnthropicErrorResponse} for status, response in OPENAI_ERROR_RESPONSES.items()
+}
+
+
+def has_anthropic_errors(path: str) -> bool:
+    """Return whether errors of this address are in Anthropic's format."""
+    return path == PATH or path.startswith(f"{PATH}/")
+
+
+def to_error_json(error: APIError) -> dict[str, Any]:
+    """Return the JSON object of an error."""
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def to_error_response(error: APIError) -> JSONResponse:
+    """Return the HTTP response of an error."""
+    return JSONResponse(to_error_json(error), error.status, dict(error.headers or {}))
+
+
+def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError:
+    """Convert pydantic's list of errors to a 400 that names the first invalid field of the body."""
+    first = errors[0]
+    if first.get("type") == "json_invalid":
+        return APIError(400, "the request body is not valid JSON")
+    param = ".".join(_field_path(first.get("loc", ()), body))
+    message = str(first.get("msg", "not valid")).removeprefix("Value error, ")
+    if first.get("type") == "extra_forbidden":
+        message = "unknown field"
+    elif first.get("type") == "union_tag_invalid":  # a type of block, such as an image
+        message = message.replace("Input tag", "the type").partition(" found using")[0] + " is not supported here"
+    return APIError(400, f"{param}: {message}" if param else message, param)
+
+
+def _field_path(location: Sequence[int | str], body: Any) -> Iterator[str]:
+    """Yield the part of pydantic's location that leads through the body: it also has the tags of unions."""
+    for i, part in enumerate(location):
+        is_inside = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
+        if is_inside:
+            body = body[part]
+        if is_inside or i + 1 == len(location):
+            yield str(part)
