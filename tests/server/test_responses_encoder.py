@@ -180,6 +180,16 @@ def test_logprobs_are_those_of_the_text() -> None:
     assert encode(["a"])[1]["output"][0]["content"][0]["logprobs"] == []
 
 
+def test_logprobs_leave_out_a_special_token_that_comes_with_text() -> None:
+    """With speculation a delta has several tokens, the end of text among them."""
+    body = ResponsesRequest(model="m", input="x", include=["message.output_text.logprobs"])
+    encoder = ResponsesEncoder(body, ChatOutputParser(), PieceTokenizer(["Hi"]), None)  # type: ignore[arg-type]
+    logprobs = [Logprob(1, -0.5, ()), Logprob(EOS, -0.1, ())]
+    encoder.update(OutputDelta(0, "Hi", [1, EOS], logprobs, FinishReason.STOP))
+    (item,) = json.loads(encoder.encode_full(SimpleNamespace()))["output"]  # type: ignore[arg-type]
+    assert [p["token"] for p in item["content"][0]["logprobs"]] == ["Hi"]
+
+
 def test_blank_text_around_calls_is_no_item() -> None:
     _, full = encode(["\n", CALL, "\n", CALL, "\n"])
     assert [item["type"] for item in full["output"]] == ["function_call", "function_call"]
