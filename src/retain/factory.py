@@ -111,7 +111,13 @@ def build_offload(
             with file.open("rb") as f:
                 while block := f.read(2**24):
                     fingerprint.update(block)
-    return open_offload_tiers(prefix_config, tier_configs, cache, spec, fingerprint.digest())
+    offloader = open_offload_tiers(prefix_config, tier_configs, cache, spec, fingerprint.digest())
+    shown = {"model": path.name, "weights": config.weights, "dtype": config.dtype, "page_size": kv.page_size}
+    shown |= {"machine and version": " ".join(machine)}
+    for store in offloader.stores:
+        if isinstance(store, disk.DiskStore):
+            offloader.formats |= store.store_index.register_format(offloader.model_fingerprint, shown)
+    return offloader
 
 
 def open_offload_tiers(

@@ -1,4 +1,4 @@
-"""Small file helpers: the cache folder, atomic writes, JSON objects."""
+"""Small file helpers: the cache folder, atomic writes, JSON objects, and quotes of a file's text in errors."""
 
 from __future__ import annotations
 
@@ -34,6 +34,17 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             raise
 
 
+def quote(value: object, limit: int = 100) -> str:
+    """Return a value from a file as an error shows it: one line, cut after `limit` characters."""
+    return shorten(repr(value), limit)
+
+
+def shorten(text: object, limit: int = 300) -> str:
+    """Return a text as one line of at most `limit` characters. A library's error may contain a whole file."""
+    line = " ".join(str(text)[: 4 * limit].split())
+    return line if len(line) <= limit else line[:limit] + "..."
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises ValueError when the file is missing or holds no object."""
     try:
@@ -41,7 +52,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as e:
         raise ValueError(f"{path}: cannot be read: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path}: damaged: {e}") from e
+        raise ValueError(f"{path}: damaged: {shorten(e)}") from e
     if not isinstance(value, dict):
         raise ValueError(f"{path}: damaged: it holds no object")
     return value

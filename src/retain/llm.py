@@ -78,7 +78,7 @@ class LLM:
         if prefix_config and isinstance(self.cache.prefix_cache, PrefixCache) and (tier_configs or selective):
             offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, self.spec, path)
             self.cache.prefix_cache.set_offloader(offloader)
-        self.output_processor = OutputProcessor(self.cache)
+        self.output_processor = OutputProcessor(self.cache, self.tokenizer)
         self.engine = Engine(loaded.create_runner(self.cache), self.cache, drafter, self.output_processor)
         info = EngineInfo(
             vocab_size=self.spec.vocab_size,
@@ -170,12 +170,14 @@ class LLM:
         kv_policy: str | Sequence[str] | None = None,
         num_system_tokens: int = 0,
         salt: str = "",
+        explain_prefix: bool = False,
     ) -> list[RequestOutput]:
         """Answer prompts (texts or token ids), `params.n` times each, in their order; all run together.
 
         Parameters and policies are for all prompts, or one for each; without a policy the engine's own applies. The
         first `num_system_tokens` of every prompt are a system prompt, which policies with `protect=system` never evict.
-        Prefixes are shared only among prompts of the same `salt`.
+        Prefixes are shared only among prompts of the same `salt`. `explain_prefix` adds why no more of a prompt was
+        cached.
 
         Raises ValueError when one of them cannot be run; then none is.
         """
@@ -186,10 +188,11 @@ class LLM:
         specs = [kv_policy] * len(many) if kv_policy is None or isinstance(kv_policy, str) else list(kv_policy)
         if len(specs) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(specs)} policies")
+        shared = GenerateRequest("", num_system_tokens=num_system_tokens, salt=salt, explain_prefix=explain_prefix)
         return self.generate_from_requests(
             [
-                GenerateRequest(p, q, spec, num_system_tokens=num_system_tokens, salt=salt)  # type: ignore[arg-type]
-                for p, q, spec in zip(many, each, specs, strict=True)
+                replace(shared, prompt=p, params=q, kv_policy=x)  # type: ignore[arg-type]
+                for p, q, x in zip(many, each, specs, strict=True)
             ]
         )
 

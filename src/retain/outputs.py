@@ -23,6 +23,7 @@ class RequestOutput:
     num_preemptions: int
     kv: dict[str, Any]
     speculate: dict[str, Any] | None = None  # None without speculation
+    prefix: dict[str, Any] | None = None  # why no more of the prompt was cached, where that was asked for
 
 
 @dataclass(frozen=True)

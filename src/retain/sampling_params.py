@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+MAX_BIAS = 1e4  # of penalties and biases of logits: sums of more would lose the logits' digits
 RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, math.inf),
     "temperature": (0, math.inf),
     "top_k": (0, math.inf),
     "top_p": (0, 1),
     "min_p": (0, 1),
-    "repetition_penalty": (0, math.inf),
-    "presence_penalty": (-math.inf, math.inf),
-    "frequency_penalty": (-math.inf, math.inf),
+    "repetition_penalty": (0.01, 100),  # logits are divided by it, in float32
+    "presence_penalty": (-MAX_BIAS, MAX_BIAS),
+    "frequency_penalty": (-MAX_BIAS, MAX_BIAS),
     "seed": (0, 2**63 - 1),
     "logprobs": (0, 100),
     "n": (1, 1024),
@@ -60,8 +61,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not (lo <= value <= hi and math.isfinite(value)):
                 raise ValueError(f"{name} must be from {lo:g} to {hi:g}, not {value}")
-        if self.top_p == 0 or self.repetition_penalty == 0:
-            raise ValueError("top_p and repetition_penalty must be above 0")
+        if self.top_p == 0:
+            raise ValueError("top_p must be above 0")
+        if not all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias):  # NaN is refused, too
+            raise ValueError(f"a logit_bias must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
         if any(not s for s in self.stop):
             raise ValueError("a stop string must not be empty")
 

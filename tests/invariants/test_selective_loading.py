@@ -16,7 +16,7 @@ from retain.kv.offload.loader import write_pages
 from retain.kv.offload.selective.block_cache import BlockCache
 from retain.kv.offload.selective.loader import SelectiveLoader
 from retain.kv.offload.span import ReadJob
-from retain.kv.prefix.cache import PrefixQuery
+from retain.kv.prefix.query import PrefixQuery
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from safetensors.torch import save_file
 
 from retain import models
 from retain.formats.checkpoint import open_checkpoint
+from retain.formats.random_weights import CONFIGS, MARKER_FILE
 from retain.formats.safetensors import SafetensorsCheckpoint
-from retain.models.weights import open_weights
+from retain.models.weights import Weights, open_weights
 from tests.helpers.folders import save_model_folder
 from tests.helpers.tiny_models import tiny_checkpoint
 
@@ -113,3 +115,67 @@ def test_integer_tensors_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.ones(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="int8"):
         SafetensorsCheckpoint(tmp_path).read("x")
+
+
+HUGE_TEXT = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 2**31),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 2.5),
+        ("max_position_embeddings", "x"),
+        ("max_position_embeddings", None),
+        ("max_position_embeddings", math.nan),
+        ("max_position_embeddings", -3),
+        ("max_position_embeddings", 2**70),
+        ("vocab_size", HUGE_TEXT),
+        ("num_attention_heads", True),
+        ("sliding_window", -5),
+        ("rms_norm_eps", math.nan),
+        ("rms_norm_eps", HUGE_TEXT),
+        ("rope_theta", -1),
+        ("rope_theta", math.inf),
+        ("rope_scaling", HUGE_TEXT),
+        ("rope_scaling", {"rope_type": "linear", "factor": math.nan}),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused_before_they_are_used(tmp_path: Path, key: str, value: Any) -> None:
+    checkpoint = tiny_checkpoint("llama")
+    save_model_folder(tmp_path, checkpoint)
+    message = load_error(tmp_path, "config.json", checkpoint.config | {key: value})
+    assert key in message and "config.json" in message and len(message) < len(str(tmp_path)) + 250
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": HUGE_TEXT},
+        {"model_type": HUGE_TEXT},
+        {"rope_scaling": {"rope_type": HUGE_TEXT}},
+        {"quantization_config": {"quant_method": HUGE_TEXT}},
+        {HUGE_TEXT: {"a": 1}, "rope_scaling": {"rope_type": "yarn", "factor": HUGE_TEXT}},
+    ],
+)
+def test_errors_quote_no_more_than_a_line_of_a_file(tmp_path: Path, change: dict[str, Any]) -> None:
+    checkpoint = tiny_checkpoint("llama")
+    save_model_folder(tmp_path, checkpoint)
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint.config | change))
+    with pytest.raises(ValueError) as e:
+        models.build(Weights(SafetensorsCheckpoint(tmp_path), torch.float32))
+    assert len(str(e.value)) < len(str(tmp_path)) + 400 and "\n" not in str(e.value)
+
+
+def test_a_folder_of_random_weights_needs_a_known_config(tmp_path: Path) -> None:
+    (tmp_path / MARKER_FILE).write_text("{}")
+    for config in (
+        {},
+        {"model_type": "opt"},
+        CONFIGS["tiny"] | {"num_hidden_layers": 2**31},
+        {"model_type": ["llama"]},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=r"config\.json"):
+            open_checkpoint(tmp_path)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from retain import LLM
+from retain.processing.chat_template import ChatTemplate
 from retain.server.auth import ApiKeys
 from retain.server.config import Limits, ServerConfig
 from retain.server.launch import GracefulServer, serve
@@ -104,6 +105,17 @@ def run_tiny_server(**server_options: Any) -> AbstractContextManager[GracefulSer
     return run_server("random:tiny", engine_options, template, **server_options)
 
 
+@contextmanager
+def chat_template_replaced(server: GracefulServer, template: str) -> Iterator[None]:
+    """Serve the same model with another chat template until the block ends."""
+    service, tokenizer = server.service, server.service.llm.tokenizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "chat_template", template)
+        patch.setitem(vars(tokenizer), "_compiled_template", ChatTemplate(template, tokenizer.special_tokens_map))
+        patch.setattr(service, "tool_format", service._detect_tool_format())
+        yield
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[GracefulServer]:
     """A server of SmolLM2."""
@@ -129,7 +141,7 @@ def secured_server() -> Iterator[GracefulServer]:
         upload_timeout=0.5,
         max_pin_seconds=60.0,
     )
-    api_keys = ApiKeys({**API_KEYS, **INSPECTOR_API_KEYS})
+    api_keys = ApiKeys({**API_KEYS, **INSPECTOR_API_KEYS}, operators=["ann"])
     with run_tiny_server(
         engine_options={"max_running_requests": 2}, api_keys=api_keys, limits=limits, enable_inspector=True
     ) as running:

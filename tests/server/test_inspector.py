@@ -130,17 +130,35 @@ def test_inspector_isolates_api_keys(secured_server):
     assert HTTP.get(f"{root}/inspect").status_code == 200  # the page itself contains no data
 
 
+def test_inspector_lists_prefix_misses_of_the_key(secured_server):
+    """Two prompts of a key part at a date; another key sees neither, and its equal prompt is no miss."""
+    root, names = secured_server.url.removesuffix("/v1"), ("ann", "bob")
+    ann, bob = ({"Authorization": f"Bearer {API_KEYS[name]}"} for name in names)
+    prompts = [f"The clock says {time}. Nobody believes it, and they ask me." for time in ("10:31", "10:42")]
+    for headers, prompt in ((ann, prompts[0]), (ann, prompts[1]), (bob, prompts[1])):
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": 2}
+        answer = HTTP.post(f"{secured_server.url}/completions", json=body, headers=headers).json()
+        assert "prefix" not in answer["retain"][0]  # only the inspector asked
+    misses = HTTP.get(f"{root}/inspect/state", headers=ann).json()["prefix_misses"]
+    assert misses[0]["cause"] == "date_or_id" and misses[0]["before"].endswith("clock says 10:")
+    assert misses[0]["prompt_text"].startswith("42.") and misses[0]["nearest_text"].startswith("31.")
+    others = HTTP.get(f"{root}/inspect/state", headers=bob).json()["prefix_misses"]
+    assert not [m for m in others if "clock" in m["nearest_text"]]
+
+
 def test_inspector_page_uses_the_fields_that_the_server_sends(secured_server):
     """Every `state.`, request and detail field that the script reads is in the JSON."""
     root, headers = secured_server.url.removesuffix("/v1"), {"Authorization": f"Bearer {API_KEYS['ann']}"}
-    body = {"model": "smollm2", "prompt": "A prompt", "max_tokens": 2}
-    assert HTTP.post(f"{secured_server.url}/completions", json=body, headers=headers).status_code == 200
+    for day in (1, 2):
+        body = {"model": "smollm2", "prompt": f"2026-01-0{day}: a prompt", "max_tokens": 2}
+        assert HTTP.post(f"{secured_server.url}/completions", json=body, headers=headers).status_code == 200
     state = HTTP.get(f"{root}/inspect/state", headers=headers).json()
     request = HTTP.get(f"{root}/inspect/requests/{state['requests'][0]['id']}", headers=headers).json()
     token = HTTP.get(f"{root}/inspect/requests/{request['id']}/tokens/0", headers=headers).json()
     script = HTTP.get(f"{root}/inspect/inspect.js").text
     assert set(re.findall(r"\b(?:state|latestState)\.(\w+)", script)) <= state.keys()
     assert set(re.findall(r"\br\.(\w+)", script)) <= request.keys()
+    assert set(re.findall(r"\bmiss\.(\w+)", script)) <= state["prefix_misses"][0].keys()
     assert set(re.findall(r"\bdetail\.(\w+)", script)) | {"mass", "kept"} <= token.keys()
     page = HTTP.get(f"{root}/inspect").text
     assert set(re.findall(r'\$\("([\w-]+)"\)', script)) <= set(re.findall(r'id="([\w-]+)"', page))

@@ -120,8 +120,9 @@ def test_rejections_are_logged_as_counts(caplog):
     assert "a-name-of-a-key" not in caplog.text
 
 
-def test_full_queue_is_429(secured_server):
+def test_full_queue_is_429(secured_server, monkeypatch):
     """Two requests may run and two may wait; a fifth is rejected with Retry-After. The four finish normally."""
+    monkeypatch.setattr(secured_server.service.admission, "num_keys", 1)  # nobody needs room
     responses = []
 
     def generate(key_name):
@@ -256,6 +257,7 @@ def test_malformed_bodies_are_rejected(server):
 
 def test_failing_step_fails_only_running_requests(secured_server, monkeypatch):
     """Two requests run when a step raises; a third waits, and finishes normally."""
+    monkeypatch.setattr(secured_server.service.admission, "num_keys", 1)  # nobody needs room
     engine, engine_thread = secured_server.service.llm.engine, secured_server.service.engine_thread
     forward, failed = engine.runner.forward, []
 

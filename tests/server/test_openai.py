@@ -221,7 +221,11 @@ def test_tokenize_and_detokenize(server, llm):
         ("messages", [{"role": "user"}], "content"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "tools"),
         ("response_format", {"type": "json_schema"}, "json_schema"),
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}, "nonsense"),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}},
+            "grammar is invalid",
+        ),
         ("pin", 10**9, "pin"),
     ],
 )

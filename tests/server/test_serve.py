@@ -93,6 +93,8 @@ INVALID_OPTIONS = [
     (("--model", "random:tiny", "--api-keys", "/nowhere"), "nowhere"),
     (("--model", "random:tiny", "--allow-drafter", "magic"), "unknown drafter"),
     (("--model", "random:tiny", "--max-body-size", "x"), "size"),
+    (("--model", "random:tiny", "--host", "0.0.0.0"), "--insecure-no-api-key"),
+    (("--model", "random:tiny", "--operator", "eve"), "no API key is named 'eve'"),
 ]
 
 

@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from retain.processing.chat_template import ChatTemplate
+from tests.server.conftest import chat_template_replaced
 from tests.server.test_tool_parser import LLAMA
 
 HERMES = """{%- if tools %}You may call: {% for t in tools %}{{ t | tojson }}{% endfor %}
@@ -27,12 +27,7 @@ MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
 @pytest.fixture(scope="module", params=[HERMES, LLAMA], ids=["hermes", "llama"])
 def client(request, server):
     """A client of the shared server, whose model gets another chat template."""
-    service, tokenizer = server.service, server.service.llm.tokenizer
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "chat_template", request.param)
-        compiled = ChatTemplate(request.param, tokenizer.special_tokens_map)
-        patch.setitem(vars(tokenizer), "_compiled_template", compiled)
-        patch.setattr(service, "tool_format", service._detect_tool_format())
+    with chat_template_replaced(server, request.param):
         yield openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import orjson
 import pytest
 import torch
 from hypothesis import given
@@ -109,3 +110,13 @@ def test_grammar_generates_one_tool_call(template_name, compiler, closing_tokens
             break
     content, calls = parse_chunks(template_name, [compiler.tokenizer.decode(ids)])
     assert not content.strip() and len(calls) == 1 and calls[0][0] in ("find", "now")
+
+
+@pytest.mark.parametrize("arguments", [r'{"q": "\ud800 é"}', r'"{\"q\": \"\ud800 é\"}"'])
+def test_arguments_with_half_a_character_can_be_sent(arguments):
+    """A model may write half of a surrogate pair as an escape, which is JSON but no Unicode text."""
+    parser = ToolParser(detect_tool_format(HERMES), {"find"})
+    text = f'<tool_call>{{"name": "find", "arguments": {arguments}}}</tool_call>'
+    (call,) = parser.feed(text)[1]
+    assert orjson.loads(orjson.dumps(call.arguments)) == call.arguments
+    assert json.loads(call.arguments)["q"].endswith(" é")

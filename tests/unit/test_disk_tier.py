@@ -7,9 +7,11 @@ import os
 import random
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -251,6 +253,24 @@ def test_a_store_that_writes_too_slowly_warns_once(
     store.close()
 
 
+def test_a_replacement_that_cannot_fit_evicts_nothing(tmp_path: Path) -> None:
+    store = open_disk_store(tmp_path, "32768")
+    for number in (0, 1):
+        store.put(*make_span([number]))
+        store.sync()
+    old, _ = store.find(key_of(0))
+    store.put(
+        *make_span([0, 2, 3, 4, 5, 6, 7, 8]), replaces=old
+    )  # larger than the store, without the bytes that it replaces
+    store.sync()
+    assert count_intact(store, 9) == 2 and store.counts["evicted"] == 0
+    assert store.span_index.used_bytes <= 32768
+    store.put(*make_span([0, 2]), replaces=old)
+    store.sync()
+    assert count_intact(store, 6) == 3 and store.span_index.used_bytes == 24576
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -266,6 +286,57 @@ def test_a_store_that_writes_too_slowly_warns_once(
 def test_bad_options_are_refused(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(spec)
+
+
+@pytest.mark.parametrize("name", ["1.kv", "9.kv", "9.tmp"])
+def test_folders_named_like_spans_are_ignored(tmp_path: Path, name: str) -> None:
+    store = open_disk_store(tmp_path)
+    store.put(*make_span([0]))
+    store.close()
+    (tmp_path / name).unlink(missing_ok=True)  # 1.kv: the index has a row for it
+    (tmp_path / name / "content").mkdir(parents=True)
+    store = open_disk_store(tmp_path)
+    for number in range(3):
+        store.put(*make_span([number]))
+        store.sync()
+    assert count_intact(store, 3) >= 2 and (tmp_path / name / "content").is_dir()
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["index.db", "index.db-wal", "lock"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_an_index_that_is_no_file_is_refused(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    make(tmp_path / name)
+    with pytest.raises(OSError, match=f"^{name} in the store .* is no file"):
+        open_disk_store(tmp_path)
+
+
+def modes_in(path: Path) -> set[str]:
+    return {f"{stat.S_IMODE(p.stat().st_mode):o}" for p in path.iterdir()}
+
+
+def test_a_store_that_others_can_read_is_tightened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "store"
+    store = open_disk_store(path)
+    store.put(*make_span([0]))
+    store.sync()
+    assert modes_in(path) == {"600"} and stat.S_IMODE(path.stat().st_mode) == 0o700
+    store.close()
+    path.chmod(0o777)
+    (path / "index.db").chmod(0o644)
+    store = open_disk_store(path)
+    assert modes_in(path) == {"600"} and stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert count_intact(store, 1) == 1 and "mode 777" in caplog.text
+    store.close()
+
+
+def test_a_folder_that_holds_other_files_is_not_tightened_but_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("")
+    tmp_path.chmod(0o755)
+    with pytest.raises(OSError, match=r"mode 755.*'thesis\.txt'.*folder of its own"):
+        open_disk_store(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755 and os.listdir(tmp_path) == ["thesis.txt"]
+    open_disk_store(tmp_path / "retain").close()
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:

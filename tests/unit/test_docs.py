@@ -47,6 +47,12 @@ def test_named_files_exist(page: Path) -> None:
     assert not [p for p in paths if not (ROOT / p).exists() and p not in new and p != "docs/reference"]
 
 
+def test_named_tests_exist() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", (ROOT / "docs" / "guide" / "security.md").read_text(encoding="utf-8"))
+    assert len(named) > 10 and not [n for n in named if f"def {n}(" not in tests]
+
+
 def test_named_documents_exist() -> None:
     """Paths of documents in the sources."""
     for folder in ("src", "tests", "tools", "deploy", "examples"):

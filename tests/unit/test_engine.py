@@ -105,11 +105,17 @@ def test_the_oldest_request_always_advances_and_ends_first() -> None:
         {"min_p": 2},
         {"max_tokens": 0},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-40},
+        {"repetition_penalty": 1e40},
         {"seed": -1},
         {"logprobs": -1},
         {"n": 0},
         {"stop": ""},
         {"presence_penalty": math.inf},
+        {"presence_penalty": -1e39},
+        {"frequency_penalty": 1e39},
+        {"logit_bias": ((5, 1e39),)},
+        {"logit_bias": ((5, math.nan),)},
     ],
 )
 def test_sampling_params_out_of_range_are_refused_in_one_line(fields: dict[str, Any]) -> None:

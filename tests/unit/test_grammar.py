@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.processing.grammar import GrammarCompiler, grammar_from_json_schema
+from retain.processing.grammar import (
+    INVALID_GRAMMAR,
+    REASONS,
+    GrammarCompiler,
+    grammar_from_json_schema,
+    grammar_from_lark,
+)
 from tests.helpers.tokenizers import BUNDLED, open_tokenizer
 
 
@@ -62,11 +68,30 @@ def test_complete_object_ends_the_answer(compiler):
     assert is_complete or set(allowed) & compiler.tokenizer.stop_token_ids
 
 
-@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}])
-def test_invalid_schemas_raise_one_line_errors(compiler, schema):
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "nonsense"}, INVALID_GRAMMAR),
+        ({"$ref": "#/secret"}, INVALID_GRAMMAR),
+        ({"type": "string", "pattern": "(secret"}, "regular expression"),
+        ({"type": "string", "pattern": "(?=secret)"}, "regular expression"),
+        ({"type": "object", "patternProperties": {"(": {}}}, "regular expression"),
+        ({"not": {"type": "string"}}, "part of JSON Schema"),
+        ({"type": "integer", "minimum": 5, "maximum": 1}, "matches no text"),
+        ({"type": "array", "items": {"enum": list(range(100_000))}}, "too large"),
+    ],
+)
+def test_invalid_schemas_raise_errors_in_our_own_words(compiler, schema, reason):
     with pytest.raises(ValueError) as error:
         compiler.compile(grammar_from_json_schema(schema))
-    assert "\n" not in str(error.value)
+    assert str(error.value) in {*REASONS.values(), INVALID_GRAMMAR} and reason in str(error.value)
+
+
+def test_a_grammar_that_is_invalid_is_refused_in_our_own_words(compiler):
+    for text in ("start: nowhere", "start: %json {", "x" * 5000):
+        with pytest.raises(ValueError) as error:
+            compiler.compile(grammar_from_lark(text))
+        assert str(error.value) == INVALID_GRAMMAR
 
 
 def test_deeply_nested_schemas_are_refused():

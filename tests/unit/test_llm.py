@@ -187,3 +187,12 @@ def test_pinned_prompt_is_not_evicted():
 def test_pin_needs_prefix_cache():
     with pytest.raises(ValueError, match="off"):
         LLM("smollm2", kv_memory="64MiB", prefix_cache="off").pin("Hello", 1.0)
+
+
+def test_an_answer_that_ends_before_it_owns_pages_has_statistics():
+    """Followers sample their first token from the leader's logits, and the pool has no room for their fork."""
+    llm = LLM("random:tiny", dtype="float32", kv_memory="1MiB", kv_policy="h2o:budget=50%", max_running_requests=16)
+    answers = llm.generate("x" * 700, SamplingParams(max_tokens=1, n=16))
+    peaks = [a.kv["bytes_peak"] for a in answers]
+    assert len(peaks) == 16 and max(peaks) > 0 and min(peaks) == 0
+    llm.close()

@@ -73,6 +73,20 @@ def test_many_rows_have_the_distribution_of_their_own_params(rows: list[tuple[li
 
 @pytest.mark.parametrize(
     "options",
+    [{"top_p": 1e-50}, {"top_p": 1e-50, "top_k": 3}, {"top_p": 1e-50, "temperature": 1e-300}],
+)
+def test_a_top_p_too_small_for_float32_keeps_the_likeliest_token(options: dict[str, Any]) -> None:
+    probs = compute_probs(torch.tensor([[0.0, 2.0, 1.0]]), [SamplingParams(**options)])
+    assert probs.tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_a_temperature_too_large_for_float32_is_uniform_over_allowed_tokens() -> None:
+    probs = compute_probs(torch.tensor([[0.0, 2.0, -math.inf, 1.0]]), [SamplingParams(temperature=1e300)])
+    assert probs.tolist() == [pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])]
+
+
+@pytest.mark.parametrize(
+    "options",
     [
         {},
         {"temperature": 0.5},

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.models.resolve import resolve_model
-from retain.processing.tokenizer import Tokenizer
 from retain.processing.gguf_tokenizer import _build_sentencepiece
-from retain.processing.tokenizer import wrap_errors
+from retain.processing.tokenizer import Tokenizer, wrap_errors
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY
 from tests.helpers.tokenizers import BUNDLED, SMALL_VOCABULARIES, open_tokenizer, write_tokenizer_file
 from tests.helpers.transformers_gguf import load_transformers_tokenizer

@@ -21,7 +21,11 @@ from retain.server.config import Limits, ServerConfig
 
 T = TypeVar("T")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-SERVER_OPTION_NAMES = {"allowed_drafters": "--allow-drafter", "enable_inspector": "--inspect"}
+SERVER_OPTION_NAMES = {
+    "allowed_drafters": "--allow-drafter",
+    "allowed_hosts": "--allow-host",
+    "enable_inspector": "--inspect",
+}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -57,6 +61,14 @@ def build_parser() -> CommandParser:
     serve.add_argument(
         "--api-keys", metavar="FILE", help="accept only these API keys: lines of `name key` (also $RETAIN_API_KEYS)"
     )
+    serve.add_argument(
+        "--operator",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="name of an API key that may read sums over all keys: /metrics, the inspector's totals "
+        "(may be repeated; a key that is alone may)",
+    )
     add_arguments(
         serve,
         ServerConfig,
@@ -67,11 +79,29 @@ def build_parser() -> CommandParser:
     add_arguments(serve, Limits)
     bench = commands.add_parser("bench", help="measure speed, quality and load")
     _add_benches(bench, engine, quiet)
-    cache = commands.add_parser("cache", parents=[quiet], help="look after a store of --tier disk")
-    cache.add_argument("action", choices=("ls", "verify", "clear"), metavar="ls | verify | clear")
-    cache.add_argument("path", metavar="DIR", help="the store")
-    cache.add_argument("--json", action="store_true", help="ls: a JSON line for each span")
+    cache = commands.add_parser("cache", help="look after a store of --tier disk, and explain prefix misses")
+    _add_cache_actions(cache, quiet)
     return parser
+
+
+def _add_cache_actions(cache: CommandParser, quiet: CommandParser) -> None:
+    actions = cache.add_subparsers(dest="action", required=True, metavar="ls | verify | clear | why")
+    for name, help in (
+        ("ls", "list the spans of a store of --tier disk"),
+        ("verify", "check a store, and remove what is damaged"),
+        ("clear", "remove every span of a store"),
+    ):
+        action = actions.add_parser(name, parents=[quiet], help=help)
+        action.add_argument("path", metavar="DIR", help="the store")
+        if name == "ls":
+            action.add_argument("--json", action="store_true", help="a JSON line for each span")
+    why = actions.add_parser("why", parents=[quiet], help="say what a cache would have of recorded requests, and why")
+    why.add_argument(
+        "files", nargs="+", metavar="FILE", help="JSON bodies of requests, one or one a line, in order; or a text"
+    )
+    add_arguments(why, Config, include=("model", "kv_policy"))
+    why.set_defaults(kv_policy="full")
+    why.add_argument("--json", action="store_true", help="a JSON line for each prompt")
 
 
 def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandParser) -> None:

@@ -1,4 +1,4 @@
-"""`retain cache ls | verify | clear`: look after the store of a disk tier."""
+"""`retain cache ls | verify | clear | why`: look after the store of a disk tier, and explain prefix misses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,23 @@ UNLIMITED = 2**62  # bytes
 
 
 def cache(args: Namespace) -> int:
-    """List, verify or clear a store."""
+    """List, verify or clear a store, or explain what a cache would have of recorded requests."""
+    if args.action == "why":
+        return _explain_files(args)
     path = Path(args.path)
     if args.action == "ls":
         return list_store(path, args.json)
     return verify_store(path) if args.action == "verify" else clear_store(path)
+
+
+def _explain_files(args: Namespace) -> int:
+    if not hasattr(args, "model"):
+        raise ValueError("--model is missing: the tokenizer and the chat template of a model encode the requests")
+    try:
+        from retain.cli.cache_why import explain_files
+    except ModuleNotFoundError as error:
+        raise ValueError(f"reading requests needs the package {error.name}: pip install 'retain[serve]'") from None
+    return explain_files(args)
 
 
 def list_store(path: Path, as_json: bool) -> int:

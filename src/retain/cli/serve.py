@@ -23,7 +23,7 @@ def serve(args: Namespace) -> int:
         ServerConfig,
         args,
         served_model_name=given.get("served_model_name") or Path(config.model).stem,
-        api_keys=auth.load_api_keys(Path(args.api_keys) if args.api_keys else None, os.environ),
+        api_keys=auth.load_api_keys(Path(args.api_keys) if args.api_keys else None, os.environ, args.operator),
         limits=from_args(Limits, args),
         allowed_drafters=tuple(dict.fromkeys([*given.get("allowed_drafters", ()), *DRAFTERS])),
     )

@@ -17,7 +17,8 @@ from torch import Tensor
 from retain.engine.grammar import Grammar
 from retain.engine.spec_decode.stats import SpecDecodeStats
 from retain.kv.eviction.policy import EvictionPolicy, QueryWeights, ScoringPass
-from retain.kv.prefix.cache import PrefixEntry, PrefixQuery
+from retain.kv.prefix.diagnosis import PrefixDiagnosis
+from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.request import RequestMemory
 from retain.sampling_params import SamplingParams
@@ -59,6 +60,7 @@ class RequestInput:
     drafter_name: str = ""  # one of the engine's named drafters, or "" for its default
     needs_logits: bool = False  # logits before every token of the answer go to the output processor
     needs_prompt_logits: bool = False  # those before every token of the prompt but the first, too
+    explain_prefix: bool = False  # find out why the prompt begins with no more cached tokens
 
 
 @dataclass
@@ -72,6 +74,7 @@ class RequestStats:
     num_preemptions: int = 0
     spec_decode: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     peak_slots: list[int] = field(default_factory=list)  # by layer: the most that one head owned
+    prefix_diagnosis: PrefixDiagnosis | None = None  # where it was asked for
     final_slots: list[int] = field(default_factory=list)  # the same at the end
     num_final_pages: int = 0
 
@@ -136,6 +139,7 @@ class Request:
         self.logprobs: list[Logprob] = []
         self.stats = RequestStats()
         self.attention_trace: AttentionTrace | None = None  # set by the inspector
+        self.explains_prefix = input.explain_prefix  # set for logs and the inspector, too
         self.generator = torch.Generator()
         self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
 

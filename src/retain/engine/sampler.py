@@ -155,13 +155,14 @@ def compute_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
     V = logits.shape[1]
     x = logits - logits.amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
-    x = x / column([max(p.temperature, 1e-6) for p in params])
+    x = x / column([min(max(p.temperature, 1e-6), 1e30) for p in params])  # neither 0 nor infinite in float32
     if any(0 < p.top_k < V or p.top_p < 1 for p in params):
         x, order = x.sort(stable=True, dim=-1, descending=True)  # of equal logits the lower token comes first
         k = column([p.top_k if 0 < p.top_k < V else V for p in params])
         x = x.masked_fill(torch.arange(V, device=x.device) >= k, -torch.inf)
         p_sorted = x.softmax(-1)
-        mass_before = p_sorted.cumsum(-1) - p_sorted  # 0 for the likeliest token, which is always kept
+        mass_before = p_sorted.cumsum(-1) - p_sorted
+        mass_before[:, 0] = -1.0  # the likeliest token is always kept, even if top_p is 0 in float32
         top_p = column([p.top_p for p in params])
         x = x.masked_fill((mass_before >= top_p) & (top_p < 1), -torch.inf)
         x = torch.empty_like(x).scatter_(-1, order, x)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from retain.engine.prompt_sharing import PromptSharing
 from retain.engine.request import Request
 from retain.kv.manager import KVCacheManager
+from retain.kv.prefix.diagnosis import explain_prefix
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +93,19 @@ class Scheduler:
         request = self.waiting.pop(0)
         request.row = self.cache.open_row(request.policy, request.num_uncomputed_tokens)
         self.running.append(request)
-        was_preempted = request.stats.num_preemptions > 0
-        num_computed, branch_point = self.cache.attach_prefix(request.row, request.prefix_query, was_preempted)
-        request.start_from_prefix(num_computed, branch_point)
+        self._attach_prefix(request, request.row)
         return request
+
+    def _attach_prefix(self, request: Request, row: int) -> None:
+        """Begin with the prefix that is cached of a request; the first time, find out why there is no more of it."""
+        stats, query, prefix_cache = request.stats, request.prefix_query, self.cache.prefix_cache
+        explains = request.explains_prefix and stats.prefix_diagnosis is None
+        if explains:
+            prefix_cache.keep_history()
+        num_computed, branch_point = self.cache.attach_prefix(row, query, stats.num_preemptions > 0)
+        request.start_from_prefix(num_computed, branch_point)
+        if explains:
+            stats.prefix_diagnosis = explain_prefix(prefix_cache, query, num_computed, row)
 
     def _can_admit(self, request: Request) -> bool:
         """Return whether all tokens of a request fit beside one more page for each that runs.

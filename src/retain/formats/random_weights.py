@@ -17,7 +17,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from retain.files import atomic_write, read_json_object
+from retain.files import atomic_write, read_json_object, shorten
+from retain.formats.config_limits import check_config_file
 
 MARKER_FILE = "random.json"  # marks a folder whose weights are generated
 NUM_RANDOM_VALUES = 4_194_301  # length of the values that all tensors repeat; a prime, so that no two rows are equal
@@ -70,7 +71,11 @@ class RandomCheckpoint:
 
     def __init__(self, path: Path):
         self.config = read_json_object(path / "config.json")
-        self._shapes = dict(TENSOR_SHAPES[self.config["model_type"]](self.config))
+        check_config_file(self.config, path / "config.json")
+        try:
+            self._shapes = dict(TENSOR_SHAPES[self.config["model_type"]](self.config))
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"{path}: no weights can be generated: config.json: {shorten(e)}") from None
 
     def names(self) -> Set[str]:
         """See Checkpoint."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from retain.files import read_json_object
+from retain.files import quote, read_json_object, shorten
+from retain.formats.config_limits import check_config_file
 
 # Prefixes of the language model in a multimodal model, and in the model alone. The second is that of older files.
 MULTIMODAL_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
@@ -26,17 +27,18 @@ class SafetensorsCheckpoint:
         self.config = config
         if is_multimodal := isinstance(text_config := config.get("text_config"), dict):
             self.config = {**text_config, "eos_token_id": config.get("eos_token_id")}
+        check_config_file(self.config, path / "config.json")
         if quantization := config.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise ValueError(
-                f"{path}: weights quantized by {method!r} are not supported: use a .gguf file, or the original"
+                f"{path}: weights quantized by {quote(method)} are not supported: use a .gguf file, or the original"
             )
         self._locations: dict[str, tuple[Any, str]] = {}  # name -> the open file, the tensor's name in it
         for file, names in self._list_files().items():
             opened, stored_names = _open_safetensors(file)
             for stored in stored_names if names is None else names:
                 if stored not in stored_names:
-                    raise ValueError(f"{file}: damaged: it lacks the tensor {stored!r}, which the index lists")
+                    raise ValueError(f"{file}: damaged: it lacks the tensor {quote(stored)}, which the index lists")
                 if name := _language_model_name(stored) if is_multimodal else stored:
                     self._locations[name] = opened, stored
         self._names = frozenset(self._locations)
@@ -51,10 +53,10 @@ class SafetensorsCheckpoint:
         try:
             tensor: Tensor = opened.get_tensor(stored)
         except Exception as e:
-            raise ValueError(f"{self.path}: the tensor {stored!r} is damaged: {e}") from e
+            raise ValueError(f"{self.path}: the tensor {quote(stored)} is damaged: {shorten(e)}") from e
         if not tensor.is_floating_point():
             raise ValueError(
-                f"{self.path}: the tensor {stored!r} is of {tensor.dtype}: quantized models are not supported"
+                f"{self.path}: the tensor {quote(stored)} is of {tensor.dtype}: quantized models are not supported"
             )
         return tensor
 
@@ -78,7 +80,7 @@ class SafetensorsCheckpoint:
         files: dict[Path, set[str]] = {}
         for name, file in weight_map.items():
             if Path(file).name != file:
-                raise ValueError(f"{index}: damaged: {file!r} is not a file of this folder")
+                raise ValueError(f"{index}: damaged: {quote(file)} is not a file of this folder")
             files.setdefault(self.path / file, set()).add(name)
         return dict(files)
 
@@ -93,7 +95,7 @@ def _open_safetensors(file: Path) -> tuple[Any, Iterable[str]]:
     except OSError as e:
         raise ValueError(f"{file}: cannot be read: {e.strerror or e}") from e
     except Exception as e:
-        raise ValueError(f"{file}: damaged: {e}") from e
+        raise ValueError(f"{file}: damaged: {shorten(e)}") from e
 
 
 def _language_model_name(name: str) -> str | None:

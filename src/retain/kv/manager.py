@@ -25,9 +25,10 @@ from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.ring_snapshot import RingSnapshot
-from retain.kv.prefix.cache import PrefixCache, PrefixEntry, PrefixQuery
+from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.null_cache import NullPrefixCache
+from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, collect_pool_stats
 from retain.kv.stats.request import RequestMemory, request_memory_stats
 from retain.types import Ints

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from retain.files import quote, shorten
 from retain.kernels.api import Program
 from retain.models.decoder import Decoder
 from retain.models.weights import Weights
@@ -28,7 +29,7 @@ def list_families() -> list[str]:
 def load_family(model_type: str) -> ModuleType:
     """Import a family's module, which has `spec_from_config` and `build`. Raises ValueError for an unknown family."""
     if model_type not in list_families():
-        raise ValueError(f"model type {model_type!r} is not supported: one of {', '.join(list_families())}")
+        raise ValueError(f"model type {quote(model_type)} is not supported: one of {', '.join(list_families())}")
     return importlib.import_module(f"{__name__}.families.{model_type}")
 
 
@@ -43,9 +44,9 @@ def build(weights: Weights, program: Program | None = None) -> Decoder:
         decoder = load_family(weights.config["model_type"]).build(weights)
         decoder.emit(program) if program else check_shapes(decoder)
     except KeyError as e:
-        raise ValueError(f"config.json lacks {e}") from e
+        raise ValueError(f"config.json lacks {shorten(e)}") from e
     except SHAPE_ERRORS as e:
-        raise ValueError(f"the tensors of the model do not fit its config: {str(e).splitlines()[0]}") from e
+        raise ValueError(f"the tensors of the model do not fit its config: {shorten(e)}") from e
     return decoder
 
 

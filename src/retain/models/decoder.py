@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from retain.files import quote
 from retain.kernels.api import Program
 from retain.models.layers import Embedding, Layer, Linear
 from retain.models.rope import Angles, Rope
@@ -223,7 +224,9 @@ def get_layer_windows(config: dict[str, Any], layer_types: Sequence[str]) -> tup
     layer_types = config.get("layer_types") or layer_types
     windows = {"full_attention": None, "sliding_attention": config["sliding_window"]}
     if len(layer_types) != config["num_hidden_layers"] or not set(layer_types) <= set(windows):
-        raise ValueError(f"layer_types {layer_types!r} is not supported: one of {', '.join(windows)} for every layer")
+        raise ValueError(
+            f"layer_types {quote(layer_types)} is not supported: one of {', '.join(windows)} for every layer"
+        )
     return tuple(windows[layer_type] for layer_type in layer_types)
 
 
@@ -234,4 +237,4 @@ def check_supported(config: dict[str, Any], **supported: Any) -> None:
     """
     for key, value in supported.items():
         if config.get(key) not in (None, value):
-            raise ValueError(f"a model with {key}={config[key]!r} is not supported (only {value!r})")
+            raise ValueError(f"a model with {key}={quote(config[key])} is not supported (only {value!r})")

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retain.files import quote
 from retain.kernels.api import Program
 from retain.kernels.quantized import Weight, concat_rows, select_rows
 from retain.models.weights import Weights
@@ -201,7 +202,7 @@ def resolve_activation(name: str) -> str:
     """Return the key of ACTIVATIONS for the name in a config. Raises ValueError for an unknown name."""
     resolved = ACTIVATION_ALIASES.get(name, name)
     if resolved not in ACTIVATIONS:
-        raise ValueError(f"activation {name!r} is not supported")
+        raise ValueError(f"activation {quote(name)} is not supported")
     return resolved
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retain.files import quote
+
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, n] each
 
 
@@ -80,7 +82,7 @@ def get_rope(dim: int, params: dict[str, Any], interleaved: bool = False) -> Rop
         return Rope(_llama3_freqs(freqs, params), interleaved)
     if rope_type == "yarn":
         return Rope(_yarn_freqs(freqs, dim, params), interleaved, _yarn_attention_factor(params))
-    raise ValueError(f"rope type {rope_type!r} is not supported: one of default, linear, llama3, yarn")
+    raise ValueError(f"rope type {quote(rope_type)} is not supported: one of default, linear, llama3, yarn")
 
 
 def _llama3_freqs(freqs: Tensor, params: dict[str, Any]) -> Tensor:

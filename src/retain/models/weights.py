@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from retain.config import check_weights
+from retain.files import quote
 from retain.formats.checkpoint import Checkpoint, open_checkpoint
 from retain.kernels.quantized import Int4, Int8, Weight, is_quantizable, quantize_int4, quantize_int8
 
@@ -64,9 +65,8 @@ class Weights:
         """Return the name in the checkpoint. Raises ValueError where there is no such tensor."""
         full = self.prefix + name
         if full not in self._names:
-            raise ValueError(
-                f"the model file has no tensor {full!r}: it is damaged, or not a {self.config.get('model_type')} model"
-            )
+            model = quote(self.config.get("model_type"))
+            raise ValueError(f"the model file has no tensor {full!r}: it is damaged, or not a {model} model")
         return full
 
     def _read_matrix(self, name: str, embedding: bool, transposed: bool) -> Weight:

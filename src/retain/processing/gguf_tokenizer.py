@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from retain.files import atomic_write, get_cache_dir
+from retain.files import atomic_write, get_cache_dir, quote
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
 
@@ -53,7 +53,7 @@ def build_tokenizer(reader: GGUFReader) -> Tokenizer:
     if model == "gpt2":
         return _build_byte_level(meta, tokens)
     if model != "llama":
-        raise UnsupportedError(f"tokenizers of type {model!r} are not supported: only gpt2 and llama are")
+        raise UnsupportedError(f"tokenizers of type {quote(model)} are not supported: only gpt2 and llama are")
     return _load_or_build_sentencepiece(reader, tokens)
 
 
@@ -74,7 +74,7 @@ def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokeniz
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZER_PATTERNS:
         raise UnsupportedError(
-            f"the pre-tokenizer {pre!r} is not supported: only {', '.join(sorted(PRE_TOKENIZER_PATTERNS))} are"
+            f"the pre-tokenizer {quote(pre)} is not supported: only {', '.join(sorted(PRE_TOKENIZER_PATTERNS))} are"
         )
     merges = [(a, b) for a, _, b in (m.partition(" ") for m in metadata.get("tokenizer.ggml.merges", ()))]
     vocabulary = {token: i for i, token in enumerate(tokens)}

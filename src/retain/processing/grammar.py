@@ -19,6 +19,16 @@ if TYPE_CHECKING:  # an optional dependency
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_SCHEMA_DEPTH = 64
+INVALID_GRAMMAR = "the grammar is invalid, or uses a feature that is not supported"
+# By what llguidance's message contains. Its own words quote the grammar and name its parts, so no client gets them.
+REASONS = {
+    "Unimplemented": "the grammar uses a part of JSON Schema that is not supported",
+    "Unsatisfiable": "the grammar matches no text",
+    "regex": "the grammar has a regular expression that is invalid or not supported",
+    "too big": "the grammar is too large",
+    "too large": "the grammar is too large",
+    "limit": "the grammar is too large",
+}
 
 
 class GrammarCompiler:
@@ -42,7 +52,7 @@ class GrammarCompiler:
 
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"the grammar: {_one_line(matcher.get_error())}")
+            raise ValueError(explain_error(matcher.get_error()))
         return GrammarState(matcher, self.vocab_size)
 
 
@@ -85,7 +95,7 @@ def grammar_from_json_schema(schema: Mapping[str, Any] | bool) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema))
     except ValueError as error:
-        raise ValueError(f"the schema: {_one_line(str(error))}") from None
+        raise ValueError(explain_error(str(error))) from None
 
 
 def grammar_from_lark(text: str) -> str:
@@ -93,6 +103,11 @@ def grammar_from_lark(text: str) -> str:
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_lark(text)
+
+
+def explain_error(message: str) -> str:
+    """Return the reason of an error of llguidance, in words of our own."""
+    return next((reason for found, reason in REASONS.items() if found in message), INVALID_GRAMMAR)
 
 
 class _TokenizerAdapter:
@@ -115,7 +130,3 @@ class _TokenizerAdapter:
 def _exceeds_depth(x: Any, max_depth: int = MAX_SCHEMA_DEPTH) -> bool:
     children = x.values() if isinstance(x, dict) else x if isinstance(x, list) else ()
     return max_depth < 0 or any(_exceeds_depth(child, max_depth - 1) for child in children)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]

@@ -14,7 +14,7 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
 from retain.processing.grammar import GrammarCompiler
-from retain.processing.output import RequestOutputState
+from retain.processing.output import RequestOutputState, is_logging_prefixes
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 
@@ -39,6 +39,7 @@ class GenerateRequest:
     grammar: str | None = None
     needs_prompt_logprobs: bool = False
     forced_tokens: tuple[int, ...] = ()  # the answer begins with these, whatever the model predicts
+    explain_prefix: bool = False  # find out why the prompt began with no more cached tokens
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,12 @@ class InputProcessor:
                 drafter_name=g.speculate or "",
                 needs_logits=on_logits is not None,
                 needs_prompt_logits=g.needs_prompt_logprobs,
+                explain_prefix=g.explain_prefix,
             ),
             grammar=self.grammar_compiler.compile(g.grammar) if g.grammar else None,
             max_model_len=self.info.max_model_len,
         )
+        request.explains_prefix = g.explain_prefix or is_logging_prefixes()
         drafts = self.info.has_default_drafter if g.speculate is None else g.speculate != NO_SPECULATION
         return RequestOutputState(request, self.tokenizer.create_detokenizer(params.stop), drafts, on_logits)
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from retain.engine.output import OutputProcessor as TokenProcessor
-from retain.engine.request import FinishReason, Logprob, Request
+from retain.engine.request import FinishReason, Logprob, Request, SampledTokens
 from retain.engine.sampler import compute_logprobs
 from retain.kv.manager import KVCacheManager
 from retain.outputs import RequestOutput
 from retain.processing.detokenizer import IncrementalDetokenizer
+from retain.processing.prefix_report import PrefixReport, build_report
+from retain.processing.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def is_logging_prefixes() -> bool:
+    """Whether the log tells of every prompt why it began with no more cached tokens."""
+    return log.isEnabledFor(logging.DEBUG)
 
 
 class RequestOutputState:
@@ -58,8 +68,8 @@ class RequestOutputState:
 class OutputProcessor(TokenProcessor):
     """Detokenize the answers of registered requests, and turn ended requests into outputs."""
 
-    def __init__(self, cache: KVCacheManager):
-        self.cache = cache
+    def __init__(self, cache: KVCacheManager, tokenizer: Tokenizer):
+        self.cache, self.tokenizer = cache, tokenizer
         self._states: WeakKeyDictionary[Request, RequestOutputState] = WeakKeyDictionary()
 
     def register(self, state: RequestOutputState) -> None:
@@ -71,6 +81,18 @@ class OutputProcessor(TokenProcessor):
         state = self._states.get(request)
         return state is not None and state.add_token(token)
 
+    def process_tokens(self, request: Request, tokens: SampledTokens) -> FinishReason | None:
+        """See retain.engine.output."""
+        reason = super().process_tokens(request, tokens)
+        if reason and is_logging_prefixes() and (report := self.report_prefix(request)):
+            log.debug("prefix of request %d: %s", request.id, report.summarize())
+        return reason
+
+    def report_prefix(self, request: Request) -> PrefixReport | None:
+        """Return why a request began with no more cached tokens, where that was asked for."""
+        diagnosis = request.stats.prefix_diagnosis
+        return build_report(diagnosis, self.tokenizer) if diagnosis else None
+
     def process_logits(self, request: Request, logits: Tensor) -> None:
         """See retain.engine.output."""
         if state := self._states.get(request):
@@ -81,6 +103,7 @@ class OutputProcessor(TokenProcessor):
         request, stats = state.request, state.request.stats
         state.take_text()
         decode_s = stats.finish_time - stats.first_token_time
+        prefix = self.report_prefix(request) if request.input.explain_prefix else None
         decode_tok_s = (len(request.output_tokens) - 1) / decode_s if decode_s > 0 else 0.0
         return RequestOutput(
             text=state.detokenizer.text,
@@ -94,4 +117,5 @@ class OutputProcessor(TokenProcessor):
             num_preemptions=stats.num_preemptions,
             kv=self.cache.request_stats(request.policy, len(request.tokens) - 1, stats.memory),
             speculate=stats.spec_decode.summarize(decode_tok_s) if state.is_speculative else None,
+            prefix=prefix.to_json() if prefix else None,
         )

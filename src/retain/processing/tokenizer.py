@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Core
 
-from retain.files import read_json_object
+from retain.files import quote, read_json_object, shorten
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
 from retain.processing.chat_template import ChatTemplate, Messages, TemplateRenderer, Tools
@@ -147,7 +147,7 @@ def wrap_errors(path: Path) -> Iterator[None]:
         if isinstance(e, UnsupportedError):
             raise UnsupportedError(f"{path}: {e}") from e
         reason = str(e).strip().splitlines() or [type(e).__name__]
-        raise ValueError(f"{path}: damaged tokenizer: {reason[0]}") from e
+        raise ValueError(f"{path}: damaged tokenizer: {shorten(reason[0])}") from e
 
 
 def _create_token_bytes(core: Core, special_token_ids: frozenset[int]) -> TokenBytes:
@@ -177,7 +177,7 @@ def _from_gguf(path: Path) -> Tokenizer:
         if token_id is None or token_id == 0xFFFFFFFF:  # the value for "none" in old files
             return None
         if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
-            raise ValueError(f"the {name} token is {token_id!r}, of {len(tokens)} tokens")
+            raise ValueError(f"the {name} token is {quote(token_id)}, of {len(tokens)} tokens")
         return token_id
 
     names = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}

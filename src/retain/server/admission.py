@@ -12,7 +12,7 @@ from retain.server.config import Limits
 from retain.server.openai.errors import APIError
 
 log = logging.getLogger(__name__)
-# A key may have this many times as many choices in flight as there is room left, so that some room is always left
+# A key may have this many times as many choices in flight as it leaves free, so that some room is always left
 # (Choudhury and Hahne, Dynamic Queue Length Thresholds, 1998). One key alone gets two thirds of the room.
 SHARE_OF_FREE = 2
 LOG_EVERY = 100  # log the first rejection by a limit, and then every 100th
@@ -47,9 +47,11 @@ class AdmissionControl:
                 f"this key has {of_key} requests in flight, its limit is {per_key}: retry later"
             )
         free = self.max_in_flight - self.num_in_flight
-        if self.num_keys > 1 and of_key and of_key + num_choices > SHARE_OF_FREE * free:
+        # An idle server takes any request, and the first choice of a key needs no more than a place.
+        is_shared = self.num_keys > 1 and self.num_in_flight and of_key + num_choices > 1
+        if is_shared and of_key + num_choices > SHARE_OF_FREE * (free - num_choices):
             self._log_rejection("share_of_key")
-            raise self._rate_limit_error(f"this key has {of_key} requests in flight, and others need room: retry later")
+            raise self._rate_limit_error(f"this key has {of_key} requests in flight and must leave room: retry later")
         if num_choices > free:
             self._log_rejection("max_queued_requests")
             raise self._rate_limit_error(f"the queue is full: {self.num_in_flight} requests are in flight, retry later")

@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+import logging
+import stat
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 API_KEYS_ENV = "RETAIN_API_KEYS"
 MIN_KEY_LENGTH = 8
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """Name and salt of a key. The salt is derived from the key, so stores on disk still match after a restart."""
+    """Name and salt of a key. The salt is derived from the key, so stores on disk still match after a restart.
+
+    An operator may read sums over all keys; a key that is alone may, because they are its own.
+    """
 
     name: str
     salt: str
+    is_operator: bool = False
 
 
-ANONYMOUS = ApiKey("anonymous", "")
+ANONYMOUS = ApiKey("anonymous", "", is_operator=True)
 
 
 class ApiKeys:
     """The accepted API keys, as digests. An empty set accepts every request."""
 
-    def __init__(self, keys_by_name: Mapping[str, str]):
-        """Hash the keys. Raises ValueError for a key that is too short or given twice."""
+    def __init__(self, keys_by_name: Mapping[str, str], operators: Collection[str] = ()):
+        """Hash the keys. Raises ValueError for a key that is too short or given twice, or an operator without one."""
+        if unknown := set(operators) - keys_by_name.keys():
+            raise ValueError(f"no API key is named {min(unknown)!r}, which --operator names")
         for name, key in keys_by_name.items():
             if len(key) < MIN_KEY_LENGTH:
                 raise ValueError(
                     f"the API key {name!r} is shorter than {MIN_KEY_LENGTH} characters: choose a longer one"
                 )
         self._hashed_keys = [
-            (_digest(key), ApiKey(name, _digest(f"salt {key}").hex())) for name, key in keys_by_name.items()
+            (_digest(key), ApiKey(name, _digest(f"salt {key}").hex(), name in operators or len(keys_by_name) == 1))
+            for name, key in keys_by_name.items()
         ]
         if len({digest for digest, _ in self._hashed_keys}) < len(self._hashed_keys):
             raise ValueError("two names have the same API key: give each its own")
@@ -57,11 +67,11 @@ class ApiKeys:
         return match if scheme.lower() == "bearer" else None
 
 
-def load_api_keys(path: Path | None, environment: Mapping[str, str]) -> ApiKeys:
+def load_api_keys(path: Path | None, environment: Mapping[str, str], operators: Collection[str] = ()) -> ApiKeys:
     """Load keys from a file and from $RETAIN_API_KEYS.
 
     The file has one key a line: `name key`, or only the key. The variable holds comma-separated `name:key` pairs.
-    Raises ValueError for malformed or missing keys, OSError if the file cannot be read.
+    `operators` are names of keys. Raises ValueError for malformed or missing keys, OSError if the file cannot be read.
     """
     keys_by_name: dict[str, str] = {}
     entries = [line.split() for line in path.read_text().splitlines()] if path else []
@@ -77,7 +87,9 @@ def load_api_keys(path: Path | None, environment: Mapping[str, str]) -> ApiKeys:
         keys_by_name[name] = parts[-1]
     if not keys_by_name and (path or API_KEYS_ENV in environment):
         raise ValueError(f"{path or '$' + API_KEYS_ENV} has no API key: add a line `name key`")
-    return ApiKeys(keys_by_name)
+    if path and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+        log.warning("others can read the API keys in %s (mode %o): chmod 600 %s", path, mode, path)
+    return ApiKeys(keys_by_name, operators)
 
 
 def _digest(text: str) -> bytes:

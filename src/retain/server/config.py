@@ -23,11 +23,19 @@ class Limits:
     max_choices: int = field(default=16, metadata={"help": "choices of one request at most: prompts times n"})
     max_body_size: Size = field(default=8 * 2**20, metadata={"help": "size of a request body at most"})
     upload_timeout: float = field(default=30.0, metadata={"help": "seconds to receive a request body"})
+    max_header_size: Size = field(default=64 * 2**10, metadata={"help": "size of a request's line and headers at most"})
+    header_timeout: float = field(
+        default=10.0, metadata={"help": "seconds to receive the headers of a request, and the rest of a refused body"}
+    )
+    max_connections: int = field(default=512, metadata={"help": "open connections at most; others are closed at once"})
     request_timeout: float = field(
         default=600.0, metadata={"help": "seconds from the arrival of a request to the end of its response"}
     )
     sandbox_timeout: float = field(
         default=5.0, metadata={"help": "seconds to compile a grammar or to render a chat template"}
+    )
+    max_stored_bytes: Size = field(
+        default=64 * 2**20, metadata={"help": "bytes of stored responses at most; 0 stores none"}
     )
     max_pin_seconds: float = field(default=3600.0, metadata={"help": "longest time a prompt may be pinned, in seconds"})
 
@@ -40,6 +48,15 @@ class ServerConfig:
     port: int = field(default=8000, metadata={"help": "port to bind; 0 picks a free one"})
     served_model_name: str = field(default="model", metadata={"help": "model name that clients use"})
     api_keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
+    insecure_no_api_key: bool = field(
+        default=False, metadata={"help": "listen beyond this machine even without API keys, for everybody"}
+    )
+    allowed_hosts: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Host name that requests may use on a server without API keys, besides local ones (may be repeated)"
+        },
+    )
     limits: Limits = field(default_factory=Limits)
     allowed_origins: tuple[str, ...] = field(default=(), metadata={"help": "allowed CORS origin (may be repeated)"})
     allowed_drafters: tuple[str, ...] = field(

@@ -11,13 +11,16 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 
 from retain.llm import LLM
+from retain.server import hosts
 from retain.server.app import create_app
 from retain.server.config import ServerConfig
 from retain.server.engine_thread import EngineThread
+from retain.server.http_protocol import BoundedHttpProtocol, RejectionLog
 from retain.server.inspector.recorder import Inspector
 from retain.server.metrics import Metrics
 from retain.server.openai.serving import OpenAIServing
@@ -33,8 +36,11 @@ def serve(
 ) -> None:
     """Serve a model until SIGTERM or SIGINT, then finish running requests and reject waiting ones.
 
-    Calls `on_ready` once the server listens. Raises what `load_llm` raises.
+    Calls `on_ready` once the server listens. Raises what `load_llm` raises, and ValueError for a server that would be
+    open to everybody.
     """
+    config = server_config
+    hosts.check_exposure(config.host, bool(config.api_keys), config.insecure_no_api_key)
     sys.setswitchinterval(0.001)  # the engine thread and the event loop share the GIL: keep their turns short
     with asyncio.Runner(loop_factory=_get_loop_factory()) as runner:
         runner.run(_serve(load_llm, server_config, on_ready))
@@ -64,12 +70,14 @@ async def _serve(
         engine_thread.observers += [metrics, inspector] if inspector else [metrics]
         service = OpenAIServing(llm, engine_thread, server_config, sandbox)
         config = uvicorn.Config(
-            create_app(service, metrics, server_config.api_keys, server_config.allowed_origins, inspector),
+            create_app(service, metrics, server_config, inspector),
             host=server_config.host,
             port=server_config.port,
             log_level="warning",
             access_log=False,
             server_header=False,
+            http=cast(Any, partial(BoundedHttpProtocol, server_config.limits, RejectionLog())),
+            ws="none",
             timeout_graceful_shutdown=server_config.drain_timeout,
         )
         server = GracefulServer(config, service, on_ready)

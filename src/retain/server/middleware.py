@@ -1,4 +1,4 @@
-"""ASGI middleware: authenticates every request and bounds the size and the upload time of its body.
+"""ASGI middleware: authenticates every request, checks its Host, and bounds the size and upload time of its body.
 
 It is plain ASGI because Starlette's BaseHTTPMiddleware would buffer streamed responses.
 """
@@ -12,22 +12,27 @@ from collections.abc import Mapping
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from retain.server.auth import ApiKey, ApiKeys
-from retain.server.config import Limits
+from retain.files import quote
+from retain.server.auth import ApiKey
+from retain.server.config import ServerConfig
 from retain.server.error_format import to_error_response
+from retain.server.hosts import HostRule
 from retain.server.openai.errors import APIError
 
 INSPECTOR_PATHS = ("/inspect", "/inspect/inspect.css", "/inspect/inspect.js")
-PUBLIC_PATHS = ("/health", "/ready", "/docs", "/openapi.json", *INSPECTOR_PATHS)  # they reveal nothing about requests
+HEALTH_PATHS = ("/health", "/ready")
+PUBLIC_PATHS = (*HEALTH_PATHS, *INSPECTOR_PATHS)  # they reveal nothing about requests
 HEADERS = (b"authorization", b"content-length", b"x-api-key")
 log = logging.getLogger(__name__)
 
 
 class AuthMiddleware:
-    """Checks the API key and limits the body before the application handles a request."""
+    """Checks the API key and the Host header, and limits the body, before the application handles a request."""
 
-    def __init__(self, app: ASGIApp, api_keys: ApiKeys, limits: Limits):
-        self.app, self.api_keys, self.limits = app, api_keys, limits
+    def __init__(self, app: ASGIApp, config: ServerConfig):
+        self.app, self.api_keys, self.limits = app, config.api_keys, config.limits
+        # A browser sends no key by itself, so with keys a page of another origin reads nothing.
+        self.host_rule = None if config.api_keys else HostRule(config.allowed_hosts, config.insecure_no_api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection. Stores the authenticated ApiKey as `request.state.key`."""
@@ -43,6 +48,7 @@ class AuthMiddleware:
             await send(message)
 
         try:
+            self._check_host(scope)
             if key is None and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
                 raise APIError(
                     401,
@@ -66,6 +72,15 @@ class AuthMiddleware:
         """Return the key of either header that clients send it in; OpenAI's header comes first."""
         key = self.api_keys.authenticate(headers.get(b"authorization"))
         return key or self.api_keys.authenticate(f"Bearer {headers.get(b'x-api-key', '')}")
+
+    def _check_host(self, scope: Scope) -> None:
+        """Refuse the Host header of a web page that DNS rebinding led here. Raises APIError."""
+        if not self.host_rule or scope["path"] in HEALTH_PATHS:
+            return
+        for name, value in scope["headers"]:
+            if name == b"host" and not self.host_rule.accepts(value.decode("latin-1")):
+                host = quote(value.decode("latin-1"))
+                raise APIError(403, f"Host {host} is not allowed without API keys: start with --allow-host NAME")
 
     def _limit_body(self, receive: Receive) -> Receive:
         """Wrap `receive` so that it raises for a body that is too large or too slow."""

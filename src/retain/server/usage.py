@@ -40,5 +40,6 @@ def build_request_stats(output_processor: OutputProcessor, group: RequestGroup) 
     for state in group.request_states:
         output = output_processor.to_output(state)
         kv = {k: v for k, v in output.kv.items() if k != "groups"}
-        stats.append({"kv": kv, "speculate": output.speculate, "num_preemptions": output.num_preemptions})
+        choice = {"kv": kv, "speculate": output.speculate, "num_preemptions": output.num_preemptions}
+        stats.append(choice | {"prefix": output.prefix} if output.prefix else choice)
     return stats

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from retain.files import quote
+from retain.formats.config_limits import check_config
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.config import GGUFMetadata, recover_llama3_scaling
 from retain.formats.gguf.dequantize import dequantize_tensor, unpack_quantized
@@ -34,10 +36,13 @@ class GGUFCheckpoint:
                 raise UnsupportedError(f"one of {parts} parts: join them with `llama-gguf-split --merge`")
             name = self.metadata.get("general.architecture", "")
             if name not in ARCHITECTURES:
-                raise UnsupportedError(f"architecture {name!r} is not supported: only {', '.join(ARCHITECTURES)} are")
+                raise UnsupportedError(
+                    f"architecture {quote(name)} is not supported: only {', '.join(ARCHITECTURES)} are"
+                )
             self._arch = ARCHITECTURES[name]
             shapes = {tensor: info.shape for tensor, info in self._reader.tensors.items()}
             self.config = self._arch.make_config(GGUFMetadata(name, self.metadata, shapes))
+            check_config(self.config)
             self._tensor_infos = self._map_names()
 
     def names(self) -> frozenset[str]:
@@ -77,7 +82,9 @@ class GGUFCheckpoint:
             elif not name.endswith(IGNORED_TENSORS):
                 hf_name = self._arch.to_hf_name(name, self.config["num_hidden_layers"])
                 if hf_name is None:
-                    raise UnsupportedError(f"the tensor {name!r} is not known in a {self.config['model_type']} model")
+                    raise UnsupportedError(
+                        f"the tensor {quote(name)} is not known in a {self.config['model_type']} model"
+                    )
                 infos[hf_name] = (name.split(".")[-2], info)
         self._names = frozenset(infos)
         return infos

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from retain.files import quote
 from retain.formats.errors import UnsupportedError
 
 HFConfig = dict[str, Any]
@@ -39,7 +40,7 @@ class GGUFMetadata:
         if type(default) is float and type(value) is int:
             value = float(value)
         if type(value) is not type(default):
-            raise ValueError(f"{self.arch}.{key} is {value!r}, not a value of type {type(default).__name__}")
+            raise ValueError(f"{self.arch}.{key} is {quote(value)}, not a value of type {type(default).__name__}")
         result: T = value
         return result
 

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from retain.files import quote, shorten
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.types import ARRAY, BOOL, GGML_BLOCK_SIZES, NUMBER_DTYPES, STRING, TensorInfo
 
@@ -54,7 +55,7 @@ class GGUFReader:
             for _ in range(pairs):
                 key = self._read_string()
                 if key in self.metadata:
-                    self._raise_damaged(f"the key {key!r} occurs twice")
+                    self._raise_damaged(f"the key {quote(key)} occurs twice")
                 self.metadata[key] = self._read_value(self._read_u32())
             self._metadata_end = self._position
             self.tensors = self._read_tensor_infos(tensors)
@@ -83,9 +84,9 @@ class GGUFReader:
         except ValueError as e:
             if str(e).startswith(f"{self.path}: "):
                 raise
-            raise ValueError(f"{self.path}: damaged GGUF file: {e}") from e
+            raise ValueError(f"{self.path}: damaged GGUF file: {shorten(e)}") from e
         except (ArithmeticError, LookupError, TypeError, AttributeError, RuntimeError) as e:
-            raise ValueError(f"{self.path}: damaged GGUF file: {type(e).__name__}: {e}") from e
+            raise ValueError(f"{self.path}: damaged GGUF file: {type(e).__name__}: {shorten(e)}") from e
 
     def _raise_damaged(self, reason: str) -> NoReturn:
         raise ValueError(f"{self.path}: damaged GGUF file: {reason}")
@@ -151,29 +152,30 @@ class GGUFReader:
         for _ in range(n):
             name = self._read_string()
             if name in found:
-                self._raise_damaged(f"the tensor {name!r} occurs twice")
+                self._raise_damaged(f"the tensor {quote(name)} occurs twice")
             count = self._read_u32()
             if not 1 <= count <= 4:
-                self._raise_damaged(f"the tensor {name!r} has {count} dimensions")
+                self._raise_damaged(f"the tensor {quote(name)} has {count} dimensions")
             shape = tuple(self._read_u64() for _ in range(count))[::-1]  # ggml lists the fastest dimension first
             ggml_type, offset = self._read_u32(), self._read_u64()
             if ggml_type not in GGML_BLOCK_SIZES:
-                self._raise_damaged(f"the tensor {name!r} is of type {ggml_type}, which is not known")
+                self._raise_damaged(f"the tensor {quote(name)} is of type {ggml_type}, which is not known")
             block_size, block_bytes = GGML_BLOCK_SIZES[ggml_type]
             if 0 in shape or shape[-1] % block_size:
-                self._raise_damaged(f"the tensor {name!r} has the shape {shape}, in blocks of {block_size}")
+                self._raise_damaged(f"the tensor {quote(name)} has the shape {shape}, in blocks of {block_size}")
             found[name] = (ggml_type, shape, offset, math.prod(shape) // block_size * block_bytes)
 
         align = self.metadata.get("general.alignment", 32)
         if not isinstance(align, int) or align < 8 or align & (align - 1):
-            self._raise_damaged(f"the alignment is {align!r}, not a power of 2 from 8 on")
+            self._raise_damaged(f"the alignment is {quote(align)}, not a power of 2 from 8 on")
         data_start = -(-self._position // align) * align
         tensors, previous_stop = {}, data_start
         for name, (ggml_type, shape, offset, size) in sorted(found.items(), key=lambda item: item[1][2]):
             start = data_start + offset
             if start % align or start < previous_stop or size > len(self.data) - start:
+                place = f"({size} bytes at {start})"
                 self._raise_damaged(
-                    f"the tensor {name!r} ({size} bytes at {start}) is unaligned, overlaps another or exceeds the file"
+                    f"the tensor {quote(name)} {place} is unaligned, overlaps another or exceeds the file"
                 )
             tensors[name] = TensorInfo(ggml_type, shape, start, start + size)
             previous_stop = start + size

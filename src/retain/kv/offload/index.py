@@ -51,30 +51,39 @@ class SpanIndex:
             return (span.hits * span.attention_share, *recent)
         return (span.hits, *recent) if self.replacement == "lfu" else recent
 
-    def make_room(self, size: int, priority: tuple[float, ...] | None = None) -> list[Span] | None:
+    def make_room(
+        self, size: int, priority: tuple[float, ...] | None = None, replaces: Span | None = None
+    ) -> list[Span] | None:
         """Evict the spans of lowest priority until `size` bytes fit, and return them.
 
         None, with nothing evicted, if `size` exceeds the capacity. The same under `importance` if a victim is more
-        important than the new span, whose `priority` is given.
+        important than the new span, whose `priority` is given. The bytes of the span that it `replaces` count as free;
+        that span is no victim, and stays until the caller removes it.
         """
         if size > self.capacity:
             return None
-        victims: list[Span] = []
-        free = self.capacity - self.used_bytes
-        while free < size:
+        popped: list[Span] = []  # from the heap, to be put back where they stay
+        free = self.capacity - self.used_bytes + (replaces.size if replaces in self.spans else 0)
+        is_refused = False
+        while free < size and not is_refused:
             known, span_id = self.heap[0]
             span = self.by_id.get(span_id)
             if span and known != self.priority(span):
                 heapq.heapreplace(self.heap, (self.priority(span), span_id))
-            elif span and priority and self.replacement == "importance" and known[0] > priority[0]:
-                for victim in victims:
-                    heapq.heappush(self.heap, (self.priority(victim), self.spans[victim]))
-                return None
-            else:
+                continue
+            if span and span is not replaces and priority and self.replacement == "importance":
+                is_refused = known[0] > priority[0]
+            if not is_refused:
                 heapq.heappop(self.heap)
                 if span:
-                    victims.append(span)
-                    free += span.size
+                    popped.append(span)
+                    free += 0 if span is replaces else span.size
+        victims = [] if is_refused else [span for span in popped if span is not replaces]
+        for span in popped:
+            if is_refused or span is replaces:
+                heapq.heappush(self.heap, (self.priority(span), self.spans[span]))
+        if is_refused:
+            return None
         for victim in victims:
             self.remove(victim)
         return victims

@@ -54,6 +54,7 @@ class Offloader:
         self.probe_config = probe_config
         self.repacker = Repacker(probe_config, kv, self.warnings) if probe_config else None
         self.block_cache = block_cache
+        self.formats: dict[bytes, dict[str, Any]] = {}  # what the fingerprints in the stores mean, this one's too
         self._scratch: Floats = np.empty(0, np.float32)
 
     # ---- finding -------------------------------------------------------------------------------------------------
@@ -82,6 +83,15 @@ class Offloader:
 
     def _find_key(self, key: bytes) -> tuple[Store, Span, int] | None:
         return next(((store, *found) for store in self.stores if (found := store.find(key))), None)
+
+    def other_formats(self) -> list[tuple[bytes, int, str]]:
+        """Return fingerprints of others in the stores, with their page size, and how they differ from this one."""
+        own, found = self.formats.get(self.model_fingerprint, {}), []
+        for fingerprint, other in self.formats.items():
+            differing = [f"{name} {x}, here {own.get(name)}" for name, x in other.items() if x != own.get(name)]
+            if fingerprint != self.model_fingerprint and isinstance(size := other.get("page_size"), int) and size > 0:
+                found.append((fingerprint, size, "; ".join(differing)))
+        return found
 
     def should_load(self, ranges: Sequence[SpanRange], num_tokens: int) -> bool:
         """Whether reading these ranges takes less time than computing the tokens. Records a use of their spans."""

@@ -15,7 +15,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
@@ -24,10 +24,12 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from retain.kv.offload.span import Span
+from retain.kv.offload.store_folder import INDEX_FILES, is_complete, prepare_folder, remove_file
 from retain.types import Bytes
 
 log = logging.getLogger(__name__)
 
+Json = dict[str, Any]
 FORMAT_VERSION = 1
 KEY_BYTES = 16
 CREATE_TABLE = """
@@ -35,6 +37,7 @@ create table if not exists spans (
     number integer primary key, keys blob, rows text, row_bytes integer, begin integer, firsts text, least integer,
     notes integer, packed integer, sums blob, hits integer, used real, made real, checksum integer)
 """
+CREATE_FORMATS_TABLE = "create table if not exists formats (fingerprint blob primary key, description text)"
 
 
 @dataclass(eq=False)
@@ -95,7 +98,7 @@ class StoreIndex:
 
     def __init__(self, path: Path):
         self.path = path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        prepare_folder(path)
         self.lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             try:
@@ -119,17 +122,30 @@ class StoreIndex:
         complete, damaged = set(), []
         for row in self.db.execute("select * from spans order by used desc").fetchall():
             number, span = row["number"], _span_from_row(row)
-            with suppress(OSError):
-                if span and self.file_path(number).stat().st_size == span.size:
-                    complete.add(self.file_path(number))
-                    yield span
-                    continue
+            if span and is_complete(self.file_path(number), span.size):
+                complete.add(self.file_path(number))
+                yield span
+                continue
             damaged.append(number)
             yield None
         self.delete(damaged)
         for file in self.path.iterdir():
             if file.suffix in (".kv", ".tmp") and file not in complete:
-                file.unlink(missing_ok=True)
+                remove_file(file)
+
+    def register_format(self, fingerprint: bytes, description: Json) -> dict[bytes, Json]:
+        """Remember what the keys and values of a fingerprint are. Returns all that are known, for diagnoses only."""
+        found = {}
+        try:
+            with self.db:
+                row = fingerprint, json.dumps(description)
+                self.db.execute("insert or replace into formats values (?, ?)", row)
+            for name, text in self.db.execute("select * from formats").fetchall():
+                if isinstance(known := json.loads(text), dict):
+                    found[name] = known
+        except (sqlite3.Error, TypeError, ValueError) as error:
+            log.warning("the formats of the store %s cannot be read: %s", self.path, error)
+        return found
 
     def add(self, span: StoredSpan, replaces: int | None = None) -> None:
         """Publish a span and, in the same transaction, remove the one whose file number is `replaces`."""
@@ -144,7 +160,7 @@ class StoreIndex:
             self.db.execute(f"insert into spans ({', '.join(row)}) values ({values})", row)
             self.db.execute("delete from spans where number = ?", (replaces,))
         if replaces is not None:
-            self.file_path(replaces).unlink(missing_ok=True)
+            remove_file(self.file_path(replaces))
 
     def delete(self, file_numbers: Sequence[int]) -> None:
         """Delete rows, then files: a file without a row is ignored, a row without its file counts as damage."""
@@ -153,7 +169,7 @@ class StoreIndex:
                 self.db.executemany("delete from spans where number = ?", [(n,) for n in file_numbers])
         finally:  # a full disk has room for the rows' changes only after a file is deleted
             for n in file_numbers:
-                self.file_path(n).unlink(missing_ok=True)
+                remove_file(self.file_path(n))
 
     def update_usage(self, spans: Sequence[StoredSpan]) -> None:
         """Save how often and when spans were last used."""
@@ -220,6 +236,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
             if db.execute("pragma quick_check").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("quick_check")
             db.execute(CREATE_TABLE)
+            db.execute(CREATE_FORMATS_TABLE)
             db.execute(f"pragma user_version = {FORMAT_VERSION}")
             return db
         except (ValueError, sqlite3.Error) as error:
@@ -229,8 +246,9 @@ def _open_database(path: Path) -> sqlite3.Connection:
             if isinstance(error, sqlite3.OperationalError):
                 raise OSError(f"the index of the store {path} cannot be opened: {error}") from None
             log.warning("the index of the store %s is corrupt and starts empty: %s", path, error)
-            for name in ("index.db", "index.db-wal", "index.db-shm"):
+            for name in INDEX_FILES:
                 (path / name).unlink(missing_ok=True)
+            prepare_folder(path)
     raise OSError(f"the index of the store {path} cannot be created")
 
 

@@ -7,7 +7,6 @@ layers see, so the windows are part of the root hash, like the tenant's salt and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -24,32 +23,14 @@ from retain.kv.offload.selective.loader import SelectiveLoader
 from retain.kv.offload.span import ReadJob, SpanRange
 from retain.kv.prefix.attach import AttachPlan, attach_pages
 from retain.kv.prefix.config import PrefixConfig
+from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.node import PrefixMatch
+from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.prefix.windows import capture_sliding_windows
 from retain.types import Ints
 
 BeforeAttention = Callable[[int, Tensor], None]  # (layer, its queries [T, H, D])
-
-
-@dataclass(frozen=True)
-class PrefixQuery:
-    """A text that wants to begin with cached pages: at most `max_length` of its tokens, of the same `salt` only."""
-
-    policy: EvictionPolicy
-    tokens: Sequence[int]
-    max_length: int
-    salt: str = ""
-
-
-@dataclass(frozen=True)
-class PrefixEntry:
-    """A text whose pages are to be cached; its first `prompt_len` tokens are the prompt."""
-
-    policy: EvictionPolicy
-    tokens: Sequence[int]
-    prompt_len: int
-    salt: str = ""
 
 
 class PrefixCache:
@@ -87,8 +68,8 @@ class PrefixCache:
         """Return what the tree has of a text, or None. Counts as a use of the nodes that match."""
         windows = self.planner.windows(query.policy)
         slides = bool((windows < NO_WINDOW).any())
-        root = self._root_hash(query.salt, windows)
-        return self.tree.match_prefix(root, query.tokens, _max_length(query), slides)
+        root = self.root_hash(query.salt, windows)
+        return self.tree.match_prefix(root, query.tokens, query.max_skipped_tokens, slides)
 
     def num_shared_pages(self, query: PrefixQuery) -> int:
         """Return how many pages of the text are in the tables of other rows already."""
@@ -100,7 +81,7 @@ class PrefixCache:
 
     def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float) -> int:
         """Keep what the tree has of a text for `seconds`. Returns the number of tokens pinned."""
-        return self.tree.pin(self._root_hash(salt, self.planner.windows(policy)), tokens, seconds)
+        return self.tree.pin(self.root_hash(salt, self.planner.windows(policy)), tokens, seconds)
 
     def unpin_all(self) -> bool:
         """Drop all pins. Returns whether there were any."""
@@ -127,6 +108,9 @@ class PrefixCache:
         windows there (0: nowhere).
         """
         S, evicts = self.tables.page_size, query.policy.has_budget
+        if history := self.tree.history:
+            root = self.root_hash(query.salt, self.planner.windows(query.policy))
+            history.start(row, SeenText(root, query.salt, query.policy, np.asarray(query.tokens, np.int32)))
         match = self.match_prefix(query)
         selective = self.offloader is not None and self.offloader.probe_config is not None
         plan = None if was_preempted and selective else self._plan_load(query, match)
@@ -150,8 +134,8 @@ class PrefixCache:
         S, windows, offloader = self.tables.page_size, self.planner.windows(query.policy), self.offloader
         if not offloader or (offloader.probe_config and query.policy.has_budget):
             return None  # a policy must not score a selection of tokens
-        tokens = np.asarray(query.tokens[: max(_max_length(query), 0)], np.int32)
-        keys = self.tree.hash_blocks(self._root_hash(query.salt, windows), tokens)
+        tokens = np.asarray(query.tokens[: max(query.max_skipped_tokens, 0)], np.int32)
+        keys = self.tree.hash_blocks(self.root_hash(query.salt, windows), tokens)
         num_matched, length = (match.common_length // S, match.length) if match else (0, 0)
         num_full = int(np.count_nonzero(windows == NO_WINDOW))
         ranges = offloader.find_spans(keys[num_matched:]) if num_full else []
@@ -235,6 +219,8 @@ class PrefixCache:
     def cancel_load(self, row: int) -> None:
         """Stop writing into the row's pages."""
         self.sparse_rows.discard(row)
+        if self.tree.history:
+            self.tree.history.finish(row)
         if load := self.loads.pop(row, None):
             load.cancel()
 
@@ -257,11 +243,13 @@ class PrefixCache:
         if slides and not windows:
             return
         pages = t.pages[row, t.full_layers(row), :, : -(-end // S)]
-        root = self._root_hash(entry.salt, self.planner.windows(entry.policy))
+        root = self.root_hash(entry.salt, self.planner.windows(entry.policy))
         if self.offloader:
             keys = self.tree.hash_blocks(root, np.asarray(entry.tokens[:end], np.int32))
             self.offloader.on_computed(keys, 0, pages[..., : len(keys)], windows if end % S == 0 else None)
         self.tree.insert(root, entry.tokens[:end], pages, windows)
+        if self.tree.history:
+            self.tree.history.store(row, entry.tokens, end)
 
     # ---- statistics ----------------------------------------------------------------------------------------------
 
@@ -279,13 +267,13 @@ class PrefixCache:
         """Mark the pages of the pool that the tree holds, [P]."""
         return self.tree.owned_mask
 
-    def _root_hash(self, salt: str, windows: Ints) -> bytes:
-        """Hash what every text of this tenant and these windows begins with."""
-        model = self.offloader.model_fingerprint if self.offloader else b""
+    def keep_history(self) -> PrefixHistory:
+        """Return the history of texts and evictions, which begins at the first call."""
+        self.tree.history = self.tree.history or PrefixHistory()
+        return self.tree.history
+
+    def root_hash(self, salt: str, windows: Ints, model: bytes = b"") -> bytes:
+        """Hash what every text of this tenant, these windows and this model (default: the tiers' own) begins with."""
+        model = model or (self.offloader.model_fingerprint if self.offloader else b"")
         text = model + b"\0" + salt.encode(errors="surrogatepass") + b"\0" + windows.tobytes()
         return blake2b(text, digest_size=16).digest()
-
-
-def _max_length(query: PrefixQuery) -> int:
-    skippable = query.policy.max_skippable_tokens
-    return query.max_length if skippable is None else min(query.max_length, skippable)

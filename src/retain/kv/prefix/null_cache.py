@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.prefix.cache import BeforeAttention, PrefixEntry, PrefixQuery
+from retain.kv.prefix.cache import BeforeAttention
+from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.types import Ints
 
 
@@ -34,6 +35,9 @@ class NullPrefixCache:
 
     def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float) -> int:  # noqa: D102
         raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
+
+    def keep_history(self) -> None:  # noqa: D102
+        return
 
     def unpin_all(self) -> bool:  # noqa: D102
         return False

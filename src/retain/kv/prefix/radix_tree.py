@@ -19,6 +19,7 @@ import numpy as np
 from retain.kv.memory.pool import PagePool
 from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.prefix.block_hash import common_prefix_length, hash_block, hash_blocks
+from retain.kv.prefix.history import PrefixHistory
 from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.pins import Pins
 from retain.types import Ints
@@ -38,6 +39,7 @@ class RadixTree:
         self.pins = Pins()
         self.on_evict: Callable[[Node, int], None] | None = None
         self.evictions: deque[EvictionRecord] = deque(maxlen=4096)  # the latest ones
+        self.history: PrefixHistory | None = None  # set once somebody asks for a diagnosis
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -73,6 +75,20 @@ class RadixTree:
             node.record_hit()
         pages = np.concatenate([node.pages[..., :n] for node, n in path], -1)
         return PrefixMatch(length, pages, windows, common)
+
+    def nearest_text(self, root_hash: bytes, tokens: Ints) -> tuple[Ints, int] | None:
+        """Return the cached text that shares the most first tokens, and their number. Counts as no use."""
+        root = self.roots.get(root_hash)
+        if root is None or not root.children:
+            return None
+        path, num_full = self._walk(root, self.hash_blocks(root_hash, tokens))
+        longest = self._partial_matches(path, num_full, tokens)[:1]
+        node, num_equal = longest[0] if longest else (path[-1][0], 0)
+        spans = [n.tokens for n, _ in path if n is not node] + [node.tokens]
+        while node.children:
+            node = max(_children(node), key=lambda n: n.last_used)
+            spans.append(node.tokens)
+        return np.concatenate(spans), num_full * self.page_size + num_equal
 
     def hash_blocks(self, root_hash: bytes, tokens: Ints) -> list[bytes]:
         """Return the block hashes of a text's whole pages, in order; they name these pages in tiers, too."""
@@ -247,6 +263,8 @@ class RadixTree:
         if self.on_evict and len(node.tokens) == len(node.block_hashes) * self.page_size:
             self.on_evict(node, num_pages)
         self.evictions.append(node.to_eviction_record())
+        if self.history:
+            self.history.evict(node.block_hashes[num_pages:])
         if not num_pages:
             return self._remove(node)
         self._free_pages(node.pages[..., num_pages:].ravel())

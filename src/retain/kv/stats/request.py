@@ -14,7 +14,10 @@ from retain.types import Ints
 
 @dataclass(frozen=True)
 class RequestMemory:
-    """Slots of each layer's largest head: the most ever owned, and those owned at the end; pages at the end."""
+    """Slots of each layer's largest head: the most ever owned, and those owned at the end; pages at the end.
+
+    Both lists are empty for a request that never owned pages.
+    """
 
     peak_slots: Sequence[int]
     final_slots: Sequence[int]
@@ -41,7 +44,8 @@ def request_memory_stats(
     groups = []
     for window in sorted(set(windows.tolist()), reverse=True):
         layers = np.flatnonzero(windows == window).tolist()
-        peaks = [memory.peak_slots[i] for i in layers]
+        # Nothing is recorded of a request that ended before it had a row, such as one that shared another's prompt.
+        peaks = [memory.peak_slots[i] for i in layers] if memory.peak_slots else [0]
         groups.append(
             {
                 "layers": layers,

@@ -1,13 +1,13 @@
-"""The inspector's data: tokens that each request keeps, a map of the pool's pages, tiers and throughput.
+"""The inspector's data: tokens that each request keeps, a map of the pool's pages, tiers, throughput, prefix misses.
 
 It traces up to MAX_LIVE running requests and remembers the last MAX_FINISHED of them. A client sees the requests of its
-own API key only; the page map contains no text.
+own API key only, and sums over these, unless it is an operator; the page map contains no text.
 """
 
 from __future__ import annotations
 
 from base64 import b64encode
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import time
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from retain.engine.request import Request
 from retain.kv.eviction import policies
 from retain.kv.stats.attention_trace import AttentionTrace
-from retain.kv.stats.pool import PAGE_STATES
+from retain.kv.stats.pool import PAGE_STATES, PoolStats
 from retain.llm import LLM
+from retain.server.inspector.prefix_misses import PrefixMisses
 
 MAX_LIVE, MAX_FINISHED = 16, 16
 MAP_CELLS = 1024  # of the page map
@@ -45,13 +46,17 @@ class Inspector:
         self.llm = llm
         self.live: dict[int, TrackedRequest] = {}
         self.finished: deque[TrackedRequest] = deque(maxlen=MAX_FINISHED)
-        self.num_generated_tokens = 0  # since the start
+        self.num_generated_tokens: Counter[str] = Counter()  # since the start, by the name of the key
+        self.prefix_misses = PrefixMisses(llm.tokenizer)
+        self._key_names: WeakKeyDictionary[Request, str] = WeakKeyDictionary()
         self._num_counted: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     # ---- as requests and steps finish ----------------------------------------------------------------------------
 
     def on_request(self, request: Request, key_name: str) -> None:
-        """Trace the request, unless MAX_LIVE are traced already."""
+        """Trace the request, unless MAX_LIVE are traced already, and have its prefix explained."""
+        request.explains_prefix = True
+        self._key_names[request] = key_name
         if len(self.live) < MAX_LIVE:
             spec = self.llm.spec
             request.attention_trace = AttentionTrace(spec.num_layers, spec.num_kv_heads)
@@ -61,27 +66,43 @@ class Inspector:
         """Count the generated tokens."""
         for request in sampled_requests:
             num_output = len(request.tokens) - len(request.prompt)
-            self.num_generated_tokens += num_output - self._num_counted.get(request, 0)
+            key_name = self._key_names.get(request, "")
+            self.num_generated_tokens[key_name] += num_output - self._num_counted.get(request, 0)
             self._num_counted[request] = num_output
 
     def on_finish(self, request: Request) -> None:
-        """Remember the request, if it is traced and was ever computed."""
+        """Remember the request, if it is traced and was ever computed, and what it missed of its prefix."""
+        if key_name := self._key_names.pop(request, None):
+            self.prefix_misses.record(request, key_name)
         if (tracked := self.live.pop(request.id, None)) and request.num_computed_tokens:
             self.finished.append(tracked)
 
     # ---- for the inspector's page --------------------------------------------------------------------------------
 
-    def get_state(self, key_name: str) -> dict[str, Any]:
-        """Return the state of the engine and a summary of this key's requests."""
+    def get_state(self, key_name: str, is_operator: bool) -> dict[str, Any]:
+        """Return the state of the engine and a summary of this key's requests.
+
+        An operator sees everybody's pages, tokens and tiers; to others all that is not their own looks free.
+        """
         cache, scheduler = self.llm.cache, self.llm.engine.scheduler
         stats, (page_states, page_rows) = cache.pool_stats(), cache.classify_pages()
         tracked = self._requests_of_key(key_name)
+        running, waiting = (
+            [r for r in requests if is_operator or self._key_names.get(r) == key_name]
+            for requests in (scheduler.running, scheduler.waiting)
+        )
+        if not is_operator:
+            own = np.isin(page_rows, [r.row for r in running if r.row is not None])
+            page_states = np.where(own, page_states, PAGE_STATES.index("free")).astype(np.int8)
+            pages = np.bincount(page_states[1:], minlength=len(PAGE_STATES)).tolist()
+            stats = PoolStats({}, 0, stats.page_bytes, dict(zip(PAGE_STATES, pages, strict=True)), {}, [])
         request_id_of_row = {t.request.row: t.request.id for t in tracked if t.request.row is not None}
+        tokens = self.num_generated_tokens
         return {
             "time": time(),
-            "generated_tokens": self.num_generated_tokens,
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
+            "generated_tokens": sum(tokens.values()) if is_operator else tokens[key_name],
+            "running": len(running),
+            "waiting": len(waiting),
             "requests": [self._summarize(t) for t in tracked],
             "page_states": PAGE_STATES,
             "pages": stats.pages_by_state,
@@ -91,6 +112,7 @@ class Inspector:
             "map": _build_page_map(page_states[1:], page_rows[1:], request_id_of_row),  # page 0 is never allocated
             "tiers": stats.tier_stats,
             "prefix_hits": stats.prefix_hit_tokens,
+            "prefix_misses": self.prefix_misses.of_key(key_name),
             "layers": self.llm.spec.num_layers,
             "heads": self.llm.spec.num_kv_heads,
             "windows": [None if w > 2**30 else int(w) for w in cache.planner.windows(self.llm.policy)],

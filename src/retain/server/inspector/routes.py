@@ -37,8 +37,8 @@ def add_routes(app: FastAPI, engine_thread: EngineThread, inspector: Inspector) 
 
     @app.get("/inspect/state", include_in_schema=False, response_model=None)
     async def get_state(request: Request) -> JSONResponse:
-        key = request.state.key.name
-        return JSONResponse(await engine_thread.call(lambda: inspector.get_state(key)))
+        key = request.state.key
+        return JSONResponse(await engine_thread.call(lambda: inspector.get_state(key.name, key.is_operator)))
 
     @app.get("/inspect/requests/{request_id}", include_in_schema=False, response_model=None)
     async def get_request(request_id: int, request: Request, layer: int | None = None) -> JSONResponse:

@@ -69,7 +69,11 @@ class AssistantMessageParam(StrictModel):
     reasoning_content: str | None = Field(None, description="Passed on to the chat template")
 
 
-MessageParam = Annotated[InputMessageParam | AssistantMessageParam, Field(discriminator="role")]
+MessageParam = Annotated[
+    InputMessageParam | AssistantMessageParam,
+    # Without the mapping of roles to models: readers of /openapi.json expect one value a model, not four.
+    Field(discriminator="role", json_schema_extra=lambda schema: schema.pop("discriminator", None)),
+]
 
 
 class NamedFunction(StrictModel):

@@ -14,6 +14,7 @@ from retain.processing.output import OutputProcessor
 from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.errors import APIError
+from retain.server.openai.logprobs import to_token_logprob
 from retain.server.openai.streaming import ResponseEncoder
 from retain.server.openai.tool_parser import ParsedToolCall
 from retain.server.request_group import OutputDelta, RequestGroup
@@ -254,7 +255,7 @@ class ChatChoiceBuilder(ChoiceBuilder):
         return self._choice_json({"message": message}, self.logprobs)
 
     def _choice_json(self, payload: Json, logprobs: Sequence[Logprob]) -> Json:
-        content = [self._logprob_json(p) for p in logprobs]
+        content = [to_token_logprob(self.tokenizer, p) for p in logprobs]
         reason = self.finish_reason_str
         if self._num_tool_calls and self.finish_reason is FinishReason.STOP:
             reason = "tool_calls"
@@ -264,14 +265,6 @@ class ChatChoiceBuilder(ChoiceBuilder):
             "logprobs": {"content": content, "refusal": None} if self.wants_logprobs else None,
             "finish_reason": reason,
         }
-
-    def _logprob_json(self, p: Logprob) -> Json:
-        top = [self._token_json(token_id, logprob) for token_id, logprob in p.top_logprobs]
-        return {**self._token_json(p.token_id, p.logprob), "top_logprobs": top}
-
-    def _token_json(self, token_id: int, logprob: float) -> Json:
-        raw = self.tokenizer.token_bytes(token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
 def _tool_call_json(call: ParsedToolCall) -> Json:

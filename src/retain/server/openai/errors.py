@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,13 @@ from pydantic import BaseModel
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    421: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -41,6 +45,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     for status, description in (
         (400, "Invalid request"),
         (401, "Missing or invalid API key"),
+        (403, "Not allowed to this API key"),
         (404, "Model or path not found"),
         (408, "Request timeout"),
         (413, "Request body too large"),
@@ -87,8 +92,9 @@ def to_validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     first = errors[0]
     if first.get("type") == "json_invalid":
         return APIError(400, "the request body is not valid JSON")
-    # Pydantic puts the class names of a union's members into the location.
-    location = [str(part) for part in first.get("loc", ()) if part != "body" and not str(part).endswith("Request")]
+    # Pydantic puts the class names and the tags of a union's members into the location.
+    location = [str(part) for part in first.get("loc", ()) if part not in ("body", "query")]
+    location = [part for part in location if not part.endswith("Request") and not re.fullmatch("<[a-z_]+>", part)]
     param = ".".join(location) or None
     if first.get("type") == "extra_forbidden":
         return APIError(400, f"unknown field {param!r}", param)

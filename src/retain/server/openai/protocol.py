@@ -61,6 +61,9 @@ class ExtensionFields(StrictModel):
     pin: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds to keep the prompt's pages in the prefix cache"
     )
+    explain_prefix: bool = Field(
+        False, description="Say why no more of the prompt was cached: `retain.prefix` of each choice"
+    )
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         0, description="Sample from the most likely tokens; 0: from all"
     )

@@ -19,14 +19,14 @@ def create_router(service: OpenAIServing) -> APIRouter:
     """Create the routes for a served model."""
     router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES, route_class=BodyRoute)
 
-    @router.post("/chat/completions", response_model=None, responses=_generation_responses(ChatCompletionResponse))
+    @router.post("/chat/completions", response_model=None, responses=describe_generation(ChatCompletionResponse))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Create a chat completion."""
         service.check_model(body.model)
         key = request.state.key
         return await service.handle(body, body.n or 1, key, lambda: service.prepare_chat(body, key))
 
-    @router.post("/completions", response_model=None, responses=_generation_responses(CompletionResponse))
+    @router.post("/completions", response_model=None, responses=describe_generation(CompletionResponse))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Create a completion for one or several prompts."""
         service.check_model(body.model)
@@ -56,7 +56,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
     return router
 
 
-def _generation_responses(model: Any) -> dict[int | str, dict[str, Any]]:
+def describe_generation(model: Any) -> dict[int | str, dict[str, Any]]:
     """Describe the successful response: the full object, or server-sent events with `stream`."""
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     return {200: {"model": model, "content": {"text/event-stream": {"schema": event}}}}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from time import time
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from starlette.responses import Response
 
@@ -25,9 +24,7 @@ from retain.server.engine_thread import EngineThread
 from retain.server.openai import tool_parser
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.chat_protocol import (
-    AssistantMessageParam,
     ChatCompletionRequest,
-    InputMessageParam,
     JsonSchemaFormat,
     NamedToolChoice,
 )
@@ -39,6 +36,7 @@ from retain.server.openai.completion_encoder import (
     Json,
 )
 from retain.server.openai.errors import APIError, invalid_request
+from retain.server.openai.messages import to_template_messages, to_template_tools
 from retain.server.openai.protocol import CompletionRequest, GenerationFields, SamplingFields
 from retain.server.openai.reasoning_parser import BEGIN, ReasoningParser, supports_reasoning
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
@@ -93,25 +91,6 @@ class OpenAIServing:
         if model not in (None, self.model_name):
             raise APIError(404, "model not found: see /v1/models", "model", "model_not_found")
 
-    def to_template_messages(self, messages: Sequence[InputMessageParam | AssistantMessageParam]) -> list[Json]:
-        """Convert messages to the form that chat templates expect: plain text, tool arguments as objects."""
-        out = []
-        for m in messages:
-            parts = m.content if isinstance(m.content, list) else []
-            message: Json = {
-                "role": "system" if m.role == "developer" else m.role,
-                "content": "".join(p.text for p in parts) if parts else m.content or "",
-            }
-            for field in ("name", "tool_call_id", "reasoning_content"):
-                if (value := getattr(m, field, None)) is not None:
-                    message[field] = value
-            if isinstance(m, AssistantMessageParam) and m.tool_calls:
-                message["tool_calls"] = calls = [call.model_dump() for call in m.tool_calls]
-                for call in calls:
-                    call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
-            out.append(message)
-        return out
-
     def prepare_chat(self, body: ChatCompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a chat completion. Raises APIError or ValueError."""
         request, parsers = self.prepare_chat_request(body, key)
@@ -142,16 +121,16 @@ class OpenAIServing:
         return request, [self._create_output_parser(prompt, tools) for _ in range(body.n or 1)]
 
     def _count_system_tokens(self, body: ChatCompletionRequest) -> int:
-        return self.llm.tokenizer.count_system_tokens(self.to_template_messages(body.messages))
+        return self.llm.tokenizer.count_system_tokens(to_template_messages(body.messages))
 
     def render_chat(self, body: ChatCompletionRequest) -> tuple[str, list[Json]]:
         """Return the prompt text of a conversation, and its tools. Raises APIError or ValueError."""
-        tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if body.tool_choice != "none" else []
+        tools = to_template_tools(body)
         if tools and not self.tool_format:
             raise APIError(400, "this model's chat template does not support tools", "tools")
         options = body.chat_template_kwargs
         prompt = self.llm.tokenizer.apply_chat_template(
-            self.to_template_messages(body.messages),
+            to_template_messages(body.messages),
             tools=tools or None,
             enable_thinking=options.enable_thinking if options else None,
         )
@@ -219,7 +198,13 @@ class OpenAIServing:
         if body.pin and body.pin > self.limits.max_pin_seconds:
             raise APIError(400, f"pin is at most {self.limits.max_pin_seconds:g} seconds", "pin")
         salt = f"{key.salt}/{body.cache_salt or ''}" if key.salt or body.cache_salt else ""
-        return GenerateRequest(token_ids, kv_policy=body.kv_policy, speculate=body.speculate, salt=salt)
+        return GenerateRequest(
+            token_ids,
+            kv_policy=body.kv_policy,
+            speculate=body.speculate,
+            salt=salt,
+            explain_prefix=body.explain_prefix,
+        )
 
     def _resolve_max_tokens(
         self, body: SamplingFields, requested: int | None, num_prompt_tokens: int, is_default: bool = False
@@ -288,10 +273,3 @@ class OpenAIServing:
                 raise APIError(408, "the request timed out") from None
             except RecursionError as error:
                 raise invalid_request(error) from None
-
-
-def _parse_arguments(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

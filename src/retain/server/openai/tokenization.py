@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_protocol import MessageParam
 from retain.server.openai.errors import ERROR_RESPONSES
+from retain.server.openai.messages import to_template_messages
 from retain.server.openai.protocol import StrictModel, TokenId
 from retain.server.openai.serving import OpenAIServing
 
@@ -73,7 +74,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
             if isinstance(body, TokenizeCompletionRequest):
                 text, add_special_tokens = body.prompt, body.add_special_tokens
             else:
-                messages, add_special_tokens = service.to_template_messages(body.messages), False
+                messages, add_special_tokens = to_template_messages(body.messages), False
                 text = tokenizer.apply_chat_template(messages, body.add_generation_prompt)
             service.llm.input_processor.check_length(text)
             return tokenizer.encode(text, add_special_tokens)

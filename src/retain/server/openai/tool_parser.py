@@ -61,7 +61,7 @@ class ToolFormat:
             arguments = call.get(self.arguments_key, call.get("arguments", call.get("parameters", {})))
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
-            calls.append(ParsedToolCall(call["name"], arguments))
+            calls.append(ParsedToolCall(call["name"], _replace_surrogates(arguments)))
         return calls or None
 
 
@@ -122,6 +122,11 @@ class ToolParser:
     def _parse_known_tools(self, text: str) -> list[ParsedToolCall] | None:
         calls = self._format.parse(text)
         return calls if calls and all(call.name in self._tool_names for call in calls) else None
+
+
+def _replace_surrogates(text: str) -> str:
+    """Replace halves of surrogate pairs, which a model can write as escapes: no UTF-8 can hold them."""
+    return text.encode(errors="surrogatepass").decode(errors="replace")
 
 
 def partial_marker_length(text: str, marker: str) -> int:

@@ -209,10 +209,7 @@ class DiskStore:
         with self._lock:
             if replaces and replaces not in self.span_index.spans:
                 return  # it was deleted, or replaced already
-            reused_bytes = replaces.size if replaces else 0
-            victims = self.span_index.make_room(span.size - reused_bytes)
-            if victims and replaces in victims:
-                victims += self.span_index.make_room(span.size) or []
+            victims = self.span_index.make_room(span.size, replaces=replaces)
         if victims is None:
             return
         self.counts["evicted"] += len(victims)

@@ -242,6 +242,27 @@ function showCell(event) { // the pages and the request under the mouse
   $("cell").textContent = c < cells ? pages + (requestIds[c] >= 0 ? `: request #${requestIds[c]}` : "") : " ";
 }
 
+// ---- prompts that were computed again --------------------------------------------------------------------------------
+
+function updateMisses(state) {
+  const misses = state.prefix_misses, newest = misses.length ? `${misses[0].id} ${misses.length}` : "";
+  $("no-misses").hidden = misses.length > 0;
+  $("miss-table").hidden = !misses.length;
+  if ($("miss-rows").dataset.newest === newest) return; // so that a selection of text stays
+  $("miss-rows").dataset.newest = newest;
+  $("miss-rows").replaceChildren(...misses.map((miss) => {
+    const row = document.createElement("tr");
+    const cause = `${miss.cause.replaceAll("_", " ")}: ${miss.explanation}, at token ${miss.common_tokens}`;
+    for (const text of [`#${miss.id}`, miss.cached_tokens, miss.computed_tokens, cause]) row.insertCell().textContent = text;
+    for (const text of [miss.before, miss.prompt_text, miss.nearest_text]) {
+      const code = document.createElement("code");
+      code.textContent = text;
+      row.insertCell().append(code);
+    }
+    return row;
+  }));
+}
+
 // ---- polling and events ----------------------------------------------------------------------------------------------
 
 function showError(error) {
@@ -257,6 +278,7 @@ async function poll() {
       updateRequestList(latestState);
       drawPoolMap(latestState);
       updateTiers(latestState);
+      updateMisses(latestState);
       const selected = latestState.requests.find((r) => r.id === selection.id);
       if (selected && (selected.state === "running" || selected.num_computed_tokens !== selection.numComputed)) {
         selection.numComputed = selected.num_computed_tokens;

@@ -1,0 +1,96 @@
+"""Bounds on the numbers of a config.json: a damaged or hostile one must cost neither minutes nor gigabytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from retain.files import quote
+
+MAX_LAYERS, MAX_WIDTH, MAX_HEADS = 4096, 2**20, 2**16
+MAX_CONTEXT = 2**24  # the largest position that float32 angles hold exactly
+# Whole numbers from 1 on, with the largest that is accepted. Families name the same size differently.
+SIZES = {
+    "num_hidden_layers": MAX_LAYERS,
+    "n_layer": MAX_LAYERS,
+    "n_layers": MAX_LAYERS,
+    "hidden_size": MAX_WIDTH,
+    "n_embd": MAX_WIDTH,
+    "d_model": MAX_WIDTH,
+    "word_embed_proj_dim": MAX_WIDTH,
+    "intermediate_size": 2**24,
+    "num_attention_heads": MAX_HEADS,
+    "n_head": MAX_HEADS,
+    "n_heads": MAX_HEADS,
+    "vocab_size": 2**24,
+    "max_position_embeddings": MAX_CONTEXT,
+    "n_positions": MAX_CONTEXT,
+    "max_seq_len": MAX_CONTEXT,
+}
+# The same, and null, which is the family's default.
+OPTIONAL_SIZES = {
+    "num_key_value_heads": MAX_HEADS,
+    "head_dim": 2**16,
+    "rotary_dim": 2**16,
+    "n_inner": 2**24,
+    "sliding_window": 2**31 - 1,
+    "sliding_window_pattern": MAX_LAYERS,
+}
+# Finite numbers above 0, or null.
+POSITIVE = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "rope_theta",
+    "rope_local_base_freq",
+    "rotary_emb_base",
+    "rotary_pct",
+    "partial_rotary_factor",
+    "query_pre_attn_scalar",
+)
+ROPE_OPTIONS = ("rope_scaling", "rope_parameters")
+
+
+def check_config_file(config: Mapping[str, Any], path: Path) -> None:
+    """Check the config of this file. Raises ValueError, in one line that names the file."""
+    try:
+        check_config(config)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise ValueError, in one line, for a number of the wrong type or out of its bounds."""
+    for key, largest in {**SIZES, **OPTIONAL_SIZES}.items():
+        value = config.get(key, 1)
+        if (value is None and key in OPTIONAL_SIZES) or (type(value) is int and 1 <= value <= largest):
+            continue
+        if key == "sliding_window" and value == 0:  # some files write no window as 0
+            continue
+        raise ValueError(f"{key} is {quote(value)}, not a whole number from 1 to {largest}")
+    for key in POSITIVE:
+        if (value := config.get(key)) is not None and not _is_positive(value):
+            raise ValueError(f"{key} is {quote(value)}, not a number above 0")
+    for key in ROPE_OPTIONS:
+        if (value := config.get(key)) is not None:
+            _check_finite(key, value)
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= 1e30
+
+
+def _check_finite(key: str, value: Any, depth: int = 0) -> None:
+    """Check the options of RoPE: an object, in which some families have one for each type of layer."""
+    if depth == 0 and not isinstance(value, Mapping):
+        raise ValueError(f"{key} is {quote(value)}, not an object")
+    children = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in children:
+        if isinstance(child, Mapping | list):
+            if depth == 2:
+                raise ValueError(f"{key} is nested too deeply")
+            _check_finite(f"{key}.{name}", child, depth + 1)
+        elif type(child) in (int, float) and not (math.isfinite(child) and abs(child) <= 1e30):
+            raise ValueError(f"{quote(f'{key}.{name}')} is {quote(child)}, not a finite number")

@@ -1,0 +1,185 @@
+"""The diagnosis of a prompt: the nearest text, where they part, and why the cache had no more of it.
+
+It knows tokens and no text. It looks only below root hashes of the query's own salt, and counts as no use of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from time import monotonic
+
+import numpy as np
+
+from retain.kernels.api import NO_WINDOW
+from retain.kv.eviction import policies
+from retain.kv.prefix.block_hash import hash_block, hash_blocks
+from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.history import PrefixHistory, SeenText
+from retain.kv.prefix.null_cache import NullPrefixCache
+from retain.kv.prefix.query import PrefixQuery
+from retain.types import Ints
+
+NO_TOKENS: Ints = np.zeros(0, np.int32)
+
+
+class MissReason(Enum):
+    """Why a prompt began with no more cached tokens than it did."""
+
+    COMPLETE = "complete"  # it began with everything that can be skipped
+    NEW_TEXT = "new_text"  # it continues a cached text, and nothing was computed before
+    FIRST_TEXT = "first_text"  # no text of this salt is known
+    DIVERGED = "diverged"  # the nearest text goes on with other tokens
+    EVICTED = "evicted"
+    NOT_STORED = "not_stored"  # it was computed, but not kept
+    IN_PROGRESS = "in_progress"  # another request is computing it
+    OTHER_POLICY = "other_policy"  # it was computed with other windows, so under another policy
+    OWN_POLICY = "own_policy"  # the request's policy needs the queries of these tokens
+    SLIDING_WINDOW = "sliding_window"  # no windows of sliding layers are stored there
+    NO_PAGES = "no_pages"  # the pool had no pages to attach it
+    NOT_LOADED = "not_loaded"  # a tier has it, and computing was estimated to be faster
+    OTHER_FORMAT = "other_format"  # a tier has it in another precision or page size
+    OFF = "off"  # the engine caches no prefixes
+
+
+@dataclass(frozen=True)
+class PrefixDiagnosis:
+    """What a prompt began with, and why not with more."""
+
+    prompt: Ints
+    num_cached_tokens: int
+    reason: MissReason = MissReason.COMPLETE
+    nearest: Ints = field(default_factory=lambda: NO_TOKENS)  # the nearest cached text of the same salt
+    common_length: int = 0  # tokens that the prompt and the nearest text share
+    known_length: int = 0  # tokens that were computed before, whatever became of them
+    age: float | None = None  # seconds since the eviction
+    detail: str = ""  # a policy, an option, or a format
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens of the prompt that had to be computed."""
+        return len(self.prompt) - self.num_cached_tokens
+
+
+def explain_prefix(
+    cache: PrefixCache | NullPrefixCache, query: PrefixQuery, num_cached_tokens: int, row: int
+) -> PrefixDiagnosis:
+    """Diagnose a prompt whose row has just begun with `num_cached_tokens` cached tokens."""
+    begun = PrefixDiagnosis(np.asarray(query.tokens, np.int32), num_cached_tokens)
+    if not isinstance(cache, PrefixCache):
+        return replace(begun, reason=MissReason.OFF)
+    windows = cache.planner.windows(query.policy)
+    slides = bool((windows < NO_WINDOW).any())
+    # Windows of sliding layers are stored at the ends of pages, so the last page is always computed.
+    slack = cache.tables.page_size if slides else 0
+    if num_cached_tokens >= query.max_length - slack:
+        return replace(begun, common_length=num_cached_tokens, known_length=num_cached_tokens)
+    root_hash, history = cache.root_hash(query.salt, windows), cache.keep_history()
+    nearest, common = cache.tree.nearest_text(root_hash, begun.prompt) or (NO_TOKENS, 0)
+    usable = min(common, query.max_length)
+    begun = replace(begun, nearest=nearest, common_length=common, known_length=common)
+    if num_cached_tokens <= query.max_skipped_tokens < usable:
+        return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(query.policy))
+    if usable - num_cached_tokens > slack:
+        return replace(begun, reason=MissReason.SLIDING_WINDOW if slides else MissReason.NO_PAGES)
+    found = list(_find_elsewhere(cache, history, query, begun, row))
+    best = max(found, key=lambda d: min(d.known_length, query.max_length), default=begun)
+    if min(best.known_length, query.max_length) > max(usable, num_cached_tokens):
+        return best
+    if not len(nearest):
+        return replace(begun, reason=MissReason.NEW_TEXT if num_cached_tokens else MissReason.FIRST_TEXT)
+    return replace(begun, reason=MissReason.NEW_TEXT if common == len(nearest) else MissReason.DIVERGED)
+
+
+def explain_from_history(history: PrefixHistory, query: PrefixQuery, root_hash: bytes) -> PrefixDiagnosis:
+    """Diagnose a prompt for a cache that keeps every text of the history, and never evicts."""
+    prompt = np.asarray(query.tokens, np.int32)
+    absent = [t for t in history.of_salt(query.salt) if t.root_hash != root_hash or not t.num_stored_tokens]
+    text, common = history.nearest_text(query.salt, prompt, besides=absent) or (None, 0)
+    usable, num_cached = min(common, query.max_length), min(common, query.max_skipped_tokens)
+    nearest = text.tokens if text else NO_TOKENS
+    begun = PrefixDiagnosis(prompt, num_cached, MissReason.COMPLETE, nearest, common, common)
+    if num_cached >= query.max_length:
+        return begun
+    if num_cached < usable:
+        return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(query.policy))
+    other, known = history.nearest_text(query.salt, prompt) or (None, 0)
+    if other and min(known, query.max_length) > usable:
+        return _explain_seen(replace(begun, known_length=known), other, root_hash)
+    if text is None:
+        return replace(begun, reason=MissReason.FIRST_TEXT)
+    return replace(begun, reason=MissReason.NEW_TEXT if common == len(nearest) else MissReason.DIVERGED)
+
+
+def _find_elsewhere(
+    cache: PrefixCache, history: PrefixHistory, query: PrefixQuery, begun: PrefixDiagnosis, row: int
+) -> Iterator[PrefixDiagnosis]:
+    """Yield where more of the prompt is, or was, than in the tree under the query's own root hash."""
+    S, prompt = cache.tables.page_size, begun.prompt
+    root_hash = cache.root_hash(query.salt, cache.planner.windows(query.policy))
+    keys = cache.tree.hash_blocks(root_hash, prompt)
+    first = begun.common_length // S
+    if cache.offloader and (ranges := cache.offloader.find_spans(keys[first:])):
+        num_pages = first + sum(r.end - r.begin for r in ranges)
+        yield replace(begun, reason=MissReason.NOT_LOADED, known_length=num_pages * S, detail=ranges[0].store.name)
+    times = []
+    for key in keys[first:]:
+        if (time := history.evicted_at(key)) is None:
+            break
+        times.append(time)
+    if times:
+        length = (first + len(times)) * S
+        yield replace(begun, reason=MissReason.EVICTED, known_length=length, age=monotonic() - max(times))
+    own = history.text_of_row(row)
+    if near := history.nearest_text(query.salt, prompt, besides=[own] if own else ()):
+        text, known = near
+        seen = _explain_seen(replace(begun, known_length=known), text, root_hash)
+        if seen.reason is MissReason.EVICTED:
+            seen = replace(seen, age=_evicted_age(cache, history, text))
+        elif seen.reason is MissReason.NOT_STORED and cache.config.keep == "prompt" and not text.policy.has_budget:
+            seen = replace(seen, detail="keep=prompt")
+        yield seen
+    yield from _find_under_other_policies(cache, history, query, begun)
+    if cache.offloader:
+        for model, page_size, detail in cache.offloader.other_formats():
+            root = cache.root_hash(query.salt, cache.planner.windows(query.policy), model)
+            ranges = cache.offloader.find_spans(hash_blocks(root, prompt, page_size))
+            length = sum(r.end - r.begin for r in ranges) * page_size
+            yield replace(begun, reason=MissReason.OTHER_FORMAT, known_length=length, detail=detail)
+
+
+def _find_under_other_policies(
+    cache: PrefixCache, history: PrefixHistory, query: PrefixQuery, begun: PrefixDiagnosis
+) -> Iterator[PrefixDiagnosis]:
+    """Yield what the tree has of the prompt under the windows of other policies."""
+    seen = {policies.to_spec(t.policy): t.policy for t in history.of_salt(query.salt)}
+    for spec, policy in ({"full": policies.parse("full")} | seen).items():
+        root_hash = cache.root_hash(query.salt, cache.planner.windows(policy))
+        if root_hash != cache.root_hash(query.salt, cache.planner.windows(query.policy)):
+            _, known = cache.tree.nearest_text(root_hash, begun.prompt) or (NO_TOKENS, 0)
+            yield replace(begun, reason=MissReason.OTHER_POLICY, known_length=known, detail=spec)
+
+
+def _explain_seen(begun: PrefixDiagnosis, text: SeenText, root_hash: bytes) -> PrefixDiagnosis:
+    """Say why a text that shares `known_length` tokens with the prompt is of no use to it."""
+    spec = policies.to_spec(text.policy)
+    if text.policy.has_budget:
+        return replace(begun, reason=MissReason.NOT_STORED, detail=spec)
+    if text.root_hash != root_hash:
+        return replace(begun, reason=MissReason.OTHER_POLICY, detail=spec)
+    if text.is_running:
+        return replace(begun, reason=MissReason.IN_PROGRESS)
+    if text.num_stored_tokens < begun.known_length:
+        return replace(begun, reason=MissReason.NOT_STORED)
+    return replace(begun, reason=MissReason.EVICTED)
+
+
+def _evicted_age(cache: PrefixCache, history: PrefixHistory, text: SeenText) -> float | None:
+    """Return how many seconds ago the last page of a text was evicted; None where that is not known."""
+    S, n = cache.tables.page_size, text.num_stored_tokens
+    hashes = cache.tree.hash_blocks(text.root_hash, text.tokens[:n])
+    if rest := n % S:
+        hashes.append(hash_block(hashes[-1] if hashes else text.root_hash, text.tokens[n - rest : n]))
+    times = [time for h in hashes[-2:] if (time := history.evicted_at(h)) is not None]
+    return monotonic() - max(times) if times else None

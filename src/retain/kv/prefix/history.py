@@ -1,0 +1,98 @@
+"""The history of the prefix cache: texts that requests computed, and pages that were evicted.
+
+The tree forgets what it evicts and never sees what is not stored. A diagnosis needs both, so this remembers the latest
+of them. It exists only once somebody has asked for a diagnosis.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+import numpy as np
+
+from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.prefix.block_hash import common_prefix_length
+from retain.types import Ints
+
+MAX_TEXTS, MAX_TOKENS, MAX_EVICTIONS = 256, 2**22, 256
+
+
+@dataclass(eq=False)
+class SeenText:
+    """A text that a request computed, and how many of its first tokens were stored."""
+
+    root_hash: bytes
+    salt: str
+    policy: EvictionPolicy
+    tokens: Ints
+    num_stored_tokens: int = 0
+    is_running: bool = False
+    seen_at: float = field(default_factory=monotonic)  # seconds
+
+
+class PrefixHistory:
+    """The latest texts of all salts, and the latest evictions; the oldest are dropped beyond the limits."""
+
+    def __init__(self, max_texts: int = MAX_TEXTS, max_tokens: int = MAX_TOKENS):
+        self.max_texts, self.max_tokens = max_texts, max_tokens
+        self.texts: deque[SeenText] = deque()
+        self.num_tokens = 0
+        self.evictions: deque[tuple[float, frozenset[bytes]]] = deque(maxlen=MAX_EVICTIONS)  # time, block hashes
+        self._text_of_row: dict[int, SeenText] = {}
+
+    # ---- recording -----------------------------------------------------------------------------------------------
+
+    def add(self, text: SeenText) -> None:
+        """Remember a text."""
+        self.texts.append(text)
+        self.num_tokens += len(text.tokens)
+        self._drop_oldest()
+
+    def start(self, row: int, text: SeenText) -> None:
+        """Remember a text that a row begins to compute."""
+        text.is_running = True
+        self._text_of_row[row] = text
+        self.add(text)
+
+    def store(self, row: int, tokens: Sequence[int], num_stored_tokens: int) -> None:
+        """Record that the first tokens of the row's text were stored; an answer may have made it longer."""
+        if text := self._text_of_row.get(row):
+            self.num_tokens -= len(text.tokens) if text in self.texts else 0
+            text.tokens, text.num_stored_tokens = np.asarray(tokens, np.int32), num_stored_tokens
+            self.num_tokens += len(text.tokens) if text in self.texts else 0
+            self._drop_oldest()
+
+    def finish(self, row: int) -> None:
+        """Record that the row was closed."""
+        if text := self._text_of_row.pop(row, None):
+            text.is_running = False
+
+    def evict(self, block_hashes: Sequence[bytes]) -> None:
+        """Record that pages were evicted."""
+        self.evictions.append((monotonic(), frozenset(block_hashes)))
+
+    def _drop_oldest(self) -> None:
+        while len(self.texts) > self.max_texts or (self.num_tokens > self.max_tokens and len(self.texts) > 1):
+            self.num_tokens -= len(self.texts.popleft().tokens)
+
+    # ---- asking --------------------------------------------------------------------------------------------------
+
+    def nearest_text(self, salt: str, tokens: Ints, besides: Collection[SeenText] = ()) -> tuple[SeenText, int] | None:
+        """Return the text of this salt that shares the most first tokens, the newest of equals, and their number."""
+        found = [(t, common_prefix_length(t.tokens, tokens)) for t in self.of_salt(salt) if t not in besides]
+        return max(reversed(found), key=lambda x: x[1], default=None)
+
+    def of_salt(self, salt: str) -> list[SeenText]:
+        """Return the texts of a salt, the oldest first."""
+        return [t for t in self.texts if t.salt == salt]
+
+    def text_of_row(self, row: int) -> SeenText | None:
+        """Return the text of a row that is open."""
+        return self._text_of_row.get(row)
+
+    def evicted_at(self, block_hash: bytes) -> float | None:
+        """Return when the page with this hash was last evicted; None where that is not known."""
+        return next((time for time, hashes in reversed(self.evictions) if block_hash in hashes), None)

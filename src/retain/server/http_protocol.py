@@ -1,0 +1,194 @@
+"""HTTP connections with bounds that hold before a request is known: their number, and the size and time of headers.
+
+It adds to uvicorn's connection, which bounds none of them:
+
+    bytes of a request up to the end of its headers, and around its body: max_header_size
+    seconds from the first byte of a request to the end of its headers:   header_timeout
+    seconds for the rest of a body after the response:                    header_timeout
+    open connections:                                                     max_connections
+
+A client may close its sending side after a request. It still gets the answer; a client that is gone is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from retain.server.config import Limits
+from retain.server.openai.errors import APIError
+
+log = logging.getLogger(__name__)
+LOG_EVERY = 100  # log the first rejection by a limit, and then every 100th of a server
+GONE_POLL_S = 0.25  # how often a half-closed connection is checked for a client that is gone
+FRAMING_BYTES = 8  # of a chunk of a body, besides its content: clients may send single bytes
+
+
+class RejectionLog:
+    """Counts the connections that each limit ended, for all connections of a server."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(("max_connections", "max_header_size", "header_timeout"), 0)
+
+    def add(self, limit: str) -> None:
+        """Count a connection that was ended."""
+        self.counts[limit] += 1
+        if self.counts[limit] % LOG_EVERY == 1:
+            log.warning("connection closed by %s (%d in total)", limit, self.counts[limit])
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection. Until `on_headers_complete` nothing of the application has seen the request."""
+
+    def __init__(self, limits: Limits, rejections: RejectionLog, **uvicorn_options: Any):
+        super().__init__(**uvicorn_options)
+        self._limits, self._rejections = limits, rejections
+        self._in_headers = True  # of a request, or before its first byte
+        self._in_body = False
+        self._header_bytes = 0  # of this request, up to the end of its headers
+        self._frame_bytes = 0  # received since the headers, without the body's content
+        self._body_bytes = 0
+        self._is_rejected = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._gone_timer: asyncio.TimerHandle | None = None
+
+    # ---- the connection ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept a connection, or close it at once where there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            self._rejections.add("max_connections")
+            self._is_rejected = True
+            transport.abort()
+        else:
+            self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers."""
+        for timer in (self._timer, self._gone_timer):
+            if timer:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, and end the connection where it exceeds a limit."""
+        if self._is_rejected:
+            return
+        if self._in_headers:
+            self._header_bytes += len(data)
+            if not self._timer:
+                self._start_timer()
+        elif self._in_body:
+            self._frame_bytes += len(data)
+        super().data_received(data)
+        if self._is_rejected:
+            return
+        if self._in_headers and self._header_bytes > self._limits.max_header_size:
+            self._reject_headers()
+        elif self._in_body and self._frame_bytes > self._limits.max_header_size + FRAMING_BYTES * self._body_bytes:
+            self._rejections.add("max_header_size")
+            self._is_rejected = True
+            self.transport.abort()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for the answer, if a whole request was received. False closes it."""
+        cycle = self.cycle
+        if self._is_rejected or cycle is None or cycle.response_complete or cycle.more_body or not self._in_headers:
+            return False
+        cycle.keep_alive = False  # the connection is closed after the answer
+        if self.scope["http_version"] == "1.1" and not cycle.response_started and not self.pipeline:
+            # A client that waits ignores this; the system of one that is gone answers with a reset.
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._check_gone()
+        return True
+
+    def _check_gone(self) -> None:
+        """Abort the connection if the client has reset it: nothing is read any more that would show it."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._gone_timer = self.loop.call_later(GONE_POLL_S, self._check_gone)
+
+    # ---- the parser ----------------------------------------------------------------------------------------------
+
+    def on_headers_complete(self) -> None:
+        """Start the request, unless its headers are too large."""
+        self._stop_timer()
+        self._in_headers, self._in_body = False, True
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.max_header_size:
+            self._reject_headers()
+        else:
+            super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Store a header. Those after a body count as its framing, and nobody reads them."""
+        if not self._in_body:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Store a part of the body."""
+        self._body_bytes += len(body)
+        if not self._is_rejected:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Expect the next request."""
+        self._stop_timer()
+        self._in_headers, self._in_body = True, False
+        self._header_bytes = self._frame_bytes = self._body_bytes = 0
+        if not self._is_rejected:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request; one that is still sending its body gets a little time for it."""
+        super().on_response_complete()
+        if self._in_body and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._start_timer()
+
+    # ---- the limits ----------------------------------------------------------------------------------------------
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self._limits.header_timeout, self._on_timeout)
+
+    def _stop_timer(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self._timer = None
+
+    def _on_timeout(self) -> None:
+        """End a connection whose request is too slow."""
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if self.cycle and not self.cycle.response_complete and self._in_headers:  # the next request can wait
+            self._start_timer()
+            return
+        self._rejections.add("header_timeout")
+        if self._in_headers and self._header_bytes:
+            self._reject(APIError(408, "timed out while reading the request's headers"))
+        else:
+            self._is_rejected = True
+            self.transport.close()
+
+    def _reject_headers(self) -> None:
+        self._rejections.add("max_header_size")
+        self._reject(APIError(431, f"the request's headers exceed {self._limits.max_header_size} bytes"))
+
+    def _reject(self, error: APIError) -> None:
+        """Answer with an error, and close the connection."""
+        self._is_rejected = True
+        body = bytes(error.to_response().body)
+        if not self.cycle or self.cycle.response_complete:  # otherwise an earlier answer would be cut in two
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()

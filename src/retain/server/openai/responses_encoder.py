@@ -1,0 +1,202 @@
+"""Encode the answers of /v1/responses: a response object, or the events of a stream that ends with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import time
+
+import orjson
+from starlette.responses import Response
+
+from retain.engine.request import FinishReason, Logprob
+from retain.processing.output import OutputProcessor
+from retain.processing.tokenizer import Tokenizer
+from retain.server.openai.chat_output import ChatOutput, ChatOutputParser
+from retain.server.openai.errors import APIError
+from retain.server.openai.logprobs import to_token_logprob
+from retain.server.openai.protocol import Json
+from retain.server.openai.reasoning_parser import END
+from retain.server.openai.responses_conversion import create_id, rename_parameter
+from retain.server.openai.responses_output import OutputItems
+from retain.server.openai.responses_protocol import ResponsesRequest
+from retain.server.openai.streaming import ResponseEncoder
+from retain.server.request_group import OutputDelta, RequestGroup
+from retain.server.usage import build_request_stats, count_tokens
+
+
+class ResponsesEncoder(ResponseEncoder):
+    """Encodes the answer to one request. Calls `on_finish` with the response before it is sent."""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        parser: ChatOutputParser,
+        tokenizer: Tokenizer,
+        output_processor: OutputProcessor,
+        on_finish: Callable[[str, bytes], None] = lambda response_id, response: None,
+    ):
+        self.response = build_response(body)
+        self._parser, self._tokenizer, self._output_processor = parser, tokenizer, output_processor
+        self._wants_logprobs, self._on_finish = body.wants_logprobs, on_finish
+        self._output, self._finish_reason = OutputItems(), FinishReason.STOP
+        self._token_ids: list[int] = []
+        self._logprobs: list[Logprob] = []  # of tokens whose text may still become content
+        self._has_reasoning = self._is_past_reasoning = False
+        self._num_reasoning_tokens = self._sequence_number = 0
+
+    def update(self, delta: OutputDelta) -> None:
+        """See ResponseEncoder."""
+        self._add(delta)
+
+    def encode_full(self, group: RequestGroup) -> bytes:
+        """See ResponseEncoder."""
+        self._finish_items()
+        return self._finish_response(group)
+
+    def encode_start(self, group: RequestGroup) -> bytes:
+        """See ResponseEncoder."""
+        names = ("response.created", "response.in_progress")
+        return self._encode_events([{"type": name, "response": self.response} for name in names])
+
+    def encode_delta(self, delta: OutputDelta) -> bytes:
+        """See ResponseEncoder."""
+        return self._encode_events(self._add(delta))
+
+    def encode_end(self, group: RequestGroup) -> bytes:
+        """See ResponseEncoder."""
+        data = self._encode_events(self._finish_items())
+        response = orjson.Fragment(self._finish_response(group))
+        return data + self._encode_events([{"type": f"response.{self.response['status']}", "response": response}])
+
+    def encode_stream_error(self, error: APIError) -> bytes:
+        """See ResponseEncoder."""
+        error = rename_parameter(error)
+        fields = {"code": error.code or "server_error", "message": error.message}
+        self._output.close("incomplete")
+        self.response |= {"status": "failed", "error": fields, "output": self._output.items}
+        return self._encode_events(
+            [
+                {"type": "error", **fields, "param": error.param},
+                {"type": "response.failed", "response": self.response},
+            ]
+        )
+
+    def to_error_response(self, error: APIError) -> Response:
+        """See ResponseEncoder."""
+        return rename_parameter(error).to_response()
+
+    def _encode_events(self, events: Sequence[Json]) -> bytes:
+        encoded = b""
+        for event in events:
+            data = orjson.dumps({**event, "sequence_number": self._sequence_number})
+            encoded += f"event: {event['type']}\ndata: ".encode() + data + b"\n\n"
+            self._sequence_number += 1
+        return encoded
+
+    def _add(self, delta: OutputDelta) -> list[Json]:
+        self._finish_reason = delta.finish_reason or FinishReason.STOP
+        self._token_ids += delta.token_ids
+        output = self._parser.feed(delta.text, delta.finish_reason is not None)
+        if self._wants_logprobs:
+            self._logprobs += delta.logprobs
+        self._has_reasoning |= bool(output.reasoning)
+        if output.content or output.tool_calls:
+            self._end_reasoning()
+        return self._output.add(output, self._take_logprobs(output))
+
+    def _end_reasoning(self) -> None:
+        """Count the reasoning tokens, once the first token after them is known or the answer ends."""
+        if self._has_reasoning and not self._is_past_reasoning:
+            self._num_reasoning_tokens = count_reasoning_tokens(self._tokenizer, self._token_ids)
+            del self._logprobs[: self._num_reasoning_tokens]
+        self._is_past_reasoning = True
+
+    def _take_logprobs(self, output: ChatOutput) -> list[Json]:
+        """Return the log-probabilities of the tokens so far if they became content; those of calls are left out."""
+        logprobs = [] if output.tool_calls or not output.content else self._logprobs
+        if output.tool_calls or output.content:
+            self._logprobs = []
+        special = self._tokenizer.special_token_ids  # which the text leaves out
+        return [to_token_logprob(self._tokenizer, p) for p in logprobs if p.token_id not in special]
+
+    def _finish_items(self) -> list[Json]:
+        self._end_reasoning()
+        is_cut = self._finish_reason is FinishReason.LENGTH
+        self.response["status"] = "incomplete" if is_cut else "completed"
+        return self._output.finish(self.response["status"])
+
+    def _finish_response(self, group: RequestGroup) -> bytes:
+        is_cut = self.response["status"] == "incomplete"
+        self.response |= {
+            "completed_at": None if is_cut else int(time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._output.items,
+            "usage": self._build_usage(group),
+            "retain": build_request_stats(self._output_processor, group)[0],
+        }
+        encoded = orjson.dumps(self.response)
+        self._on_finish(self.response["id"], encoded)
+        return encoded
+
+    def _build_usage(self, group: RequestGroup) -> Json:
+        counts = count_tokens(group)
+        details = {"cached_tokens": counts.cached}
+        if counts.pinned:
+            details["pinned_tokens"] = counts.pinned
+        return {
+            "input_tokens": counts.prompt,
+            "input_tokens_details": details,
+            "output_tokens": counts.output,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "total_tokens": counts.prompt + counts.output,
+        }
+
+
+def build_response(body: ResponsesRequest) -> Json:
+    """Build the response to a request before anything is generated. It repeats the request's fields."""
+    wanted = body.text.format if body.text else None
+    return {
+        "id": create_id("resp"),
+        "object": "response",
+        "created_at": int(time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": body.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": wanted.model_dump(by_alias=True) if wanted else {"type": "text"}},
+        "tool_choice": body.tool_choice.model_dump()
+        if body.tool_choice and not isinstance(body.tool_choice, str)
+        else body.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+        "retain": None,
+    }
+
+
+def count_reasoning_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
+    """Return the tokens up to the end of the reasoning, its closing tag included; all if it is not closed."""
+    low, high = 0, len(token_ids)  # binary search: a longer answer has the tag if a shorter one has it
+    while low < high:
+        middle = (low + high) // 2
+        if END in tokenizer.decode(token_ids[:middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,123 @@
+"""Output items of a response, built while the answer is generated, and the stream events that describe them.
+
+An item is open from its first text to the next item of another kind. Blank text waits until other text follows it:
+the blank lines around tool calls and think tags are no items of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from retain.server.openai.chat_output import ChatOutput
+from retain.server.openai.protocol import Json
+from retain.server.openai.responses_conversion import create_id
+from retain.server.openai.tool_parser import ParsedToolCall
+
+
+class OutputItems:
+    """The items of an answer. Every method returns the events of what it changed, without sequence numbers."""
+
+    def __init__(self) -> None:
+        self.items: list[Json] = []
+        self._is_open = False  # whether the last item may still grow
+        self._blank = {"message": "", "reasoning": ""}  # text that waits for other text
+
+    def add(self, output: ChatOutput, logprobs: Sequence[Json]) -> list[Json]:
+        """Add new parts of the answer. `logprobs`: those of the content."""
+        events = self._add_text("reasoning", output.reasoning, ())
+        events += self._add_text("message", output.content, logprobs)
+        for call in output.tool_calls:
+            events += self._add_call(call)
+        return events
+
+    def finish(self, status: str) -> list[Json]:
+        """End the last item. An answer without any text is a message without text."""
+        blank = self._blank["message"]
+        has_calls = any(item["type"] == "function_call" for item in self.items)
+        events = self._append("message", blank, ()) if not self.items or (blank and not has_calls) else []
+        return events + self.close(status)
+
+    def close(self, status: str) -> list[Json]:
+        """End the open item, if there is one."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self.items[-1]
+        (part,) = item["content"]
+        item["status"] = status
+        done = self._event(_text_event(item) + ".done", content_index=0, text=part["text"])
+        if item["type"] == "message":
+            done["logprobs"] = part["logprobs"]
+        part_done = self._event("response.content_part.done", content_index=0, part=part)
+        return [done, part_done, self._item_event("response.output_item.done")]
+
+    def _is_open_as(self, kind: str) -> bool:
+        return self._is_open and self.items[-1]["type"] == kind
+
+    def _add_text(self, kind: str, text: str, logprobs: Sequence[Json]) -> list[Json]:
+        if not text:
+            return []
+        text = self._blank[kind] + text
+        if not self._is_open_as(kind) and not text.strip():
+            self._blank[kind] = text
+            return []
+        self._blank[kind] = ""
+        return self._append(kind, text, logprobs)
+
+    def _append(self, kind: str, text: str, logprobs: Sequence[Json]) -> list[Json]:
+        """Append text to the open item of this kind, or to a new one."""
+        events = [] if self._is_open_as(kind) else self.close("completed") + self._start(kind)
+        item = self.items[-1]
+        (part,) = item["content"]
+        part["text"] += text
+        delta = self._event(_text_event(item) + ".delta", content_index=0, delta=text)
+        if kind == "message":
+            part["logprobs"] += logprobs
+            delta["logprobs"] = logprobs
+        return [*events, delta] if text or logprobs else events
+
+    def _start(self, kind: str) -> list[Json]:
+        """Start a message or a reasoning item with one empty part."""
+        self._is_open = True
+        part: Json = {"type": "reasoning_text", "text": ""}
+        item: Json = {"id": create_id("rs"), "type": kind, "status": "in_progress", "summary": []}
+        if kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"id": create_id("msg"), "type": kind, "status": "in_progress", "role": "assistant"}
+        self.items.append({**item, "content": [part]})
+        added = self._item_event("response.output_item.added")
+        added["item"]["content"] = []
+        return [added, self._event("response.content_part.added", content_index=0, part=_copy_part(part))]
+
+    def _add_call(self, call: ParsedToolCall) -> list[Json]:
+        """Add a function call, which is always complete."""
+        events = self.close("completed")
+        self._blank["message"] = ""
+        item = {"id": create_id("fc"), "type": "function_call", "status": "in_progress"}
+        item |= {"call_id": create_id("call"), "name": call.name, "arguments": ""}
+        self.items.append(item)
+        events.append(self._item_event("response.output_item.added"))
+        item |= {"status": "completed", "arguments": call.arguments}
+        name = "response.function_call_arguments"
+        return [
+            *events,
+            self._event(f"{name}.delta", delta=call.arguments),
+            self._event(f"{name}.done", name=call.name, arguments=call.arguments),
+            self._item_event("response.output_item.done"),
+        ]
+
+    def _event(self, type_: str, **fields: object) -> Json:
+        """Build an event about the last item."""
+        return {"type": type_, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+    def _item_event(self, type_: str) -> Json:
+        """Build an event with the last item as it is now."""
+        return {"type": type_, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+
+def _text_event(item: Json) -> str:
+    return "response.output_text" if item["type"] == "message" else "response.reasoning_text"
+
+
+def _copy_part(part: Json) -> Json:
+    return {**part, "logprobs": []} if "logprobs" in part else dict(part)

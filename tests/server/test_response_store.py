@@ -1,0 +1,92 @@
+"""Laws of the response store: bytes add up, the bound holds, keys are apart, conversations stay whole."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from retain.server.openai.response_store import TURN_OVERHEAD, ResponseStore, StoredTurn
+
+
+def build_turn(size: int, previous: StoredTurn | None = None) -> StoredTurn:
+    return StoredTurn(b"r" * size, b"", previous)
+
+
+def count_reachable_bytes(store: ResponseStore) -> int:
+    """Count every turn once that an id leads to."""
+    turns = {id(t): t for by_id in store._turns_by_key.values() for end in by_id.values() for t in end.conversation()}
+    return sum(turn.num_bytes for turn in turns.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_add_up_and_stay_below_the_bound(seed: int) -> None:
+    random, store, ids = Random(seed), ResponseStore(20_000), []
+    for step in range(400):
+        key = random.choice(["ann", "bob", "carol"])
+        action = random.random()
+        if action < 0.6:
+            previous = store.get(key, random.choice(ids)) if ids and random.random() < 0.7 else None
+            if previous and random.random() < 0.2:
+                store.delete(key, next(i for i, t in store._turns_by_key[key].items() if t is previous))
+            ids.append(f"resp_{step}")
+            store.put(key, ids[-1], build_turn(random.randrange(3000), previous))
+        elif ids:
+            store.delete(key, random.choice(ids))
+        assert store.num_bytes == count_reachable_bytes(store) <= store.max_bytes
+    for key in ("ann", "bob", "carol"):
+        for response_id in ids:
+            store.delete(key, response_id)
+    assert not store.num_bytes and not store._turns_by_key and not store.num_bytes_by_key
+
+
+def test_least_recently_used_is_evicted() -> None:
+    store = ResponseStore(3 * (TURN_OVERHEAD + 100))
+    for name in "abc":
+        store.put("ann", name, build_turn(100))
+    store.get("ann", "a")
+    store.put("ann", "d", build_turn(100))
+    assert [name for name in "abcd" if store.get("ann", name)] == ["a", "c", "d"]
+
+
+def test_a_key_below_its_share_loses_nothing_to_another() -> None:
+    store = ResponseStore(10 * (TURN_OVERHEAD + 100))
+    for i in range(5):
+        store.put("ann", f"a{i}", build_turn(100))
+    for i in range(50):
+        store.put("bob", f"b{i}", build_turn(100))
+    assert all(store.get("ann", f"a{i}") for i in range(5)) and not store.get("bob", "b0")
+
+
+def test_another_key_finds_and_deletes_nothing() -> None:
+    store = ResponseStore(10_000)
+    store.put("ann", "a", build_turn(100))
+    assert store.get("bob", "a") is None and not store.delete("bob", "a") and store.get("ann", "a")
+
+
+def test_a_turn_keeps_the_turns_that_it_continues() -> None:
+    """Also where they were deleted, or evicted while the turn was generated."""
+    store = ResponseStore(10_000)
+    first = build_turn(1000)
+    store.put("ann", "first", first)
+    store.delete("ann", "first")
+    assert store.num_bytes == 0
+    second = build_turn(1000, first)
+    store.put("ann", "second", second)
+    assert not store.get("ann", "first") and second.conversation() == [first, second]
+    assert store.num_bytes == 2 * (1000 + TURN_OVERHEAD)
+
+
+def test_a_conversation_costs_its_bytes_once() -> None:
+    store, turn = ResponseStore(100_000), None
+    for i in range(20):
+        turn = build_turn(1000, turn)
+        store.put("ann", str(i), turn)
+    assert store.num_bytes == 20 * (1000 + TURN_OVERHEAD) and all(store.get("ann", str(i)) for i in range(20))
+
+
+def test_a_conversation_larger_than_the_store_evicts_nothing() -> None:
+    store = ResponseStore(2000)
+    store.put("ann", "small", build_turn(100))
+    store.put("ann", "large", build_turn(3000))
+    assert store.get("ann", "small") and not store.get("ann", "large")
