@@ -330,6 +330,7 @@ def test_pins_are_bounded_by_the_limit(secured_server):
     [
         {},
         {"system": [{"type": "text", "text": "Be brief."}], "tools": TOOLS},
+        {"system": "Count what is written, too.", "cache_control": EPHEMERAL},
         {"thinking": {"type": "adaptive"}, "messages": [*QUESTION, *QUESTION]},
     ],
 )
