@@ -72,7 +72,7 @@ class Inspector:
 
     def on_finish(self, request: Request) -> None:
         """Remember the request, if it is traced and was ever computed, and what it missed of its prefix."""
-        if key_name := self._key_names.pop(request, None):
+        if key_name := self._key_names.get(request):  # kept, because `on_step` counts the last token afterwards
             self.prefix_misses.record(request, key_name)
         if (tracked := self.live.pop(request.id, None)) and request.num_computed_tokens:
             self.finished.append(tracked)

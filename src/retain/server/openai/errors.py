@@ -9,6 +9,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from retain.files import shorten
+
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -95,7 +97,7 @@ def to_validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     # Pydantic puts the class names and the tags of a union's members into the location.
     location = [str(part) for part in first.get("loc", ()) if part not in ("body", "query")]
     location = [part for part in location if not part.endswith("Request") and not re.fullmatch("<[a-z_]+>", part)]
-    param = ".".join(location) or None
+    param = shorten(" ".join(".".join(location).split())) or None  # keys come from the client
     if first.get("type") == "extra_forbidden":
         return APIError(400, f"unknown field {param!r}", param)
     message = str(first.get("msg", "not valid")).removeprefix("Value error, ")
