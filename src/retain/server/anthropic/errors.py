@@ -8,6 +8,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from retain.files import shorten
 from retain.server.openai.errors import ERROR_RESPONSES as OPENAI_ERROR_RESPONSES
 from retain.server.openai.errors import APIError
 
@@ -63,7 +64,7 @@ def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIEr
     first = errors[0]
     if first.get("type") == "json_invalid":
         return APIError(400, "the request body is not valid JSON")
-    param = ".".join(_field_path(first.get("loc", ()), body))
+    param = shorten(".".join(_field_path(first.get("loc", ()), body)))  # keys come from the client
     message = str(first.get("msg", "not valid")).removeprefix("Value error, ")
     if first.get("type") == "extra_forbidden":
         message = "unknown field"
