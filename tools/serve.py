@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import aiohttp
 
@@ -45,14 +46,24 @@ for line in sys.stdin:
 VALID_BODIES = {
     "/v1/completions": {"model": "smollm2", "prompt": "The sea", "max_tokens": 2},
     "/v1/chat/completions": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/responses": {"model": "smollm2", "input": "x", "max_output_tokens": 2},
+    "/v1/messages": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
 FIELD_NAMES = (
     "model prompt messages max_tokens temperature top_p n stop stream seed logprobs echo logit_bias kv_policy tools "
-    "speculate cache_salt pin response_format tool_choice stream_options tokens suffix best_of x"
+    "speculate cache_salt pin response_format tool_choice stream_options tokens suffix best_of x "
+    "system thinking cache_control stop_sequences output_config metadata input instructions previous_response_id "
+    "max_output_tokens include text store explain_prefix"
 )
 FIELDS = FIELD_NAMES.split()
+POLICIES = ["full", "h2o:budget=50%", "ring:window=64", "keyformer:budget=64", "tova:budget=40", "reread:budget=50%"]
+SCHEMAS = [
+    {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]},
+    {"type": "array", "items": {"type": "integer"}, "maxItems": 4},
+]
 VALUES = [None, True, -1, 0, 1, 2**70, 1e308, -0.5, "", "x", "\ud800", "../../etc", [], {}, [[]], {"type": "x"}]
 VALUES += [[1, "x"], {"0": 1}, "h2o:budget=0", "ring:window=" + "9" * 30, [{"role": "user"}], {"a": {"b": [None]}}]
 
@@ -90,14 +101,39 @@ def pages_of_requests(metrics: dict[str, float]) -> float:
     return sum(metrics[f'retain_pages{{state="{s}"}}'] for s in ("full", "ring", "budgeted", "shared"))
 
 
-async def stream_one(session: aiohttp.ClientSession, url: str, rng: random.Random) -> str:
-    """Stream one random completion, disconnecting from a third of them. Returns how it ended."""
+def random_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Return a path and a body: a completion, a chat, or a chat with a schema; of any policy, perhaps with drafts."""
     prompt = " ".join(rng.choice(load.WORDS) for _ in range(rng.randint(8, 300)))
-    body = {"model": "smollm2", "prompt": prompt, "max_tokens": rng.randint(8, 64), "stream": True}
-    body |= {"ignore_eos": True, "kv_policy": rng.choice(["full", "h2o:budget=50%", "ring:window=64"])}
-    disconnect_after = rng.randint(0, 40) if rng.random() < 1 / 3 else None  # events
+    body: dict[str, Any] = {"model": "smollm2", "max_tokens": rng.randint(8, 64), "stream": True}
+    body |= {"kv_policy": rng.choice(POLICIES), "speculate": rng.choice(["off", "ngram"])}
+    if rng.random() < 0.5:
+        return "/completions", {**body, "prompt": prompt, "ignore_eos": True}
+    body["messages"] = [{"role": "user", "content": prompt}]
+    if rng.random() < 0.5:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": rng.choice(SCHEMAS)}}
+    return "/chat/completions", body
+
+
+async def complete_greedily(session: aiohttp.ClientSession, url: str, prompt: str) -> str:
+    """Return the greedy answer to a prompt, with policy full."""
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": 32, "temperature": 0, "kv_policy": "full"}
+    async with session.post(f"{url}/completions", json=body) as response:
+        return str((await response.json())["choices"][0]["text"])
+
+
+async def stream_one(session: aiohttp.ClientSession, url: str, rng: random.Random, expected: dict[str, str]) -> str:
+    """Stream one random request, disconnecting from a third of them. Returns how it ended.
+
+    A sixth of the requests are those of `expected`, greedy answers by prompt, which must come out equal.
+    """
     try:
-        async with session.post(f"{url}/completions", json=body) as response:
+        if rng.random() < 1 / 6:
+            prompt = rng.choice(list(expected))
+            is_equal = await complete_greedily(session, url, prompt) == expected[prompt]
+            return "greedy answer equal" if is_equal else "GREEDY ANSWER DIFFERS"
+        path, body = random_request(rng)
+        disconnect_after = rng.randint(0, 40) if rng.random() < 1 / 3 else None  # events
+        async with session.post(f"{url}{path}", json=body) as response:
             if response.status != 200:
                 return f"status {response.status}"
             num_events, last = 0, b""
@@ -114,14 +150,18 @@ async def stream_one(session: aiohttp.ClientSession, url: str, rng: random.Rando
 
 async def soak(url: str, process: subprocess.Popen[str], concurrency: int, seconds: float) -> None:
     """Keep many streams running, a third of which disconnect, and print memory and metrics now and then."""
-    rng, endings, end = random.Random(0), Counter[str](), perf_counter() + seconds
+    rng, endings, expected = random.Random(0), Counter[str](), dict[str, str]()
 
     async def stream_until_end(session: aiohttp.ClientSession) -> None:
         while perf_counter() < end:
-            endings[await stream_one(session, url, rng)] += 1
+            endings[await stream_one(session, url, rng, expected)] += 1
 
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        for i in range(12):  # alone, on the quiet server
+            prompt = " ".join(rng.choice(load.WORDS) for _ in range(20 * (i + 1)))
+            expected[prompt] = await complete_greedily(session, url, prompt)
+        end = perf_counter() + seconds
         tasks = [asyncio.create_task(stream_until_end(session)) for _ in range(concurrency)]
         while perf_counter() < end:
             await asyncio.sleep(seconds / 8)
@@ -202,7 +242,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output-len", type=int, default=256)
     args = parser.parse_args()
-    with start_server("--kv-memory", "1GiB", "--max-queued-requests", "1000") as (url, process):
+    with start_server("--kv-memory", "1GiB", "--max-queued-requests", "1000", "--allow-drafter", "ngram") as (
+        url,
+        process,
+    ):
         if args.test == "soak":
             asyncio.run(soak(url, process, args.max_concurrency, args.seconds))
         elif args.test == "fuzz":

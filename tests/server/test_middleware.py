@@ -204,13 +204,15 @@ VALID_BODIES = {
     "/v1/chat/completions": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/messages": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"model": "smollm2", "messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"model": "smollm2", "input": "x", "max_output_tokens": 2},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
 FIELDS = (
     "model prompt messages max_tokens temperature top_p n stop stream seed logprobs echo logit_bias kv_policy tools "
     "speculate cache_salt pin response_format tool_choice top_logprobs stream_options tokens suffix best_of x "
-    "system thinking cache_control stop_sequences output_config metadata"
+    "system thinking cache_control stop_sequences output_config metadata input instructions previous_response_id "
+    "max_output_tokens include text store"
 )
 
 
