@@ -3,6 +3,8 @@
 import anthropic
 import pytest
 
+from tests.helpers.engines import AlwaysLoad
+from tests.helpers.tiers import disk_spec, offloader_of
 from tests.server.agent_model import AGENT_TEMPLATE, dictated_answers, save_agent_model
 from tests.server.conftest import run_server
 
@@ -30,6 +32,7 @@ ANSWERS = [
     "It is fixed: the loop ended one line too early.",
     "It was the last line of the file.",
 ]
+PAGE_SIZE = 64
 RESULTS = ["a.py\nb.py\n", "for line in lines[:-1]:\n    print(line)\n", "written"]
 
 
@@ -42,10 +45,9 @@ def server(request, tmp_path_factory):
         yield running
 
 
-def run_turns(client):
-    """Yield the usage of each turn, with the messages that the agent sends after it."""
-    messages = [{"role": "user", "content": "Fix the bug in src."}]
-    for turn in range(len(ANSWERS)):
+def run_turns(client, messages, turns):
+    """Yield the usage of each turn, and add to the messages what the agent sends after it."""
+    for turn in turns:
         last = messages[-1]["content"]
         if isinstance(last, list):  # agents move their breakpoint along
             last[-1] = {**last[-1], "cache_control": {"type": "ephemeral"}}
@@ -63,7 +65,7 @@ def test_no_prompt_token_is_computed_twice(server):
     """Every turn finds the whole last prompt and its answer, but for the last token, which was never an input."""
     client = anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0)
     with dictated_answers(server, ANSWERS):
-        usages = list(run_turns(client))
+        usages = list(run_turns(client, [{"role": "user", "content": "Fix the bug in src."}], range(len(ANSWERS))))
     known = 0
     for usage in usages:
         assert usage.cache_read_input_tokens == known
@@ -71,3 +73,26 @@ def test_no_prompt_token_is_computed_twice(server):
         known = prompt + usage.output_tokens - 1
     assert usages[0].cache_creation_input_tokens > 0 and known > 3000
     assert server.service.llm.cache.prefix_cache.tree.pins
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_restart_with_a_disk_tier_keeps_the_prefix(family, tmp_path):
+    """The turn after a restart computes what is new, and at most a page before it.
+
+    Sliding layers begin where a prompt ended, because windows at the end of an answer are kept in memory only.
+    """
+    folder, messages = save_agent_model(tmp_path, family), [{"role": "user", "content": "Fix the bug in src."}]
+    options = {"kv_memory": "128MiB", "dtype": "float32", "max_running_requests": 2, "prefix_cache": "exact"}
+    options["tier"] = [disk_spec(tmp_path / "store", "1GiB")]
+    usages = []
+    for turns in (range(3), range(3, 4)):
+        with run_server(str(folder), options, AGENT_TEMPLATE) as server:
+            offloader_of(server.service.llm.engine).cost_model = AlwaysLoad()
+            client = anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0)
+            with dictated_answers(server, [ANSWERS[turn] for turn in turns]):
+                usages += run_turns(client, messages, turns)
+    before, after = usages[-2:]
+    prompt = before.input_tokens + before.cache_creation_input_tokens + before.cache_read_input_tokens
+    known = prompt + before.output_tokens - 1
+    stored = known if family == "llama" else prompt
+    assert stored - PAGE_SIZE < after.cache_read_input_tokens <= known
