@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from retain.processing.chat_template import ChatTemplate
 from retain.processing.grammar import grammar_from_json_schema
+from retain.server import launch
 from retain.server.admission import AdmissionControl
 from retain.server.auth import ApiKeys
 from retain.server.config import Limits
@@ -23,7 +25,7 @@ from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import CompletionRequest
 from retain.server.openai.tokenization import DetokenizeRequest
 from retain.server.sandbox import Sandbox
-from tests.server.conftest import HTTP, run_server, run_tiny_server, wait_until
+from tests.server.conftest import HTTP, engine_paused, run_server, run_tiny_server, wait_until
 
 NO_MESSAGES = {"messages": [], "add_generation_prompt": True, "tools": None}
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -196,3 +198,13 @@ def test_one_key_alone_has_all_the_room() -> None:
             admitted.enter_context(admission.admit("ann", 16))
         with pytest.raises(APIError):
             admitted.enter_context(admission.admit("ann", 1))
+
+
+def test_process_ends_although_its_shutdown_hangs(monkeypatch):
+    exit_codes: list[int] = []
+    monkeypatch.setattr(launch, "EXIT_GRACE_S", 0.2)
+    monkeypatch.setattr(launch.os, "_exit", exit_codes.append)
+    with run_tiny_server(drain_timeout=0) as server, engine_paused(server):
+        server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: exit_codes)
+    assert exit_codes == [1]

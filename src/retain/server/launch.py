@@ -62,6 +62,8 @@ async def _serve(
     engine_thread = EngineThread(load_llm)
     llm = await engine_thread.start()
     sandbox = Sandbox(server_config.limits.sandbox_timeout)
+    watchdog = threading.Timer(server_config.drain_timeout + EXIT_GRACE_S, _exit_at_once)
+    watchdog.daemon = True
     try:
         for drafter in server_config.allowed_drafters:
             await engine_thread.call(partial(llm.add_drafter, drafter))
@@ -80,13 +82,12 @@ async def _serve(
             ws="none",
             timeout_graceful_shutdown=server_config.drain_timeout,
         )
-        server = GracefulServer(config, service, on_ready)
-        await server.serve()
-        server.watchdog.cancel()
+        await GracefulServer(config, service, watchdog, on_ready).serve()
         service.preparation.close()
     finally:
         sandbox.close()
         await engine_thread.stop()
+        watchdog.cancel()
         log.info("shut down")
 
 
@@ -103,13 +104,15 @@ class GracefulServer(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, service: OpenAIServing, on_ready: Callable[[GracefulServer], None] | None = None
+        self,
+        config: uvicorn.Config,
+        service: OpenAIServing,
+        watchdog: threading.Timer,
+        on_ready: Callable[[GracefulServer], None] | None = None,
     ):
+        """`watchdog`: started by the first signal; ends the process if the shutdown hangs."""
         super().__init__(config)
-        self.service, self.on_ready = service, on_ready
-        drain_s = config.timeout_graceful_shutdown or 0
-        self.watchdog = threading.Timer(drain_s + EXIT_GRACE_S, _exit_at_once)
-        self.watchdog.daemon = True
+        self.service, self.watchdog, self.on_ready = service, watchdog, on_ready
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal to end."""
