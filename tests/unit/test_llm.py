@@ -1,10 +1,13 @@
 """The Python front door on a real model."""
 
+import gc
+
 import pytest
 import torch
 
 from retain import LLM, SamplingParams
 from retain.config import Config
+from retain.engine.request import Request
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
@@ -196,3 +199,11 @@ def test_an_answer_that_ends_before_it_owns_pages_has_statistics():
     peaks = [a.kv["bytes_peak"] for a in answers]
     assert len(peaks) == 16 and max(peaks) > 0 and min(peaks) == 0
     llm.close()
+
+
+def test_ended_requests_are_freed():
+    """The output processor knows a request only as long as its caller keeps the state."""
+    llm = LLM("random:tiny", kv_memory="16MiB")
+    llm.generate(["x"] * 3, SamplingParams(max_tokens=2))
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is Request and x.input.prompt == llm.encode("x")]

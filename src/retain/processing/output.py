@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -70,15 +70,16 @@ class OutputProcessor(TokenProcessor):
 
     def __init__(self, cache: KVCacheManager, tokenizer: Tokenizer):
         self.cache, self.tokenizer = cache, tokenizer
-        self._states: WeakKeyDictionary[Request, RequestOutputState] = WeakKeyDictionary()
+        # By the request's id. Callers own the states, which refer to their requests: neither may live on here.
+        self._states: WeakValueDictionary[int, RequestOutputState] = WeakValueDictionary()
 
     def register(self, state: RequestOutputState) -> None:
-        """Detokenize this request's answer from now on."""
-        self._states[state.request] = state
+        """Detokenize this request's answer from now on, as long as the caller keeps the state."""
+        self._states[state.request.id] = state
 
     def matches_stop_string(self, request: Request, token: int) -> bool:
         """See retain.engine.output."""
-        state = self._states.get(request)
+        state = self._states.get(request.id)
         return state is not None and state.add_token(token)
 
     def process_tokens(self, request: Request, tokens: SampledTokens) -> FinishReason | None:
@@ -95,7 +96,7 @@ class OutputProcessor(TokenProcessor):
 
     def process_logits(self, request: Request, logits: Tensor) -> None:
         """See retain.engine.output."""
-        if state := self._states.get(request):
+        if state := self._states.get(request.id):
             state.on_logits(logits)
 
     def to_output(self, state: RequestOutputState) -> RequestOutput:
