@@ -209,25 +209,33 @@ class LLM:
         kv_policy: str | None = None,
         num_system_tokens: int = 0,
         salt: str = "",
+        prefill_callback: Callable[[int, int], None] | None = None,
     ) -> Iterator[StreamChunk]:
         """Yield one answer chunk by chunk as its tokens come; the last chunk has the whole output.
 
-        Closing the iterator cancels the request.
+        `prefill_callback(num_computed, num_tokens)` is called after every step before the first token, with the
+        computed tokens of the prompt and all of them. Closing the iterator, or an error of the callback, cancels the
+        request.
         """
         one = replace(params or SamplingParams(), n=1)
         g = GenerateRequest(prompt, one, kv_policy, num_system_tokens=num_system_tokens, salt=salt)
         (state,) = self.input_processor.process(g)
         self._add([state])
-        return self._stream_chunks(state)
+        return self._stream_chunks(state, prefill_callback)
 
-    def _stream_chunks(self, state: RequestOutputState) -> Iterator[StreamChunk]:
+    def _stream_chunks(
+        self, state: RequestOutputState, prefill_callback: Callable[[int, int], None] | None
+    ) -> Iterator[StreamChunk]:
+        request = state.request
         try:
-            while state.request.finish_reason is None:
+            while request.finish_reason is None:
                 self.engine.step()
-                if state.request.finish_reason is None and (text := state.take_text()):
+                if prefill_callback and not request.stats.first_token_time:
+                    prefill_callback(request.num_computed_tokens, len(request.prompt))
+                if request.finish_reason is None and (text := state.take_text()):
                     yield StreamChunk(text)
         finally:
-            self.engine.cancel(state.request)
+            self.engine.cancel(request)
         yield StreamChunk(state.take_text(), self.output_processor.to_output(state))
 
     def score(

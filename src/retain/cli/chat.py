@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from types import FrameType
 
 from retain.cli.args import from_args, given_args
 from retain.config import Config
 from retain.sampling_params import SamplingParams
 
 SERVER_OPTIONS = ("model", "kv_policy", "speculate")  # of the engine's options, those that a request may choose
+HELP = """\
+/clear  forget the conversation, but not the system message
+/quit   end; an empty line and Ctrl-D do too
+Ctrl-C  stop the answer; at the prompt, end"""
+Message = dict[str, str]
 
 
 def chat(args: Namespace) -> int:
-    """Read a line, stream the answer, keep both in the conversation. An empty line or Ctrl-D ends it."""
+    """Read a line, stream the answer, keep both in the conversation. /help lists the commands."""
     return chat_with_server(args) if args.url else chat_with_engine(args)
 
 
@@ -28,9 +35,10 @@ def chat_with_engine(args: Namespace) -> int:
 
     with closing(loading.load_llm(config)) as llm:
 
-        def generate_reply(messages: list[dict[str, str]]) -> str:
+        def generate_reply(messages: list[Message]) -> str:
             ids = llm.tokenizer.encode_chat(messages)
-            output = stream_to_stdout(llm, ids, limit_max_tokens(llm, params, len(ids)))
+            with deferred_interrupts() as check_interrupt:
+                output = stream_to_stdout(llm, ids, limit_max_tokens(llm, params, len(ids)), check_interrupt)
             print_stats(output)
             return output.text
 
@@ -51,7 +59,7 @@ def chat_with_server(args: Namespace) -> int:
     with closing(Client(args.url, given.pop("model", None), os.environ.get("OPENAI_API_KEY"))) as client:
         options = given_args(args, SamplingParams) | given
 
-        def generate_reply(messages: list[dict[str, str]]) -> str:
+        def generate_reply(messages: list[Message]) -> str:
             pieces = []
             for piece in client.stream(messages, options):
                 print(piece, end="", flush=True)
@@ -63,15 +71,58 @@ def chat_with_server(args: Namespace) -> int:
     return 0
 
 
-def chat_loop(system: str | None, generate_reply: Callable[[list[dict[str, str]]], str]) -> None:
-    """Answer line by line, until an empty line or the end of standard input."""
-    messages = [{"role": "system", "content": system}] if system else []
+def chat_loop(system: str | None, generate_reply: Callable[[list[Message]], str]) -> None:
+    """Answer line by line, until an empty line, /quit or the end of standard input.
+
+    On a terminal an error or Ctrl-C ends the answer, not the conversation, which is then as it was before the line.
+    """
+    conversation: list[Message] = [{"role": "system", "content": system}] if system else []
+    num_system = len(conversation)
+    interactive = sys.stdin.isatty()
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "")
+            line = input("> " if interactive else "")
         except EOFError:
             return
-        if not line.strip():
+        command = line.strip()
+        if command in ("", "/quit"):
             return
-        messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": generate_reply(messages)})
+        if command == "/help":
+            print(HELP, file=sys.stderr)
+        elif command == "/clear":
+            del conversation[num_system:]
+        else:
+            question: Message = {"role": "user", "content": line}
+            try:
+                reply = generate_reply([*conversation, question])
+            except (ValueError, KeyboardInterrupt) as error:
+                if not interactive:
+                    raise
+                print(f"\n[{str(error) or 'interrupted'}; the line is not in the conversation]", file=sys.stderr)
+                continue
+            conversation += [question, {"role": "assistant", "content": reply}]
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Callable[[], None]]:
+    """Keep Ctrl-C from interrupting a step of the engine. Yields a function that raises KeyboardInterrupt after one.
+
+    A second Ctrl-C raises at once.
+    """
+    interrupted = False
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    def check() -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from retain.cli import loading
 from retain.cli.args import from_args
+from retain.cli.prefill_progress import PrefillProgress
 from retain.config import Config
 from retain.llm import LLM
 from retain.outputs import RequestOutput
@@ -57,13 +59,29 @@ def limit_max_tokens(llm: LLM, params: SamplingParams, num_prompt_tokens: int) -
     return replace(params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
 
 
-def stream_to_stdout(llm: LLM, ids: list[int], params: SamplingParams) -> RequestOutput:
-    """Print an answer as it is generated."""
-    for chunk in llm.stream(ids, params):
-        print(chunk.text, end="", flush=True)
-        if chunk.output:
-            print(flush=True)
-            return chunk.output
+def stream_to_stdout(
+    llm: LLM, ids: list[int], params: SamplingParams, check_interrupt: Callable[[], None] = lambda: None
+) -> RequestOutput:
+    """Print an answer as it is generated; until then, a terminal shows how far the prompt is computed.
+
+    `check_interrupt` is called between steps; an error of it cancels the request.
+    """
+    progress = PrefillProgress()
+
+    def on_prefill(num_computed: int, num_tokens: int) -> None:
+        check_interrupt()
+        progress.update(num_computed, num_tokens)
+
+    try:
+        for chunk in llm.stream(ids, params, prefill_callback=on_prefill):
+            check_interrupt()
+            progress.erase()
+            print(chunk.text, end="", flush=True)
+            if chunk.output:
+                print(flush=True)
+                return chunk.output
+    finally:
+        progress.erase()
     raise AssertionError("a stream ends with its output")
 
 
