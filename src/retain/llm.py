@@ -38,6 +38,8 @@ from retain.processing.output import OutputProcessor, RequestOutputState
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 
+PrefillCallback = Callable[[int, int], None]
+
 
 class LLM:
     """A model with its cache. Options are those of `Config`; sizes may be texts such as "512MiB". Raises ValueError."""
@@ -209,7 +211,7 @@ class LLM:
         kv_policy: str | None = None,
         num_system_tokens: int = 0,
         salt: str = "",
-        prefill_callback: Callable[[int, int], None] | None = None,
+        prefill_callback: PrefillCallback | None = None,
     ) -> Iterator[StreamChunk]:
         """Yield one answer chunk by chunk as its tokens come; the last chunk has the whole output.
 
@@ -223,15 +225,13 @@ class LLM:
         self._add([state])
         return self._stream_chunks(state, prefill_callback)
 
-    def _stream_chunks(
-        self, state: RequestOutputState, prefill_callback: Callable[[int, int], None] | None
-    ) -> Iterator[StreamChunk]:
+    def _stream_chunks(self, state: RequestOutputState, callback: PrefillCallback | None) -> Iterator[StreamChunk]:
         request = state.request
         try:
             while request.finish_reason is None:
                 self.engine.step()
-                if prefill_callback and not request.stats.first_token_time:
-                    prefill_callback(request.num_computed_tokens, len(request.prompt))
+                if callback and not request.stats.first_token_time:
+                    callback(request.num_computed_tokens, len(request.prompt))
                 if request.finish_reason is None and (text := state.take_text()):
                     yield StreamChunk(text)
         finally:

@@ -14,7 +14,7 @@ import pytest
 
 import retain.kv.offload.loader
 from retain.kv.prefix.attach import attach_pages
-from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_prompts, related_requests, run_disturbed
 from tests.helpers.tiers import clear_pool, disk_spec, disk_store_of, flip_a_bit, offloader_of
@@ -45,6 +45,30 @@ def test_engine_after_a_restart_finds_prefixes_on_the_disk(
             assert disk_store_of(engine).counts["read"] > 0
         assert sum(r.stats.num_cached_tokens for r in requests) > (num_restarts > 0) * 40
         engine.cache.prefix_cache.close_offloader()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+@pytest.mark.parametrize("prompt_len", [32, 41, 47])
+def test_next_turn_resumes_in_the_last_page_of_an_evicted_answer(
+    family: str, tier: str, prompt_len: int, tmp_path: Path
+) -> None:
+    spec = "ram:capacity=10MB" if tier == "ram" else disk_spec(tmp_path)
+    engine = make_engine(family, backend="cpu", prefix_cache="exact", tiers=[spec])
+    offloader_of(engine).cost_model = AlwaysLoad()
+    turn = make_request([5 + i % 20 for i in range(prompt_len)], max_tokens=20)
+    run_to_completion(engine, [turn])
+    tree, S = engine.cache.prefix_cache.tree, engine.cache.page_size
+    tree.evict(tree.num_evictable_pages)
+    if tier == "disk":
+        disk_store_of(engine).sync()
+    text = [*turn.tokens, 7, 8]
+    next_turn = make_request(text)
+    tokens = run_to_completion(engine, [next_turn])
+    num_known = len(turn.tokens) - 1
+    assert next_turn.stats.num_cached_tokens == num_known // S * S
+    assert tokens == run_to_completion(make_engine(family, backend="cpu"), [make_request(text)])
+    engine.cache.prefix_cache.close_offloader()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,3 +17,10 @@ class SlidingWindows:
     first_pages: tuple[int, ...]
     pages: tuple[Ints, ...]
     min_resume_position: int
+
+    def before_page(self, page: int, page_size: int) -> SlidingWindows | None:
+        """Return the windows at the first position of a page of the text; None where no text can resume there."""
+        if self.min_resume_position > page * page_size:
+            return None
+        pages = tuple(p[:, : page - first] for p, first in zip(self.pages, self.first_pages, strict=True))
+        return SlidingWindows(self.first_pages, pages, self.min_resume_position)

@@ -24,7 +24,7 @@ from retain.kv.offload.span import ReadJob, SpanRange
 from retain.kv.prefix.attach import AttachPlan, attach_pages
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.history import PrefixHistory, SeenText
-from retain.kv.prefix.node import PrefixMatch
+from retain.kv.prefix.node import Node, PrefixMatch
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.prefix.windows import capture_sliding_windows
@@ -50,9 +50,17 @@ class PrefixCache:
     def set_offloader(self, offloader: Offloader, selective_loader: type[SelectiveLoader] = SelectiveLoader) -> None:
         """Put tiers below the pool: what the tree evicts goes there."""
         self.offloader, self.selective_loader = offloader, selective_loader
-        self.tree.on_evict = lambda node, n: offloader.on_evicted(
-            node.block_hashes[n:], node.start_page + n, node.pages[..., n:], node.sliding_windows
-        )
+        self.tree.on_evict = self._offload_evicted
+
+    def _offload_evicted(self, node: Node, num_kept_pages: int) -> None:
+        """Offload what a leaf loses. Of less than a page, only the windows are kept, as they are where it begins."""
+        assert self.offloader and node.parent
+        if len(node.tokens) == len(node.block_hashes) * self.tables.page_size:
+            n, windows = num_kept_pages, node.sliding_windows
+            self.offloader.on_evicted(node.block_hashes[n:], node.start_page + n, node.pages[..., n:], windows)
+        elif node.sliding_windows and node.start_page:
+            windows = node.sliding_windows.before_page(node.start_page, self.tables.page_size)
+            self.offloader.on_evicted(node.parent.block_hashes[-1:], node.start_page - 1, node.pages[..., :0], windows)
 
     def close_offloader(self) -> None:
         """Close the tiers, and clear the tree, whose hashes name the model of these tiers."""
@@ -246,7 +254,8 @@ class PrefixCache:
         root = self.root_hash(entry.salt, self.planner.windows(entry.policy))
         if self.offloader:
             keys = self.tree.hash_blocks(root, np.asarray(entry.tokens[:end], np.int32))
-            self.offloader.on_computed(keys, 0, pages[..., : len(keys)], windows if end % S == 0 else None)
+            stored_windows = windows.before_page(len(keys), S) if windows and keys else None
+            self.offloader.on_computed(keys, 0, pages[..., : len(keys)], stored_windows)
         self.tree.insert(root, entry.tokens[:end], pages, windows)
         if self.tree.history:
             self.tree.history.store(row, entry.tokens, end)

@@ -260,7 +260,7 @@ class RadixTree:
 
     def _truncate(self, node: Node, num_pages: int) -> None:
         """Evict all but the first pages of a leaf."""
-        if self.on_evict and len(node.tokens) == len(node.block_hashes) * self.page_size:
+        if self.on_evict:
             self.on_evict(node, num_pages)
         self.evictions.append(node.to_eviction_record())
         if self.history:

@@ -16,9 +16,10 @@ def capture_sliding_windows(tables: BlockTables, row: int, end: int, still_runni
     """
     t, S, end_page = tables, tables.page_size, -(-end // tables.page_size)
     first_pages, found, min_resume_position = [], [], 0
+    page_begin = end // S * S  # where a tier lets texts resume; the tree does at `end`
     for layer in t.ring_layers(row):
         W, capacity, base = (int(x[row, layer]) for x in (t.window, t.capacity, t.ring_base))
-        first = max((end - W) // S, end_page - capacity // S, base // S, 0)
+        first = max((page_begin - W) // S, end_page - capacity // S, base // S, 0)
         places = (np.arange(first, end_page) * S - base) % capacity // S
         pages: Ints = t.pages[row, layer][:, places]
         first_pages.append(first)
