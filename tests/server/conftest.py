@@ -1,6 +1,7 @@
 """Servers in threads: three that all tests share, and others with options of their own."""
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from retain.processing.chat_template import ChatTemplate
 from retain.server.auth import ApiKeys
 from retain.server.config import Limits, ServerConfig
 from retain.server.launch import GracefulServer, serve
+from tests.helpers.browser import Browser
 
 API_KEYS = {"ann": "sk-ann-0123456789", "bob": "sk-bob-0123456789"}
 INSPECTOR_API_KEYS = {"carol": "sk-carol-0123456789", "dave": "sk-dave-0123456789"}  # for one test of the inspector
@@ -127,6 +129,15 @@ def server() -> Iterator[GracefulServer]:
 def tiny_server() -> Iterator[GracefulServer]:
     with run_tiny_server() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser; tests are skipped without one."""
+    executable = shutil.which("chromium") or pytest.skip("no executable named chromium")
+    browser = Browser(executable, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ def test_a_page_of_another_origin_reads_nothing_without_keys(inspected_server, h
     """DNS rebinding: the page's name resolves to this machine, and its requests come with that name as Host."""
     body = {"model": "smollm2", "prompt": "A secret", "max_tokens": 1}
     assert HTTP.post(f"{inspected_server.url}/completions", json=body).status_code == 200
-    for path in ("/inspect/state", "/inspect", "/metrics", "/v1/models", "/openapi.json"):
+    for path in ("/inspect/state", "/inspect", "/inspect/playground", "/metrics", "/v1/models", "/openapi.json"):
         response = HTTP.get(root_of(inspected_server) + path, headers={"Host": host})
         assert response.status_code == 403 and "--allow-host" in response.json()["error"]["message"]
     assert HTTP.get(f"{root_of(inspected_server)}/health", headers={"Host": host}).status_code == 200

@@ -19,7 +19,8 @@ from retain.server.error_format import to_error_response
 from retain.server.hosts import HostRule
 from retain.server.openai.errors import APIError
 
-INSPECTOR_PATHS = ("/inspect", "/inspect/inspect.css", "/inspect/inspect.js")
+INSPECTOR_FILES = ("playground", "common.js", "inspect.css", "inspect.js", "playground.js")
+INSPECTOR_PATHS = ("/inspect", *(f"/inspect/{name}" for name in INSPECTOR_FILES))
 HEALTH_PATHS = ("/health", "/ready")
 PUBLIC_PATHS = (*HEALTH_PATHS, *INSPECTOR_PATHS)  # they reveal nothing about requests
 HEADERS = (b"authorization", b"content-length", b"x-api-key")

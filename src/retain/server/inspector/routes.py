@@ -1,4 +1,4 @@
-"""Routes of the inspector: its page and the JSON that the page polls."""
+"""Serve the inspector: its page, the JSON that the page polls, and the playground."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
 
 from retain.server.engine_thread import EngineThread
 from retain.server.inspector.recorder import Inspector
 from retain.server.openai.errors import APIError
 
 STATIC_FOLDER = Path(__file__).parent / "static"
-STATIC_FILES = {"": "inspect.html", "inspect.css": "inspect.css", "inspect.js": "inspect.js"}
-# The page loads nothing from other hosts, and no other page can embed it.
+SCRIPTS_AND_STYLES = ("common.js", "inspect.css", "inspect.js", "playground.js")
+STATIC_FILES = {"": "inspect.html"} | {name: name for name in SCRIPTS_AND_STYLES}
+OWN_SITES = ("none", "same-origin")  # values of Sec-Fetch-Site: the user typed the address, or this server linked to it
+# The pages load nothing from other hosts, and no other page can embed them.
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -34,6 +36,13 @@ def add_routes(app: FastAPI, engine_thread: EngineThread, inspector: Inspector) 
 
     for path, name in STATIC_FILES.items():
         app.get(f"/inspect{'/' if path else ''}{path}", include_in_schema=False, response_model=None)(serve_file(name))
+
+    @app.get("/inspect/playground", include_in_schema=False, response_model=None)
+    async def send_playground(request: Request) -> Response:
+        """Send the playground. A link of another site may fill in its form, but not run it."""
+        if "run" in request.query_params and request.headers.get("sec-fetch-site") not in OWN_SITES:
+            return RedirectResponse(f"?{request.url.remove_query_params('run').query}", 303)
+        return FileResponse(STATIC_FOLDER / "playground.html", headers=SECURITY_HEADERS)
 
     @app.get("/inspect/state", include_in_schema=False, response_model=None)
     async def get_state(request: Request) -> JSONResponse:

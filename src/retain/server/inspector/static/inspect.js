@@ -1,7 +1,6 @@
-// The inspector's page: polls the server twice a second and draws. It uses no library and no other host.
+// The inspector's page: polls the server twice a second and draws. It uses common.js, no library and no other host.
 "use strict";
 
-const $ = (id) => document.getElementById(id);
 const POLL_MS = 500;
 const MAP_COLUMNS = 32, CELL_PX = 10; // of the page map
 const HISTORY_S = 60, RATE_S = 2; // seconds of the throughput curve, and of its latest value
@@ -15,21 +14,6 @@ function colour(name) {
 
 function requestColour(id) { // the golden angle: neighbouring ids differ most
   return `hsl(${(id * 137.5) % 360} 62% ${document.documentElement.dataset.theme === "dark" ? 62 : 46}%)`;
-}
-
-async function fetchJson(path) {
-  const key = sessionStorage.getItem("key");
-  const response = await fetch(path, { headers: key ? { Authorization: `Bearer ${key}` } : {} });
-  $("key").hidden = response.status !== 401;
-  if (!response.ok) throw new Error((await response.json()).error?.message ?? response.statusText);
-  return response.json();
-}
-
-function formatBytes(n) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let i = 0;
-  for (; n >= 1024 && i < units.length - 1; i++) n /= 1024;
-  return `${n.toFixed(n < 10 && i ? 1 : 0)} ${units[i]}`;
 }
 
 function sum(values) {
@@ -265,11 +249,6 @@ function updateMisses(state) {
 
 // ---- polling and events ----------------------------------------------------------------------------------------------
 
-function showError(error) {
-  $("error").hidden = !error;
-  $("error").textContent = error ? `${error.message}` : "";
-}
-
 async function poll() {
   try {
     if (!document.hidden) {
@@ -292,13 +271,7 @@ async function poll() {
   setTimeout(poll, POLL_MS);
 }
 
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  localStorage.setItem("theme", name);
-  if (selection.position !== null) showToken(selection.position);
-}
-
-$("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+$("theme").addEventListener("click", () => selection.position !== null && showToken(selection.position));
 $("layer").addEventListener("change", (e) => { selection.layer = e.target.value; updateRequest().catch(showError); });
 $("colours").addEventListener("change", () => latestState && drawPoolMap(latestState));
 $("text").addEventListener("click", (e) => e.target.dataset.i && showToken(Number(e.target.dataset.i)));
@@ -314,8 +287,6 @@ $("requests").addEventListener("keydown", (e) => {
   const to = sibling && document.activeElement.parentElement[sibling];
   if (to) { e.preventDefault(); to.firstChild.focus(); to.firstChild.click(); }
 });
-$("key").addEventListener("submit", (e) => { e.preventDefault(); sessionStorage.setItem("key", $("api-key").value); });
 $("map").addEventListener("mousemove", showCell);
 for (const s of document.querySelectorAll(".sample")) paintToken(s, Number(s.dataset.heat ?? 0), Number(s.dataset.evicted ?? 0));
-setTheme(localStorage.getItem("theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
 poll();
