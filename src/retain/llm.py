@@ -21,7 +21,6 @@ from retain.config import Config, check_weights, default_kv_memory
 from retain.engine import drafters
 from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
-from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.kernels.api import page_bytes
 from retain.kv.capacity import CacheConfig
@@ -219,8 +218,8 @@ class LLM:
         computed tokens of the prompt and all of them. Closing the iterator, or an error of the callback, cancels the
         request.
         """
-        one = replace(params or SamplingParams(), n=1)
-        g = GenerateRequest(prompt, one, kv_policy, num_system_tokens=num_system_tokens, salt=salt)
+        params = replace(params or SamplingParams(), n=1)
+        g = GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens, salt=salt)
         (state,) = self.input_processor.process(g)
         self._add([state])
         return self._stream_chunks(state, prefill_callback)
@@ -294,7 +293,7 @@ class LLM:
         g = GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
         (state,) = self.input_processor.process(g)
         self._run_to_completion([state])
-        request: Request = state.request
+        request = state.request
         return self.cache.prefix_cache.pin(request.policy, request.prompt, salt, seconds)
 
     def encode(self, prompt: Prompt) -> list[int]:
