@@ -58,7 +58,7 @@ docs: .venv/installed-docs
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(PIP) install -e '.[dev]'
+	$(PIP) install -e '.[dev]' -C cmake.define.RETAIN_EMULATE_AMX=ON
 	@touch $@
 
 .venv/installed-docs: .venv/installed-serve

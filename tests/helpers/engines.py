@@ -70,19 +70,21 @@ def make_engine(
     tiers: Sequence[str] = (),
     device: torch.device = CPU,
     output_processor: OutputProcessor | None = None,
+    dtype: torch.dtype = torch.float32,
+    weights: str = "auto",
 ) -> Engine:
-    """Build an engine on tiny_model(family) in float32, with a pool of `num_pages` pages."""
+    """Build an engine on tiny_model(family), with a pool of `num_pages` pages."""
     kernel = kernels.load(backend)
-    program = kernel.program(torch.float32, device)
-    model = models.build(Weights(tiny_checkpoint(family), torch.float32), program)
+    program = kernel.program(dtype, device)
+    model = models.build(Weights(tiny_checkpoint(family), dtype, weights), program)
     spec = KVCacheSpec(model.spec.num_kv_heads, model.spec.head_dim, model.spec.windows)
     config = CacheConfig(page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns)
     cache = factory.build_cache(
         spec,
         config,
         kernel,
-        torch.float32,
-        (num_pages + 1) * page_bytes(page_size, spec.head_dim, torch.float32, score_columns),
+        dtype,
+        (num_pages + 1) * page_bytes(page_size, spec.head_dim, dtype, score_columns),
         prefix_config=prefix_configs.parse(prefix_cache),
         shift_keys=model.ropes[0].shift if model.ropes else None,
         device=device,

@@ -7,11 +7,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from retain.kernels import cpu
 from retain.kernels.api import NO_WINDOW, AttentionScoring, Tables
+from retain.kernels.cpu.forward import pack_weight
+from retain.kernels.cpu.memory import Arena
 from tests.helpers.attention_case import AttentionCase, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 
@@ -19,7 +22,7 @@ pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str
 
 
 def test_isa_selection() -> None:
-    assert cpu._C.selected_isa() == ISAS[0] and ISAS[-1] == "plain"
+    assert cpu._C.selected_isa() == ISAS[0] and "plain" in ISAS and ISAS[0] != "amx_emulated"
     with pytest.raises(ValueError, match=r"'z80' does not run here: choose one of .*plain"):
         cpu._C.select_isa("z80")
 
@@ -40,6 +43,37 @@ def test_chunk_size_changes_no_bit(chunk: int, window: int) -> None:
                 one = replace(t, query_start_loc=torch.tensor([0, part.stop - at], dtype=torch.int32))
                 o = cpu.attend(q[part], kv, one, q_pos[part], scale=0.125)
                 assert torch.equal(o, whole[part]), isa
+
+
+def run_bfloat16_linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    packed, y = pack_weight(weight, Arena()), torch.empty(len(x), len(weight))
+    cpu._C.packed_gemm(*packed.c_args, x.data_ptr(), len(x), 0, y.data_ptr(), False)
+    return y
+
+
+def flush(x: np.ndarray) -> np.ndarray:
+    """Count what is too small for a normal float32 as 0."""
+    return np.where(abs(x) < 2.0**-126, np.float32(0), x)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.startswith("amx")])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-63])
+def test_tiles_multiply_as_the_manual_says(isa: str, scale: float) -> None:
+    """Per 32 inputs even and odd products are summed from 0, then even + odd is added (TDPBF16PS, Intel's manual)."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=(n, 64)) * scale for n in (5, 16))
+    weight, rows = torch.from_numpy(w).bfloat16(), torch.from_numpy(x).float()
+    a, b = rows.bfloat16().float().numpy(), weight.float().numpy()
+    expected = np.zeros((5, 16), np.float32)
+    for begin in (0, 32):
+        parts = np.zeros((2, 5, 16), np.float32)
+        for k in range(begin, begin + 32):
+            product = flush(np.outer(flush(a[:, k]), flush(b[:, k])))
+            parts[k % 2] = flush(parts[k % 2] + product)
+        expected = flush(expected + flush(parts[0] + parts[1]))
+    with use_isa(isa):
+        assert np.array_equal(run_bfloat16_linear(weight, rows).numpy(), expected)
+        assert np.array_equal(run_bfloat16_linear(weight, rows[:1]).numpy(), expected[:1])
 
 
 def test_number_of_threads_changes_no_bit(isa: str) -> None:

@@ -73,10 +73,12 @@ def test_odd_in_features(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
-def test_other_rows_change_no_bit(dtype: str) -> None:
-    weight, x = make_weight(dtype, 48, 576), torch.randn(29, 576, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize(("out", "columns", "rows"), [(48, 576, 29), (20, 2144, 300)])
+def test_other_rows_change_no_bit(dtype: str, out: int, columns: int, rows: int) -> None:
+    weight = make_weight(dtype, out, columns)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
     together = run_linear(weight, x)
-    for n in (1, 2, 5, 12):
+    for n in (1, 2, 3, 5, 12, 17):
         assert torch.equal(run_linear(weight, x[:n]), together[:n])
         assert torch.equal(run_linear(weight, x[-n:]), together[-n:])
 

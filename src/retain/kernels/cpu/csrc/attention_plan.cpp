@@ -37,13 +37,14 @@ void check(const AttentionArgs& args) {
 
 void AttentionPlan::build(const AttentionArgs& args, int threads) {
   const PageTables& tables = args.tables;
+  const int tile_rows = selected_isa().max_tile_rows;
   tiles.clear(), is_split.clear(), partial_offsets.clear(), jobs.clear(), split_jobs.clear();
   num_partial_floats = 0, multiply_adds = 0;
   int64_t split_blocks = 0;  // blocks of all tiles that may be split
   for (int b = tables.B - 1; b >= 0; --b)
-    for (int end = tables.num_fresh(b) * args.R; end > 0; end -= MAX_TILE_ROWS)  // last rows first: they take longest
+    for (int end = tables.num_fresh(b) * args.R; end > 0; end -= tile_rows)  // last rows first: they take longest
       for (int g = 0; g < tables.G; ++g) {
-        tiles.push_back({b, g, std::max(0, end - MAX_TILE_ROWS), end});
+        tiles.push_back({b, g, std::max(0, end - tile_rows), end});
         const QueryTile& tile = tiles.back();
         if (tables.num_fresh(b) <= MAX_SPLIT_TOKENS) split_blocks += num_blocks(args, tile);
         multiply_adds += 2.0 * tile.num_rows() * tables.num_pages(b, g) * args.kv.S * args.kv.D;

@@ -6,14 +6,11 @@
 #pragma once
 
 #include "attention_mass.h"
-#include "gemm.h"
+#include "page_gemm.h"
 #include "simd.h"
 #include "types.h"
 
 namespace retain::RETAIN_ISA {
-
-constexpr int MAX_BLOCK_PAGES = ACC_BLOCK / 16;  // a page has at least 16 slots
-constexpr int MAX_PREFETCH_ROWS = 12;            // more rows hide the memory latency by themselves
 
 enum class Visibility { none, some, all };
 
@@ -67,12 +64,14 @@ INLINE void apply_bias_and_mask(const AttentionArgs& args, const QueryTile& tile
 }
 
 // Prefetches the next pages into L2 during softmax, when the memory bus is idle.
+template <class T>
 struct Prefetch {
-  const char* page[MAX_BLOCK_PAGES];
+  const T* const* page;
   int lines;  // cache lines to fetch for each vector of scores; 0 if the tile has many rows
 
   INLINE void issue(int j, int vector) const {
-    for (int i = 0; i < lines; ++i) __builtin_prefetch(page[j] + 64 * (vector * lines + i), 0, 2);
+    for (int i = 0; i < lines; ++i)
+      __builtin_prefetch(reinterpret_cast<const char*>(page[j]) + 64 * (vector * lines + i), 0, 2);
   }
 };
 
@@ -88,7 +87,7 @@ struct MassOutput {
 // Turns row r's scores into weights e^(score - maximum) of dtype T, in place: a weight is never longer than its score.
 // Writes the mass weights too, unless KIND is none. `sums` receives the sum of weights and the sum of mass weights.
 template <class T, ScoreKind KIND>
-INLINE void softmax_row(float* x, int r, int n, int S, float maximum, const Prefetch& prefetch,
+INLINE void softmax_row(float* x, int r, int n, int S, float maximum, const Prefetch<T>& prefetch,
                         const MassOutput<T>* mass, float (&sums)[2]) {
   const F shift = splat(maximum == NEG_INF ? 0.0f : maximum);  // if no slot is visible, every weight is e^-inf = 0
   F total = {}, mass_total = {};
@@ -156,19 +155,18 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   else
     gather_queries<bf16>(args, tile, q);
 
-  auto keys = [&](int j) { return static_cast<const T*>(args.kv.key_page(page[j])); };
-  auto values = [&](int j) { return static_cast<const T*>(args.kv.value_page(page[j])); };
-  auto next_keys = [&](int j) { return args.kv.key_page(table[last + j < num_pages ? last + j : num_pages - 1]); };
-  auto distance = [](const void* from, const void* to) { return intptr_t(to) - intptr_t(from); };
-
+  VisiblePages<T> pages = {n, S, D, {}, {}, {}};
   for (int j = 0; j < n; ++j) {
-    const ptrdiff_t prefetch_bytes = distance(keys(j), values(j));
-    gemm<T>({q, D, keys(j), INTERLEAVE<T> * S, D, x + j * S, SCORE_STRIDE, false, prefetch_bytes}, rows, S);
-    if (args.slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], x + j * S);
+    pages.keys[j] = static_cast<const T*>(args.kv.key_page(page[j]));
+    pages.values[j] = static_cast<const T*>(args.kv.value_page(page[j]));
+    const int next = last + j < num_pages ? last + j : num_pages - 1;
+    pages.next_keys[j] = static_cast<const T*>(args.kv.key_page(table[next]));
   }
+  score_pages(pages, q, rows, x);
+  for (int j = 0; j < n; ++j)
+    if (args.slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], x + j * S);
   const int size = partial_size(D), vectors = rows * S / WIDTH;
-  Prefetch prefetch = {{}, rows > MAX_PREFETCH_ROWS ? 0 : S * D * int(sizeof(T)) / 64 / vectors};
-  for (int j = 0; j < n; ++j) prefetch.page[j] = static_cast<const char*>(next_keys(j));
+  const Prefetch<T> prefetch = {pages.next_keys, rows > MAX_PREFETCH_ROWS ? 0 : S * D * int(sizeof(T)) / 64 / vectors};
   alignas(64) float noise[SCORE_STRIDE];
   ScoreTransform transform = {ScoreKind::none, 1};
   for (int r = 0, noise_token = -1; r < rows; ++r) {
@@ -199,11 +197,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
     mass->maxima[entry] = transform.kind == ScoreKind::none ? NEG_INF : maximum * transform.inv_temperature;
     mass->sums[entry] = sums[1];
   }
-  for (int j = 0; j < n; ++j) {
-    const ptrdiff_t prefetch_bytes = distance(values(j), next_keys(j));
-    gemm<T>({weights + j * S, WEIGHT_STRIDE, values(j), INTERLEAVE<T> * D, S, partials, size, j > 0, prefetch_bytes},
-            rows, D);
-  }
+  sum_values(pages, weights, WEIGHT_STRIDE, rows, partials);
   return true;
 }
 

@@ -5,12 +5,15 @@
 //
 // In bfloat16 pairs of B's rows are interleaved, [depth / 2, columns, 2], for the pairwise dot product; A is bfloat16
 // too. Each element of C is one chain of sums in the order of depth. So its bits do not depend on the register block
-// that computes it.
+// that computes it. With RETAIN_TILES bfloat16 is summed as tiles do (tiles.h), in chunks of 32 rows of B.
 #pragma once
 
 #include <cstddef>
 
 #include "simd.h"
+#ifdef RETAIN_TILES
+#include "tile_gemm.h"
+#endif
 
 namespace retain::RETAIN_ISA {
 
@@ -32,8 +35,12 @@ struct GemmArgs {
   ptrdiff_t prefetch_bytes;  // from B to the page that is read next
 };
 
-constexpr int BLOCK_ROWS = 6;
-constexpr int BLOCK_VECTORS = WIDTH == 16 ? 4 : 2;  // 32 vector registers with AVX-512, 16 elsewhere
+template <class T>
+constexpr bool SUMS_LIKE_TILES = HAS_TILES && sizeof(T) == 2;  // such sums take three registers each
+template <class T>
+constexpr int BLOCK_ROWS = SUMS_LIKE_TILES<T> ? 3 : 6;
+template <class T>
+constexpr int BLOCK_VECTORS = FEW_REGISTERS || SUMS_LIKE_TILES<T> ? 2 : 4;
 
 template <int W>
 INLINE typename Lanes<W>::f load_interleaved(const float* p) {
@@ -56,12 +63,31 @@ INLINE void register_block(const GemmArgs<T>& p) {
   decltype(load_interleaved<W>(p.b)) x[VECTORS];
   if (p.accumulate) EACH(r, ROWS) EACH(v, VECTORS) sum[r][v] = load<W>(p.c + r * p.ldc + v * W);
   const T* b = p.b;
-  for (int i = 0; i < p.depth; i += INTERLEAVE<T>, b += p.ldb) {
+  auto load_row = [&] {
     // Prefetch into L2: L1 allows too few outstanding misses to saturate memory bandwidth.
     EACH(line, int(sizeof(T) * INTERLEAVE<T> * W * VECTORS + 63) / 64)
     __builtin_prefetch(reinterpret_cast<const char*>(b) + p.prefetch_bytes + 64 * line, 0, 2);
     EACH(v, VECTORS) x[v] = load_interleaved<W>(b + INTERLEAVE<T> * v * W);
-    EACH(r, ROWS) EACH(v, VECTORS) sum[r][v] = dot<W>(sum[r][v], x[v], p.a + r * p.lda + i);
+    b += p.ldb;
+  };
+  if constexpr (SUMS_LIKE_TILES<T>) {
+#ifdef RETAIN_TILES
+    for (int begin = 0; begin < p.depth; begin += TILE_DEPTH) {
+      typename Lanes<W>::f even[ROWS][VECTORS] = {}, odd[ROWS][VECTORS] = {};
+      const int end = begin + TILE_DEPTH < p.depth ? begin + TILE_DEPTH : p.depth;
+      for (int i = begin; i < end; i += 2) {
+        load_row();
+        EACH(r, ROWS) EACH(v, VECTORS) even[r][v] = add_even<W>(even[r][v], x[v], p.a + r * p.lda + i);
+        EACH(r, ROWS) EACH(v, VECTORS) odd[r][v] = add_odd<W>(odd[r][v], x[v], p.a + r * p.lda + i);
+      }
+      EACH(r, ROWS) EACH(v, VECTORS) sum[r][v] = flush<W>(sum[r][v] + flush<W>(even[r][v] + odd[r][v]));
+    }
+#endif
+  } else {
+    for (int i = 0; i < p.depth; i += INTERLEAVE<T>) {
+      load_row();
+      EACH(r, ROWS) EACH(v, VECTORS) sum[r][v] = dot<W>(sum[r][v], x[v], p.a + r * p.lda + i);
+    }
   }
   EACH(r, ROWS) EACH(v, VECTORS) store<W>(p.c + r * p.ldc + v * W, sum[r][v]);
 #undef EACH
@@ -79,13 +105,14 @@ void remaining_rows(const GemmArgs<T>& p, int rows) {
 
 template <class T, int W, int VECTORS>
 INLINE void column_strip(GemmArgs<T> p, int rows) {
-  for (; rows >= BLOCK_ROWS; rows -= BLOCK_ROWS) {
-    register_block<T, W, VECTORS, BLOCK_ROWS>(p);
-    p.a += BLOCK_ROWS * p.lda;
-    p.c += BLOCK_ROWS * p.ldc;
+  constexpr int ROWS = BLOCK_ROWS<T>;
+  for (; rows >= ROWS; rows -= ROWS) {
+    register_block<T, W, VECTORS, ROWS>(p);
+    p.a += ROWS * p.lda;
+    p.c += ROWS * p.ldc;
     p.prefetch_bytes = 0;  // the first block has prefetched the next page
   }
-  remaining_rows<T, W, VECTORS, BLOCK_ROWS - 1>(p, rows);
+  remaining_rows<T, W, VECTORS, ROWS - 1>(p, rows);
 }
 
 template <class T>
@@ -96,7 +123,7 @@ void gemm(GemmArgs<T> p, int rows, int columns) {
     p.b += INTERLEAVE<T> * n;
     p.c += n;
   };
-  if constexpr (BLOCK_VECTORS >= 4)
+  if constexpr (BLOCK_VECTORS<T> >= 4)
     for (; columns - c >= 4 * WIDTH; advance(4 * WIDTH)) column_strip<T, WIDTH, 4>(p, rows);
   for (; columns - c >= 2 * WIDTH; advance(2 * WIDTH)) column_strip<T, WIDTH, 2>(p, rows);
   for (; columns - c >= WIDTH; advance(WIDTH)) column_strip<T, WIDTH, 1>(p, rows);

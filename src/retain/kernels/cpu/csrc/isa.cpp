@@ -1,6 +1,11 @@
 // Lists the instruction sets that this machine supports, and selects one. The selection is the backend's only state.
 #include <stdexcept>
 
+#if defined(RETAIN_X86) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "kernels.h"
 
 namespace retain {
@@ -24,22 +29,42 @@ namespace retain {
 #define HAS(feature) __builtin_cpu_supports(feature)
 
 DECLARE_KERNELS(plain)
+#ifdef RETAIN_EMULATE_AMX
+DECLARE_KERNELS(amx_emulated)
+#endif
 #ifdef RETAIN_X86
 DECLARE_KERNELS(avx2)
 DECLARE_KERNELS(avx512)
 DECLARE_KERNELS(avx512bf16)
+DECLARE_KERNELS(amx)
 static bool has_avx512() {
   return HAS("avx512f") && HAS("avx512bw") && HAS("avx512vl") && HAS("avx512dq") && HAS("avx512vnni") && HAS("fma");
 }
+// Tiles are a large state, which Linux saves only for processes that have asked for it.
+static bool has_amx() {
+#ifdef __linux__
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  return has_avx512() && HAS("avx512bf16") && HAS("amx-tile") && HAS("amx-int8") && HAS("amx-bf16") &&
+         syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return false;
 #endif
+}
+#endif
+
+constexpr int TWO_TILES = 32;  // rows that share the keys and values which tiles load
 
 static const IsaKernels compiled[] = {
 #ifdef RETAIN_X86
-    {"avx512bf16", [] { return has_avx512() && HAS("avx512bf16") != 0; }, KERNELS(avx512bf16)},
-    {"avx512", has_avx512, KERNELS(avx512)},
-    {"avx2", [] { return HAS("avx2") && HAS("fma"); }, KERNELS(avx2)},
+    {"amx", has_amx, TWO_TILES, KERNELS(amx)},
+    {"avx512bf16", [] { return has_avx512() && HAS("avx512bf16") != 0; }, MAX_TILE_ROWS, KERNELS(avx512bf16)},
+    {"avx512", has_avx512, MAX_TILE_ROWS, KERNELS(avx512)},
+    {"avx2", [] { return HAS("avx2") && HAS("fma"); }, MAX_TILE_ROWS, KERNELS(avx2)},
 #endif
-    {"plain", [] { return true; }, KERNELS(plain)},
+    {"plain", [] { return true; }, MAX_TILE_ROWS, KERNELS(plain)},
+#ifdef RETAIN_EMULATE_AMX
+    {"amx_emulated", [] { return true; }, TWO_TILES, KERNELS(amx_emulated)},  // for tests: slow
+#endif
 };
 
 const std::vector<IsaKernels>& supported_isas() {

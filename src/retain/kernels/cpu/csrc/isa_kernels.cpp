@@ -4,6 +4,9 @@
 #include "attention_tile.h"
 #include "elementwise.h"
 #include "packed_gemm.h"
+#ifdef RETAIN_TILES
+#include "packed_tile_gemm.h"
+#endif
 
 namespace retain::RETAIN_ISA {
 
@@ -50,6 +53,9 @@ void write(const WriteArgs& w, int g, int begin, int end) {
 void prepare_activations(const PackedWeight& w, const float* x, char* row) { prepare_row(w, x, row); }
 
 void packed_gemm(const PackedWeight& w, int begin, int end, const char* prepared, int rows, const OutputView& out) {
+#ifdef RETAIN_TILES
+  if (gemm_by_tiles(w, begin, end, prepared, rows, out)) return;
+#endif
   switch (w.format) {
     case WeightFormat::float32: return gemm_tiles<WeightFormat::float32>(w, begin, end, prepared, rows, out);
     case WeightFormat::bfloat16: return gemm_tiles<WeightFormat::bfloat16>(w, begin, end, prepared, rows, out);

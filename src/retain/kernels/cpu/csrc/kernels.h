@@ -93,7 +93,8 @@ struct UnpackedWeight {
 void pack(const UnpackedWeight&, const PackedWeight& packed);
 
 // Computes y (+)= x W^T + bias for rows of x [rows, in]. Every member of a team calls this, and the result is complete
-// after the next barrier. `prepared` has room for rows * w.activation_bytes().
+// after the next barrier. `prepared` has room for w.activation_bytes() of each row, with the number of rows rounded up
+// to MAX_PADDED_ROWS: kernels may read what lies behind the last one.
 void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, const OutputView&,
                  ThreadTeam::Member&);
 

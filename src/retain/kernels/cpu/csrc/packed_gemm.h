@@ -13,10 +13,13 @@
 // Scales follow the numbers of their group, because one core reads one stream nearly twice as fast as two.
 // For int4 and int8, `prepare_row` rounds activations to 8 bits in groups of 32, so sums within a group are exact
 // integers. Each output is summed in the order of the inputs, for any number of rows. So a token's bits do not depend
-// on the other tokens or on the chunk size.
+// on the other tokens or on the chunk size. packed_tile_gemm.h has the same products on tiles, with the same bits.
 #pragma once
 
 #include "simd.h"
+#ifdef RETAIN_TILES
+#include "tiles.h"
+#endif
 
 namespace retain::RETAIN_ISA {
 
@@ -27,7 +30,8 @@ constexpr int min_rows_for_two_tiles(WeightFormat format) { return format == Wei
 
 // The number of rows at once whose sums stay in registers.
 constexpr int max_rows(WeightFormat format, int tiles) {
-  if (WIDTH < 16) return 4;
+  if (HAS_TILES && format != WeightFormat::float32) return 3;  // more rows are computed by tiles
+  if (FEW_REGISTERS) return 4;
   return tiles == 2 && (format == WeightFormat::int4 || format == WeightFormat::int8) ? 6 : 12;
 }
 
@@ -95,11 +99,24 @@ INLINE void dot_bfloat16(const PackedWeight& w, const char* tile, int vector, co
   const bf16* b = reinterpret_cast<const bf16*>(tile) + 2 * vector * WIDTH;
   const int64_t stride = w.activation_bytes() / 2, tile_stride = w.tile_bytes() / 2;
   const bf16* a = reinterpret_cast<const bf16*>(rows);
+#ifdef RETAIN_TILES
+  for (int begin = 0; begin < w.in; begin += TILE_DEPTH) {
+    F even[TILES][ROWS] = {}, odd[TILES][ROWS] = {};
+    const int end = begin + TILE_DEPTH < w.in ? begin + TILE_DEPTH : w.in;
+    for (int k = begin; k < end; k += 2, b += 2 * TILE_OUT) EACH(t, TILES) {
+        const Bf16Pairs<WIDTH> x = load_pairs<WIDTH>(b + t * tile_stride);
+        EACH(r, ROWS) even[t][r] = add_even<WIDTH>(even[t][r], x, a + r * stride + k);
+        EACH(r, ROWS) odd[t][r] = add_odd<WIDTH>(odd[t][r], x, a + r * stride + k);
+      }
+    EACH(r, ROWS) EACH(t, TILES) sum[t][r] = flush<WIDTH>(sum[t][r] + flush<WIDTH>(even[t][r] + odd[t][r]));
+  }
+#else
   for (int k = 0; k < w.in; k += 2, b += 2 * TILE_OUT) {
     Bf16Pairs<WIDTH> x[TILES];
     EACH(t, TILES) x[t] = load_pairs<WIDTH>(b + t * tile_stride);
     EACH(r, ROWS) EACH(t, TILES) sum[t][r] = dot<WIDTH>(sum[t][r], x[t], a + r * stride + k);
   }
+#endif
 }
 
 template <WeightFormat FORMAT, int TILES, int ROWS>
@@ -145,14 +162,13 @@ INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, cons
   }
 }
 
-// Stores one vector of outputs of all rows, starting at output `first` and clipped to w.out.
-template <int ROWS>
-INLINE void store_outputs(const PackedWeight& w, int first, const OutputView& out, const F (&sum)[ROWS]) {
+// Stores one vector of outputs of `rows` rows, starting at output `first` and clipped to w.out.
+INLINE void store_outputs(const PackedWeight& w, int first, const OutputView& out, const F* sum, int rows) {
   const int n = w.out - first;
   float bias[WIDTH] = {};
   if (out.bias)
     for (int i = 0; i < WIDTH && i < n; ++i) bias[i] = out.bias[first + i];
-  for (int r = 0; r < ROWS; ++r) {
+  for (int r = 0; r < rows; ++r) {
     float* y = out.y + r * out.ldy + first;
     F x = sum[r] + load<WIDTH>(bias);
     if (n >= WIDTH) {
@@ -172,7 +188,7 @@ INLINE void gemm_block(const PackedWeight& w, int t, const char* rows, const Out
     if constexpr (FORMAT == WeightFormat::bfloat16) dot_bfloat16(w, tile, vector, rows, sum);
     if constexpr (FORMAT == WeightFormat::int8 || FORMAT == WeightFormat::int4)
       dot_groups<FORMAT>(w, tile, vector, rows, sum);
-    for (int i = 0; i < TILES; ++i) store_outputs(w, (t + i) * TILE_OUT + vector * WIDTH, out, sum[i]);
+    for (int i = 0; i < TILES; ++i) store_outputs(w, (t + i) * TILE_OUT + vector * WIDTH, out, sum[i], ROWS);
   }
 }
 
@@ -199,7 +215,7 @@ void gemm_rows(const PackedWeight& w, int tile, const char* rows, int n, OutputV
 
 template <WeightFormat FORMAT>
 void gemm_tiles(const PackedWeight& w, int begin, int end, const char* rows, int n, const OutputView& out) {
-  if constexpr (WIDTH == 16)
+  if constexpr (!FEW_REGISTERS)
     for (; n >= min_rows_for_two_tiles(FORMAT) && end - begin > 1; begin += 2)
       gemm_rows<FORMAT, 2>(w, begin, rows, n, out);
   for (; begin < end; ++begin) gemm_rows<FORMAT, 1>(w, begin, rows, n, out);

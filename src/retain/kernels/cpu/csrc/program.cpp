@@ -244,7 +244,7 @@ void Program::reserve(int rows) {
   float* base = memory_.data() + (-(reinterpret_cast<uintptr_t>(memory_.data()) / 4) & 15);
   buffers_.clear();
   for (int64_t offset : offsets) buffers_.push_back(base + offset - 16);
-  prepared_ = std::vector<char>(max_prepared_row_bytes_ * rows);
+  prepared_ = std::vector<char>(max_prepared_row_bytes_ * round_up(rows, MAX_PADDED_ROWS));
 }
 
 // Computes cos [n] and sin [n] for each token and RoPE table, in float32 as torch does.

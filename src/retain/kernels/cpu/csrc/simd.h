@@ -21,6 +21,16 @@ struct Lanes {
 };
 
 constexpr int WIDTH = RETAIN_WIDTH;
+#ifdef RETAIN_TILES
+constexpr bool HAS_TILES = true;
+#else
+constexpr bool HAS_TILES = false;
+#endif
+#ifdef RETAIN_EMULATE_TILES
+constexpr bool FEW_REGISTERS = true;  // smaller register blocks, else the emulation takes minutes to compile
+#else
+constexpr bool FEW_REGISTERS = WIDTH < 16;  // 32 vector registers with AVX-512, 16 elsewhere
+#endif
 using F = Lanes<WIDTH>::f;
 using I = Lanes<WIDTH>::i;
 

@@ -60,6 +60,7 @@ struct StridedRows {
 enum class WeightFormat : int { float32, bfloat16, int8, int4 };
 constexpr int TILE_OUT = 16;     // outputs of a tile
 constexpr int QUANT_GROUP = 32;  // inputs that share a scale
+constexpr int MAX_PADDED_ROWS = 16;  // kernels compute rows of activations in multiples of at most that many
 
 INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -238,6 +239,7 @@ INLINE int num_blocks(const AttentionArgs& args, const QueryTile& tile) {
 struct IsaKernels {
   const char* name;
   bool (*is_supported)();
+  int max_tile_rows;  // of a QueryTile
   // Attends from a tile to one block of its page table. Fills `partials` and returns true if any slot is visible.
   // Also fills this block's part of `mass` if that is not null.
   bool (*attend_tile)(const AttentionArgs&, const QueryTile&, int block, float* scratch, float* partials,

@@ -1,0 +1,80 @@
+// The two products of attention with the visible pages of a block: queries times keys, and weights times values. Tiles
+// compute them where the instruction set has tiles and the shapes are whole tiles; vectors compute the same bits.
+#pragma once
+
+#include "gemm.h"
+
+namespace retain::RETAIN_ISA {
+
+constexpr int MAX_BLOCK_PAGES = ACC_BLOCK / 16;  // a page has at least 16 slots
+constexpr int MAX_PREFETCH_ROWS = 12;            // more rows hide the memory latency by themselves
+
+// The n pages of a block that have a visible slot, and for each a page of keys that is read later.
+template <class T>
+struct VisiblePages {
+  int n, S, D;
+  const T* keys[MAX_BLOCK_PAGES];
+  const T* values[MAX_BLOCK_PAGES];
+  const T* next_keys[MAX_BLOCK_PAGES];
+};
+
+INLINE ptrdiff_t distance(const void* from, const void* to) { return intptr_t(to) - intptr_t(from); }
+
+#ifdef RETAIN_TILES
+
+// Rows of attention are at most one strip (`max_tile_rows` in isa.cpp).
+INLINE bool score_by_tiles(const VisiblePages<bf16>& p, const bf16* q, int rows, float* scores) {
+  if (rows < MIN_TILE_PRODUCT || p.D % TILE_DEPTH) return false;
+  for (int j = 0; j < p.n && rows <= MAX_PREFETCH_ROWS; ++j)
+    for (int i = 0; i < p.S * p.D; i += 32) __builtin_prefetch(p.values[j] + i, 0, 2);
+  Tiles tiles;
+  const TileStrip strip(rows);
+  configure_bfloat16(tiles, strip);
+  for (int j = 0; j < p.n; ++j) {
+    const TileOperands part = {q, p.keys[j]};
+    tile_gemm(tiles, strip, {&part, 1, p.D, p.D, 2 * p.S, 2 * TILE_ROWS, scores + j * p.S, SCORE_STRIDE}, p.S);
+  }
+  return true;
+}
+
+INLINE bool sum_by_tiles(const VisiblePages<bf16>& p, const bf16* weights, ptrdiff_t stride, int rows, float* sums) {
+  if (rows < MIN_TILE_PRODUCT || p.S % TILE_DEPTH || p.D % TILE_ROWS) return false;
+  TileOperands parts[MAX_BLOCK_PAGES];
+  for (int j = 0; j < p.n; ++j) parts[j] = {weights + j * p.S, p.values[j]};
+  Tiles tiles;
+  const TileStrip strip(rows);
+  configure_bfloat16(tiles, strip);
+  tile_gemm(tiles, strip, {parts, p.n, p.S, stride, 2 * p.D, 2 * TILE_ROWS, sums, partial_size(p.D)}, p.D);
+  return true;
+}
+
+INLINE bool score_by_tiles(const VisiblePages<float>&, const float*, int, float*) { return false; }
+INLINE bool sum_by_tiles(const VisiblePages<float>&, const float*, ptrdiff_t, int, float*) { return false; }
+
+#endif
+
+// Computes scores [rows, SCORE_STRIDE] of queries [rows, D].
+template <class T>
+INLINE void score_pages(const VisiblePages<T>& p, const T* q, int rows, float* scores) {
+#ifdef RETAIN_TILES
+  if (score_by_tiles(p, q, rows, scores)) return;
+#endif
+  for (int j = 0; j < p.n; ++j)
+    gemm<T>({q, p.D, p.keys[j], INTERLEAVE<T> * p.S, p.D, scores + j * p.S, SCORE_STRIDE, false,
+             distance(p.keys[j], p.values[j])},
+            rows, p.S);
+}
+
+// Computes sums of values, in rows of partial_size(D), for weights that are `stride` elements apart.
+template <class T>
+INLINE void sum_values(const VisiblePages<T>& p, const T* weights, ptrdiff_t stride, int rows, float* sums) {
+#ifdef RETAIN_TILES
+  if (sum_by_tiles(p, weights, stride, rows, sums)) return;
+#endif
+  for (int j = 0; j < p.n; ++j)
+    gemm<T>({weights + j * p.S, stride, p.values[j], INTERLEAVE<T> * p.D, p.S, sums, partial_size(p.D), j > 0,
+             distance(p.values[j], p.next_keys[j])},
+            rows, p.D);
+}
+
+}  // namespace retain::RETAIN_ISA

@@ -1,0 +1,53 @@
+"""Law 2 on every instruction set in bfloat16: many rows at once, by tiles where there are any, and one row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from retain.engine.engine import Engine
+from retain.engine.request import Request
+from tests.helpers.backend_variants import ISAS, use_isa
+from tests.helpers.engines import RecordingOutput, make_engine, make_request, random_prompts, run_to_completion
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="the cpu backend is not built")
+# Shapes that are whole tiles, and shapes that are not: heads of 32 and of 16 dimensions, pages of 32 and of 16 slots.
+SHAPES = [("qwen3", 32), ("qwen3", 16), ("gemma3_text", 32)]
+TESTED_ISAS = sorted({*ISAS[:1], *(isa for isa in ISAS if isa.startswith("amx"))})
+
+
+def build_engine(family: str, page_size: int, weights: str, max_batched_tokens: int = 200) -> Engine:
+    return make_engine(
+        family,
+        backend="cpu",
+        page_size=page_size,
+        max_batched_tokens=max_batched_tokens,
+        dtype=torch.bfloat16,
+        weights=weights,
+        output_processor=RecordingOutput(),
+    )
+
+
+def recorded_logits(engine: Engine, requests: list[Request]) -> list[torch.Tensor]:
+    """Run requests together; return the logits before every token of each."""
+    run_to_completion(engine, requests)
+    output = engine.output_processor
+    assert isinstance(output, RecordingOutput)
+    return [torch.cat(output.logits[r]) for r in requests]
+
+
+@pytest.mark.parametrize("isa", TESTED_ISAS)
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(("family", "page_size"), SHAPES)
+def test_company_and_chunks_change_no_bit(isa: str, weights: str, family: str, page_size: int) -> None:
+    prompts = random_prompts(6, seed=7)
+    policies = ["full", "h2o:budget=40", "keyformer:budget=50%"]
+
+    def build_requests() -> list[Request]:
+        return [make_request(p, 8, policies[i % 3], needs_logits=True) for i, p in enumerate(prompts)]
+
+    with use_isa(isa):
+        together = recorded_logits(build_engine(family, page_size, weights), build_requests())
+        for i, request in enumerate(build_requests()):
+            alone = recorded_logits(build_engine(family, page_size, weights, 65), [request])
+            assert torch.equal(alone[0], together[i])
