@@ -51,6 +51,16 @@ def test_load_gives_the_backend_of_a_name() -> None:
         kernels.resolve_device("tpu")
 
 
+def test_auto_says_that_the_fastest_backend_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a compiler the extension is not built, and torch computes."""
+    monkeypatch.setattr(kernels.import_backend("cpu"), "_import_error", "its extension is not built")
+    assert kernels.load("auto") is kernels.reference
+    (record,) = caplog.records
+    assert record.getMessage() == "the cpu backend cannot run here: its extension is not built; reference is slower"
+
+
 def tables_of_step(fill: int, window: int, dense: bool, fresh: int) -> Tables:
     """Build the tables of a step: two rows of two layers with two kv heads, of which row `fill` has fresh tokens."""
     pages, counts = (np.full(shape, fill, np.int32) for shape in ((2, 2, 2, 3), (2, 2, 2)))

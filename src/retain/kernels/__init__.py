@@ -7,6 +7,7 @@ Does not depend on: requests, the scheduler, policies, models. Of the package it
 
 from __future__ import annotations
 
+import logging
 from typing import cast
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from retain.kernels.api import CPU, Backend
 from retain.plugins import load_module, plugin_names
 
+logger = logging.getLogger(__name__)
 BACKEND_PRIORITY = {"cpu": ("cpu", "reference"), "cuda": ("triton",)}  # backends of each device type, fastest first
 
 
@@ -30,7 +32,11 @@ def load(name: str, device: torch.device = CPU) -> Backend:
     if name == "auto":
         candidates = BACKEND_PRIORITY[device.type]
         usable = [n for n in candidates if import_backend(n).unavailable_reason() is None]
-        return import_backend((usable or candidates)[0])
+        chosen, fastest = (usable or candidates)[0], candidates[0]
+        if chosen != fastest:
+            reason = import_backend(fastest).unavailable_reason()
+            logger.warning("the %s backend cannot run here: %s; %s is slower", fastest, reason, chosen)
+        return import_backend(chosen)
     backend = cast(Backend, load_module(__name__, name, ("auto", *backend_names()), "backend"))
     reason = backend.unavailable_reason()
     if not reason and device.type not in backend.DEVICES:
