@@ -5,6 +5,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#ifdef RETAIN_ARM
+#ifdef __linux__
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+#endif
 
 #include "kernels.h"
 
@@ -52,6 +59,29 @@ static bool has_amx() {
 }
 #endif
 
+#ifdef RETAIN_ARM
+DECLARE_KERNELS(neon_dotprod)
+DECLARE_KERNELS(neon_i8mm)
+#ifdef __linux__
+static bool has_bits(unsigned long type, unsigned long bits) { return (getauxval(type) & bits) == bits; }
+static bool has_dotprod() { return has_bits(AT_HWCAP, 1 << 20); }                                 // HWCAP_ASIMDDP
+static bool has_i8mm() { return has_dotprod() && has_bits(AT_HWCAP2, 1 << 13 | 1 << 14); }  // HWCAP2_I8MM, _BF16
+#elif defined(__APPLE__)
+static bool has_feature(const char* name) {
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
+}
+static bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+static bool has_i8mm() {
+  return has_dotprod() && has_feature("hw.optional.arm.FEAT_I8MM") && has_feature("hw.optional.arm.FEAT_BF16");
+}
+#else
+static bool has_dotprod() { return false; }
+static bool has_i8mm() { return false; }
+#endif
+#endif
+
 constexpr int TWO_TILES = 32;  // rows that share the keys and values which tiles load
 
 static const IsaKernels compiled[] = {
@@ -60,6 +90,10 @@ static const IsaKernels compiled[] = {
     {"avx512bf16", [] { return has_avx512() && HAS("avx512bf16") != 0; }, MAX_TILE_ROWS, KERNELS(avx512bf16)},
     {"avx512", has_avx512, MAX_TILE_ROWS, KERNELS(avx512)},
     {"avx2", [] { return HAS("avx2") && HAS("fma"); }, MAX_TILE_ROWS, KERNELS(avx2)},
+#endif
+#ifdef RETAIN_ARM
+    {"neon_i8mm", has_i8mm, MAX_TILE_ROWS, KERNELS(neon_i8mm)},
+    {"neon_dotprod", has_dotprod, MAX_TILE_ROWS, KERNELS(neon_dotprod)},
 #endif
     {"plain", [] { return true; }, MAX_TILE_ROWS, KERNELS(plain)},
 #ifdef RETAIN_EMULATE_AMX

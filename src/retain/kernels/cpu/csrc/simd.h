@@ -9,6 +9,9 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#ifdef __ARM_NEON
+#include <arm_neon.h>
+#endif
 
 namespace retain::RETAIN_ISA {
 
@@ -139,6 +142,10 @@ INLINE typename Lanes<W>::f dot(typename Lanes<W>::f sum, const Bf16Pairs<W>& x,
   if constexpr (W == 16) return (__m512)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x.bits, (__m512bh)y);
   if constexpr (W == 8) return (__m256)_mm256_dpbf16_ps((__m256)sum, (__m256bh)x.bits, (__m256bh)y);
 #endif
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+  if constexpr (W == 4)
+    return (typename Lanes<W>::f)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)x.bits, (bfloat16x8_t)y);
+#endif
   using F = typename Lanes<W>::f;
   sum += (F)(x.bits << 16) * (F)(y << 16);
   return sum + (F)(x.bits & 0xffff0000) * (F)(y & 0xffff0000);
@@ -169,6 +176,24 @@ INLINE I dot(I sum, Bytes x, const char* a) {
   const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(x, _mm256_set1_epi8(127)), y);
   const __m256i top = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(x, 7), _mm256_set1_epi8(1)), y);
   return sum + (I)_mm256_madd_epi16(low, _mm256_set1_epi16(1)) + (I)_mm256_madd_epi16(top, _mm256_set1_epi16(128));
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+static_assert(WIDTH == 4, "a NEON vector has four lanes");
+using Bytes = uint8x16_t;
+INLINE Bytes load_bytes(const uint8_t* p) { return vld1q_u8(p); }
+INLINE Bytes low_nibbles(Bytes x) { return vandq_u8(x, vdupq_n_u8(15)); }
+INLINE Bytes high_nibbles(Bytes x) { return vshrq_n_u8(x, 4); }
+INLINE I dot(I sum, Bytes x, const char* a) {
+  int32_t four;
+  memcpy(&four, a, 4);
+  const int8x16_t y = vreinterpretq_s8_s32(vdupq_n_s32(four));
+#ifdef __ARM_FEATURE_MATMUL_INT8
+  return (I)vusdotq_s32((int32x4_t)sum, x, y);
+#else  // both factors are signed, so the top bit of x is multiplied separately
+  const int8x16_t low = vreinterpretq_s8_u8(vandq_u8(x, vdupq_n_u8(127)));
+  const int8x16_t top = vreinterpretq_s8_u8(vshrq_n_u8(x, 7));
+  return (I)vdotq_s32((int32x4_t)sum, low, y) + (I)vdotq_s32(vdupq_n_s32(0), top, y) * 128;
+#endif
 }
 #else
 struct Bytes {

@@ -1,0 +1,134 @@
+// Compares the kernels of every instruction set of a machine with the plain ones, without Python: tools/isa_check.py
+// builds this for another machine and runs it under an emulator.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels.h"
+
+using namespace retain;
+
+static std::mt19937 rng(1);
+static float normal() { return std::normal_distribution<float>()(rng); }
+static int num_failures = 0;
+
+static void expect(bool ok, const char* isa, const char* what, double error) {
+  if (ok) return;
+  ++num_failures;
+  std::printf("FAILED %s: %s, error %g\n", isa, what, error);
+}
+
+// The largest difference, relative to the largest number.
+static double relative_error(const std::vector<float>& x, const std::vector<float>& expected) {
+  double error = 0, size = 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    error = std::fmax(error, std::fabs(double(x[i]) - expected[i]));
+    size = std::fmax(size, std::fabs(expected[i]));
+  }
+  return error / size;
+}
+
+struct Linear {
+  std::vector<char> numbers, memory;
+  std::vector<uint16_t> scale, shift;
+  PackedWeight packed;
+
+  Linear(WeightFormat format, int out, int in) : packed{nullptr, out, in, format} {
+    const int bytes = format == WeightFormat::float32 ? 4 : format == WeightFormat::bfloat16 ? 2 : 1;
+    numbers.resize(size_t(out) * in * bytes);
+    for (int64_t i = 0; i < int64_t(out) * in; ++i) {
+      const float x = normal();
+      const uint16_t half = float_to_bf16(x);
+      if (bytes == 4) memcpy(numbers.data() + 4 * i, &x, 4);
+      if (bytes == 2) memcpy(numbers.data() + 2 * i, &half, 2);
+      if (bytes == 1) numbers[i] = char(format == WeightFormat::int4 ? rng() % 16 : rng() % 255 - 127);
+    }
+    for (int i = 0; i < out * in / QUANT_GROUP; ++i) {  // float16 numbers between 2^-8 and 2^-6, and their negatives
+      scale.push_back(uint16_t(0x1c00 + rng() % 0x800));
+      shift.push_back(uint16_t(0x9c00 + rng() % 0x800));
+    }
+    memory.resize(packed.num_tiles() * packed.tile_bytes() + 64);
+    packed.data = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
+    pack({numbers.data(), scale.data(), shift.data()}, packed);
+  }
+
+  std::vector<float> multiply(const std::vector<float>& x) const {
+    const int rows = int(x.size()) / packed.in;
+    std::vector<float> y(size_t(rows) * packed.out);
+    std::vector<char> prepared(packed.activation_bytes() * round_up(rows, MAX_PADDED_ROWS));
+    ThreadTeam::run(true, [&](ThreadTeam::Member& member) {
+      packed_gemm(packed, x.data(), packed.in, rows, prepared.data(), {y.data(), packed.out, nullptr, false}, member);
+    });
+    return y;
+  }
+};
+
+static void check_linear(const char* isa) {
+  for (WeightFormat format :
+       {WeightFormat::float32, WeightFormat::bfloat16, WeightFormat::int8, WeightFormat::int4})
+    for (int in : {32, 96, 576})
+      for (int rows : {1, 3, 4, 13, 40}) {
+        const Linear linear(format, 40, in);
+        std::vector<float> x(size_t(rows) * in);
+        for (float& v : x) v = normal();
+        select_isa("plain");
+        const std::vector<float> expected = linear.multiply(x);
+        select_isa(isa);
+        const std::vector<float> y = linear.multiply(x);
+        const double error = relative_error(y, expected);
+        expect(error < 1e-5, isa, "a linear layer differs from the plain one", error);
+        const std::vector<float> last = linear.multiply({x.end() - in, x.end()});
+        expect(!memcmp(last.data(), &y[y.size() - 40], 160), isa, "other rows change the bits of a linear layer", 0);
+      }
+}
+
+static void check_attention(const char* isa) {
+  constexpr int S = 32, G = 2, R = 3, PAGES = 12, T = 21;
+  for (DType dtype : {DType::float32, DType::bfloat16})
+    for (int D : {8, 64, 80}) {
+      const int64_t n = int64_t(PAGES) * G + 1;
+      std::vector<char> k(n * S * D * 4 + 64), v(n * S * D * 4 + 64);
+      std::vector<int32_t> pos(n * S, -1), slots(G * PAGES * S), written(PAGES * S), tables(G * PAGES);
+      std::vector<float> mass(n * S), q(T * G * R * D), keys(PAGES * S * G * D), values(keys.size());
+      for (std::vector<float>* x : {&q, &keys, &values})
+        for (float& y : *x) y = normal();
+      for (int i = 0; i < PAGES * S; ++i) written[i] = i;
+      for (int g = 0; g < G; ++g)
+        for (int i = 0; i < PAGES * S; ++i) slots[g * PAGES * S + i] = (1 + g * PAGES) * S + i;
+      for (int i = 0; i < G * PAGES; ++i) tables[i] = 1 + i;
+      const Pool pool = {k.data(), v.data(), pos.data(), mass.data(), n, S, D, 1, dtype};
+      write({pool, {keys.data(), G * D, D, DType::float32}, {values.data(), G * D, D, DType::float32}, slots.data(),
+             PAGES * S, 1, written.data(), PAGES * S, G});
+      std::vector<int32_t> counts(G, PAGES), window(1, 300), rows(1, 0), start = {0, T}, q_pos;
+      for (int i = 0; i < T; ++i) q_pos.push_back(PAGES * S - T + i);
+      auto run = [&](int first, int count) {
+        std::vector<float> o(size_t(count) * G * R * D);
+        start = {0, count};
+        const PageTables t = {tables.data(), G * PAGES, PAGES, counts.data(), G, 1, window.data(), 1, rows.data(),
+                              start.data(), 1, G, 1, PAGES};
+        attend({pool, t, {q.data() + first * G * R * D, G * R * D, D, DType::float32}, o.data(), q_pos.data() + first,
+                count, R, 0.125f, nullptr, {}});
+        return o;
+      };
+      select_isa("plain");
+      const std::vector<float> expected = run(0, T);
+      select_isa(isa);
+      const std::vector<float> o = run(0, T), last = run(T - 1, 1);
+      const double error = relative_error(o, expected);
+      expect(error < (dtype == DType::float32 ? 1e-5 : 2e-2), isa, "attention differs from the plain one", error);
+      expect(!memcmp(last.data(), &o[o.size() - last.size()], 4 * last.size()), isa,
+             "other rows change the bits of attention", 0);
+    }
+}
+
+int main() {
+  for (const IsaKernels& isa : supported_isas()) {
+    std::printf("%s\n", isa.name);
+    check_linear(isa.name);
+    check_attention(isa.name);
+  }
+  std::printf(num_failures ? "%d checks failed\n" : "all checks passed\n", num_failures);
+  return num_failures != 0;
+}
