@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src/retain/kernels/cpu/csrc"
-COMMON = "-std=c++17 -O3 -fopenmp -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -fno-strict-aliasing -fno-math-errno".split()
+WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+COMMON = ["-std=c++17", "-O3", "-fopenmp", "-fno-strict-aliasing", "-fno-math-errno", *WARNINGS]
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mprefer-vector-width=512"
 AMX = f"{AVX512} -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16 -DRETAIN_TILES"
 X86_ISAS = {  # name: width and flags, as in CMakeLists.txt
