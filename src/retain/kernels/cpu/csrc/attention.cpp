@@ -16,20 +16,6 @@ static void clear(float* partials, int rows, int D) {
   }
 }
 
-// Merges the partial results of the next block into those of the blocks before it.
-static void merge(float* total, const float* next, int rows, int D) {
-  const int size = partial_size(D);
-  for (int r = 0; r < rows; ++r, total += size, next += size) {
-    if (partial_max(next, D) == NEG_INF) continue;
-    const float top = std::max(partial_max(total, D), partial_max(next, D));
-    const float total_factor = std::exp(partial_max(total, D) - top);
-    const float next_factor = std::exp(partial_max(next, D) - top);
-    for (int d = 0; d < D; ++d) total[d] = total[d] * total_factor + next[d] * next_factor;
-    partial_sum(total, D) = partial_sum(total, D) * total_factor + partial_sum(next, D) * next_factor;
-    partial_max(total, D) = top;
-  }
-}
-
 // Divides by the softmax sum and stores the rows. A row without a visible slot is 0.
 static void store_output(const AttentionArgs& args, const QueryTile& tile, float* partials) {
   const int D = args.kv.D;
@@ -82,7 +68,7 @@ static void run_job(const AttentionArgs& args, AttentionWorkspace& work, const A
   if (job_blocks == blocks) {
     clear(total, tile.num_rows(), D);
     for (int block = 0; block < blocks; ++block)
-      if (attend_block(block, partials)) merge(total, partials, tile.num_rows(), D);
+      if (attend_block(block, partials)) isa.merge_partials(total, partials, tile.num_rows(), D);
   } else {
     float* const block_partials = work.partials.data() + work.plan.partial_offsets[job.tile];
     const int64_t size = int64_t(tile.num_rows()) * partial_size(D);
@@ -91,7 +77,8 @@ static void run_job(const AttentionArgs& args, AttentionWorkspace& work, const A
     // The job that finishes last merges, so no thread waits for another.
     if ((work.blocks_done[job.tile] += job_blocks) < blocks) return;
     clear(total, tile.num_rows(), D);
-    for (int block = 0; block < blocks; ++block) merge(total, block_partials + block * size, tile.num_rows(), D);
+    for (int block = 0; block < blocks; ++block)
+      isa.merge_partials(total, block_partials + block * size, tile.num_rows(), D);
   }
   store_output(args, tile, total);
   if (is_scored) work.mass.finish_tile(args, work.plan, job.tile, mass);

@@ -201,4 +201,19 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   return true;
 }
 
+// Merges the partial results of the next block into those of the blocks before it.
+INLINE void merge_partials_impl(float* total, const float* next, int rows, int D) {
+  const int size = partial_size(D);
+  for (int r = 0; r < rows; ++r, total += size, next += size) {
+    if (partial_max(next, D) == NEG_INF) continue;
+    const float top = partial_max(total, D) > partial_max(next, D) ? partial_max(total, D) : partial_max(next, D);
+    const float total_factor = __builtin_expf(partial_max(total, D) - top);
+    const float next_factor = __builtin_expf(partial_max(next, D) - top);
+    const float sum = partial_sum(total, D) * total_factor + partial_sum(next, D) * next_factor;
+    for (int d = 0; d < D; d += WIDTH)  // the last vector may reach into the maximum and the sum
+      store<WIDTH>(total + d, load<WIDTH>(total + d) * total_factor + load<WIDTH>(next + d) * next_factor);
+    partial_max(total, D) = top, partial_sum(total, D) = sum;
+  }
+}
+
 }  // namespace retain::RETAIN_ISA

@@ -21,6 +21,7 @@ namespace retain {
   namespace isa {                                                                                                     \
   bool attend_tile(const AttentionArgs&, const QueryTile&, int block, float* scratch, float* partials,                \
                    const MassBuffers*);                                                                               \
+  void merge_partials(float* total, const float* next, int rows, int D);                                              \
   void reduce_mass(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float* sums);    \
   void write(const WriteArgs&, int g, int begin, int end);                                                            \
   void prepare_activations(const PackedWeight&, const float* x, char* row);                                           \
@@ -31,8 +32,8 @@ namespace retain {
   void rope(float* x, const float* angles, int n, bool interleaved);                                                  \
   }
 #define KERNELS(isa)                                                                                           \
-  isa::attend_tile, isa::reduce_mass, isa::write, isa::prepare_activations, isa::packed_gemm, isa::unpack_row, \
-      isa::normalize, isa::activate, isa::rope
+  isa::attend_tile, isa::merge_partials, isa::reduce_mass, isa::write, isa::prepare_activations, isa::packed_gemm, \
+      isa::unpack_row, isa::normalize, isa::activate, isa::rope
 #define HAS(feature) __builtin_cpu_supports(feature)
 
 DECLARE_KERNELS(plain)

@@ -16,6 +16,8 @@ bool attend_tile(const AttentionArgs& args, const QueryTile& tile, int block, fl
                                          : attend_tile_impl<bf16>(args, tile, block, scratch, partials, mass);
 }
 
+void merge_partials(float* total, const float* next, int rows, int D) { merge_partials_impl(total, next, rows, D); }
+
 void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuffers& mass, const float* factors,
                  float* sums) {
   args.kv.dtype == DType::float32 ? reduce_mass_impl<float>(args, tile, mass, factors, sums)

@@ -244,6 +244,8 @@ struct IsaKernels {
   // Also fills this block's part of `mass` if that is not null.
   bool (*attend_tile)(const AttentionArgs&, const QueryTile&, int block, float* scratch, float* partials,
                       const MassBuffers* mass);
+  // Merges the partial results of a block into those of the blocks before it.
+  void (*merge_partials)(float* total, const float* next, int rows, int D);
   // Sums factor [rows, blocks] * weight over a tile's rows, into sums [columns, slots]. If `sums` is null, updates the
   // masses of the pages instead.
   void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float* sums);
