@@ -60,9 +60,10 @@ def test_decode_speed_does_not_depend_on_the_noise_of_prefill(llm: LLM, clock: F
 def test_decode_time_is_part_of_the_wall_time(llm: LLM) -> None:
     workload = speed.Workload("some", prompt_len=200, output_len=16, batch_size=2)
     started = perf_counter()
-    tokens_per_s = speed.decode_speed(llm, workload, seed=0)
+    timer = speed.time_decoding(llm, workload, seed=0)
     wall_s = perf_counter() - started
-    assert tokens_per_s * wall_s >= workload.output_len * workload.batch_size
+    assert timer.tokens_per_s * wall_s >= workload.output_len * workload.batch_size
+    assert 0 < timer.forward_seconds < timer.seconds
 
 
 def test_batch_that_never_decodes_together_is_reported() -> None:
@@ -71,7 +72,7 @@ def test_batch_that_never_decodes_together_is_reported() -> None:
     batch_size = small.cache.total_pages // per_request + 1
     workload = speed.Workload("some", prompt_len=200, output_len=1, batch_size=batch_size)
     with pytest.raises(ValueError, match="never decodes together"):
-        speed.decode_speed(small, workload, seed=0)
+        speed.time_decoding(small, workload, seed=0)
 
 
 def test_timer_counts_no_step_that_admits_or_computes_prompts(llm: LLM, clock: FakeClock) -> None:
@@ -87,6 +88,7 @@ def test_timer_counts_no_step_that_admits_or_computes_prompts(llm: LLM, clock: F
     assert counts[0] == (0, 0) and counts[3] == (3, 3) == counts[4]  # a prompt beside a request that decodes
     assert timer.seconds == pytest.approx(timer.num_steps * DECODE_STEP_S)
     assert timer.num_tokens == sum(10 + 5 * seed for seed in range(3)) - 6  # all but those of the three prompt steps
+    assert timer.host_share == 1  # on this clock the model takes no time
     timer.min_batch = 2
     assert timer.tokens_per_s == pytest.approx(timer.num_tokens / timer.seconds)
 
@@ -105,5 +107,6 @@ def test_bench_speed_prints_json_lines(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr(speed, "WORKLOADS", (speed.Workload("short-1", 20, 3, 2),))
     code, out, _ = run_cli(capsys, "bench", "speed", "--model", "random:tiny", "--workloads", "short-1", "--json")
     row = json.loads(out)
-    keys = "engine workload prompt new batch prefill_s prefill_tok_s decode_tok_s decode_step_ms read_mb bandwidth note"
+    keys = "engine workload prompt new batch prefill_s prefill_tok_s decode_tok_s decode_step_ms host_share"
+    keys += " read_mb bandwidth note"
     assert code == 0 and set(row) == set(keys.split()) and row["decode_tok_s"] > 0

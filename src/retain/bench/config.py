@@ -13,7 +13,8 @@ class SpeedBenchConfig:
     """Options of `retain bench speed`."""
 
     workloads: tuple[str, ...] = field(
-        default=(), metadata={"help": "names, comma-separated (default: all)", "separator": ","}
+        default=(),
+        metadata={"help": "names, comma-separated (default: all but short-64 to short-256)", "separator": ","},
     )
 
 

@@ -10,7 +10,8 @@ two differ where requests of a batch decode beside the prefill of others, which 
 where prefill takes most of both runs: its noise then exceeds the difference (docs/benchmarks/speed.md).
 
 A decode step must read all weights once, and the keys and values of every request: `read_mb`. `bandwidth` is the share
-of the machine's measured read bandwidth that this comes to.
+of the machine's measured read bandwidth that this comes to. `host_share` is the part of a step outside of the model:
+scheduling, building the batch, sampling. On a GPU it means nothing, because the model is still computing then.
 """
 
 from __future__ import annotations
@@ -52,15 +53,16 @@ WORKLOADS = (
     Workload("long-8", 4096, 96, 8),
     Workload("full-1", 8000, 96, 1),
 )
+LARGE_BATCHES = tuple(Workload(f"short-{n}", 128, 64, n) for n in (64, 128, 256))  # on demand only
 
 
 def select_workloads(names: Sequence[str]) -> list[Workload]:
-    """Return the workloads of these names, all of them without names. Raises ValueError."""
-    known = {w.name: w for w in WORKLOADS}
+    """Return the workloads of these names, without names all but the large batches. Raises ValueError."""
+    known = {w.name: w for w in (*WORKLOADS, *LARGE_BATCHES)}
     for name in names:
         if name not in known:
             raise ValueError(f"unknown workload {name!r}: choose from {', '.join(known)}")
-    return [known[n] for n in names or known]
+    return [known[n] for n in names or (w.name for w in WORKLOADS)]
 
 
 def run(llm: LLM, workloads: Sequence[Workload], as_json: bool) -> None:
@@ -70,7 +72,7 @@ def run(llm: LLM, workloads: Sequence[Workload], as_json: bool) -> None:
     if not as_json:
         print(
             f"{'workload':10} {'prompt':>7} {'new':>5} {'batch':>5} {'prefill tok/s':>14} "
-            f"{'decode tok/s':>13} {'step ms':>8} {'reads MB':>9} {f'of {bandwidth / 1e9:.0f} GB/s':>12}"
+            f"{'decode tok/s':>13} {'step ms':>8} {'host':>5} {'reads MB':>9} {f'of {bandwidth / 1e9:.0f} GB/s':>12}"
         )
     for w in workloads:
         row = measure_workload(llm, w, bandwidth)
@@ -80,7 +82,7 @@ def run(llm: LLM, workloads: Sequence[Workload], as_json: bool) -> None:
             print(
                 f"{w.name:10} {w.prompt_len:7} {w.output_len:5} {w.batch_size:5} {row['prefill_tok_s']:14.1f} "
                 f"{row['decode_tok_s']:13.1f} {row['decode_step_ms']:8.2f} "
-                f"{row['read_mb']:9.1f} {row['bandwidth']:12.0%}",
+                f"{row['host_share']:5.0%} {row['read_mb']:9.1f} {row['bandwidth']:12.0%}",
                 flush=True,
             )
 
@@ -114,7 +116,8 @@ def measure_workload(
 ) -> dict[str, Any]:
     """Return the line of one workload."""
     prefill_s = median(time_prefill(llm, workload, seed, clock=clock) for seed in range(10, 10 + 10 * REPEATS, 10))
-    tok_s = median(decode_speed(llm, workload, seed, clock) for seed in range(11, 11 + 10 * REPEATS, 10))
+    timers = [time_decoding(llm, workload, seed, clock) for seed in range(11, 11 + 10 * REPEATS, 10)]
+    tok_s = median(timer.tokens_per_s for timer in timers)
     step_s = workload.batch_size / tok_s
     read = decode_step_bytes(llm, workload)
     return {
@@ -127,6 +130,7 @@ def measure_workload(
         "prefill_tok_s": round(workload.prompt_len * workload.batch_size / prefill_s, 1),
         "decode_tok_s": round(tok_s, 1),
         "decode_step_ms": round(1e3 * step_s, 2),
+        "host_share": round(median(timer.host_share for timer in timers), 3),
         "read_mb": round(read / 1e6, 1),
         "bandwidth": round(read / step_s / bandwidth, 3),
         "note": f"{llm.device.type}, {llm.config.dtype}, weights {llm.config.weights}, kv {llm.config.kv_policy}",
@@ -145,8 +149,8 @@ def time_prefill(
     return clock() - started
 
 
-def decode_speed(llm: LLM, workload: Workload, seed: int, clock: Callable[[], float] = perf_counter) -> float:
-    """Return the tokens per second of the steps in which the whole batch decodes and nothing else happens.
+def time_decoding(llm: LLM, workload: Workload, seed: int, clock: Callable[[], float] = perf_counter) -> DecodeTimer:
+    """Time the steps in which the whole batch decodes and nothing else happens.
 
     Raises ValueError where there is no such step.
     """
@@ -164,7 +168,7 @@ def decode_speed(llm: LLM, workload: Workload, seed: int, clock: Callable[[], fl
             llm.engine.cancel(request)
     if not timer.num_tokens:
         raise ValueError(f"{workload.name}: the whole batch never decodes together: raise --kv-memory")
-    return timer.tokens_per_s
+    return timer
 
 
 def _make_requests(llm: LLM, workload: Workload, seed: int, output_len: int) -> list[Request]:
