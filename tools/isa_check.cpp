@@ -123,11 +123,41 @@ static void check_attention(const char* isa) {
     }
 }
 
+// Blocks of random bits, in which every 16 bits that may be a scale are a float16 below 4.
+static void check_blocks(const char* isa) {
+  struct {
+    GgmlType type;
+    int numbers, bytes;
+  } const types[] = {{GgmlType::Q4_0, 32, 18},  {GgmlType::Q4_1, 32, 20},  {GgmlType::Q5_0, 32, 22},
+                     {GgmlType::Q5_1, 32, 24},  {GgmlType::Q8_0, 32, 34},  {GgmlType::Q2_K, 256, 84},
+                     {GgmlType::Q3_K, 256, 110}, {GgmlType::Q4_K, 256, 144}, {GgmlType::Q5_K, 256, 176},
+                     {GgmlType::Q6_K, 256, 210}};
+  const int rows = 37, in = 512;
+  for (const auto& type : types) {
+    const int64_t row_bytes = in / type.numbers * type.bytes;
+    std::vector<uint8_t> raw(rows * row_bytes);
+    for (uint8_t& x : raw) x = uint8_t(rng() & 0xbf);  // no float16 has a large exponent
+    for (int f = 0; f < 4; ++f) {
+      PackedWeight w{nullptr, rows, in, WeightFormat(f)};
+      std::vector<char> packed[2];
+      bool finite[2];
+      for (int i = 0; i < 2; ++i) {
+        packed[i].resize(w.num_tiles() * w.tile_bytes());
+        w.data = packed[i].data();
+        select_isa(i ? "plain" : isa);
+        finite[i] = pack_blocks({raw.data(), row_bytes, type.type}, rows, 0, w);
+      }
+      expect(finite[0] == finite[1] && packed[0] == packed[1], isa, "blocks", int(type.type) * 10 + f);
+    }
+  }
+}
+
 int main() {
   for (const IsaKernels& isa : supported_isas()) {
     std::printf("%s\n", isa.name);
     check_linear(isa.name);
     check_attention(isa.name);
+    check_blocks(isa.name);
   }
   std::printf(num_failures ? "%d checks failed\n" : "all checks passed\n", num_failures);
   return num_failures != 0;

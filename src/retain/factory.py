@@ -61,9 +61,9 @@ def load_model(
     Where a program computes, nothing of the file outlives this call: the cache may take the memory.
     """
     program = backend.program(dtype, device)
-    # torch wants biases and norms in its input's dtype; a program computes them in float32.
+    # torch wants biases and norms in its input's dtype. A program computes them in float32, and converts blocks itself.
     vector_dtype = torch.float32 if program else None
-    decoder = models.build(open_weights(path, dtype, weights, progress, vector_dtype), program)
+    decoder = models.build(open_weights(path, dtype, weights, progress, vector_dtype, program is not None), program)
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     create_runner = partial(ProgramRunner, program) if program else partial(TorchRunner, decoder, backend)
     shift_keys = decoder.ropes[0].shift if decoder.ropes else None

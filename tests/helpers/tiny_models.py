@@ -122,7 +122,7 @@ class TinyCheckpoint:
         in_dim = shape[0] if self.config["model_type"] == "gpt2" and name != "lm_head.weight" else shape[1]
         return x * 2 / in_dim**0.5
 
-    def read_quantized(self, name: str, transposed: bool = False) -> None:
+    def read_blocks(self, name: str, transposed: bool = False) -> None:
         return None
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from retain.kernels import cpu
-from retain.kernels.quantized import Weight, quantize_int4, quantize_int8
+from retain.kernels.quantized import quantize_int4, quantize_int8
+from retain.kernels.weight import Weight
 
 pytestmark = [
     pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason())),
@@ -37,8 +38,8 @@ def round_activations(x: Tensor, dtype: str) -> Tensor:
 
 def run_linear(weight: Weight, x: Tensor, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
     """x W^T + bias, plus `add_to` if given."""
-    from retain.kernels.cpu.forward import pack_weight
     from retain.kernels.cpu.memory import Arena
+    from retain.kernels.cpu.packing import pack_weight
 
     y = torch.full((len(x), weight.shape[0]), torch.nan) if add_to is None else add_to.clone()
     packed, bias_ptr = pack_weight(weight, Arena()), 0 if bias is None else bias.data_ptr()

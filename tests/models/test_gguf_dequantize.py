@@ -15,8 +15,8 @@ from torch import Tensor
 from retain import models
 from retain.config import Config
 from retain.formats.gguf import GGUFCheckpoint
-from retain.formats.gguf.dequantize import dequantize_tensor, unpack_quantized
 from retain.formats.gguf.types import GGML_BLOCK_SIZES
+from retain.kernels.ggml_blocks import convert_blocks, dequantize_blocks, is_supported, stored_kind
 from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
 from retain.models.resolve import resolve_model
 from retain.models.weights import Weights, open_weights
@@ -26,7 +26,7 @@ from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 from tests.models.test_quantized_weights import expand_groups, matrices_equal
 
 EXACT_TYPES = {"Q4_0": Int4, "Q4_1": Int4, "Q5_0": Int8, "Q8_0": Int8}
-BLOCK_TYPES = [t for t in FLOAT_TYPES if GGML_BLOCK_SIZES[t][0] > 1]
+BLOCK_TYPES = [t for t in FLOAT_TYPES if GGML_BLOCK_SIZES[t][0] > 1 and is_supported(t)]
 SCALE_OFFSETS = {  # of the float16 scales in a block, in bytes
     **{"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108]},
     **{"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0]},
@@ -51,8 +51,8 @@ def test_unpacked_values_equal_the_dequantized_ones(name: str) -> None:
     ggml = GGMLQuantizationType[name]
     shape = (6, 2 * GGML_BLOCK_SIZES[ggml][0])
     raw = random_blocks(ggml, 12)
-    expected, matrix = dequantize_tensor(raw, ggml, shape), unpack_quantized(raw, ggml, shape)
-    assert matrix is not None and matrix.shape == shape and expected.abs().max() > 1
+    expected, matrix = dequantize_blocks(raw, ggml, shape), convert_blocks(raw, ggml, shape, stored_kind(ggml))
+    assert not isinstance(matrix, Tensor) and matrix.shape == shape and expected.abs().max() > 1
     if name in EXACT_TYPES:
         assert isinstance(matrix, EXACT_TYPES[name]) and torch.equal(matrix.dequantize(), expected)
     elif name == "Q4_K":
@@ -70,17 +70,20 @@ def test_random_blocks_are_unpacked_or_refused(ggml_type: GGMLQuantizationType) 
     raw = random_blocks(ggml_type, 40, random_scales=True).reshape(-1, block_bytes)
     for block in raw:
         try:
-            matrix = unpack_quantized(block, ggml_type, (1, block_size))
+            matrix = convert_blocks(block, ggml_type, (1, block_size), stored_kind(ggml_type))
         except ValueError as e:
             assert "\n" not in str(e)
         else:
-            assert matrix is not None and matrix.dequantize().isfinite().all()
+            assert not isinstance(matrix, Tensor) and matrix.dequantize().isfinite().all()
 
 
-def test_dense_types_and_vectors_are_not_unpacked() -> None:
-    for ggml_type, dtype in ((0, np.float32), (1, np.float16), (30, np.uint16), (28, np.float64)):
-        assert unpack_quantized(np.zeros(64, dtype).view(np.uint8), ggml_type, (2, 32)) is None
-    assert unpack_quantized(np.zeros(34, np.uint8), 8, (32,)) is None
+@pytest.mark.parametrize("stored", ["F32", "F16", "BF16"])
+def test_dense_matrices_and_vectors_are_not_blocks(tmp_path: Path, stored: str) -> None:
+    dense = GGUFCheckpoint(write_gguf(tmp_path / "dense.gguf", tiny_for_gguf("llama"), stored))
+    blocks = GGUFCheckpoint(write_gguf(tmp_path / "blocks.gguf", tiny_for_gguf("llama"), "Q8_0"))
+    for name in dense.names():
+        assert dense.read_blocks(name) is None
+        assert (blocks.read_blocks(name) is None) == (blocks.read(name).ndim == 1)
 
 
 @pytest.mark.parametrize(("name", "scale"), [("Q4_0", np.inf), ("Q4_0", 60000), ("Q8_0", np.nan), ("Q5_0", -np.inf)])
@@ -90,7 +93,7 @@ def test_infinite_scales_are_refused(name: str, scale: float) -> None:
     at = GGML_BLOCK_SIZES[ggml][1]
     raw[at : at + 2] = np.array([scale], np.float16).view(np.uint8)
     with pytest.raises(ValueError, match="not finite in float16"):
-        unpack_quantized(raw, ggml, (3, 32))
+        convert_blocks(raw, ggml, (3, 32), stored_kind(ggml))
 
 
 # Files
@@ -103,10 +106,11 @@ def test_every_architecture_keeps_its_quantized_values(tmp_path: Path, model_typ
     conv1d = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored [in, out] by Hugging Face
     for name in ours.names():
         expected, transposed = ours.read(name), name.endswith(conv1d)
-        matrix = ours.read_quantized(name, transposed)
-        if expected.ndim == 1:
-            assert matrix is None
+        blocks = ours.read_blocks(name, transposed)
+        assert (blocks is None) == (expected.ndim == 1)
+        if blocks is None:
             continue
+        matrix = blocks.unpack()
         assert isinstance(matrix, EXACT_TYPES.get(ggml_type, Int8)), name
         expected = expected.T if transposed else expected
         if ggml_type in EXACT_TYPES:
@@ -115,13 +119,24 @@ def test_every_architecture_keeps_its_quantized_values(tmp_path: Path, model_typ
             assert ((matrix.dequantize() - expected).abs() <= expand_groups(matrix.scale) * 0.57).all(), name
 
 
-def test_matrices_stored_transposed_are_quantized_again(tmp_path: Path) -> None:
+def test_matrices_stored_the_other_way_round_are_not_blocks(tmp_path: Path) -> None:
     ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("gpt2"), "Q8_0"))
     for name, transposed in (("transformer.h.0.mlp.c_fc.weight", False), ("transformer.wte.weight", True)):
-        expected = ours.read(name)
-        assert matrices_equal(
-            ours.read_quantized(name, transposed), quantize_int8(expected.T if transposed else expected)
-        )
+        assert ours.read_blocks(name, transposed) is None
+        assert ours.read_blocks(name, not transposed) is not None
+
+
+def test_types_without_a_definition_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), "Q8_0")
+    assert not is_supported(GGMLQuantizationType.Q8_1) and is_supported(GGMLQuantizationType.IQ4_XS)
+    data = bytearray(path.read_bytes())
+    name = b"blk.0.ffn_up.weight"
+    type_at = data.index(name) + len(name) + 4 + 2 * 8
+    assert data[type_at] == GGMLQuantizationType.Q8_0
+    data[type_at] = GGMLQuantizationType.Q8_1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"m\.gguf: (tensors of type Q8_1 are not supported|damaged)"):
+        GGUFCheckpoint(path)
 
 
 @pytest.mark.slow
@@ -131,13 +146,16 @@ def test_bundled_models_keep_their_quantized_values(model: str) -> None:
     for name in checkpoint.names():
         if not name.endswith("proj.weight") or ".layers.1." not in name:
             continue
-        expected, matrix = checkpoint.read(name), checkpoint.read_quantized(name)
-        assert matrix is not None
+        expected, blocks = checkpoint.read(name), checkpoint.read_blocks(name)
+        assert blocks is not None
+        matrix = blocks.unpack()
+        assert not isinstance(matrix, Tensor)
         error, scale = (matrix.dequantize() - expected).abs(), expand_groups(matrix.scale).abs()
         assert error.max() < 0.003 and (error <= 0.51 * scale).all(), name
         if model == "smollm2":
             assert isinstance(matrix, Int4) and not error.any()
-    assert isinstance(checkpoint.read_quantized("model.embed_tokens.weight"), Int8)
+    embedding = checkpoint.read_blocks("model.embed_tokens.weight")
+    assert embedding is not None and embedding.kind is Int8
 
 
 # The chosen kind

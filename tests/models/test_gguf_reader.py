@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from retain.formats.gguf.dequantize import dequantize_tensor
 from retain.formats.gguf.reader import GGUFReader
+from retain.kernels.ggml_blocks import dequantize_blocks
 
 
 def gguf_bytes(
@@ -127,7 +127,7 @@ def test_metadata_and_tensors_are_read_as_written(tmp_path: Path) -> None:
             **{"strings": ["a", "", "é"], "ints": [1, 2, 3], "bools": [True, False]},
         }
         info = reader.tensors["t"]
-        tensor = dequantize_tensor(reader.tensor_bytes(info), info.ggml_type, info.shape)
+        tensor = dequantize_blocks(reader.tensor_bytes(info), info.ggml_type, info.shape)
         assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from retain import models
-from retain.kernels.quantized import Int4, Int8, Weight, quantize_int4, quantize_int8
+from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
+from retain.kernels.weight import Weight
 from retain.models.layers import ACTIVATIONS, Linear, Sequential, resolve_activation
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import random_tokens, run_decoder

@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from retain.kernels.quantized import (
-    Int4,
-    Int8,
-    Weight,
-    concat_rows,
-    is_quantizable,
-    quantize_int4,
-    quantize_int8,
-    scale_rows,
-    select_rows,
-)
+from retain.kernels.quantized import Int4, Int8, is_quantizable, quantize_int4, quantize_int8
+from retain.kernels.weight import Weight, concat_rows, scale_rows, select_rows
 
 NUMBERS = st.floats(-60000, 60000, width=32) | st.floats(-(2**-10), 2**-10, width=32) | st.floats(5, 6, width=32)
 SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([32, 64, 96]))

@@ -11,7 +11,7 @@ from torch import Tensor
 from retain.formats.gguf import GGUFCheckpoint
 from retain.formats.random_weights import MARKER_FILE, RandomCheckpoint
 from retain.formats.safetensors import SafetensorsCheckpoint
-from retain.kernels.quantized import QuantizedWeight
+from retain.kernels.block_weight import BlockWeight
 
 
 class Checkpoint(Protocol):
@@ -30,8 +30,8 @@ class Checkpoint(Protocol):
         """Read one tensor, dequantized, as float32, float16 or bfloat16. Raises ValueError when it is damaged."""
         ...
 
-    def read_quantized(self, name: str, transposed: bool = False) -> QuantizedWeight | None:
-        """Read a quantized matrix [out, in], or return None where the file holds it unquantized.
+    def read_blocks(self, name: str, transposed: bool = False) -> BlockWeight | None:
+        """Return a matrix [out, in] in the file's blocks, or None where the file does not hold it so.
 
         `transposed`: the tensor that `read` returns is [in, out]. Raises ValueError when the tensor is damaged.
         """

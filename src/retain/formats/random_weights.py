@@ -91,7 +91,7 @@ class RandomCheckpoint:
         n = shape[0] * shape[1]
         return block.repeat(-(-n // NUM_RANDOM_VALUES))[:n].view(shape)
 
-    def read_quantized(self, name: str, transposed: bool = False) -> None:
+    def read_blocks(self, name: str, transposed: bool = False) -> None:
         """Return None: nothing is quantized."""
 
     @cached_property

@@ -60,7 +60,7 @@ class SafetensorsCheckpoint:
             )
         return tensor
 
-    def read_quantized(self, name: str, transposed: bool = False) -> None:
+    def read_blocks(self, name: str, transposed: bool = False) -> None:
         """Return None: nothing here is quantized."""
 
     def _list_files(self) -> dict[Path, set[str] | None]:

@@ -42,7 +42,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.quantized import Weight
+from retain.kernels.weight import Weight
 
 NO_WINDOW = 2**31 - 1  # a window that every position is inside of
 CPU = torch.device("cpu")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32  # adjacent inputs that share a scale
+NOT_FINITE = "the scale of a group of weights is not finite in float16; use wider weights"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ class Int8:
 
 
 QuantizedWeight = Int4 | Int8
-Weight = Tensor | Int4 | Int8  # a Tensor is dense, [out, in]
+Kind = torch.dtype | type[Int4] | type[Int8]  # of a matrix; a dtype is that of a dense one
 
 
 def quantize_int4(weight: Tensor) -> Int4:
@@ -78,6 +79,7 @@ def quantize_int4(weight: Tensor) -> Int4:
     """
     x = _to_groups(weight)  # [out, n, 32]
     smallest, largest = x.aminmax(dim=-1)  # [out, n] both
+    smallest, largest = smallest + 0.0, largest + 0.0  # which of -0 and 0 is found depends on their order; now it is 0
     scale, shift = _to_float16((largest - smallest) / 15), _to_float16(smallest)
     q = (x - _expand_groups(shift)).div_(_nonzero_scale(scale)).round_().clamp_(0, 15)
     return Int4(q.to(torch.uint8).flatten(-2), scale, shift)
@@ -94,22 +96,19 @@ def quantize_int8(weight: Tensor) -> Int8:
     return Int8(q.to(torch.int8).flatten(-2), scale)
 
 
-def is_quantizable(weight: Weight) -> bool:
+def to_kind(dense: Tensor, kind: Kind) -> Tensor | QuantizedWeight:
+    """Convert a dense matrix. Raises ValueError as quantize_int4 and quantize_int8 do."""
+    if isinstance(kind, torch.dtype):
+        return dense.to(kind)
+    return quantize_int4(dense) if kind is Int4 else quantize_int8(dense)
+
+
+def is_quantizable(weight: Tensor) -> bool:
     """Return whether `in` is a multiple of the group size."""
     return weight.shape[1] % GROUP_SIZE == 0
 
 
-def select_rows(weight: Weight, index: Tensor) -> Weight:
-    """Return the rows of index int64 [n] of any kind of matrix. Raises IndexError."""
-    return weight[index] if isinstance(weight, Tensor) else weight.select_rows(index)
-
-
-def scale_rows(weight: Weight, factors: Tensor) -> Weight:
-    """Multiply each row of any kind of matrix by its factor, float32 [out]."""
-    return (weight * factors[:, None]).to(weight.dtype) if isinstance(weight, Tensor) else weight.scale_rows(factors)
-
-
-def concat_rows(weights: Sequence[Weight]) -> Weight:
+def concat_matrices(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
     """Stack matrices of equal `in` by rows: [sum of out, in]. A single matrix is returned as it is.
 
     Matrices of one kind keep it. Of several kinds the result has the widest: Int4 < Int8 < the dtype of a tensor.
@@ -132,7 +131,7 @@ def concat_rows(weights: Sequence[Weight]) -> Weight:
 def check_finite(x: Tensor) -> Tensor:
     """Return scales or shifts unchanged. Raises ValueError if one is infinite or NaN, as all its products would be."""
     if not torch.isfinite(x).all():
-        raise ValueError("the scale of a group of weights is not finite in float16; use wider weights")
+        raise ValueError(NOT_FINITE)
     return x
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retain.files import quote
 from retain.kernels.api import Program
-from retain.kernels.quantized import Weight, concat_rows, select_rows
+from retain.kernels.weight import Weight, concat_rows, select_rows
 from retain.models.weights import Weights
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from retain.config import check_weights
 from retain.files import quote
 from retain.formats.checkpoint import Checkpoint, open_checkpoint
-from retain.kernels.quantized import Int4, Int8, Weight, is_quantizable, quantize_int4, quantize_int8
+from retain.kernels.quantized import Int4, Int8, Kind, is_quantizable, to_kind
+from retain.kernels.weight import Weight
 
 
 class Weights:
@@ -30,10 +33,14 @@ class Weights:
         prefix: str = "",
         on_read: Callable[[int], None] = lambda num_elements: None,
         vector_dtype: torch.dtype | None = None,
+        keep_blocks: bool = False,
     ):
-        """`prefix` is put before every name. `on_read` gets the number of elements of each tensor after it is read."""
+        """`prefix` is put before every name. `on_read` gets the number of elements of each tensor after it is read.
+
+        `keep_blocks`: matrices in a file's blocks stay as they are, for a program that converts them.
+        """
         self.checkpoint, self.dtype, self.quantization, self.prefix = checkpoint, dtype, quantization, prefix
-        self.vector_dtype = vector_dtype or dtype
+        self.vector_dtype, self.keep_blocks = vector_dtype or dtype, keep_blocks
         self.config = checkpoint.config
         self._on_read, self._names = on_read, checkpoint.names()
 
@@ -57,9 +64,9 @@ class Weights:
 
     def scope(self, prefix: str) -> Weights:
         """Return the same weights with `prefix` put before every name."""
-        return Weights(
-            self.checkpoint, self.dtype, self.quantization, self.prefix + prefix, self._on_read, self.vector_dtype
-        )
+        scoped = copy(self)
+        scoped.prefix = self.prefix + prefix
+        return scoped
 
     def _full_name(self, name: str) -> str:
         """Return the name in the checkpoint. Raises ValueError where there is no such tensor."""
@@ -70,19 +77,24 @@ class Weights:
         return full
 
     def _read_matrix(self, name: str, embedding: bool, transposed: bool) -> Weight:
-        is_dense = self.quantization == "bf16" or (self.quantization == "auto" and self.dtype == torch.float32)
-        stored = None if is_dense else self.checkpoint.read_quantized(name, transposed)
-        use_int4 = self.quantization == "int4" and not embedding
-        if stored is not None and (self.quantization == "auto" or isinstance(stored, Int4 if use_int4 else Int8)):
-            return stored
+        if (blocks := self.checkpoint.read_blocks(name, transposed)) is not None:
+            matrix = replace(blocks, kind=self._choose_kind(blocks.kind, embedding))
+            return matrix if self.keep_blocks else matrix.unpack()
         tensor = self.checkpoint.read(name)
         dense = tensor.T.contiguous() if transposed else tensor  # [out, in]
-        if self.quantization in ("auto", "bf16") or not is_quantizable(dense):
-            return dense.to(self.dtype)
+        kind = self._choose_kind(self.dtype, embedding)
         try:
-            return quantize_int4(dense) if use_int4 else quantize_int8(dense)
+            return to_kind(dense, kind if isinstance(kind, torch.dtype) or is_quantizable(dense) else self.dtype)
         except ValueError as e:
             raise ValueError(f"the tensor {name!r} cannot be quantized: {e}") from e
+
+    def _choose_kind(self, stored: Kind, embedding: bool) -> Kind:
+        """Return the kind of a matrix that the file stores in the kind `stored`."""
+        if self.quantization == "bf16":
+            return self.dtype
+        if self.quantization == "auto":
+            return torch.float32 if self.dtype == torch.float32 else stored
+        return Int4 if self.quantization == "int4" and not embedding else Int8
 
 
 def open_weights(
@@ -91,6 +103,7 @@ def open_weights(
     quantization: str = "auto",
     progress: bool = False,
     vector_dtype: torch.dtype | None = None,
+    keep_blocks: bool = False,
 ) -> Weights:
     """Open the model at `path` (see Weights for the options). `progress` shows a bar if stderr is a terminal.
 
@@ -100,7 +113,7 @@ def open_weights(
     check_weights(quantization, str(dtype).removeprefix("torch."))
     checkpoint = open_checkpoint(path)
     if not (progress and sys.stderr.isatty()):
-        return Weights(checkpoint, dtype, quantization, vector_dtype=vector_dtype)
+        return Weights(checkpoint, dtype, quantization, vector_dtype=vector_dtype, keep_blocks=keep_blocks)
     from tqdm import tqdm
 
     num_tensors = len(checkpoint.names())
@@ -111,4 +124,4 @@ def open_weights(
         if bar.n >= num_tensors:
             bar.close()
 
-    return Weights(checkpoint, dtype, quantization, on_read=on_read, vector_dtype=vector_dtype)
+    return Weights(checkpoint, dtype, quantization, on_read=on_read, vector_dtype=vector_dtype, keep_blocks=keep_blocks)

@@ -1,7 +1,7 @@
 """GGUF, llama.cpp's file format: one file with config, tokenizer and (usually quantized) weights.
 
-reader.py indexes the file, dequantize.py converts its blocks, config.py and tensor_names.py translate metadata and
-names to Hugging Face's. The tokenizer in the metadata is read by processing/gguf_tokenizer.py.
+reader.py indexes the file, config.py and tensor_names.py translate metadata and names to Hugging Face's. Blocks are
+converted by kernels/ggml_blocks.py. The tokenizer in the metadata is read by processing/gguf_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from retain.files import quote
 from retain.formats.config_limits import check_config
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.config import GGUFMetadata, recover_llama3_scaling
-from retain.formats.gguf.dequantize import dequantize_tensor, unpack_quantized
 from retain.formats.gguf.reader import GGUFReader
 from retain.formats.gguf.tensor_names import ARCHITECTURES
-from retain.formats.gguf.types import TensorInfo
-from retain.kernels.quantized import QuantizedWeight, is_quantizable, quantize_int8
+from retain.formats.gguf.types import GGML_BLOCK_SIZES, TensorInfo
+from retain.kernels.block_weight import BlockWeight
+from retain.kernels.ggml_blocks import dequantize_blocks, is_supported
 
 # Written by old converters, unused by llama.cpp.
 IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
@@ -55,27 +56,23 @@ class GGUFCheckpoint:
             stem, info = self._tensor_infos[name]
             return self._arch.to_hf_tensor(stem, self._dequantize(info), self.config)
 
-    def read_quantized(self, name: str, transposed: bool = False) -> QuantizedWeight | None:
-        """Return a matrix in its quantized form, or None if the file has it unquantized.
-
-        Permuting rows as llama.cpp's converter does keeps the values exact; a matrix that is stored in the other
-        orientation is quantized again.
-        """
+    def read_blocks(self, name: str, transposed: bool = False) -> BlockWeight | None:
+        """See Checkpoint. The order of rows that llama.cpp's converter chose is undone."""
         with self._reader.wrap_errors():
             stem, info = self._tensor_infos[name]
-            matrix = unpack_quantized(self._reader.tensor_bytes(info), info.ggml_type, info.shape)
-            self._reader.release(info)
-            if matrix is None:
+            is_matrix = len(info.shape) == 2 and GGML_BLOCK_SIZES[info.ggml_type][0] > 1
+            if not is_matrix or (stem in self._arch.transposed) != transposed:
                 return None
-            if (stem in self._arch.transposed) != transposed:
-                dense = matrix.dequantize().T
-                return quantize_int8(dense) if is_quantizable(dense) else None
-            order = self._arch.row_order(stem, matrix.shape[0], self.config)
-            return matrix if order is None else matrix.select_rows(order)
+            blocks = BlockWeight.from_rows(self._reader.block_rows(name, info))
+            order = self._arch.row_order(stem, info.shape[0], self.config)
+            return blocks if order is None else blocks.select_rows(order)
 
     def _map_names(self) -> dict[str, tuple[str, TensorInfo]]:
         """Map each Hugging Face name to llama.cpp's name of the module inside its layer, and the tensor's place."""
         infos = {}
+        for ggml_type in {info.ggml_type for info in self._reader.tensors.values()}:
+            if not is_supported(ggml_type):
+                raise UnsupportedError(f"tensors of type {GGMLQuantizationType(ggml_type).name} are not supported")
         for name, info in self._reader.tensors.items():
             if name == "rope_freqs.weight":
                 self._apply_rope_factors(info)
@@ -98,4 +95,4 @@ class GGUFCheckpoint:
         self.config["rope_scaling"] = recover_llama3_scaling(self._dequantize(info).float(), self.config["rope_theta"])
 
     def _dequantize(self, info: TensorInfo) -> Tensor:
-        return dequantize_tensor(self._reader.tensor_bytes(info), info.ggml_type, info.shape)
+        return dequantize_blocks(self._reader.tensor_bytes(info), info.ggml_type, info.shape)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from retain.files import quote, shorten
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.types import ARRAY, BOOL, GGML_BLOCK_SIZES, NUMBER_DTYPES, STRING, TensorInfo
+from retain.kernels.block_weight import BlockRows
 
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 
@@ -69,10 +70,18 @@ class GGUFReader:
         """Return the bytes of a tensor, uint8 [n], mapped and not copied. Writes to them do not reach the file."""
         return np.frombuffer(self.data, np.uint8, info.stop - info.start, info.start)
 
-    def release(self, info: TensorInfo) -> None:
-        """Free the memory of a tensor's bytes. The next access reads them from the file again."""
-        start = info.start // mmap.PAGESIZE * mmap.PAGESIZE
-        self.data.madvise(mmap.MADV_DONTNEED, start, info.stop - start)
+    def block_rows(self, name: str, info: TensorInfo) -> BlockRows:
+        """Return a matrix as it lies in the file, mapped and not copied."""
+        rows, columns = info.shape
+        row_bytes = (info.stop - info.start) // rows
+
+        def release(begin: int, end: int) -> None:
+            """Free the memory of rows begin .. end - 1. The next access reads them from the file again."""
+            start = (info.start + begin * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            self.data.madvise(mmap.MADV_DONTNEED, start, info.start + end * row_bytes - start)
+
+        raw = self.tensor_bytes(info).reshape(rows, row_bytes)
+        return BlockRows(f"{self.path}: the tensor {quote(name)}", info.ggml_type, (rows, columns), raw, release)
 
     @contextmanager
     def wrap_errors(self) -> Iterator[None]:

@@ -17,39 +17,11 @@ import retain.kernels.cpu._C as _C
 from retain.kernels.api import KV, StepInputs, Tables
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import Arena
-from retain.kernels.quantized import Int4, Int8, Weight
+from retain.kernels.cpu.packing import PackedWeight, pack_weight
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_step, numel_or_none
+from retain.kernels.weight import Weight
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, Int8: 2, Int4: 3}
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
-
-
-@dataclass(frozen=True, eq=False)
-class PackedWeight:
-    """A matrix [out, in], packed in the tiles of its dtype."""
-
-    out_features: int
-    in_features: int
-    dtype_code: int
-    data: Tensor  # uint8 [bytes]
-
-    @property
-    def c_args(self) -> tuple[int, int, int, int]:
-        """Return the arguments that describe the matrix to C++."""
-        return self.data.data_ptr(), self.out_features, self.in_features, self.dtype_code
-
-
-def pack_weight(weight: Weight, arena: Arena) -> PackedWeight:
-    """Pack a dense (float32 or bfloat16) or quantized matrix into tiles. Memory bandwidth limits its speed."""
-    rows, columns = weight.shape
-    if isinstance(weight, Tensor):
-        dtype_code, numbers, scale, shift = DTYPE_CODES[weight.dtype], weight.contiguous(), None, None
-    else:
-        dtype_code, numbers, scale = DTYPE_CODES[type(weight)], weight.q.contiguous(), weight.scale.contiguous()
-        shift = weight.shift.contiguous() if isinstance(weight, Int4) else None
-    data = arena.allocate(_C.packed_bytes(rows, columns, dtype_code))
-    _C.pack(numbers.data_ptr(), _data_ptr(scale), _data_ptr(shift), data.data_ptr(), rows, columns, dtype_code)
-    return PackedWeight(rows, columns, dtype_code, data)
 
 
 @dataclass(frozen=True)
@@ -209,7 +181,3 @@ class CpuProgram:
         x = x.float().clone()  # a copy, so that a mapped file can be closed
         self._owned_tensors.append(x)
         return x.data_ptr()
-
-
-def _data_ptr(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

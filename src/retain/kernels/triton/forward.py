@@ -15,12 +15,12 @@ import triton
 from torch import Tensor
 
 from retain.kernels.api import KV, StepInputs, Tables
-from retain.kernels.quantized import Weight
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_step, numel_or_none
 from retain.kernels.triton import attention, elementwise
 from retain.kernels.triton.attention import RopeParams, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
 from retain.kernels.triton.step import DeviceStep
+from retain.kernels.weight import Weight
 
 Op = Callable[[DeviceStep], None]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from retain.kernels.quantized import scale_rows
+from retain.kernels.weight import scale_rows
 from retain.models.decoder import (
     Attention,
     Decoder,

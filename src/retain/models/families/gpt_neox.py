@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from retain.kernels.quantized import select_rows
+from retain.kernels.weight import select_rows
 from retain.models.decoder import (
     Attention,
     Decoder,

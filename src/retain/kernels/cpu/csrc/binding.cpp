@@ -115,6 +115,14 @@ NB_MODULE(_C, m) {
         pack({ptr<void>(numbers), ptr<uint16_t>(scale), ptr<uint16_t>(shift)}, packed_weight(data, out, in, format));
       },
       nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "pack_blocks",
+      [](Address blocks, int64_t row_bytes, int ggml_type, int rows, int first, Address data, int out, int in,
+         int format) {
+        return pack_blocks({ptr<uint8_t>(blocks), row_bytes, GgmlType(ggml_type)}, rows, first,
+                           packed_weight(data, out, in, format));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
   // A single product, for tests.
   m.def(
       "packed_gemm",

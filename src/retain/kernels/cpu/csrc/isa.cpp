@@ -27,13 +27,14 @@ namespace retain {
   void prepare_activations(const PackedWeight&, const float* x, char* row);                                           \
   void packed_gemm(const PackedWeight&, int begin, int end, const char* prepared, int rows, const OutputView&);       \
   void unpack_row(const PackedWeight&, int64_t index, float factor, bool add, float* out);                            \
+  bool pack_blocks(const BlockRows&, int begin, int end, const PackedWeight&, char* tile, int lane);                  \
   void normalize(const NormParams&, const float* x, int n, bool add, float* out);                                     \
   void activate(Activation, const float* x, const float* gate, int n, float* out);                                    \
   void rope(float* x, const float* angles, int n, bool interleaved);                                                  \
   }
 #define KERNELS(isa)                                                                                           \
   isa::attend_tile, isa::merge_partials, isa::reduce_mass, isa::write, isa::prepare_activations, isa::packed_gemm, \
-      isa::unpack_row, isa::normalize, isa::activate, isa::rope
+      isa::unpack_row, isa::pack_blocks, isa::normalize, isa::activate, isa::rope
 #define HAS(feature) __builtin_cpu_supports(feature)
 
 DECLARE_KERNELS(plain)

@@ -91,6 +91,8 @@ struct UnpackedWeight {
   const uint16_t *scale, *shift;
 };
 void pack(const UnpackedWeight&, const PackedWeight& packed);
+// Unpacks all rows of `blocks` into rows first .. first + rows - 1 of `packed`. Returns whether all scales are finite.
+bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeight& packed);
 
 // Computes y (+)= x W^T + bias for rows of x [rows, in]. Every member of a team calls this, and the result is complete
 // after the next barrier. `prepared` has room for w.activation_bytes() of each row, with the number of rows rounded up

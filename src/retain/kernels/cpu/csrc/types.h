@@ -93,6 +93,16 @@ struct PackedWeight {
   }
 };
 
+// ggml's types of blocks that pack_blocks unpacks, by their numbers in GGUF files.
+enum class GgmlType : int { Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q2_K = 10, Q3_K, Q4_K, Q5_K, Q6_K };
+
+// Rows of a matrix in ggml's blocks.
+struct BlockRows {
+  const uint8_t* data;
+  int64_t row_bytes;
+  GgmlType type;
+};
+
 // One group of 32 quantized activations, x = scale * q.
 struct ActivationGroup {
   float scale, sum;  // sum of x
@@ -258,6 +268,9 @@ struct IsaKernels {
   void (*packed_gemm)(const PackedWeight& w, int begin, int end, const char* prepared, int rows, const OutputView&);
   // Unpacks row `index` of w, times a factor; `add` adds it to `out`.
   void (*unpack_row)(const PackedWeight& w, int64_t index, float factor, bool add, float* out);
+  // Unpacks rows begin .. end - 1 of `rows` into one tile of w, where the first is row `lane`. Returns whether all
+  // scales and shifts are finite.
+  bool (*pack_blocks)(const BlockRows& rows, int begin, int end, const PackedWeight& w, char* tile, int lane);
   // Normalizes one row of n numbers; `add` adds the result to `out`.
   void (*normalize)(const NormParams&, const float* x, int n, bool add, float* out);
   // Applies an activation to n numbers, then multiplies by `gate` if that is not null.

@@ -1,8 +1,8 @@
-"""Dequantize or unpack ggml's blocks: the common types here in one numpy pass, all others by the `gguf` library.
+"""Unpack ggml's blocks, in which GGUF files hold matrices: the common types in one numpy pass, others by `gguf`.
 
-The library knows every type, but works on sixteen rows at a time, which takes seconds for the 262144 rows of Gemma's
-embedding. Both give the same bits; a test checks it. numpy uses one thread, which does not wait for others on a busy
-machine, as torch's threads would.
+This is the definition; the cpu backend unpacks most types in C++ (cpu/csrc/ggml_blocks.cpp), and tests require equal
+results. The library knows every type, but works on sixteen rows at a time, which takes seconds for the 262144 rows of
+Gemma's embedding. Both give the same bits; a test checks it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.formats.errors import UnsupportedError
-from retain.formats.gguf.types import GGML_BLOCK_SIZES
-from retain.kernels.quantized import Int4, Int8, QuantizedWeight, check_finite, quantize_int8
+from retain.kernels.quantized import Int4, Int8, Kind, QuantizedWeight, check_finite, to_kind
 
 DENSE_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml types that torch has too
 SIMPLE_BLOCKS = {  # 32 elements: a scale d, in some types a shift m, and values q of 8 bits, or of 4 in two halves
@@ -30,22 +28,49 @@ Q5_0 = np.dtype([("d", "<f2"), ("high", "u1", 4), ("q", "u1", 16)])  # `high`: t
 Q4_K = np.dtype([("d", "<f2"), ("m", "<f2"), ("six", "u1", 12), ("q", "u1", (4, 32))])  # 256 elements in 8 groups
 
 
-def dequantize_tensor(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> Tensor:
+INT4_TYPES, INT8_TYPES = (2, 3, 12), (6, 8)  # with the groups of Int4 and Int8: Q4_0, Q4_1, Q4_K; Q5_0, Q8_0
+
+
+def convert_blocks(
+    raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, int], kind: Kind
+) -> Tensor | QuantizedWeight:
+    """Convert a matrix's bytes to a kind. What has the groups of that kind keeps the file's own values.
+
+    Raises ValueError for scales that are not finite in float16.
+    """
+    if kind is stored_kind(ggml_type) and ggml_type in INT4_TYPES + INT8_TYPES:
+        return _unpack(raw, ggml_type, shape)
+    return to_kind(dequantize_blocks(raw, ggml_type, shape), kind)
+
+
+def is_supported(ggml_type: int) -> bool:
+    """Return whether tensors of a type can be dequantized."""
+    if ggml_type in DENSE_DTYPES:
+        return True
+    block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)]
+    try:
+        dequantize_blocks(np.zeros(block_bytes, np.uint8), ggml_type, (1, block_size))
+    except NotImplementedError:
+        return False
+    return True
+
+
+def stored_kind(ggml_type: int) -> type[Int4] | type[Int8]:
+    """Return the kind that is nearest to a type of blocks."""
+    return Int4 if ggml_type in INT4_TYPES else Int8
+
+
+def dequantize_blocks(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> Tensor:
     """Convert a tensor's bytes: float16 and bfloat16 stay, every other type becomes float32.
 
-    Raises ValueError for a type that cannot be dequantized.
+    Raises NotImplementedError for a type that has no definition.
     """
     if ggml_type in DENSE_DTYPES:
         return torch.from_numpy(raw).view(DENSE_DTYPES[ggml_type]).view(shape)
     with np.errstate(all="ignore"):  # damaged scales may overflow; callers check the result
         if ggml_type in SIMPLE_BLOCKS:
             return torch.from_numpy(_dequantize_simple(raw.view(SIMPLE_BLOCKS[ggml_type]))).view(shape)
-        try:
-            return torch.from_numpy(dequantize(raw.reshape(*shape[:-1], -1), GGMLQuantizationType(ggml_type)))
-        except NotImplementedError:
-            raise UnsupportedError(
-                f"tensors of type {GGMLQuantizationType(ggml_type).name} are not supported"
-            ) from None
+        return torch.from_numpy(dequantize(raw.reshape(*shape[:-1], -1), GGMLQuantizationType(ggml_type)))
 
 
 def _dequantize_simple(blocks: NDArray[Any]) -> NDArray[np.float32]:
@@ -63,22 +88,14 @@ def _dequantize_simple(blocks: NDArray[Any]) -> NDArray[np.float32]:
     return out
 
 
-def unpack_quantized(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> QuantizedWeight | None:
-    """Convert a matrix's bytes to Int4 or Int8 with the file's own values; None for an unquantized tensor or a vector.
-
-    Types whose groups differ from those of Int4 and Int8 are dequantized and rounded to Int8. Raises ValueError for a
-    type that cannot be dequantized, and for scales that are not finite in float16.
-    """
-    if len(shape) != 2 or GGML_BLOCK_SIZES[ggml_type][0] == 1:
-        return None
+def _unpack(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, int]) -> QuantizedWeight:
+    """Convert a matrix's bytes to Int4 or Int8 with the file's own values."""
     with np.errstate(all="ignore"):  # an overflow is not finite, which check_finite refuses
         if ggml_type == 12:
             return _make_int4(shape, *_unpack_q4_k(raw.view(Q4_K)))
         if ggml_type == 6:
             blocks = raw.view(Q5_0)
             return _make_int8(shape, _unpack_q5_0(blocks), blocks["d"])
-        if ggml_type not in SIMPLE_BLOCKS:
-            return quantize_int8(dequantize_tensor(raw, ggml_type, shape))
         blocks = raw.view(SIMPLE_BLOCKS[ggml_type])
         d, q = blocks["d"], blocks["q"]
         if q.dtype == np.int8:

@@ -1,0 +1,320 @@
+// Unpacks ggml's blocks, in which GGUF files hold matrices, into tiles. CMake compiles this file once for each
+// instruction set, and with -ffp-contract=off: a fused multiply-add would differ from what kernels/ggml_blocks.py, the
+// definition, computes.
+//
+// A block is N numbers in groups that share a scale: x = scale * (q - ZERO) (+ shift). The structs below know the bits of
+// each type, as ggml-common.h of llama.cpp defines them. What follows them is the same for all types.
+#include "simd.h"
+
+namespace retain::RETAIN_ISA {
+
+static INLINE uint32_t bits_of(float x) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  return u;
+}
+static INLINE float float_of(uint32_t u) {
+  float x;
+  __builtin_memcpy(&x, &u, 4);
+  return x;
+}
+
+static INLINE float half_to_float(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+  if (rest >= 0x7c00) return float_of(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  // As a float the same bits are too small by 2^112; the product is exact, for subnormal halves too.
+  return float_of(sign | bits_of(float_of(rest << 13) * 0x1p112f));
+}
+
+// Rounds to nearest, ties to even. What is too large becomes infinite, NaN stays NaN.
+static INLINE uint16_t float_to_half(float x) {
+  const uint32_t sign = bits_of(x) >> 16 & 0x8000, rest = bits_of(x) & 0x7fffffff;
+  if (rest > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (rest >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520, the first that rounds to 2^16
+  if (rest < 0x38800000)  // below 2^-14 halves are multiples of 2^-24, the last bits of floats around 0.5
+    return uint16_t(sign | (bits_of(float_of(rest) + 0.5f) - bits_of(0.5f)));
+  return uint16_t(sign | (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
+}
+static INLINE bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
+static INLINE float load_half(const uint8_t* p) { return half_to_float(uint16_t(p[0] | p[1] << 8)); }
+
+// Splits n bytes: the lower four bits of all, then the upper four.
+static INLINE void split_nibbles(const uint8_t* from, int n, int8_t* q) {
+  for (int i = 0; i < n; ++i) q[i] = from[i] & 15;
+  for (int i = 0; i < n; ++i) q[n + i] = int8_t(from[i] >> 4);
+}
+
+// The 6-bit factors of the scales and shifts of 8 groups, in the 12 bytes of Q4_K and Q5_K.
+static INLINE void split_factors(const uint8_t* b, float d, float m, float* scale, float* shift) {
+  for (int g = 0; g < 4; ++g) {
+    scale[g] = d * float(b[g] & 63);
+    shift[g] = -(m * float(b[4 + g] & 63));
+    scale[4 + g] = d * float((b[8 + g] & 15) | b[g] >> 6 << 4);
+    shift[4 + g] = -(m * float(b[8 + g] >> 4 | b[4 + g] >> 6 << 4));
+  }
+}
+
+// N numbers in BYTES; GROUP numbers share a scale. NATIVE is the format of a tile that holds q, scale and shift as they
+// are; float32 where there is none.
+template <int N_, int BYTES_, int GROUP_, int ZERO_, bool HAS_SHIFT_, WeightFormat NATIVE_>
+struct Layout {
+  static constexpr int N = N_, BYTES = BYTES_, GROUP = GROUP_, ZERO = ZERO_;
+  static constexpr bool HAS_SHIFT = HAS_SHIFT_;
+  static constexpr WeightFormat NATIVE = NATIVE_;
+};
+constexpr WeightFormat NONE = WeightFormat::float32;
+
+struct Q4_0 : Layout<32, 18, 32, 8, false, WeightFormat::int4> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
+    scale[0] = load_half(b);
+    split_nibbles(b + 2, 16, q);
+  }
+};
+
+struct Q4_1 : Layout<32, 20, 32, 0, true, WeightFormat::int4> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float* shift) {
+    scale[0] = load_half(b);
+    shift[0] = load_half(b + 2);
+    split_nibbles(b + 4, 16, q);
+  }
+};
+
+static INLINE void add_fifth_bits(const uint8_t* high, int8_t* q) {
+  for (int i = 0; i < 32; ++i) q[i] |= int8_t((high[i / 8] >> i % 8 & 1) << 4);
+}
+
+struct Q5_0 : Layout<32, 22, 32, 16, false, WeightFormat::int8> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
+    scale[0] = load_half(b);
+    split_nibbles(b + 6, 16, q);
+    add_fifth_bits(b + 2, q);
+  }
+};
+
+struct Q5_1 : Layout<32, 24, 32, 0, true, NONE> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float* shift) {
+    scale[0] = load_half(b);
+    shift[0] = load_half(b + 2);
+    split_nibbles(b + 8, 16, q);
+    add_fifth_bits(b + 4, q);
+  }
+};
+
+struct Q8_0 : Layout<32, 34, 32, 0, false, WeightFormat::int8> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
+    scale[0] = load_half(b);
+    __builtin_memcpy(q, b + 2, 32);
+  }
+};
+
+// Splits 64 bytes of four 2-bit numbers each, as Q2_K and Q3_K hold them.
+static INLINE void split_pairs(const uint8_t* from, int8_t* q) {
+  for (int c = 0; c < 2; ++c)
+    for (int s = 0; s < 4; ++s)
+      for (int i = 0; i < 32; ++i) q[c * 128 + s * 32 + i] = from[c * 32 + i] >> 2 * s & 3;
+}
+
+struct Q2_K : Layout<256, 84, 16, 0, true, NONE> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float* shift) {
+    const float d = load_half(b + 80), m = load_half(b + 82);
+    for (int g = 0; g < 16; ++g) {
+      scale[g] = d * float(b[g] & 15);
+      shift[g] = -(m * float(b[g] >> 4));
+    }
+    split_pairs(b + 16, q);
+  }
+};
+
+struct Q3_K : Layout<256, 110, 16, 4, false, NONE> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
+    const uint8_t* factors = b + 96;
+    const float d = load_half(b + 108);
+    for (int g = 0; g < 16; ++g) {
+      const int low = g < 8 ? factors[g] & 15 : factors[g - 8] >> 4, high = factors[8 + g % 4] >> 2 * (g / 4) & 3;
+      scale[g] = d * float((low | high << 4) - 32);
+    }
+    split_pairs(b + 32, q);
+    for (int j = 0; j < 8; ++j)
+      for (int i = 0; i < 32; ++i) q[32 * j + i] |= int8_t((b[i] >> j & 1) << 2);
+  }
+};
+
+struct Q4_K : Layout<256, 144, 32, 0, true, WeightFormat::int4> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float* shift) {
+    split_factors(b + 4, load_half(b), load_half(b + 2), scale, shift);
+    for (int c = 0; c < 4; ++c) split_nibbles(b + 16 + 32 * c, 32, q + 64 * c);
+  }
+};
+
+struct Q5_K : Layout<256, 176, 32, 0, true, NONE> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float* shift) {
+    split_factors(b + 4, load_half(b), load_half(b + 2), scale, shift);
+    for (int c = 0; c < 4; ++c) split_nibbles(b + 48 + 32 * c, 32, q + 64 * c);
+    for (int g = 0; g < 8; ++g)
+      for (int i = 0; i < 32; ++i) q[32 * g + i] |= int8_t((b[16 + i] >> g & 1) << 4);
+  }
+};
+
+struct Q6_K : Layout<256, 210, 16, 32, false, NONE> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
+    const float d = load_half(b + 208);
+    for (int g = 0; g < 16; ++g) scale[g] = d * float(int8_t(b[192 + g]));
+    for (int h = 0; h < 2; ++h) {
+      split_nibbles(b + 64 * h, 64, q + 128 * h);
+      for (int s = 0; s < 4; ++s)
+        for (int i = 0; i < 32; ++i) q[128 * h + 32 * s + i] |= int8_t((b[128 + 32 * h + i] >> 2 * s & 3) << 4);
+    }
+  }
+};
+
+static INLINE F load_floats(const int8_t* p) {
+#if RETAIN_WIDTH == 16 && defined(__AVX512F__)  // compilers would widen bytes one by one
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif RETAIN_WIDTH == 8 && defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  F x;
+  for (int l = 0; l < WIDTH; ++l) x[l] = p[l];
+  return x;
+#endif
+}
+
+template <class B>
+static INLINE void dequantize(const int8_t* q, const float* scale, const float* shift, float* x) {
+  for (int g = 0; g < B::N / B::GROUP; ++g)
+    for (int i = 0; i < B::GROUP; i += WIDTH, q += WIDTH, x += WIDTH) {
+      const F product = splat(scale[g]) * (load_floats(q) - float(B::ZERO));
+      store<WIDTH>(x, B::HAS_SHIFT ? product + splat(shift[g]) : product);
+    }
+}
+
+static INLINE F clamp(F x, float low, float high) { return x < low ? splat(low) : x > high ? splat(high) : x; }
+static INLINE bool has_lanes(I mask) { return reduce_or<WIDTH>(mask) != 0; }
+static INLINE float nonzero(float scale) { return scale == 0 ? 1 : scale; }
+
+// See quantize_int8 and quantize_int4 in kernels/quantized.py. They return whether all numbers and scales are finite.
+static INLINE bool quantize_int8(const float* x, int8_t* q, uint16_t* scale) {
+  F largest = splat(0.0f);
+  for (int i = 0; i < QUANT_GROUP; i += WIDTH) largest = max(absolute(load<WIDTH>(x + i)), largest);
+  *scale = float_to_half(reduce_max<WIDTH>(largest) / 127);
+  const F step = splat(nonzero(half_to_float(*scale)));
+  I unordered{};
+  for (int i = 0; i < QUANT_GROUP; i += WIDTH) {
+    const F v = load<WIDTH>(x + i);
+    unordered |= (I)(v != v);
+    store_bytes(q + i, round_to_int(clamp(v / step, -127, 127)));
+  }
+  return is_finite(*scale) && !has_lanes(unordered);
+}
+
+static INLINE bool quantize_int4(const float* x, int8_t* q, uint16_t* scale, uint16_t* shift) {
+  F low = load<WIDTH>(x), high = low;
+  for (int i = WIDTH; i < QUANT_GROUP; i += WIDTH) {
+    const F v = load<WIDTH>(x + i);
+    low = v < low ? v : low;
+    high = max(v, high);
+  }
+  const float lowest = -reduce_max<WIDTH>(-low) + 0.0f, highest = reduce_max<WIDTH>(high) + 0.0f;  // never -0
+  *scale = float_to_half((highest - lowest) / 15);
+  *shift = float_to_half(lowest);
+  const F step = splat(nonzero(half_to_float(*scale))), first = splat(half_to_float(*shift));
+  I unordered{};
+  for (int i = 0; i < QUANT_GROUP; i += WIDTH) {
+    const F v = load<WIDTH>(x + i);
+    unordered |= (I)(v != v);
+    store_bytes(q + i, round_to_int(clamp((v - first) / step, 0, 15)));
+  }
+  return is_finite(*scale) && is_finite(*shift) && !has_lanes(unordered);
+}
+
+static INLINE uint32_t load32(const void* p) {
+  uint32_t u;
+  __builtin_memcpy(&u, p, 4);
+  return u;
+}
+
+// Writes 32 quantized numbers of one row into a group of its tile. `lane` is the row's place in the tile.
+template <WeightFormat F>
+static INLINE void store_group(const int8_t* q, uint16_t scale, uint16_t shift, char* group, int lane) {
+  uint32_t* to = reinterpret_cast<uint32_t*>(group) + lane;
+  uint16_t* scales = reinterpret_cast<uint16_t*>(group + group_number_bytes(F)) + lane;
+  scales[0] = scale;
+  if (F == WeightFormat::int8) {
+    for (int j = 0; j < QUANT_GROUP / 4; ++j) to[j * TILE_OUT] = load32(q + 4 * j) ^ 0x80808080;  // plus 128
+  } else {
+    scales[TILE_OUT] = shift;
+    for (int j = 0; j < QUANT_GROUP / 8; ++j) to[j * TILE_OUT] = load32(q + 8 * j) | load32(q + 8 * j + 4) << 4;
+  }
+}
+
+// Packs one row of blocks. Returns whether all scales and shifts are finite.
+template <class B, WeightFormat F>
+static bool pack_row(const uint8_t* block, int in, char* tile, int lane) {
+  alignas(64) int8_t q[B::N];
+  alignas(64) float x[B::N], scale[B::N / B::GROUP], shift[B::N / B::GROUP] = {};
+  bool finite = true;
+  for (int begin = 0; begin < in; begin += B::N, block += B::BYTES) {
+    B::decode(block, q, scale, shift);
+    if constexpr (F == B::NATIVE && F != NONE) {
+      for (int g = 0; g < B::N / QUANT_GROUP; ++g) {
+        if (F == WeightFormat::int8)
+          for (int i = 0; i < QUANT_GROUP; ++i) q[g * QUANT_GROUP + i] -= B::ZERO;
+        const uint16_t s = float_to_half(scale[g]), m = float_to_half(B::ZERO ? -B::ZERO * scale[g] : shift[g]);
+        finite &= is_finite(s) && (F == WeightFormat::int8 || is_finite(m));
+        store_group<F>(q + g * QUANT_GROUP, s, m, tile + (begin / QUANT_GROUP + g) * group_bytes(F), lane);
+      }
+      continue;
+    }
+    dequantize<B>(q, scale, shift, x);
+    if (F == WeightFormat::float32) {
+      float* to = reinterpret_cast<float*>(tile) + begin * TILE_OUT + lane;
+      for (int i = 0; i < B::N; ++i) to[i * TILE_OUT] = x[i];
+    } else if (F == WeightFormat::bfloat16) {
+      uint32_t* to = reinterpret_cast<uint32_t*>(tile) + begin / 2 * TILE_OUT + lane;
+      for (int i = 0; i < B::N / 2; ++i)
+        to[i * TILE_OUT] = float_to_bf16(x[2 * i]) | uint32_t(float_to_bf16(x[2 * i + 1])) << 16;
+    } else {
+      for (int g = 0; g < B::N / QUANT_GROUP; ++g) {
+        const float* numbers = x + g * QUANT_GROUP;
+        uint16_t s, m = 0;
+        finite &= F == WeightFormat::int8 ? quantize_int8(numbers, q, &s) : quantize_int4(numbers, q, &s, &m);
+        store_group<F>(q, s, m, tile + (begin / QUANT_GROUP + g) * group_bytes(F), lane);
+      }
+    }
+  }
+  return finite;
+}
+
+template <class B>
+static bool pack_rows(const BlockRows& rows, int begin, int end, const PackedWeight& w, char* tile, int lane) {
+  bool finite = true;
+  for (int row = begin; row < end; ++row, ++lane) {
+    const uint8_t* block = rows.data + row * rows.row_bytes;
+    switch (w.format) {
+      case WeightFormat::float32: finite &= pack_row<B, WeightFormat::float32>(block, w.in, tile, lane); break;
+      case WeightFormat::bfloat16: finite &= pack_row<B, WeightFormat::bfloat16>(block, w.in, tile, lane); break;
+      case WeightFormat::int8: finite &= pack_row<B, WeightFormat::int8>(block, w.in, tile, lane); break;
+      case WeightFormat::int4: finite &= pack_row<B, WeightFormat::int4>(block, w.in, tile, lane); break;
+    }
+  }
+  return finite;
+}
+
+bool pack_blocks(const BlockRows& rows, int begin, int end, const PackedWeight& w, char* tile, int lane) {
+  switch (rows.type) {
+    case GgmlType::Q4_0: return pack_rows<Q4_0>(rows, begin, end, w, tile, lane);
+    case GgmlType::Q4_1: return pack_rows<Q4_1>(rows, begin, end, w, tile, lane);
+    case GgmlType::Q5_0: return pack_rows<Q5_0>(rows, begin, end, w, tile, lane);
+    case GgmlType::Q5_1: return pack_rows<Q5_1>(rows, begin, end, w, tile, lane);
+    case GgmlType::Q8_0: return pack_rows<Q8_0>(rows, begin, end, w, tile, lane);
+    case GgmlType::Q2_K: return pack_rows<Q2_K>(rows, begin, end, w, tile, lane);
+    case GgmlType::Q3_K: return pack_rows<Q3_K>(rows, begin, end, w, tile, lane);
+    case GgmlType::Q4_K: return pack_rows<Q4_K>(rows, begin, end, w, tile, lane);
+    case GgmlType::Q5_K: return pack_rows<Q5_K>(rows, begin, end, w, tile, lane);
+    case GgmlType::Q6_K: return pack_rows<Q6_K>(rows, begin, end, w, tile, lane);
+  }
+  return false;
+}
+
+}  // namespace retain::RETAIN_ISA

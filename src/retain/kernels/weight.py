@@ -1,0 +1,34 @@
+"""The weight matrix of a linear layer or an embedding, in any form, and what models do with its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from retain.kernels.block_weight import BlockWeight, concat_blocks
+from retain.kernels.quantized import Int4, Int8, concat_matrices
+
+Weight = Tensor | Int4 | Int8 | BlockWeight  # a Tensor is dense, [out, in]
+
+
+def unpack(weight: Weight) -> Tensor | Int4 | Int8:
+    """Convert blocks; return any other matrix as it is."""
+    return weight.unpack() if isinstance(weight, BlockWeight) else weight
+
+
+def select_rows(weight: Weight, index: Tensor) -> Weight:
+    """Return the rows of index int64 [n]. Raises IndexError."""
+    return weight[index] if isinstance(weight, Tensor) else weight.select_rows(index)
+
+
+def scale_rows(weight: Weight, factors: Tensor) -> Weight:
+    """Multiply each row by its factor, float32 [out]."""
+    weight = unpack(weight)
+    return (weight * factors[:, None]).to(weight.dtype) if isinstance(weight, Tensor) else weight.scale_rows(factors)
+
+
+def concat_rows(weights: Sequence[Weight]) -> Weight:
+    """Stack matrices of equal `in` by rows: [sum of out, in]. See concat_matrices for matrices of several kinds."""
+    blocks = [w for w in weights if isinstance(w, BlockWeight)]
+    return concat_blocks(blocks) if len(blocks) == len(weights) else concat_matrices([unpack(w) for w in weights])

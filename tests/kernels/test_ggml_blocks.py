@@ -1,0 +1,109 @@
+"""The cpu backend packs blocks to the bytes of their definition, for every type, kind and instruction set."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+from torch import Tensor
+
+from retain.kernels import cpu
+from retain.kernels.block_weight import BlockRows, BlockWeight
+from retain.kernels.quantized import Int4, Int8, Kind
+from retain.kernels.weight import Weight, concat_rows
+
+pytestmark = [
+    pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason())),
+    pytest.mark.usefixtures("isa"),
+]
+
+TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]  # the last by Python
+KINDS: list[Kind] = [Int4, Int8, torch.bfloat16, torch.float32]
+HALVES = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}  # where the float16 lie in a block; elsewhere at its start
+
+
+def make_rows(name: str, rows: int, seed: int, largest: float = 4.0) -> BlockRows:
+    """Draw 256 numbers a row: random bits under scales of every size up to `largest`, subnormal ones and zero too."""
+    ggml_type = GGMLQuantizationType[name]
+    block_size, block_bytes = GGML_QUANT_SIZES[ggml_type]
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (rows, 512 // block_size, block_bytes), dtype=np.uint8)
+    scales = (largest * rng.uniform(-1, 1, raw.shape[:2]) * rng.choice([1, 1e-2, 1e-6, 0], raw.shape[:2])).astype("<f2")
+    for at in HALVES.get(name, [0, 2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]):
+        raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    return BlockRows(name, ggml_type, (rows, 512), raw.reshape(rows, -1))
+
+
+def pack(weight: Weight) -> Tensor:
+    from retain.kernels.cpu.memory import Arena
+    from retain.kernels.cpu.packing import pack_weight
+
+    arena = Arena()
+    arena.allocate(2**22).fill_(255)  # what packing leaves out shows
+    arena._remaining = arena._remaining[:0]
+    return pack_weight(weight, arena).data
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("name", TYPES)
+def test_packed_blocks_equal_the_definition(name: str, kind: Kind) -> None:
+    for rows, seed in ((16, 0), (3, 1), (37, 2)):
+        weight = BlockWeight((make_rows(name, rows, seed),), kind)
+        assert torch.equal(pack(weight), pack(weight.unpack()))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_stacked_blocks_share_tiles(kind: Kind) -> None:
+    parts = [make_rows(name, rows, rows) for rows, name in ((5, "Q4_K"), (1, "Q6_K"), (26, "Q8_0"), (17, "Q4_0"))]
+    weight = BlockWeight(tuple(parts), kind)
+    assert weight.shape == (49, 512)
+    assert torch.equal(pack(weight), pack(weight.unpack()))
+
+
+def test_stacked_kinds_become_the_widest() -> None:
+    four, eight = (BlockWeight.from_rows(make_rows(name, 4, 0)) for name in ("Q4_K", "Q6_K"))
+    assert four.kind is Int4 and eight.kind is Int8
+    for parts, kind in (([four, four], Int4), ([four, eight], Int8), ([eight], Int8)):
+        stacked = concat_rows(parts)
+        assert isinstance(stacked, BlockWeight) and stacked.kind is kind
+    dense = torch.ones(2, 512)
+    assert isinstance(concat_rows([four, dense]), Tensor)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_scales_that_are_not_finite_are_refused_alike(name: str) -> None:
+    """Overflow, infinity and NaN, in every fourth block of random ones."""
+    refused = 0
+    for seed, largest in enumerate((60000, np.inf, np.nan, 6000) * 4):
+        with np.errstate(all="ignore"):
+            weight = BlockWeight.from_rows(make_rows(name, 2, seed, largest))
+        try:
+            expected = pack(weight.unpack())
+        except ValueError as e:
+            refused += 1
+            with pytest.raises(ValueError, match="not finite") as ours:
+                pack(weight)
+            assert str(ours.value) == str(e)
+        else:
+            assert torch.equal(pack(weight), expected)
+    assert 8 <= refused < 16
+
+
+def test_selected_rows_are_packed_in_their_order() -> None:
+    weight, index = BlockWeight.from_rows(make_rows("Q4_K", 20, 3)), torch.arange(19, -1, -2)
+    assert torch.equal(weight.select_rows(index).dequantize(), weight.dequantize()[index])
+    assert torch.equal(pack(weight.select_rows(index)), pack(weight.select_rows(index).unpack()))
+
+
+def test_memory_of_the_file_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from retain.kernels.cpu import packing
+
+    released: list[tuple[int, int]] = []
+    rows = make_rows("Q8_0", 70, 5)
+    monkeypatch.setattr(packing, "RELEASE_BYTES", 32 * rows.raw.shape[1])
+    part = BlockRows(rows.name, rows.ggml_type, rows.shape, rows.raw, lambda begin, end: released.append((begin, end)))
+    chunked = pack(BlockWeight.from_rows(part))
+    assert released == [(0, 32), (32, 64), (64, 70)]
+    assert torch.equal(chunked, pack(BlockWeight.from_rows(rows).unpack()))
