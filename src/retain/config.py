@@ -44,7 +44,7 @@ class Config:
     )
     speculate: str | None = field(
         default=None,
-        metadata={"help": "drafter of speculative decoding: ngram, draft:weights=int4, draft:model=M, self"},
+        metadata={"help": "drafter of speculative decoding: ngram, suffix, draft:weights=int4, draft:model=M, self"},
     )
     kv_memory: Size | None = field(
         default=None,

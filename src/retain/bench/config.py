@@ -66,7 +66,7 @@ class SpeculateBenchConfig:
         default=("humaneval", "summaries"), metadata={"help": "names, comma-separated", "separator": ","}
     )
     drafters: tuple[str, ...] = field(
-        default=("ngram", "draft:weights=int4", "self"),
+        default=("ngram", "suffix", "draft:weights=int4", "self"),
         metadata={"help": "drafters, separated by spaces", "separator": " "},
     )
     num_prompts: int = field(default=8, metadata={"help": "prompts of each workload"})

@@ -12,7 +12,7 @@ from retain.config import Config
 from retain.server import auth
 from retain.server.config import Limits, ServerConfig
 
-DRAFTERS = ("ngram", "self")  # every server offers these
+DRAFTERS = ("ngram", "self", "suffix")  # every server offers these
 
 
 def serve(args: Namespace) -> int:
