@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shlex
+import sys
 from collections.abc import Iterator
 from time import perf_counter
 
@@ -12,6 +15,7 @@ import pytest
 from retain import LLM
 from retain.bench import budget, speed
 from retain.bench.decode_timer import DecodeTimer
+from retain.bench.peer import measure_peer
 from retain.engine.engine import Engine
 from tests.helpers.cli import run_cli
 
@@ -110,3 +114,45 @@ def test_bench_speed_prints_json_lines(capsys: pytest.CaptureFixture[str], monke
     keys = "engine workload prompt new batch prefill_s prefill_tok_s decode_tok_s decode_step_ms host_share"
     keys += " read_mb bandwidth note"
     assert code == 0 and set(row) == set(keys.split()) and row["decode_tok_s"] > 0
+
+
+# Another engine
+
+
+def peer_command(code: str) -> str:
+    return shlex.join([sys.executable, "-c", code])
+
+
+PRINT_ROW = """
+import json, sys
+print("loading")
+print(json.dumps({"engine": "other 1.0", "workload": sys.argv[1], "prefill_tok_s": 50.0, "decode_tok_s": 4}))
+"""
+
+
+def test_a_peer_runs_beside_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    command = peer_command(PRINT_ROW)
+    bench = ("bench", "speed", "--model", "random:tiny", "--workloads", "short-1", "--peer", command)
+    ours, other, ratios = (json.loads(line) for line in run_cli(capsys, *bench, "--json").out.splitlines())
+    assert other["engine"] == ratios["peer"] == "other 1.0"
+    assert ratios["prefill_ratio"] == pytest.approx(ours["prefill_tok_s"] / 50, abs=0.001)
+    assert ratios["decode_ratio"] == pytest.approx(ours["decode_tok_s"] / 4, abs=0.001)
+    assert "x the decoding of other 1.0" in run_cli(capsys, *bench).out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("no-such-engine", "cannot be run"),
+        ("'", "cannot be run: No closing quotation"),
+        (peer_command("raise SystemExit('no such model')"), "ends with exit code 1 on short-1: no such model"),
+        (peer_command('print(\'{"workload": "short-1"}\')'), "prints no prefill_tok_s and decode_tok_s for short-1"),
+    ],
+)
+def test_a_failing_peer_is_reported_in_a_line(command: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        measure_peer(command, "short-1")
+
+
+def test_a_peer_may_skip_a_workload() -> None:
+    assert measure_peer(peer_command("print(1); print('[]')"), "short-8") is None

@@ -16,6 +16,10 @@ class SpeedBenchConfig:
         default=(),
         metadata={"help": "names, comma-separated (default: all but short-64 to short-256)", "separator": ","},
     )
+    peer: str | None = field(
+        default=None,
+        metadata={"help": "command of another engine: it gets a workload's name and prints JSON; shows the ratios"},
+    )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import torch
 
 import retain
 from retain.bench.decode_timer import DecodeTimer
+from retain.bench.peer import compare, measure_peer
 from retain.bench.requests import greedy_request, random_prompts
 from retain.engine.request import Request
 from retain.kv.eviction.budget import BudgetPolicy
@@ -65,8 +66,12 @@ def select_workloads(names: Sequence[str]) -> list[Workload]:
     return [known[n] for n in names or (w.name for w in WORKLOADS)]
 
 
-def run(llm: LLM, workloads: Sequence[Workload], as_json: bool) -> None:
-    """Print a line for each workload as soon as it is measured."""
+def run(llm: LLM, workloads: Sequence[Workload], as_json: bool, peer: str | None = None) -> None:
+    """Print a line for each workload as soon as it is measured, and one with the ratios to a peer.
+
+    `peer` is a command (see measure_peer). It runs after each workload, so that both see the same machine. Raises
+    ValueError where it fails.
+    """
     bandwidth = measure_read_bandwidth(llm.device)
     time_prefill(llm, Workload("warm-up", 128, 8, 1), seed=0, output_len=8)
     if not as_json:
@@ -85,6 +90,13 @@ def run(llm: LLM, workloads: Sequence[Workload], as_json: bool) -> None:
                 f"{row['host_share']:5.0%} {row['read_mb']:9.1f} {row['bandwidth']:12.0%}",
                 flush=True,
             )
+        if peer and (other := measure_peer(peer, w.name)):
+            ratios = compare(row, other)
+            if as_json:
+                print(json.dumps(other), json.dumps(ratios), sep="\n", flush=True)
+            else:
+                name, prefill, decode = ratios["peer"], ratios["prefill_ratio"], ratios["decode_ratio"]
+                print(f"{'':10} {prefill:.2f}x the prefill and {decode:.2f}x the decoding of {name}", flush=True)
 
 
 def measure_read_bandwidth(device: torch.device) -> float:

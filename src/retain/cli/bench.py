@@ -47,9 +47,9 @@ def run_speed(args: Namespace) -> int:
     from retain.bench import speed
     from retain.cli import loading
 
-    config, workloads = engine_config(args), speed.select_workloads(from_args(SpeedBenchConfig, args).workloads)
-    llm = loading.load_llm(config)
-    speed.run(llm, workloads, as_json=args.json)
+    config, options = engine_config(args), from_args(SpeedBenchConfig, args)
+    workloads = speed.select_workloads(options.workloads)
+    speed.run(loading.load_llm(config), workloads, as_json=args.json, peer=options.peer)
     return 0
 
 
