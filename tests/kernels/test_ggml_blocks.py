@@ -68,6 +68,9 @@ def test_stacked_kinds_become_the_widest() -> None:
     for parts, kind in (([four, four], Int4), ([four, eight], Int8), ([eight], Int8)):
         stacked = concat_rows(parts)
         assert isinstance(stacked, BlockWeight) and stacked.kind is kind
+    narrow = BlockRows("narrow", GGMLQuantizationType.Q8_0, (2, 32), np.zeros((2, 34), np.uint8))
+    with pytest.raises(ValueError, match=r"\(4, 512\), \(2, 32\) cannot be stacked"):
+        concat_rows([four, BlockWeight.from_rows(narrow)])
     dense = torch.ones(2, 512)
     assert isinstance(concat_rows([four, dense]), Tensor)
 
