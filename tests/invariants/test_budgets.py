@@ -73,7 +73,7 @@ def head_contents(engine: Engine, row: int, layer: int, g: int) -> Tensor:
 
 LIST_CASES = [pytest.param(policy, "reference", marks=pytest.mark.slow) for policy in POLICIES]
 CPU_POLICIES = [policy for policy in POLICIES if POLICIES[policy].name not in KEY_SCORES]
-LIST_CASES += [pytest.param(p, "cpu", marks=[pytest.mark.slow] * (i % 3 > 0)) for i, p in enumerate(CPU_POLICIES)]
+LIST_CASES += [pytest.param(p, "cpu", marks=[pytest.mark.slow] * (i % 6 > 0)) for i, p in enumerate(CPU_POLICIES)]
 
 
 @pytest.mark.parametrize(("policy", "backend"), LIST_CASES)

@@ -9,6 +9,7 @@ from retain.engine.engine import Engine
 from retain.engine.request import Request
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.engines import RecordingOutput, make_engine, make_request, random_prompts, run_to_completion
+from tests.helpers.marks import slow
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the cpu backend is not built")
 # Shapes that are whole tiles, and shapes that are not: heads of 32 and of 16 dimensions, pages of 32 and of 16 slots.
@@ -37,7 +38,7 @@ def recorded_logits(engine: Engine, requests: list[Request]) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("isa", TESTED_ISAS)
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["int4", *slow("bf16", "int8")])
 @pytest.mark.parametrize(("family", "page_size"), SHAPES)
 def test_company_and_chunks_change_no_bit(isa: str, weights: str, family: str, page_size: int) -> None:
     prompts = random_prompts(6, seed=7)

@@ -16,7 +16,7 @@ from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_requests, run_disturbed
 
-FAMILIES = ["llama", "gemma3_text", *slow("gpt2", "mpt", "mistral")]
+FAMILIES = ["gemma3_text", *slow("llama", "gpt2", "mpt", "mistral")]
 BACKENDS = ["cpu", *slow("reference")]
 
 

@@ -76,7 +76,7 @@ SHARING_POLICIES = [
 
 
 @pytest.mark.parametrize("family", [*FAST, *slow("mpt")])
-@pytest.mark.parametrize("num_pages", [100_000, 500])
+@pytest.mark.parametrize("num_pages", [500, *slow(100_000)])
 def test_sharing_the_computation_of_equal_prompts_changes_no_token(family: str, num_pages: int) -> None:
     """Under any policies, and when the request that computes the prompt is cancelled, is preempted or ends early."""
     pair = [p for p in random_prompts(30, seed=3) if len(p) > 100][:2]

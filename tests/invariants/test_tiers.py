@@ -22,7 +22,7 @@ from tests.helpers.tiers import clear_pool, disk_spec, disk_store_of, flip_a_bit
 Texts = list[list[int]]
 FillStore = Callable[..., tuple[Texts, Texts]]
 
-FAMILIES = ["llama", "gemma3_text", *slow("mpt", "mistral")]
+FAMILIES = ["gemma3_text", *slow("llama", "mpt", "mistral")]
 BACKENDS = ["cpu", pytest.param("reference", marks=pytest.mark.slow)]
 
 

@@ -14,6 +14,7 @@ from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW, Backend, Tables
 from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.backend_variants import FAST_VARIANTS, VARIANTS, use_variant
+from tests.helpers.marks import slow
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -42,7 +43,7 @@ STEP = AttentionCase(fresh=FRESH, pages=((3, 1), (0, 2), (5, 5), (1, 0), (9, 4),
 
 
 @pytest.mark.parametrize("D", [8, 16, 24, 64, 80, 128, 256])
-@pytest.mark.parametrize("S", [16, 32, 64])
+@pytest.mark.parametrize("S", [16, *slow(32, 64)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_shapes(D: int, S: int, dtype: torch.dtype) -> None:
     for R in (1, 3, 4):
@@ -83,7 +84,7 @@ def test_output_has_the_query_dtype(q_dtype: torch.dtype, dtype: torch.dtype) ->
     assert_matches_reference(STEP.with_changes(q_dtype=q_dtype, dtype=dtype))
 
 
-@pytest.mark.parametrize("fresh", [1, 5, 64, 65, 200])
+@pytest.mark.parametrize("fresh", [65, *slow(1, 5, 64, 200)])
 @pytest.mark.parametrize("S", [16, 64])
 def test_long_contexts(fresh: int, S: int) -> None:
     for window in (NO_WINDOW, 1500):

@@ -17,6 +17,7 @@ from retain.kernels.cpu.forward import pack_weight
 from retain.kernels.cpu.memory import Arena
 from tests.helpers.attention_case import AttentionCase, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
+from tests.helpers.marks import slow
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 
@@ -27,8 +28,8 @@ def test_isa_selection() -> None:
         cpu._C.select_isa("z80")
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 50, 70])
-@pytest.mark.parametrize("window", [NO_WINDOW, 300])
+@pytest.mark.parametrize("chunk", [3, 70, *slow(1, 50)])
+@pytest.mark.parametrize("window", [300, *slow(NO_WINDOW)])
 def test_chunk_size_changes_no_bit(chunk: int, window: int) -> None:
     """140 tokens at once, or chunk by chunk: the same bits, although tiles and blocks are divided otherwise."""
     case = AttentionCase(fresh=(140,), pages=((50, 40),), dtype=torch.bfloat16, holes=0.0, window=window)

@@ -20,6 +20,7 @@ from tests.helpers.attention_case import assert_close
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.decoder_runner import run_decoder
 from tests.helpers.family_variants import CASES, Changes
+from tests.helpers.marks import slow
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
@@ -138,7 +139,7 @@ def test_triton_graph_serves_several_padded_steps() -> None:
     assert_close(program_logits(checkpoint, steps, backend=triton), decoder_logits(checkpoint, steps), 2e-5)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["int4", *slow("bf16", "int8")])
 @pytest.mark.parametrize("family", models.list_families())
 def test_chunks_and_other_requests_change_no_bit(family: str, weights: str) -> None:
     """Of any weights: integers are summed exactly, and floats in the order of the inputs."""

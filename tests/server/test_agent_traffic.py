@@ -8,6 +8,8 @@ from tests.helpers.tiers import disk_spec, offloader_of
 from tests.server.agent_model import AGENT_TEMPLATE, dictated_answers, save_agent_model
 from tests.server.conftest import run_server
 
+pytestmark = pytest.mark.slow
+
 SYSTEM = [
     {"type": "text", "text": "You are a coding agent. Read before you write."},
     {"type": "text", "text": "The folder is a git repository.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},

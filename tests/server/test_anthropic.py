@@ -20,6 +20,8 @@ from tests.server.agent_model import AGENT_TEMPLATE, dictated_answers
 from tests.server.conftest import API_KEYS, HTTP, run_server, run_tiny_server
 from tests.server.test_tool_calls import HERMES
 
+pytestmark = pytest.mark.slow
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 CITY["additionalProperties"] = False

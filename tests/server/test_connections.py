@@ -12,6 +12,8 @@ from retain.server.auth import ApiKeys
 from retain.server.config import Limits
 from tests.server.conftest import API_KEYS, HTTP, assert_nothing_leaked, run_tiny_server, wait_until
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(max_header_size=8192, header_timeout=0.5, max_connections=20)
 JSON_BODY = {"Content-Type": "application/json"}
 MANY = 64 * 2**20  # bytes: far more than the sockets' buffers hold

@@ -9,6 +9,8 @@ import pytest
 from retain.server.inspector.routes import STATIC_FOLDER
 from tests.server.conftest import API_KEYS, HTTP, run_tiny_server, wait_until
 
+pytestmark = pytest.mark.slow
+
 PAGES = ("/inspect", "/inspect/playground")
 REQUEST = {"prompt": "Once upon a time there was a lamp that nobody could put out. " * 3, "max_tokens": 64, "seed": 1}
 POLICIES = ("full", "h2o:budget=25%")

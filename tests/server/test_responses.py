@@ -12,6 +12,8 @@ from retain.server.config import Limits
 from tests.server.conftest import API_KEYS, HTTP, chat_template_replaced, run_tiny_server
 from tests.server.test_tool_calls import CITY_SCHEMA, HERMES
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "What is the capital of France?"
 THINKING = "{% for m in messages %}{{ m.content }}</think>{% endfor %}<think>\n"  # every answer begins with reasoning
 LOGPROBS = "message.output_text.logprobs"

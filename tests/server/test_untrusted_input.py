@@ -27,6 +27,8 @@ from retain.server.openai.tokenization import DetokenizeRequest
 from retain.server.sandbox import Sandbox
 from tests.server.conftest import HTTP, engine_paused, run_server, run_tiny_server, wait_until
 
+pytestmark = pytest.mark.slow
+
 NO_MESSAGES = {"messages": [], "add_generation_prompt": True, "tools": None}
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 

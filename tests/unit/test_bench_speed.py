@@ -130,6 +130,7 @@ print(json.dumps({"engine": "other 1.0", "workload": sys.argv[1], "prefill_tok_s
 """
 
 
+@pytest.mark.slow
 def test_a_peer_runs_beside_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
     command = peer_command(PRINT_ROW)
     bench = ("bench", "speed", "--model", "random:tiny", "--workloads", "short-1", "--peer", command)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.helpers.marks import slow
 from tests.helpers.tokenizers import BUNDLED, open_tokenizer
 
-KINDS = ["bytes", "sentencepiece", *slow("unspaced", *BUNDLED)]
+KINDS = ["sentencepiece", *slow("bytes", "unspaced", *BUNDLED)]
 
 
 @cache

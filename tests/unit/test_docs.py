@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,13 +63,17 @@ def test_named_documents_exist() -> None:
                 assert not [n for n in named if not (ROOT / n).exists()], path
 
 
+@cache
+def words_of_sources() -> set[str]:
+    sources = [p for d in ("src", "tests", "tools") for p in (ROOT / d).rglob("*.py")]
+    return {w for p in sources for w in re.findall(r"\w+", p.read_text(encoding="utf-8"))}
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if p not in (HISTORY, CHANGES)], ids=name)
 def test_named_classes_exist(page: Path) -> None:
     """Classes in the text, with their members, are words of the sources."""
-    sources = [p for d in ("src", "tests", "tools") for p in (ROOT / d).rglob("*.py")]
-    words = {w for p in sources for w in re.findall(r"\w+", p.read_text(encoding="utf-8"))}
     named = re.findall(r"`([A-Z]\w*[a-z]\w*(?:\.\w+)*)`", FENCE.sub("", page.read_text(encoding="utf-8")))
-    assert not [n for n in named if not words.issuperset(n.split("."))]
+    assert not [n for n in named if not words_of_sources().issuperset(n.split("."))]
 
 
 def command_lines(page: Path) -> list[str]:
