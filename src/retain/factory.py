@@ -15,9 +15,11 @@ from xxhash import xxh3_128
 from retain import models
 from retain.config import Config
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
+from retain.gates import GateLoader
 from retain.kernels.api import CPU, Backend, page_bytes
-from retain.kv.capacity import CacheConfig, CapacityPlanner, KVCacheSpec
-from retain.kv.eviction.operations import ShiftKeys
+from retain.kv.capacity import CacheConfig, CapacityPlanner, KVCacheSpec, refuse_gates
+from retain.kv.eviction.gate_weights import GateWeights
+from retain.kv.eviction.view import ShiftKeys
 from retain.kv.manager import KVCacheManager
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.pool import PagePool
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 class LoadedModel:
     """A model in memory. `create_runner` gives it a cache; `shift_keys` moves cached keys to other positions."""
 
+    path: Path
     spec: ModelSpec
     weight_bytes: int  # of packed weights; 0 where torch computes
     create_runner: Callable[[KVCacheManager], Runner]
@@ -46,6 +49,10 @@ class LoadedModel:
     def cache_spec(self) -> KVCacheSpec:
         """What a cache needs to know of the model."""
         return KVCacheSpec(self.spec.num_kv_heads, self.spec.head_dim, self.spec.windows)
+
+    def gate_loader(self, default_file: str = "") -> GateLoader:
+        """Return what loads the gates of this model; `default_file` is of policies that name none."""
+        return GateLoader(self.path, self.cache_spec, default_file)
 
 
 def load_model(
@@ -67,7 +74,7 @@ def load_model(
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     create_runner = partial(ProgramRunner, program) if program else partial(TorchRunner, decoder, backend)
     shift_keys = decoder.ropes[0].shift if decoder.ropes else None
-    return LoadedModel(decoder.spec, program.weight_bytes if program else 0, create_runner, shift_keys)
+    return LoadedModel(path, decoder.spec, program.weight_bytes if program else 0, create_runner, shift_keys)
 
 
 def build_cache(
@@ -79,10 +86,11 @@ def build_cache(
     *,
     prefix_config: PrefixConfig | None = None,
     shift_keys: ShiftKeys | None = None,
+    load_gate: Callable[[str], GateWeights] = refuse_gates,
     device: torch.device = CPU,
 ) -> KVCacheManager:
     """Build a cache of at most `memory_bytes`, and no more than all rows could ever use."""
-    planner = CapacityPlanner(spec, config)
+    planner = CapacityPlanner(spec, config, load_gate)
     size = page_bytes(config.page_size, spec.head_dim, dtype, config.score_columns)
     most = config.max_running_requests * len(spec.windows) * spec.kv_heads * planner.max_pages_per_head
     pool = PagePool(1 + min(max(memory_bytes // size - 1, 0), most))  # the trash page counts too

@@ -58,13 +58,12 @@ class LLM:
         self.device = kernels.resolve_device(c.device)
         self.dtype: torch.dtype = getattr(torch, c.dtype)
         backend = kernels.load(c.backend, self.device)
-        path = resolve_model(model)
-        loaded = factory.load_model(path, backend, self.dtype, c.weights, progress, self.device)
+        loaded = factory.load_model(resolve_model(model), backend, self.dtype, c.weights, progress, self.device)
         self.spec, self.weight_bytes = loaded.spec, loaded.weight_bytes
-        self.tokenizer = Tokenizer.open(path)
+        self.tokenizer = Tokenizer.open(loaded.path)
         self.max_model_len = self._resolve_max_model_len()
-        heads_per_kv_head = self.spec.num_heads // self.spec.num_kv_heads
-        cache_config = self._cache_config(heads_per_kv_head if self.policy.per_query_head else 1)
+        query_heads = self.spec.num_heads // self.spec.num_kv_heads  # of a kv head
+        cache_config = self._cache_config(query_heads if self.policy.per_query_head else 1)
         self.cache = factory.build_cache(
             loaded.cache_spec,
             cache_config,
@@ -73,17 +72,18 @@ class LLM:
             self._memory_bytes(cache_config),
             prefix_config=prefix_config,
             shift_keys=loaded.shift_keys,
+            load_gate=loaded.gate_loader(getattr(self.policy, "file", "")),
             device=self.device,
         )
         selective = isinstance(prefix_config, prefix_configs.SelectiveConfig)
         if prefix_config and isinstance(self.cache.prefix_cache, PrefixCache) and (tier_configs or selective):
-            offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, self.spec, path)
+            offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, self.spec, loaded.path)
             self.cache.prefix_cache.set_offloader(offloader)
         self.output_processor = OutputProcessor(self.cache, self.tokenizer)
         self.engine = Engine(loaded.create_runner(self.cache), self.cache, drafter, self.output_processor)
         info = EngineInfo(
             vocab_size=self.spec.vocab_size,
-            heads_per_kv_head=heads_per_kv_head,
+            heads_per_kv_head=query_heads,
             max_model_len=self.max_model_len,
             policy=self.policy,
             has_default_drafter=drafter is not None,

@@ -27,6 +27,7 @@ from retain.kv.prefix import config as prefix_configs
 from retain.kv.prefix.cache import PrefixCache
 from retain.models.weights import Weights
 from retain.sampling_params import SamplingParams
+from tests.helpers.gates import random_gate
 from tests.helpers.tiny_models import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=0)  # the seed of a noised policy
@@ -87,6 +88,7 @@ def make_engine(
         (num_pages + 1) * page_bytes(page_size, spec.head_dim, dtype, score_columns),
         prefix_config=prefix_configs.parse(prefix_cache),
         shift_keys=model.ropes[0].shift if model.ropes else None,
+        load_gate=lambda file: random_gate(spec),
         device=device,
     )
     prefix = cache.prefix_cache

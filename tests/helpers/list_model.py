@@ -12,8 +12,10 @@ from torch import Tensor
 from retain import models
 from retain.kernels.api import GUMBEL
 from retain.kernels.reference.noise import noise_key, sample_noise
+from retain.kv.capacity import KVCacheSpec
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
+from tests.helpers.gates import random_gate
 from tests.helpers.tiny_models import tiny_checkpoint
 
 HeadId = tuple[int, int]  # layer, kv head
@@ -172,11 +174,29 @@ class ListModel:
             mean = units.mean(0)
             similarity = (units @ mean / mean.norm()).tolist()
             return {j: -similarity[j] for j in free}
+        if policy.name == "gate":
+            return {j: self.gate_score(layer, g, j) for j in free}
         if policy.heads in ("query", "union"):
             rankings = self.rankings(layer, g, free)
             return {j: -min(ranking.index(j) for ranking in rankings) for j in free}
         masses = self.masses(layer, g)
         return {j: max(masses[j]) if policy.heads == "kv-max" else sum(masses[j]) for j in free}
+
+    def gate_score(self, layer: int, g: int, j: int) -> float:
+        """Return the score of one token under the random gate."""
+        head, i = self.heads[layer, g], self.full_layers.index(layer)
+        s = self.spec
+        gate = random_gate(KVCacheSpec(s.num_kv_heads, s.head_dim, s.windows))
+        p, k, v = head.positions[j], head.keys[j].double(), head.values[j].double()
+        if self.model.ropes:
+            rope = self.model.ropes[0]
+            k = rope.apply(k.view(1, 1, -1), rope.angles(-p.view(1), k.dtype))[0, 0]
+        age = int(self.fresh_positions[-1] + 1 - p)
+        rate = float(head.masses[j].sum()) / age
+        logs = [float(v.norm()) + 1e-3, float(k.norm()) + 1e-3, int(p) + 1, rate + 1e-7, age]
+        terms = [float(gate.bias[i, g]), float(k @ gate.key[i, g].double()), float(v @ gate.value[i, g].double())]
+        terms += [float(w) * math.log(x) for w, x in zip(gate.logs[i, g], logs, strict=True)]
+        return min(max(sum(terms), -8.0), 12.0)
 
     # ---- eviction ------------------------------------------------------------------------------------------------
 

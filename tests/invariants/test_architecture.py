@@ -23,7 +23,7 @@ LAYERS = [
     {"llm"},
     {"factory"},
     {"processing"},
-    {"outputs"},
+    {"outputs", "gates"},
     {"engine"},
     {"kv.manager"},
     {"kv.prefix"},

@@ -38,6 +38,11 @@ POLICIES = {
     "reread:budget=40,interval=3,share=all,mix=h2o,value=norm": ListPolicy(
         "reread", interval=3, reread_chunk=1024, share="all", mix_h2o=True, norm_values=True
     ),
+    "gate:budget=40,interval=3,recent=12": ListPolicy("gate", interval=3, share="all"),
+    "gate:budget=40,interval=5,recent=12,share=none": ListPolicy("gate", interval=5),
+    "gate:budget=30,recent=9,share=none,prefill=stream,chunk=13": ListPolicy(
+        "gate", budget=30, recent=9, interval=16, chunk=13
+    ),
     "knorm:budget=40,interval=3": ListPolicy("knorm", interval=3),
     "keydiff:budget=40,interval=3": ListPolicy("keydiff", interval=3),
     "knorm:budget=40,interval=3,share=all": ListPolicy("knorm", interval=3, share="all"),

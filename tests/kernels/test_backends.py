@@ -206,10 +206,11 @@ def test_write_read_round_trip(backend: Backend, dtype: torch.dtype, S: int) -> 
     slots = torch.randperm(6 * S)[None] + S
     k, v = torch.randn(2, 6 * S, 1, 24).to(dtype)
     backend.write(kv, slots.int(), k, v, torch.arange(6 * S, dtype=torch.int32))
-    pages = torch.tensor([4, 1, 6])
-    for got, put in zip(backend.read(kv, pages), (k, v), strict=True):
+    pages, some = torch.tensor([4, 1, 6]), slots[0, ::3]
+    for got, got_slots, put in zip(backend.read(kv, pages), backend.read_slots(kv, some), (k, v), strict=True):
         want = torch.zeros(7 * S, 24).index_copy_(0, slots[0], put[:, 0].float())
         assert torch.equal(got, want.view(7, S, 24)[pages])
+        assert torch.equal(got_slots, want[some])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -398,6 +398,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice names an unknown tool"),
         ({"system": [{"type": "text", "text": "a", "cache_control": EPHEMERAL}] * 5}, "5 blocks have cache_control"),
         ({"kv_policy": "x"}, "unknown KV policy"),
+        ({"kv_policy": "gate:budget=9,file=/etc/passwd"}, "cannot name a file"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, "context"),
     ],
 )

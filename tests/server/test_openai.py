@@ -212,6 +212,7 @@ def test_tokenize_and_detokenize(server, llm):
         ("messages", [{"role": "user", "content": "word " * 5000}], "context"),
         ("kv_policy", "nothing:x=1", "unknown KV policy"),
         ("kv_policy", "h2o", "needs budget"),
+        ("kv_policy", "gate:budget=9,file=/etc/passwd", "cannot name a file"),
         ("speculate", "draft:model=/etc/passwd", "speculate is one of"),
         ("frobnicate", 1, "frobnicate"),
         ("n", 1000, "n"),

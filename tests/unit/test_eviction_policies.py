@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from retain.kv.capacity import KVCacheSpec
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.policy import CacheLimits
 from retain.kv.eviction.view import CacheView
 from retain.plugins import Amount
+from tests.helpers.gates import random_gate
 from tests.unit.test_kv_cache import cached_positions, compute, make_cache
 
 
@@ -46,6 +49,10 @@ def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -
     view = view_of(torch.randperm(100).int().view(2, 2, 25))
     if issubclass(cls, BudgetPolicy):
         policy = cls(budget=Amount(fraction=0.5)).resolve(100)
+        if policy.scores_slots:
+            gate = random_gate(KVCacheSpec(2, 8, (None, None)))
+            policy = policy.fit(CacheLimits(200, False, 64, lambda *_: 0, lambda file: gate))
+            view = dataclasses.replace(view, slot_scores=policy.score_slots(view))
         assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50
         return
     policy = cls(**{f.name: 24 for f in dataclasses.fields(cls)})

@@ -285,6 +285,10 @@ class Backend(Protocol):
         """Return K and V of pages int64 [n] in float32, each [n, S, D]. The numbers of holes are undefined."""
         ...
 
+    def read_slots(self, kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V of slots int64 [n] in float32, each [n, D]. The numbers of holes are undefined."""
+        ...
+
     def copy(self, kv: KV, src: Tensor, dst: Tensor) -> None:
         """Copy pages with positions and masses: src, dst int64 [n], without a page in common."""
         ...

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.eviction import policies
+from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
 from retain.kv.memory.cache import ring_capacities
 from retain.types import Ints
@@ -36,12 +38,18 @@ class CacheConfig:
     score_columns: int = 1
 
 
+def refuse_gates(file: str) -> GateWeights:
+    """Raise ValueError: this cache has no model whose gates could be found."""
+    raise ValueError("gate: no gates can be loaded here")
+
+
 @dataclass(frozen=True)
 class CapacityPlanner:
     """Plan the pages of requests in a cache for a model."""
 
     spec: KVCacheSpec
     config: CacheConfig
+    load_gate: Callable[[str], GateWeights] = refuse_gates
 
     @property
     def max_pages_per_head(self) -> int:
@@ -62,7 +70,7 @@ class CapacityPlanner:
             return policies.parse("full")
         c = self.config
         has_rings, step_room = any(self.spec.windows), c.max_batched_tokens - c.max_running_requests
-        return policy.fit(CacheLimits(c.max_model_len, has_rings, step_room, self.pages_needed))
+        return policy.fit(CacheLimits(c.max_model_len, has_rings, step_room, self.pages_needed, self.load_gate))
 
     def pages_needed(self, policy: EvictionPolicy, length: int, num_uncomputed_tokens: int) -> int:
         """Return the pages that a request owns at most on the way to `length` tokens.

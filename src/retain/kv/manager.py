@@ -19,8 +19,8 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.layerwise import OnLayerEvict
-from retain.kv.eviction.operations import ShiftKeys
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.eviction.view import ShiftKeys
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
 from retain.kv.memory.page_store import PageStore

@@ -66,7 +66,9 @@ class InputProcessor:
         cache: KVCacheManager,
         register_drafter: Callable[[str], None],
     ):
+        """Raises ValueError where the cache cannot carry out the engine's own policy."""
         self.tokenizer, self.info, self.cache, self.register_drafter = tokenizer, info, cache, register_drafter
+        cache.effective_policy(info.policy.resolve(info.max_model_len))  # refuse now what no request could have
 
     @cached_property
     def grammar_compiler(self) -> GrammarCompiler:

@@ -155,6 +155,17 @@ def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
     return k.float(), v.float()
 
 
+def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V of slots in float32."""
+    P, S, D = kv.num_pages, kv.page_size, kv.head_dim
+    page, slot = slots // S, slots % S
+    if kv.dtype == torch.float32:
+        return kv.k[page, :, slot], kv.v[page, slot]
+    k = kv.k.view(P, D // 2, S, 2)[page, :, slot]  # [n, D / 2, 2]
+    v = kv.v.view(P, S // 2, D, 2)[page, slot // 2, :, slot % 2]
+    return k.reshape(-1, D).float(), v.float()
+
+
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy pages with positions and masses."""
     if src.shape != dst.shape or src.dim() != 1:

@@ -102,6 +102,12 @@ def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
     return kv.k[pages].float(), kv.v[pages].float()
 
 
+def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V of slots in float32."""
+    D = kv.head_dim
+    return kv.k.view(-1, D)[slots].float(), kv.v.view(-1, D)[slots].float()
+
+
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy pages with positions and masses."""
     for x in (kv.k, kv.v, kv.pos, kv.mass):

@@ -31,6 +31,7 @@ class BudgetPolicy(EvictionPolicy):
     """
 
     has_budget = True
+    scores_slots = False  # whether `score_slots` gives each slot a number that stays with it
 
     budget: Amount  # tokens that a head keeps, or a percentage of the prompt
     recent: Amount = DEFAULT_RECENT  # of them the newest, in tokens or as a percentage of the budget
@@ -71,7 +72,9 @@ class BudgetPolicy(EvictionPolicy):
     def with_options(self, **changes: Any) -> Self:
         """Return the policy with other options, resolved for the same prompt."""
         found = replace(self, **changes)
-        object.__setattr__(found, "prompt_len", self.prompt_len)
+        for f in fields(self):
+            if not f.init:
+                object.__setattr__(found, f.name, getattr(self, f.name))
         return found
 
     def fit(self, limits: CacheLimits) -> Self:
@@ -152,6 +155,13 @@ class BudgetPolicy(EvictionPolicy):
         first, last = self.evictable_range(query_position)
         return (pos < first) | (pos > last)
 
+    def score_slots(self, slots: CacheView) -> Tensor:
+        """Return a number for each of these slots, float32 [M, G, S], where `scores_slots`.
+
+        A slot is asked for once, when it is first ranked. `priority` finds the numbers in its view.
+        """
+        raise NotImplementedError
+
     def head_budgets(self, view: CacheView) -> Tensor:
         """Return the tokens that each head keeps when the budget begins, int64 [M, G], where share=none."""
         return torch.full(view.pos.shape[:2], self.budget_tokens)
@@ -164,7 +174,7 @@ class BudgetPolicy(EvictionPolicy):
     @property
     def supports_layerwise(self) -> bool:
         """Whether a layer can evict as soon as it has computed the prompt."""
-        return not (self.ragged or self.scoring_chunk or self.positions == "new")
+        return not (self.ragged or self.scoring_chunk or self.scores_slots or self.positions == "new")
 
     @property
     def max_skippable_tokens(self) -> int:

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.layerwise import LayerwisePrefill
-from retain.kv.eviction.operations import ShiftKeys, compact, punch, renumber
+from retain.kv.eviction.operations import compact, punch, renumber
+from retain.kv.eviction.slot_scores import SlotScores
+from retain.kv.eviction.view import ShiftKeys
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.types import Ints
 
@@ -29,6 +31,7 @@ class BudgetEvictor:
         self.holes_from = 0
         self.num_evicted = 0  # slots of all heads, so far
         self.position_offset = 0  # position = place in the text - offset, for tokens to come
+        self.slot_scores = SlotScores(tables.store, shift_keys)
         self.layerwise: LayerwisePrefill | None = None  # until the prompt is computed
         if policy.prefill == "layers" and policy.prompt_len > policy.budget_tokens:
             self.layerwise = LayerwisePrefill(policy, tables, row, self.layers)
@@ -87,14 +90,23 @@ class BudgetEvictor:
 
     def _compact(self, num_computed_tokens: int, head_budgets: Tensor | None) -> None:
         t, policy, last = self.tables, self.policy, num_computed_tokens - 1 - self.position_offset
-        self.head_budgets, self.holes = compact(t.store, self._layer_tables(), policy, last, head_budgets)
-        self.holes_from = num_computed_tokens
-        self._trim_pages(-(-(self.head_budgets + policy.interval) // t.page_size))
+        pages = self._layer_tables()
+        scores = self.slot_scores.update(policy, pages, last)
+        done = compact(t.store, pages, policy, last, head_budgets, slot_scores=scores)
+        self.head_budgets, self.holes, self.holes_from = done.head_budgets, done.holes, num_computed_tokens
+        counts = -(-(self.head_budgets + policy.interval) // t.page_size)
+        self._trim_pages(counts)
+        self.slot_scores.keep(done.places, int(counts.max()) * t.page_size)
+        behind = torch.from_numpy(self.head_budgets).to(done.places.device)[..., None]
+        self.slot_scores.expect(behind + torch.arange(policy.interval, device=behind.device))
         self._renumber(num_computed_tokens)
 
     def _punch(self, num_computed_tokens: int, slots_used: Ints, n: int) -> None:
         last = num_computed_tokens - 1 - self.position_offset
-        self.holes = punch(self.tables.store, self._layer_tables(), self.policy, last, slots_used, n)
+        pages = self._layer_tables()
+        scores = self.slot_scores.update(self.policy, pages, last)
+        self.holes, places = punch(self.tables.store, pages, self.policy, last, slots_used, n, scores)
+        self.slot_scores.expect(places)
         self.holes_from = num_computed_tokens
         self._renumber(num_computed_tokens)
 

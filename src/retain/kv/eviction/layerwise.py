@@ -68,7 +68,8 @@ class LayerwisePrefill:
         pages, counts = (x[i : i + 1] for x in self._own)
         own = pages[..., : int(counts.max())]
         query_position = self.policy.prompt_len - 1
-        _, self.holes[i : i + 1] = compact(t.store, self.scratch[None], self.policy, query_position, dst_pages=own)
+        done = compact(t.store, self.scratch[None], self.policy, query_position, dst_pages=own)
+        self.holes[i : i + 1] = done.holes
         t.pages[self.row, layer], t.counts[self.row, layer] = pages[0], counts[0]
         t.mark_dirty(self.row)
         if i < len(self.layers) - 1:

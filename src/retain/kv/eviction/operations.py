@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,14 +10,21 @@ from torch import Tensor
 
 from retain.kernels.eviction_order import eviction_key
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.view import CacheView
+from retain.kv.eviction.view import CacheView, ShiftKeys
 from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
 
-ShiftKeys = Callable[[Tensor, Tensor], Tensor]  # cached keys [n, D], offsets of their positions [n] -> keys [n, D]
+
+@dataclass(frozen=True)
+class Compaction:
+    """What `compact` did: the tokens that each head kept, where they were, and the first holes behind them."""
+
+    head_budgets: Ints  # [M, G]
+    places: Tensor  # int64 [M, G, largest budget]: the old places, in their new order
+    holes: Tensor  # int32 [M, G, interval]: slot numbers
 
 
-def build_view(store: PageStore, pages: Ints, query_position: int) -> CacheView:
+def build_view(store: PageStore, pages: Ints, query_position: int, slot_scores: Tensor | None = None) -> CacheView:
     """Gather positions and mass of the slots in tables [M, G, n]; K and V are read when a policy needs them."""
     kv, (M, G, n) = store.kv, pages.shape
     p = kv.to_index(pages).flatten()
@@ -28,7 +35,7 @@ def build_view(store: PageStore, pages: Ints, query_position: int) -> CacheView:
         k, v = store.backend.read(kv, p)  # [M G n, S, D]
         return k.reshape(*pos.shape, -1), v.reshape(*pos.shape, -1)
 
-    return CacheView(pos, mass, query_position, read)
+    return CacheView(pos, mass, query_position, read, slot_scores=slot_scores)
 
 
 def gather_slots(pages: Ints, places: Tensor, page_size: int) -> Tensor:
@@ -37,19 +44,27 @@ def gather_slots(pages: Ints, places: Tensor, page_size: int) -> Tensor:
     return table.gather(-1, places // page_size) * page_size + (places % page_size).int()
 
 
-def punch(store: PageStore, pages: Ints, policy: BudgetPolicy, query_position: int, slots_used: Ints, n: int) -> Tensor:
+def punch(
+    store: PageStore,
+    pages: Ints,
+    policy: BudgetPolicy,
+    query_position: int,
+    slots_used: Ints,
+    n: int,
+    slot_scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Turn the n lowest slots of each head into holes, among the first `slots_used` [M, G] of its table.
 
-    Returns their slot numbers [M, G, n].
+    Returns their slot numbers and their places, both [M, G, n].
     """
-    kv, view = store.kv, build_view(store, pages, query_position)
+    kv, view = store.kv, build_view(store, pages, query_position, slot_scores)
     priority, pos = policy.priority(view).flatten(0, 1), view.pos.flatten(0, 1)
     sinks, last_evictable = policy.evictable_range(query_position)
     lengths = torch.from_numpy(slots_used).flatten()
-    places = store.backend.select_victims(priority, pos, lengths, sinks, last_evictable, n)
-    holes = gather_slots(pages, places.view(*slots_used.shape, n), kv.page_size)
+    places = store.backend.select_victims(priority, pos, lengths, sinks, last_evictable, n).view(*slots_used.shape, n)
+    holes = gather_slots(pages, places, kv.page_size)
     kv.pos.view(-1)[holes.long()] = -1
-    return holes
+    return holes, places
 
 
 def allocate_budgets(rank: Tensor, budget: int, group_by: str) -> Tensor:
@@ -71,15 +86,14 @@ def compact(
     query_position: int,
     head_budgets: Tensor | None = None,
     dst_pages: Ints | None = None,
-) -> tuple[Ints, Tensor]:
+    slot_scores: Tensor | None = None,
+) -> Compaction:
     """Move the highest slots of each head to the front of its table; the slots behind them become holes.
 
     `head_budgets` [M, G] is how many each head keeps; None: the policy decides. With `dst_pages` they move to the front
     of another table, and the content of the first means nothing afterwards.
-
-    Returns how many tokens each head kept, [M, G], and the first holes behind them, [M, G, interval].
     """
-    kv, view = store.kv, build_view(store, pages, query_position)
+    kv, view = store.kv, build_view(store, pages, query_position, slot_scores)
     S, device = kv.page_size, kv.device
     rank = eviction_key(policy.priority(view), view.pos, *policy.evictable_range(query_position))
     if head_budgets is None and policy.share == "none":
@@ -97,7 +111,7 @@ def compact(
     table = kv.to_index(dst_pages)  # [M, G, pages]; entries beyond a head's pages are the trash page, all holes
     kv.pos[table] = kv.pos[table].masked_fill_(behind, -1)
     holes = kept[..., None] + torch.arange(policy.interval, device=device)
-    return head_budgets.cpu().numpy().astype(np.int32), gather_slots(dst_pages, holes, S)
+    return Compaction(head_budgets.cpu().numpy().astype(np.int32), stay, gather_slots(dst_pages, holes, S))
 
 
 def renumber(store: PageStore, pages: Ints, shift_keys: ShiftKeys | None) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import NO_NOISE
+from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.view import CacheView
 from retain.types import Floats
 
@@ -49,6 +50,7 @@ class CacheLimits:
     has_rings: bool  # whether some layers slide
     step_room: int  # tokens of one request that fit into any step, whatever else runs
     pages_needed: Callable[[EvictionPolicy, int, int], int]  # of (policy, length, uncomputed tokens)
+    load_gate: Callable[[str], GateWeights]  # of a file's name; "" is the model's own. Raises ValueError
 
 
 class EvictionPolicy:

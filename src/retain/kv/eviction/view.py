@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
 
+ShiftKeys = Callable[[Tensor, Tensor], Tensor]  # cached keys [n, D], offsets of their positions [n] -> keys [n, D]
+
 
 @dataclass(frozen=True)
 class CacheView:
-    """All slots of M layers and G kv heads. `mass` has a column for each query head of a kv head, or one for all."""
+    """Slots of M layers and G kv heads. `mass` has a column for each query head of a kv head, or one for all."""
 
     pos: Tensor  # int32 [M, G, S]; -1 is a hole
     mass: Tensor  # float32 [M, G, C, S]
     query_position: int  # the newest position
     read_kv: Callable[[], tuple[Tensor, Tensor]]
+    layers: slice = field(default_factory=lambda: slice(None))  # which of the row's unwindowed layers these are
+    slot_scores: Tensor | None = None  # float32 [M, G, S], what `score_slots` returned for each slot
+    shift_keys: ShiftKeys | None = None  # of models with rotary positions
 
     @cached_property
     def _kv(self) -> tuple[Tensor, Tensor]:
@@ -31,3 +36,10 @@ class CacheView:
     def values(self) -> Tensor:
         """Values, float32 [M, G, S, D]. Those of holes mean nothing."""
         return self._kv[1]
+
+    @property
+    def unrotated_keys(self) -> Tensor:
+        """Keys as they were before they were rotated by their position, float32 [M, G, S, D]."""
+        if self.shift_keys is None:
+            return self.keys
+        return self.shift_keys(self.keys.flatten(0, 2), -self.pos.flatten()).view_as(self.keys)

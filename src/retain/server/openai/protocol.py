@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from retain.plugins import parse_spec
 from retain.sampling_params import SamplingParams
 
 Json = dict[str, Any]
@@ -81,6 +82,14 @@ class ExtensionFields(StrictModel):
     safety_identifier: str | None = Field(None, description="Accepted and ignored")
     metadata: dict[str, str] | None = Field(None, description="Accepted and ignored")
     store: bool | None = Field(None, description="Accepted and ignored: nothing is stored")
+
+    @field_validator("kv_policy")
+    @classmethod
+    def _refuse_files(cls, spec: str | None) -> str | None:
+        """Refuse policies that read files: a client must not choose what the server opens."""
+        if spec and "file" in parse_spec(spec)[1]:
+            raise ValueError("a request cannot name a file of the server: start it with --kv-policy gate:file=...")
+        return spec
 
 
 class GenerationFields(ExtensionFields):

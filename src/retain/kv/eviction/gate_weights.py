@@ -1,0 +1,112 @@
+"""The fitted numbers of a gate, and their file: a linear function of each slot's key, value and statistics.
+
+For a slot of layer m and kv head g, at position p behind which the newest query is at position q:
+
+    score = bias + key . k + value . v + logs . [log |v|, log |k|, log (p + 1), log (mass / age), log age]
+
+with age = q + 1 - p, and k the key before it was rotated. All but the last two terms are fixed when the slot is
+written (`fixed_part`); they need K and V. The last two change with every query (`score`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from retain.files import atomic_write, quote, shorten
+
+FORMAT = "retain gate 1"
+NUM_LOGS = 5
+LOWEST, HIGHEST = -8.0, 12.0  # beyond these a score is noise; of equal ones the oldest token goes first
+NORM_FLOOR, MASS_FLOOR = 1e-3, 1e-7  # added before a logarithm is taken
+
+
+@dataclass(frozen=True)
+class GateShape:
+    """What a gate is fitted for: M unwindowed layers with G kv heads of D numbers, of the model `fingerprint`."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, eq=False)
+class GateWeights:
+    """The numbers of a gate, all float32."""
+
+    key: Tensor  # [M, G, D]
+    value: Tensor  # [M, G, D]
+    logs: Tensor  # [M, G, 5]
+    bias: Tensor  # [M, G]
+
+    def fixed_part(self, k: Tensor, v: Tensor, pos: Tensor, layers: slice) -> Tensor:
+        """Return what K and V of slots contribute, [m, G, S]; k, v [m, G, S, D] float32, of the layers `layers`."""
+        key, value, bias = (x[layers].to(k.device) for x in (self.key, self.value, self.bias))
+        logs = self.logs[layers, :, :3].to(k.device)
+        linear = (k @ key[..., None] + v @ value[..., None]).squeeze(-1)
+        return linear + (fixed_logs(k, v, pos) @ logs[..., None]).squeeze(-1) + bias[..., None]
+
+    def score(self, fixed: Tensor, mass: Tensor, pos: Tensor, query_position: int) -> Tensor:
+        """Return the scores of all slots, [M, G, S]; `fixed` is what `fixed_part` returned, mass float32 [M, G, S].
+
+        They are logarithms of what a slot is expected to give, bounded.
+        """
+        logs = self.logs[..., 3:].to(fixed.device)
+        score = fixed + (changing_logs(mass, pos, query_position) @ logs[..., None]).squeeze(-1)
+        return score.clamp(LOWEST, HIGHEST)
+
+
+def fixed_logs(k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    """Return [..., S, 3], the logarithms that do not change; k, v [..., S, D], pos [..., S]."""
+    norms = torch.stack((v.norm(dim=-1), k.norm(dim=-1)), -1)
+    return torch.cat(((norms + NORM_FLOOR).log(), (pos.clamp(min=0) + 1.0).log()[..., None]), -1)
+
+
+def changing_logs(mass: Tensor, pos: Tensor, query_position: int) -> Tensor:
+    """Return [..., S, 2], the logarithms that change with every query; mass and pos [..., S]."""
+    age = (query_position + 1.0 - pos).clamp(min=1)
+    return torch.stack(((mass / age + MASS_FLOOR).log(), age.log()), -1)
+
+
+def save_gate(path: Path, weights: GateWeights, shape: GateShape, notes: dict[str, str]) -> None:
+    """Write a gate's file; `notes` say what it was fitted on. Raises OSError."""
+    tensors = {f.name: getattr(weights, f.name).contiguous() for f in fields(weights)}
+    data = save(tensors, {**notes, "format": FORMAT, "fingerprint": shape.fingerprint})
+    atomic_write(path, lambda file: file.write(data))
+
+
+def read_fingerprint(path: Path) -> str:
+    """Return the fingerprint of the model that a gate's file is for. Raises ValueError where it is no gate."""
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError) as e:
+        raise ValueError(f"{path}: cannot be read as a gate: {shorten(e)}") from e
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a gate, or of another version: `retain fit` writes them")
+    return metadata.get("fingerprint", "")
+
+
+def load_gate(path: Path, shape: GateShape) -> GateWeights:
+    """Read a gate's file. Raises ValueError where it is damaged or for another model."""
+    if read_fingerprint(path) != shape.fingerprint:
+        raise ValueError(f"{path}: this gate is for another model: fit one with `retain fit`")
+    M, G, D = shape.num_layers, shape.kv_heads, shape.head_dim
+    expected = {"key": (M, G, D), "value": (M, G, D), "logs": (M, G, NUM_LOGS), "bias": (M, G)}
+    found: dict[str, Tensor] = {}
+    with safe_open(path, "pt") as file:
+        for name, size in expected.items():
+            tensor = file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
+            if tensor is None or tuple(tensor.shape) != size or not tensor.is_floating_point():
+                shown = "missing" if tensor is None else f"{tensor.dtype} {quote(tuple(tensor.shape))}"
+                raise ValueError(f"{path}: damaged: {name} is {shown}, not numbers of shape {size}")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{path}: damaged: {name} has numbers that are not finite")
+            found[name] = tensor.float()
+    return GateWeights(**found)
