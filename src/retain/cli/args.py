@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from retain.bench import config as bench_config
 from retain.config import Config
+from retain.fit.config import FitConfig
 from retain.plugins import Size, field_types, format_size, parse_size
 from retain.sampling_params import SamplingParams
 from retain.server.config import Limits, ServerConfig
@@ -42,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
 def build_parser() -> CommandParser:
     """Build the parser of every command. Options that are not given are absent: dataclasses hold the defaults."""
     parser = CommandParser(prog="retain", description="An LLM inference engine whose subject is the KV cache.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run | chat | serve | bench | cache")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run | chat | serve | bench | fit | cache")
     engine, sampling, logging, quiet = (CommandParser(add_help=False) for _ in range(4))
     add_arguments(engine, Config)
     add_arguments(sampling, SamplingParams, exclude=("logit_bias", "logprobs", "stop_token_ids", "n"))
@@ -79,6 +80,10 @@ def build_parser() -> CommandParser:
     add_arguments(serve, Limits)
     bench = commands.add_parser("bench", help="measure speed, quality and load")
     _add_benches(bench, engine, quiet)
+    fit = commands.add_parser("fit", parents=[quiet], help="fit a gate of the policy `gate` to a model")
+    add_arguments(fit, Config, include=("model",))
+    add_arguments(fit, FitConfig)
+    fit.add_argument("--json", action="store_true", help="print one JSON object")
     cache = commands.add_parser("cache", help="look after a store of --tier disk, and explain prefix misses")
     _add_cache_actions(cache, quiet)
     return parser

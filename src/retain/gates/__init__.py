@@ -52,9 +52,7 @@ class GateLoader:
         for candidate in gate_files(self.path):
             if read_fingerprint(candidate) == self.shape.fingerprint:
                 return candidate
-        raise ValueError(
-            f"gate: no gate is fitted for {self.path.name}: `retain fit` makes one, gate:file=... names it"
-        )
+        raise ValueError(f"gate: none is fitted for {self.path.name}: `retain fit` makes one, gate:file=... names it")
 
 
 def gate_files(path: Path) -> Iterator[Path]:

@@ -50,7 +50,7 @@ def build(weights: Weights, program: Program | None = None) -> Decoder:
     return decoder
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def check_shapes(decoder: Decoder) -> None:
     """Run the first and the last token at the first and the last position. Raises one of SHAPE_ERRORS."""
     s = decoder.spec

@@ -68,6 +68,7 @@ class InputProcessor:
     ):
         """Raises ValueError where the cache cannot carry out the engine's own policy."""
         self.tokenizer, self.info, self.cache, self.register_drafter = tokenizer, info, cache, register_drafter
+        self._instruction_ids: dict[str, list[int]] = {}
         cache.effective_policy(info.policy.resolve(info.max_model_len))  # refuse now what no request could have
 
     @cached_property
@@ -100,6 +101,8 @@ class InputProcessor:
         token_ids, params = self.encode(g.prompt), g.params
         self._check_token_ids([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])
         policy = self.info.policy if g.kv_policy is None else policies.parse(g.kv_policy)
+        if policy.instruction:
+            policy = policy.with_instruction(self._encode_instruction(policy.instruction))
         if policy.per_query_head and self.cache.config.score_columns == 1 < self.info.heads_per_kv_head:
             spec = policies.to_spec(policy)
             raise ValueError(f"{spec} needs the masses of every query head: start the engine with such a policy")
@@ -114,6 +117,11 @@ class InputProcessor:
         if g.speculate not in (None, NO_SPECULATION):
             self.register_drafter(g.speculate)
         return [self._create_state(g, token_ids, policy, i, on_logits) for i in range(params.n)]
+
+    def _encode_instruction(self, text: str) -> list[int]:
+        if text not in self._instruction_ids:
+            self._instruction_ids[text] = self.tokenizer.encode_next_turn(text)
+        return self._instruction_ids[text]
 
     def max_output_tokens(self, num_prompt_tokens: int, policy: EvictionPolicy | None = None) -> int:
         """Return how many tokens can follow a prompt, within the context and the empty pool."""

@@ -123,6 +123,19 @@ class Tokenizer:
         """Return the token ids of a conversation. No bos is added, because templates write it themselves."""
         return self.encode(self.apply_chat_template(messages, add_generation_prompt, tools), add_special_tokens=False)
 
+    def encode_next_turn(self, content: str) -> list[int]:
+        """Return the ids that lead from the start of an answer, left empty, over a user's message to the next answer.
+
+        Without a chat template, or with one that rewrites earlier messages, the message is a paragraph of its own.
+        """
+        if self.chat_template is not None:
+            start = [{"role": "user", "content": "A"}]
+            turn = [{"role": "assistant", "content": "B"}, {"role": "user", "content": content}]
+            before, after = self.apply_chat_template(start), self.apply_chat_template([*start, *turn])
+            if after.startswith(f"{before}B"):
+                return self.encode(after[len(before) + 1 :], add_special_tokens=False)
+        return self.encode(f"\n\n{content}\n\n", add_special_tokens=False)
+
     def count_system_tokens(self, messages: Messages) -> int:
         """Return how many leading tokens of `encode_chat(messages)` belong to the system prompt; 0 without one.
 

@@ -100,7 +100,8 @@ def teacher_force(
     """Score given continuations: `loss` in nats a token, `exact` (1 where greedy decoding would give it).
 
     With `compares_full` also the distance from the full cache's distributions, per token: `kl` in nats, and
-    `top1_agreement`, the share of tokens with the same likeliest one. Returns the rows, and those distributions where
+    `top1_agreement`, the share of tokens with the same likeliest one. Both leave out the first token, which is sampled
+    before anything is evicted. Returns the rows, and those distributions where
     `full_log_probs` is None, which is when the full cache runs.
     """
     pairs = [(item, absolute_budget(policy, item.budget_base)) for policy in policy_specs for item in items]
@@ -117,6 +118,9 @@ def teacher_force(
             log_probs[i].append(log_p.half().cpu())
             return
         full = full_log_probs[i % len(items)][num_read[i] : num_read[i] + len(log_p)].to(log_p.device).float()
+        if not num_read[i]:  # the first token follows the whole prompt
+            full, log_p = full[1:], log_p[1:]
+            num_read[i] = 1
         num_read[i] += len(log_p)
         kl[i] += float((full.exp() * (full - log_p)).sum())
         num_agreed[i] += int((full.argmax(-1) == log_p.argmax(-1)).sum())
@@ -130,6 +134,7 @@ def teacher_force(
         is_exact = torch.cat(likeliest[i]).tolist()[start:] == item.continuation[start:]
         row = {"loss": -sum(token_scores[start:]) / (n - start), "exact": float(is_exact)}
         if compares_full:
-            row |= {"kl": kl[i] / n, "top1_agreement": 1.0 if full_log_probs is None else num_agreed[i] / n}
+            after = max(n - 1, 1)
+            row |= {"kl": kl[i] / after, "top1_agreement": 1.0 if full_log_probs is None else num_agreed[i] / after}
         rows.append(row)
     return rows, [torch.cat(parts) for parts in log_probs if parts]

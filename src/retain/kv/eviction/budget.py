@@ -66,16 +66,21 @@ class BudgetPolicy(EvictionPolicy):
         recent = min(max(self.recent.resolve(budget), 1), budget - sinks)
         floor = self.shrink and Amount(tokens=max(self.shrink.resolve(prompt_len), sinks + 1))
         found = replace(self, budget=Amount(tokens=budget), recent=Amount(tokens=recent), sinks=sinks, shrink=floor)
+        self._copy_state(found)
         object.__setattr__(found, "prompt_len", prompt_len)
         return found
 
     def with_options(self, **changes: Any) -> Self:
         """Return the policy with other options, resolved for the same prompt."""
         found = replace(self, **changes)
+        self._copy_state(found)
+        return found
+
+    def _copy_state(self, other: Self) -> None:
+        """Give another policy what is no option: the length of its prompt, and what its file was given."""
         for f in fields(self):
             if not f.init:
-                object.__setattr__(found, f.name, getattr(self, f.name))
-        return found
+                object.__setattr__(other, f.name, getattr(self, f.name))
 
     def fit(self, limits: CacheLimits) -> Self:
         """Bound the interval, and prefill layer by layer where that takes less memory. See EvictionPolicy.fit.

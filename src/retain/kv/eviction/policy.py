@@ -112,6 +112,15 @@ class EvictionPolicy:
         """Slots that a head takes beside its own while the prompt is computed; resolved."""
         return 0
 
+    @property
+    def instruction(self) -> str:
+        """A user's message that scoring passes begin with, as token ids given to `with_instruction`; "" for none."""
+        return ""
+
+    def with_instruction(self, token_ids: Sequence[int]) -> Self:
+        """Return the policy with the ids of its instruction."""
+        return self
+
     def scoring_passes(self, prompt: Sequence[int], max_chunk: int) -> list[ScoringPass]:
         """Return the passes that follow the prompt, of at most `max_chunk` tokens at a time; resolved."""
         return []

@@ -1,0 +1,40 @@
+"""`retain fit`: fit a gate, and print what it explains."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import asdict
+from time import perf_counter
+
+from retain.cli.args import from_args
+from retain.fit.config import FitConfig
+
+
+def fit(args: Namespace) -> int:
+    """Run `retain fit`. Arguments are checked before a model is loaded."""
+    config = from_args(FitConfig, args)
+    if not config.out.parent.is_dir():
+        raise ValueError(f"{config.out.parent}: no such folder for --out")
+    from retain.fit.evaluation import BUDGETS
+    from retain.fit.gate import fit_gate
+    from retain.models.resolve import resolve_model
+
+    started = perf_counter()
+    report = fit_gate(resolve_model(args.model), config)
+    if config.plot:
+        from retain.fit.plot import plot_report
+
+        plot_report(report, config.plot)
+    seconds = perf_counter() - started
+    if args.json:
+        print(json.dumps({**asdict(report), "seconds": round(seconds, 1)}))
+        return 0
+    print(f"{report.num_weights} numbers fitted on {report.num_fitted} prompts in {seconds:.0f} s")
+    print(f"R2 on {report.num_held_out} other prompts: {report.r2:.3f}")
+    if report.kl:
+        print("KL from the full cache there" + "".join(f"{b:>10.1%}" for b in BUDGETS))
+    for name, values in report.kl.items():
+        print(f"{name:28}" + "".join(f"{value:>10.4f}" for value in values))
+    print(f"use it: --kv-policy gate:budget=25%,file={config.out}")
+    return 0

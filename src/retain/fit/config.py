@@ -1,0 +1,29 @@
+"""Options of `retain fit`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from retain.plugins import check_choice
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """Options of `retain fit`. Raises ValueError."""
+
+    data: Path = field(metadata={"help": "JSON lines with article and highlights, prompt and answer, or text"})
+    out: Path = field(metadata={"help": "the gate's file, NAME.gate.safetensors"})
+    target: str = field(
+        default="both",
+        metadata={"help": "what to fit: reread (attention of a second reading), answers (what they need), or both"},
+    )
+    first: int = field(default=0, metadata={"help": "records to skip at the start of the data"})
+    num_items: int = field(default=40, metadata={"help": "records at most; every seventh tests the gate"})
+    max_prompt_len: int = field(default=750, metadata={"help": "tokens of a prompt, at most; memory is quadratic"})
+    plot: Path | None = field(default=None, metadata={"help": "draw R2 by layer and KL by budget, as PNG"})
+
+    def __post_init__(self) -> None:
+        check_choice("target", self.target, "reread", "answers", "both")
+        if self.num_items < 7 or self.max_prompt_len < 64 or self.first < 0:
+            raise ValueError("fit needs num_items >= 7, max_prompt_len >= 64 and first >= 0")

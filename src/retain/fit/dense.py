@@ -1,0 +1,107 @@
+"""A model whose attention is written out: every weight of every query is there to be read, or to be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from retain.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What one layer's attention computed, of T queries over n tokens. Heads are grouped: G kv heads of R query heads.
+
+    `output` is what a gradient is kept for, where there is one.
+    """
+
+    layer: int
+    keys: Tensor  # [G, n, D], rotated
+    values: Tensor  # [G, n, D]
+    weights: Tensor  # [G, R, T, n]
+    output: Tensor  # [G, R, T, D]
+
+
+@dataclass
+class Past:
+    """Keys and values of all layers, [n, G, D] each, that later tokens attend to."""
+
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+
+class DenseModel:
+    """Compute tokens with float32 attention over all earlier ones."""
+
+    def __init__(self, decoder: Decoder):
+        self.decoder, self.spec = decoder, decoder.spec
+
+    @property
+    def full_layers(self) -> list[int]:
+        """The layers without a window, [M]."""
+        return [i for i, window in enumerate(self.spec.windows) if window is None]
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        on_attention: Callable[[LayerAttention], None] | None = None,
+        past: Past | None = None,
+        kept: Mapping[int, Tensor] | None = None,
+        needs_grad: bool = False,
+    ) -> tuple[Tensor, Past]:
+        """Compute tokens behind `past`. Returns their hidden states [T, E], and their own keys and values.
+
+        `kept` [G, n] marks, by layer, the tokens of `past` that may be seen. With `needs_grad` the result can be
+        differentiated by every layer's `output`.
+        """
+        s, present = self.spec, Past()
+        first = len(next(iter(past.keys.values()))) if past else 0
+        pos = torch.arange(first, first + len(tokens))
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            present.keys[layer], present.values[layer] = k.detach(), v.detach()
+            if past:
+                k, v = torch.cat((past.keys[layer], k)), torch.cat((past.values[layer], v))
+            mask = self._visible(layer, pos, len(k))
+            if kept and layer in kept:
+                fresh = torch.ones(s.num_kv_heads, len(k) - first, dtype=torch.bool)
+                mask = mask & torch.cat((kept[layer], fresh), 1)[:, None, None]
+            found = self._attend(layer, q, k.transpose(0, 1), v.transpose(0, 1), mask)
+            if needs_grad:
+                found.output.retain_grad()
+            if on_attention:
+                on_attention(found)
+            return found.output.flatten(0, 1).transpose(0, 1)
+
+        with torch.set_grad_enabled(needs_grad):
+            x = self.decoder.embedding(torch.tensor(tokens), pos)
+            x = x.requires_grad_() if needs_grad else x
+            angles = {rope: rope.angles(pos, x.dtype) for rope in self.decoder.ropes}
+            for layer in self.decoder.layers:
+                x = layer(x, angles, attend)
+        return x, present
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Return the log-probabilities [T, V] that follow hidden states."""
+        return self.decoder.compute_logits(hidden).log_softmax(-1)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> LayerAttention:
+        """Attend with queries [T, H, D] over k and v [G, n, D]."""
+        s, T = self.spec, len(q)
+        queries = q.transpose(0, 1).reshape(s.num_kv_heads, -1, s.head_dim)  # [G, R T, D]
+        scores = (queries @ k.transpose(1, 2) * s.scale).view(s.num_kv_heads, -1, T, k.shape[1])
+        if s.alibi_slopes is not None:
+            places = torch.arange(k.shape[1])
+            distance = places - places[-T:, None]  # [T, n]
+            scores = scores + torch.tensor(s.alibi_slopes).view(s.num_kv_heads, -1, 1, 1) * distance
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        return LayerAttention(layer, k, v, weights, weights @ v[:, None])
+
+    def _visible(self, layer: int, pos: Tensor, num_tokens: int) -> Tensor:
+        """Return which tokens each query sees, bool [T, n]."""
+        distance = pos[:, None] - torch.arange(num_tokens)
+        window = self.spec.windows[layer]
+        return (distance >= 0) & (distance < (window or num_tokens))

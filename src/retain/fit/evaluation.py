@@ -1,0 +1,51 @@
+"""How far an answer's distributions are from the full cache's, where each head keeps the tokens that scores say.
+
+The answer is forced, its first token does not count, and no token of the answer is evicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retain.fit.dense import DenseModel, Past
+from retain.fit.examples import Example
+from retain.kv.eviction.operations import allocate_budgets
+
+BUDGETS = (0.5, 0.25, 0.125)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A prompt that no gate was fitted on, with what the full cache answers."""
+
+    example: Example
+    past: Past
+    log_probs: Tensor  # [answer tokens - 1, V]
+
+
+def hold_out(model: DenseModel, example: Example) -> HeldOut:
+    """Compute an example under the full cache."""
+    _, past = model.forward(example.prompt)
+    hidden, _ = model.forward(example.answer[:-1], past=past)
+    return HeldOut(example, past, model.log_probs(hidden))
+
+
+def kl_divergence(model: DenseModel, held: HeldOut, scores: Tensor, budget: float, recent: float, share: str) -> float:
+    """Return the mean KL divergence in nats a token, where heads keep the best of `scores` [M, G, n].
+
+    `budget` is a share of the prompt, `recent` the share of it for the newest tokens; see BudgetPolicy for `share`.
+    """
+    M, G, n = scores.shape
+    size = max(int(budget * n), 1)
+    rank = scores.clone()
+    rank[..., n - max(int(recent * size), 1) :] = torch.inf
+    sizes = torch.full((M, G), size) if share == "none" else allocate_budgets(rank, size, share)
+    order = rank.argsort(-1, descending=True)
+    kept = torch.zeros(M, G, n, dtype=torch.bool).scatter(-1, order, torch.arange(n) < sizes[..., None])
+    masks = dict(zip(model.full_layers, kept, strict=True))
+    hidden, _ = model.forward(held.example.answer[:-1], past=held.past, kept=masks)
+    divergence = held.log_probs.exp() * (held.log_probs - model.log_probs(hidden))
+    return float(divergence.sum(-1).mean())

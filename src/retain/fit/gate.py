@@ -1,0 +1,106 @@
+"""Fit a gate for a model, and report what it explains and how well its tokens answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from retain import models
+from retain.fit.config import FitConfig
+from retain.fit.dense import DenseModel
+from retain.fit.evaluation import BUDGETS, HeldOut, hold_out, kl_divergence
+from retain.fit.examples import Example, load_examples
+from retain.fit.ridge import Moments
+from retain.fit.statistics import Collector, Statistics
+from retain.gates import model_fingerprint
+from retain.kv.eviction.gate_weights import NUM_LOGS, GateShape, GateWeights, save_gate
+from retain.models.weights import open_weights
+from retain.processing.tokenizer import Tokenizer
+
+HELD_OUT_EVERY = 7
+RECENT = {"gate": 0.15, "reread": 0.3, "h2o": 0.3}  # the policies' own defaults
+REPEAT = "Repeat the previous context exactly."
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What a fit found. `kl` is by policy and budget, over the prompts held out; empty without answers."""
+
+    num_fitted: int
+    num_held_out: int
+    num_weights: int
+    r2: float
+    r2_by_layer: list[float]
+    kl: dict[str, list[float]]
+
+
+def fit_gate(path: Path, config: FitConfig) -> FitReport:
+    """Fit a gate for the model at `path`, write it to `config.out`. Raises ValueError or OSError."""
+    tokenizer = Tokenizer.open(path)
+    examples = load_examples(tokenizer, config)
+    model = DenseModel(models.build(open_weights(path, torch.float32, progress=True)))
+    if not model.full_layers:
+        raise ValueError(f"{path.name}: all layers see a window, which needs no policy")
+    # A model without a chat template cannot be asked: it reads the prompt again as it is.
+    repeat = tokenizer.encode_next_turn(REPEAT) if tokenizer.chat_template else []
+    collector = Collector(model, config.target, repeat)
+    moments, held_moments = Moments(), Moments()
+    held: list[tuple[HeldOut, Statistics]] = []
+    for i, example in enumerate(tqdm(examples, desc="reading", unit="prompt")):
+        found = collector.collect(example)
+        is_held_out = i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        (held_moments if is_held_out else moments).add(found)
+        if is_held_out and example.answer:
+            held.append((hold_out(model, example), found))
+    gate = moments.solve()
+    by_layer, r2 = held_moments.r2(gate)
+    save_gate(config.out, gate, _shape(model, path), _notes(config, len(examples), r2))
+    num_held_out = len(examples) // HELD_OUT_EVERY
+    kl = _compare(model, collector, gate, held) if held else {}
+    num_weights = sum(x.numel() for x in vars(gate).values())
+    return FitReport(len(examples) - num_held_out, num_held_out, num_weights, r2, by_layer.tolist(), kl)
+
+
+def score_columns(gate: GateWeights, columns: Tensor) -> Tensor:
+    """Return the scores of the columns of `Statistics`, [M, G, n]: what `GateWeights` computes from a cache."""
+    D = (columns.shape[-1] - NUM_LOGS) // 2
+    weights = torch.cat((gate.key, gate.value, gate.logs), -1)[..., None]  # [M, G, 2 D + 5, 1]
+    assert columns.shape[-1] == 2 * D + NUM_LOGS == weights.shape[-2]
+    return (columns @ weights)[..., 0] + gate.bias[..., None]
+
+
+def _compare(
+    model: DenseModel, collector: Collector, gate: GateWeights, held: list[tuple[HeldOut, Statistics]]
+) -> dict[str, list[float]]:
+    """Return the mean KL divergence of the gate, of reread (share=all, value=norm) and of h2o, at each budget."""
+
+    def reread(example: Example, found: Statistics) -> Tensor:
+        D = model.spec.head_dim
+        return collector.reread(example.prompt, []) * found.columns[..., D : 2 * D].norm(dim=-1)
+
+    scorers: dict[str, tuple[str, Callable[[Example, Statistics], Tensor]]] = {
+        "gate": ("all", lambda example, found: score_columns(gate, found.columns)),
+        "reread": ("all", reread),
+        "h2o": ("none", lambda example, found: found.mass),
+    }
+    sums = {name: [0.0] * len(BUDGETS) for name in scorers}
+    for item, found in tqdm(held, desc="comparing", unit="prompt"):
+        for name, (share, scorer) in scorers.items():
+            scores = scorer(item.example, found)
+            for i, budget in enumerate(BUDGETS):
+                sums[name][i] += kl_divergence(model, item, scores, budget, RECENT[name], share) / len(held)
+    return sums
+
+
+def _shape(model: DenseModel, path: Path) -> GateShape:
+    s = model.spec
+    return GateShape(len(model.full_layers), s.num_kv_heads, s.head_dim, model_fingerprint(path))
+
+
+def _notes(config: FitConfig, num_examples: int, r2: float) -> dict[str, str]:
+    return {"target": config.target, "data": config.data.name, "examples": str(num_examples), "r2": f"{r2:.3f}"}

@@ -1,0 +1,117 @@
+"""What a gate sees of a prompt's tokens, and what it should find: columns and targets, for each layer and kv head.
+
+A target is what a token gave, as weights of attention times the norm of its value, summed over queries:
+
+* reread: the queries of the prompt when it is read again behind an instruction to repeat it (KVzip, arXiv 2505.23416);
+* answers: the larger of the same for the queries of the true answer, and of how much the answer's likelihood would
+  change without the token: the root of the squared products of the gradient at a head's output with the token's own
+  part of that output, weight (v - output).
+
+Each map is scaled to the mean 1 over a prompt before the larger one is taken, and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retain.fit.dense import DenseModel, LayerAttention
+from retain.fit.examples import Example
+from retain.kv.eviction.gate_weights import changing_logs, fixed_logs
+
+TARGET_FLOOR = 0.02  # added to a target, whose mean is 1, before its logarithm is fitted
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of the n tokens of a prompt, in M unwindowed layers and G kv heads."""
+
+    columns: Tensor  # float32 [M, G, n, 2 D + 5]: key before rotation, value, logarithms as in GateWeights.logs
+    target: Tensor  # float32 [M, G, n], mean 1
+    mass: Tensor  # float32 [M, G, n]: attention received from the prompt, which h2o goes by
+
+
+class Collector:
+    """Collect statistics of examples. `repeat` are the tokens between a prompt and its second reading."""
+
+    def __init__(self, model: DenseModel, target: str, repeat: Sequence[int]):
+        self.model, self.target, self.repeat = model, target, list(repeat)
+
+    def collect(self, example: Example) -> Statistics:
+        """Compute the example once with its answer, and once more for its second reading."""
+        prompt_len = len(example.prompt)
+        first = FirstReading(self.model, prompt_len)
+        maps: list[Tensor] = []
+        if self.target == "reread":
+            self.model.forward(example.prompt, first)
+        else:
+            maps += first.read_answer(example)
+        columns, mass = torch.stack(first.columns), torch.stack(first.masses)
+        if self.target != "answers":
+            norms = torch.stack([v.norm(dim=-1) for v in first.values])
+            maps.insert(0, self.reread(example.prompt, self.repeat) * norms)
+        target = maps[0] / maps[0].mean()
+        for other in maps[1:]:
+            target = torch.maximum(target, other / other.mean())
+            target = target / target.mean()
+        return Statistics(columns, target, mass)
+
+    def reread(self, prompt: list[int], repeat: Sequence[int]) -> Tensor:
+        """Return the attention that a prompt gets when it is read again, [M, G, n]."""
+        n, masses = len(prompt), []
+
+        def add_mass(found: LayerAttention) -> None:
+            if self.model.spec.windows[found.layer] is None:
+                masses.append(found.weights[:, :, n + len(repeat) :, :n].sum((1, 2)))
+
+        self.model.forward([*prompt, *repeat, *prompt], add_mass)
+        return torch.stack(masses)
+
+
+class FirstReading:
+    """Record the columns of a prompt's tokens, and what its answer takes of them, layer by layer."""
+
+    def __init__(self, model: DenseModel, prompt_len: int):
+        self.model, self.prompt_len = model, prompt_len
+        self.columns: list[Tensor] = []
+        self.masses: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.answers: list[LayerAttention] = []
+
+    def __call__(self, found: LayerAttention) -> None:
+        """Record a layer."""
+        if self.model.spec.windows[found.layer] is not None:
+            return
+        n = self.prompt_len
+        k, v, pos = found.keys[:, :n].detach(), found.values[:, :n].detach(), torch.arange(n)
+        mass = found.weights[:, :, :n, :n].detach().sum((1, 2))  # [G, n]
+        if ropes := self.model.decoder.ropes:
+            unrotated = ropes[0].shift(k.flatten(0, 1), -pos.repeat(len(k))).view_as(k)
+        else:
+            unrotated = k
+        logs = fixed_logs(k, v, pos.expand(len(k), -1)), changing_logs(mass, pos.expand(len(k), -1), n - 1)
+        self.columns.append(torch.cat((unrotated, v, *logs), -1))
+        self.masses.append(mass)
+        self.values.append(v)
+        self.answers.append(found)
+
+    def read_answer(self, example: Example) -> list[Tensor]:
+        """Compute prompt and answer. Returns what the answer attends to, and what its likelihood needs, [M, G, n]."""
+        n = self.prompt_len
+        hidden, _ = self.model.forward(example.prompt + example.answer, self, needs_grad=True)
+        # The first token of the answer is predicted from the whole prompt, so it does not count.
+        log_probs = self.model.log_probs(hidden[n:-1])
+        log_probs.gather(1, torch.tensor(example.answer[1:])[:, None]).sum().backward()  # type: ignore[no-untyped-call]
+        attended, needed = [], []
+        for found, v in zip(self.answers, self.values, strict=True):
+            weights, output = found.weights[:, :, n:, :n].detach(), found.output[:, :, n:].detach()
+            assert found.output.grad is not None
+            grad = found.output.grad[:, :, n:]
+            change = weights * (grad @ v[:, None].transpose(-1, -2) - (grad * output).sum(-1, keepdim=True))
+            attended.append(weights.sum((1, 2)) * v.norm(dim=-1))
+            needed.append(change.sum(1).square().sum(1).sqrt())
+        self.answers.clear()  # the graph of the whole forward pass
+        return [torch.stack(attended), torch.stack(needed)]

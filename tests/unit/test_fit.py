@@ -1,0 +1,208 @@
+"""`retain fit`: what is fitted is what the cache ranks by, and the sums are those of the regression that they name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from retain import LLM, SamplingParams
+from retain.fit.dense import DenseModel, LayerAttention
+from retain.fit.evaluation import hold_out, kl_divergence
+from retain.fit.examples import Example
+from retain.fit.gate import score_columns
+from retain.fit.ridge import LINEAR_PENALTY, LOG_PENALTY, Moments
+from retain.fit.statistics import TARGET_FLOOR, Collector, FirstReading, Statistics
+from retain.gates import SUFFIX
+from retain.kv.capacity import KVCacheSpec
+from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS
+from retain.kv.eviction.policies import gate as gate_policy
+from retain.kv.eviction.view import CacheView
+from tests.helpers.cli import assert_one_line_error, run_cli
+from tests.helpers.engines import make_engine, make_request, run_to_completion
+from tests.helpers.gates import random_gate
+from tests.helpers.marks import slow
+from tests.helpers.tiny_models import tiny_model
+
+FAMILIES = ["llama", *slow("gemma3_text", "mpt", "gpt2", "qwen2")]
+PROMPT = [11 * i % 127 for i in range(60)]
+EXAMPLE = Example(PROMPT, [5, 9, 33, 70])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gate_is_fitted_on_the_numbers_that_a_cache_gives_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DenseModel(tiny_model(family))
+    s = model.spec
+    gate = random_gate(KVCacheSpec(s.num_kv_heads, s.head_dim, s.windows))
+    ranked: list[Tensor] = []
+    priority = gate_policy.Policy.priority
+
+    def record(self: gate_policy.Policy, view: CacheView) -> Tensor:
+        ranked.append(priority(self, view).gather(-1, view.pos.masked_fill(view.pos < 0, 10**6).argsort(-1)))
+        return priority(self, view)
+
+    monkeypatch.setattr(gate_policy.Policy, "priority", record)
+    run_to_completion(make_engine(family), [make_request(PROMPT, 2, "gate:budget=30,recent=9,share=none")])
+    found = Collector(model, "reread", []).collect(EXAMPLE)
+    expected = score_columns(gate, found.columns).clamp(LOWEST, HIGHEST)
+    assert torch.allclose(ranked[0][..., : len(PROMPT)], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_dense_model_computes_what_the_engine_does(family: str) -> None:
+    model = DenseModel(tiny_model(family))
+    _, past = model.forward(PROMPT)
+    for tokens, keys in ((EXAMPLE.prompt + EXAMPLE.answer, None), (EXAMPLE.answer, past)):
+        hidden, _ = model.forward(tokens, past=keys)
+        if keys is None:
+            whole = model.log_probs(hidden)
+    assert torch.allclose(model.log_probs(hidden), whole[len(PROMPT) :], atol=1e-4)
+    answers = run_to_completion(make_engine(family), [make_request(PROMPT, 1)])
+    assert answers == [[int(whole[len(PROMPT) - 1].argmax())]]
+
+
+def test_what_an_answer_needs_is_the_derivative_by_a_weight_of_attention() -> None:
+    """The likelihood's change, when a head attends a little more to one token, is what the formula says."""
+    layer, head, token, step = 1, 1, 17, 1e-3
+
+    class Nudged(DenseModel):
+        def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> LayerAttention:
+            found = super()._attend(i, q, k, v, mask)
+            if i != layer:
+                return found
+            weights = found.weights.clone()
+            weights[head, :, len(PROMPT), token] *= 1 + step
+            weights = weights / weights.sum(-1, keepdim=True)
+            return replace(found, weights=weights, output=weights @ v[:, None])
+
+    decoder = tiny_model("llama")
+    example = Example(PROMPT, [5, 9])  # one query counts: the first answer token's
+
+    def log_likelihood(model: DenseModel) -> float:
+        hidden, _ = model.forward(example.prompt + example.answer)
+        return float(model.log_probs(hidden[len(PROMPT) : -1])[0, example.answer[1]])
+
+    change = (log_likelihood(Nudged(decoder)) - log_likelihood(DenseModel(decoder))) / step
+    needed = FirstReading(DenseModel(decoder), len(PROMPT)).read_answer(example)[1]
+    assert float(needed[layer, head, token]) == pytest.approx(abs(change), rel=0.05, abs=2e-3)
+
+
+def test_moments_solve_the_ridge_regression_of_all_rows() -> None:
+    rng = torch.Generator().manual_seed(0)
+    M, G, D = 2, 3, 4
+    batches = [
+        Statistics(
+            torch.randn(M, G, n, 2 * D + NUM_LOGS, generator=rng) * 3 + 1,
+            torch.rand(M, G, n, generator=rng) * 4,
+            torch.zeros(M, G, n),
+        )
+        for n in (50, 80)
+    ]
+    moments = Moments()
+    for batch in batches:
+        moments.add(batch)
+    gate = moments.solve()
+    _, r2 = moments.r2(gate)
+    x = torch.cat([b.columns for b in batches], 2).double()
+    y = (torch.cat([b.target for b in batches], 2) + TARGET_FLOOR).log().double()
+    N = x.shape[2]
+    z = (x - x.mean(2, keepdim=True)) / x.std(2, correction=0, keepdim=True)
+    penalty = torch.tensor([LINEAR_PENALTY * N] * 2 * D + [LOG_PENALTY] * NUM_LOGS).double()
+    w = torch.linalg.solve(z.mT @ z + torch.diag(penalty), z.mT @ (y - y.mean(2, keepdim=True))[..., None])
+    predicted = (z @ w)[..., 0] + y.mean(2, keepdim=True)
+    batch_scores = torch.cat([score_columns(gate, b.columns) for b in batches], 2)
+    assert torch.allclose(batch_scores.double(), predicted, atol=1e-4)
+    assert r2 == pytest.approx(float(1 - (y - predicted).square().sum() / (y - y.mean()).square().sum()), abs=1e-5)
+
+
+def test_keeping_every_token_changes_no_distribution() -> None:
+    model = DenseModel(tiny_model("llama"))
+    held = hold_out(model, EXAMPLE)
+    scores = torch.rand(3, 2, len(PROMPT))
+    assert kl_divergence(model, held, scores, 1.0, 0.1, "all") == pytest.approx(0, abs=1e-6)
+    assert kl_divergence(model, held, scores, 0.2, 0.1, "all") > 0.001
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gate that the command fitted to a model with random weights."""
+    folder = tmp_path_factory.mktemp("gate")
+    data, out = folder / "data.jsonl", folder / f"tiny{SUFFIX}"
+    texts = [f"{i} " + "the quick brown fox jumps over a lazy dog, " * 3 for i in range(8)]
+    data.write_text("".join(json.dumps({"prompt": t, "answer": "so it was"}) + "\n" for t in texts))
+    from retain.cli.main import main
+
+    assert main(["fit", "--model", "random:tiny", "--data", str(data), "--out", str(out), "--json"]) == 0
+    return out
+
+
+def test_a_fitted_gate_is_used_by_its_file(fitted: Path) -> None:
+    llm = LLM("random:tiny", dtype="float32", kv_memory="16MiB", kv_policy=f"gate:budget=40,file={fitted}")
+    prompt = [i % 100 + 3 for i in range(90)]
+    policies = [f"gate:budget=40,file={fitted}", "gate:budget=40"]
+    answers = llm.generate([prompt] * 2, SamplingParams(temperature=0, max_tokens=40), kv_policy=policies)
+    assert answers[0].token_ids == answers[1].token_ids
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("missing", "cannot be read as a gate"),
+        ("cut", "cannot be read as a gate"),
+        ("text", "cannot be read as a gate"),
+        ("weights", "not a gate"),
+        ("shape", "damaged: key is"),
+        ("nan", "not finite"),
+        ("model", "another model"),
+        ("none", "gate: none is fitted"),
+    ],
+)
+def test_a_gate_that_does_not_fit_is_one_line(
+    damage: str, message: str, fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(fitted, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    path = tmp_path / "x.safetensors"
+    if damage == "cut":
+        path.write_bytes(fitted.read_bytes()[:-20])
+    elif damage == "text":
+        path.write_text("a gate")
+    elif damage == "weights":
+        save_file(tensors, path)
+    elif damage == "shape":
+        save_file({**tensors, "key": torch.zeros(2, 2, 2)}, path, metadata)
+    elif damage == "nan":
+        save_file({**tensors, "bias": tensors["bias"] * torch.nan}, path, metadata)
+    elif damage == "model":
+        save_file(tensors, path, {**metadata, "fingerprint": "0" * 32})
+    policy = "gate:budget=9" if damage == "none" else f"gate:budget=9,file={path}"
+    result = run_cli(capsys, "run", "--model", "random:tiny", "--kv-memory", "16MiB", "--kv-policy", policy, "Hello")
+    assert_one_line_error(result, message)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("nonsense", "not JSON"),
+        ("[1]", "not an object"),
+        ('{"body": 1}', "needs article and highlights"),
+        ('{"prompt": "a b c"}', "needs an answer"),
+        ('{"prompt": "a", "answer": "a long enough answer"}', "7 are needed"),
+    ],
+)
+def test_data_that_cannot_be_fitted_is_one_line(
+    record: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(record + "\n")
+    out = tmp_path / "x.gate.safetensors"
+    result = run_cli(capsys, "fit", "--model", "random:tiny", "--data", data, "--out", out)
+    assert_one_line_error(result, message)
+    assert not out.exists()
