@@ -41,6 +41,7 @@ class ListPolicy:
     num_queries: int = 0  # of snapkv
     reread_chunk: int = 0
     mix_h2o: bool = False
+    first: int = 0  # tokens of the answer before anything is evicted
 
     @property
     def decay(self) -> float:
@@ -56,15 +57,18 @@ class ListHead:
     keys: Tensor  # [n, D]
     values: Tensor  # [n, D]
     masses: Tensor  # float64 [n, R]
+    reread: Tensor  # float64 [n], the mass before the answer; 0 of the answer's tokens
 
     def append(self, positions: Tensor, keys: Tensor, values: Tensor) -> None:
         self.positions = torch.cat((self.positions, positions))
         self.keys, self.values = torch.cat((self.keys, keys)), torch.cat((self.values, values))
         self.masses = torch.cat((self.masses, self.masses.new_zeros(len(keys), self.masses.shape[1])))
+        self.reread = torch.cat((self.reread, self.reread.new_zeros(len(keys))))
 
     def keep(self, indices: list[int]) -> None:
         self.positions, self.masses = self.positions[indices], self.masses[indices]
         self.keys, self.values = self.keys[indices], self.values[indices]
+        self.reread = self.reread[indices]
 
     @property
     def position_list(self) -> list[int]:
@@ -88,6 +92,7 @@ class ListModel:
                 torch.zeros(0, s.head_dim),
                 torch.zeros(0, s.head_dim),
                 torch.zeros(0, R, dtype=torch.float64),
+                torch.zeros(0, dtype=torch.float64),
             )
             for layer in range(s.num_layers)
             for g in range(s.num_kv_heads)
@@ -179,8 +184,21 @@ class ListModel:
         if policy.heads in ("query", "union"):
             rankings = self.rankings(layer, g, free)
             return {j: -min(ranking.index(j) for ranking in rankings) for j in free}
+        if policy.first:
+            return self.larger_shares(layer, g, free)
         masses = self.masses(layer, g)
         return {j: max(masses[j]) if policy.heads == "kv-max" else sum(masses[j]) for j in free}
+
+    def larger_shares(self, layer: int, g: int, free: list[int]) -> dict[int, float]:
+        """Return of each token the larger share: of what the prompt got before the answer, or from the answer."""
+        heads = [head for (i, _), head in self.heads.items() if i in self.full_layers]
+        in_prompt = [head.positions < self.prompt_len for head in heads]
+        before = sum(float(head.reread[mask].sum()) for head, mask in zip(heads, in_prompt, strict=True))
+        since = [(head.masses.sum(1) - head.reread).clamp(min=0) for head in heads]
+        after = sum(float(x[mask].sum()) for x, mask in zip(since, in_prompt, strict=True))
+        head = self.heads[layer, g]
+        answer = (head.masses.sum(1) - head.reread).clamp(min=0)
+        return {j: max(float(head.reread[j]) / before, float(answer[j]) / after) for j in free}
 
     def gate_score(self, layer: int, g: int, j: int) -> float:
         """Return the score of one token under the random gate."""
@@ -207,7 +225,12 @@ class ListModel:
                 head.keep((head.positions > now - window).nonzero()[:, 0].tolist())
         policy = self.policy
         positions = {h: head.position_list for h, head in self.heads.items() if h[0] in self.full_layers}
-        at_prompt_end = now == self.prompt_len - 1 and len(next(iter(positions.values()))) > policy.budget
+        if policy.first and now == self.prompt_len - 1:
+            for head in self.heads.values():
+                head.reread = head.masses.sum(1)
+        at_prompt_end = (
+            now == self.prompt_len - 1 + policy.first and len(next(iter(positions.values()))) > policy.budget
+        )
         is_due = at_prompt_end or now < self.prompt_len - 1 or now == self.next_eviction
         if not is_due or sum(map(len, positions.values())) <= policy.budget * len(positions):
             return

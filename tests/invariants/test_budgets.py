@@ -38,6 +38,10 @@ POLICIES = {
     "reread:budget=40,interval=3,share=all,mix=h2o,value=norm": ListPolicy(
         "reread", interval=3, reread_chunk=1024, share="all", mix_h2o=True, norm_values=True
     ),
+    "reread:budget=40,interval=3,rereads=30,first=10": ListPolicy("reread", interval=3, reread_chunk=30, first=10),
+    "reread:budget=40,interval=5,rereads=30,first=24,share=all": ListPolicy(
+        "reread", interval=5, reread_chunk=30, first=24, share="all"
+    ),
     "gate:budget=40,interval=3,recent=12": ListPolicy("gate", interval=3, share="all"),
     "gate:budget=40,interval=5,recent=12,share=none": ListPolicy("gate", interval=5),
     "gate:budget=30,recent=9,share=none,prefill=stream,chunk=13": ListPolicy(

@@ -81,7 +81,7 @@ def test_a_policy_is_written_back_as_its_spec(spec: str) -> None:
 def test_a_policy_is_one_short_file_with_its_name(name: str) -> None:
     module = importlib.import_module(f"retain.kv.eviction.policies.{name}")
     assert module.__file__ and module.__doc__
-    assert len(Path(module.__file__).read_text().splitlines()) <= 60
+    assert len(Path(module.__file__).read_text().splitlines()) <= 100
     assert module.__doc__.startswith(f"{name}: ")
 
 

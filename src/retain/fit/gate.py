@@ -19,12 +19,12 @@ from retain.fit.ridge import Moments
 from retain.fit.statistics import Collector, Statistics
 from retain.gates import model_fingerprint
 from retain.kv.eviction.gate_weights import NUM_LOGS, GateShape, GateWeights, save_gate
+from retain.kv.eviction.policies.reread import REPEAT
 from retain.models.weights import open_weights
 from retain.processing.tokenizer import Tokenizer
 
 HELD_OUT_EVERY = 7
 RECENT = {"gate": 0.15, "reread": 0.3, "h2o": 0.3}  # the policies' own defaults
-REPEAT = "Repeat the previous context exactly."
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ holds after every `chunk`, so that a prompt of any length takes bounded memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -31,8 +32,6 @@ class BudgetPolicy(EvictionPolicy):
     """
 
     has_budget = True
-    scores_slots = False  # whether `score_slots` gives each slot a number that stays with it
-
     budget: Amount  # tokens that a head keeps, or a percentage of the prompt
     recent: Amount = DEFAULT_RECENT  # of them the newest, in tokens or as a percentage of the budget
     sinks: int = 0  # of them the first of the text
@@ -44,6 +43,7 @@ class BudgetPolicy(EvictionPolicy):
     protect: str = "none"  # or system: the system prompt is among the sinks
     shrink: Amount | None = None  # how far the budget may fall, by halves, before a request is preempted
     prompt_len: int = field(default=0, init=False)
+    instruction_ids: tuple[int, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         if self.interval < 1 or self.sinks < 0 or self.chunk < 1:
@@ -97,6 +97,12 @@ class BudgetPolicy(EvictionPolicy):
         n = policy.prompt_len
         return layers if possible and limits.pages_needed(layers, n, n) < limits.pages_needed(exact, n, n) else exact
 
+    def with_instruction(self, token_ids: Sequence[int]) -> Self:
+        """See EvictionPolicy.with_instruction."""
+        found = self.with_options()
+        object.__setattr__(found, "instruction_ids", tuple(token_ids))
+        return found
+
     def with_full_prefill(self) -> Self:
         """See EvictionPolicy.with_full_prefill."""
         return self.with_options(prefill="exact") if self.prefill == "layers" else self
@@ -130,12 +136,15 @@ class BudgetPolicy(EvictionPolicy):
         """
         if self.prompt_len <= self.budget_tokens or self.prefill == "layers":
             return self.decode_slots
-        whole = self.prompt_len + max(self.interval, min(self.scoring_chunk, self.prompt_len))
+        behind = max(self.interval, min(self.scoring_chunk, self.prompt_len), self.eviction_delay)
+        whole = self.prompt_len + behind
         return whole if self.prefill == "exact" else min(whole, self.budget_tokens + max(self.chunk, self.interval))
 
     def peak_slots(self, length: int) -> int:
         """See EvictionPolicy.peak_slots."""
-        beyond = self.interval if length < self.prompt_len else max(self.interval, self.scoring_chunk)
+        beyond = (
+            self.interval if length < self.prompt_len else max(self.interval, self.scoring_chunk, self.eviction_delay)
+        )
         return min(length + beyond, self.prefill_slots)
 
     def scratch_slots(self, length: int) -> int:
@@ -149,7 +158,13 @@ class BudgetPolicy(EvictionPolicy):
         if num_computed_tokens < self.prompt_len:
             streamed = max(num_computed_tokens, self.budget_tokens) + self.chunk
             return min(streamed, self.prompt_len) if self.prefill == "stream" else self.prompt_len
-        return max(num_computed_tokens, self.budget_tokens) + self.interval
+        begin = self.prompt_len + self.eviction_delay
+        return begin if num_computed_tokens < begin else max(num_computed_tokens, self.budget_tokens) + self.interval
+
+    @property
+    def eviction_delay(self) -> int:
+        """Tokens of the answer that are computed before the budget begins. They fill slots behind the prompt."""
+        return 0
 
     def evictable_range(self, query_position: int) -> tuple[int, int]:
         """Return the first and last position that may be evicted; sinks lie before, recent tokens behind."""
@@ -159,6 +174,11 @@ class BudgetPolicy(EvictionPolicy):
         """Mark the positions that must stay, bool of the shape of `pos`."""
         first, last = self.evictable_range(query_position)
         return (pos < first) | (pos > last)
+
+    @property
+    def scores_slots(self) -> bool:
+        """Whether `score_slots` gives each slot a number that stays with it."""
+        return False
 
     def score_slots(self, slots: CacheView) -> Tensor:
         """Return a number for each of these slots, float32 [M, G, S], where `scores_slots`.

@@ -29,6 +29,7 @@ class BudgetEvictor:
         self.next_eviction = policy.next_eviction(0)  # computed tokens at that moment
         self.holes: Tensor | None = None
         self.holes_from = 0
+        self.compacts_at = policy.prompt_len + policy.eviction_delay  # computed tokens when the budget begins
         self.num_evicted = 0  # slots of all heads, so far
         self.position_offset = 0  # position = place in the text - offset, for tokens to come
         self.slot_scores = SlotScores(tables.store, shift_keys)
@@ -49,15 +50,18 @@ class BudgetEvictor:
     def evict(self, num_computed_tokens: int) -> None:
         """Evict, because `next_eviction` is reached.
 
-        At the end of the prompt the budget begins: what stays is compacted, and the layers never grow again. Later
-        the slots of the interval fill up and are emptied, again and again.
+        At the end of the prompt, or so many tokens later as the policy waits, the budget begins: what stays is
+        compacted, and the layers never grow again. Later the slots of the interval fill up and are emptied.
         """
         policy = self.policy
         self.next_eviction = policy.next_eviction(num_computed_tokens)
         if num_computed_tokens < policy.prompt_len:  # a streamed chunk
             owned = self.tables.counts[self.row, self.layers] * np.int32(self.tables.page_size)
             self._punch(num_computed_tokens, owned, int(owned.min()) - policy.budget_tokens)
-        elif num_computed_tokens > policy.prompt_len:
+        elif num_computed_tokens < self.compacts_at:  # what slots have now, before the answer adds to it
+            self.slot_scores.update(policy, self._layer_tables(), num_computed_tokens - 1)
+            return
+        elif num_computed_tokens > self.compacts_at:
             used = self.head_budgets + np.int32(policy.interval)
             self._punch(num_computed_tokens, used, policy.interval)
         elif num_computed_tokens > policy.budget_tokens:
@@ -97,16 +101,13 @@ class BudgetEvictor:
         counts = -(-(self.head_budgets + policy.interval) // t.page_size)
         self._trim_pages(counts)
         self.slot_scores.keep(done.places, int(counts.max()) * t.page_size)
-        behind = torch.from_numpy(self.head_budgets).to(done.places.device)[..., None]
-        self.slot_scores.expect(behind + torch.arange(policy.interval, device=behind.device))
         self._renumber(num_computed_tokens)
 
     def _punch(self, num_computed_tokens: int, slots_used: Ints, n: int) -> None:
         last = num_computed_tokens - 1 - self.position_offset
         pages = self._layer_tables()
         scores = self.slot_scores.update(self.policy, pages, last)
-        self.holes, places = punch(self.tables.store, pages, self.policy, last, slots_used, n, scores)
-        self.slot_scores.expect(places)
+        self.holes = punch(self.tables.store, pages, self.policy, last, slots_used, n, scores)
         self.holes_from = num_computed_tokens
         self._renumber(num_computed_tokens)
 

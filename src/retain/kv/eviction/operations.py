@@ -52,10 +52,10 @@ def punch(
     slots_used: Ints,
     n: int,
     slot_scores: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Turn the n lowest slots of each head into holes, among the first `slots_used` [M, G] of its table.
 
-    Returns their slot numbers and their places, both [M, G, n].
+    Returns their slot numbers [M, G, n].
     """
     kv, view = store.kv, build_view(store, pages, query_position, slot_scores)
     priority, pos = policy.priority(view).flatten(0, 1), view.pos.flatten(0, 1)
@@ -64,7 +64,7 @@ def punch(
     places = store.backend.select_victims(priority, pos, lengths, sinks, last_evictable, n).view(*slots_used.shape, n)
     holes = gather_slots(pages, places, kv.page_size)
     kv.pos.view(-1)[holes.long()] = -1
-    return holes, places
+    return holes
 
 
 def allocate_budgets(rank: Tensor, budget: int, group_by: str) -> Tensor:

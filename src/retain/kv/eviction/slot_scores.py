@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from retain.kv.eviction.budget import BudgetPolicy
@@ -12,41 +13,51 @@ from retain.types import Ints
 
 
 class SlotScores:
-    """Numbers for the slots of a row, float32 [M, G, S] by place in the tables of its unwindowed layers [M]."""
+    """Numbers for the slots of a row, by place in the tables of its unwindowed layers [M] and kv heads [G].
+
+    A slot is scored when it is first ranked, and again when another position was written into it.
+    """
 
     def __init__(self, store: PageStore, shift_keys: ShiftKeys | None):
         self.store, self.shift_keys = store, shift_keys
-        self._scores: Tensor | None = None  # None: no slot is scored yet
-        self._unscored: Tensor | None = None  # places [M, G, n] that were written since
+        self._scores = torch.zeros(0)  # float32 [M, G, S]
+        self._pos = torch.zeros(0, dtype=torch.int32)  # [M, G, S]: the positions that were scored; -1 for none
 
     def update(self, policy: BudgetPolicy, pages: Ints, query_position: int) -> Tensor | None:
         """Score the slots that are new, and return the scores of all slots of tables [M, G, pages].
 
-        The first time all slots are new; then one layer is read at a time. None where the policy scores no slots.
+        None where the policy scores no slots.
         """
         if not policy.scores_slots:
             return None
-        places = torch.arange(pages.shape[2] * self.store.page_size, device=self.store.kv.device)
-        if self._scores is None or self._scores.shape[-1] != len(places):
-            whole = places.expand(1, pages.shape[1], -1)
-            layers = [slice(i, i + 1) for i in range(len(pages))]
-            scored = [policy.score_slots(self._view(pages[i], whole, i, query_position)) for i in layers]
-            self._scores = torch.cat(scored)
-        elif self._unscored is not None:
-            view = self._view(pages, self._unscored, slice(0, len(pages)), query_position)
-            self._scores.scatter_(-1, self._unscored, policy.score_slots(view))
-        self._unscored = None
+        kv, (M, G, n) = self.store.kv, pages.shape
+        pos = kv.pos[kv.to_index(pages)].view(M, G, -1)  # [M, G, S]
+        if not self._scores.numel():
+            self._scores, self._pos = torch.zeros_like(pos, dtype=torch.float32), torch.full_like(pos, -1)
+        self._resize(n * kv.page_size)
+        is_new = (pos != self._pos) & (pos >= 0)
+        num_new = int(is_new.sum(-1).max())
+        # Of a whole prompt one layer is read at a time: K and V in float32 take twice their memory in the pool.
+        step = 1 if num_new > 4 * policy.interval else M
+        for first in range(0, M if num_new else 0, step):
+            layers = slice(first, first + step)
+            places = is_new[layers].byte().topk(num_new).indices
+            found = policy.score_slots(self._view(pages[layers], places, layers, query_position))
+            known = self._scores[layers].gather(-1, places)
+            self._scores[layers].scatter_(-1, places, torch.where(is_new[layers].gather(-1, places), found, known))
+        self._pos = pos
         return self._scores
 
     def keep(self, places: Tensor, num_slots: int) -> None:
         """Record that the slots at these places [M, G, n] moved to the front, in order, of tables of `num_slots`."""
-        if self._scores is not None:
-            moved = self._scores.gather(-1, places.clamp(max=self._scores.shape[-1] - 1))
-            self._scores = torch.nn.functional.pad(moved[..., :num_slots], (0, max(num_slots - moved.shape[-1], 0)))
+        if self._scores.numel():
+            places = places.clamp(max=self._scores.shape[-1] - 1)
+            self._scores, self._pos = self._scores.gather(-1, places), self._pos.gather(-1, places)
+            self._resize(num_slots)
 
-    def expect(self, places: Tensor) -> None:
-        """Record that the slots at these places [M, G, n] are written before the next update."""
-        self._unscored = places
+    def _resize(self, num_slots: int) -> None:
+        more = num_slots - self._scores.shape[-1]  # a negative number cuts
+        self._scores, self._pos = F.pad(self._scores, (0, more)), F.pad(self._pos, (0, more), value=-1)
 
     def _view(self, pages: Ints, places: Tensor, layers: slice, query_position: int) -> CacheView:
         kv, S = self.store.kv, self.store.page_size

@@ -32,7 +32,10 @@ class Policy(BudgetPolicy):
     file: str = ""  # of the gate; by default beside the model, or in this package
     weights: GateWeights | None = field(default=None, init=False, repr=False, compare=False)  # once it is fitted
 
-    scores_slots = True
+    @property
+    def scores_slots(self) -> bool:
+        """The part of the score that K and V give never changes."""
+        return True
 
     @property
     def score_key(self) -> tuple[object, ...]:

@@ -3,21 +3,25 @@
 One more prefill: the prompt's tokens follow the prompt, `rereads` at a time, add mass to its slots, and are dropped.
 The score does not depend on a question that the prompt ends with. After KVzip (arXiv 2505.23416), which takes the
 largest weight where this takes the sum. `mix=h2o` adds the attention of the prompt's own queries, `ask=repeat` puts a
-request to repeat the text before each part of it.
+request to repeat the text before each part of it, and `first=24` also waits for what the answer's first tokens need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from retain.kv.eviction.budget import AttentionScoredPolicy
 from retain.kv.eviction.policy import QueryWeights, ScoringPass
+from retain.kv.eviction.view import CacheView
 from retain.plugins import check_choice
+
+REPEAT = "Repeat the previous context exactly."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,7 @@ class Policy(AttentionScoredPolicy):
     mix: str = "none"  # or h2o
     rereads: int = 1024  # tokens at a time; a head needs as many more slots for a moment
     ask: str = "none"  # or repeat: in the model's own chat form
-    asked: tuple[int, ...] = field(default=(), init=False)  # ids of the request
+    first: int = 0  # tokens of the answer before anything is evicted; what they attend to counts, too
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,17 +39,15 @@ class Policy(AttentionScoredPolicy):
         check_choice("ask", self.ask, "none", "repeat")
         if self.prefill == "stream" or self.rereads < 1:
             raise ValueError("reread reads the whole prompt again, rereads >= 1 at a time; not with prefill=stream")
+        if self.first < 0 or (
+            self.first and (self.heads, self.scope, self.positions) != ("kv-sum", "layer", "original")
+        ):
+            raise ValueError("first is at least 0, and goes with heads=kv-sum, scope=layer and positions=original")
 
     @property
     def instruction(self) -> str:
         """See EvictionPolicy."""
-        return "Repeat the previous context exactly." if self.ask == "repeat" else ""
-
-    def with_instruction(self, token_ids: Sequence[int]) -> Self:
-        """See EvictionPolicy."""
-        found = self.with_options()
-        object.__setattr__(found, "asked", tuple(token_ids))
-        return found
+        return REPEAT if self.ask == "repeat" else ""
 
     @property
     def scoring_chunk(self) -> int:
@@ -55,13 +57,37 @@ class Policy(AttentionScoredPolicy):
     def scoring_passes(self, prompt: Sequence[int], max_chunk: int) -> list[ScoringPass]:
         """Read the prompt once more, unless the budget holds all of it."""
         chunk = min(self.rereads, max_chunk)
-        size = chunk - len(self.asked)  # of a part of the prompt
+        size = chunk - len(self.instruction_ids)  # of a part of the prompt
         if size < 1 or len(prompt) <= self.budget_tokens:
             return []
-        if not self.asked:
+        if not self.instruction_ids:
             return [ScoringPass(prompt, chunk)]
-        return [ScoringPass((*self.asked, *prompt[i : i + size]), chunk) for i in range(0, len(prompt), size)]
+        return [ScoringPass((*self.instruction_ids, *prompt[i : i + size]), chunk) for i in range(0, len(prompt), size)]
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Weigh queries behind the prompt: those that read it again, and the answer's."""
         return QueryWeights(((pos >= self.prompt_len) | (self.mix == "h2o")).astype(np.float32))
+
+    @property
+    def eviction_delay(self) -> int:
+        """See BudgetPolicy."""
+        return self.first if self.prompt_len > self.budget_tokens else 0
+
+    @property
+    def scores_slots(self) -> bool:
+        """With `first` slots keep the mass of the second reading, apart from the answer's."""
+        return self.first > 0
+
+    def score_slots(self, slots: CacheView) -> Tensor:
+        """Return the mass before the answer; 0 for the answer's own slots."""
+        return super().priority(slots).masked_fill(slots.pos >= self.prompt_len, 0)
+
+    def priority(self, view: CacheView) -> Tensor:
+        """Return the mass; with `first` the larger share of the second reading's and of the answer's."""
+        mass = super().priority(view)
+        if view.slot_scores is None:
+            return mass
+        in_prompt = (view.pos >= 0) & (view.pos < self.prompt_len)
+        reread, answer = view.slot_scores, (mass - view.slot_scores).clamp(min=0)
+        sums = [x.where(in_prompt, 0).sum().clamp(min=1e-30) for x in (reread, answer)]
+        return torch.maximum(reread / sums[0], answer / sums[1])
