@@ -47,6 +47,8 @@ def compare() -> tuple[list[str], list[str]]:
 
 def describe(path: str) -> str:
     """Return the first sentence of a file's docstring or of its opening comment, without the module's own name."""
+    if path.endswith((".safetensors", ".md")):
+        return ""
     text = (PACKAGE / path).read_text(encoding="utf-8")
     if path.endswith(".py"):
         first = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]

@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 from retain import models
 from retain.config import Config
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.gates import GateLoader
+from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend, page_bytes
 from retain.kv.capacity import CacheConfig, CapacityPlanner, KVCacheSpec, refuse_gates
 from retain.kv.eviction.gate_weights import GateWeights

@@ -20,6 +20,7 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kernels.api import CPU, page_bytes
 from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
+from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
 from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.offload.tiers import parse_all
@@ -121,10 +122,15 @@ def random_prompts(num_prompts: int, seed: int = 0, max_prompt_len: int = 150) -
 
 
 def make_request(
-    prompt: Sequence[int], max_tokens: int = 12, policy: str = "full", params: SamplingParams = GREEDY, **more: Any
+    prompt: Sequence[int],
+    max_tokens: int = 12,
+    policy: str | EvictionPolicy = "full",
+    params: SamplingParams = GREEDY,
+    **more: Any,
 ) -> Request:
     """Make a request for `max_tokens` new tokens; `more` are fields of RequestInput."""
-    return Request(RequestInput(list(prompt), params, policies.parse(policy), max_tokens, **more))
+    parsed = policies.parse(policy) if isinstance(policy, str) else policy
+    return Request(RequestInput(list(prompt), params, parsed, max_tokens, **more))
 
 
 def run_to_completion(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:

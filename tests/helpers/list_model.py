@@ -40,6 +40,7 @@ class ListPolicy:
     redraw_noise: bool = True
     num_queries: int = 0  # of snapkv
     reread_chunk: int = 0
+    instruction: tuple[int, ...] = ()  # before each part of a prompt that is read again
     mix_h2o: bool = False
     first: int = 0  # tokens of the answer before anything is evicted
 
@@ -289,8 +290,10 @@ class ListModel:
 
     def reread(self, prompt: list[int]) -> None:
         """Compute the prompt's tokens once more after the prompt, a chunk at a time, and delete them."""
-        for i in range(0, self.prompt_len, self.policy.reread_chunk):
-            self.forward(prompt[i : i + self.policy.reread_chunk], self.prompt_len)
+        instruction = self.policy.instruction
+        size = self.policy.reread_chunk - len(instruction)
+        for i in range(0, self.prompt_len, size):
+            self.forward([*instruction, *prompt[i : i + size]], self.prompt_len)
             for head in self.heads.values():
                 head.keep(list(range(self.prompt_len)))
 

@@ -17,6 +17,7 @@ from tests.helpers.marks import slow
 
 FAMILIES = ["llama", *slow("gpt2", "mpt", "gemma3_text")]  # grouped heads, learned positions, ALiBi, sliding layers
 BACKENDS = ["cpu", *slow("reference")]
+INSTRUCTION = tuple(range(30, 60))
 KEY_SCORES = ("knorm", "keydiff")  # equal tokens score equally but for rounding, which differs between backends
 
 POLICIES = {
@@ -41,6 +42,12 @@ POLICIES = {
     "reread:budget=40,interval=3,rereads=30,first=10": ListPolicy("reread", interval=3, reread_chunk=30, first=10),
     "reread:budget=40,interval=5,rereads=30,first=24,share=all": ListPolicy(
         "reread", interval=5, reread_chunk=30, first=24, share="all"
+    ),
+    "reread:budget=40,interval=5,ask=repeat": ListPolicy(
+        "reread", interval=5, reread_chunk=1024, instruction=INSTRUCTION
+    ),
+    "reread:budget=40,interval=5,rereads=40,first=10,ask=repeat": ListPolicy(
+        "reread", interval=5, reread_chunk=40, first=10, instruction=INSTRUCTION
     ),
     "gate:budget=40,interval=3,recent=12": ListPolicy("gate", interval=3, share="all"),
     "gate:budget=40,interval=5,recent=12,share=none": ListPolicy("gate", interval=5),
@@ -95,7 +102,9 @@ def test_an_independent_implementation_with_lists_keeps_the_same_tokens(family: 
             make_engine(family).add(make_request([1], 1, policy))
         return
     engine = make_engine(family, backend=backend, score_columns=spec.num_heads // spec.num_kv_heads)
-    request = make_request([7 * i % 128 for i in range(70)], 201, policy)
+    request = make_request(
+        [7 * i % 128 for i in range(70)], 201, policies.parse(policy).with_instruction(lists.policy.instruction)
+    )
     expected = lists.generate(request.prompt, 200, 201, request.noise_seed)
     engine.add(request)
     while len(request.output_tokens) < 200:

@@ -120,7 +120,7 @@ def bad_inputs(tmp_path):
     yield ("run", "--model", pickled, hello), "pickled"
     yield ("run", "--model", "smollm3", hello), "smollm3"
     yield (*RUN_ARGS, "--speed", "9", hello), "--speed"
-    yield (*RUN_ARGS, "--kv-policy", "lru", hello), "full, h2o"
+    yield (*RUN_ARGS, "--kv-policy", "lru", hello), "full, gate, h2o"
     yield (*RUN_ARGS, "--kv-policy", "h2o", hello), "budget"
     yield (*RUN_ARGS, "--kv-policy", "keyformer:budget=lots", hello), "percentage"
     yield (*RUN_ARGS, "--kv-policy", "keyformer:budget=25%,noise=white", hello), "gumbel"

@@ -17,7 +17,7 @@ from retain.fit.examples import Example
 from retain.fit.gate import score_columns
 from retain.fit.ridge import LINEAR_PENALTY, LOG_PENALTY, Moments
 from retain.fit.statistics import TARGET_FLOOR, Collector, FirstReading, Statistics
-from retain.gates import SUFFIX
+from retain.gates.loader import SUFFIX
 from retain.kv.capacity import KVCacheSpec
 from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS
 from retain.kv.eviction.policies import gate as gate_policy

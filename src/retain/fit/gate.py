@@ -17,7 +17,7 @@ from retain.fit.evaluation import BUDGETS, HeldOut, hold_out, kl_divergence
 from retain.fit.examples import Example, load_examples
 from retain.fit.ridge import Moments
 from retain.fit.statistics import Collector, Statistics
-from retain.gates import model_fingerprint
+from retain.gates.loader import model_fingerprint
 from retain.kv.eviction.gate_weights import NUM_LOGS, GateShape, GateWeights, save_gate
 from retain.kv.eviction.policies.reread import REPEAT
 from retain.models.weights import open_weights

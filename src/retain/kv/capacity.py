@@ -78,7 +78,7 @@ class CapacityPlanner:
         It starts with `num_uncomputed_tokens`, which are computed in chunks.
         """
         S, windows = self.config.page_size, self.windows(policy)
-        fresh = min(num_uncomputed_tokens, self.config.max_batched_tokens)
+        fresh = min(policy.fresh_tokens(num_uncomputed_tokens), self.config.max_batched_tokens)
         rings = np.minimum(length, ring_capacities(windows, fresh, S)) * (1 + (policy.scoring_chunk > 0))
         full = policy.peak_slots(length)
         if policy.has_budget:

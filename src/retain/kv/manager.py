@@ -101,7 +101,7 @@ class KVCacheManager:
 
     def open_row(self, policy: EvictionPolicy, num_uncomputed_tokens: int) -> int:
         """Open a row for a request with so many uncomputed tokens. It owns no pages yet."""
-        row = self.slots.open_row(self.planner.windows(policy), num_uncomputed_tokens)
+        row = self.slots.open_row(self.planner.windows(policy), policy.fresh_tokens(num_uncomputed_tokens))
         if policy.has_budget:
             self.evictors[row] = BudgetEvictor(cast(BudgetPolicy, policy), self.tables, row, self.shift_keys)
         return row

@@ -102,7 +102,8 @@ class InputProcessor:
         self._check_token_ids([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])
         policy = self.info.policy if g.kv_policy is None else policies.parse(g.kv_policy)
         if policy.instruction:
-            policy = policy.with_instruction(self._encode_instruction(policy.instruction))
+            ids = self._encode_instruction(policy.instruction)
+            policy = policy.with_instruction(ids, self.tokenizer.special_token_ids)
         if policy.per_query_head and self.cache.config.score_columns == 1 < self.info.heads_per_kv_head:
             spec = policies.to_spec(policy)
             raise ValueError(f"{spec} needs the masses of every query head: start the engine with such a policy")

@@ -9,7 +9,7 @@ holds after every `chunk`, so that a prompt of any length takes bounded memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -44,6 +44,7 @@ class BudgetPolicy(EvictionPolicy):
     shrink: Amount | None = None  # how far the budget may fall, by halves, before a request is preempted
     prompt_len: int = field(default=0, init=False)
     instruction_ids: tuple[int, ...] = field(default=(), init=False)
+    special_ids: frozenset[int] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         if self.interval < 1 or self.sinks < 0 or self.chunk < 1:
@@ -97,10 +98,11 @@ class BudgetPolicy(EvictionPolicy):
         n = policy.prompt_len
         return layers if possible and limits.pages_needed(layers, n, n) < limits.pages_needed(exact, n, n) else exact
 
-    def with_instruction(self, token_ids: Sequence[int]) -> Self:
+    def with_instruction(self, token_ids: Sequence[int], special_ids: Set[int] = frozenset()) -> Self:
         """See EvictionPolicy.with_instruction."""
         found = self.with_options()
         object.__setattr__(found, "instruction_ids", tuple(token_ids))
+        object.__setattr__(found, "special_ids", frozenset(special_ids))
         return found
 
     def with_full_prefill(self) -> Self:
@@ -136,7 +138,7 @@ class BudgetPolicy(EvictionPolicy):
         """
         if self.prompt_len <= self.budget_tokens or self.prefill == "layers":
             return self.decode_slots
-        behind = max(self.interval, min(self.scoring_chunk, self.prompt_len), self.eviction_delay)
+        behind = max(self.interval, self.scoring_tokens, self.eviction_delay)
         whole = self.prompt_len + behind
         return whole if self.prefill == "exact" else min(whole, self.budget_tokens + max(self.chunk, self.interval))
 
@@ -146,6 +148,15 @@ class BudgetPolicy(EvictionPolicy):
             self.interval if length < self.prompt_len else max(self.interval, self.scoring_chunk, self.eviction_delay)
         )
         return min(length + beyond, self.prefill_slots)
+
+    @property
+    def scoring_tokens(self) -> int:
+        """Tokens of a scoring pass that are in the cache at a time, at most."""
+        return min(self.scoring_chunk, len(self.instruction_ids) + self.prompt_len)
+
+    def fresh_tokens(self, num_uncomputed_tokens: int) -> int:
+        """See EvictionPolicy.fresh_tokens."""
+        return max(num_uncomputed_tokens, self.scoring_tokens)
 
     def scratch_slots(self, length: int) -> int:
         """See EvictionPolicy.scratch_slots."""

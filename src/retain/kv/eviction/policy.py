@@ -6,8 +6,9 @@ are `BudgetPolicy`s (budget.py). The cache calls these methods on every policy a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -108,6 +109,10 @@ class EvictionPolicy:
         """Slots that a head of an unwindowed layer owns at most on the way to `length` tokens; resolved."""
         return length
 
+    def fresh_tokens(self, num_uncomputed_tokens: int) -> int:
+        """Return the tokens that may be computed at once, of a request that starts with as many; resolved."""
+        return num_uncomputed_tokens
+
     def scratch_slots(self, length: int) -> int:
         """Slots that a head takes beside its own while the prompt is computed; resolved."""
         return 0
@@ -117,8 +122,8 @@ class EvictionPolicy:
         """A user's message that scoring passes begin with, as token ids given to `with_instruction`; "" for none."""
         return ""
 
-    def with_instruction(self, token_ids: Sequence[int]) -> Self:
-        """Return the policy with the ids of its instruction."""
+    def with_instruction(self, token_ids: Sequence[int], special_ids: Set[int] = frozenset()) -> Self:
+        """Return the policy with the ids of its instruction, and those that separate the messages of a prompt."""
         return self
 
     def scoring_passes(self, prompt: Sequence[int], max_chunk: int) -> list[ScoringPass]:
@@ -135,3 +140,9 @@ class EvictionPolicy:
     def priority(self, view: CacheView) -> Tensor:
         """Return a number for each slot, [L, G, S]; the lowest are evicted first. Those of holes mean nothing."""
         raise NotImplementedError
+
+
+def split_messages(prompt: Sequence[int], special_ids: Set[int]) -> list[Sequence[int]]:
+    """Return the parts of a prompt between its special tokens, some of them empty."""
+    ends = [i for i, token in enumerate(prompt) if token in special_ids]
+    return [prompt[begin + 1 : end] for begin, end in pairwise((-1, *ends, len(prompt)))]

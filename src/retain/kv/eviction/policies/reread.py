@@ -2,8 +2,8 @@
 
 One more prefill: the prompt's tokens follow the prompt, `rereads` at a time, add mass to its slots, and are dropped.
 The score does not depend on a question that the prompt ends with. After KVzip (arXiv 2505.23416), which takes the
-largest weight where this takes the sum. `mix=h2o` adds the attention of the prompt's own queries, `ask=repeat` puts a
-request to repeat the text before each part of it, and `first=24` also waits for what the answer's first tokens need.
+largest weight where this takes the sum. `mix=h2o` adds the attention of the prompt's own queries. `ask=repeat` reads
+each message behind a request to repeat it, and `first=24` also waits for what the answer's first tokens need.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kv.eviction.budget import AttentionScoredPolicy
-from retain.kv.eviction.policy import QueryWeights, ScoringPass
+from retain.kv.eviction.policy import QueryWeights, ScoringPass, split_messages
 from retain.kv.eviction.view import CacheView
 from retain.plugins import check_choice
 
 REPEAT = "Repeat the previous context exactly."
+SHORTEST_MESSAGE = 8  # tokens between two special ones; fewer are the name of a role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Policy(AttentionScoredPolicy):
 
     @property
     def scoring_chunk(self) -> int:
-        """Tokens of the second reading that are in the cache at a time."""
+        """See BudgetPolicy."""
         return self.rereads
 
     def scoring_passes(self, prompt: Sequence[int], max_chunk: int) -> list[ScoringPass]:
@@ -62,7 +63,9 @@ class Policy(AttentionScoredPolicy):
             return []
         if not self.instruction_ids:
             return [ScoringPass(prompt, chunk)]
-        return [ScoringPass((*self.instruction_ids, *prompt[i : i + size]), chunk) for i in range(0, len(prompt), size)]
+        texts = [t for t in split_messages(prompt, self.special_ids) if len(t) >= SHORTEST_MESSAGE] or [prompt]
+        parts = (text[i : i + size] for text in texts for i in range(0, len(text), size))
+        return [ScoringPass((*self.instruction_ids, *part), chunk) for part in parts]
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Weigh queries behind the prompt: those that read it again, and the answer's."""
