@@ -47,7 +47,7 @@ def test_a_gate_is_fitted_on_the_numbers_that_a_cache_gives_it(family: str, monk
 
     monkeypatch.setattr(gate_policy.Policy, "priority", record)
     run_to_completion(make_engine(family), [make_request(PROMPT, 2, "gate:budget=30,recent=9,share=none")])
-    found = Collector(model, "reread", []).collect(EXAMPLE)
+    found = Collector(model, "reread", lambda prompt: [prompt]).collect(EXAMPLE)
     expected = score_columns(gate, found.columns).clamp(LOWEST, HIGHEST)
     assert torch.allclose(ranked[0][..., : len(PROMPT)], expected, atol=1e-3)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from retain.fit.dense import DenseModel
 from retain.fit.evaluation import BUDGETS, HeldOut, hold_out, kl_divergence
 from retain.fit.examples import Example, load_examples
 from retain.fit.ridge import Moments
-from retain.fit.statistics import Collector, Statistics
+from retain.fit.statistics import Collector, Statistics, sum_rereads
 from retain.gates.loader import model_fingerprint
 from retain.kv.eviction.gate_weights import NUM_LOGS, GateShape, GateWeights, save_gate
-from retain.kv.eviction.policies.reread import REPEAT
+from retain.kv.eviction.policies import reread
 from retain.models.weights import open_weights
+from retain.plugins import Amount
 from retain.processing.tokenizer import Tokenizer
 
 HELD_OUT_EVERY = 7
@@ -46,9 +47,7 @@ def fit_gate(path: Path, config: FitConfig) -> FitReport:
     model = DenseModel(models.build(open_weights(path, torch.float32, progress=True)))
     if not model.full_layers:
         raise ValueError(f"{path.name}: all layers see a window, which needs no policy")
-    # A model without a chat template cannot be asked: it reads the prompt again as it is.
-    repeat = tokenizer.encode_next_turn(REPEAT) if tokenizer.chat_template else []
-    collector = Collector(model, config.target, repeat)
+    collector = Collector(model, config.target, _rereads(tokenizer))
     moments, held_moments = Moments(), Moments()
     held: list[tuple[HeldOut, Statistics]] = []
     for i, example in enumerate(tqdm(examples, desc="reading", unit="prompt")):
@@ -61,9 +60,18 @@ def fit_gate(path: Path, config: FitConfig) -> FitReport:
     by_layer, r2 = held_moments.r2(gate)
     save_gate(config.out, gate, _shape(model, path), _notes(config, len(examples), r2))
     num_held_out = len(examples) // HELD_OUT_EVERY
-    kl = _compare(model, collector, gate, held) if held else {}
+    kl = _compare(model, gate, held) if held else {}
     num_weights = sum(x.numel() for x in vars(gate).values())
     return FitReport(len(examples) - num_held_out, num_held_out, num_weights, r2, by_layer.tolist(), kl)
+
+
+def _rereads(tokenizer: Tokenizer) -> Callable[[list[int]], list[Sequence[int]]]:
+    """Return what follows a prompt to read it again. Without a chat template no request is made: see `retain.gates`."""
+    if tokenizer.chat_template is None:
+        return lambda prompt: [prompt]
+    policy = reread.Policy(budget=Amount(tokens=1), ask="repeat")
+    policy = policy.with_instruction(tokenizer.encode_next_turn(reread.REPEAT), tokenizer.special_token_ids)
+    return lambda prompt: [p.tokens for p in policy.scoring_passes(prompt, max_chunk=2**30)]
 
 
 def score_columns(gate: GateWeights, columns: Tensor) -> Tensor:
@@ -74,18 +82,16 @@ def score_columns(gate: GateWeights, columns: Tensor) -> Tensor:
     return (columns @ weights)[..., 0] + gate.bias[..., None]
 
 
-def _compare(
-    model: DenseModel, collector: Collector, gate: GateWeights, held: list[tuple[HeldOut, Statistics]]
-) -> dict[str, list[float]]:
+def _compare(model: DenseModel, gate: GateWeights, held: list[tuple[HeldOut, Statistics]]) -> dict[str, list[float]]:
     """Return the mean KL divergence of the gate, of reread (share=all, value=norm) and of h2o, at each budget."""
 
-    def reread(example: Example, found: Statistics) -> Tensor:
+    def reread_norms(example: Example, found: Statistics) -> Tensor:
         D = model.spec.head_dim
-        return collector.reread(example.prompt, []) * found.columns[..., D : 2 * D].norm(dim=-1)
+        return sum_rereads(model, example.prompt, [example.prompt]) * found.columns[..., D : 2 * D].norm(dim=-1)
 
     scorers: dict[str, tuple[str, Callable[[Example, Statistics], Tensor]]] = {
         "gate": ("all", lambda example, found: score_columns(gate, found.columns)),
-        "reread": ("all", reread),
+        "reread": ("all", reread_norms),
         "h2o": ("none", lambda example, found: found.mass),
     }
     sums = {name: [0.0] * len(BUDGETS) for name in scorers}

@@ -2,7 +2,8 @@
 
 A target is what a token gave, as weights of attention times the norm of its value, summed over queries:
 
-* reread: the queries of the prompt when it is read again behind an instruction to repeat it (KVzip, arXiv 2505.23416);
+* reread: the queries of each message of the prompt when it is read again behind a request to repeat it, and those of
+  the request (after KVzip, arXiv 2505.23416; `reread:ask=repeat`);
 * answers: the larger of the same for the queries of the true answer, and of how much the answer's likelihood would
   change without the token: the root of the squared products of the gradient at a head's output with the token's own
   part of that output, weight (v - output).
@@ -12,7 +13,7 @@ Each map is scaled to the mean 1 over a prompt before the larger one is taken, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +36,10 @@ class Statistics:
 
 
 class Collector:
-    """Collect statistics of examples. `repeat` are the tokens between a prompt and its second reading."""
+    """Collect statistics of examples. `rereads` gives what follows a prompt to read it again, pass by pass."""
 
-    def __init__(self, model: DenseModel, target: str, repeat: Sequence[int]):
-        self.model, self.target, self.repeat = model, target, list(repeat)
+    def __init__(self, model: DenseModel, target: str, rereads: Callable[[list[int]], list[Sequence[int]]]):
+        self.model, self.target, self.rereads = model, target, rereads
 
     def collect(self, example: Example) -> Statistics:
         """Compute the example once with its answer, and once more for its second reading."""
@@ -52,23 +53,28 @@ class Collector:
         columns, mass = torch.stack(first.columns), torch.stack(first.masses)
         if self.target != "answers":
             norms = torch.stack([v.norm(dim=-1) for v in first.values])
-            maps.insert(0, self.reread(example.prompt, self.repeat) * norms)
+            maps.insert(0, sum_rereads(self.model, example.prompt, self.rereads(example.prompt)) * norms)
         target = maps[0] / maps[0].mean()
         for other in maps[1:]:
             target = torch.maximum(target, other / other.mean())
             target = target / target.mean()
         return Statistics(columns, target, mass)
 
-    def reread(self, prompt: list[int], repeat: Sequence[int]) -> Tensor:
-        """Return the attention that a prompt gets when it is read again, [M, G, n]."""
-        n, masses = len(prompt), []
 
-        def add_mass(found: LayerAttention) -> None:
-            if self.model.spec.windows[found.layer] is None:
-                masses.append(found.weights[:, :, n + len(repeat) :, :n].sum((1, 2)))
+def sum_rereads(model: DenseModel, prompt: list[int], rereads: Sequence[Sequence[int]]) -> Tensor:
+    """Return the attention that a prompt gets when these tokens follow it, each list by itself, [M, G, n]."""
+    n, sums = len(prompt), torch.zeros(())
 
-        self.model.forward([*prompt, *repeat, *prompt], add_mass)
-        return torch.stack(masses)
+    for tokens in rereads:
+        masses: list[Tensor] = []
+
+        def add_mass(found: LayerAttention, masses: list[Tensor] = masses) -> None:
+            if model.spec.windows[found.layer] is None:
+                masses.append(found.weights[:, :, n:, :n].sum((1, 2)))
+
+        model.forward([*prompt, *tokens], add_mass)
+        sums = sums + torch.stack(masses)
+    return sums
 
 
 class FirstReading:

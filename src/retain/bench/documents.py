@@ -1,0 +1,86 @@
+"""Questions about documents, asked together with the document or after it was evicted to its budget.
+
+The latter is a cache that is compressed once and asked many times: the question is forced on the model behind the
+prompt, so no policy knows it when the budget begins. The model answers by itself, greedily.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from retain.bench.tasks import ItemMetrics, absolute_budget
+from retain.llm import LLM
+from retain.processing.input import GenerateRequest
+from retain.sampling_params import SamplingParams
+
+ANSWER_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and the first words of its answer, as ids. The answer names all `facts`, each in one of its forms."""
+
+    kind: str
+    text: list[int]
+    facts: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text as ids, and the questions about it."""
+
+    text: list[int]
+    questions: tuple[Question, ...]
+
+
+def ask(
+    llm: LLM, documents: Sequence[Document], policy_specs: Sequence[str], after_eviction: bool
+) -> list[ItemMetrics]:
+    """Return the share of the facts that the answers name, 0 to 100, by kind of question and their `mean`.
+
+    There is one row for each policy and document, those of the first policy first. Budgets in percent are of the
+    document without the question. Raises ValueError.
+    """
+    requests: list[GenerateRequest] = []
+    questions: list[Question] = []
+    for spec in policy_specs:
+        for document in documents:
+            policy = absolute_budget(spec, len(document.text))
+            requests += [_make_request(document.text, q.text, policy, after_eviction) for q in document.questions]
+            questions += document.questions
+    outputs = llm.generate_from_requests(requests)
+    marks = []
+    for request, question, output in zip(requests, questions, outputs, strict=True):
+        text = llm.tokenizer.decode(output.token_ids[len(request.forced_tokens) :])
+        marks.append(mark_answer(text, question.facts))
+    rows, begin = [], 0
+    for document in [*documents] * len(policy_specs):
+        found = marks[begin : begin + len(document.questions)]
+        begin += len(found)
+        kinds = dict.fromkeys(q.kind for q in document.questions)
+        row = {k: _mean([m for m, q in zip(found, document.questions, strict=True) if q.kind == k]) for k in kinds}
+        rows.append(row | {"mean": _mean(found)})
+    return rows
+
+
+def mark_answer(answer: str, facts: Sequence[Sequence[str]]) -> float:
+    """Return the share of facts that an answer names in any of their forms, 0 to 100. Case and spaces do not count."""
+    words = f" {_normalize(answer)} "
+    return 100 * _mean([float(any(f" {_normalize(form)} " in words for form in forms)) for forms in facts])
+
+
+def _make_request(document: list[int], question: list[int], policy: str, after_eviction: bool) -> GenerateRequest:
+    forced = tuple(question) if after_eviction else ()
+    prompt = document if after_eviction else [*document, *question]
+    params = SamplingParams(max_tokens=len(forced) + ANSWER_TOKENS, temperature=0, ignore_eos=True, seed=0)
+    return GenerateRequest(prompt, params, policy, forced_tokens=forced)
+
+
+def _normalize(text: str) -> str:
+    return " ".join(re.findall(r"\w+", text.casefold()))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
