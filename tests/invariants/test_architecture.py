@@ -18,6 +18,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 # A file may import its own room and the rooms of lower layers. Rooms of one layer do not import each other.
 LAYERS = [
     {"cli"},
+    {"tune"},
     {"server", "bench", "fit", "cluster"},
     {"retain"},  # the public names
     {"llm"},

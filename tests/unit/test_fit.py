@@ -13,7 +13,6 @@ from torch import Tensor
 from retain import LLM, SamplingParams
 from retain.fit.dense import DenseModel, LayerAttention
 from retain.fit.evaluation import hold_out, kl_divergence
-from retain.fit.examples import Example
 from retain.fit.gate import score_columns
 from retain.fit.ridge import LINEAR_PENALTY, LOG_PENALTY, Moments
 from retain.fit.statistics import TARGET_FLOOR, Collector, FirstReading, Statistics
@@ -22,6 +21,7 @@ from retain.kv.capacity import KVCacheSpec
 from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS
 from retain.kv.eviction.policies import gate as gate_policy
 from retain.kv.eviction.view import CacheView
+from retain.processing.examples import Example
 from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.gates import random_gate
@@ -193,7 +193,7 @@ def test_a_gate_that_does_not_fit_is_one_line(
         ("nonsense", "not JSON"),
         ("[1]", "not an object"),
         ('{"body": 1}', "needs article and highlights"),
-        ('{"prompt": "a b c"}', "needs an answer"),
+        (json.dumps({"prompt": "a b c " * 40}), "needs an answer"),
         ('{"prompt": "a", "answer": "a long enough answer"}', "7 are needed"),
     ],
 )

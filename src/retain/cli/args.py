@@ -19,6 +19,7 @@ from retain.fit.config import FitConfig
 from retain.plugins import Size, field_types, format_size, parse_size
 from retain.sampling_params import SamplingParams
 from retain.server.config import Limits, ServerConfig
+from retain.tune.config import TuneConfig
 
 T = TypeVar("T")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -43,7 +44,9 @@ class CommandParser(argparse.ArgumentParser):
 def build_parser() -> CommandParser:
     """Build the parser of every command. Options that are not given are absent: dataclasses hold the defaults."""
     parser = CommandParser(prog="retain", description="An LLM inference engine whose subject is the KV cache.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run | chat | serve | bench | fit | cache")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="run | chat | serve | bench | tune | fit | cache"
+    )
     engine, sampling, logging, quiet = (CommandParser(add_help=False) for _ in range(4))
     add_arguments(engine, Config)
     add_arguments(sampling, SamplingParams, exclude=("logit_bias", "logprobs", "stop_token_ids", "n"))
@@ -80,6 +83,11 @@ def build_parser() -> CommandParser:
     add_arguments(serve, Limits)
     bench = commands.add_parser("bench", help="measure speed, quality and load")
     _add_benches(bench, engine, quiet)
+    tune = commands.add_parser(
+        "tune", parents=[engine, quiet], help="find the KV policy with the least memory that holds a bound on quality"
+    )
+    add_arguments(tune, TuneConfig)
+    tune.add_argument("--json", action="store_true", help="print one JSON object")
     fit = commands.add_parser("fit", parents=[quiet], help="fit a gate of the policy `gate` to a model")
     add_arguments(fit, Config, include=("model",))
     add_arguments(fit, FitConfig)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from retain.fit.dense import DenseModel, Past
-from retain.fit.examples import Example
 from retain.kv.eviction.operations import allocate_budgets
+from retain.processing.examples import Example
 
 BUDGETS = (0.5, 0.25, 0.125)
 

@@ -14,7 +14,6 @@ from retain import models
 from retain.fit.config import FitConfig
 from retain.fit.dense import DenseModel
 from retain.fit.evaluation import BUDGETS, HeldOut, hold_out, kl_divergence
-from retain.fit.examples import Example, load_examples
 from retain.fit.ridge import Moments
 from retain.fit.statistics import Collector, Statistics, sum_rereads
 from retain.gates.loader import model_fingerprint
@@ -22,6 +21,7 @@ from retain.kv.eviction.gate_weights import NUM_LOGS, GateShape, GateWeights, sa
 from retain.kv.eviction.policies import reread
 from retain.models.weights import open_weights
 from retain.plugins import Amount
+from retain.processing.examples import Example, load_examples
 from retain.processing.tokenizer import Tokenizer
 
 HELD_OUT_EVERY = 7
@@ -43,7 +43,7 @@ class FitReport:
 def fit_gate(path: Path, config: FitConfig) -> FitReport:
     """Fit a gate for the model at `path`, write it to `config.out`. Raises ValueError or OSError."""
     tokenizer = Tokenizer.open(path)
-    examples = load_examples(tokenizer, config)
+    examples = _load_examples(tokenizer, config)
     model = DenseModel(models.build(open_weights(path, torch.float32, progress=True)))
     if not model.full_layers:
         raise ValueError(f"{path.name}: all layers see a window, which needs no policy")
@@ -63,6 +63,18 @@ def fit_gate(path: Path, config: FitConfig) -> FitReport:
     kl = _compare(model, gate, held) if held else {}
     num_weights = sum(x.numel() for x in vars(gate).values())
     return FitReport(len(examples) - num_held_out, num_held_out, num_weights, r2, by_layer.tolist(), kl)
+
+
+def _load_examples(tokenizer: Tokenizer, config: FitConfig) -> list[Example]:
+    found = list(load_examples(tokenizer, config.data, config.first, config.num_items, config.max_prompt_len))
+    for example in found:
+        if config.target != "reread" and len(example.answer) < 2:
+            place = f"{config.data}:{example.line}"
+            raise ValueError(f"{place}: target={config.target} needs an answer: give --target reread")
+    if len(found) < HELD_OUT_EVERY:
+        count = f"{len(found)} prompts of at most {config.max_prompt_len} tokens, {HELD_OUT_EVERY} are needed"
+        raise ValueError(f"{config.data}: {count}")
+    return found
 
 
 def _rereads(tokenizer: Tokenizer) -> Callable[[list[int]], list[Sequence[int]]]:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from retain.fit.dense import DenseModel, LayerAttention
-from retain.fit.examples import Example
 from retain.kv.eviction.gate_weights import changing_logs, fixed_logs
+from retain.processing.examples import Example
 
 TARGET_FLOOR = 0.02  # added to a target, whose mean is 1, before its logarithm is fitted
 

@@ -1,4 +1,4 @@
-"""The examples that a gate is fitted on: prompts, and the answers that are expected."""
+"""Examples of a user's work: prompts and, where they are known, the answers that are expected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from retain.files import quote
-from retain.fit.config import FitConfig
 from retain.processing.tokenizer import Tokenizer
 
 MAX_ANSWER_TOKENS = 128
@@ -19,30 +18,30 @@ SUMMARIZE = "Summarize the following news article:"
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids of a prompt and of its answer, which may be empty."""
+    """Token ids of a prompt and of its answer, which may be empty; the line of the file that it is from."""
 
     prompt: list[int]
     answer: list[int]
+    line: int = 0
 
 
-def load_examples(tokenizer: Tokenizer, config: FitConfig) -> list[Example]:
-    """Return the first examples that are short enough. Raises ValueError or OSError."""
-    found: list[Example] = []
-    for number, record in _read_records(config.data):
-        if number <= config.first:
+def load_examples(
+    tokenizer: Tokenizer, path: Path, first: int, num_items: int, max_prompt_len: int
+) -> Iterator[Example]:
+    """Yield the first `num_items` examples behind `first` records, of prompts of at most `max_prompt_len` tokens.
+
+    Raises ValueError or OSError.
+    """
+    found = 0
+    for number, record in _read_records(path):
+        if number <= first or found == num_items:
             continue
-        prompt, answer = _to_texts(record, f"{config.data}:{number}")
+        prompt, answer = _to_texts(record, f"{path}:{number}")
         ids = _encode_prompt(tokenizer, prompt)
-        answer_ids = tokenizer.encode(answer, add_special_tokens=False)[:MAX_ANSWER_TOKENS] if answer else []
-        if config.target != "reread" and len(answer_ids) < 2:
-            raise ValueError(f"{config.data}:{number}: target={config.target} needs an answer: give --target reread")
-        if MIN_PROMPT_TOKENS <= len(ids) <= config.max_prompt_len:
-            found.append(Example(ids, answer_ids))
-        if len(found) == config.num_items:
-            break
-    if len(found) < 7:
-        raise ValueError(f"{config.data}: {len(found)} prompts of at most {config.max_prompt_len} tokens, 7 are needed")
-    return found
+        if MIN_PROMPT_TOKENS <= len(ids) <= max_prompt_len:
+            found += 1
+            answer_ids = tokenizer.encode(answer, add_special_tokens=False)[:MAX_ANSWER_TOKENS] if answer else []
+            yield Example(ids, answer_ids, number)
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -1,0 +1,63 @@
+"""The policies that `retain tune` tries, each with the memory that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from retain.bench.quality import FULL, expand_policies
+from retain.kernels.api import NO_WINDOW
+from retain.kv.eviction import policies
+from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.manager import KVCacheManager
+from retain.kv.memory.cache import ring_capacities
+from retain.llm import LLM
+from retain.processing.examples import Example
+from retain.tune.config import TuneConfig
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy's spec, and the mean bytes of KV cache that a request owns while it decodes."""
+
+    spec: str
+    kv_bytes: float
+
+
+def make_candidates(llm: LLM, config: TuneConfig, examples: Sequence[Example]) -> list[Candidate]:
+    """Return the policies at their budgets that need less memory than the full cache, the least memory first.
+
+    A policy `gate` without options is left out where no gate is fitted for the model. Raises ValueError.
+    """
+    names = list(config.policies)
+    if "gate" in names and not _has_gate(llm):
+        names.remove("gate")
+    specs = expand_policies(names, config.budgets)
+    found = [Candidate(spec, mean_bytes(llm.cache, spec, examples)) for spec in specs]
+    full = mean_bytes(llm.cache, FULL, examples)
+    return sorted((c for c in found if c.kv_bytes < full), key=lambda c: c.kv_bytes)
+
+
+def mean_bytes(cache: KVCacheManager, spec: str, examples: Sequence[Example]) -> float:
+    """Return the mean bytes of KV cache of a request with such a prompt, at the end of its answer."""
+    parsed = policies.parse(spec)
+    return sum(_request_bytes(cache, parsed, len(e.prompt), len(e.answer)) for e in examples) / len(examples)
+
+
+def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: int, answer_len: int) -> int:
+    policy = cache.effective_policy(policy.resolve(prompt_len))
+    length, S, windows = prompt_len + answer_len, cache.config.page_size, cache.planner.windows(policy)
+    held = min(length, policy.decode_slots) if isinstance(policy, BudgetPolicy) else length
+    slots = np.where(windows == NO_WINDOW, held, np.minimum(length, ring_capacities(windows, 1, S)))
+    return int((-(-slots // S)).sum()) * cache.spec.kv_heads * cache.store.page_bytes
+
+
+def _has_gate(llm: LLM) -> bool:
+    try:
+        llm.cache.planner.load_gate("")
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,49 @@
+"""Options of `retain tune`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """Options of `retain tune`. Raises ValueError."""
+
+    data: Path = field(metadata={"help": "JSON lines with prompt and answer, article and highlights, or text"})
+    within: str = field(
+        metadata={
+            "help": "the bound: kl=0.02 (nats a token), loss=1% (of the full cache's, or nats), top1=0.95 (share of "
+            "tokens with the same likeliest one), or rouge=0.98 (of the full cache's ROUGE-L)"
+        }
+    )
+    policies: tuple[str, ...] = field(
+        default=(
+            "gate",
+            "reread:share=all,value=norm",
+            "h2o:share=all,value=norm",
+            "h2o",
+            "snapkv",
+            "keydiff",
+            "sinks",
+        ),
+        metadata={"help": "KV policies to try, separated by spaces", "separator": " "},
+    )
+    budgets: tuple[str, ...] = field(
+        default=("75%", "60%", "50%", "40%", "30%", "20%", "12%", "8%"),
+        metadata={"help": "budgets of each policy that names none, comma-separated", "separator": ","},
+    )
+    first: int = field(default=0, metadata={"help": "records to skip at the start of the data"})
+    num_items: int = field(default=32, metadata={"help": "prompts at most; few policies are measured on all of them"})
+    max_prompt_len: int = field(default=2000, metadata={"help": "tokens of a prompt, at most"})
+    output_len: int = field(default=64, metadata={"help": "tokens of the model's own answers, where the data has none"})
+    journal: Path | None = field(
+        default=None, metadata={"help": "file of the measurements: a run that was stopped continues from it"}
+    )
+    plot: Path | None = field(default=None, metadata={"help": "draw quality against memory, as PNG"})
+
+    def __post_init__(self) -> None:
+        if self.num_items < 4 or self.max_prompt_len < 64 or self.first < 0 or self.output_len < 2:
+            raise ValueError("tune needs num_items >= 4, max_prompt_len >= 64, first >= 0 and output_len >= 2")
+        if not self.policies or not self.budgets:
+            raise ValueError("tune needs at least one policy and one budget")
