@@ -204,7 +204,7 @@ def test_budget_benchmarks_run(llm: LLM, capsys: pytest.CaptureFixture[str]) -> 
     assert [len(t) for t in times] == [20] * 3 and all(t > 0 for policy_times in times for t in policy_times)
     assert llm.cache.free_pages == llm.cache.total_pages
     bench = ("bench", "budget", "--model", "random:tiny")
-    assert_one_line_error(run_cli(capsys, *bench, "--measurements", "colour"), "scoring, decode, throughput")
+    assert_one_line_error(run_cli(capsys, *bench, "--measurements", "colour"), "scoring, eviction, decode, throughput")
     assert_one_line_error(run_cli(capsys, *bench, "--kv-policy", "full"), "--kv-policy is for bench speed")
 
 

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from retain.bench.decode_timer import DecodeTimer
+from retain.bench.quality import policy_at_budget
 from retain.bench.requests import greedy_request, random_prompts
 from retain.engine.engine import Engine
 from retain.engine.request import Request
@@ -26,6 +27,7 @@ SCORING_POLICIES = {
     "keyformer": f"keyformer:budget={UNREACHABLE_BUDGET}",
     "tau=1.5": f"keyformer:budget={UNREACHABLE_BUDGET},tau=1.5",
 }
+EVICTION_POLICIES = ("full", "h2o", "h2o:share=all,value=norm", "gate", "reread:share=all,value=norm")
 THROUGHPUT_POLICIES = ("full", "h2o:budget=25%", "h2o:budget=25%,prefill=stream", "keyformer:budget=25%")
 
 
@@ -43,17 +45,26 @@ def measure_scoring(llm: LLM) -> list[Line]:
         times = time_side_by_side(llm, list(SCORING_POLICIES.values()), prompt_len, batch_size, num_steps=48)
         for name, t in zip(SCORING_POLICIES, times, strict=True):
             lines.append({"measurement": f"decode, batch {batch_size}", "policy": name, **_compare_times(t, times[0])})
-    times = [[] for _ in SCORING_POLICIES]
-    for seed in range(3):
-        for policy_times, policy in zip(times, SCORING_POLICIES.values(), strict=True):
-            started = perf_counter()
-            engine = _make_engine(llm, [_make_request(llm, prompt_len, policy, seed)])
-            _run_until_first_tokens(engine)
-            policy_times.append(perf_counter() - started)
-            _cancel_all(engine)
+    times = time_prefills(llm, list(SCORING_POLICIES.values()), prompt_len, num_repeats=3)
     for name, t in list(zip(SCORING_POLICIES, times, strict=True))[:3]:
         lines.append({"measurement": "prefill", "policy": name, **_compare_times(t, times[0])})
     return lines
+
+
+def measure_eviction(llm: LLM) -> Iterator[Line]:
+    """Time a prefill of 700 and of 4096 tokens with the eviction that follows, to 25 %, and the decode steps then.
+
+    A policy that the model has no gate for is left out. The ratios are to h2o, the second of the policies.
+    """
+    specs = [policy_at_budget(p, "25%") if p != "full" else p for p in EVICTION_POLICIES]
+    specs = [spec for spec in specs if not spec.startswith("gate") or llm.cache.planner.has_gate]
+    for prompt_len in (700, min(4096, llm.max_model_len - 200)):
+        prefills = time_prefills(llm, specs, prompt_len, num_repeats=7)
+        steps = time_side_by_side(llm, specs, prompt_len, batch_size=1, num_steps=96)
+        for name, times in (("prefill", prefills), ("decode", steps)):
+            for spec, t in zip(specs, times, strict=True):
+                line = {"measurement": f"{name}, {prompt_len} tokens", "policy": spec, **_compare_times(t, times[1])}
+                yield {key.replace("full", "h2o"): value for key, value in line.items()}
 
 
 def measure_decode(llm: LLM, prompt_len: int = 7000, batch_size: int = 8) -> list[Line]:
@@ -105,9 +116,23 @@ def measure_throughput(
 
 MEASUREMENTS: dict[str, Callable[[LLM], Iterable[Line]]] = {
     "scoring": measure_scoring,
+    "eviction": measure_eviction,
     "decode": measure_decode,
     "throughput": measure_throughput,
 }
+
+
+def time_prefills(llm: LLM, policy_specs: Sequence[str], prompt_len: int, num_repeats: int) -> list[list[float]]:
+    """Return the seconds from a request to its first token and what follows in that step; the policies take turns."""
+    times: list[list[float]] = [[] for _ in policy_specs]
+    for seed in range(num_repeats):
+        for policy_times, policy in zip(times, policy_specs, strict=True):
+            started = perf_counter()
+            engine = _make_engine(llm, [_make_request(llm, prompt_len, policy, seed)])
+            _run_until_first_tokens(engine)
+            policy_times.append(perf_counter() - started)
+            _cancel_all(engine)
+    return times
 
 
 def time_side_by_side(
@@ -150,7 +175,8 @@ def _make_engine(llm: LLM, requests: Sequence[Request]) -> Engine:
 
 
 def _run_until_first_tokens(engine: Engine) -> None:
-    while engine.scheduler.waiting or not all(r.stats.first_token_time for r in engine.scheduler.running):
+    scheduler = engine.scheduler
+    while scheduler.waiting or any(r.scoring or not r.stats.first_token_time for r in scheduler.running):
         engine.step()
 
 

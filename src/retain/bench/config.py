@@ -28,7 +28,7 @@ class BudgetBenchConfig:
 
     measurements: tuple[str, ...] = field(
         default=("scoring", "decode"),
-        metadata={"help": "of scoring, decode and throughput, comma-separated", "separator": ","},
+        metadata={"help": "of scoring, eviction, decode and throughput, comma-separated", "separator": ","},
     )
 
 

@@ -72,6 +72,15 @@ class CapacityPlanner:
         has_rings, step_room = any(self.spec.windows), c.max_batched_tokens - c.max_running_requests
         return policy.fit(CacheLimits(c.max_model_len, has_rings, step_room, self.pages_needed, self.load_gate))
 
+    @property
+    def has_gate(self) -> bool:
+        """Whether a gate is found for the model where no file is named."""
+        try:
+            self.load_gate("")
+        except ValueError:
+            return False
+        return True
+
     def pages_needed(self, policy: EvictionPolicy, length: int, num_uncomputed_tokens: int) -> int:
         """Return the pages that a request owns at most on the way to `length` tokens.
 

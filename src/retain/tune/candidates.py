@@ -33,7 +33,7 @@ def make_candidates(llm: LLM, config: TuneConfig, examples: Sequence[Example]) -
     A policy `gate` without options is left out where no gate is fitted for the model. Raises ValueError.
     """
     names = list(config.policies)
-    if "gate" in names and not _has_gate(llm):
+    if "gate" in names and not llm.cache.planner.has_gate:
         names.remove("gate")
     specs = expand_policies(names, config.budgets)
     found = [Candidate(spec, mean_bytes(llm.cache, spec, examples)) for spec in specs]
@@ -53,11 +53,3 @@ def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: in
     held = min(length, policy.decode_slots) if isinstance(policy, BudgetPolicy) else length
     slots = np.where(windows == NO_WINDOW, held, np.minimum(length, ring_capacities(windows, 1, S)))
     return int((-(-slots // S)).sum()) * cache.spec.kv_heads * cache.store.page_bytes
-
-
-def _has_gate(llm: LLM) -> bool:
-    try:
-        llm.cache.planner.load_gate("")
-    except ValueError:
-        return False
-    return True
