@@ -148,6 +148,18 @@ def test_a_fitted_gate_is_used_by_its_file(fitted: Path) -> None:
     assert answers[0].token_ids == answers[1].token_ids
 
 
+@pytest.mark.parametrize("model", ["smollm2", *slow("gemma3")])
+def test_the_package_has_gates_of_the_bundled_models(model: str) -> None:
+    """Such a gate loads, keeps other tokens than masses alone would, and changes nothing where all are kept."""
+    llm = LLM(model, dtype="float32", prefix_cache="off", kv_policy="gate:budget=50%")
+    prompt = llm.encode("The harbour master counted seven boats, and the eighth was late. " * 6)
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    full, whole = llm.generate([prompt] * 2, greedy, kv_policy=["full", "gate:budget=500"])
+    assert whole.token_ids == full.token_ids
+    gate, h2o = (llm.kept_positions(prompt, f"{name}:budget=50%,share=all,recent=15%") for name in ("gate", "h2o"))
+    assert gate != h2o
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
