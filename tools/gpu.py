@@ -119,6 +119,8 @@ LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool]] = 
     (256, 4, BF16, (200, 9), False, False),
     (64, 3, torch.float32, (200, 9), True, False),
     (80, 1, torch.float16, (200, 9), False, False),
+    (64, 3, torch.int8, (1, 2), True, False),
+    (128, 2, torch.int8, (200, 9), True, True),
 ]
 
 
@@ -126,7 +128,7 @@ def launch_kernels(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], w
     """Launch a step of two kv heads, and every other kernel of the backend."""
     from retain.kernels import triton
     from retain.kernels.api import Tables
-    from retain.kernels.triton import attention
+    from retain.kernels.triton import fresh_tokens
 
     G, B, T, n = 2, len(fresh), sum(fresh), 40
     kv = triton.allocate(1 + B * G * n, 64, D, dtype)
@@ -140,24 +142,25 @@ def launch_kernels(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], w
         dense=ones,
         max_pages=n,
     )
-    q, pos, slots = torch.ones(T, G * R, D, dtype=dtype), torch.ones(T).int(), torch.ones(G, T, dtype=torch.int32)
+    q_dtype = torch.bfloat16 if dtype == torch.int8 else dtype
+    q, pos, slots = torch.ones(T, G * R, D, dtype=q_dtype), torch.ones(T).int(), torch.ones(G, T, dtype=torch.int32)
     slopes = torch.ones(G * R) if alibi else None
     scoring = keyformer_scoring(T, B) if with_masses else None
     triton.attend(q, kv, tables, pos, scale=0.1, alibi_slopes=slopes, scoring=scoring, layer=1)
-    rope = None if alibi else attention.RopeParams(torch.ones(D // 2), 1.0, interleaved=False)
-    attention.write(kv, slots, q[:, :G], q[:, :G], pos, rope)
+    rope = None if alibi else fresh_tokens.RopeParams(torch.ones(D // 2), 1.0, interleaved=False)
+    fresh_tokens.write(kv, slots, q[:, :G], q[:, :G], pos, rope)
     triton.copy(kv, torch.tensor([1]), torch.tensor([2]))
     priority, lengths = torch.ones(3, 4096), torch.full((3,), 4096).int()
     triton.select_victims(priority, priority.int(), lengths, first_evictable=4, last_evictable=4000, n=16)
-    launch_program(kv, tables, R, slopes)
+    launch_program(kv, tables, R, slopes, q_dtype)
 
 
-def launch_program(kv: Any, tables: Any, R: int, slopes: Any) -> None:
+def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype) -> None:
     """Launch the kernels of a program of one layer."""
     from retain.kernels.triton import attention, forward
 
     D, G, T = kv.head_dim, tables.pages.shape[1], int(tables.query_start_loc[-1])
-    p = forward.TritonProgram(kv.dtype, torch.device("cpu"))
+    p = forward.TritonProgram(dtype, torch.device("cpu"))
     x, y = p.buffer("x", 4096), p.buffer("y", 2048)
     p.norm(x, x, torch.ones(4096), None, 1e-5, subtract_mean=False)
     p.norm(x, x, torch.ones(4096), torch.ones(4096), 1e-5, subtract_mean=True)
@@ -177,7 +180,7 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any) -> None:
         slot_mapping=torch.ones(1, G, T, dtype=torch.int32),
         logits_indices=None,
     )
-    step.buffers[x], step.buffers[qkv] = (torch.ones(T, n, dtype=kv.dtype) for n in (4096, (R + 2) * G * D))
+    step.buffers[x], step.buffers[qkv] = (torch.ones(T, n, dtype=dtype) for n in (4096, (R + 2) * G * D))
     for op in p._ops:
         op(step)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from retain.plugins import Size
 
 DTYPES = ("bfloat16", "float32", "float16")
+KV_DTYPES = ("auto", "bfloat16", "int8")
 WEIGHTS = ("auto", "bf16", "int8", "int4")
 
 
@@ -50,7 +51,15 @@ class Config:
         default=None,
         metadata={"help": "hard cap of the KV pool (default: 4GiB, or 85% of the free memory of a GPU)"},
     )
-    page_size: int = field(default=64, metadata={"help": "slots of a page, a multiple of 16"})
+    kv_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "K and V in the cache: auto (as --dtype), bfloat16, or int8: twice the tokens in the same bytes"
+        },
+    )
+    page_size: int = field(
+        default=64, metadata={"help": "slots of a page, a multiple of 16; int8 has twice as many in its bytes"}
+    )
     max_running_requests: int = field(default=64, metadata={"help": "requests that run at the same time, at most"})
     max_batched_tokens: int = field(default=512, metadata={"help": "fresh tokens of a step, at most"})
     max_model_len: int | None = field(
@@ -65,6 +74,8 @@ class Config:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not supported: choose float32, bfloat16 or float16 (on a GPU)")
         check_weights(self.weights, self.dtype)
+        if self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype {self.kv_dtype!r} is not supported: choose {', '.join(KV_DTYPES)}")
         for name in ("page_size", "max_running_requests", "max_batched_tokens", "kv_memory", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -76,6 +87,16 @@ class Config:
                 f"max_batched_tokens ({self.max_batched_tokens}) must exceed max_running_requests "
                 f"({self.max_running_requests}), or prompts would starve"
             )
+
+    @property
+    def slot_dtype(self) -> str:
+        """The dtype of K and V in the cache."""
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+
+    @property
+    def slots_per_page(self) -> int:
+        """Slots of a page, whose bytes stay those of 16 bits."""
+        return self.page_size * (2 if self.slot_dtype == "int8" else 1)
 
 
 def default_kv_memory(max_request_bytes: int, free_gpu_memory: int | None = None) -> int:

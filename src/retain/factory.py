@@ -109,7 +109,8 @@ def build_offload(
 ) -> Offloader:
     """Open the tiers below a cache of the model at `path`. Raises ValueError or OSError."""
     kv, shape = cache.kv, cache.spec
-    format = (config.weights, config.dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
+    dtype = config.dtype if config.kv_dtype == "auto" else f"{config.dtype}, kv {config.kv_dtype}"
+    format = (config.weights, dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
     # Another processor, GPU or version of this package computes keys and values with other last bits.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""
     machine = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")
@@ -120,7 +121,7 @@ def build_offload(
                 while block := f.read(2**24):
                     fingerprint.update(block)
     offloader = open_offload_tiers(prefix_config, tier_configs, cache, spec, fingerprint.digest())
-    shown = {"model": path.name, "weights": config.weights, "dtype": config.dtype, "page_size": kv.page_size}
+    shown = {"model": path.name, "weights": config.weights, "dtype": dtype, "page_size": kv.page_size}
     shown |= {"machine and version": " ".join(machine)}
     for store in offloader.stores:
         if isinstance(store, disk.DiskStore):

@@ -56,7 +56,7 @@ class LLM:
             raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
         drafter = drafters.parse(c.speculate) if c.speculate else None
         self.device = kernels.resolve_device(c.device)
-        self.dtype: torch.dtype = getattr(torch, c.dtype)
+        self.dtype, self.kv_dtype = (getattr(torch, name) for name in (c.dtype, c.slot_dtype))
         backend = kernels.load(c.backend, self.device)
         loaded = factory.load_model(resolve_model(model), backend, self.dtype, c.weights, progress, self.device)
         self.spec, self.weight_bytes = loaded.spec, loaded.weight_bytes
@@ -68,7 +68,7 @@ class LLM:
             loaded.cache_spec,
             cache_config,
             backend,
-            self.dtype,
+            self.kv_dtype,
             self._memory_bytes(cache_config),
             prefix_config=prefix_config,
             shift_keys=loaded.shift_keys,
@@ -105,15 +105,15 @@ class LLM:
             raise ValueError(f"max_model_len {given} is longer than the model's own context, {limit}")
         return given or limit
 
-    def _cache_config(self, score_columns: int) -> CacheConfig:
+    def _cache_config(self, columns: int) -> CacheConfig:
         c = self.config
-        return CacheConfig(c.page_size, c.max_running_requests, self.max_model_len, c.max_batched_tokens, score_columns)
+        return CacheConfig(c.slots_per_page, c.max_running_requests, self.max_model_len, c.max_batched_tokens, columns)
 
     def _memory_bytes(self, config: CacheConfig) -> int:
         """Bytes of the pool: as configured, or by what the machine has free."""
         s = self.spec
         pages = s.num_layers * s.num_kv_heads * -(-self.max_model_len // config.page_size)
-        request = pages * page_bytes(config.page_size, s.head_dim, self.dtype, config.score_columns)
+        request = pages * page_bytes(config.page_size, s.head_dim, self.kv_dtype, config.score_columns)
         free_gpu = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
         return self.config.kv_memory or default_kv_memory(request, free_gpu)
 
@@ -147,12 +147,12 @@ class LLM:
         loaded, config = self._load_model(model, weights), self._cache_config(1)
         spec = loaded.spec
         pages_per_head = self.cache.pool.num_pages // (self.spec.num_layers * self.spec.num_kv_heads) + 1
-        size = page_bytes(config.page_size, spec.head_dim, self.dtype)
+        size = page_bytes(config.page_size, spec.head_dim, self.kv_dtype)
         cache = factory.build_cache(
             loaded.cache_spec,
             replace(config, max_model_len=min(self.max_model_len, spec.max_position_embeddings)),
             self.cache.backend,
-            self.dtype,
+            self.kv_dtype,
             pages_per_head * spec.num_layers * spec.num_kv_heads * size,
             device=self.device,
         )

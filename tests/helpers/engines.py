@@ -74,9 +74,10 @@ def make_engine(
     output_processor: OutputProcessor | None = None,
     dtype: torch.dtype = torch.float32,
     weights: str = "auto",
+    kv_dtype: torch.dtype | None = None,
 ) -> Engine:
-    """Build an engine on tiny_model(family), with a pool of `num_pages` pages."""
-    kernel = kernels.load(backend)
+    """Build an engine on tiny_model(family), with a pool of `num_pages` pages, of `dtype` or of `kv_dtype`."""
+    kernel, slot_dtype = kernels.load(backend), kv_dtype or dtype
     program = kernel.program(dtype, device)
     model = models.build(Weights(tiny_checkpoint(family), dtype, weights), program)
     spec = KVCacheSpec(model.spec.num_kv_heads, model.spec.head_dim, model.spec.windows)
@@ -85,8 +86,8 @@ def make_engine(
         spec,
         config,
         kernel,
-        dtype,
-        (num_pages + 1) * page_bytes(page_size, spec.head_dim, dtype, score_columns),
+        slot_dtype,
+        (num_pages + 1) * page_bytes(page_size, spec.head_dim, slot_dtype, score_columns),
         prefix_config=prefix_configs.parse(prefix_cache),
         shift_keys=model.ropes[0].shift if model.ropes else None,
         load_gate=lambda file: random_gate(spec),

@@ -17,7 +17,9 @@ SHAPES = [("qwen3", 32), ("qwen3", 16), ("gemma3_text", 32)]
 TESTED_ISAS = sorted({*ISAS[:1], *(isa for isa in ISAS if isa.startswith("amx"))})
 
 
-def build_engine(family: str, page_size: int, weights: str, max_batched_tokens: int = 200) -> Engine:
+def build_engine(
+    family: str, page_size: int, weights: str, kv_dtype: torch.dtype, max_batched_tokens: int = 200
+) -> Engine:
     return make_engine(
         family,
         backend="cpu",
@@ -25,6 +27,7 @@ def build_engine(family: str, page_size: int, weights: str, max_batched_tokens: 
         max_batched_tokens=max_batched_tokens,
         dtype=torch.bfloat16,
         weights=weights,
+        kv_dtype=kv_dtype,
         output_processor=RecordingOutput(),
     )
 
@@ -38,9 +41,12 @@ def recorded_logits(engine: Engine, requests: list[Request]) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("isa", TESTED_ISAS)
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("weights", ["int4", *slow("bf16", "int8")])
 @pytest.mark.parametrize(("family", "page_size"), SHAPES)
-def test_company_and_chunks_change_no_bit(isa: str, weights: str, family: str, page_size: int) -> None:
+def test_company_and_chunks_change_no_bit(
+    isa: str, weights: str, kv_dtype: torch.dtype, family: str, page_size: int
+) -> None:
     prompts = random_prompts(6, seed=7)
     policies = ["full", "h2o:budget=40", "keyformer:budget=50%"]
 
@@ -48,7 +54,7 @@ def test_company_and_chunks_change_no_bit(isa: str, weights: str, family: str, p
         return [make_request(p, 8, policies[i % 3], needs_logits=True) for i, p in enumerate(prompts)]
 
     with use_isa(isa):
-        together = recorded_logits(build_engine(family, page_size, weights), build_requests())
+        together = recorded_logits(build_engine(family, page_size, weights, kv_dtype), build_requests())
         for i, request in enumerate(build_requests()):
-            alone = recorded_logits(build_engine(family, page_size, weights, 65), [request])
+            alone = recorded_logits(build_engine(family, page_size, weights, kv_dtype, 65), [request])
             assert torch.equal(alone[0], together[i])

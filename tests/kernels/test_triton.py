@@ -15,7 +15,7 @@ from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.device_adapter import triton_backend
 from tests.kernels.test_attention_mass import SCORING_KINDS
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F32, BF16, F16, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
 triton = triton_backend()
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 
@@ -32,12 +32,14 @@ CASES = {
     "alibi": STEP.with_changes(alibi=True, D=16, holes=0.0),
     "alibi and a window": STEP.with_changes(alibi=True, D=16, window=64, dtype=BF16),
     "50 query heads": STEP.with_changes(R=50, D=16, fresh=(1, 2, 3)),
+    "head dim 80, int8": STEP.with_changes(D=80, R=4, dtype=INT8, q_dtype=BF16),
+    "page size 48, int8": STEP.with_changes(S=48, D=16, dtype=INT8, window=40, alibi=True),
     "float64 queries": STEP.with_changes(q_dtype=torch.float64, D=16),
 }
 
 
 def tolerance(case: AttentionCase) -> float:
-    return {F32: 1e-4 if case.alibi else 1e-5, BF16: 2**-7, F16: 2**-10}[case.dtype]
+    return {F32: 1e-4 if case.alibi else 1e-5, BF16: 2**-7, F16: 2**-10, INT8: 2**-7}[case.dtype]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,6 +89,7 @@ MASS_CASES = {
         "constant",
         "sum",
     ),
+    "int8": (AttentionCase((2, 30), ((4, 2), (3, 4)), D=64, dtype=INT8, shared_pages=False), "keyformer", "sum"),
     "float16": (AttentionCase((2, 30), ((4, 2), (3, 4)), D=64, dtype=F16, shared_pages=False), "keyformer", "sum"),
 }
 
@@ -98,7 +101,7 @@ def test_mass_matches_reference(name: str) -> None:
     expected_kv, kv = (case.build_cache(backend, score_columns=C) for backend in (reference, triton))
     expected, o = case.attend(reference, expected_kv, scoring), case.attend(triton, kv, scoring)
     assert_close(o, expected, tolerance(case))
-    assert_close(kv.mass, expected_kv.mass, 2**-7 if case.dtype == BF16 else 2**-9 if case.dtype == F16 else 1e-4)
+    assert_close(kv.mass, expected_kv.mass, {F32: 1e-4, F16: 2**-9}.get(case.dtype, 2**-7))
     assert torch.equal(o, case.attend(triton, kv)), "scoring changes the output"
 
 
@@ -132,7 +135,7 @@ def test_random_small_cases(data: st.DataObject) -> None:
         D=data.draw(st.sampled_from([8, 24, 64])),
         R=data.draw(st.integers(1, 5)),
         S=data.draw(st.sampled_from([16, 32, 48])),
-        dtype=data.draw(st.sampled_from([F32, BF16])),
+        dtype=data.draw(st.sampled_from([F32, BF16, INT8])),
         holes=data.draw(st.sampled_from([0.0, 0.9, 1.0])),
         window=data.draw(st.sampled_from([NO_WINDOW, 1, 30])),
         per_request_windows=data.draw(st.booleans()),

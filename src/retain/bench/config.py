@@ -48,6 +48,14 @@ class QualityBenchConfig:
         default=("50%", "25%"),
         metadata={"help": "budgets of each policy that names none, comma-separated", "separator": ","},
     )
+    kv_dtypes: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "run everything with K and V in these dtypes too, comma-separated; --kv-dtype is what they are "
+            "compared with",
+            "separator": ",",
+        },
+    )
     num_prompts: int = field(default=20, metadata={"help": "items of each task"})
     max_prompt_len: int = field(default=900, metadata={"help": "tokens of a prompt, at most"})
     output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON, and plots as PNG"})

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 
 from retain.bench.quality import FULL, QualityResults, bootstrap_interval
-from retain.kv.eviction import policies
-from retain.kv.eviction.budget import BudgetPolicy
 
 
 def import_pyplot() -> Any:
@@ -27,20 +25,21 @@ def import_pyplot() -> Any:
 
 
 def plot_metrics(results: QualityResults, out: Path) -> list[Path]:
-    """Plot each metric over the budgets, a line for each policy, with the interval of its difference from full."""
+    """Plot each metric over the memory of K and V, a line for each policy and dtype.
+
+    Bars are the intervals of differences from the full cache.
+    """
     plt, made = import_pyplot(), []
     for metric in results.metrics:
         whole, _ = results.paired_values(FULL, metric)
         curves: dict[str, list[tuple[float, float, float, float]]] = {}
-        for policy in results.item_metrics:
-            parsed = policies.parse(policy)
-            a, b = results.paired_values(policy, metric)
-            if len(a) and isinstance(parsed, BudgetPolicy) and parsed.budget.tokens is None:
+        for column in results.item_metrics:
+            memory = results.memory(column)
+            a, b = results.paired_values(column, metric)
+            if len(a) and memory is not None and column != FULL:
                 lo, hi = bootstrap_interval(a - b)
-                name = re.sub("budget=[^,]*,?", "", policy).rstrip(":")
-                curves.setdefault(name, []).append(
-                    (100 * parsed.budget.fraction, a.mean(), b.mean() + lo, b.mean() + hi)
-                )
+                name = re.sub("budget=[^, ]*,?", "", column).replace(": ", " ").rstrip(":")
+                curves.setdefault(name, []).append((100 * memory, a.mean(), b.mean() + lo, b.mean() + hi))
         if not curves:
             continue
         figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
@@ -48,7 +47,7 @@ def plot_metrics(results: QualityResults, out: Path) -> list[Path]:
             x, y, lo, hi = np.array(sorted(points)).T
             axes.errorbar(x, y, (y - lo, hi - y), label=name, marker="osD^v<>pPX*h"[i % 12], markersize=4, capsize=2)
         axes.axhline(whole.mean(), color="black", linestyle="--", linewidth=1, label=FULL)
-        axes.set(xlabel="budget, % of the prompt", ylabel=metric, title=results.task)
+        axes.set(xlabel="memory of K and V, % of the full cache's", ylabel=metric, title=results.task)
         axes.legend(fontsize=7)
         made.append(out / f"{results.task}-{metric.replace(' ', '-')}.png")
         figure.savefig(made[-1], dpi=120)

@@ -1,4 +1,7 @@
-"""`retain bench quality`: the quality of KV policies at several budgets, on the same items as the full cache.
+"""`retain bench quality`: the quality of KV policies at several budgets and precisions, beside the full cache's.
+
+A column is a policy, or a policy and the dtype of K and V where that is another than the first engine's:
+"h2o:budget=25%", "h2o:budget=25% int8".
 
 Differences from the full cache are paired, item by item. Their 95 % intervals are bootstraps over items (Efron, 1979;
 2000 resamples).
@@ -7,8 +10,9 @@ Differences from the full cache are paired, item by item. Their 95 % intervals a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -28,17 +32,35 @@ FULL = "full"
 
 @dataclass
 class QualityResults:
-    """Results of one task: item_metrics[policy][item] = {metric: number}."""
+    """Results of one task: item_metrics[column][item] = {metric: number}."""
 
     task: str
     metrics: tuple[str, ...]
     item_metrics: dict[str, list[ItemMetrics]] = field(default_factory=dict)
+    slot_bytes: dict[str, float] = field(default_factory=dict)  # by dtype; "" is the first engine's
 
-    def paired_values(self, policy: str, metric: str) -> tuple[Floats, Floats]:
-        """Return a metric of every item that has it, under the policy and under the full cache."""
+    def memory(self, column: str) -> float | None:
+        """Return the bytes of K and V as a share of the full cache's, None for a budget in tokens."""
+        policy, dtype = split_column(column)
+        parsed = policies.parse(policy)
+        share = 1.0 if policy == FULL else parsed.budget.fraction if isinstance(parsed, BudgetPolicy) else 0
+        return share * self.slot_bytes[dtype] / self.slot_bytes[""] if share else None
+
+    def frontier(self, metric: str) -> list[str]:
+        """Return the columns of which none has less memory and a smaller mean, least memory first."""
+        found: list[str] = []
+        sized = [(m, self.paired_values(c, metric)[0].mean(), c) for c in self.item_metrics if (m := self.memory(c))]
+        best = np.inf
+        for _, mean, column in sorted(sized):
+            if mean < best:
+                found, best = [*found, column], mean
+        return found
+
+    def paired_values(self, column: str, metric: str) -> tuple[Floats, Floats]:
+        """Return a metric of every item that has it, in a column and under the full cache."""
         pairs = [
             (a[metric], b[metric])
-            for a, b in zip(self.item_metrics[policy], self.item_metrics[FULL], strict=True)
+            for a, b in zip(self.item_metrics[column], self.item_metrics[FULL], strict=True)
             if metric in a
         ]
         a, b = np.array(pairs).reshape(-1, 2).T
@@ -52,10 +74,12 @@ class QualityResults:
                 a, b = self.paired_values(policy, metric)
                 if len(a):
                     lo, hi = bootstrap_interval(a - b)
+                    memory = self.memory(policy)
                     lines.append(
                         {
                             "task": self.task,
                             "policy": policy,
+                            "memory": None if memory is None else round(memory, 4),
                             "metric": metric,
                             "items": len(a),
                             "mean": round(float(a.mean()), 4),
@@ -125,24 +149,42 @@ def load_items(llm: LLM, config: QualityBenchConfig, task: ModuleType) -> list[A
     return items
 
 
+def split_column(column: str) -> tuple[str, str]:
+    """Return the policy of a column, and its dtype of K and V: "" for the first engine's."""
+    policy, _, dtype = column.partition(" ")
+    return policy, dtype
+
+
 def run(
-    llm: LLM, config: QualityBenchConfig, tasks: Sequence[ModuleType], policy_specs: Sequence[str]
+    llm: LLM,
+    config: QualityBenchConfig,
+    tasks: Sequence[ModuleType],
+    policy_specs: Sequence[str],
+    other_llms: Mapping[str, LLM] | None = None,
 ) -> Iterator[QualityResults]:
-    """Yield the results of each task. Every batch of items updates the JSON files in `config.output_dir`."""
+    """Yield the results of each task. Every batch of items updates the JSON files in `config.output_dir`.
+
+    `other_llms` are engines of the same model by the dtype of their K and V. They run every policy too, and the full
+    cache, compared with the full cache of `llm`.
+    """
+    llms = {"": llm, **(other_llms or {})}
+    columns = [f"{p} {dtype}".rstrip() for dtype in llms for p in (FULL, *policy_specs)]
+    slot_bytes = {dtype: x.cache.store.page_bytes / x.cache.page_size for dtype, x in llms.items()}
     for task in tasks:
         items = load_items(llm, config, task)
-        results = QualityResults(_task_name(task), task.METRICS, {p: [] for p in (FULL, *policy_specs)})
-        groups = group_policies(results.item_metrics)
+        results = QualityResults(_task_name(task), task.METRICS, {c: [] for c in columns}, slot_bytes)
+        groups = group_policies((FULL, *policy_specs))
         requests_per_item = task.REQUESTS_PER_ITEM * max(map(len, groups))
         batch_size = max(1, llm.config.max_running_requests // requests_per_item)
         with tqdm(total=len(items) * len(results.item_metrics), desc=results.task, unit="item") as progress:
             for start in range(0, len(items), batch_size):
                 batch, full_state = items[start : start + batch_size], None
-                for group in groups:
-                    rows, state = task.measure(llm, batch, group, full_state)
+                for (dtype, engine), group in product(llms.items(), groups):
+                    rows, state = task.measure(engine, batch, group, full_state)
                     full_state = full_state or state  # the first group is the full cache
                     for j, policy in enumerate(group):
-                        results.item_metrics[policy] += rows[j * len(batch) : (j + 1) * len(batch)]
+                        column = f"{policy} {dtype}".rstrip()
+                        results.item_metrics[column] += rows[j * len(batch) : (j + 1) * len(batch)]
                     progress.update(len(rows))
                 if config.output_dir:
                     file = config.output_dir / f"{results.task}.json"
@@ -155,11 +197,16 @@ def _task_name(task: ModuleType) -> str:
 
 
 def format_table(results: QualityResults) -> str:
-    """Return a row for each policy: the mean of each metric and, below full, the difference with its interval."""
+    """Return a row for each column: the mean of each metric and, below full, the difference with its interval.
+
+    Where precisions differ, memory is shown, and the columns that no other beats with less memory.
+    """
+    shows_memory = len(results.slot_bytes) > 1
     width = max(map(len, results.item_metrics))
     lines_by_key = {(line["policy"], line["metric"]): line for line in results.summarize()}
     metrics = [m for m in results.metrics if (FULL, m) in lines_by_key]
-    rows = [f"{results.task:{width}}  " + "  ".join(f"{m:>34}" for m in metrics)]
+    heading = f"{results.task:{width}}  " + "memory  " * shows_memory
+    rows = [heading + "  ".join(f"{m:>34}" for m in metrics)]
     for policy in results.item_metrics:
         cells = []
         for metric in metrics:
@@ -167,5 +214,10 @@ def format_table(results: QualityResults) -> str:
             lo, hi = line["ci95"]
             difference = "" if policy == FULL else f" {line['diff_from_full']:+.3f} [{lo:+.3f}, {hi:+.3f}]"
             cells.append(f"{line['mean']:.3f}{difference}".rjust(34))
-        rows.append(f"{policy:{width}}  " + "  ".join(cells))
+        memory = results.memory(policy)
+        share = ("      -  " if memory is None else f"{100 * memory:5.1f}%  ") * shows_memory
+        rows.append(f"{policy:{width}}  {share}" + "  ".join(cells))
+    for metric in ("kl", "loss") if shows_memory else ():
+        if metric in metrics:
+            rows.append(f"least {metric} for its memory: " + ", ".join(results.frontier(metric)))
     return "\n".join(rows)

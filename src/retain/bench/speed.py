@@ -120,7 +120,7 @@ def decode_step_bytes(llm: LLM, workload: Workload) -> int:
     most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # of layers without a window
     visible = sum(min(length, most, window) for window in llm.cache.planner.windows(policy).tolist())
     slots = workload.batch_size * visible * spec.num_kv_heads
-    return llm.weight_bytes + slots * llm.cache.store.page_bytes // llm.config.page_size
+    return llm.weight_bytes + slots * llm.cache.store.page_bytes // llm.cache.page_size
 
 
 def measure_workload(

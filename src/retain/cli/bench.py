@@ -77,8 +77,10 @@ def run_quality(args: Namespace) -> int:
     if options.output_dir:
         plots.import_pyplot()
         options.output_dir.mkdir(parents=True, exist_ok=True)
-    llm = loading.load_llm(replace(config, kv_policy=quality.choose_engine_policy(policies)))
-    for results in quality.run(llm, options, tasks, policies):
+    config = replace(config, kv_policy=quality.choose_engine_policy(policies))
+    others = {dtype: replace(config, kv_dtype=dtype) for dtype in options.kv_dtypes}  # raises before anything is loaded
+    llm, *other_llms = (loading.load_llm(c) for c in (config, *others.values()))
+    for results in quality.run(llm, options, tasks, policies, dict(zip(others, other_llms, strict=True))):
         print(*(map(json.dumps, results.summarize()) if args.json else [quality.format_table(results)]), sep="\n")
         if options.output_dir:
             plots.plot_metrics(results, options.output_dir)

@@ -42,6 +42,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.kernels.int8_slots import SCALE_BYTES
 from retain.kernels.weight import Weight
 
 NO_WINDOW = 2**31 - 1  # a window that every position is inside of
@@ -314,4 +315,5 @@ class Backend(Protocol):
 
 def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype, score_columns: int = 1) -> int:
     """Return the bytes of one page: K, V, positions and masses."""
-    return page_size * (2 * head_dim * dtype.itemsize + 4 + 4 * score_columns)
+    scales = 2 * SCALE_BYTES if dtype == torch.int8 else 0
+    return page_size * (2 * head_dim * dtype.itemsize + scales + 4 + 4 * score_columns)

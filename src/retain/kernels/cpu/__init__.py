@@ -12,8 +12,11 @@ Layout "cpu", chosen so that every load reads neighbours:
 One load reads one dimension of 16 slots of K, or 16 dimensions of one slot of V. It serves all R query heads and a tile
 of fresh tokens. In bfloat16 two dimensions of K are interleaved (D / 2 x S x 2), and two slots of V (S / 2 x D x 2),
 as the processor's pairwise dot products need them. Queries and weights are then rounded to bfloat16 too; sums are
-float32. A row is summed slot by slot within a block of 512 slots and then block by block, however the work is divided.
-So the bits of a token depend neither on the other requests, nor on the chunk size, nor on the number of threads.
+float32. In int8 four are interleaved (D / 4 x S x 4, S / 4 x D x 4), bytes are 128 too high, and the bfloat16 scales of
+the page's slots follow. Queries and weights are then integers of 14 bits, and sums of products are exact.
+
+A row is summed slot by slot within a block of 512 slots and then block by block, however the work is divided. So the
+bits of a token depend neither on the other requests, nor on the chunk size, nor on the number of threads.
 
 Tensors reach C++ as addresses and strides, so the extension does not link torch. Both use the OpenMP library that torch
 ships: torch must be imported first, and `torch.set_num_threads` holds for both.
@@ -29,6 +32,7 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, AttentionScoring, Program, Tables
 from retain.kernels.cpu.memory import allocate_aligned
+from retain.kernels.int8_slots import SCALE_BYTES
 from retain.kernels.shape_checks import shape_error
 
 try:
@@ -66,14 +70,18 @@ def allocate(
     device: torch.device = CPU,
 ) -> KV:
     """Allocate a pool. The system provides its memory page by page, at the first write."""
-    if dtype not in DTYPES:
-        raise ValueError(f"the cpu backend stores K and V in float32 or bfloat16, not {dtype}")
+    if dtype not in (*DTYPES, torch.int8):
+        raise ValueError(f"the cpu backend stores K and V in float32, bfloat16 or int8, not {dtype}")
     if page_size % 16 or not 16 <= page_size <= MAX_PAGE_SIZE:
         raise ValueError(f"the cpu backend needs a page_size of 16, 32, 48, ... up to {MAX_PAGE_SIZE}, not {page_size}")
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"the cpu backend needs a head_dim of 8, 16, 24, ... up to {MAX_HEAD_DIM}, not {head_dim}")
-    k = _aligned_zeros((num_pages, head_dim, page_size), dtype)  # [P, D, S]
-    v = _aligned_zeros((num_pages, page_size, head_dim), dtype)  # [P, S, D]
+    if dtype == torch.int8:
+        size = page_size * (head_dim + SCALE_BYTES)
+        k, v = (_aligned_zeros((num_pages, size), dtype) for _ in range(2))
+    else:
+        k = _aligned_zeros((num_pages, head_dim, page_size), dtype)  # [P, D, S]
+        v = _aligned_zeros((num_pages, page_size, head_dim), dtype)  # [P, S, D]
     pos = _aligned_zeros((num_pages, page_size), torch.int32)  # [P, S]
     pos[0] = -1
     mass = _aligned_zeros((num_pages, score_columns, page_size), torch.float32)
@@ -148,6 +156,12 @@ def attend(
 def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of pages in float32."""
     k, v, S, D = kv.k[pages], kv.v[pages], kv.page_size, kv.head_dim
+    if kv.dtype == torch.int8:
+        k_bytes, k_scale = int8_page_views(k, S, D)
+        v_bytes, v_scale = int8_page_views(v, S, D)
+        k_bytes = k_bytes.view(-1, D // 4, S, 4).transpose(1, 2).reshape(-1, S, D)
+        v_bytes = v_bytes.view(-1, S // 4, D, 4).transpose(2, 3).reshape(-1, S, D)
+        return _dequantize(k_bytes, k_scale), _dequantize(v_bytes, v_scale)
     if kv.dtype == torch.float32:
         return k.transpose(1, 2), v
     k = k.view(-1, D // 2, S, 2).permute(0, 2, 1, 3).reshape(-1, S, D)
@@ -159,6 +173,11 @@ def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32."""
     P, S, D = kv.num_pages, kv.page_size, kv.head_dim
     page, slot = slots // S, slots % S
+    if kv.dtype == torch.int8:
+        (k_bytes, k_scale), (v_bytes, v_scale) = int8_page_views(kv.k, S, D), int8_page_views(kv.v, S, D)
+        k = k_bytes.view(P, D // 4, S, 4)[page, :, slot].reshape(-1, D)
+        v = v_bytes.view(P, S // 4, D, 4)[page, slot // 4, :, slot % 4]
+        return _dequantize(k, k_scale[page, slot]), _dequantize(v, v_scale[page, slot])
     if kv.dtype == torch.float32:
         return kv.k[page, :, slot], kv.v[page, slot]
     k = kv.k.view(P, D // 2, S, 2)[page, :, slot]  # [n, D / 2, 2]
@@ -207,3 +226,13 @@ def select_victims(
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return allocate_aligned(math.prod(shape) * dtype.itemsize, zero=True).view(dtype).view(shape)
+
+
+def int8_page_views(x: Tensor, page_size: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the bytes uint8 [P, S D] and the scales bfloat16 [P, S] of pages of int8."""
+    n = page_size * head_dim
+    return x[:, :n].view(torch.uint8), x[:, n:].view(torch.bfloat16)
+
+
+def _dequantize(numbers: Tensor, scale: Tensor) -> Tensor:
+    return (numbers.float() - 128) * scale.float()[..., None]

@@ -11,13 +11,14 @@ import retain.kernels.cpu._C as _C
 from retain.kernels.api import KV, AttentionScoring, Tables
 from retain.kernels.shape_checks import shape_error
 
+POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # the values of DType in types.h
+
 
 def to_c_pool(kv: KV) -> _C.Pool:
     """Convert a pool."""
-    bf16 = kv.k.dtype == torch.bfloat16
     return _C.Pool(
         kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), kv.mass.data_ptr(),
-        kv.num_pages, kv.page_size, kv.head_dim, kv.mass.shape[1], bf16,
+        kv.num_pages, kv.page_size, kv.head_dim, kv.mass.shape[1], POOL_DTYPES[kv.dtype],
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The reference backend: plain torch, one request and one kv head at a time. It defines what every backend computes.
 
-Layout "plain": k and v are [P, S, D]. See `Backend` in kernels/api.py for the arguments of the functions.
+Layout "plain": k and v are [P, S, D], or with int8 [P, S, D + 2] (int8_slots.py). See `Backend` in kernels/api.py for
+the arguments of the functions.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, NO_WINDOW, AttentionScoring, Tables
 from retain.kernels.eviction_order import eviction_key
+from retain.kernels.int8_slots import SCALE_BYTES, from_bytes, to_bytes
 from retain.kernels.reference.noise import noise_key, sample_noise
 
 DEVICES: tuple[str, ...] = ("cpu",)
@@ -34,7 +36,8 @@ def allocate(
     device: torch.device = CPU,
 ) -> KV:
     """Allocate a pool. K and V start as zeros, because a hole's weight of 0 times NaN would be NaN."""
-    k, v = (torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device) for _ in range(2))
+    width = head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+    k, v = (torch.zeros(num_pages, page_size, width, dtype=dtype, device=device) for _ in range(2))
     pos = torch.zeros(num_pages, page_size, dtype=torch.int32, device=device)
     pos[0] = -1
     mass = torch.zeros(num_pages, score_columns, page_size, device=device)
@@ -44,8 +47,8 @@ def allocate(
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
     """Store fresh tokens in their slots."""
     slots = slot_mapping.long()  # [G, T]
-    kv.k.view(-1, kv.head_dim)[slots] = k.transpose(0, 1).to(kv.dtype)
-    kv.v.view(-1, kv.head_dim)[slots] = v.transpose(0, 1).to(kv.dtype)
+    kv.k.flatten(0, 1)[slots] = _to_slots(k.transpose(0, 1), kv.dtype)
+    kv.v.flatten(0, 1)[slots] = _to_slots(v.transpose(0, 1), kv.dtype)
     kv.pos.view(-1)[slots] = pos.expand(slots.shape)
     kv.mass.transpose(1, 2)[slots // kv.page_size, slots % kv.page_size] = 0.0
 
@@ -74,8 +77,7 @@ def attend(
         scored = scoring if window == NO_WINDOW and len(p) else None
         for g in range(G):
             pages = tables.pages[row, g, : int(tables.counts[row, g])].long()  # [n]
-            k = kv.k[pages].reshape(-1, D).float()  # [S, D]
-            v = kv.v[pages].reshape(-1, D).float()  # [S, D]
+            k, v = (x.reshape(-1, D) for x in read(kv, pages))  # [S, D]
             pos = kv.pos[pages].reshape(1, -1)  # [1, S]
             visible = (pos >= 0) & (pos <= p) & (p - pos < window)  # [t, S]
             if scored:
@@ -99,13 +101,12 @@ def attend(
 
 def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of pages in float32."""
-    return kv.k[pages].float(), kv.v[pages].float()
+    return _from_slots(kv.k[pages]), _from_slots(kv.v[pages])
 
 
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32."""
-    D = kv.head_dim
-    return kv.k.view(-1, D)[slots].float(), kv.v.view(-1, D)[slots].float()
+    return _from_slots(kv.k.flatten(0, 1)[slots]), _from_slots(kv.v.flatten(0, 1)[slots])
 
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
@@ -117,7 +118,7 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
 def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy slots with positions and masses."""
     src_slots, dst_slots = src.long().flatten(), dst.long().flatten()
-    for x in (kv.k.view(-1, kv.head_dim), kv.v.view(-1, kv.head_dim), kv.pos.view(-1)):
+    for x in (kv.k.flatten(0, 1), kv.v.flatten(0, 1), kv.pos.view(-1)):
         x[dst_slots] = x[src_slots]
     mass, S = kv.mass.transpose(1, 2), kv.page_size  # [P, S, C]
     mass[dst_slots // S, dst_slots % S] = mass[src_slots // S, src_slots % S]
@@ -132,3 +133,11 @@ def select_victims(
     key = eviction_key(priority, pos, first_evictable, last_evictable)
     key.masked_fill_(torch.arange(pos.shape[-1]) >= lengths[:, None], 2**63 - 1)
     return key.topk(n, largest=False).indices
+
+
+def _to_slots(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return to_bytes(x) if dtype == torch.int8 else x.to(dtype)
+
+
+def _from_slots(x: Tensor) -> Tensor:
+    return from_bytes(x) if x.dtype == torch.int8 else x.float()

@@ -1,8 +1,10 @@
 """The triton backend: the functions of `reference` as Triton kernels for NVIDIA GPUs.
 
 Layout "plain": k and v are [P, S, D], so a slot is stored as it arrives. In a pool of bfloat16 or float16, queries and
-attention weights are rounded to the pool's dtype; sums are float32. Triton's interpreter (TRITON_INTERPRET=1) runs the
-same kernels on a CPU, slowly, for tests.
+attention weights are rounded to the pool's dtype; sums are float32. In a pool of int8 they are rounded to bfloat16, and
+the scales of a page's slots follow its numbers.
+
+Triton's interpreter (TRITON_INTERPRET=1) runs the same kernels on a CPU, slowly, for tests.
 
 The host tensors of a step (`Tables.rows`, `Tables.query_start_loc`, the scoring) say which tiles to launch, so a step
 never waits for the device.
@@ -19,7 +21,7 @@ from retain.kernels.shape_checks import shape_error
 try:
     import triton
 
-    from retain.kernels.triton import attention, slots
+    from retain.kernels.triton import attention, fresh_tokens, page_layout, slots
 except ImportError as error:
     _import_error: str | None = f"triton is not installed ({error})"
 else:
@@ -58,13 +60,16 @@ def allocate(
     device: torch.device = CPU,
 ) -> KV:
     """Allocate a pool. K and V start as zeros, because a hole's weight of 0 times NaN would be NaN."""
-    if dtype not in DTYPES:
-        raise ValueError(f"the triton backend stores K and V in float32, bfloat16 or float16, not {dtype}")
+    if dtype not in (*DTYPES, torch.int8):
+        raise ValueError(f"the triton backend stores K and V in float32, bfloat16, float16 or int8, not {dtype}")
     if page_size % 16 or page_size < 16:
         raise ValueError(f"the triton backend needs a page_size of 16, 32, 48, ..., not {page_size}")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"the triton backend needs a head_dim of 1 to {MAX_HEAD_DIM}, not {head_dim}")
-    k, v = (torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device) for _ in range(2))
+    shape: tuple[int, ...] = (page_size, head_dim)
+    if dtype == torch.int8:
+        shape = (page_layout.page_elements(page_size, head_dim, dtype),)
+    k, v = (torch.zeros(num_pages, *shape, dtype=dtype, device=device) for _ in range(2))
     pos = torch.zeros(num_pages, page_size, dtype=torch.int32, device=device)
     pos[0] = -1
     mass = torch.zeros(num_pages, score_columns, page_size, device=device)
@@ -78,7 +83,7 @@ def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> No
         expected = f"slot_mapping [G, T], k and v [T, G, {kv.head_dim}], pos [T]"
         raise shape_error("write", expected, slot_mapping=slot_mapping, k=k, v=v, pos=pos)
     if T * G:
-        attention.write(kv, slot_mapping, k, v, pos)
+        fresh_tokens.write(kv, slot_mapping, k, v, pos)
 
 
 def attend(
@@ -106,13 +111,13 @@ def attend(
 
 def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of pages in float32."""
-    return kv.k[pages].float(), kv.v[pages].float()
+    slot_ids = pages[:, None] * kv.page_size + torch.arange(kv.page_size, device=pages.device)
+    return page_layout.read_slots(kv, kv.k, slot_ids), page_layout.read_slots(kv, kv.v, slot_ids)
 
 
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32."""
-    D = kv.head_dim
-    return kv.k.view(-1, D)[slots].float(), kv.v.view(-1, D)[slots].float()
+    return page_layout.read_slots(kv, kv.k, slots), page_layout.read_slots(kv, kv.v, slots)
 
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
@@ -135,11 +140,12 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     """
     S, lists_at_once = kv.page_size, max(2**24 // max(src.shape[1] * kv.head_dim, 1), 1)
     mass = kv.mass.transpose(1, 2)  # [P, S, C]
+    per_slot = [x for tensor in (kv.k, kv.v) for x in page_layout.slots_of(kv, tensor) if x is not None]  # [P, S, ...]
     batches = (torch.split(x.to(kv.device), lists_at_once) for x in (src, dst))
     for lists in zip(*batches, strict=True):
         src_slots, dst_slots = (x.flatten().long() for x in lists)
-        for x in (kv.k.view(-1, kv.head_dim), kv.v.view(-1, kv.head_dim), kv.pos.view(-1)):
-            x[dst_slots] = x[src_slots]
+        for x in (*per_slot, kv.pos):
+            x[dst_slots // S, dst_slots % S] = x[src_slots // S, src_slots % S]
         mass[dst_slots // S, dst_slots % S] = mass[src_slots // S, src_slots % S]
 
 

@@ -16,20 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from retain.kernels.api import GAUSSIAN, GUMBEL, KV, AttentionScoring, Tables
-from retain.kernels.triton import attention_kernels, mass_kernels, noise, slots
+from retain.kernels.triton import attention_kernels, mass_kernels, noise
+from retain.kernels.triton.page_layout import page_args
 
 MAX_DECODE_ROWS = 64  # query rows of a decode tile, at most
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class RopeParams:
-    """The rotation of keys before they are written; see models/rope.py. freqs float32 [n]."""
-
-    freqs: Tensor
-    attention_factor: float
-    interleaved: bool
 
 
 @dataclass(frozen=True)
@@ -167,27 +159,6 @@ def allocate_mass_buffers(
     return lse, split_weights, tile_max
 
 
-def tokens_per_program(tokens: int, limit: int) -> int:
-    """Return the tokens of one program of an elementwise kernel. The interpreter is faster with few programs."""
-    return min(triton.next_power_of_2(tokens), 512 if triton.knobs.runtime.interpret else limit)
-
-
-def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope: RopeParams | None = None) -> None:
-    """Store fresh tokens in their slots; with `rope`, rotate the keys on the way."""
-    T, G, D = k.shape
-    k, v = k if rope else k.to(kv.dtype), v.to(kv.dtype)
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    C = kv.mass.shape[1]
-    freqs = rope.freqs if rope else kv.mass  # without rope the kernel does not read it
-    block_t = tokens_per_program(T, 8)
-    slots.write[(triton.cdiv(T, block_t), G)](
-        slot_mapping, *slot_mapping.stride(), k, *k.stride()[:2], v, *v.stride()[:2], pos.contiguous(), T,
-        kv.k, kv.v, kv.pos, kv.mass, freqs, len(rope.freqs) if rope else 0, rope.attention_factor if rope else 1.0,
-        S=kv.page_size, D=D, DP=triton.next_power_of_2(D), C=C, CP=triton.next_power_of_2(C), T=block_t,
-        ROPE=rope is not None, INTERLEAVED=rope is not None and rope.interleaved, num_warps=4 if block_t > 1 else 1,
-    )  # fmt: skip
-
-
 def attend(
     q: Tensor,
     kv: KV,
@@ -225,19 +196,21 @@ def _launch_attention(call: AttentionCall, tiles: TileList, o: Tensor) -> None:
     scoring_args = (s.weights, s.temperature, s.noise, s.seed, s.redraw_noise) if s else (q,) * 5
     mass_args = (buffers.lse, buffers.split_weights, buffers.tile_max) if buffers else (q,) * 3
     shape = {"G": G, "R": H // G, "S": kv.page_size, "D": D, "DP": DP, "N": plan.block_n}
+    pages = page_args(kv)
     attention_kernels.attention_fwd[(J, G, max(tiles.num_splits, 1))](
         q, *q.stride()[:2], o, split_max, split_sum, split_out, tiles.max_rows,
-        kv.k, kv.v, kv.pos, *_page_args(tables), *_visibility_args(tables),
+        pages.k, pages.v, pages.k_scales, pages.v_scales, kv.pos, *_table_args(tables), *_visibility_args(tables),
         tiles.data, call.q_pos, q if slopes is None else slopes, call.scale * LOG2E, tiles.num_splits,
         *scoring_args, call.layer, *mass_args, buffers.split_weights.shape[-1] if buffers else 0,
         M=M, SPLIT=is_split, ALIBI=slopes is not None, DENSE=tables.dense is not None,
         UPDATE_MASS=buffers is not None, NOISE=buffers.noise_mode if buffers else 0, **_dot_args(kv), **shape,
+        **pages.constants,
         num_warps=8 if M > 64 or D > 128 else 4, num_stages=3,
     )  # fmt: skip
     if is_split:
         rows = M if triton.knobs.runtime.interpret else 1
         attention_kernels.merge_splits[(J, G, triton.cdiv(tiles.max_rows, rows))](
-            o, split_max, split_sum, split_out, tiles.max_rows, *_page_args(tables)[3:], tiles.data, tiles.num_splits,
+            o, split_max, split_sum, split_out, tiles.max_rows, *_table_args(tables)[3:], tiles.data, tiles.num_splits,
             buffers.lse if buffers else q, ROWS=rows, UPDATE_MASS=buffers is not None, **shape,
         )  # fmt: skip
 
@@ -250,21 +223,24 @@ def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
     num_blocks = max(plan.max_pages, 1) * (kv.page_size // plan.block_n)
     for tiles in plan.decode:
         mass_kernels.accumulate_mass[(len(tiles.data), G, num_blocks)](
-            kv.mass, *_page_args(tables), tables.windows, tables.windows.stride(0), tiles.data, s.weights, s.decay,
+            kv.mass, *_table_args(tables), tables.windows, tables.windows.stride(0), tiles.data, s.weights, s.decay,
             buffers.lse, buffers.split_weights, buffers.tile_max, buffers.split_weights.shape[-1],
             M=tiles.rows_per_tile, **shape,
         )  # fmt: skip
     if plan.mass_tiles is not None:
+        pages = page_args(kv)
         mass_kernels.recompute_mass[(len(plan.mass_tiles), G, num_blocks)](
-            q, *q.stride()[:2], kv.k, kv.pos, kv.mass, *_page_args(tables), *_visibility_args(tables), plan.mass_tiles,
+            q, *q.stride()[:2], pages.k, pages.k_scales, kv.pos, kv.mass, *_table_args(tables),
+            *_visibility_args(tables), plan.mass_tiles,
             call.q_pos, q if slopes is None else slopes, call.scale * LOG2E,
             s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise, call.layer, buffers.lse,
             D=D, DP=max(triton.next_power_of_2(D), 16), M=64, ALIBI=slopes is not None,
             DENSE=tables.dense is not None, NOISE=buffers.noise_mode, **_dot_args(kv), **shape,
+            **pages.constants,
         )  # fmt: skip
 
 
-def _page_args(t: Tables) -> tuple[Tensor, int, int, Tensor, int, int]:
+def _table_args(t: Tables) -> tuple[Tensor, int, int, Tensor, int, int]:
     return t.pages, t.pages.stride(0), t.pages.stride(1), t.counts, t.counts.stride(0), t.counts.stride(1)
 
 
@@ -274,9 +250,13 @@ def _visibility_args(t: Tables) -> tuple[Tensor, int, Tensor]:
 
 
 def _dot_args(kv: KV) -> dict[str, object]:
-    """Return the dtype and precision of products: the pool's, exact for float32. The interpreter has no bfloat16."""
-    exact = kv.dtype == torch.float32 or (kv.dtype == torch.bfloat16 and triton.knobs.runtime.interpret)
-    return {"DOT": tl.float32 if exact else TRITON_DTYPES[kv.dtype], "PRECISION": "ieee" if exact else "tf32"}
+    """Return the dtype and precision of products: the pool's, exact for float32. The interpreter has no bfloat16.
+
+    bfloat16 holds every integer of int8.
+    """
+    dtype = torch.bfloat16 if kv.dtype == torch.int8 else kv.dtype
+    exact = dtype == torch.float32 or (dtype == torch.bfloat16 and triton.knobs.runtime.interpret)
+    return {"DOT": tl.float32 if exact else TRITON_DTYPES[dtype], "PRECISION": "ieee" if exact else "tf32"}
 
 
 def _tiles_to_device(tiles: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:

@@ -34,8 +34,17 @@ def load_positions(pos, page, place, i, dense, N: tl.constexpr, S: tl.constexpr)
 
 
 @triton.jit
+def load_scales(scales, page, place, N: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """Return the scales float32 [N] of slots at `place` in a page of int8."""
+    return tl.load(scales + page * (PAGE // 2) + S * D // 2 + place + tl.arange(0, N)).to(tl.float32)
+
+
+@triton.jit
 def compute_scores(q, keys, pos, q_pos, slopes, factor, window, ALIBI: tl.constexpr, PRECISION: tl.constexpr):
-    """Return scores [M, N] in base 2, -inf where a row does not see a slot; q [M, D], keys [D, N]."""
+    """Return scores [M, N] in base 2, -inf where a row does not see a slot.
+
+    q [M, D], keys [D, N]; factor is a number, or [1, N] with the scales of keys.
+    """
     p, s = q_pos[:, None], pos[None, :]
     x = tl.dot(q, keys, input_precision=PRECISION) * factor
     if ALIBI:
@@ -59,13 +68,15 @@ def safe_log2(total):
 @triton.jit(do_not_specialize=["layer"])
 def attention_fwd(
     q, q_token, q_head, o, split_max, split_sum, split_out, width,  # o [T, H, D]; splits [J, G, splits, width (, D)]
-    k, v, pos, pages, page_row, page_head, counts, count_row, count_head, windows, window_row, dense,
+    k, v, k_scales, v_scales, pos,
+    pages, page_row, page_head, counts, count_row, count_head, windows, window_row, dense,
     tiles, q_pos, slopes, factor, num_splits,
     weights, temperature, noise, seed, redraw_noise, layer,
     lse, split_weights, tile_max, max_slots,  # with UPDATE_MASS: lse [T, H], split_weights [t, H, max_slots]
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, ALIBI: tl.constexpr, DENSE: tl.constexpr,
     DOT: tl.constexpr, UPDATE_MASS: tl.constexpr, NOISE: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile and one kv head: over one split of the slots (SPLIT), or over all of them."""
     j, g = tl.program_id(0), tl.program_id(1)
@@ -111,16 +122,18 @@ def attention_fwd(
     table = pages + row.to(tl.int64) * page_row + g * page_head
     for i in range(begin, end):
         page, place = tl.load(table + i * N // S).to(tl.int64), i * N % S
-        s = page * S + place + tl.arange(0, N)
+        s = page * PAGE + (place + tl.arange(0, N)) * D
         slot_pos = load_positions(pos, page, place, i, is_dense, N, S)
-        kt = tl.load(k + s[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0.0).to(DOT)  # [DP, N]
-        x = compute_scores(q, kt, slot_pos, p, slope, factor, window, ALIBI, PRECISION)
+        kt = tl.load(k + s[None, :] + d[:, None], mask=(d < D)[:, None], other=0).to(DOT)  # [DP, N]
+        key_factor = factor * load_scales(k_scales, page, place, N, S, D, PAGE)[None, :] if INT8 else factor
+        x = compute_scores(q, kt, slot_pos, p, slope, key_factor, window, ALIBI, PRECISION)
         new_max = tl.maximum(row_max, tl.max(x, 1))
         w = tl.exp2(x - finite_or_zero(new_max)[:, None])
         rescale = tl.exp2(row_max - finite_or_zero(new_max))
         row_sum = row_sum * rescale + tl.sum(w, 1)
-        vs = tl.load(v + s[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)  # [N, DP]
-        acc = tl.dot(w.to(DOT), vs.to(DOT), acc * rescale[:, None], input_precision=PRECISION)
+        vs = tl.load(v + s[:, None] + d[None, :], mask=(d < D)[None, :], other=0)  # [N, DP]
+        value_weights = w * load_scales(v_scales, page, place, N, S, D, PAGE)[None, :] if INT8 else w
+        acc = tl.dot(value_weights.to(DOT), vs.to(DOT), acc * rescale[:, None], input_precision=PRECISION)
         row_max = new_max
         if UPDATE_MASS:  # noqa: SIM102 (the compiler evaluates the outer condition, the device the inner one)
             if scored:  # rows of weight 0 are written too, but accumulate_mass does not read them

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from retain.kernels.api import KV, StepInputs, Tables
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_step, numel_or_none
-from retain.kernels.triton import attention, elementwise
-from retain.kernels.triton.attention import RopeParams, tokens_per_program
+from retain.kernels.triton import attention, elementwise, fresh_tokens
+from retain.kernels.triton.fresh_tokens import RopeParams, rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
 from retain.kernels.triton.step import DeviceStep
 from retain.kernels.weight import Weight
@@ -152,7 +152,7 @@ class TritonProgram:
                 q = rotate(q, s.positions, rope)
             if s.before_attention:
                 s.before_attention(layer, q)
-            attention.write(s.kv, s.slot_mapping[layer], k, v, s.positions, rope)
+            fresh_tokens.write(s.kv, s.slot_mapping[layer], k, v, s.positions, rope)
             tables = s.tables.for_layer(layer)
             o = attention.attend(q, s.kv, tables, s.plan, s.positions, scale=scale, alibi_slopes=slopes, layer=layer)
             s.buffers[out] = o.flatten(1)
@@ -225,16 +225,3 @@ class TritonProgram:
 
     def _to_float32(self, x: Tensor) -> Tensor:
         return x.to(self.device, torch.float32).clone().contiguous()
-
-
-def rotate(q: Tensor, positions: Tensor, rope: RopeParams) -> Tensor:
-    """Return queries [T, H, D] rotated by their positions."""
-    T, H, D = q.shape
-    block_t = tokens_per_program(T, 8)
-    out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
-    elementwise.rope[(triton.cdiv(T, block_t), H)](
-        q, *q.stride()[:2], out, positions, T, rope.freqs, len(rope.freqs), rope.attention_factor,
-        H=H, D=D, DP=triton.next_power_of_2(D), T=block_t, INTERLEAVED=rope.interleaved,
-        num_warps=4 if block_t > 1 else 1,
-    )  # fmt: skip
-    return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.triton.attention_kernels import _NO_WINDOW, compute_scores, load_positions
+from retain.kernels.triton.attention_kernels import _NO_WINDOW, compute_scores, load_positions, load_scales
 from retain.kernels.triton.noise import add_noise, noise_key
 
 
@@ -50,12 +50,12 @@ def accumulate_mass(
 
 @triton.jit(do_not_specialize=["layer"])
 def recompute_mass(
-    q, q_token, q_head, k, pos, mass, pages, page_row, page_head, counts, count_row, count_head,
+    q, q_token, q_head, k, k_scales, pos, mass, pages, page_row, page_head, counts, count_row, count_head,
     windows, window_row, dense, tiles, q_pos, slopes, scale,
     weights, temperature, decay, noise, seed, redraw_noise, layer, lse,
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, ALIBI: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr,
-    NOISE: tl.constexpr, PRECISION: tl.constexpr,
+    NOISE: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of all fresh tokens of one request to the mass of a block of slots, query head by query head."""
     j, g, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -70,7 +70,9 @@ def recompute_mass(
         is_dense = tl.load(dense + row) != 0
     slot_pos = load_positions(pos, page, i * N % S, i, is_dense, N, S)
     d, n = tl.arange(0, DP), tl.arange(0, N)
-    kt = tl.load(k + (page * S + i * N % S + n)[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0.0).to(DOT)
+    at_slot = page * PAGE + (i * N % S + n) * D
+    kt = tl.load(k + at_slot[None, :] + d[:, None], mask=(d < D)[:, None], other=0).to(DOT)
+    factor = scale * load_scales(k_scales, page, i * N % S, N, S, D, PAGE)[None, :] if INT8 else scale
     kind, redraws, fades = tl.load(noise + b), tl.load(redraw_noise + b) == 1, tl.load(decay + b)
     at = mass + page * C * S + i * N % S + n
     total = tl.zeros((N,), tl.float32)
@@ -89,7 +91,7 @@ def recompute_mass(
                 ).to(DOT)  # [M, DP]
                 p = tl.load(q_pos + t, mask=valid, other=-1)
                 x = compute_scores(
-                    rows, kt, slot_pos, p, slope + tl.zeros((M,), tl.float32), scale, window, ALIBI, PRECISION
+                    rows, kt, slot_pos, p, slope + tl.zeros((M,), tl.float32), factor, window, ALIBI, PRECISION
                 )
                 keys = noise_key(tl.load(seed + b), layer, g, tl.where(redraws, p, -1))
                 z = add_noise(x, kind, keys, slot_pos, NOISE)

@@ -5,15 +5,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from retain.kernels import int8_slots
 from retain.kernels.triton.elementwise import apply_rope
+
+LARGEST_INTEGER = tl.constexpr(float(int8_slots.LARGEST))
+SMALLEST_SCALE = tl.constexpr(int8_slots.SMALLEST_SCALE)
+ROUNDER = tl.constexpr(1.5 * 2**23)  # float32 has no fractions at this size
+
+
+@triton.jit
+def store_int8(x, to, scales, mask, valid):
+    """Store rows x [T, D] as int8 slots; int8_slots.py defines the integers and scales."""
+    scale = tl.div_rn(tl.max(tl.abs(x), 1), LARGEST_INTEGER)
+    bits = scale.to(tl.int32, bitcast=True)
+    bits = (bits + 32767 + ((bits >> 16) & 1)) & -65536  # to bfloat16, ties to even
+    scale = bits.to(tl.float32, bitcast=True)
+    is_normal = scale > SMALLEST_SCALE
+    factor = tl.where(is_normal, tl.div_rn(1.0, tl.where(is_normal, scale, 1.0)), 0.0)
+    y = x * factor[:, None] + ROUNDER - ROUNDER  # to the nearest integer, ties to even
+    y = tl.minimum(tl.maximum(y, -LARGEST_INTEGER), LARGEST_INTEGER)
+    tl.store(to, y.to(tl.int8), mask=mask)
+    tl.store(scales, scale.to(tl.bfloat16), mask=valid)
 
 
 @triton.jit
 def write(
-    slots, slot_head, slot_token, k, k_token, k_head, v, v_token, v_head, pos, tokens, to_k, to_v, to_pos, mass,
-    freqs, n, attention_factor,
+    slots, slot_head, slot_token, k, k_token, k_head, v, v_token, v_head, pos, tokens,
+    to_k, to_v, k_scales, v_scales, to_pos, mass, freqs, n, attention_factor,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, T: tl.constexpr,
-    ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Write T of the fresh tokens k, v [T, G, D] into one head's slots; rotate the keys if ROPE."""
     t, g = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
@@ -22,10 +42,16 @@ def write(
     p = tl.load(pos + t, mask=valid, other=-1)
     d = tl.arange(0, DP)[None, :]
     mask = valid[:, None] & (d < D)
-    from_k, to_k = k + t[:, None] * k_token + g * k_head, to_k + slot[:, None] * D
-    value = tl.load(v + t[:, None] * v_token + g * v_head + d, mask=mask)
-    tl.store(to_v + slot[:, None] * D + d, value.to(to_v.dtype.element_ty), mask=mask)
-    apply_rope(from_k, to_k, d, mask, p[:, None], freqs, n, attention_factor, INTERLEAVED, ROPE)
+    from_k, from_v = k + t[:, None] * k_token + g * k_head, v + t[:, None] * v_token + g * v_head
+    at = (slot // S * PAGE + slot % S * D)[:, None]
+    if INT8:
+        at_scale = slot // S * (PAGE // 2) + S * D // 2 + slot % S
+        store_int8(tl.load(from_k + d, mask=mask, other=0.0), to_k + at + d, k_scales + at_scale, mask, valid)
+        store_int8(tl.load(from_v + d, mask=mask, other=0.0), to_v + at + d, v_scales + at_scale, mask, valid)
+    else:
+        value = tl.load(from_v + d, mask=mask)
+        tl.store(to_v + at + d, value.to(to_v.dtype.element_ty), mask=mask)
+        apply_rope(from_k, to_k + at, d, mask, p[:, None], freqs, n, attention_factor, INTERLEAVED, ROPE)
     c = tl.arange(0, CP)[None, :]
     zeros = tl.zeros((T, CP), tl.float32)
     tl.store(mass + (slot[:, None] // S * C + c) * S + slot[:, None] % S, zeros, mask=valid[:, None] & (c < C))

@@ -44,7 +44,7 @@ class Offloader:
     ):
         self.stores, self.kv, self.model_fingerprint = stores, kv, model_fingerprint
         self.transfer = create_transfer(kv)
-        self.block_bytes = kv_heads * 2 * kv.page_size * kv.head_dim * kv.dtype.itemsize
+        self.block_bytes = kv_heads * (kv.k[0].nbytes + kv.v[0].nbytes)
         self.cost_model = LoadCostModel()
         self.warnings = WarningLog(logging.getLogger(__name__))
         self.num_loaded_tokens = dict.fromkeys((s.name for s in stores), 0)  # by store

@@ -21,7 +21,7 @@ static int64_t num_slots(const AttentionArgs& args, const QueryTile& tile) {
 }
 
 static int64_t weight_bytes(const AttentionArgs& args, const QueryTile& tile) {
-  return round_up(tile.num_rows() * num_slots(args, tile) * element_size(args.kv.dtype), 64);
+  return round_up(tile.num_rows() * num_slots(args, tile) * (args.kv.dtype == DType::float32 ? 4 : 2), 64);
 }
 
 void MassAccumulator::build(const AttentionArgs& args, const AttentionPlan& plan, int threads) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention_mass.h"
+#include "int8_pages.h"
 #include "page_gemm.h"
 #include "simd.h"
 #include "types.h"
@@ -37,9 +38,11 @@ INLINE Visibility page_visibility(const int32_t* pos, int S, int32_t low, int32_
   return reduce_or<WIDTH>(any_hidden) ? Visibility::some : Visibility::all;
 }
 
-// Copies the queries of a tile to contiguous rows, scaled and converted to the pool's dtype.
+// Copies the queries of a tile, scaled and converted to the pool's dtype, into `memory`.
 template <class Q, class T>
-void gather_queries(const AttentionArgs& args, const QueryTile& tile, T* rows) {
+void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* memory, Queries<T>& queries) {
+  T* rows = reinterpret_cast<T*>(memory);
+  queries.rows = rows;
   const int D = args.kv.D, first = args.tables.query_start_loc[tile.b];
   for (int i = tile.begin; i < tile.end; ++i, rows += D) {
     const Q* q = static_cast<const Q*>(args.q.data) + (first + i / args.R) * args.q.token_stride +
@@ -64,9 +67,9 @@ INLINE void apply_bias_and_mask(const AttentionArgs& args, const QueryTile& tile
 }
 
 // Prefetches the next pages into L2 during softmax, when the memory bus is idle.
-template <class T>
+template <class Page>
 struct Prefetch {
-  const T* const* page;
+  const Page* const* page;
   int lines;  // cache lines to fetch for each vector of scores; 0 if the tile has many rows
 
   INLINE void issue(int j, int vector) const {
@@ -74,6 +77,18 @@ struct Prefetch {
       __builtin_prefetch(reinterpret_cast<const char*>(page[j]) + 64 * (vector * lines + i), 0, 2);
   }
 };
+
+// The type of softmax weights and of mass weights, for pages of a type.
+template <class Page>
+struct WeightOf {
+  using type = Page;
+};
+template <>
+struct WeightOf<uint8_t> {
+  using type = bf16;
+};
+template <class Page>
+using Weight = typename WeightOf<Page>::type;
 
 // The mass weights of one row. Page j of the block writes to out[page_index[j] * S].
 template <class T>
@@ -86,8 +101,8 @@ struct MassOutput {
 
 // Turns row r's scores into weights e^(score - maximum) of dtype T, in place: a weight is never longer than its score.
 // Writes the mass weights too, unless KIND is none. `sums` receives the sum of weights and the sum of mass weights.
-template <class T, ScoreKind KIND>
-INLINE void softmax_row(float* x, int r, int n, int S, float maximum, const Prefetch<T>& prefetch,
+template <class T, ScoreKind KIND, class Page>
+INLINE void softmax_row(float* x, int r, int n, int S, float maximum, const Prefetch<Page>& prefetch,
                         const MassOutput<T>* mass, float (&sums)[2]) {
   const F shift = splat(maximum == NEG_INF ? 0.0f : maximum);  // if no slot is visible, every weight is e^-inf = 0
   F total = {}, mass_total = {};
@@ -108,9 +123,10 @@ INLINE void softmax_row(float* x, int r, int n, int S, float maximum, const Pref
   sums[1] = reduce_sum<WIDTH>(mass_total);
 }
 
-template <class T>
+template <class Page>
 bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int block, float* scratch, float* partials,
                       const MassBuffers* mass) {
+  using T = Weight<Page>;
   const int S = args.kv.S, D = args.kv.D, rows = tile.num_rows();
   const int32_t* p = args.q_pos + args.tables.query_start_loc[tile.b];
   int32_t low = INT32_MAX, high = INT32_MIN;
@@ -146,27 +162,26 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   }
   if (n == 0) return false;
 
-  float* x = scratch;                                          // [rows, SCORE_STRIDE]
-  T* q = reinterpret_cast<T*>(scratch + rows * SCORE_STRIDE);  // [rows, D]
-  const T* weights = reinterpret_cast<const T*>(x);
-  constexpr ptrdiff_t WEIGHT_STRIDE = SCORE_STRIDE * sizeof(float) / sizeof(T);
+  float* x = scratch;  // [rows, SCORE_STRIDE]
+  Queries<Page> q;
   if (args.q.dtype == DType::float32)
-    gather_queries<float>(args, tile, q);
+    gather_queries<float>(args, tile, scratch + rows * SCORE_STRIDE, q);
   else
-    gather_queries<bf16>(args, tile, q);
+    gather_queries<bf16>(args, tile, scratch + rows * SCORE_STRIDE, q);
 
-  VisiblePages<T> pages = {n, S, D, {}, {}, {}};
+  VisiblePages<Page> pages = {n, S, D, {}, {}, {}};
   for (int j = 0; j < n; ++j) {
-    pages.keys[j] = static_cast<const T*>(args.kv.key_page(page[j]));
-    pages.values[j] = static_cast<const T*>(args.kv.value_page(page[j]));
+    pages.keys[j] = static_cast<const Page*>(args.kv.key_page(page[j]));
+    pages.values[j] = static_cast<const Page*>(args.kv.value_page(page[j]));
     const int next = last + j < num_pages ? last + j : num_pages - 1;
-    pages.next_keys[j] = static_cast<const T*>(args.kv.key_page(table[next]));
+    pages.next_keys[j] = static_cast<const Page*>(args.kv.key_page(table[next]));
   }
   score_pages(pages, q, rows, x);
   for (int j = 0; j < n; ++j)
     if (args.slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], x + j * S);
   const int size = partial_size(D), vectors = rows * S / WIDTH;
-  const Prefetch<T> prefetch = {pages.next_keys, rows > MAX_PREFETCH_ROWS ? 0 : S * D * int(sizeof(T)) / 64 / vectors};
+  const int page_lines = S * D * int(sizeof(Page)) / 64;
+  const Prefetch<Page> prefetch = {pages.next_keys, rows > MAX_PREFETCH_ROWS ? 0 : page_lines / vectors};
   alignas(64) float noise[SCORE_STRIDE];
   ScoreTransform transform = {ScoreKind::none, 1};
   for (int r = 0, noise_token = -1; r < rows; ++r) {
@@ -197,7 +212,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
     mass->maxima[entry] = transform.kind == ScoreKind::none ? NEG_INF : maximum * transform.inv_temperature;
     mass->sums[entry] = sums[1];
   }
-  sum_values(pages, weights, WEIGHT_STRIDE, rows, partials);
+  sum_values(pages, x, rows, partials);
   return true;
 }
 

@@ -28,9 +28,9 @@ static void bind_structs(nb::module_& m) {
   nb::class_<Pool>(m, "Pool")
       .def("__init__",
            [](Pool* p, Address k, Address v, Address pos, Address mass, int64_t num_pages, int S, int D,
-              int mass_columns, bool bf16) {
+              int mass_columns, int dtype) {
              new (p) Pool{ptr<void>(k), ptr<void>(v), ptr<int32_t>(pos), ptr<float>(mass), num_pages, S, D,
-                          mass_columns, dtype_of(bf16)};
+                          mass_columns, DType(dtype)};
            });
   nb::class_<AttentionScoring>(m, "AttentionScoring")
       .def(nb::init<>())  // without weights: no mass changes

@@ -12,20 +12,57 @@ namespace retain::RETAIN_ISA {
 
 bool attend_tile(const AttentionArgs& args, const QueryTile& tile, int block, float* scratch, float* partials,
                  const MassBuffers* mass) {
-  return args.kv.dtype == DType::float32 ? attend_tile_impl<float>(args, tile, block, scratch, partials, mass)
-                                         : attend_tile_impl<bf16>(args, tile, block, scratch, partials, mass);
+  switch (args.kv.dtype) {
+    case DType::float32: return attend_tile_impl<float>(args, tile, block, scratch, partials, mass);
+    case DType::bfloat16: return attend_tile_impl<bf16>(args, tile, block, scratch, partials, mass);
+    case DType::int8: return attend_tile_impl<uint8_t>(args, tile, block, scratch, partials, mass);
+  }
+  return false;
 }
 
 void merge_partials(float* total, const float* next, int rows, int D) { merge_partials_impl(total, next, rows, D); }
 
 void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuffers& mass, const float* factors,
                  float* sums) {
-  args.kv.dtype == DType::float32 ? reduce_mass_impl<float>(args, tile, mass, factors, sums)
-                                  : reduce_mass_impl<bf16>(args, tile, mass, factors, sums);
+  args.kv.dtype == DType::float32 ? reduce_mass_impl<Weight<float>>(args, tile, mass, factors, sums)
+                                  : reduce_mass_impl<Weight<bf16>>(args, tile, mass, factors, sums);
 }
 
-// A key is strided by S in its page, a value is contiguous. In bfloat16 two dimensions of K are interleaved, and two
-// slots of V.
+// Converts the numbers of a slot to the pool's dtype.
+template <class To>
+struct SlotRounding {
+  template <class From>
+  INLINE SlotRounding(const From*, int) {}
+  INLINE To operator()(float x) const {
+    To y;
+    from_float(x, y);
+    return y;
+  }
+  INLINE void store_scale(uint16_t*) const {}
+};
+
+// The rule is kernels/int8_slots.py's, to the bit.
+template <>
+struct SlotRounding<uint8_t> {
+  uint16_t scale;
+  float factor;
+
+  template <class From>
+  INLINE SlotRounding(const From* x, int n) {
+    float largest = 0;
+    for (int i = 0; i < n; ++i) largest = __builtin_fmaxf(largest, __builtin_fabsf(to_float(x[i])));
+    scale = float_to_bf16(largest / 127.0f);
+    const float rounded = bf16_to_float(scale);
+    factor = rounded > 0x1p-100f ? 1.0f / rounded : 0.0f;
+  }
+  INLINE uint8_t operator()(float x) const {
+    const float y = __builtin_rintf(x * factor);
+    return uint8_t(128 + int(y < -127.0f ? -127.0f : y > 127.0f ? 127.0f : y));
+  }
+  INLINE void store_scale(uint16_t* to) const { *to = scale; }
+};
+
+// A key is strided by S in its page, a value is contiguous. Dimensions of K, and slots of V, may be interleaved.
 template <class From, class To>
 static void write_rows(const WriteArgs& w, int g, int begin, int end) {
   const int S = w.kv.S, D = w.kv.D;
@@ -35,21 +72,29 @@ static void write_rows(const WriteArgs& w, int g, int begin, int end) {
     const int64_t page = slot / S, offset = slot % S;
     const From* k = static_cast<const From*>(w.k.data) + t * w.k.token_stride + g * w.k.head_stride;
     const From* v = static_cast<const From*>(w.v.data) + t * w.v.token_stride + g * w.v.head_stride;
-    To* to_k = static_cast<To*>(w.kv.k) + page * S * D + P * offset;
-    To* to_v = static_cast<To*>(w.kv.v) + page * S * D + offset / P * P * D + offset % P;
-    for (int d = 0; d < D; ++d) from_float(to_float(k[d]), to_k[d / P * P * S + d % P]);
-    for (int d = 0; d < D; ++d) from_float(to_float(v[d]), to_v[P * d]);
+    To* to_k = static_cast<To*>(w.kv.key_page(page)) + P * offset;
+    To* to_v = static_cast<To*>(w.kv.value_page(page)) + offset / P * P * D + offset % P;
+    const SlotRounding<To> round_k(k, D), round_v(v, D);
+    for (int d = 0; d < D; ++d) to_k[d / P * P * S + d % P] = round_k(to_float(k[d]));
+    for (int d = 0; d < D; ++d) to_v[P * d] = round_v(to_float(v[d]));
+    round_k.store_scale(w.kv.scales(w.kv.key_page(page)) + offset);
+    round_v.store_scale(w.kv.scales(w.kv.value_page(page)) + offset);
     w.kv.pos[slot] = w.pos[t];
     for (int c = 0; c < w.kv.mass_columns; ++c) w.kv.mass_page(page)[c * S + offset] = 0;
   }
 }
 
+template <class From>
+static void write_rows_from(const WriteArgs& w, int g, int begin, int end) {
+  switch (w.kv.dtype) {
+    case DType::float32: return write_rows<From, float>(w, g, begin, end);
+    case DType::bfloat16: return write_rows<From, bf16>(w, g, begin, end);
+    case DType::int8: return write_rows<From, uint8_t>(w, g, begin, end);
+  }
+}
+
 void write(const WriteArgs& w, int g, int begin, int end) {
-  const bool from_float32 = w.k.dtype == DType::float32, to_float32 = w.kv.dtype == DType::float32;
-  if (from_float32 && to_float32) write_rows<float, float>(w, g, begin, end);
-  if (from_float32 && !to_float32) write_rows<float, bf16>(w, g, begin, end);
-  if (!from_float32 && to_float32) write_rows<bf16, float>(w, g, begin, end);
-  if (!from_float32 && !to_float32) write_rows<bf16, bf16>(w, g, begin, end);
+  w.k.dtype == DType::float32 ? write_rows_from<float>(w, g, begin, end) : write_rows_from<bf16>(w, g, begin, end);
 }
 
 void prepare_activations(const PackedWeight& w, const float* x, char* row) { prepare_row(w, x, row); }

@@ -53,9 +53,16 @@ INLINE bool sum_by_tiles(const VisiblePages<float>&, const float*, ptrdiff_t, in
 
 #endif
 
-// Computes scores [rows, SCORE_STRIDE] of queries [rows, D].
+// The queries of a tile, [rows, D].
 template <class T>
-INLINE void score_pages(const VisiblePages<T>& p, const T* q, int rows, float* scores) {
+struct Queries {
+  const T* rows;
+};
+
+// Computes scores [rows, SCORE_STRIDE].
+template <class T>
+INLINE void score_pages(const VisiblePages<T>& p, const Queries<T>& queries, int rows, float* scores) {
+  const T* q = queries.rows;
 #ifdef RETAIN_TILES
   if (score_by_tiles(p, q, rows, scores)) return;
 #endif
@@ -65,9 +72,11 @@ INLINE void score_pages(const VisiblePages<T>& p, const T* q, int rows, float* s
             rows, p.S);
 }
 
-// Computes sums of values, in rows of partial_size(D), for weights that are `stride` elements apart.
+// Computes sums of values, in rows of partial_size(D). Each row of scores begins with its weights, of type T.
 template <class T>
-INLINE void sum_values(const VisiblePages<T>& p, const T* weights, ptrdiff_t stride, int rows, float* sums) {
+INLINE void sum_values(const VisiblePages<T>& p, const float* scores, int rows, float* sums) {
+  constexpr ptrdiff_t stride = SCORE_STRIDE * sizeof(float) / sizeof(T);
+  const T* weights = reinterpret_cast<const T*>(scores);
 #ifdef RETAIN_TILES
   if (sum_by_tiles(p, weights, stride, rows, sums)) return;
 #endif

@@ -16,9 +16,9 @@
 
 namespace retain {
 
-enum class DType : int { float32, bfloat16 };
+enum class DType : int { float32, bfloat16, int8 };
 
-INLINE int element_size(DType t) { return t == DType::float32 ? 4 : 2; }
+INLINE int element_size(DType t) { return t == DType::float32 ? 4 : t == DType::bfloat16 ? 2 : 1; }
 
 constexpr int MAX_HEAD_DIM = 256, MAX_PAGE_SIZE = 512;  // scratch memory is sized for these
 
@@ -30,7 +30,8 @@ constexpr int ACC_BLOCK = 512;
 constexpr float NEG_INF = -__builtin_inff();  // the score of a hidden slot, and the maximum of no scores
 
 // The memory of the KV cache, in pages. A page of K is [D, S], so that one load reads many slots of one dimension.
-// A page of V is [S, D]. In bfloat16 pairs are interleaved: K is [D / 2, S, 2], V is [S / 2, D, 2].
+// A page of V is [S, D]. In bfloat16 pairs are interleaved: K is [D / 2, S, 2], V is [S / 2, D, 2]. In int8 quads are
+// interleaved, bytes are 128 too high, and bfloat16 scales [S] follow.
 struct Pool {
   void* k;
   void* v;
@@ -40,11 +41,14 @@ struct Pool {
   int S, D, mass_columns;
   DType dtype;
 
-  INLINE const void* key_page(int64_t page) const {
-    return static_cast<const char*>(k) + page * S * D * element_size(dtype);
+  INLINE int64_t page_bytes() const {  // of K or of V
+    return int64_t(S) * D * element_size(dtype) + (dtype == DType::int8 ? 2 * S : 0);
   }
-  INLINE const void* value_page(int64_t page) const {
-    return static_cast<const char*>(v) + page * S * D * element_size(dtype);
+  INLINE void* key_page(int64_t page) const { return static_cast<char*>(k) + page * page_bytes(); }
+  INLINE void* value_page(int64_t page) const { return static_cast<char*>(v) + page * page_bytes(); }
+  // The scales [S], in bfloat16, of a page of int8.
+  INLINE uint16_t* scales(void* page) const {
+    return reinterpret_cast<uint16_t*>(static_cast<char*>(page) + int64_t(S) * D);
   }
   INLINE float* mass_page(int64_t page) const { return mass + page * mass_columns * S; }
 };
@@ -220,7 +224,7 @@ INLINE Float& partial_sum(Float* partial, int D) {
 // The mass weights of a scored tile, kept until all of its blocks are computed. A weight is relative to its row's
 // maximum in its block. A row without mass in a block has the maximum NEG_INF there and no valid weights.
 struct MassBuffers {
-  char* weights;         // [rows, slots], of the pool's dtype
+  char* weights;         // [rows, slots], float32 for a pool of float32, else bfloat16
   float *maxima, *sums;  // [rows, blocks]
   int64_t num_slots;
   int num_blocks;

@@ -34,28 +34,32 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
   for (int64_t i = 0; i < n; ++i)
     if (std::min(src[i], dst[i]) < 0 || std::max(src[i], dst[i]) >= kv.num_pages)
       throw std::invalid_argument("src or dst names a page outside the pool");
-  const size_t page_bytes = size_t(kv.S) * kv.D * element_size(kv.dtype);
-#pragma omp parallel for if (n * int64_t(page_bytes) > MIN_PARALLEL_SIZE)
+  const int64_t page_bytes = kv.page_bytes();
+#pragma omp parallel for if (n * page_bytes > MIN_PARALLEL_SIZE)
   for (int64_t i = 0; i < n; ++i) {
-    memcpy(const_cast<void*>(kv.key_page(dst[i])), kv.key_page(src[i]), page_bytes);
-    memcpy(const_cast<void*>(kv.value_page(dst[i])), kv.value_page(src[i]), page_bytes);
+    memcpy(kv.key_page(dst[i]), kv.key_page(src[i]), page_bytes);
+    memcpy(kv.value_page(dst[i]), kv.value_page(src[i]), page_bytes);
     memcpy(kv.pos + dst[i] * kv.S, kv.pos + src[i] * kv.S, size_t(kv.S) * sizeof(int32_t));
     memcpy(kv.mass_page(dst[i]), kv.mass_page(src[i]), size_t(kv.mass_columns) * kv.S * sizeof(float));
   }
 }
 
-// In bfloat16 two dimensions of K are interleaved, and two slots of V (see Pool).
+// Copies slot i of page a to slot j of page b. INTERLEAVE dimensions of K, and slots of V, are interleaved (see Pool).
 template <class T, int INTERLEAVE>
 static void move_slot(const Pool& kv, int64_t from, int64_t to) {
   constexpr int P = INTERLEAVE;
   const int S = kv.S, D = kv.D;
   const int64_t a = from / S, b = to / S, i = from % S, j = to % S;
-  const T* k = static_cast<const T*>(kv.k) + a * S * D + P * i;
-  const T* v = static_cast<const T*>(kv.v) + a * S * D + i / P * P * D + i % P;
-  T* to_k = static_cast<T*>(kv.k) + b * S * D + P * j;
-  T* to_v = static_cast<T*>(kv.v) + b * S * D + j / P * P * D + j % P;
+  const T* k = static_cast<const T*>(kv.key_page(a)) + P * i;
+  const T* v = static_cast<const T*>(kv.value_page(a)) + i / P * P * D + i % P;
+  T* to_k = static_cast<T*>(kv.key_page(b)) + P * j;
+  T* to_v = static_cast<T*>(kv.value_page(b)) + j / P * P * D + j % P;
   for (int d = 0; d < D; ++d) to_k[d / P * P * S + d % P] = k[d / P * P * S + d % P];
   for (int d = 0; d < D; ++d) to_v[P * d] = v[P * d];
+  if (kv.dtype == DType::int8) {
+    kv.scales(kv.key_page(b))[j] = kv.scales(kv.key_page(a))[i];
+    kv.scales(kv.value_page(b))[j] = kv.scales(kv.value_page(a))[i];
+  }
   kv.pos[to] = kv.pos[from];
   for (int c = 0; c < kv.mass_columns; ++c) kv.mass_page(b)[c * S + j] = kv.mass_page(a)[c * S + i];
 }
@@ -68,10 +72,11 @@ void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists,
   for (int64_t l = 0; l < lists; ++l)
     for (int64_t i = l * n; i < (l + 1) * n; ++i) {
       if (src[i] == dst[i]) continue;
-      if (kv.dtype == DType::float32)
-        move_slot<float, 1>(kv, src[i], dst[i]);
-      else
-        move_slot<uint16_t, 2>(kv, src[i], dst[i]);
+      switch (kv.dtype) {
+        case DType::float32: move_slot<float, 1>(kv, src[i], dst[i]); break;
+        case DType::bfloat16: move_slot<uint16_t, 2>(kv, src[i], dst[i]); break;
+        case DType::int8: move_slot<uint8_t, 4>(kv, src[i], dst[i]); break;
+      }
     }
 }
 
