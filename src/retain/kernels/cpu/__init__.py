@@ -13,7 +13,8 @@ One load reads one dimension of 16 slots of K, or 16 dimensions of one slot of V
 of fresh tokens. In bfloat16 two dimensions of K are interleaved (D / 2 x S x 2), and two slots of V (S / 2 x D x 2),
 as the processor's pairwise dot products need them. Queries and weights are then rounded to bfloat16 too; sums are
 float32. In int8 four are interleaved (D / 4 x S x 4, S / 4 x D x 4), bytes are 128 too high, and the bfloat16 scales of
-the page's slots follow. Queries and weights are then integers of 14 bits, and sums of products are exact.
+the page's slots follow. Keys and queries are then rotated (int8_slots.py), queries and weights are integers of 12 bits
+and a sign, and sums of products are exact.
 
 A row is summed slot by slot within a block of 512 slots and then block by block, however the work is divided. So the
 bits of a token depend neither on the other requests, nor on the chunk size, nor on the number of threads.
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, AttentionScoring, Program, Tables
 from retain.kernels.cpu.memory import allocate_aligned
-from retain.kernels.int8_slots import SCALE_BYTES
+from retain.kernels.int8_slots import SCALE_BYTES, rotate
 from retain.kernels.shape_checks import shape_error
 
 try:
@@ -161,7 +162,7 @@ def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
         v_bytes, v_scale = int8_page_views(v, S, D)
         k_bytes = k_bytes.view(-1, D // 4, S, 4).transpose(1, 2).reshape(-1, S, D)
         v_bytes = v_bytes.view(-1, S // 4, D, 4).transpose(2, 3).reshape(-1, S, D)
-        return _dequantize(k_bytes, k_scale), _dequantize(v_bytes, v_scale)
+        return rotate(_dequantize(k_bytes, k_scale)), _dequantize(v_bytes, v_scale)
     if kv.dtype == torch.float32:
         return k.transpose(1, 2), v
     k = k.view(-1, D // 2, S, 2).permute(0, 2, 1, 3).reshape(-1, S, D)
@@ -177,7 +178,7 @@ def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
         (k_bytes, k_scale), (v_bytes, v_scale) = int8_page_views(kv.k, S, D), int8_page_views(kv.v, S, D)
         k = k_bytes.view(P, D // 4, S, 4)[page, :, slot].reshape(-1, D)
         v = v_bytes.view(P, S // 4, D, 4)[page, slot // 4, :, slot % 4]
-        return _dequantize(k, k_scale[page, slot]), _dequantize(v, v_scale[page, slot])
+        return rotate(_dequantize(k, k_scale[page, slot])), _dequantize(v, v_scale[page, slot])
     if kv.dtype == torch.float32:
         return kv.k[page, :, slot], kv.v[page, slot]
     k = kv.k.view(P, D // 2, S, 2)[page, :, slot]  # [n, D / 2, 2]

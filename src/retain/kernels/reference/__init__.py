@@ -11,7 +11,7 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, NO_WINDOW, AttentionScoring, Tables
 from retain.kernels.eviction_order import eviction_key
-from retain.kernels.int8_slots import SCALE_BYTES, from_bytes, to_bytes
+from retain.kernels.int8_slots import SCALE_BYTES, from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import noise_key, sample_noise
 
 DEVICES: tuple[str, ...] = ("cpu",)
@@ -47,8 +47,10 @@ def allocate(
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
     """Store fresh tokens in their slots."""
     slots = slot_mapping.long()  # [G, T]
-    kv.k.flatten(0, 1)[slots] = _to_slots(k.transpose(0, 1), kv.dtype)
-    kv.v.flatten(0, 1)[slots] = _to_slots(v.transpose(0, 1), kv.dtype)
+    is_int8 = kv.dtype == torch.int8
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
+    kv.k.flatten(0, 1)[slots] = to_bytes(rotate(k)) if is_int8 else k.to(kv.dtype)
+    kv.v.flatten(0, 1)[slots] = to_bytes(v) if is_int8 else v.to(kv.dtype)
     kv.pos.view(-1)[slots] = pos.expand(slots.shape)
     kv.mass.transpose(1, 2)[slots // kv.page_size, slots % kv.page_size] = 0.0
 
@@ -101,12 +103,12 @@ def attend(
 
 def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of pages in float32."""
-    return _from_slots(kv.k[pages]), _from_slots(kv.v[pages])
+    return _from_slots(kv.k[pages], kv.v[pages])
 
 
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32."""
-    return _from_slots(kv.k.flatten(0, 1)[slots]), _from_slots(kv.v.flatten(0, 1)[slots])
+    return _from_slots(kv.k.flatten(0, 1)[slots], kv.v.flatten(0, 1)[slots])
 
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
@@ -135,9 +137,7 @@ def select_victims(
     return key.topk(n, largest=False).indices
 
 
-def _to_slots(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return to_bytes(x) if dtype == torch.int8 else x.to(dtype)
-
-
-def _from_slots(x: Tensor) -> Tensor:
-    return from_bytes(x) if x.dtype == torch.int8 else x.float()
+def _from_slots(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if k.dtype == torch.int8:
+        return rotate(from_bytes(k)), from_bytes(v)
+    return k.float(), v.float()

@@ -112,12 +112,12 @@ def attend(
 def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of pages in float32."""
     slot_ids = pages[:, None] * kv.page_size + torch.arange(kv.page_size, device=pages.device)
-    return page_layout.read_slots(kv, kv.k, slot_ids), page_layout.read_slots(kv, kv.v, slot_ids)
+    return page_layout.read_slots(kv, slot_ids)
 
 
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32."""
-    return page_layout.read_slots(kv, kv.k, slots), page_layout.read_slots(kv, kv.v, slots)
+    return page_layout.read_slots(kv, slots)
 
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from retain.kernels import int8_slots
 from retain.kernels.api import GAUSSIAN, GUMBEL, KV, AttentionScoring, Tables
 from retain.kernels.triton import attention_kernels, mass_kernels, noise
 from retain.kernels.triton.page_layout import page_args
@@ -171,16 +172,19 @@ def attend(
     layer: int,
 ) -> Tensor:
     """Return the output [T, H, D] of one layer, and update the masses that the plan scores."""
+    dtype = q.dtype
+    if kv.dtype == torch.int8:
+        q = int8_slots.rotate(q)  # as the keys are
     q = q if q.stride(-1) == 1 else q.contiguous()
     call = AttentionCall(q, kv, tables, plan, q_pos, scale, alibi_slopes, layer)
     # The interpreter truncates to bfloat16 where a GPU rounds, so torch rounds for it.
-    in_float32 = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16
-    o = torch.zeros(q.shape, dtype=torch.float32 if in_float32 else q.dtype, device=q.device)
+    in_float32 = triton.knobs.runtime.interpret and dtype == torch.bfloat16
+    o = torch.zeros(q.shape, dtype=torch.float32 if in_float32 else dtype, device=q.device)
     for tiles in plan.tile_lists:
         _launch_attention(call, tiles, o)
     if plan.mass_buffers:
         _launch_mass(call, plan.mass_buffers)
-    return o.to(q.dtype)
+    return o.to(dtype)
 
 
 def _launch_attention(call: AttentionCall, tiles: TileList, o: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from retain.kernels import int8_slots
 from retain.kernels.api import KV
 from retain.kernels.triton import elementwise, slots
 from retain.kernels.triton.page_layout import page_args
@@ -45,7 +46,8 @@ def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope:
     T, G, D = k.shape
     is_int8 = kv.dtype == torch.int8
     if is_int8:  # the largest number of a row is needed before the row is stored
-        k, v = rotate(k, pos.contiguous(), rope, torch.float32) if rope and T else k.float(), v.float()
+        k = rotate(k, pos.contiguous(), rope, torch.float32) if rope and T else k
+        k, v = int8_slots.rotate(k), v.float()
         rope = None
     else:
         k, v = k if rope else k.to(kv.dtype), v.to(kv.dtype)

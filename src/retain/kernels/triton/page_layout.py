@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import KV
-from retain.kernels.int8_slots import SCALE_BYTES, dequantize
+from retain.kernels.int8_slots import SCALE_BYTES, dequantize, rotate
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,13 @@ def slots_of(kv: KV, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return x[:, : S * D].view(-1, S, D), x.view(torch.bfloat16)[:, S * D // SCALE_BYTES :]
 
 
-def read_slots(kv: KV, x: Tensor, slots: Tensor) -> Tensor:
-    """Return the numbers float32 [n, D] of slots of x, which is kv.k or kv.v."""
-    numbers, scales = slots_of(kv, x)
+def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V of slots in float32, [..., D] for slots [...]."""
     page, place = slots // kv.page_size, slots % kv.page_size
-    if scales is None:
-        return numbers[page, place].float()
-    return dequantize(numbers[page, place], scales[page, place])
+    read = []
+    for x in (kv.k, kv.v):
+        numbers, scales = slots_of(kv, x)
+        y = numbers[page, place]
+        read.append(y.float() if scales is None else dequantize(y, scales[page, place]))
+    k, v = read
+    return rotate(k) if kv.dtype == torch.int8 else k, v

@@ -1,8 +1,9 @@
 // The two products of attention with pages of int8 slots.
 //
-// Queries, and weights times the scales of values, become integers of 14 bits, each in two signed bytes: 256 high + low.
-// Sums of their products with stored bytes are exact in 32 bits: |q| <= 2^13, a byte is below 2^8, and a sum has at most
-// 2^9 terms. So bits depend neither on the order of sums nor on the instructions that compute them.
+// Queries, and weights times the scales of values, become integers of 12 bits and a sign, each in two signed bytes:
+// 64 high + low. Both are between -64 and 64, because AVX2 adds two products with a stored byte in 16 bits. Sums are
+// exact in 32 bits: |q| <= 2^12, a byte is below 2^8, and a sum has at most 2^9 terms. So bits depend neither on the
+// order of sums nor on the instructions that compute them.
 //
 //   keys    u8 [D / 4][S][4], 128 too high; then bfloat16 scales [S]
 //   values  u8 [S / 4][D][4], 128 too high; then bfloat16 scales [S]
@@ -15,12 +16,27 @@ namespace retain::RETAIN_ISA {
 template <>
 inline constexpr int INTERLEAVE<uint8_t> = 4;
 
-constexpr float LARGEST_INTEGER = 8191;
+constexpr float LARGEST_INTEGER = 4096;
 constexpr int INT8_ROWS = FEW_REGISTERS ? 1 : 3;     // rows of a register block
 constexpr int INT8_VECTORS = FEW_REGISTERS ? 2 : 4;  // vectors of columns of a register block
 
 INLINE const bf16* slot_scales(const uint8_t* page, int S, int D) {
   return reinterpret_cast<const bf16*>(page + S * D);
+}
+
+// Transforms D numbers as `rotate` in kernels/int8_slots.py does, to the bit.
+INLINE void rotate(float* x, int D) {
+  const int block = D & -D;
+  const float factor = float(1 / __builtin_sqrt(block));
+  for (float* y = x; y < x + D; y += block) {
+    for (int h = 1; h < block; h *= 2)
+      for (int i = 0; i < block; i += 2 * h)
+        for (int j = i; j < i + h; ++j) {
+          const float a = y[j], b = y[j + h];
+          y[j] = a + b, y[j + h] = a - b;
+        }
+    for (int i = 0; i < block; ++i) y[i] *= factor;
+  }
 }
 
 // Rows of integers, in two planes.
@@ -36,9 +52,9 @@ INLINE float round_row(const float* x, int n, F tops, int8_t* high, int8_t* low,
   const F factor = splat(largest > 0 ? LARGEST_INTEGER / largest : 0.0f);
   I sum = {};
   for (int i = 0; i < n; i += WIDTH) {
-    const I y = round_to_int(load<WIDTH>(x + i) * factor), lower = (y << 24) >> 24;
+    const I y = round_to_int(load<WIDTH>(x + i) * factor), lower = (y << 26) >> 26;
     store_bytes(low + i, lower);
-    store_bytes(high + i, (y - lower) >> 8);
+    store_bytes(high + i, (y - lower) >> 6);
     sum += y;
   }
   int32_t lanes[WIDTH], total = 0;
@@ -74,11 +90,11 @@ INLINE void integer_block(const IntegerRows& a, const ByteParts& p, int column, 
       Bytes x[VECTORS];
       if (prefetch) EACH(v, VECTORS * WIDTH / 16 + 1) __builtin_prefetch(b + next + 64 * v, 0, 2);
       EACH(v, VECTORS) x[v] = load_bytes(b + 4 * WIDTH * v);
-      EACH(r, ROWS) EACH(v, VECTORS) high[r][v] = dot(high[r][v], x[v], at_high + r * a.stride + i);
-      EACH(r, ROWS) EACH(v, VECTORS) low[r][v] = dot(low[r][v], x[v], at_low + r * a.stride + i);
+      EACH(r, ROWS) EACH(v, VECTORS) high[r][v] = dot_narrow(high[r][v], x[v], at_high + r * a.stride + i);
+      EACH(r, ROWS) EACH(v, VECTORS) low[r][v] = dot_narrow(low[r][v], x[v], at_low + r * a.stride + i);
     }
   }
-  EACH(r, ROWS) EACH(v, VECTORS) store(r, v, high[r][v] * 256 + low[r][v]);
+  EACH(r, ROWS) EACH(v, VECTORS) store(r, v, high[r][v] * 64 + low[r][v]);
 #undef EACH
 }
 
@@ -152,7 +168,7 @@ INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, 
   });
 }
 
-// Rounds the queries of a tile, scaled, into `memory`.
+// Rounds the queries of a tile, scaled and rotated, into `memory`.
 template <class Q>
 INLINE void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* memory, Queries<uint8_t>& q) {
   const int D = args.kv.D, padded = (D + WIDTH - 1) / WIDTH * WIDTH, first = args.tables.query_start_loc[tile.b];
@@ -163,6 +179,7 @@ INLINE void gather_queries(const AttentionArgs& args, const QueryTile& tile, flo
     const Q* from = static_cast<const Q*>(args.q.data) + (first + i / args.R) * args.q.token_stride +
                     (tile.g * args.R + i % args.R) * args.q.head_stride;
     for (int d = 0; d < D; ++d) row[d] = args.scale * to_float(from[d]);
+    rotate(row, D);
     F tops = {};
     for (int d = 0; d < D; d += WIDTH) tops = max(tops, absolute(load<WIDTH>(row + d)));
     q.scale[r] = round_row(row, padded, tops, planes + r * q.rows.stride, planes + r * q.rows.stride + padded, q.offset[r]);

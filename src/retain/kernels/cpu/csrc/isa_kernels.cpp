@@ -74,8 +74,11 @@ static void write_rows(const WriteArgs& w, int g, int begin, int end) {
     const From* v = static_cast<const From*>(w.v.data) + t * w.v.token_stride + g * w.v.head_stride;
     To* to_k = static_cast<To*>(w.kv.key_page(page)) + P * offset;
     To* to_v = static_cast<To*>(w.kv.value_page(page)) + offset / P * P * D + offset % P;
-    const SlotRounding<To> round_k(k, D), round_v(v, D);
-    for (int d = 0; d < D; ++d) to_k[d / P * P * S + d % P] = round_k(to_float(k[d]));
+    float key[MAX_HEAD_DIM];
+    for (int d = 0; d < D; ++d) key[d] = to_float(k[d]);
+    if constexpr (sizeof(To) == 1) rotate(key, D);
+    const SlotRounding<To> round_k(key, D), round_v(v, D);
+    for (int d = 0; d < D; ++d) to_k[d / P * P * S + d % P] = round_k(key[d]);
     for (int d = 0; d < D; ++d) to_v[P * d] = round_v(to_float(v[d]));
     round_k.store_scale(w.kv.scales(w.kv.key_page(page)) + offset);
     round_v.store_scale(w.kv.scales(w.kv.value_page(page)) + offset);

@@ -177,6 +177,14 @@ INLINE I dot(I sum, Bytes x, const char* a) {
   const __m256i top = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(x, 7), _mm256_set1_epi8(1)), y);
   return sum + (I)_mm256_madd_epi16(low, _mm256_set1_epi16(1)) + (I)_mm256_madd_epi16(top, _mm256_set1_epi16(128));
 }
+// The same where all of `a` are between -64 and 64, so that two products fit into 16 bits.
+INLINE I dot_narrow(I sum, Bytes x, const char* a) {
+  int32_t four;
+  memcpy(&four, a, 4);
+  const __m256i pairs = _mm256_maddubs_epi16(x, _mm256_set1_epi32(four));
+  return sum + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+#define RETAIN_DOT_NARROW
 #elif defined(__ARM_FEATURE_DOTPROD)
 static_assert(WIDTH == 4, "a NEON vector has four lanes");
 using Bytes = uint8x16_t;
@@ -217,6 +225,12 @@ INLINE I dot(I sum, const Bytes& x, const char* a) {
     for (int j = 0; j < 4; ++j) sum[l] += x.data[4 * l + j] * int8_t(a[j]);
   return sum;
 }
+#endif
+
+#ifdef RETAIN_DOT_NARROW
+#undef RETAIN_DOT_NARROW
+#else
+INLINE I dot_narrow(I sum, const Bytes& x, const char* a) { return dot(sum, x, a); }
 #endif
 
 // Stores as bfloat16, rounded to nearest, ties to even.
