@@ -121,6 +121,7 @@ LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool]] = 
     (80, 1, torch.float16, (200, 9), False, False),
     (64, 3, torch.int8, (1, 2), True, False),
     (128, 2, torch.int8, (200, 9), True, True),
+    (64, 3, torch.uint8, (1, 200), True, False),
 ]
 
 
@@ -142,7 +143,7 @@ def launch_kernels(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], w
         dense=ones,
         max_pages=n,
     )
-    q_dtype = torch.bfloat16 if dtype == torch.int8 else dtype
+    q_dtype = torch.bfloat16 if dtype in (torch.int8, torch.uint8) else dtype
     q, pos, slots = torch.ones(T, G * R, D, dtype=q_dtype), torch.ones(T).int(), torch.ones(G, T, dtype=torch.int32)
     slopes = torch.ones(G * R) if alibi else None
     scoring = keyformer_scoring(T, B) if with_masses else None

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from retain.plugins import Size
 
 DTYPES = ("bfloat16", "float32", "float16")
-KV_DTYPES = ("auto", "bfloat16", "int8")
+KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4")
+SLOTS_PER_PAGE = {"int8": 2, "k8v4": 2.5}  # as multiples of page_size: pages of about the bytes that bfloat16 has
 WEIGHTS = ("auto", "bf16", "int8", "int4")
 
 
@@ -54,11 +55,12 @@ class Config:
     kv_dtype: str = field(
         default="auto",
         metadata={
-            "help": "K and V in the cache: auto (as --dtype), bfloat16, or int8: twice the tokens in the same bytes"
+            "help": "K and V in the cache: auto (as --dtype), bfloat16, int8 (twice the tokens in the same bytes), or "
+            "k8v4 (8 bits for K, 4 for V: 2.5 times)"
         },
     )
     page_size: int = field(
-        default=64, metadata={"help": "slots of a page, a multiple of 16; int8 has twice as many in its bytes"}
+        default=64, metadata={"help": "slots of a page of 16 bits, a multiple of 16; int8 and k8v4 have more"}
     )
     max_running_requests: int = field(default=64, metadata={"help": "requests that run at the same time, at most"})
     max_batched_tokens: int = field(default=512, metadata={"help": "fresh tokens of a step, at most"})
@@ -95,8 +97,8 @@ class Config:
 
     @property
     def slots_per_page(self) -> int:
-        """Slots of a page, whose bytes stay those of 16 bits."""
-        return self.page_size * (2 if self.slot_dtype == "int8" else 1)
+        """Slots of a page, a multiple of 16, whose bytes stay about those of 16 bits."""
+        return int(self.page_size * SLOTS_PER_PAGE.get(self.slot_dtype, 1)) // 16 * 16
 
 
 def default_kv_memory(max_request_bytes: int, free_gpu_memory: int | None = None) -> int:

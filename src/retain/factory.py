@@ -16,7 +16,8 @@ from retain import models
 from retain.config import Config
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.gates.loader import GateLoader
-from retain.kernels.api import CPU, Backend, page_bytes
+from retain.kernels.api import CPU, Backend
+from retain.kernels.pool_dtypes import page_bytes
 from retain.kv.capacity import CacheConfig, CapacityPlanner, KVCacheSpec, refuse_gates
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.view import ShiftKeys

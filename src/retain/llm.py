@@ -22,7 +22,7 @@ from retain.engine import drafters
 from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.runner import Runner
-from retain.kernels.api import page_bytes
+from retain.kernels.pool_dtypes import page_bytes, pool_dtype
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
@@ -56,7 +56,7 @@ class LLM:
             raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
         drafter = drafters.parse(c.speculate) if c.speculate else None
         self.device = kernels.resolve_device(c.device)
-        self.dtype, self.kv_dtype = (getattr(torch, name) for name in (c.dtype, c.slot_dtype))
+        self.dtype, self.kv_dtype = pool_dtype(c.dtype), pool_dtype(c.slot_dtype)
         backend = kernels.load(c.backend, self.device)
         loaded = factory.load_model(resolve_model(model), backend, self.dtype, c.weights, progress, self.device)
         self.spec, self.weight_bytes = loaded.spec, loaded.weight_bytes

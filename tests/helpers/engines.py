@@ -17,7 +17,8 @@ from retain.engine.engine import Engine
 from retain.engine.output import OutputProcessor
 from retain.engine.request import Request, RequestInput
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.kernels.api import CPU, page_bytes
+from retain.kernels.api import CPU
+from retain.kernels.pool_dtypes import page_bytes
 from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
 from retain.kv.eviction.policy import EvictionPolicy

@@ -21,6 +21,7 @@ CASES = {
     "shuffled": AttentionCase((30,), ((12, 9),), shuffled=True, shared_pages=False),
     "alibi": AttentionCase((20, 1), ((6, 4), (33, 40)), alibi=True, shared_pages=False),
     "bfloat16": AttentionCase((20, 1), ((6, 4), (33, 40)), dtype=BF16, shared_pages=False),
+    "k8v4": AttentionCase((20, 1), ((6, 4), (33, 40)), dtype=torch.uint8, shared_pages=False),
     "int8": AttentionCase((20, 1, 200), ((6, 4), (33, 40), (9, 8)), dtype=torch.int8, shared_pages=False),
 }
 # noise, temperature, redraw_noise, decay

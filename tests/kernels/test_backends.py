@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW, Backend, Tables
-from retain.kernels.int8_slots import rotate
+from retain.kernels.quantized_slots import rotate
 from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.backend_variants import FAST_VARIANTS, VARIANTS, use_variant
 from tests.helpers.marks import slow
 
-F32, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
-POOL_DTYPES = [F32, BF16, INT8]
+F32, BF16, INT8, K8V4 = torch.float32, torch.bfloat16, torch.int8, torch.uint8
+POOL_DTYPES = [F32, BF16, INT8, K8V4]
 
 
 @pytest.fixture(params=VARIANTS)
@@ -31,7 +31,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 def assert_matches_reference(case: AttentionCase) -> None:
     """Compare the output of every fast backend and instruction set with the reference's."""
     # ALiBi's scores grow with the distance, and so does what float32 rounds off them. Over a pool of bfloat16 a backend
-    # may round queries and weights to bfloat16, over one of int8 to 12 bits.
+    # may round queries and weights to bfloat16, over quantized slots to 12 bits.
     tolerance = 2**-7 if case.dtype != F32 else 1e-4 if case.alibi else 1e-5
     expected = case.attend(reference)
     for variant in FAST_VARIANTS:
@@ -91,7 +91,7 @@ def test_output_has_the_query_dtype(q_dtype: torch.dtype, dtype: torch.dtype) ->
 def test_long_contexts(fresh: int, S: int) -> None:
     for window in (NO_WINDOW, 1500):
         pages = ((2100 // S, 3000 // S), (1, 1), (700 // S, 513 // S + 1))
-        for dtype in (BF16, INT8):
+        for dtype in (BF16, INT8, K8V4):
             assert_matches_reference(AttentionCase(fresh=(fresh, 1, 3), pages=pages, S=S, dtype=dtype, window=window))
 
 
@@ -153,7 +153,7 @@ def test_tables_may_be_views(backend: Backend) -> None:
     assert torch.equal(o, backend.attend(q, kv, t, q_pos, scale=1.0))
 
 
-@pytest.mark.parametrize("dtype", [F32, INT8])
+@pytest.mark.parametrize("dtype", [F32, INT8, K8V4])
 @pytest.mark.parametrize("fresh", [1, 4, 100])
 def test_other_requests_change_no_bit(fresh: int, dtype: torch.dtype) -> None:
     case = AttentionCase(fresh=(fresh, 1, 5, 90), pages=((80, 3), (1, 2), (40, 50), (4, 4)), dtype=dtype)
@@ -220,7 +220,10 @@ def test_write_read_round_trip(backend: Backend, dtype: torch.dtype, S: int) -> 
 @pytest.mark.parametrize("S", [16, 48])
 @pytest.mark.parametrize("D", [8, 64, 72, 256])
 @pytest.mark.parametrize("source_dtype", [F32, BF16, torch.float16])
-def test_int8_slots_equal_the_reference_to_the_bit(backend: Backend, source_dtype: torch.dtype, D: int, S: int) -> None:
+@pytest.mark.parametrize("dtype", [INT8, K8V4])
+def test_quantized_slots_equal_the_reference_to_the_bit(
+    backend: Backend, dtype: torch.dtype, source_dtype: torch.dtype, D: int, S: int
+) -> None:
     """Slots of all sizes, zeros, ties, and values whose scale would be too small for a normal number."""
     n = 5 * S
     rng = torch.Generator().manual_seed(D)
@@ -233,7 +236,7 @@ def test_int8_slots_equal_the_reference_to_the_bit(backend: Backend, source_dtyp
     pos, pages = torch.arange(n, dtype=torch.int32), torch.arange(1, 6)
     held = []
     for kernels in (backend, reference):
-        kv = kernels.allocate(6, S, D, INT8)
+        kv = kernels.allocate(6, S, D, dtype)
         kernels.write(kv, slots[None].int(), k, v, pos)
         held.append((*kernels.read(kv, pages), *kernels.read_slots(kv, slots)))
     assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))

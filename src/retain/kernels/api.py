@@ -42,7 +42,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.int8_slots import SCALE_BYTES
 from retain.kernels.weight import Weight
 
 NO_WINDOW = 2**31 - 1  # a window that every position is inside of
@@ -67,8 +66,8 @@ class KV:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of K and V."""
-        return self.k.dtype
+        """Return the dtype of K and V; torch.uint8 is 8 bits for K and 4 for V (quantized_slots.py)."""
+        return self.v.dtype
 
     @property
     def num_pages(self) -> int:
@@ -311,9 +310,3 @@ class Backend(Protocol):
         eviction_order.py for the order. Raises ValueError if a list is too short.
         """
         ...
-
-
-def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype, score_columns: int = 1) -> int:
-    """Return the bytes of one page: K, V, positions and masses."""
-    scales = 2 * SCALE_BYTES if dtype == torch.int8 else 0
-    return page_size * (2 * head_dim * dtype.itemsize + scales + 4 + 4 * score_columns)

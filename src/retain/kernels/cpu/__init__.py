@@ -13,8 +13,8 @@ One load reads one dimension of 16 slots of K, or 16 dimensions of one slot of V
 of fresh tokens. In bfloat16 two dimensions of K are interleaved (D / 2 x S x 2), and two slots of V (S / 2 x D x 2),
 as the processor's pairwise dot products need them. Queries and weights are then rounded to bfloat16 too; sums are
 float32. In int8 four are interleaved (D / 4 x S x 4, S / 4 x D x 4), bytes are 128 too high, and the bfloat16 scales of
-the page's slots follow. Keys and queries are then rotated (int8_slots.py), queries and weights are integers of 12 bits
-and a sign, and sums of products are exact.
+the page's slots follow. Values of 4 bits are S / 4 x D / 2 x 4, then scales D / 32 x S. Keys and queries are rotated
+(quantized_slots.py), queries and weights are integers of 12 bits and a sign, and sums of products are exact.
 
 A row is summed slot by slot within a block of 512 slots and then block by block, however the work is divided. So the
 bits of a token depend neither on the other requests, nor on the chunk size, nor on the number of threads.
@@ -33,7 +33,8 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, AttentionScoring, Program, Tables
 from retain.kernels.cpu.memory import allocate_aligned
-from retain.kernels.int8_slots import SCALE_BYTES, rotate
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, value_bytes
+from retain.kernels.quantized_slots import dequantize, dequantize_4bit, rotate, unpack_nibbles
 from retain.kernels.shape_checks import shape_error
 
 try:
@@ -71,15 +72,15 @@ def allocate(
     device: torch.device = CPU,
 ) -> KV:
     """Allocate a pool. The system provides its memory page by page, at the first write."""
-    if dtype not in (*DTYPES, torch.int8):
-        raise ValueError(f"the cpu backend stores K and V in float32, bfloat16 or int8, not {dtype}")
+    if dtype not in (*DTYPES, *QUANTIZED_DTYPES):
+        raise ValueError(f"the cpu backend stores K and V in float32, bfloat16, int8 or k8v4, not {dtype}")
     if page_size % 16 or not 16 <= page_size <= MAX_PAGE_SIZE:
         raise ValueError(f"the cpu backend needs a page_size of 16, 32, 48, ... up to {MAX_PAGE_SIZE}, not {page_size}")
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"the cpu backend needs a head_dim of 8, 16, 24, ... up to {MAX_HEAD_DIM}, not {head_dim}")
-    if dtype == torch.int8:
-        size = page_size * (head_dim + SCALE_BYTES)
-        k, v = (_aligned_zeros((num_pages, size), dtype) for _ in range(2))
+    if dtype in QUANTIZED_DTYPES:
+        k = _aligned_zeros((num_pages, page_size * key_bytes(head_dim, dtype)), torch.int8)
+        v = _aligned_zeros((num_pages, page_size * value_bytes(head_dim, dtype)), dtype)
     else:
         k = _aligned_zeros((num_pages, head_dim, page_size), dtype)  # [P, D, S]
         v = _aligned_zeros((num_pages, page_size, head_dim), dtype)  # [P, S, D]
@@ -156,13 +157,9 @@ def attend(
 
 def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of pages in float32."""
+    if kv.dtype in QUANTIZED_DTYPES:
+        return read_slots(kv, pages[:, None] * kv.page_size + torch.arange(kv.page_size))
     k, v, S, D = kv.k[pages], kv.v[pages], kv.page_size, kv.head_dim
-    if kv.dtype == torch.int8:
-        k_bytes, k_scale = int8_page_views(k, S, D)
-        v_bytes, v_scale = int8_page_views(v, S, D)
-        k_bytes = k_bytes.view(-1, D // 4, S, 4).transpose(1, 2).reshape(-1, S, D)
-        v_bytes = v_bytes.view(-1, S // 4, D, 4).transpose(2, 3).reshape(-1, S, D)
-        return rotate(_dequantize(k_bytes, k_scale)), _dequantize(v_bytes, v_scale)
     if kv.dtype == torch.float32:
         return k.transpose(1, 2), v
     k = k.view(-1, D // 2, S, 2).permute(0, 2, 1, 3).reshape(-1, S, D)
@@ -171,14 +168,11 @@ def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V of slots in float32."""
+    """Return K and V of slots in float32, [..., D] for slots [...]."""
     P, S, D = kv.num_pages, kv.page_size, kv.head_dim
     page, slot = slots // S, slots % S
-    if kv.dtype == torch.int8:
-        (k_bytes, k_scale), (v_bytes, v_scale) = int8_page_views(kv.k, S, D), int8_page_views(kv.v, S, D)
-        k = k_bytes.view(P, D // 4, S, 4)[page, :, slot].reshape(-1, D)
-        v = v_bytes.view(P, S // 4, D, 4)[page, slot // 4, :, slot % 4]
-        return rotate(_dequantize(k, k_scale[page, slot])), _dequantize(v, v_scale[page, slot])
+    if kv.dtype in QUANTIZED_DTYPES:
+        return _read_quantized_keys(kv, page, slot), _read_quantized_values(kv, page, slot)
     if kv.dtype == torch.float32:
         return kv.k[page, :, slot], kv.v[page, slot]
     k = kv.k.view(P, D // 2, S, 2)[page, :, slot]  # [n, D / 2, 2]
@@ -229,11 +223,18 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return allocate_aligned(math.prod(shape) * dtype.itemsize, zero=True).view(dtype).view(shape)
 
 
-def int8_page_views(x: Tensor, page_size: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return the bytes uint8 [P, S D] and the scales bfloat16 [P, S] of pages of int8."""
-    n = page_size * head_dim
-    return x[:, :n].view(torch.uint8), x[:, n:].view(torch.bfloat16)
+def _read_quantized_keys(kv: KV, page: Tensor, slot: Tensor) -> Tensor:
+    P, S, D = kv.num_pages, kv.page_size, kv.head_dim
+    k, scales = kv.k[:, : S * D].view(torch.uint8), kv.k[:, S * D :].view(torch.bfloat16)
+    k = k.view(P, D // 4, S, 4)[page, :, slot].flatten(-2)
+    return rotate(dequantize(k.float() - 128, scales[page, slot]))
 
 
-def _dequantize(numbers: Tensor, scale: Tensor) -> Tensor:
-    return (numbers.float() - 128) * scale.float()[..., None]
+def _read_quantized_values(kv: KV, page: Tensor, slot: Tensor) -> Tensor:
+    P, S, D = kv.num_pages, kv.page_size, kv.head_dim
+    width = D if kv.dtype == torch.int8 else D // 2
+    v, scales = kv.v[:, : S * width].view(torch.uint8), kv.v[:, S * width :].view(torch.bfloat16)
+    v = v.view(P, S // 4, width, 4)[page, slot // 4, :, slot % 4]
+    if kv.dtype == torch.int8:
+        return dequantize(v.float() - 128, scales[page, slot])
+    return dequantize_4bit(unpack_nibbles(v), scales.view(P, -1, S)[page, :, slot])

@@ -11,7 +11,7 @@ import retain.kernels.cpu._C as _C
 from retain.kernels.api import KV, AttentionScoring, Tables
 from retain.kernels.shape_checks import shape_error
 
-POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # the values of DType in types.h
+POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}  # the values of DType in types.h
 
 
 def to_c_pool(kv: KV) -> _C.Pool:

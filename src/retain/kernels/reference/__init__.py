@@ -1,7 +1,7 @@
 """The reference backend: plain torch, one request and one kv head at a time. It defines what every backend computes.
 
-Layout "plain": k and v are [P, S, D], or with int8 [P, S, D + 2] (int8_slots.py). See `Backend` in kernels/api.py for
-the arguments of the functions.
+Layout "plain": k and v are [P, S, D]; quantized slots are [P, S, bytes] (quantized_slots.py). See `Backend` in
+kernels/api.py for the arguments of the functions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, NO_WINDOW, AttentionScoring, Tables
 from retain.kernels.eviction_order import eviction_key
-from retain.kernels.int8_slots import SCALE_BYTES, from_bytes, rotate, to_bytes
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, value_bytes
+from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import noise_key, sample_noise
 
 DEVICES: tuple[str, ...] = ("cpu",)
@@ -36,8 +37,12 @@ def allocate(
     device: torch.device = CPU,
 ) -> KV:
     """Allocate a pool. K and V start as zeros, because a hole's weight of 0 times NaN would be NaN."""
-    width = head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
-    k, v = (torch.zeros(num_pages, page_size, width, dtype=dtype, device=device) for _ in range(2))
+    widths = head_dim, head_dim
+    if dtype in QUANTIZED_DTYPES:
+        widths = key_bytes(head_dim, dtype), value_bytes(head_dim, dtype)
+    k_dtype = torch.int8 if dtype == torch.uint8 else dtype
+    k = torch.zeros(num_pages, page_size, widths[0], dtype=k_dtype, device=device)
+    v = torch.zeros(num_pages, page_size, widths[1], dtype=dtype, device=device)
     pos = torch.zeros(num_pages, page_size, dtype=torch.int32, device=device)
     pos[0] = -1
     mass = torch.zeros(num_pages, score_columns, page_size, device=device)
@@ -47,10 +52,11 @@ def allocate(
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
     """Store fresh tokens in their slots."""
     slots = slot_mapping.long()  # [G, T]
-    is_int8 = kv.dtype == torch.int8
     k, v = k.transpose(0, 1), v.transpose(0, 1)
-    kv.k.flatten(0, 1)[slots] = to_bytes(rotate(k)) if is_int8 else k.to(kv.dtype)
-    kv.v.flatten(0, 1)[slots] = to_bytes(v) if is_int8 else v.to(kv.dtype)
+    if kv.dtype in QUANTIZED_DTYPES:
+        k, v = to_bytes(rotate(k), kv.k.dtype), to_bytes(v, kv.v.dtype)
+    kv.k.flatten(0, 1)[slots] = k.to(kv.k.dtype)
+    kv.v.flatten(0, 1)[slots] = v.to(kv.v.dtype)
     kv.pos.view(-1)[slots] = pos.expand(slots.shape)
     kv.mass.transpose(1, 2)[slots // kv.page_size, slots % kv.page_size] = 0.0
 
@@ -103,12 +109,12 @@ def attend(
 
 def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of pages in float32."""
-    return _from_slots(kv.k[pages], kv.v[pages])
+    return _from_slots(kv, kv.k[pages], kv.v[pages])
 
 
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32."""
-    return _from_slots(kv.k.flatten(0, 1)[slots], kv.v.flatten(0, 1)[slots])
+    return _from_slots(kv, kv.k.flatten(0, 1)[slots], kv.v.flatten(0, 1)[slots])
 
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
@@ -137,7 +143,7 @@ def select_victims(
     return key.topk(n, largest=False).indices
 
 
-def _from_slots(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    if k.dtype == torch.int8:
-        return rotate(from_bytes(k)), from_bytes(v)
+def _from_slots(kv: KV, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if kv.dtype in QUANTIZED_DTYPES:
+        return rotate(from_bytes(k, kv.head_dim)), from_bytes(v, kv.head_dim)
     return k.float(), v.float()

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retain.kernels import int8_slots
+from retain.kernels import quantized_slots
 from retain.kernels.api import GAUSSIAN, GUMBEL, KV, AttentionScoring, Tables
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.triton import attention_kernels, mass_kernels, noise
 from retain.kernels.triton.page_layout import page_args
 
@@ -173,8 +174,8 @@ def attend(
 ) -> Tensor:
     """Return the output [T, H, D] of one layer, and update the masses that the plan scores."""
     dtype = q.dtype
-    if kv.dtype == torch.int8:
-        q = int8_slots.rotate(q)  # as the keys are
+    if kv.dtype in QUANTIZED_DTYPES:
+        q = quantized_slots.rotate(q)  # as the keys are
     q = q if q.stride(-1) == 1 else q.contiguous()
     call = AttentionCall(q, kv, tables, plan, q_pos, scale, alibi_slopes, layer)
     # The interpreter truncates to bfloat16 where a GPU rounds, so torch rounds for it.
@@ -256,9 +257,9 @@ def _visibility_args(t: Tables) -> tuple[Tensor, int, Tensor]:
 def _dot_args(kv: KV) -> dict[str, object]:
     """Return the dtype and precision of products: the pool's, exact for float32. The interpreter has no bfloat16.
 
-    bfloat16 holds every integer of int8.
+    bfloat16 holds every integer of 8 bits.
     """
-    dtype = torch.bfloat16 if kv.dtype == torch.int8 else kv.dtype
+    dtype = torch.bfloat16 if kv.dtype in QUANTIZED_DTYPES else kv.dtype
     exact = dtype == torch.float32 or (dtype == torch.bfloat16 and triton.knobs.runtime.interpret)
     return {"DOT": tl.float32 if exact else TRITON_DTYPES[dtype], "PRECISION": "ieee" if exact else "tf32"}
 

@@ -35,8 +35,23 @@ def load_positions(pos, page, place, i, dense, N: tl.constexpr, S: tl.constexpr)
 
 @triton.jit
 def load_scales(scales, page, place, N: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Return the scales float32 [N] of slots at `place` in a page of int8."""
+    """Return the scales float32 [N] of slots at `place` in a page of 8 bits."""
     return tl.load(scales + page * (PAGE // 2) + S * D // 2 + place + tl.arange(0, N)).to(tl.float32)
+
+
+@triton.jit
+def load_4bit_values(
+    v, scales, page, place, d,
+    N: tl.constexpr, S: tl.constexpr, D: tl.constexpr, V_PAGE: tl.constexpr, V_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Return values float32 [N, D]; the second half of each group of numbers is in high nibbles."""
+    n = (place + tl.arange(0, N))[:, None]
+    byte = d // V_GROUP * (V_GROUP // 2) + d % (V_GROUP // 2)
+    shift = d // (V_GROUP // 2) % 2 * 4
+    packed = tl.load(v + page * V_PAGE + n * (D // 2) + byte[None, :], mask=(d < D)[None, :], other=0)
+    at_scale = page * (V_PAGE // 2) + S * D // 4 + (d // V_GROUP)[None, :] * S + n
+    scale = tl.load(scales + at_scale, mask=(d < D)[None, :], other=0.0).to(tl.float32)
+    return ((packed.to(tl.int32) >> shift[None, :] & 15) - 8).to(tl.float32) * scale
 
 
 @triton.jit
@@ -76,7 +91,7 @@ def attention_fwd(
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, ALIBI: tl.constexpr, DENSE: tl.constexpr,
     DOT: tl.constexpr, UPDATE_MASS: tl.constexpr, NOISE: tl.constexpr, PRECISION: tl.constexpr,
-    PAGE: tl.constexpr, INT8: tl.constexpr,
+    K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile and one kv head: over one split of the slots (SPLIT), or over all of them."""
     j, g = tl.program_id(0), tl.program_id(1)
@@ -122,17 +137,22 @@ def attention_fwd(
     table = pages + row.to(tl.int64) * page_row + g * page_head
     for i in range(begin, end):
         page, place = tl.load(table + i * N // S).to(tl.int64), i * N % S
-        s = page * PAGE + (place + tl.arange(0, N)) * D
+        s = (place + tl.arange(0, N)) * D
         slot_pos = load_positions(pos, page, place, i, is_dense, N, S)
-        kt = tl.load(k + s[None, :] + d[:, None], mask=(d < D)[:, None], other=0).to(DOT)  # [DP, N]
-        key_factor = factor * load_scales(k_scales, page, place, N, S, D, PAGE)[None, :] if INT8 else factor
+        kt = tl.load(k + page * K_PAGE + s[None, :] + d[:, None], mask=(d < D)[:, None], other=0).to(DOT)  # [DP, N]
+        key_factor = factor * load_scales(k_scales, page, place, N, S, D, K_PAGE)[None, :] if QUANTIZED else factor
         x = compute_scores(q, kt, slot_pos, p, slope, key_factor, window, ALIBI, PRECISION)
         new_max = tl.maximum(row_max, tl.max(x, 1))
         w = tl.exp2(x - finite_or_zero(new_max)[:, None])
         rescale = tl.exp2(row_max - finite_or_zero(new_max))
         row_sum = row_sum * rescale + tl.sum(w, 1)
-        vs = tl.load(v + s[:, None] + d[None, :], mask=(d < D)[None, :], other=0)  # [N, DP]
-        value_weights = w * load_scales(v_scales, page, place, N, S, D, PAGE)[None, :] if INT8 else w
+        value_weights = w
+        if V_GROUP:
+            vs = load_4bit_values(v, v_scales, page, place, d, N, S, D, V_PAGE, V_GROUP)  # [N, DP]
+        else:
+            vs = tl.load(v + page * V_PAGE + s[:, None] + d[None, :], mask=(d < D)[None, :], other=0)
+            if QUANTIZED:
+                value_weights = w * load_scales(v_scales, page, place, N, S, D, V_PAGE)[None, :]
         acc = tl.dot(value_weights.to(DOT), vs.to(DOT), acc * rescale[:, None], input_precision=PRECISION)
         row_max = new_max
         if UPDATE_MASS:  # noqa: SIM102 (the compiler evaluates the outer condition, the device the inner one)

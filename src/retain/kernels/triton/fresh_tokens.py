@@ -8,10 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from retain.kernels import int8_slots
+from retain.kernels import quantized_slots
 from retain.kernels.api import KV
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.triton import elementwise, slots
-from retain.kernels.triton.page_layout import page_args
+from retain.kernels.triton.page_layout import page_args, slots_of
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,11 @@ def rotate(x: Tensor, positions: Tensor, rope: RopeParams, dtype: torch.dtype | 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope: RopeParams | None = None) -> None:
     """Store fresh tokens in their slots; with `rope`, rotate the keys on the way."""
     T, G, D = k.shape
-    is_int8 = kv.dtype == torch.int8
-    if is_int8:  # the largest number of a row is needed before the row is stored
+    if kv.dtype in QUANTIZED_DTYPES:  # the largest number of a row is needed before the row is stored
         k = rotate(k, pos.contiguous(), rope, torch.float32) if rope and T else k
-        k, v = int8_slots.rotate(k), v.float()
+        k, v = quantized_slots.rotate(k), v.float()
+        if kv.dtype == torch.uint8:
+            _write_4bit_values(kv, slot_mapping, v)
         rope = None
     else:
         k, v = k if rope else k.to(kv.dtype), v.to(kv.dtype)
@@ -64,3 +66,14 @@ def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope:
         ROPE=rope is not None, INTERLEAVED=rope is not None and rope.interleaved, **pages.constants,
         num_warps=4 if block_t > 1 else 1,
     )  # fmt: skip
+
+
+def _write_4bit_values(kv: KV, slot_mapping: Tensor, v: Tensor) -> None:
+    """Store values [T, G, D]. torch does it: a kernel of its own would save little of a step."""
+    integers, scales = quantized_slots.quantize_4bit(v)
+    to_numbers, to_scales = slots_of(kv, kv.v)
+    assert to_scales is not None
+    slots = slot_mapping.T.long()  # [T, G]
+    page, place = slots // kv.page_size, slots % kv.page_size
+    to_numbers[page, place] = quantized_slots.pack_nibbles(integers)
+    to_scales[page, place] = scales

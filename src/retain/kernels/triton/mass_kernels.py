@@ -55,7 +55,8 @@ def recompute_mass(
     weights, temperature, decay, noise, seed, redraw_noise, layer, lse,
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, ALIBI: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr,
-    NOISE: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr, INT8: tl.constexpr,
+    NOISE: tl.constexpr, PRECISION: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr,
+    V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of all fresh tokens of one request to the mass of a block of slots, query head by query head."""
     j, g, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -70,9 +71,9 @@ def recompute_mass(
         is_dense = tl.load(dense + row) != 0
     slot_pos = load_positions(pos, page, i * N % S, i, is_dense, N, S)
     d, n = tl.arange(0, DP), tl.arange(0, N)
-    at_slot = page * PAGE + (i * N % S + n) * D
+    at_slot = page * K_PAGE + (i * N % S + n) * D
     kt = tl.load(k + at_slot[None, :] + d[:, None], mask=(d < D)[:, None], other=0).to(DOT)
-    factor = scale * load_scales(k_scales, page, i * N % S, N, S, D, PAGE)[None, :] if INT8 else scale
+    factor = scale * load_scales(k_scales, page, i * N % S, N, S, D, K_PAGE)[None, :] if QUANTIZED else scale
     kind, redraws, fades = tl.load(noise + b), tl.load(redraw_noise + b) == 1, tl.load(decay + b)
     at = mass + page * C * S + i * N % S + n
     total = tl.zeros((N,), tl.float32)

@@ -1,6 +1,7 @@
 """Pages as kernels address them.
 
-A page of K, or of V, is S slots of D numbers. In a pool of int8 the bfloat16 scales of the slots follow.
+A page of K, or of V, is S slots of D numbers. In a pool of quantized slots the bfloat16 scales of the slots follow: [S]
+for 8 bits, [D / group, S] for 4 bits, of which a byte has two numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import KV
-from retain.kernels.int8_slots import SCALE_BYTES, dequantize, rotate
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.quantized_slots import SCALE_BYTES, dequantize, dequantize_4bit, group_size, rotate, unpack_nibbles
 
 
 @dataclass(frozen=True)
@@ -22,37 +24,43 @@ class PageArgs:
     v: Tensor
     k_scales: Tensor
     v_scales: Tensor
-    constants: dict[str, int | bool]  # PAGE: elements from one page to the next; INT8
-
-
-def page_elements(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the elements of a page of K."""
-    return page_size * (head_dim + (SCALE_BYTES if dtype == torch.int8 else 0))
+    constants: dict[str, int | bool]  # K_PAGE, V_PAGE: elements of a page; QUANTIZED; V_GROUP: numbers of 4 bits, or 0
 
 
 def page_args(kv: KV) -> PageArgs:
     """Return the arguments of a pool."""
-    is_int8 = kv.dtype == torch.int8
-    k_scales, v_scales = (x.view(torch.bfloat16) if is_int8 else x for x in (kv.k, kv.v))
-    constants = {"PAGE": page_elements(kv.page_size, kv.head_dim, kv.dtype), "INT8": is_int8}
+    is_quantized = kv.dtype in QUANTIZED_DTYPES
+    k_scales, v_scales = (x.view(torch.bfloat16) if is_quantized else x for x in (kv.k, kv.v))
+    constants = {
+        "K_PAGE": kv.k[0].numel(),
+        "V_PAGE": kv.v[0].numel(),
+        "QUANTIZED": is_quantized,
+        "V_GROUP": group_size(kv.head_dim) if kv.dtype == torch.uint8 else 0,
+    }
     return PageArgs(kv.k, kv.v, k_scales, v_scales, constants)
 
 
 def slots_of(kv: KV, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return views of all slots of x, which is kv.k or kv.v: the numbers [P, S, D] and, in int8, the scales [P, S]."""
-    S, D = kv.page_size, kv.head_dim
-    if kv.dtype != torch.int8:
+    """Return views of all slots of x, which is kv.k or kv.v: the numbers, and the scales of quantized slots.
+
+    Numbers are [P, S, D], scales [P, S]; of 4 bits [P, S, D / 2] and [P, S, D / group].
+    """
+    P, S, D = kv.num_pages, kv.page_size, kv.head_dim
+    if kv.dtype not in QUANTIZED_DTYPES:
         return x, None
-    return x[:, : S * D].view(-1, S, D), x.view(torch.bfloat16)[:, S * D // SCALE_BYTES :]
+    width = D // 2 if x.dtype == torch.uint8 else D
+    numbers, scales = x[:, : S * width].view(P, S, width), x.view(torch.bfloat16)[:, S * width // SCALE_BYTES :]
+    return numbers, scales.unflatten(1, (-1, S)).transpose(1, 2) if x.dtype == torch.uint8 else scales
 
 
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32, [..., D] for slots [...]."""
     page, place = slots // kv.page_size, slots % kv.page_size
-    read = []
-    for x in (kv.k, kv.v):
-        numbers, scales = slots_of(kv, x)
-        y = numbers[page, place]
-        read.append(y.float() if scales is None else dequantize(y, scales[page, place]))
-    k, v = read
-    return rotate(k) if kv.dtype == torch.int8 else k, v
+    (keys, key_scales), (values, value_scales) = slots_of(kv, kv.k), slots_of(kv, kv.v)
+    k, v = keys[page, place], values[page, place]
+    if key_scales is None or value_scales is None:
+        return k.float(), v.float()
+    k = rotate(dequantize(k, key_scales[page, place]))
+    if kv.dtype == torch.uint8:
+        return k, dequantize_4bit(unpack_nibbles(v), value_scales[page, place])
+    return k, dequantize(v, value_scales[page, place])

@@ -5,17 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels import int8_slots
+from retain.kernels import quantized_slots
 from retain.kernels.triton.elementwise import apply_rope
 
-LARGEST_INTEGER = tl.constexpr(float(int8_slots.LARGEST))
-SMALLEST_SCALE = tl.constexpr(int8_slots.SMALLEST_SCALE)
+LARGEST_INTEGER = tl.constexpr(float(quantized_slots.LARGEST))
+SMALLEST_SCALE = tl.constexpr(quantized_slots.SMALLEST_SCALE)
 ROUNDER = tl.constexpr(1.5 * 2**23)  # float32 has no fractions at this size
 
 
 @triton.jit
 def store_int8(x, to, scales, mask, valid):
-    """Store rows x [T, D] as int8 slots; int8_slots.py defines the integers and scales."""
+    """Store rows x [T, D] as int8 slots; quantized_slots.py defines the integers and scales."""
     scale = tl.div_rn(tl.max(tl.abs(x), 1), LARGEST_INTEGER)
     bits = scale.to(tl.int32, bitcast=True)
     bits = (bits + 32767 + ((bits >> 16) & 1)) & -65536  # to bfloat16, ties to even
@@ -33,7 +33,8 @@ def write(
     slots, slot_head, slot_token, k, k_token, k_head, v, v_token, v_head, pos, tokens,
     to_k, to_v, k_scales, v_scales, to_pos, mass, freqs, n, attention_factor,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, T: tl.constexpr,
-    ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, INT8: tl.constexpr,
+    ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
+    QUANTIZED: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write T of the fresh tokens k, v [T, G, D] into one head's slots; rotate the keys if ROPE."""
     t, g = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
@@ -43,15 +44,17 @@ def write(
     d = tl.arange(0, DP)[None, :]
     mask = valid[:, None] & (d < D)
     from_k, from_v = k + t[:, None] * k_token + g * k_head, v + t[:, None] * v_token + g * v_head
-    at = (slot // S * PAGE + slot % S * D)[:, None]
-    if INT8:
-        at_scale = slot // S * (PAGE // 2) + S * D // 2 + slot % S
-        store_int8(tl.load(from_k + d, mask=mask, other=0.0), to_k + at + d, k_scales + at_scale, mask, valid)
-        store_int8(tl.load(from_v + d, mask=mask, other=0.0), to_v + at + d, v_scales + at_scale, mask, valid)
+    page, place = slot // S, slot % S
+    at_k, at_v = (page * K_PAGE + place * D)[:, None], (page * V_PAGE + place * D)[:, None]
+    if QUANTIZED:
+        at_scale = page * (K_PAGE // 2) + S * D // 2 + place
+        store_int8(tl.load(from_k + d, mask=mask, other=0.0), to_k + at_k + d, k_scales + at_scale, mask, valid)
+        if V_GROUP == 0:  # values of 4 bits are written before
+            store_int8(tl.load(from_v + d, mask=mask, other=0.0), to_v + at_v + d, v_scales + at_scale, mask, valid)
     else:
         value = tl.load(from_v + d, mask=mask)
-        tl.store(to_v + at + d, value.to(to_v.dtype.element_ty), mask=mask)
-        apply_rope(from_k, to_k + at, d, mask, p[:, None], freqs, n, attention_factor, INTERLEAVED, ROPE)
+        tl.store(to_v + at_v + d, value.to(to_v.dtype.element_ty), mask=mask)
+        apply_rope(from_k, to_k + at_k, d, mask, p[:, None], freqs, n, attention_factor, INTERLEAVED, ROPE)
     c = tl.arange(0, CP)[None, :]
     zeros = tl.zeros((T, CP), tl.float32)
     tl.store(mass + (slot[:, None] // S * C + c) * S + slot[:, None] % S, zeros, mask=valid[:, None] & (c < C))

@@ -123,7 +123,7 @@ class LayerLoader:
 
 def write_pages(transfer: PageTransfer, job: ReadJob, blocks: Bytes) -> None:
     """Upload blocks [n, block_bytes] into the pages of a job."""
-    transfer.upload(job.pages, blocks.reshape(*job.pages.shape, 2, -1))
+    transfer.upload(job.pages, blocks.reshape(*job.pages.shape, -1))
 
 
 def write_positions(transfer: PageTransfer, page_size: int, jobs: Sequence[ReadJob]) -> None:

@@ -177,7 +177,7 @@ class Offloader:
             self.warnings.warn(f"tier {store.name}: no host memory for a span, which is not kept", error)
             return
         for layer, pages in enumerate(layer_pages):
-            self.transfer.download(pages, span.view_layer(data, layer).reshape(*pages.shape, 2, -1))
+            self.transfer.download(pages, span.view_layer(data, layer).reshape(*pages.shape, -1))
         if probes:
             span.view_metadata(data)[:] = probes.initial_metadata(self.kv, layer_pages).serialized
         store.put(span, data)

@@ -20,18 +20,18 @@ from retain.types import Bytes, Ints
 
 
 class PageTransfer(Protocol):
-    """Copies pages of one pool. The bytes of a page are [2, n]: its keys, then its values."""
+    """Copies pages of one pool. The n bytes of a page are its keys, then its values."""
 
     def allocate(self, size: int) -> Bytes:
         """Allocate host memory. Raises OSError or MemoryError."""
         ...
 
     def download(self, pages: Ints, out: Bytes) -> None:
-        """Copy pages [...] into `out` [..., 2, n]. The copy is complete on return."""
+        """Copy pages [...] into `out` [..., n]. The copy is complete on return."""
         ...
 
     def upload(self, pages: Ints, data: Bytes) -> None:
-        """Copy `data` [..., 2, n] into pages [...]. `data` must not change until an event after it was waited for."""
+        """Copy `data` [..., n] into pages [...]. `data` must not change until an event after it was waited for."""
         ...
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
@@ -59,7 +59,8 @@ class HostTransfer:
     """Copies within host memory, by numpy: torch would start threads of its own in every thread that calls it."""
 
     def __init__(self, kv: KV):
-        self.byte_views: list[Bytes] = [x.flatten(1).view(torch.uint8).numpy() for x in (kv.k, kv.v)]  # [P, n] both
+        self.byte_views: list[Bytes] = [x.flatten(1).view(torch.uint8).numpy() for x in (kv.k, kv.v)]
+        self.num_key_bytes: int = kv.k[0].nbytes
         self.positions: Ints = kv.pos.numpy()
 
     def allocate(self, size: int) -> Bytes:
@@ -68,13 +69,13 @@ class HostTransfer:
 
     def download(self, pages: Ints, out: Bytes) -> None:
         """Copy pages out."""
-        for i, source in enumerate(self.byte_views):
-            out[..., i, :] = source[pages]
+        keys, values = self.byte_views
+        out[..., : self.num_key_bytes], out[..., self.num_key_bytes :] = keys[pages], values[pages]
 
     def upload(self, pages: Ints, data: Bytes) -> None:
         """Copy pages in."""
-        for i, target in enumerate(self.byte_views):
-            target[pages] = data[..., i, :]
+        keys, values = self.byte_views
+        keys[pages], values[pages] = data[..., : self.num_key_bytes], data[..., self.num_key_bytes :]
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
         """Set positions."""
@@ -98,7 +99,7 @@ class DeviceTransfer:
 
     def __init__(self, kv: KV):
         self.kv = kv
-        self.byte_views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v)]  # [P, n] both
+        self.byte_views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v)]
         self.is_cuda = kv.device.type == "cuda"
         self.stream = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
@@ -115,16 +116,17 @@ class DeviceTransfer:
     def download(self, pages: Ints, out: Bytes) -> None:
         """Copy pages out, on the computing stream."""
         index = self.kv.to_index(pages.ravel())
-        data = torch.stack([x.index_select(0, index) for x in self.byte_views], 1)  # [N, 2, n]
+        data = torch.cat([x.index_select(0, index) for x in self.byte_views], 1)  # [N, n]
         torch.from_numpy(out).view(data.shape).copy_(data)
 
     def upload(self, pages: Ints, data: Bytes) -> None:
         """Copy pages in, on the transfer stream."""
         with self._on_stream():
             index = self.kv.to_index(pages.ravel())
-            staged = self._to_device(data).view(len(index), 2, -1)
-            for i, target in enumerate(self.byte_views):
-                target.index_copy_(0, index, staged[:, i])
+            staged = self._to_device(data).view(len(index), -1)
+            sizes = [x.shape[1] for x in self.byte_views]
+            for target, part in zip(self.byte_views, torch.split(staged, sizes, 1), strict=True):
+                target.index_copy_(0, index, part)
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
         """Set positions, on the transfer stream."""

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "attention_mass.h"
-#include "int8_pages.h"
+#include "integer_pages.h"
 #include "page_gemm.h"
 #include "simd.h"
 #include "types.h"
@@ -78,17 +78,21 @@ struct Prefetch {
   }
 };
 
-// The type of softmax weights and of mass weights, for pages of a type.
+// The types of softmax weights and of queries, for pages of a type.
 template <class Page>
-struct WeightOf {
-  using type = Page;
+struct PageTraits {
+  using Weight = Page;
+  using Query = Page;
 };
 template <>
-struct WeightOf<uint8_t> {
-  using type = bf16;
+struct PageTraits<uint8_t> {
+  using Weight = bf16;
+  using Query = uint8_t;
 };
+template <>
+struct PageTraits<K8V4> : PageTraits<uint8_t> {};
 template <class Page>
-using Weight = typename WeightOf<Page>::type;
+using Weight = typename PageTraits<Page>::Weight;
 
 // The mass weights of one row. Page j of the block writes to out[page_index[j] * S].
 template <class T>
@@ -163,7 +167,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   if (n == 0) return false;
 
   float* x = scratch;  // [rows, SCORE_STRIDE]
-  Queries<Page> q;
+  Queries<typename PageTraits<Page>::Query> q;
   if (args.q.dtype == DType::float32)
     gather_queries<float>(args, tile, scratch + rows * SCORE_STRIDE, q);
   else

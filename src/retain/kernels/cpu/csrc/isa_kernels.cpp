@@ -16,6 +16,7 @@ bool attend_tile(const AttentionArgs& args, const QueryTile& tile, int block, fl
     case DType::float32: return attend_tile_impl<float>(args, tile, block, scratch, partials, mass);
     case DType::bfloat16: return attend_tile_impl<bf16>(args, tile, block, scratch, partials, mass);
     case DType::int8: return attend_tile_impl<uint8_t>(args, tile, block, scratch, partials, mass);
+    case DType::k8v4: return attend_tile_impl<K8V4>(args, tile, block, scratch, partials, mass);
   }
   return false;
 }
@@ -28,76 +29,90 @@ void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuf
                                   : reduce_mass_impl<Weight<bf16>>(args, tile, mass, factors, sums);
 }
 
-// Converts the numbers of a slot to the pool's dtype.
-template <class To>
-struct SlotRounding {
-  template <class From>
-  INLINE SlotRounding(const From*, int) {}
-  INLINE To operator()(float x) const {
-    To y;
-    from_float(x, y);
-    return y;
-  }
-  INLINE void store_scale(uint16_t*) const {}
-};
+// The integers and scales below are kernels/quantized_slots.py's, to the bit.
+INLINE float reciprocal_of_scale(uint16_t scale) {
+  const float x = bf16_to_float(scale);
+  return __builtin_fabsf(x) > 0x1p-100f ? 1.0f / x : 0.0f;
+}
 
-// The rule is kernels/int8_slots.py's, to the bit.
-template <>
-struct SlotRounding<uint8_t> {
-  uint16_t scale;
-  float factor;
+// Rounds n numbers to `to`, a byte after every 4, and returns the scale.
+INLINE uint16_t round_to_bytes(const float* x, int n, uint8_t* to, ptrdiff_t quad_stride) {
+  float largest = 0;
+  for (int i = 0; i < n; ++i) largest = __builtin_fmaxf(largest, __builtin_fabsf(x[i]));
+  const uint16_t scale = float_to_bf16(largest / 127.0f);
+  const float factor = reciprocal_of_scale(scale);
+  for (int i = 0; i < n; ++i) {
+    const float y = __builtin_rintf(x[i] * factor);
+    to[i / 4 * quad_stride + i % 4] = uint8_t(128 + int(y < -127.0f ? -127.0f : y > 127.0f ? 127.0f : y));
+  }
+  return scale;
+}
 
-  template <class From>
-  INLINE SlotRounding(const From* x, int n) {
-    float largest = 0;
-    for (int i = 0; i < n; ++i) largest = __builtin_fmaxf(largest, __builtin_fabsf(to_float(x[i])));
-    scale = float_to_bf16(largest / 127.0f);
-    const float rounded = bf16_to_float(scale);
-    factor = rounded > 0x1p-100f ? 1.0f / rounded : 0.0f;
-  }
-  INLINE uint8_t operator()(float x) const {
-    const float y = __builtin_rintf(x * factor);
-    return uint8_t(128 + int(y < -127.0f ? -127.0f : y > 127.0f ? 127.0f : y));
-  }
-  INLINE void store_scale(uint16_t* to) const { *to = scale; }
-};
+// Rounds a group of n numbers to nibbles: n / 2 bytes, 4 apart.
+INLINE uint16_t round_to_nibbles(const float* x, int n, uint8_t* to) {
+  float largest = x[0];
+  for (int i = 1; i < n; ++i) largest = __builtin_fabsf(x[i]) > __builtin_fabsf(largest) ? x[i] : largest;
+  const uint16_t scale = float_to_bf16(largest / -8.0f);
+  const float factor = reciprocal_of_scale(scale);
+  auto round = [&](float number) {
+    const float y = __builtin_rintf(number * factor);
+    return 8 + int(y < -8.0f ? -8.0f : y > 7.0f ? 7.0f : y);
+  };
+  for (int i = 0; i < n / 2; ++i) to[4 * i] = uint8_t(round(x[i]) | round(x[n / 2 + i]) << 4);
+  return scale;
+}
 
 // A key is strided by S in its page, a value is contiguous. Dimensions of K, and slots of V, may be interleaved.
-template <class From, class To>
-static void write_rows(const WriteArgs& w, int g, int begin, int end) {
-  const int S = w.kv.S, D = w.kv.D;
+template <class To>
+static void write_slot(const Pool& kv, int64_t page, int64_t offset, const float* k, const float* v) {
+  const int S = kv.S, D = kv.D;
   constexpr int P = INTERLEAVE<To>;
-  for (int t = begin; t < end; ++t) {
-    const int32_t slot = w.slots[g * w.slot_head_stride + t * w.slot_token_stride];
-    const int64_t page = slot / S, offset = slot % S;
-    const From* k = static_cast<const From*>(w.k.data) + t * w.k.token_stride + g * w.k.head_stride;
-    const From* v = static_cast<const From*>(w.v.data) + t * w.v.token_stride + g * w.v.head_stride;
-    To* to_k = static_cast<To*>(w.kv.key_page(page)) + P * offset;
-    To* to_v = static_cast<To*>(w.kv.value_page(page)) + offset / P * P * D + offset % P;
-    float key[MAX_HEAD_DIM];
-    for (int d = 0; d < D; ++d) key[d] = to_float(k[d]);
-    if constexpr (sizeof(To) == 1) rotate(key, D);
-    const SlotRounding<To> round_k(key, D), round_v(v, D);
-    for (int d = 0; d < D; ++d) to_k[d / P * P * S + d % P] = round_k(key[d]);
-    for (int d = 0; d < D; ++d) to_v[P * d] = round_v(to_float(v[d]));
-    round_k.store_scale(w.kv.scales(w.kv.key_page(page)) + offset);
-    round_v.store_scale(w.kv.scales(w.kv.value_page(page)) + offset);
-    w.kv.pos[slot] = w.pos[t];
-    for (int c = 0; c < w.kv.mass_columns; ++c) w.kv.mass_page(page)[c * S + offset] = 0;
+  To* to_k = static_cast<To*>(kv.key_page(page)) + P * offset;
+  To* to_v = static_cast<To*>(kv.value_page(page)) + offset / P * P * D + offset % P;
+  for (int d = 0; d < D; ++d) from_float(k[d], to_k[d / P * P * S + d % P]);
+  for (int d = 0; d < D; ++d) from_float(v[d], to_v[P * d]);
+}
+
+static void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, float* k, const float* v) {
+  const int S = kv.S, D = kv.D, group = slot_group(D);
+  uint8_t* const keys = static_cast<uint8_t*>(kv.key_page(page)) + 4 * offset;
+  rotate(k, D);
+  kv.key_scales(page)[offset] = round_to_bytes(k, D, keys, 4 * S);
+  uint8_t* const values = static_cast<uint8_t*>(kv.value_page(page));
+  if (kv.dtype == DType::k8v4) {
+    uint8_t* const to = values + offset / 4 * 4 * (D / 2) + offset % 4;
+    for (int d = 0; d < D; d += group)
+      kv.value_scales(page)[d / group * S + offset] = round_to_nibbles(v + d, group, to + 4 * (d / 2));
+  } else {
+    uint8_t bytes[MAX_HEAD_DIM];
+    kv.value_scales(page)[offset] = round_to_bytes(v, D, bytes, 4);
+    for (int d = 0; d < D; ++d) values[offset / 4 * 4 * D + 4 * d + offset % 4] = bytes[d];
   }
 }
 
 template <class From>
-static void write_rows_from(const WriteArgs& w, int g, int begin, int end) {
-  switch (w.kv.dtype) {
-    case DType::float32: return write_rows<From, float>(w, g, begin, end);
-    case DType::bfloat16: return write_rows<From, bf16>(w, g, begin, end);
-    case DType::int8: return write_rows<From, uint8_t>(w, g, begin, end);
+static void write_rows(const WriteArgs& w, int g, int begin, int end) {
+  const Pool& kv = w.kv;
+  float k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
+  for (int t = begin; t < end; ++t) {
+    const int32_t slot = w.slots[g * w.slot_head_stride + t * w.slot_token_stride];
+    const int64_t page = slot / kv.S, offset = slot % kv.S;
+    const From* from_k = static_cast<const From*>(w.k.data) + t * w.k.token_stride + g * w.k.head_stride;
+    const From* from_v = static_cast<const From*>(w.v.data) + t * w.v.token_stride + g * w.v.head_stride;
+    for (int d = 0; d < kv.D; ++d) k[d] = to_float(from_k[d]), v[d] = to_float(from_v[d]);
+    switch (kv.dtype) {
+      case DType::float32: write_slot<float>(kv, page, offset, k, v); break;
+      case DType::bfloat16: write_slot<bf16>(kv, page, offset, k, v); break;
+      case DType::int8:
+      case DType::k8v4: write_quantized_slot(kv, page, offset, k, v); break;
+    }
+    kv.pos[slot] = w.pos[t];
+    for (int c = 0; c < kv.mass_columns; ++c) kv.mass_page(page)[c * kv.S + offset] = 0;
   }
 }
 
 void write(const WriteArgs& w, int g, int begin, int end) {
-  w.k.dtype == DType::float32 ? write_rows_from<float>(w, g, begin, end) : write_rows_from<bf16>(w, g, begin, end);
+  w.k.dtype == DType::float32 ? write_rows<float>(w, g, begin, end) : write_rows<bf16>(w, g, begin, end);
 }
 
 void prepare_activations(const PackedWeight& w, const float* x, char* row) { prepare_row(w, x, row); }

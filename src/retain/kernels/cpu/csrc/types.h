@@ -16,9 +16,15 @@
 
 namespace retain {
 
-enum class DType : int { float32, bfloat16, int8 };
+enum class DType : int { float32, bfloat16, int8, k8v4 };
 
 INLINE int element_size(DType t) { return t == DType::float32 ? 4 : t == DType::bfloat16 ? 2 : 1; }
+
+// How many numbers of 4 bits share a scale (kernels/quantized_slots.py).
+INLINE int slot_group(int D) {
+  const int block = D & -D;
+  return block < 32 ? block : 32;
+}
 
 constexpr int MAX_HEAD_DIM = 256, MAX_PAGE_SIZE = 512;  // scratch memory is sized for these
 
@@ -31,7 +37,8 @@ constexpr float NEG_INF = -__builtin_inff();  // the score of a hidden slot, and
 
 // The memory of the KV cache, in pages. A page of K is [D, S], so that one load reads many slots of one dimension.
 // A page of V is [S, D]. In bfloat16 pairs are interleaved: K is [D / 2, S, 2], V is [S / 2, D, 2]. In int8 quads are
-// interleaved, bytes are 128 too high, and bfloat16 scales [S] follow.
+// interleaved, bytes are 128 too high, and bfloat16 scales [S] follow. In k8v4, K is the same, and V is [S / 4, D / 2, 4]:
+// bytes of two numbers, 8 too high, the first half of a group in low nibbles; then scales [D / group, S].
 struct Pool {
   void* k;
   void* v;
@@ -41,14 +48,22 @@ struct Pool {
   int S, D, mass_columns;
   DType dtype;
 
-  INLINE int64_t page_bytes() const {  // of K or of V
-    return int64_t(S) * D * element_size(dtype) + (dtype == DType::int8 ? 2 * S : 0);
+  INLINE bool is_quantized() const { return dtype == DType::int8 || dtype == DType::k8v4; }
+  INLINE int64_t key_page_bytes() const {
+    return is_quantized() ? int64_t(S) * (D + 2) : int64_t(S) * D * element_size(dtype);
   }
-  INLINE void* key_page(int64_t page) const { return static_cast<char*>(k) + page * page_bytes(); }
-  INLINE void* value_page(int64_t page) const { return static_cast<char*>(v) + page * page_bytes(); }
-  // The scales [S], in bfloat16, of a page of int8.
-  INLINE uint16_t* scales(void* page) const {
-    return reinterpret_cast<uint16_t*>(static_cast<char*>(page) + int64_t(S) * D);
+  INLINE int64_t value_page_bytes() const {
+    return dtype == DType::k8v4 ? int64_t(S) * (D / 2 + D / slot_group(D) * 2) : key_page_bytes();
+  }
+  INLINE void* key_page(int64_t page) const { return static_cast<char*>(k) + page * key_page_bytes(); }
+  INLINE void* value_page(int64_t page) const { return static_cast<char*>(v) + page * value_page_bytes(); }
+  // The scales, in bfloat16, of a quantized page.
+  INLINE uint16_t* key_scales(int64_t page) const {
+    return reinterpret_cast<uint16_t*>(static_cast<char*>(key_page(page)) + int64_t(S) * D);
+  }
+  INLINE uint16_t* value_scales(int64_t page) const {
+    const int64_t bytes = int64_t(S) * (dtype == DType::k8v4 ? D / 2 : D);
+    return reinterpret_cast<uint16_t*>(static_cast<char*>(value_page(page)) + bytes);
   }
   INLINE float* mass_page(int64_t page) const { return mass + page * mass_columns * S; }
 };

@@ -21,6 +21,7 @@ from retain.kernels.api import KV, Backend
 from retain.kv.offload.selective import importance
 from retain.kv.offload.selective.importance import SpanMetadata
 from retain.kv.offload.span import CorruptionError, Span, SpanReader, Store, alloc_aligned
+from retain.kv.offload.transfer import HostTransfer
 from retain.kv.offload.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
 from retain.types import Bytes, Floats, Ints
@@ -125,21 +126,17 @@ def reorder_span(probe_config: ProbeConfig, kv: KV, span: Span, reader: SpanRead
     )
     data = alloc_aligned(new.size)
     pool = backend.allocate(1 + 2 * n * G, S, kv.head_dim, kv.dtype, 1)  # pages in the old order, then in the new
-    byte_views = [x.flatten(1).view(torch.uint8).numpy() for x in (pool.k, pool.v)]
+    transfer = HostTransfer(pool)
     old_pages, new_pages = (np.arange(n * G).reshape(n, G) + 1 + i * n * G for i in (0, 1))
     sketches = []
     for m in range(M):
-        blocks = reader.read_blocks(m, 0, n).reshape(n, G, 2, -1)
-        for i, view in enumerate(byte_views):
-            view[old_pages] = blocks[:, :, i]
+        transfer.upload(old_pages.astype(np.int32), reader.read_blocks(m, 0, n).reshape(n, G, -1))
         pool.pos[:] = 0
         old_place = np.empty(n * S, np.int64)  # of each token
         old_place[metadata.token_order[m]] = np.arange(n * S)
         src = _slot_indices(old_pages, old_place[order[m]], S)
         backend.move(pool, src, _slot_indices(new_pages, np.arange(n * S), S))
-        out = new.view_layer(data, m).reshape(n, G, 2, -1)
-        for i, view in enumerate(byte_views):
-            out[:, :, i] = view[new_pages]
+        transfer.download(new_pages.astype(np.int32), new.view_layer(data, m).reshape(n, G, -1))
         k, _ = backend.read(pool, torch.from_numpy(new_pages[:, :P]).flatten())
         sketches.append(importance.sketch_keys(k.reshape(n, P, S, -1)))
     new.view_metadata(data)[:] = SpanMetadata(np.stack(sketches), order, mass.astype(np.float32)).serialized
