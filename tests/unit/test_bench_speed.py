@@ -17,7 +17,7 @@ from retain.bench import budget, speed
 from retain.bench.decode_timer import DecodeTimer
 from retain.bench.peer import measure_peer
 from retain.engine.engine import Engine
-from tests.helpers.cli import run_cli
+from tests.helpers.cli import assert_one_line_error, run_cli
 
 DECODE_STEP_S = 0.01  # of the fake clock; a step that computes prompts takes 0.5 to 1.5 s
 
@@ -157,3 +157,14 @@ def test_a_failing_peer_is_reported_in_a_line(command: str, message: str) -> Non
 
 def test_a_peer_may_skip_a_workload() -> None:
     assert measure_peer(peer_command("print(1); print('[]')"), "short-8") is None
+
+
+def test_precision_bench_fits_as_many_requests_as_bytes_say(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("bench", "precision", "--model", "random:tiny", "--num-repeats", 1, "--prompt-len", 100)
+    lines = [json.loads(line) for line in run_cli(capsys, *args, "--json").out.splitlines()]
+    assert [line["kv_dtype"] for line in lines] == 3 * ["bfloat16", "int8", "k8v4"]
+    for line in lines[-3:]:
+        assert line["ratio"] == pytest.approx(line["expected_ratio"], rel=0.05)
+        assert line["max_running"] <= line["requests_fit"]
+    assert_one_line_error(run_cli(capsys, *args, "--measurements", "speed"), "unknown measurement 'speed'")
+    assert_one_line_error(run_cli(capsys, *args, "--kv-dtype", "int8"), "name them by --kv-dtypes")

@@ -12,9 +12,9 @@ from time import perf_counter
 from typing import Any
 
 from retain.bench.decode_timer import DecodeTimer
+from retain.bench.engines import cancel_all, make_engine, run_until_first_tokens
 from retain.bench.quality import policy_at_budget
 from retain.bench.requests import greedy_request, random_prompts
-from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.eviction import policies
 from retain.llm import LLM
@@ -93,7 +93,7 @@ def measure_throughput(
     for policy in THROUGHPUT_POLICIES:
         prefill_s = num_requests * _time_prefill(llm, _make_request(llm, prompt_len, policy, num_requests, 1))
         requests = [_make_request(llm, prompt_len, policy, seed, output_len) for seed in range(num_requests)]
-        engine = _make_engine(llm, requests)
+        engine = make_engine(llm, requests)
         timer, max_running, started = DecodeTimer(engine), 0, perf_counter()
         while engine.has_unfinished_requests:
             timer.step()
@@ -128,10 +128,10 @@ def time_prefills(llm: LLM, policy_specs: Sequence[str], prompt_len: int, num_re
     for seed in range(num_repeats):
         for policy_times, policy in zip(times, policy_specs, strict=True):
             started = perf_counter()
-            engine = _make_engine(llm, [_make_request(llm, prompt_len, policy, seed)])
-            _run_until_first_tokens(engine)
+            engine = make_engine(llm, [_make_request(llm, prompt_len, policy, seed)])
+            run_until_first_tokens(engine)
             policy_times.append(perf_counter() - started)
-            _cancel_all(engine)
+            cancel_all(engine)
     return times
 
 
@@ -145,9 +145,9 @@ def time_side_by_side(
         [_make_request(llm, prompt_len, policy, seed, output_len) for seed in range(batch_size)]
         for policy in policy_specs
     ]
-    shared_engine = _make_engine(llm, [r for group in groups for r in group])  # equal prompts are computed once
-    _run_until_first_tokens(shared_engine)
-    engines = [_make_engine(llm, []) for _ in groups]
+    shared_engine = make_engine(llm, [r for group in groups for r in group])  # equal prompts are computed once
+    run_until_first_tokens(shared_engine)
+    engines = [make_engine(llm, []) for _ in groups]
     for engine, group in zip(engines, groups, strict=True):
         engine.scheduler.running = group
     times: list[list[float]] = [[] for _ in engines]
@@ -158,7 +158,7 @@ def time_side_by_side(
             policy_times.append(perf_counter() - started)
     assert not any(r.finish_reason for group in groups for r in group), "a request ended before the last step"
     for engine in engines:
-        _cancel_all(engine)
+        cancel_all(engine)
     return times
 
 
@@ -167,28 +167,10 @@ def _make_request(llm: LLM, prompt_len: int, policy: str, seed: int, output_len:
     return greedy_request(prompt, policies.parse(policy), output_len, seed)
 
 
-def _make_engine(llm: LLM, requests: Sequence[Request]) -> Engine:
-    """Return another engine over the same model and cache."""
-    engine = Engine(llm.engine.runner, llm.cache)
-    engine.add(*requests)
-    return engine
-
-
-def _run_until_first_tokens(engine: Engine) -> None:
-    scheduler = engine.scheduler
-    while scheduler.waiting or any(r.scoring or not r.stats.first_token_time for r in scheduler.running):
-        engine.step()
-
-
 def _time_prefill(llm: LLM, request: Request) -> float:
-    engine, started = _make_engine(llm, [request]), perf_counter()
-    _run_until_first_tokens(engine)
+    engine, started = make_engine(llm, [request]), perf_counter()
+    run_until_first_tokens(engine)
     return perf_counter() - started
-
-
-def _cancel_all(engine: Engine) -> None:
-    for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
-        engine.cancel(request)
 
 
 def _compare_times(times: Sequence[float], baseline: Sequence[float]) -> Line:

@@ -33,6 +33,28 @@ class BudgetBenchConfig:
 
 
 @dataclass(frozen=True)
+class PrecisionBenchConfig:
+    """Options of `retain bench precision`. Raises ValueError for a number below 1, or without a dtype."""
+
+    kv_dtypes: tuple[str, ...] = field(
+        default=("bfloat16", "int8", "k8v4"),
+        metadata={"help": "dtypes of K and V, comma-separated; ratios are to the first", "separator": ","},
+    )
+    measurements: tuple[str, ...] = field(
+        default=("prefill", "decode", "requests"),
+        metadata={"help": "of prefill, decode and requests, comma-separated", "separator": ","},
+    )
+    prompt_len: int = field(default=7000, metadata={"help": "tokens that each request of decode attends to"})
+    batch_size: int = field(default=8, metadata={"help": "requests of decode"})
+    num_repeats: int = field(default=5, metadata={"help": "prefills, and eighths of the decode steps, of each dtype"})
+
+    def __post_init__(self) -> None:
+        if not self.kv_dtypes:
+            raise ValueError("--kv-dtypes names no dtype")
+        _check_at_least_1(prompt_len=self.prompt_len, batch_size=self.batch_size, num_repeats=self.num_repeats)
+
+
+@dataclass(frozen=True)
 class QualityBenchConfig:
     """Options of `retain bench quality`. Raises ValueError for a number below 1."""
 

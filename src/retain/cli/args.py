@@ -119,7 +119,7 @@ def _add_cache_actions(cache: CommandParser, quiet: CommandParser) -> None:
 
 def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandParser) -> None:
     benches = bench.add_subparsers(
-        dest="bench", required=True, metavar="speed | budget | quality | speculate | prefix | serve"
+        dest="bench", required=True, metavar="speed | budget | precision | quality | speculate | prefix | serve"
     )
 
     def add(name: str, config: type, help: str, json_help: str, parents: list[CommandParser]) -> None:
@@ -130,6 +130,7 @@ def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandPars
     c = bench_config
     add("speed", c.SpeedBenchConfig, "speed of prefill and decoding", "a JSON line for each workload", [engine])
     add("budget", c.BudgetBenchConfig, "speed of KV budgets", "a JSON line for each figure", [engine])
+    add("precision", c.PrecisionBenchConfig, "speed and memory of dtypes of K and V", "a JSON line for each", [engine])
     add("quality", c.QualityBenchConfig, "quality of KV budgets", "a JSON line for each policy and metric", [engine])
     add(
         "speculate",

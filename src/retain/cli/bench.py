@@ -8,10 +8,11 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retain.bench.config import (
     BudgetBenchConfig,
+    PrecisionBenchConfig,
     PrefixBenchConfig,
     QualityBenchConfig,
     ServeBenchConfig,
@@ -20,6 +21,9 @@ from retain.bench.config import (
 )
 from retain.cli.args import from_args
 from retain.config import Config
+
+if TYPE_CHECKING:
+    from retain.llm import LLM
 
 Line = dict[str, Any]
 
@@ -64,6 +68,25 @@ def run_budget(args: Namespace) -> int:
     for name in names:
         for line in budget.MEASUREMENTS[name](llm):
             print(_format_line({"bench": name, **line}, args.json), flush=True)
+    return 0
+
+
+def run_precision(args: Namespace) -> int:
+    """Run `retain bench precision`."""
+    from retain.bench import precision
+    from retain.cli import loading
+
+    if hasattr(args, "kv_dtype"):
+        raise ValueError("bench precision compares dtypes of K and V: name them by --kv-dtypes")
+    config, options = engine_config(args), from_args(PrecisionBenchConfig, args)
+    precision.check_measurements(options.measurements)
+    configs = {dtype: replace(config, kv_dtype=dtype) for dtype in options.kv_dtypes}  # raises before it loads a model
+
+    def load(dtype: str, kv_memory: int | None) -> LLM:
+        return loading.load_llm(replace(configs[dtype], kv_memory=kv_memory or config.kv_memory))
+
+    for name in options.measurements:
+        _print_lines(args, precision.MEASUREMENTS[name](load, options))
     return 0
 
 
@@ -133,6 +156,7 @@ def run_serve(args: Namespace) -> int:
 BENCHES: dict[str, Callable[[Namespace], int]] = {
     "speed": run_speed,
     "budget": run_budget,
+    "precision": run_precision,
     "quality": run_quality,
     "speculate": run_speculate,
     "prefix": run_prefix,

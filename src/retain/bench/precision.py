@@ -1,0 +1,124 @@
+"""`retain bench precision`: speed and memory of a cache with K and V in several dtypes.
+
+One engine for each dtype, all with the same weights. They take turns, so that all of them see the same machine, and
+medians are compared with the first dtype's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from retain.bench.budget import time_prefills
+from retain.bench.config import PrecisionBenchConfig
+from retain.bench.decode_timer import DecodeTimer
+from retain.bench.engines import cancel_all, make_engine, run_until_first_tokens
+from retain.bench.requests import greedy_request, random_prompts
+from retain.kv.eviction import policies
+from retain.llm import LLM
+
+Line = dict[str, Any]
+Load = Callable[[str, int | None], LLM]  # an engine with K and V in a dtype, and a pool of so many bytes if given
+FULL = policies.parse("full")
+
+
+def check_measurements(names: Sequence[str]) -> None:
+    """Raise ValueError for an unknown measurement."""
+    for name in names:
+        if name not in MEASUREMENTS:
+            raise ValueError(f"unknown measurement {name!r}: choose from {', '.join(MEASUREMENTS)}")
+
+
+def measure_prefill(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]:
+    """Time prompts of 1000 tokens up to their first token."""
+    llms = {dtype: load(dtype, None) for dtype in options.kv_dtypes}
+    prompt_len = min(1000, *(llm.max_model_len - 8 for llm in llms.values()))
+    times: dict[str, list[float]] = {dtype: [] for dtype in llms}
+    for _ in range(options.num_repeats):
+        for dtype, llm in llms.items():
+            times[dtype] += time_prefills(llm, ["full"], prompt_len, num_repeats=1)[0]
+    yield from _compare(f"prefill, {prompt_len} tokens", times)
+
+
+def measure_decode(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]:
+    """Time decode steps of a batch of equal prompts, which are computed once and share their pages."""
+    llms = {dtype: load(dtype, None) for dtype in options.kv_dtypes}
+    num_steps, engines = 8 * options.num_repeats, {}
+    prompt_len = min(options.prompt_len, *(llm.max_model_len - num_steps - 64 for llm in llms.values()))
+    for dtype, llm in llms.items():
+        (prompt,) = random_prompts(llm.spec.vocab_size, prompt_len, 1, seed=0)
+        requests = [greedy_request(prompt, FULL, num_steps + 8 + options.batch_size) for _ in range(options.batch_size)]
+        engines[dtype] = make_engine(llm, requests)
+        run_until_first_tokens(engines[dtype])
+    times: dict[str, list[float]] = {dtype: [] for dtype in llms}
+    for _ in range(num_steps):
+        for dtype, engine in engines.items():
+            started = perf_counter()
+            engine.step()
+            times[dtype].append(perf_counter() - started)
+    for engine in engines.values():
+        cancel_all(engine)
+    yield from _compare(f"decode, batch {options.batch_size} of {prompt_len} tokens", times)
+
+
+def measure_requests(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]:
+    """Run 40 requests of 512 + 128 tokens under the bytes that 8 of them take in the first dtype.
+
+    `expected_ratio` is the ratio of the bytes of a slot: how many times as many requests should run at once.
+    """
+    prompt_len, output_len, num_requests = 512, 128, 40
+    first = load(options.kv_dtypes[0], None)
+    memory = (8 * _pages(first, prompt_len, output_len) + 1) * first.cache.store.page_bytes  # 1 is the trash page
+    first_fit = first_slot_bytes = first_tok_s = 0.0
+    for dtype in options.kv_dtypes:
+        llm = load(dtype, memory)
+        prompts = random_prompts(llm.spec.vocab_size, prompt_len, num_requests, seed=1)
+        requests = [greedy_request(prompt, FULL, output_len) for prompt in prompts]
+        engine = make_engine(llm, requests)
+        timer, max_running, started = DecodeTimer(engine), 0, perf_counter()
+        while engine.has_unfinished_requests:
+            timer.step()
+            max_running = max(max_running, len(engine.scheduler.running))
+        tok_s = num_requests * output_len / (perf_counter() - started)
+        fit = llm.cache.total_pages / _pages(llm, prompt_len, output_len)
+        slot_bytes = llm.cache.store.page_bytes / llm.cache.page_size
+        first_fit, first_slot_bytes = first_fit or fit, first_slot_bytes or slot_bytes
+        first_tok_s = first_tok_s or tok_s
+        yield {
+            "measurement": f"{num_requests} requests",
+            "kv_dtype": dtype,
+            "slot_bytes": round(slot_bytes, 1),
+            "requests_fit": round(fit, 2),
+            "ratio": round(fit / first_fit, 3),
+            "expected_ratio": round(first_slot_bytes / slot_bytes, 3),
+            "max_running": max_running,
+            "num_preemptions": sum(r.stats.num_preemptions for r in requests),
+            "tok_s": round(tok_s, 1),
+            "speedup": round(tok_s / first_tok_s, 2),
+            "decode_tok_s": round(timer.tokens_per_s, 1),
+        }
+
+
+MEASUREMENTS: dict[str, Callable[[Load, PrecisionBenchConfig], Iterator[Line]]] = {
+    "prefill": measure_prefill,
+    "decode": measure_decode,
+    "requests": measure_requests,
+}
+
+
+def _pages(llm: LLM, prompt_len: int, output_len: int) -> int:
+    return llm.cache.pages_needed(FULL, prompt_len + output_len, prompt_len)
+
+
+def _compare(measurement: str, times: dict[str, list[float]]) -> Iterator[Line]:
+    first = median(next(iter(times.values())))
+    for dtype, t in times.items():
+        yield {
+            "measurement": measurement,
+            "kv_dtype": dtype,
+            "median_ms": round(1e3 * median(t), 2),
+            "time_ratio": round(median(t) / first, 3),
+            "speedup": round(first / median(t), 2),
+        }
