@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from retain.plugins import Size
 
 DTYPES = ("bfloat16", "float32", "float16")
-KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4")
-SLOTS_PER_PAGE = {"int8": 2, "k8v4": 2.5}  # as multiples of page_size: pages of about the bytes that bfloat16 has
+KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4", "int4")
+SLOTS_PER_PAGE = {
+    "int8": 2,
+    "k8v4": 2.5,
+    "int4": 3.5,
+}  # as multiples of page_size: pages of about the bytes that bfloat16 has
 WEIGHTS = ("auto", "bf16", "int8", "int4")
 
 
@@ -55,12 +59,12 @@ class Config:
     kv_dtype: str = field(
         default="auto",
         metadata={
-            "help": "K and V in the cache: auto (as --dtype), bfloat16, int8 (twice the tokens in the same bytes), or "
-            "k8v4 (8 bits for K, 4 for V: 2.5 times)"
+            "help": "K and V in the cache: auto (as --dtype), bfloat16, int8 (twice the tokens in the same bytes), "
+            "k8v4 (8 bits for K, 4 for V: 2.5 times), or int4 (3.5 times)"
         },
     )
     page_size: int = field(
-        default=64, metadata={"help": "slots of a page of 16 bits, a multiple of 16; int8 and k8v4 have more"}
+        default=64, metadata={"help": "slots of a page of 16 bits, a multiple of 16; int8, k8v4 and int4 have more"}
     )
     max_running_requests: int = field(default=64, metadata={"help": "requests that run at the same time, at most"})
     max_batched_tokens: int = field(default=512, metadata={"help": "fresh tokens of a step, at most"})

@@ -29,7 +29,7 @@ from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_requests
 from tests.helpers.tiers import disk_spec, disk_store_of
 
-K8V4 = torch.uint8
+K8V4, INT4 = torch.uint8, torch.int4
 
 FAMILIES = ["gemma3_text", *slow("llama", "mpt")]
 NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]
@@ -37,7 +37,7 @@ BACKENDS = [pytest.param(n, marks=pytest.mark.slow if n == "reference" else ()) 
 POLICIES = ["full", "ring:window=24", "h2o:budget=40", "keydiff:budget=25%", "h2o:budget=40,prefill=stream,chunk=30"]
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4)])
+@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_attends_to_rounded_keys_and_values(
     kv_dtype: torch.dtype, family: str, monkeypatch: pytest.MonkeyPatch
@@ -51,8 +51,14 @@ def test_the_reference_attends_to_rounded_keys_and_values(
         return [output.logits[r] for r in requests]
 
     def write_rounded(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        k = q.rotate(q.dequantize(*q.quantize(q.rotate(k))))
-        v = q.dequantize(*q.quantize(v)) if kv_dtype == torch.int8 else q.dequantize_4bit(*q.quantize_4bit(v))
+        def to_8(x: Tensor) -> Tensor:
+            return q.dequantize(*q.quantize(x))
+
+        def to_4(x: Tensor) -> Tensor:
+            return q.dequantize_4bit(*q.quantize_4bit(x))
+
+        k = q.rotate(to_4(q.rotate(k)) if kv_dtype == INT4 else to_8(q.rotate(k)))
+        v = to_8(v) if kv_dtype == torch.int8 else to_4(v)
         write(kv, slot_mapping, k, v, pos)
 
     quantized, write = run(kv_dtype), reference.write
@@ -70,7 +76,7 @@ def test_a_rotation_keeps_products_and_is_its_own_inverse(D: int) -> None:
     assert torch.allclose(q.rotate(rotated), keys, atol=1e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4)])
+@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("policy", [*POLICIES, "reread:budget=50,rereads=40"])
@@ -84,7 +90,7 @@ def test_chunk_size_changes_no_token(kv_dtype: torch.dtype, family: str, policy:
         )
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4)])
+@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_company_changes_no_token(kv_dtype: torch.dtype, family: str, backend: str) -> None:
@@ -97,7 +103,7 @@ def test_company_changes_no_token(kv_dtype: torch.dtype, family: str, backend: s
     assert run_to_completion(make_engine(family, kv_dtype=kv_dtype, backend=backend), requests) == alone
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4)])
+@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
 @pytest.mark.parametrize(("family", "num_pages"), [("gemma3_text", 60)])
 def test_preemption_changes_no_token(kv_dtype: torch.dtype, family: str, num_pages: int) -> None:
     prompts = random_prompts(64, seed=2, max_prompt_len=120)
@@ -112,7 +118,7 @@ def test_preemption_changes_no_token(kv_dtype: torch.dtype, family: str, num_pag
     assert sum(r.stats.num_preemptions for r in requests) > 0
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4)])
+@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tier", [None, "ram:capacity=10MB", "disk"])
@@ -134,7 +140,7 @@ def test_a_cached_prefix_changes_no_token(
             engine.cache.prefix_cache.close_offloader()
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4)])
+@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", ["ngram:k=5,min=1", "self:k=3,budget=48", "draft:k=4,model=any"])
 def test_greedy_tokens_do_not_depend_on_drafts(kv_dtype: torch.dtype, family: str, spec: str) -> None:
@@ -165,7 +171,7 @@ def test_a_store_of_another_precision_is_not_read(tmp_path: Path) -> None:
     assert again.token_ids == first.token_ids
 
 
-@pytest.mark.parametrize(("kv_dtype", "slots_per_page"), [("int8", 128), ("k8v4", 160)])
+@pytest.mark.parametrize(("kv_dtype", "slots_per_page"), [("int8", 128), ("k8v4", 160), ("int4", 224)])
 def test_as_many_more_slots_as_the_bytes_say(kv_dtype: str, slots_per_page: int) -> None:
     """Pages keep about their bytes, and one budget of memory holds more of them by the bytes of a slot."""
     caches = [LLM("random:tiny", kv_dtype=dtype, kv_memory="2MiB").cache for dtype in ("bfloat16", kv_dtype)]
@@ -178,7 +184,7 @@ def test_as_many_more_slots_as_the_bytes_say(kv_dtype: str, slots_per_page: int)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_dtype": "float8"}, "choose auto, bfloat16, int8, k8v4"),
+        ({"kv_dtype": "float8"}, "choose auto, bfloat16, int8, k8v4, int4"),
         ({"page_size": 512, "kv_dtype": "int8"}, "page_size"),
     ],
 )

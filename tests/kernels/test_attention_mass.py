@@ -22,6 +22,7 @@ CASES = {
     "alibi": AttentionCase((20, 1), ((6, 4), (33, 40)), alibi=True, shared_pages=False),
     "bfloat16": AttentionCase((20, 1), ((6, 4), (33, 40)), dtype=BF16, shared_pages=False),
     "k8v4": AttentionCase((20, 1), ((6, 4), (33, 40)), dtype=torch.uint8, shared_pages=False),
+    "int4": AttentionCase((20, 1), ((6, 4), (33, 40)), dtype=torch.int4, shared_pages=False),
     "int8": AttentionCase((20, 1, 200), ((6, 4), (33, 40), (9, 8)), dtype=torch.int8, shared_pages=False),
 }
 # noise, temperature, redraw_noise, decay

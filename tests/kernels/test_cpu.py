@@ -28,7 +28,7 @@ def test_isa_selection() -> None:
         cpu._C.select_isa("z80")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.uint8, torch.int4])
 @pytest.mark.parametrize("chunk", [3, 70, *slow(1, 50)])
 @pytest.mark.parametrize("window", [300, *slow(NO_WINDOW)])
 def test_chunk_size_changes_no_bit(chunk: int, window: int, dtype: torch.dtype) -> None:
@@ -128,7 +128,7 @@ def test_allocate_rejects_unsupported_shapes() -> None:
         (1024, 64, torch.float32, "page_size"),
         (32, 60, torch.float32, "head_dim of 8, .* up to 256, not 60"),
         (32, 264, torch.float32, "head_dim"),
-        (32, 64, torch.float16, "float32, bfloat16, int8 or k8v4, not torch.float16"),
+        (32, 64, torch.float16, "float32, bfloat16, int8, k8v4 or int4, not torch.float16"),
     ):
         with pytest.raises(ValueError, match=why):
             cpu.allocate(4, page_size, head_dim, dtype)

@@ -42,6 +42,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.kernels.pool_dtypes import dtype_of_tensors
 from retain.kernels.weight import Weight
 
 NO_WINDOW = 2**31 - 1  # a window that every position is inside of
@@ -66,8 +67,8 @@ class KV:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of K and V; torch.uint8 is 8 bits for K and 4 for V (quantized_slots.py)."""
-        return self.v.dtype
+        """Return the dtype of the pool; see pool_dtypes.py."""
+        return dtype_of_tensors(self.k.dtype, self.v.dtype)
 
     @property
     def num_pages(self) -> int:

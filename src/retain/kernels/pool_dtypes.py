@@ -1,6 +1,7 @@
-"""The dtypes of pools: their names, and the bytes of their slots and pages.
+"""The dtypes of pools: their names, their tensors, and the bytes of their slots and pages.
 
-torch.int8 is 8 bits for K and V; torch.uint8 is 8 bits for K and 4 for V, called k8v4. See quantized_slots.py.
+torch.int8 is 8 bits for K and V, torch.int4 is 4 bits, and torch.uint8 is 8 bits for K and 4 for V, called k8v4. Torch
+computes with none of them: slots are bytes. See quantized_slots.py.
 """
 
 from __future__ import annotations
@@ -9,27 +10,46 @@ import torch
 
 from retain.kernels.quantized_slots import SCALE_BYTES, group_size
 
-QUANTIZED_DTYPES = (torch.int8, torch.uint8)
+INT8, K8V4 = torch.int8, torch.uint8
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
+QUANTIZED_DTYPES = (INT8, K8V4, INT4)
 
 
 def pool_dtype(name: str) -> torch.dtype:
     """Return the dtype of a pool by its name: a name of torch's, or k8v4."""
-    dtype: torch.dtype = torch.uint8 if name == "k8v4" else getattr(torch, name)
+    dtype: torch.dtype = K8V4 if name == "k8v4" else getattr(torch, name)
     return dtype
 
 
+def tensor_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of the tensors of K and V in a pool: slots of 8 bits are int8, of 4 bits uint8."""
+    by_pool = {K8V4: (torch.int8, torch.uint8), INT4: (torch.uint8, torch.uint8)}
+    return by_pool.get(dtype, (dtype, dtype))
+
+
+def dtype_of_tensors(keys: torch.dtype, values: torch.dtype) -> torch.dtype:
+    """Return the dtype of the pool whose tensors of K and V have these."""
+    return INT4 if keys == torch.uint8 else values
+
+
 def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a slot's K with its scale, in a pool of this dtype."""
-    return head_dim + SCALE_BYTES if dtype in QUANTIZED_DTYPES else head_dim * dtype.itemsize
+    """Return the bytes of a slot's K with its scales, in a pool of this dtype."""
+    return _row_bytes(head_dim, tensor_dtypes(dtype)[0], dtype in QUANTIZED_DTYPES)
 
 
 def value_bytes(head_dim: int, dtype: torch.dtype) -> int:
     """Return the bytes of a slot's V with its scales, in a pool of this dtype."""
-    if dtype == torch.uint8:
-        return head_dim // 2 + SCALE_BYTES * (head_dim // group_size(head_dim))
-    return key_bytes(head_dim, dtype)
+    return _row_bytes(head_dim, tensor_dtypes(dtype)[1], dtype in QUANTIZED_DTYPES)
 
 
 def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype, score_columns: int = 1) -> int:
     """Return the bytes of one page: K, V, positions and masses."""
     return page_size * (key_bytes(head_dim, dtype) + value_bytes(head_dim, dtype) + 4 + 4 * score_columns)
+
+
+def _row_bytes(head_dim: int, dtype: torch.dtype, is_quantized: bool) -> int:
+    if not is_quantized:
+        return head_dim * dtype.itemsize
+    if dtype == torch.int8:
+        return head_dim + SCALE_BYTES
+    return head_dim // 2 + SCALE_BYTES * (head_dim // group_size(head_dim))

@@ -1,6 +1,6 @@
 """Slots of 8 and of 4 bits: how K and V are rounded. Every backend stores these integers and scales, to the bit.
 
-A pool of torch.int8 has 8 bits for K and V. A pool of torch.uint8 has 8 bits for K and 4 for V, two in a byte.
+See pool_dtypes.py for the dtypes of pools. Two numbers of 4 bits are in a byte.
 
     8 bits   one bfloat16 scale for D numbers: max |x| / 127; an integer is x / scale, between -127 and 127
     4 bits   one bfloat16 scale for each group of at most 32: x / -8 of the largest |x|; an integer is x / scale,

@@ -13,8 +13,9 @@ One load reads one dimension of 16 slots of K, or 16 dimensions of one slot of V
 of fresh tokens. In bfloat16 two dimensions of K are interleaved (D / 2 x S x 2), and two slots of V (S / 2 x D x 2),
 as the processor's pairwise dot products need them. Queries and weights are then rounded to bfloat16 too; sums are
 float32. In int8 four are interleaved (D / 4 x S x 4, S / 4 x D x 4), bytes are 128 too high, and the bfloat16 scales of
-the page's slots follow. Values of 4 bits are S / 4 x D / 2 x 4, then scales D / 32 x S. Keys and queries are rotated
-(quantized_slots.py), queries and weights are integers of 12 bits and a sign, and sums of products are exact.
+the page's slots follow. With 4 bits K is D / 8 x S x 4 and V S / 4 x D / 2 x 4, then scales D / 32 x S. Keys and
+queries are rotated (quantized_slots.py), queries and weights are integers of 12 bits and a sign, and sums of products
+are exact.
 
 A row is summed slot by slot within a block of 512 slots and then block by block, however the work is divided. So the
 bits of a token depend neither on the other requests, nor on the chunk size, nor on the number of threads.
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, AttentionScoring, Program, Tables
 from retain.kernels.cpu.memory import allocate_aligned
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, value_bytes
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.quantized_slots import dequantize, dequantize_4bit, rotate, unpack_nibbles
 from retain.kernels.shape_checks import shape_error
 
@@ -73,14 +74,14 @@ def allocate(
 ) -> KV:
     """Allocate a pool. The system provides its memory page by page, at the first write."""
     if dtype not in (*DTYPES, *QUANTIZED_DTYPES):
-        raise ValueError(f"the cpu backend stores K and V in float32, bfloat16, int8 or k8v4, not {dtype}")
+        raise ValueError(f"the cpu backend stores K and V in float32, bfloat16, int8, k8v4 or int4, not {dtype}")
     if page_size % 16 or not 16 <= page_size <= MAX_PAGE_SIZE:
         raise ValueError(f"the cpu backend needs a page_size of 16, 32, 48, ... up to {MAX_PAGE_SIZE}, not {page_size}")
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"the cpu backend needs a head_dim of 8, 16, 24, ... up to {MAX_HEAD_DIM}, not {head_dim}")
     if dtype in QUANTIZED_DTYPES:
-        k = _aligned_zeros((num_pages, page_size * key_bytes(head_dim, dtype)), torch.int8)
-        v = _aligned_zeros((num_pages, page_size * value_bytes(head_dim, dtype)), dtype)
+        sizes, dtypes = (key_bytes(head_dim, dtype), value_bytes(head_dim, dtype)), tensor_dtypes(dtype)
+        k, v = (_aligned_zeros((num_pages, page_size * n), t) for n, t in zip(sizes, dtypes, strict=True))
     else:
         k = _aligned_zeros((num_pages, head_dim, page_size), dtype)  # [P, D, S]
         v = _aligned_zeros((num_pages, page_size, head_dim), dtype)  # [P, S, D]
@@ -224,17 +225,22 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _read_quantized_keys(kv: KV, page: Tensor, slot: Tensor) -> Tensor:
-    P, S, D = kv.num_pages, kv.page_size, kv.head_dim
-    k, scales = kv.k[:, : S * D].view(torch.uint8), kv.k[:, S * D :].view(torch.bfloat16)
-    k = k.view(P, D // 4, S, 4)[page, :, slot].flatten(-2)
-    return rotate(dequantize(k.float() - 128, scales[page, slot]))
+    S, D = kv.page_size, kv.head_dim
+    width = D if kv.k.dtype == torch.int8 else D // 2
+    k = kv.k[:, : S * width].view(torch.uint8).view(-1, width // 4, S, 4)[page, :, slot].flatten(-2)
+    return rotate(_from_integers(k, kv.k[:, S * width :], page, slot, S))
 
 
 def _read_quantized_values(kv: KV, page: Tensor, slot: Tensor) -> Tensor:
-    P, S, D = kv.num_pages, kv.page_size, kv.head_dim
-    width = D if kv.dtype == torch.int8 else D // 2
-    v, scales = kv.v[:, : S * width].view(torch.uint8), kv.v[:, S * width :].view(torch.bfloat16)
-    v = v.view(P, S // 4, width, 4)[page, slot // 4, :, slot % 4]
-    if kv.dtype == torch.int8:
-        return dequantize(v.float() - 128, scales[page, slot])
-    return dequantize_4bit(unpack_nibbles(v), scales.view(P, -1, S)[page, :, slot])
+    S, D = kv.page_size, kv.head_dim
+    width = D if kv.v.dtype == torch.int8 else D // 2
+    v = kv.v[:, : S * width].view(torch.uint8).view(-1, S // 4, width, 4)[page, slot // 4, :, slot % 4]
+    return _from_integers(v, kv.v[:, S * width :], page, slot, S)
+
+
+def _from_integers(x: Tensor, scales: Tensor, page: Tensor, slot: Tensor, page_size: int) -> Tensor:
+    """Return the numbers of slots, given their bytes x [..., width] and the scales of all pages."""
+    found = scales.view(torch.bfloat16).view(len(scales), -1, page_size)[page, :, slot]  # [..., 1 or groups]
+    if scales.dtype == torch.int8:
+        return dequantize(x.float() - 128, found[..., 0])
+    return dequantize_4bit(unpack_nibbles(x), found)

@@ -9,9 +9,10 @@ import torch
 
 import retain.kernels.cpu._C as _C
 from retain.kernels.api import KV, AttentionScoring, Tables
+from retain.kernels.pool_dtypes import INT4, INT8, K8V4
 from retain.kernels.shape_checks import shape_error
 
-POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}  # the values of DType in types.h
+POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, INT8: 2, K8V4: 3, INT4: 4}  # DType in types.h
 
 
 def to_c_pool(kv: KV) -> _C.Pool:
@@ -19,6 +20,7 @@ def to_c_pool(kv: KV) -> _C.Pool:
     return _C.Pool(
         kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), kv.mass.data_ptr(),
         kv.num_pages, kv.page_size, kv.head_dim, kv.mass.shape[1], POOL_DTYPES[kv.dtype],
+        kv.k.stride(0) * kv.k.itemsize, kv.v.stride(0) * kv.v.itemsize,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, NO_WINDOW, AttentionScoring, Tables
 from retain.kernels.eviction_order import eviction_key
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, value_bytes
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import noise_key, sample_noise
 
@@ -40,9 +40,10 @@ def allocate(
     widths = head_dim, head_dim
     if dtype in QUANTIZED_DTYPES:
         widths = key_bytes(head_dim, dtype), value_bytes(head_dim, dtype)
-    k_dtype = torch.int8 if dtype == torch.uint8 else dtype
-    k = torch.zeros(num_pages, page_size, widths[0], dtype=k_dtype, device=device)
-    v = torch.zeros(num_pages, page_size, widths[1], dtype=dtype, device=device)
+    k, v = (
+        torch.zeros(num_pages, page_size, width, dtype=t, device=device)
+        for width, t in zip(widths, tensor_dtypes(dtype), strict=True)
+    )
     pos = torch.zeros(num_pages, page_size, dtype=torch.int32, device=device)
     pos[0] = -1
     mass = torch.zeros(num_pages, score_columns, page_size, device=device)
@@ -51,14 +52,14 @@ def allocate(
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
     """Store fresh tokens in their slots."""
-    slots = slot_mapping.long()  # [G, T]
+    page, place = slot_mapping.long() // kv.page_size, slot_mapping.long() % kv.page_size  # [G, T]
     k, v = k.transpose(0, 1), v.transpose(0, 1)
     if kv.dtype in QUANTIZED_DTYPES:
         k, v = to_bytes(rotate(k), kv.k.dtype), to_bytes(v, kv.v.dtype)
-    kv.k.flatten(0, 1)[slots] = k.to(kv.k.dtype)
-    kv.v.flatten(0, 1)[slots] = v.to(kv.v.dtype)
-    kv.pos.view(-1)[slots] = pos.expand(slots.shape)
-    kv.mass.transpose(1, 2)[slots // kv.page_size, slots % kv.page_size] = 0.0
+    kv.k[page, place] = k.to(kv.k.dtype)
+    kv.v[page, place] = v.to(kv.v.dtype)
+    kv.pos[page, place] = pos.expand(page.shape)
+    kv.mass.transpose(1, 2)[page, place] = 0.0
 
 
 def attend(
@@ -114,7 +115,8 @@ def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
 
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32."""
-    return _from_slots(kv, kv.k.flatten(0, 1)[slots], kv.v.flatten(0, 1)[slots])
+    page, place = slots // kv.page_size, slots % kv.page_size
+    return _from_slots(kv, kv.k[page, place], kv.v[page, place])
 
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
@@ -125,11 +127,9 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
 
 def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy slots with positions and masses."""
-    src_slots, dst_slots = src.long().flatten(), dst.long().flatten()
-    for x in (kv.k.flatten(0, 1), kv.v.flatten(0, 1), kv.pos.view(-1)):
-        x[dst_slots] = x[src_slots]
-    mass, S = kv.mass.transpose(1, 2), kv.page_size  # [P, S, C]
-    mass[dst_slots // S, dst_slots % S] = mass[src_slots // S, src_slots % S]
+    src_slots, dst_slots, S = src.long().flatten(), dst.long().flatten(), kv.page_size
+    for x in (kv.k, kv.v, kv.pos, kv.mass.transpose(1, 2)):  # [P, S, ...]
+        x[dst_slots // S, dst_slots % S] = x[src_slots // S, src_slots % S]
 
 
 def select_victims(

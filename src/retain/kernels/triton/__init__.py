@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import CPU, KV, AttentionScoring, Program, Tables
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, value_bytes
+from retain.kernels.pool_dtypes import INT8, K8V4, QUANTIZED_DTYPES, key_bytes, value_bytes
 from retain.kernels.shape_checks import shape_error
 
 try:
@@ -61,7 +61,7 @@ def allocate(
     device: torch.device = CPU,
 ) -> KV:
     """Allocate a pool. K and V start as zeros, because a hole's weight of 0 times NaN would be NaN."""
-    if dtype not in (*DTYPES, *QUANTIZED_DTYPES):
+    if dtype not in (*DTYPES, INT8, K8V4):
         raise ValueError(f"the triton backend stores K and V in float32, bfloat16, float16, int8 or k8v4, not {dtype}")
     if page_size % 16 or page_size < 16:
         raise ValueError(f"the triton backend needs a page_size of 16, 32, 48, ..., not {page_size}")

@@ -91,6 +91,8 @@ struct PageTraits<uint8_t> {
 };
 template <>
 struct PageTraits<K8V4> : PageTraits<uint8_t> {};
+template <>
+struct PageTraits<Nibbles> : PageTraits<uint8_t> {};
 template <class Page>
 using Weight = typename PageTraits<Page>::Weight;
 

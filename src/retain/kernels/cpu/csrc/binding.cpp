@@ -28,9 +28,9 @@ static void bind_structs(nb::module_& m) {
   nb::class_<Pool>(m, "Pool")
       .def("__init__",
            [](Pool* p, Address k, Address v, Address pos, Address mass, int64_t num_pages, int S, int D,
-              int mass_columns, int dtype) {
+              int mass_columns, int dtype, int64_t key_stride, int64_t value_stride) {
              new (p) Pool{ptr<void>(k), ptr<void>(v), ptr<int32_t>(pos), ptr<float>(mass), num_pages, S, D,
-                          mass_columns, DType(dtype)};
+                          mass_columns, DType(dtype), key_stride, value_stride};
            });
   nb::class_<AttentionScoring>(m, "AttentionScoring")
       .def(nb::init<>())  // without weights: no mass changes

@@ -5,9 +5,10 @@
 // exact in 32 bits: |q| <= 2^12, a byte is below 2^8, and a sum has at most 2^9 terms. So bits depend neither on the
 // order of sums nor on the instructions that compute them.
 //
-//   keys    u8 [D / 4][S][4], 128 too high; then bfloat16 scales [S]
+//   keys    int8: u8 [D / 4][S][4], 128 too high; then bfloat16 scales [S]
+//           4 bits: u8 [D / 8][S][4] of two numbers, 8 too high; then bfloat16 scales [D / group][S]
 //   values  int8: u8 [S / 4][D][4], 128 too high; then bfloat16 scales [S]
-//           k8v4: u8 [S / 4][D / 2][4] of two numbers, 8 too high; then bfloat16 scales [D / group][S]
+//           4 bits: u8 [S / 4][D / 2][4] of two numbers, 8 too high; then bfloat16 scales [D / group][S]
 #pragma once
 
 #include "page_gemm.h"
@@ -24,8 +25,9 @@ constexpr int INT8_VECTORS = FEW_REGISTERS ? 2 : 4;  // vectors of columns of a 
 struct K8V4 {  // the type of a page of 8-bit keys and 4-bit values
   uint8_t byte;
 };
-template <>
-inline constexpr int INTERLEAVE<K8V4> = 4;
+struct Nibbles {  // the type of a page of 4-bit keys and values
+  uint8_t byte;
+};
 
 // The scales that follow S slots of `width` bytes.
 INLINE const bf16* slot_scales(const void* page, int S, int width) {
@@ -139,7 +141,8 @@ template <>
 struct Queries<uint8_t> {
   IntegerRows rows;
   float scale[MAX_TILE_ROWS];
-  int32_t offset[MAX_TILE_ROWS];
+  int32_t offset[MAX_TILE_ROWS];  // 128 times the sum of a row
+  int32_t group_sums[MAX_TILE_ROWS][MAX_HEAD_DIM / 8];  // the sums of a row's groups
 };
 
 template <class Page>
@@ -160,6 +163,58 @@ INLINE void score_pages(const VisiblePages<uint8_t>& p, const Queries<uint8_t>& 
 }
 INLINE void score_pages(const VisiblePages<K8V4>& p, const Queries<uint8_t>& q, int rows, float* scores) {
   score_integer_pages(p, q, rows, scores);
+}
+
+// Computes VECTORS vectors of scores of ROWS rows with one group of keys of 4 bits. Byte i of the group holds numbers i
+// and i + half, which go with numbers i and i + half of the queries.
+template <int VECTORS, int ROWS, class Store>
+INLINE void nibble_key_block(const IntegerRows& a, const uint8_t* keys, int S, int half, int column, const Store& store) {
+#define EACH(i, n) _Pragma("GCC unroll 8") for (int i = 0; i < n; ++i)
+  I high[ROWS][VECTORS] = {}, low[ROWS][VECTORS] = {};
+  for (int i = 0; i < half; i += 4) {
+    Bytes x[VECTORS];
+    EACH(v, VECTORS) x[v] = load_bytes(keys + i * S + 4 * (column + WIDTH * v));
+    EACH(n, 2) {
+      Bytes y[VECTORS];
+      EACH(v, VECTORS) y[v] = n ? high_nibbles(x[v]) : low_nibbles(x[v]);
+      const char* at_high = reinterpret_cast<const char*>(a.high + n * half + i);
+      const char* at_low = reinterpret_cast<const char*>(a.low + n * half + i);
+      EACH(r, ROWS) EACH(v, VECTORS) high[r][v] = dot_narrow(high[r][v], y[v], at_high + r * a.stride);
+      EACH(r, ROWS) EACH(v, VECTORS) low[r][v] = dot_narrow(low[r][v], y[v], at_low + r * a.stride);
+    }
+  }
+  EACH(r, ROWS) EACH(v, VECTORS) store(r, column + WIDTH * v, high[r][v] * 64 + low[r][v]);
+#undef EACH
+}
+
+// Each group of dimensions has scales of its own: its products are added to the scores of the groups before it.
+INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& q, int rows, float* scores) {
+  const int group = slot_group(p.D), half = group / 2;
+  for (int j = 0; j < p.n; ++j)
+    for (int g = 0; g * group < p.D; ++g) {
+      const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]) + g * half * p.S;
+      const bf16* scales = slot_scales(p.keys[j], p.S, p.D / 2) + g * p.S;
+      for (int r = 0; r < rows;) {
+        auto block = [&](auto num_vectors, auto num_rows, int column) {
+          constexpr int VECTORS = decltype(num_vectors)::value, ROWS = decltype(num_rows)::value;
+          const IntegerRows a = {q.rows.high + r * q.rows.stride + g * group, q.rows.low + r * q.rows.stride + g * group,
+                                 q.rows.stride};
+          nibble_key_block<VECTORS, ROWS>(a, keys, p.S, half, column, [&](int i, int s, I sums) {
+            float* to = scores + (r + i) * SCORE_STRIDE + j * p.S + s;
+            const F products = __builtin_convertvector(sums - 8 * q.group_sums[r + i][g], F) * q.scale[r + i];
+            const F scaled = products * load<WIDTH>(scales + s);
+            store<WIDTH>(to, g ? load<WIDTH>(to) + scaled : scaled);
+          });
+        };
+        auto strip = [&](auto num_rows) {
+          int c = 0;
+          for (; p.S - c >= INT8_VECTORS * WIDTH; c += INT8_VECTORS * WIDTH) block(Constant<INT8_VECTORS>(), num_rows, c);
+          for (; c < p.S; c += WIDTH) block(Constant<1>(), num_rows, c);
+          r += decltype(num_rows)::value;
+        };
+        rows - r >= INT8_ROWS ? strip(Constant<INT8_ROWS>()) : strip(Constant<1>());
+      }
+    }
 }
 
 // The weights of each row, times the scales of values, as integers. They overwrite what follows the weights, which are
@@ -203,12 +258,13 @@ INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, 
 }
 
 // Each group of dimensions has scales of its own, and so its own integer weights.
-INLINE void sum_values(const VisiblePages<K8V4>& p, float* scores, int rows, float* sums) {
+template <class Page>
+INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int rows, float* sums) {
   IntegerWeights w;
   const int group = slot_group(p.D), half = group / 2;
   for (int g = 0; g * group < p.D; ++g) {
     w.round(p, scores, rows, p.D / 2, g);
-    const IntegerParts<K8V4> values = {p.values, p.next_keys, p.n, p.S, p.D / 2, g * half, (g + 1) * half};
+    const IntegerParts<Page> values = {p.values, p.next_keys, p.n, p.S, p.D / 2, g * half, (g + 1) * half};
     integer_gemm<2>(w.rows, values, rows, [&](int r, int c, int n, I x) {
       const F products = __builtin_convertvector(x - w.offset[r] / 16, F) * w.scale[r];
       const int left = values.end - c, d = g * half + n * half + c;
@@ -217,10 +273,17 @@ INLINE void sum_values(const VisiblePages<K8V4>& p, float* scores, int rows, flo
   }
 }
 
+INLINE void sum_values(const VisiblePages<K8V4>& p, float* scores, int rows, float* sums) {
+  sum_nibble_values(p, scores, rows, sums);
+}
+INLINE void sum_values(const VisiblePages<Nibbles>& p, float* scores, int rows, float* sums) {
+  sum_nibble_values(p, scores, rows, sums);
+}
+
 // Rounds the queries of a tile, scaled and rotated, into `memory`.
 template <class Q>
 INLINE void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* memory, Queries<uint8_t>& q) {
-  const int D = args.kv.D, padded = (D + WIDTH - 1) / WIDTH * WIDTH, first = args.tables.query_start_loc[tile.b];
+  const int D = args.kv.D, group = slot_group(D), padded = (D + WIDTH - 1) / WIDTH * WIDTH, first = args.tables.query_start_loc[tile.b];
   int8_t* const planes = reinterpret_cast<int8_t*>(memory);
   q.rows = {planes, planes + padded, 2 * padded};
   alignas(64) float row[MAX_HEAD_DIM + WIDTH] = {};
@@ -232,6 +295,11 @@ INLINE void gather_queries(const AttentionArgs& args, const QueryTile& tile, flo
     F tops = {};
     for (int d = 0; d < D; d += WIDTH) tops = max(tops, absolute(load<WIDTH>(row + d)));
     q.scale[r] = round_row(row, padded, tops, planes + r * q.rows.stride, planes + r * q.rows.stride + padded, q.offset[r]);
+    const int8_t *high = planes + r * q.rows.stride, *low = high + padded;
+    for (int g = 0; args.kv.dtype == DType::int4 && g * group < D; ++g) {
+      q.group_sums[r][g] = 0;
+      for (int d = g * group; d < (g + 1) * group; ++d) q.group_sums[r][g] += 64 * high[d] + low[d];
+    }
   }
 }
 

@@ -17,6 +17,7 @@ bool attend_tile(const AttentionArgs& args, const QueryTile& tile, int block, fl
     case DType::bfloat16: return attend_tile_impl<bf16>(args, tile, block, scratch, partials, mass);
     case DType::int8: return attend_tile_impl<uint8_t>(args, tile, block, scratch, partials, mass);
     case DType::k8v4: return attend_tile_impl<K8V4>(args, tile, block, scratch, partials, mass);
+    case DType::int4: return attend_tile_impl<Nibbles>(args, tile, block, scratch, partials, mass);
   }
   return false;
 }
@@ -35,20 +36,20 @@ INLINE float reciprocal_of_scale(uint16_t scale) {
   return __builtin_fabsf(x) > 0x1p-100f ? 1.0f / x : 0.0f;
 }
 
-// Rounds n numbers to `to`, a byte after every 4, and returns the scale.
-INLINE uint16_t round_to_bytes(const float* x, int n, uint8_t* to, ptrdiff_t quad_stride) {
+// Rounds n numbers to bytes, and returns the scale.
+INLINE uint16_t round_to_bytes(const float* x, int n, uint8_t* to) {
   float largest = 0;
   for (int i = 0; i < n; ++i) largest = __builtin_fmaxf(largest, __builtin_fabsf(x[i]));
   const uint16_t scale = float_to_bf16(largest / 127.0f);
   const float factor = reciprocal_of_scale(scale);
   for (int i = 0; i < n; ++i) {
     const float y = __builtin_rintf(x[i] * factor);
-    to[i / 4 * quad_stride + i % 4] = uint8_t(128 + int(y < -127.0f ? -127.0f : y > 127.0f ? 127.0f : y));
+    to[i] = uint8_t(128 + int(y < -127.0f ? -127.0f : y > 127.0f ? 127.0f : y));
   }
   return scale;
 }
 
-// Rounds a group of n numbers to nibbles: n / 2 bytes, 4 apart.
+// Rounds a group of n numbers to nibbles, n / 2 bytes, and returns the scale.
 INLINE uint16_t round_to_nibbles(const float* x, int n, uint8_t* to) {
   float largest = x[0];
   for (int i = 1; i < n; ++i) largest = __builtin_fabsf(x[i]) > __builtin_fabsf(largest) ? x[i] : largest;
@@ -58,7 +59,7 @@ INLINE uint16_t round_to_nibbles(const float* x, int n, uint8_t* to) {
     const float y = __builtin_rintf(number * factor);
     return 8 + int(y < -8.0f ? -8.0f : y > 7.0f ? 7.0f : y);
   };
-  for (int i = 0; i < n / 2; ++i) to[4 * i] = uint8_t(round(x[i]) | round(x[n / 2 + i]) << 4);
+  for (int i = 0; i < n / 2; ++i) to[i] = uint8_t(round(x[i]) | round(x[n / 2 + i]) << 4);
   return scale;
 }
 
@@ -74,20 +75,20 @@ static void write_slot(const Pool& kv, int64_t page, int64_t offset, const float
 }
 
 static void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, float* k, const float* v) {
-  const int S = kv.S, D = kv.D, group = slot_group(D);
-  uint8_t* const keys = static_cast<uint8_t*>(kv.key_page(page)) + 4 * offset;
+  const int S = kv.S, D = kv.D, group = slot_group(D), key_width = kv.key_width(), value_width = kv.value_width();
+  uint8_t bytes[MAX_HEAD_DIM];
+  auto round = [&](const float* x, int width, uint16_t* scales) {
+    if (width == D) scales[offset] = round_to_bytes(x, D, bytes);
+    for (int d = 0; d < D && width < D; d += group)
+      scales[d / group * S + offset] = round_to_nibbles(x + d, group, bytes + d / 2);
+  };
   rotate(k, D);
-  kv.key_scales(page)[offset] = round_to_bytes(k, D, keys, 4 * S);
-  uint8_t* const values = static_cast<uint8_t*>(kv.value_page(page));
-  if (kv.dtype == DType::k8v4) {
-    uint8_t* const to = values + offset / 4 * 4 * (D / 2) + offset % 4;
-    for (int d = 0; d < D; d += group)
-      kv.value_scales(page)[d / group * S + offset] = round_to_nibbles(v + d, group, to + 4 * (d / 2));
-  } else {
-    uint8_t bytes[MAX_HEAD_DIM];
-    kv.value_scales(page)[offset] = round_to_bytes(v, D, bytes, 4);
-    for (int d = 0; d < D; ++d) values[offset / 4 * 4 * D + 4 * d + offset % 4] = bytes[d];
-  }
+  round(k, key_width, kv.key_scales(page));
+  uint8_t* const keys = static_cast<uint8_t*>(kv.key_page(page)) + 4 * offset;
+  for (int d = 0; d < key_width; ++d) keys[d / 4 * 4 * S + d % 4] = bytes[d];
+  round(v, value_width, kv.value_scales(page));
+  uint8_t* const values = static_cast<uint8_t*>(kv.value_page(page)) + offset / 4 * 4 * value_width + offset % 4;
+  for (int d = 0; d < value_width; ++d) values[4 * d] = bytes[d];
 }
 
 template <class From>
@@ -103,8 +104,7 @@ static void write_rows(const WriteArgs& w, int g, int begin, int end) {
     switch (kv.dtype) {
       case DType::float32: write_slot<float>(kv, page, offset, k, v); break;
       case DType::bfloat16: write_slot<bf16>(kv, page, offset, k, v); break;
-      case DType::int8:
-      case DType::k8v4: write_quantized_slot(kv, page, offset, k, v); break;
+      default: write_quantized_slot(kv, page, offset, k, v); break;
     }
     kv.pos[slot] = w.pos[t];
     for (int c = 0; c < kv.mass_columns; ++c) kv.mass_page(page)[c * kv.S + offset] = 0;

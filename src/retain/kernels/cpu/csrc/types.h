@@ -16,7 +16,7 @@
 
 namespace retain {
 
-enum class DType : int { float32, bfloat16, int8, k8v4 };
+enum class DType : int { float32, bfloat16, int8, k8v4, int4 };
 
 INLINE int element_size(DType t) { return t == DType::float32 ? 4 : t == DType::bfloat16 ? 2 : 1; }
 
@@ -37,8 +37,9 @@ constexpr float NEG_INF = -__builtin_inff();  // the score of a hidden slot, and
 
 // The memory of the KV cache, in pages. A page of K is [D, S], so that one load reads many slots of one dimension.
 // A page of V is [S, D]. In bfloat16 pairs are interleaved: K is [D / 2, S, 2], V is [S / 2, D, 2]. In int8 quads are
-// interleaved, bytes are 128 too high, and bfloat16 scales [S] follow. In k8v4, K is the same, and V is [S / 4, D / 2, 4]:
-// bytes of two numbers, 8 too high, the first half of a group in low nibbles; then scales [D / group, S].
+// interleaved, bytes are 128 too high, and bfloat16 scales [S] follow. With 4 bits K is [D / 8, S, 4] and V is
+// [S / 4, D / 2, 4]: bytes of two numbers, 8 too high, the first half of a group in low nibbles; then scales
+// [D / group, S]. k8v4 has K of 8 bits and V of 4.
 struct Pool {
   void* k;
   void* v;
@@ -47,23 +48,22 @@ struct Pool {
   int64_t num_pages;
   int S, D, mass_columns;
   DType dtype;
+  int64_t key_stride, value_stride;  // bytes between pages
 
-  INLINE bool is_quantized() const { return dtype == DType::int8 || dtype == DType::k8v4; }
-  INLINE int64_t key_page_bytes() const {
-    return is_quantized() ? int64_t(S) * (D + 2) : int64_t(S) * D * element_size(dtype);
-  }
-  INLINE int64_t value_page_bytes() const {
-    return dtype == DType::k8v4 ? int64_t(S) * (D / 2 + D / slot_group(D) * 2) : key_page_bytes();
-  }
-  INLINE void* key_page(int64_t page) const { return static_cast<char*>(k) + page * key_page_bytes(); }
-  INLINE void* value_page(int64_t page) const { return static_cast<char*>(v) + page * value_page_bytes(); }
+  INLINE bool is_quantized() const { return dtype >= DType::int8; }
+  // Elements of a slot's K and V, and its scales.
+  INLINE int key_width() const { return dtype == DType::int4 ? D / 2 : D; }
+  INLINE int value_width() const { return dtype == DType::int4 || dtype == DType::k8v4 ? D / 2 : D; }
+  INLINE int num_scales(int width) const { return !is_quantized() ? 0 : width == D ? 1 : D / slot_group(D); }
+  INLINE int64_t page_bytes(int width) const { return int64_t(S) * (width * element_size(dtype) + 2 * num_scales(width)); }
+  INLINE void* key_page(int64_t page) const { return static_cast<char*>(k) + page * key_stride; }
+  INLINE void* value_page(int64_t page) const { return static_cast<char*>(v) + page * value_stride; }
   // The scales, in bfloat16, of a quantized page.
   INLINE uint16_t* key_scales(int64_t page) const {
-    return reinterpret_cast<uint16_t*>(static_cast<char*>(key_page(page)) + int64_t(S) * D);
+    return reinterpret_cast<uint16_t*>(static_cast<char*>(key_page(page)) + int64_t(S) * key_width());
   }
   INLINE uint16_t* value_scales(int64_t page) const {
-    const int64_t bytes = int64_t(S) * (dtype == DType::k8v4 ? D / 2 : D);
-    return reinterpret_cast<uint16_t*>(static_cast<char*>(value_page(page)) + bytes);
+    return reinterpret_cast<uint16_t*>(static_cast<char*>(value_page(page)) + int64_t(S) * value_width());
   }
   INLINE float* mass_page(int64_t page) const { return mass + page * mass_columns * S; }
 };

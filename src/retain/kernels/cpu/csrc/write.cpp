@@ -34,7 +34,7 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
   for (int64_t i = 0; i < n; ++i)
     if (std::min(src[i], dst[i]) < 0 || std::max(src[i], dst[i]) >= kv.num_pages)
       throw std::invalid_argument("src or dst names a page outside the pool");
-  const int64_t key_bytes = kv.key_page_bytes(), value_bytes = kv.value_page_bytes();
+  const int64_t key_bytes = kv.page_bytes(kv.key_width()), value_bytes = kv.page_bytes(kv.value_width());
 #pragma omp parallel for if (n * key_bytes > MIN_PARALLEL_SIZE)
   for (int64_t i = 0; i < n; ++i) {
     memcpy(kv.key_page(dst[i]), kv.key_page(src[i]), key_bytes);
@@ -45,22 +45,21 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
 }
 
 // Copies slot i of page a to slot j of page b. INTERLEAVE dimensions of K, and slots of V, are interleaved (see Pool).
-// A slot of V has `value_width` elements.
 template <class T, int INTERLEAVE>
 static void move_slot(const Pool& kv, int64_t from, int64_t to) {
   constexpr int P = INTERLEAVE;
-  const int S = kv.S, D = kv.D, value_width = kv.dtype == DType::k8v4 ? D / 2 : D;
+  const int S = kv.S, value_width = kv.value_width();
   const int64_t a = from / S, b = to / S, i = from % S, j = to % S;
   const T* k = static_cast<const T*>(kv.key_page(a)) + P * i;
   const T* v = static_cast<const T*>(kv.value_page(a)) + i / P * P * value_width + i % P;
   T* to_k = static_cast<T*>(kv.key_page(b)) + P * j;
   T* to_v = static_cast<T*>(kv.value_page(b)) + j / P * P * value_width + j % P;
-  for (int d = 0; d < D; ++d) to_k[d / P * P * S + d % P] = k[d / P * P * S + d % P];
+  for (int d = 0; d < kv.key_width(); ++d) to_k[d / P * P * S + d % P] = k[d / P * P * S + d % P];
   for (int d = 0; d < value_width; ++d) to_v[P * d] = v[P * d];
   if (kv.is_quantized()) {
-    const int groups = kv.dtype == DType::k8v4 ? D / slot_group(D) : 1;
-    kv.key_scales(b)[j] = kv.key_scales(a)[i];
-    for (int g = 0; g < groups; ++g) kv.value_scales(b)[g * S + j] = kv.value_scales(a)[g * S + i];
+    const int key_scales = kv.num_scales(kv.key_width()), value_scales = kv.num_scales(value_width);
+    for (int g = 0; g < key_scales; ++g) kv.key_scales(b)[g * S + j] = kv.key_scales(a)[g * S + i];
+    for (int g = 0; g < value_scales; ++g) kv.value_scales(b)[g * S + j] = kv.value_scales(a)[g * S + i];
   }
   kv.pos[to] = kv.pos[from];
   for (int c = 0; c < kv.mass_columns; ++c) kv.mass_page(b)[c * S + j] = kv.mass_page(a)[c * S + i];
@@ -77,8 +76,7 @@ void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists,
       switch (kv.dtype) {
         case DType::float32: move_slot<float, 1>(kv, src[i], dst[i]); break;
         case DType::bfloat16: move_slot<uint16_t, 2>(kv, src[i], dst[i]); break;
-        case DType::int8:
-        case DType::k8v4: move_slot<uint8_t, 4>(kv, src[i], dst[i]); break;
+        default: move_slot<uint8_t, 4>(kv, src[i], dst[i]); break;
       }
     }
 }
