@@ -86,6 +86,19 @@ class KV:
 
 
 @dataclass(frozen=True)
+class DemotedTables:
+    """Tables of tokens whose slots take fewer bits than the pool's. All int32, with a leading L for all layers."""
+
+    kv: KV  # the pool's pages as pages of those slots: what `reinterpret` returned
+    pages: Tensor  # [N, G, n]
+    counts: Tensor  # [N, G]
+
+    def for_layer(self, layer: int) -> DemotedTables:
+        """Return the tables of one layer, given the tables of all layers."""
+        return replace(self, pages=self.pages[layer], counts=self.counts[layer])
+
+
+@dataclass(frozen=True)
 class Tables:
     """The pages that the fresh tokens of a step attend to, in one layer (B requests, N rows, G kv heads). All int32.
 
@@ -99,10 +112,13 @@ class Tables:
     query_start_loc: Tensor  # host [B + 1]: fresh tokens query_start_loc[b] : query_start_loc[b + 1] are request b's
     dense: Tensor | None = None  # [N]: 1 if slot i of every table without a window holds position i or is a hole
     max_pages: int | None = None  # an upper bound of `counts`, if known
+    demoted: DemotedTables | None = None  # queries attend to these tokens too, behind the others
 
     def for_layer(self, layer: int) -> Tables:
         """Return the tables of one layer, given the tables of all layers."""
-        return replace(self, pages=self.pages[layer], counts=self.counts[layer], windows=self.windows[layer])
+        demoted = self.demoted.for_layer(layer) if self.demoted else None
+        pages, counts, windows = self.pages[layer], self.counts[layer], self.windows[layer]
+        return replace(self, pages=pages, counts=counts, windows=windows, demoted=demoted)
 
 
 @dataclass(frozen=True)
@@ -251,6 +267,14 @@ class Backend(Protocol):
         """Allocate a pool with C = `score_columns`, and make the trash page all holes.
 
         Raises ValueError if the backend does not support the dtype, the page size or the head dim.
+        """
+        ...
+
+    def reinterpret(self, kv: KV, dtype: torch.dtype, page_size: int) -> KV:
+        """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own.
+
+        K and V lie in the same memory, so a page is of one kind at a time. Raises ValueError if such a page is longer,
+        or where the backend cannot attend to it.
         """
         ...
 

@@ -36,6 +36,7 @@ from retain.kernels.api import CPU, KV, AttentionScoring, Program, Tables
 from retain.kernels.cpu.memory import allocate_aligned
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.quantized_slots import dequantize, dequantize_4bit, rotate, unpack_nibbles
+from retain.kernels.reinterpret import reinterpret_bytes
 from retain.kernels.shape_checks import shape_error
 
 try:
@@ -89,6 +90,15 @@ def allocate(
     pos[0] = -1
     mass = _aligned_zeros((num_pages, score_columns, page_size), torch.float32)
     return KV(k, v, pos, mass, page_size, head_dim, "cpu")
+
+
+def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
+    """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own."""
+    k, v = reinterpret_bytes(kv, dtype, page_size)
+    pos = _aligned_zeros((kv.num_pages, page_size), torch.int32)
+    pos[0] = -1
+    mass = _aligned_zeros((kv.num_pages, kv.mass.shape[1], page_size), torch.float32)
+    return KV(k, v, pos, mass, page_size, kv.head_dim, kv.layout)
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -149,7 +159,7 @@ def attend(
     q_pos = q_pos.contiguous()
     o = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
     _C.attend(
-        ffi.to_c_pool(kv), ffi.to_c_tables(tables),
+        ffi.to_c_pool(kv), ffi.to_c_tables(tables), *ffi.to_c_demoted(tables),
         q.data_ptr(), q_token, q_head, q.dtype == torch.bfloat16, o.data_ptr(), q_pos.data_ptr(), T, H // G, scale,
         0 if alibi_slopes is None else alibi_slopes.data_ptr(), ffi.to_c_scoring(scoring, layer),
     )  # fmt: skip

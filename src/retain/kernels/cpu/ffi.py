@@ -5,6 +5,8 @@ C++ reads these addresses without a check of types and shapes: callers check the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 import retain.kernels.cpu._C as _C
@@ -28,11 +30,19 @@ def to_c_tables(t: Tables) -> _C.PageTables:
     """Convert the tables of one layer; of the tables of all layers, convert the first layer's."""
     *_, num_rows, G, n = t.pages.shape
     *_, page_row, page_head, _ = t.pages.stride()
+    by_layer = t.pages, t.counts, t.windows
     return _C.PageTables(
         t.pages.data_ptr(), page_row, page_head, t.counts.data_ptr(), *t.counts.stride()[-2:],
         t.windows.data_ptr(), t.windows.stride(-1), t.rows.data_ptr(), t.query_start_loc.data_ptr(),
-        t.rows.shape[0], G, num_rows, n,
+        t.rows.shape[0], G, num_rows, n, *(x.stride(0) if len(t.pages.shape) == 4 else 0 for x in by_layer),
     )  # fmt: skip
+
+
+def to_c_demoted(t: Tables) -> tuple[_C.Pool, _C.PageTables]:
+    """Convert the pool and the tables of demoted tokens; without them, C++ gets a pool without memory."""
+    if t.demoted is None:
+        return _C.Pool(), _C.PageTables()
+    return to_c_pool(t.demoted.kv), to_c_tables(replace(t, pages=t.demoted.pages, counts=t.demoted.counts))
 
 
 def to_c_scoring(scoring: AttentionScoring | None, layer: int = 0) -> _C.AttentionScoring:
@@ -62,6 +72,8 @@ def check_tables(t: Tables) -> None:
             raise TypeError(f"attend: tables.{name} must be int32, not {dtype}")
     if t.pages.stride(-1) != 1 and n > 1:
         raise ValueError("attend: the last dimension of tables.pages must be contiguous")
+    if t.demoted:
+        check_tables(replace(t, pages=t.demoted.pages, counts=t.demoted.counts, demoted=None))
 
 
 def check_scoring(scoring: AttentionScoring | None, T: int, B: int) -> None:

@@ -135,8 +135,7 @@ class CpuProgram:
         if len(self._logits) < N:
             self._logits = torch.empty(N, self._shapes.widths[LOGITS_BUFFER])
         c_args = (
-            ffi.to_c_pool(kv), ffi.to_c_tables(tables), len(tables.pages),
-            tables.pages.stride(0), tables.counts.stride(0), tables.windows.stride(0),
+            ffi.to_c_pool(kv), ffi.to_c_tables(tables), *ffi.to_c_demoted(tables), len(tables.pages),
             step.input_ids.data_ptr(), step.positions.data_ptr(), step.logits_indices.data_ptr(),
             self._logits.data_ptr(), T, N, slots.data_ptr(), *slots.stride(), ffi.to_c_scoring(step.scoring),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from retain.kernels.eviction_order import eviction_key
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import noise_key, sample_noise
+from retain.kernels.reinterpret import reinterpret_bytes
 
 DEVICES: tuple[str, ...] = ("cpu",)
 
@@ -48,6 +49,16 @@ def allocate(
     pos[0] = -1
     mass = torch.zeros(num_pages, score_columns, page_size, device=device)
     return KV(k, v, pos, mass, page_size, head_dim, "plain")
+
+
+def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
+    """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own."""
+    k, v = reinterpret_bytes(kv, dtype, page_size)
+    P, D = kv.num_pages, kv.head_dim
+    pos = torch.full((P, page_size), -1, dtype=torch.int32)
+    mass = torch.zeros(P, kv.mass.shape[1], page_size)
+    k, v = k.view(P, page_size, key_bytes(D, dtype)), v.view(P, page_size, value_bytes(D, dtype))
+    return KV(k, v, pos, mass, page_size, D, kv.layout)
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -85,12 +96,15 @@ def attend(
         window = int(tables.windows[row])
         scored = scoring if window == NO_WINDOW and len(p) else None
         for g in range(G):
-            pages = tables.pages[row, g, : int(tables.counts[row, g])].long()  # [n]
-            k, v = (x.reshape(-1, D) for x in read(kv, pages))  # [S, D]
-            pos = kv.pos[pages].reshape(1, -1)  # [1, S]
+            parts = [(kv, tables.pages[row, g, : int(tables.counts[row, g])].long())]  # pages [n]
+            if d := tables.demoted:
+                parts.append((d.kv, d.pages[row, g, : int(d.counts[row, g])].long()))
+            k, v = (torch.cat([x.reshape(-1, D) for x in xs]) for xs in zip(*(read(*p) for p in parts), strict=True))
+            pos = torch.cat([part.pos[pages].flatten() for part, pages in parts])[None]  # [1, S]; k, v [S, D]
             visible = (pos >= 0) & (pos <= p) & (p - pos < window)  # [t, S]
             if scored:
-                kv.mass[pages] *= scored.decay[b]
+                for part, pages in parts:
+                    part.mass[pages] *= scored.decay[b]
             for h in range(g * R, (g + 1) * R):
                 x = scale * q[fresh, h].float() @ k.T  # [t, S]
                 if alibi_slopes is not None:
@@ -104,7 +118,10 @@ def attend(
                     x = x + sample_noise(int(scored.noise[b]), key, pos)
                     w = torch.softmax(x / scored.temperature[fresh, None], dim=-1).nan_to_num(0.0)  # [t, S]
                     column = h - g * R if kv.mass.shape[1] > 1 else 0
-                    kv.mass[pages, column] += (scored.weights[fresh] @ w).view(-1, kv.page_size)
+                    added, end = scored.weights[fresh] @ w, 0  # [S]
+                    for part, pages in parts:
+                        begin, end = end, end + len(pages) * part.page_size
+                        part.mass[pages, column] += added[begin:end].view(-1, part.page_size)
     return o
 
 

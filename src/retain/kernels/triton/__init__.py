@@ -79,6 +79,11 @@ def allocate(
     return KV(k, v, pos, mass, page_size, head_dim, "plain")
 
 
+def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
+    """Raise ValueError: the kernels attend to slots of one dtype."""
+    raise ValueError("the triton backend has no demoted tokens: demote goes with --backend cpu or reference")
+
+
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
     """Store fresh tokens in their slots."""
     T, G, D = k.shape

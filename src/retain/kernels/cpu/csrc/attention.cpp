@@ -58,11 +58,16 @@ static void run_job(const AttentionArgs& args, AttentionWorkspace& work, const A
   const IsaKernels& isa = selected_isa();
   const QueryTile& tile = work.plan.tiles[job.tile];
   const int D = args.kv.D, blocks = num_blocks(args, tile), job_blocks = job.end - job.begin;
+  const int own_blocks = num_blocks(args.kv, args.tables, tile);
+  const AttentionArgs demoted = args.demoted();
   const bool is_scored = work.mass.is_scored(job.tile);
-  const MassBuffers mass = is_scored ? work.mass.buffers(args, work.plan, job.tile, thread) : MassBuffers{};
+  const TableMasses mass = is_scored ? work.mass.buffers(args, work.plan, job.tile, thread) : TableMasses{};
   auto attend_block = [&](int block, float* to) {
-    if (isa.attend_tile(args, tile, block, scratch, to, is_scored ? &mass : nullptr)) return true;
-    for (int r = 0; is_scored && r < tile.num_rows(); ++r) mass.maxima[r * blocks + block] = NEG_INF;
+    const bool is_demoted = block >= own_blocks;
+    const MassBuffers& part = mass[is_demoted];
+    if (is_demoted) block -= own_blocks;
+    if (isa.attend_tile(is_demoted ? demoted : args, tile, block, scratch, to, is_scored ? &part : nullptr)) return true;
+    for (int r = 0; is_scored && r < tile.num_rows(); ++r) part.maxima[r * blocks + block] = NEG_INF;
     return false;
   };
   if (job_blocks == blocks) {

@@ -101,7 +101,7 @@ void reduce_mass_impl(const AttentionArgs& args, const QueryTile& tile, const Ma
   const float decay = args.scoring.decay[tile.b];
   const int pages = args.tables.num_pages(tile.b, tile.g);
   for (int c = 0; c < columns; ++c)
-    for (int block = 0; block < mass.num_blocks; ++block) {
+    for (int block = 0; block < num_blocks(args.kv, args.tables, tile); ++block) {
       float factor[MAX_TILE_ROWS];
       const T* row[MAX_TILE_ROWS];
       int n = 0;

@@ -16,6 +16,7 @@ constexpr int JOBS_PER_THREAD = 4;
 // Raises std::invalid_argument if a kernel would read out of bounds. Serial, because it costs far less than the work.
 void check(const AttentionArgs& args) {
   const PageTables& t = args.tables;
+  if (args.has_demoted()) check(args.demoted());
   int32_t end = t.query_start_loc[0];
   if (end < 0) throw std::invalid_argument("tables.query_start_loc must not be negative");
   for (int b = 0; b < t.B; ++b) {

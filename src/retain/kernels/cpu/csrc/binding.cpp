@@ -26,6 +26,7 @@ static PackedWeight packed_weight(Address data, int out, int in, int format) {
 
 static void bind_structs(nb::module_& m) {
   nb::class_<Pool>(m, "Pool")
+      .def("__init__", [](Pool* p) { new (p) Pool{}; })  // without memory
       .def("__init__",
            [](Pool* p, Address k, Address v, Address pos, Address mass, int64_t num_pages, int S, int D,
               int mass_columns, int dtype, int64_t key_stride, int64_t value_stride) {
@@ -40,13 +41,16 @@ static void bind_structs(nb::module_& m) {
                                  ptr<int32_t>(seed), ptr<int32_t>(redraw_noise), layer};
       });
   nb::class_<PageTables>(m, "PageTables")
+      .def("__init__", [](PageTables* t) { new (t) PageTables{}; })
       .def("__init__",
            [](PageTables* t, Address pages, int64_t page_row_stride, int64_t page_head_stride, Address page_counts,
               int64_t count_row_stride, int64_t count_head_stride, Address windows, int64_t window_row_stride,
-              Address rows, Address query_start_loc, int B, int G, int64_t num_rows, int64_t max_pages) {
+              Address rows, Address query_start_loc, int B, int G, int64_t num_rows, int64_t max_pages,
+              int64_t page_layer_stride, int64_t count_layer_stride, int64_t window_layer_stride) {
              new (t) PageTables{ptr<int32_t>(pages), page_row_stride, page_head_stride, ptr<int32_t>(page_counts),
                                 count_row_stride, count_head_stride, ptr<int32_t>(windows), window_row_stride,
-                                ptr<int32_t>(rows), ptr<int32_t>(query_start_loc), B, G, num_rows, max_pages};
+                                ptr<int32_t>(rows), ptr<int32_t>(query_start_loc), B, G, num_rows, max_pages,
+                                page_layer_stride, count_layer_stride, window_layer_stride};
            });
 }
 
@@ -89,13 +93,13 @@ static void bind_program(nb::module_& m) {
       .def("num_ops", &Program::num_ops)
       .def(
           "run",
-          [](Program& p, const Pool& kv, const PageTables& tables, int num_layers, int64_t page_layer_stride,
-             int64_t count_layer_stride, int64_t window_layer_stride, Address ids, Address pos, Address logits_indices,
+          [](Program& p, const Pool& kv, const PageTables& tables, const Pool& demoted_kv,
+             const PageTables& demoted_tables, int num_layers, Address ids, Address pos, Address logits_indices,
              Address logits, int T, int N, Address slots, int64_t slot_layer_stride, int64_t slot_head_stride,
              int64_t slot_token_stride, const AttentionScoring& scoring, int begin, int end) {
             p.run({T, N, ptr<int64_t>(ids), ptr<int32_t>(pos), ptr<int64_t>(logits_indices), ptr<float>(logits), kv,
-                   ptr<int32_t>(slots), slot_layer_stride, slot_head_stride, slot_token_stride, tables,
-                   page_layer_stride, count_layer_stride, window_layer_stride, num_layers, scoring}, begin, end);
+                   ptr<int32_t>(slots), slot_layer_stride, slot_head_stride, slot_token_stride, tables, demoted_kv,
+                   demoted_tables, num_layers, scoring}, begin, end);
           },
           nb::call_guard<nb::gil_scoped_release>());
 }
@@ -157,10 +161,11 @@ NB_MODULE(_C, m) {
 
   m.def(
       "attend",
-      [](const Pool& kv, const PageTables& tables, Address q, int64_t q_token_stride, int64_t q_head_stride, bool bf16,
-         Address o, Address q_pos, int T, int R, float scale, Address slopes, const AttentionScoring& scoring) {
-        attend({kv, tables, strided_rows(q, q_token_stride, q_head_stride, bf16), ptr<void>(o), ptr<int32_t>(q_pos), T,
-                R, scale, ptr<float>(slopes), scoring});
+      [](const Pool& kv, const PageTables& tables, const Pool& demoted_kv, const PageTables& demoted_tables, Address q,
+         int64_t q_token_stride, int64_t q_head_stride, bool bf16, Address o, Address q_pos, int T, int R, float scale,
+         Address slopes, const AttentionScoring& scoring) {
+        attend({kv, tables, demoted_kv, demoted_tables, strided_rows(q, q_token_stride, q_head_stride, bf16),
+                ptr<void>(o), ptr<int32_t>(q_pos), T, R, scale, ptr<float>(slopes), scoring});
       },
       nb::call_guard<nb::gil_scoped_release>());
 

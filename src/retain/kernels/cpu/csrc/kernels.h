@@ -1,6 +1,7 @@
 // Functions that the files of this backend share: checks, plans, threads. types.h has their structs.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -34,15 +35,17 @@ struct AttentionPlan {
 void check(const AttentionArgs&);
 void check(const WriteArgs&);
 
+using TableMasses = std::array<MassBuffers, 2>;  // of a head's table, and of its demoted tokens
+
 // Sums the mass weights of scored tiles and updates the masses of their slots (attention_mass.cpp).
 class MassAccumulator {
  public:
   void build(const AttentionArgs&, const AttentionPlan&, int threads);
   bool is_scored(int tile) const { return !sum_offsets_.empty() && sum_offsets_[tile] >= 0; }
   // The buffers of a tile: memory of the thread, or memory of the tile if it is split.
-  MassBuffers buffers(const AttentionArgs&, const AttentionPlan&, int tile, int thread);
+  TableMasses buffers(const AttentionArgs&, const AttentionPlan&, int tile, int thread);
   // Takes a tile whose blocks are all computed. The last tile of a head updates the masses of that head.
-  void finish_tile(const AttentionArgs&, const AttentionPlan&, int tile, const MassBuffers&);
+  void finish_tile(const AttentionArgs&, const AttentionPlan&, int tile, const TableMasses&);
 
  private:
   std::vector<int64_t> sum_offsets_;         // for each tile: where its sums begin, or -1 if it is not scored

@@ -141,14 +141,11 @@ struct Program::AttentionOp {
 
   AttentionArgs attention_args(const StepState& state) const {
     const StepArgs& s = state.step;
-    PageTables t = s.tables;
-    t.pages += layer * s.page_layer_stride;
-    t.page_counts += layer * s.count_layer_stride;
-    t.windows += layer * s.window_layer_stride;
     const StridedRows q = {state.data(qkv), state.width(qkv), layout.D, DType::float32};
     AttentionScoring scoring = s.scoring;
     scoring.layer = layer;
-    return {s.kv, t, q, state.data(out), s.pos, s.T, layout.H / layout.G, scale, slopes, scoring};
+    return {s.kv, s.tables.for_layer(layer), s.demoted_kv, s.demoted_tables.for_layer(layer), q, state.data(out), s.pos,
+            s.T, layout.H / layout.G, scale, slopes, scoring};
   }
 
   WriteArgs write_args(const StepState& state) const {

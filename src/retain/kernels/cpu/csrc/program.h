@@ -8,8 +8,7 @@
 
 namespace retain {
 
-// The inputs of a step. Letters as in types.h, and N rows of logits. `tables` is the first layer's; the strides lead to
-// the other layers.
+// The inputs of a step. Letters as in types.h, and N rows of logits. Tables are the first layer's.
 struct StepArgs {
   int T, N;
   const int64_t* ids;            // [T]
@@ -20,7 +19,8 @@ struct StepArgs {
   const int32_t* slots;  // [L, G, T]
   int64_t slot_layer_stride, slot_head_stride, slot_token_stride;
   PageTables tables;
-  int64_t page_layer_stride, count_layer_stride, window_layer_stride;
+  Pool demoted_kv;
+  PageTables demoted_tables;
   int num_layers;
   AttentionScoring scoring;
 };

@@ -154,7 +154,7 @@ struct WriteArgs {
   int T, G;
 };
 
-// The pages of every request that has a row, in one layer.
+// The pages of every request that has a row, in one layer; the strides lead to the other layers.
 struct PageTables {
   const int32_t* pages;  // [num_rows, G, max_pages]
   int64_t page_row_stride, page_head_stride;
@@ -166,7 +166,14 @@ struct PageTables {
   const int32_t* query_start_loc;  // [B + 1]
   int B, G;
   int64_t num_rows, max_pages;
+  int64_t page_layer_stride, count_layer_stride, window_layer_stride;
 
+  INLINE PageTables for_layer(int layer) const {
+    PageTables t = *this;
+    t.pages += layer * page_layer_stride, t.page_counts += layer * count_layer_stride;
+    t.windows += layer * window_layer_stride;
+    return t;
+  }
   INLINE int num_fresh(int b) const { return query_start_loc[b + 1] - query_start_loc[b]; }
   INLINE int num_pages(int b, int g) const { return page_counts[rows[b] * count_row_stride + g * count_head_stride]; }
   INLINE int32_t window_of(int b) const { return windows[rows[b] * window_row_stride]; }
@@ -193,6 +200,8 @@ struct AttentionScoring {
 struct AttentionArgs {
   Pool kv;
   PageTables tables;
+  Pool demoted_kv;  // without memory where no request has demoted tokens
+  PageTables demoted_tables;
   StridedRows q;         // [T, H, D]
   void* o;               // [T, H, D], contiguous, of q's dtype
   const int32_t* q_pos;  // [T]
@@ -200,6 +209,14 @@ struct AttentionArgs {
   float scale;
   const float* slopes;  // [H] (ALiBi) or null
   AttentionScoring scoring;
+
+  INLINE bool has_demoted() const { return demoted_kv.k; }
+  // The same attention, to demoted tokens alone.
+  INLINE AttentionArgs demoted() const {
+    AttentionArgs args = *this;
+    args.kv = demoted_kv, args.tables = demoted_tables, args.demoted_kv.k = nullptr;
+    return args;
+  }
 };
 
 // Query rows begin .. end - 1 of request b and kv head g. Row i is query head g * R + i % R of fresh token i / R.
@@ -236,13 +253,13 @@ INLINE Float& partial_sum(Float* partial, int D) {
   return partial[D + 1];
 }
 
-// The mass weights of a scored tile, kept until all of its blocks are computed. A weight is relative to its row's
+// The mass weights of a scored tile in one table, kept until all blocks are computed. A weight is relative to its row's
 // maximum in its block. A row without mass in a block has the maximum NEG_INF there and no valid weights.
 struct MassBuffers {
   char* weights;         // [rows, slots], float32 for a pool of float32, else bfloat16
-  float *maxima, *sums;  // [rows, blocks]
+  float *maxima, *sums;  // [rows, blocks]: those of this table
   int64_t num_slots;
-  int num_blocks;
+  int num_blocks;  // between rows: the blocks of both tables
 };
 
 // The hash behind noise, a permutation of 32 bits. Every backend uses the same one.
@@ -260,8 +277,13 @@ INLINE uint32_t noise_key(int32_t seed, int32_t layer, int32_t head, int32_t ste
 }
 
 INLINE int pages_per_block(const Pool& kv) { return ACC_BLOCK / kv.S > 0 ? ACC_BLOCK / kv.S : 1; }
+INLINE int num_blocks(const Pool& kv, const PageTables& tables, const QueryTile& tile) {
+  return (tables.num_pages(tile.b, tile.g) + pages_per_block(kv) - 1) / pages_per_block(kv);
+}
+// The blocks of a head's table, and behind them those of its demoted tokens.
 INLINE int num_blocks(const AttentionArgs& args, const QueryTile& tile) {
-  return (args.tables.num_pages(tile.b, tile.g) + pages_per_block(args.kv) - 1) / pages_per_block(args.kv);
+  const int own = num_blocks(args.kv, args.tables, tile);
+  return args.has_demoted() ? own + num_blocks(args.demoted_kv, args.demoted_tables, tile) : own;
 }
 
 // The kernels of one instruction set (isa_kernels.cpp).

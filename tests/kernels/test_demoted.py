@@ -1,0 +1,135 @@
+"""Attention to demoted tokens: pages of 4 bits beside the pool's own, in the same memory."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from retain.kernels import cpu, reference, triton
+from retain.kernels.api import GUMBEL, KV, NO_NOISE, NO_WINDOW, AttentionScoring, Backend, DemotedTables, Tables
+from retain.kernels.reinterpret import reinterpreted_page_size
+from tests.helpers.attention_case import assert_close
+from tests.helpers.backend_variants import ISAS, use_isa
+
+F32, BF16, INT8, INT4 = torch.float32, torch.bfloat16, torch.int8, torch.int4
+G, R = 2, 3
+needs_cpu = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
+
+
+@dataclass(frozen=True)
+class Step:
+    """`fresh[b]` queries of request b, which has `own[b]` and `demoted[b]` pages of each head."""
+
+    fresh: tuple[int, ...] = (1, 20, 70)
+    own: tuple[tuple[int, int], ...] = ((3, 2), (9, 0), (2, 20))
+    demoted: tuple[tuple[int, int], ...] = ((2, 9), (3, 1), (0, 1))
+    S: int = 64
+    D: int = 64
+    alibi: bool = False
+
+    def build(self, backend: Backend, dtype: torch.dtype, columns: int = 1) -> tuple[KV, Tables]:
+        """Tables over a pool whose pages are filled, each in the dtype that it is read in."""
+        rng, B = torch.Generator().manual_seed(0), len(self.fresh)
+        P = 1 + sum(sum(map(sum, pages)) for pages in (self.own, self.demoted))
+        kv = backend.allocate(P, self.S, self.D, dtype, columns)
+        demoted = backend.reinterpret(kv, INT4, reinterpreted_page_size(kv, INT4, 512))
+        pages = (torch.randperm(P - 1, generator=rng) + 1).int()
+        k, v = torch.randn(2, P, 512, 1, self.D, generator=rng)
+        tables, used = [], 0
+        for pool, counts in ((kv, self.own), (demoted, self.demoted)):
+            table = torch.zeros(B, G, max(map(max, counts)), dtype=torch.int32)
+            for b, g in itertools.product(range(B), range(G)):
+                n = counts[b][g]
+                table[b, g, :n] = pages[used : used + n]
+                used += n
+                for p in table[b, g, :n].tolist():
+                    pos = torch.randint(-40, 500, (pool.page_size,), generator=rng).clamp(min=-1).int()
+                    slots = (p * pool.page_size + torch.arange(pool.page_size)).int()
+                    backend.write(pool, slots[None], k[p, : pool.page_size], v[p, : pool.page_size], pos)
+            pool.mass.copy_(torch.rand(pool.mass.shape, generator=rng))
+            tables.append((table, torch.tensor(counts, dtype=torch.int32)))
+        starts = torch.tensor([0, *self.fresh]).cumsum(0).int()
+        rows, windows = torch.arange(B, dtype=torch.int32), torch.full((B,), NO_WINDOW, dtype=torch.int32)
+        return kv, Tables(*tables[0], windows, rows, starts, demoted=DemotedTables(demoted, *tables[1]))
+
+    def attend(self, backend: Backend, kv: KV, tables: Tables, scoring: AttentionScoring | None) -> Tensor:
+        T = sum(self.fresh)
+        q = torch.randn(T, G * R, self.D, generator=torch.Generator().manual_seed(1))
+        slopes = 2.0 ** -torch.arange(1.0, G * R + 1) if self.alibi else None
+        q_pos = torch.arange(300, 300 + T, dtype=torch.int32)
+        return backend.attend(q, kv, tables, q_pos, scale=0.1, alibi_slopes=slopes, scoring=scoring, layer=2)
+
+    def scoring(self, noise: int) -> AttentionScoring:
+        ones, T = torch.ones(len(self.fresh), dtype=torch.int32), sum(self.fresh)
+        weights = (torch.arange(T) % 3).float()
+        return AttentionScoring(weights, torch.full((T,), 1.25), ones * 0.5, noise * ones, ones, ones)
+
+
+STEPS = {
+    "several": Step(),
+    "odd shapes": Step(S=48, D=80, alibi=True),
+    "small heads": Step(S=16, D=8, fresh=(3, 1, 200)),
+    "long": Step(fresh=(1, 1, 1), own=((40, 33), (1, 1), (0, 8)), demoted=((30, 9), (0, 0), (22, 1))),
+}
+
+
+@needs_cpu
+@pytest.mark.parametrize("columns", [1, R])
+@pytest.mark.parametrize("noise", [NO_NOISE, GUMBEL])
+@pytest.mark.parametrize("dtype", [F32, BF16, INT8])
+@pytest.mark.parametrize("name", STEPS)
+def test_the_cpu_backend_equals_the_reference(name: str, dtype: torch.dtype, noise: int, columns: int) -> None:
+    """Outputs, and the masses of both kinds of pages; whether masses are kept changes no bit of an output."""
+    step = STEPS[name]
+    scoring = step.scoring(noise)
+    kv, tables = step.build(reference, dtype, columns)
+    assert tables.demoted
+    expected = step.attend(reference, kv, tables, scoring)
+    for isa in ISAS:
+        with use_isa(isa):
+            ours_kv, ours = step.build(cpu, dtype, columns)
+            o = step.attend(cpu, ours_kv, ours, scoring)
+            unscored = step.attend(cpu, ours_kv, ours, None)
+        assert ours.demoted
+        assert_close(o, expected, 2**-7, isa)
+        assert_close(ours_kv.mass, kv.mass, 2**-7, isa)
+        assert_close(ours.demoted.kv.mass, tables.demoted.kv.mass, 2**-7, isa)
+        assert torch.equal(o, unscored), isa
+
+
+@pytest.mark.parametrize("backend", [reference, pytest.param(cpu, marks=needs_cpu)])
+def test_demoted_tokens_are_seen_as_if_they_were_in_the_table(backend: Backend) -> None:
+    """In a pool of int4 both kinds of pages are alike. Blocks of 512 slots are whole, so not a bit may differ."""
+    step = Step(own=((8, 0), (16, 8), (0, 8)), demoted=((3, 9), (1, 0), (0, 2)))
+    scoring = step.scoring(NO_NOISE)
+    kv, t = step.build(backend, INT4)
+    assert t.demoted and t.demoted.kv.page_size == step.S
+    o = step.attend(backend, kv, t, scoring)
+    one, _ = step.build(backend, INT4)
+    pages = torch.zeros(len(step.fresh), G, t.pages.shape[2] + t.demoted.pages.shape[2], dtype=torch.int32)
+    for b in range(len(step.fresh)):
+        for g in range(G):
+            n, m = int(t.counts[b, g]), int(t.demoted.counts[b, g])
+            own, demoted = t.pages[b, g, :n], t.demoted.pages[b, g, :m]
+            pages[b, g, : n + m] = torch.cat((own, demoted))
+            one.pos[demoted.long()] = t.demoted.kv.pos[demoted.long()]
+    together = replace(t, pages=pages, counts=t.counts + t.demoted.counts, demoted=None)
+    assert torch.equal(step.attend(backend, one, together, scoring), o)
+
+
+@pytest.mark.parametrize("backend", [reference, pytest.param(cpu, marks=needs_cpu)])
+def test_a_page_keeps_its_bytes(backend: Backend) -> None:
+    kv = backend.allocate(4, 64, 64, BF16)
+    assert reinterpreted_page_size(kv, INT4, 512) == 224  # 64 x 128 bytes, 36 a slot
+    with pytest.raises(ValueError, match="cannot hold 240 slots"):
+        backend.reinterpret(kv, INT4, 240)
+
+
+def test_the_triton_backend_says_that_it_cannot() -> None:
+    kv = reference.allocate(2, 16, 64, BF16)
+    with pytest.raises(ValueError, match="cpu or reference"):
+        triton.reinterpret(kv, INT4, 16)
