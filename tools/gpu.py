@@ -193,7 +193,7 @@ def as_single_layer(tables: Any) -> Any:
 
 def keyformer_scoring(T: int, B: int, device: str = "cpu") -> Any:
     """Return Keyformer's scoring of every query."""
-    from retain.kernels.api import GUMBEL, AttentionScoring
+    from retain.kernels.scoring import GUMBEL, AttentionScoring
 
     ones = torch.ones(B, dtype=torch.int32, device=device)
     return AttentionScoring(

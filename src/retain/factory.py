@@ -13,13 +13,15 @@ import torch
 from xxhash import xxh3_128
 
 from retain import models
-from retain.config import Config
+from retain.config import Config, default_kv_memory
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend
-from retain.kernels.pool_dtypes import page_bytes
+from retain.kernels.pool_dtypes import page_bytes, slots_in_page
 from retain.kv.capacity import CacheConfig, CapacityPlanner, KVCacheSpec, refuse_gates
+from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.gate_weights import GateWeights
+from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import ShiftKeys
 from retain.kv.manager import KVCacheManager
 from retain.kv.memory.page_store import PageStore
@@ -93,11 +95,32 @@ def build_cache(
     """Build a cache of at most `memory_bytes`, and no more than all rows could ever use."""
     planner = CapacityPlanner(spec, config, load_gate)
     size = page_bytes(config.page_size, spec.head_dim, dtype, config.score_columns)
+    size += config.demoted_page_size * (4 + 4 * config.score_columns)  # their positions and masses
     most = config.max_running_requests * len(spec.windows) * spec.kv_heads * planner.max_pages_per_head
     pool = PagePool(1 + min(max(memory_bytes // size - 1, 0), most))  # the trash page counts too
     kv = backend.allocate(pool.num_pages, config.page_size, spec.head_dim, dtype, config.score_columns, device)
     log.info("KV pool: %d pages of %d slots, %.1f MiB", pool.num_pages, config.page_size, pool.num_pages * size / 2**20)
-    return KVCacheManager(planner, PageStore(pool, kv, backend, size), prefix_config, shift_keys)
+    demoted = None
+    if config.demoted_page_size:
+        demoted = backend.reinterpret(kv, DEMOTED_DTYPE, config.demoted_page_size)
+    return KVCacheManager(planner, PageStore(pool, kv, backend, size, demoted), prefix_config, shift_keys)
+
+
+def default_pool_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes of a pool by what the machine has free."""
+    pages = spec.num_layers * spec.num_kv_heads * -(-config.max_model_len // config.page_size)
+    request = pages * page_bytes(config.page_size, spec.head_dim, dtype, config.score_columns)
+    return default_kv_memory(request, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None)
+
+
+def demoted_page_size(policy: EvictionPolicy, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the slots of a page of demoted tokens, 0 where the policy demotes none. Raises ValueError."""
+    if not policy.demotes:
+        return 0
+    slots = slots_in_page(page_size, head_dim, dtype, DEMOTED_DTYPE)
+    if slots <= page_size:
+        raise ValueError("demote=int4 saves no memory in a cache of 4 bits: use --kv-dtype int8 or bfloat16")
+    return slots
 
 
 def build_offload(

@@ -13,11 +13,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from retain import factory, kernels
-from retain.config import Config, check_weights, default_kv_memory
+from retain.config import Config, check_weights
 from retain.engine import drafters
 from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
@@ -69,7 +68,7 @@ class LLM:
             cache_config,
             backend,
             self.kv_dtype,
-            self._memory_bytes(cache_config),
+            c.kv_memory or factory.default_pool_bytes(cache_config, self.spec, self.kv_dtype, self.device),
             prefix_config=prefix_config,
             shift_keys=loaded.shift_keys,
             load_gate=loaded.gate_loader(getattr(self.policy, "file", "")),
@@ -107,15 +106,9 @@ class LLM:
 
     def _cache_config(self, columns: int) -> CacheConfig:
         c = self.config
-        return CacheConfig(c.slots_per_page, c.max_running_requests, self.max_model_len, c.max_batched_tokens, columns)
-
-    def _memory_bytes(self, config: CacheConfig) -> int:
-        """Bytes of the pool: as configured, or by what the machine has free."""
-        s = self.spec
-        pages = s.num_layers * s.num_kv_heads * -(-self.max_model_len // config.page_size)
-        request = pages * page_bytes(config.page_size, s.head_dim, self.kv_dtype, config.score_columns)
-        free_gpu = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
-        return self.config.kv_memory or default_kv_memory(request, free_gpu)
+        sizes = c.slots_per_page, c.max_running_requests, self.max_model_len, c.max_batched_tokens
+        demoted = factory.demoted_page_size(self.policy, sizes[0], self.spec.head_dim, self.kv_dtype)
+        return CacheConfig(*sizes, columns, demoted)
 
     def add_drafter(self, spec: str) -> None:
         """Let requests name this drafter. Raises ValueError."""
@@ -150,7 +143,7 @@ class LLM:
         size = page_bytes(config.page_size, spec.head_dim, self.kv_dtype)
         cache = factory.build_cache(
             loaded.cache_spec,
-            replace(config, max_model_len=min(self.max_model_len, spec.max_position_embeddings)),
+            replace(config, max_model_len=min(self.max_model_len, spec.max_position_embeddings), demoted_page_size=0),
             self.cache.backend,
             self.kv_dtype,
             pages_per_head * spec.num_layers * spec.num_kv_heads * size,

@@ -126,11 +126,11 @@ def from_strings(cls: type, name: str, strings: dict[str, str]) -> Any:
     for key, text in strings.items():
         if key not in field_by_name:
             raise ValueError(f"{name} has no option {key!r}: it takes {', '.join(field_by_name) or 'none'}")
-        parse = PARSERS.get(types_by_name[key], str)
+        parse = PARSERS.get(types_by_name[key], getattr(types_by_name[key], "parse", str))
         try:
             values[key] = parse(text)
         except ValueError as error:
-            if parse is parse_size:
+            if parse is parse_size or parse not in PARSERS.values():
                 raise ValueError(f"{name}: {key}={error}") from None
             expected = "a number or a percentage" if parse is parse_amount else "a number"
             raise ValueError(f"{name}: {key}={text!r} should be {expected}") from None

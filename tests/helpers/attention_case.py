@@ -10,7 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from retain.kernels.api import KV, NO_WINDOW, AttentionScoring, Backend, Tables
+from retain.kernels.api import KV, NO_WINDOW, Backend, Tables
+from retain.kernels.scoring import AttentionScoring
 
 UNDEFINED = 2**31 - 1  # fills the entries of a table that no kernel may read
 UNOWNED_PAGES = 3  # pages of every pool that no table names

@@ -18,9 +18,10 @@ from retain.engine.output import OutputProcessor
 from retain.engine.request import Request, RequestInput
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kernels.api import CPU
-from retain.kernels.pool_dtypes import page_bytes
+from retain.kernels.pool_dtypes import page_bytes, slots_in_page
 from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
+from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
 from retain.kv.offload.cost_model import LoadCostModel
@@ -76,19 +77,25 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     weights: str = "auto",
     kv_dtype: torch.dtype | None = None,
+    demotes: bool = False,
 ) -> Engine:
     """Build an engine on tiny_model(family), with a pool of `num_pages` pages, of `dtype` or of `kv_dtype`."""
     kernel, slot_dtype = kernels.load(backend), kv_dtype or dtype
     program = kernel.program(dtype, device)
     model = models.build(Weights(tiny_checkpoint(family), dtype, weights), program)
     spec = KVCacheSpec(model.spec.num_kv_heads, model.spec.head_dim, model.spec.windows)
-    config = CacheConfig(page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns)
+    sizes = page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns
+    config = CacheConfig(*sizes, slots_in_page(page_size, spec.head_dim, slot_dtype, DEMOTED_DTYPE) if demotes else 0)
     cache = factory.build_cache(
         spec,
         config,
         kernel,
         slot_dtype,
-        (num_pages + 1) * page_bytes(page_size, spec.head_dim, slot_dtype, score_columns),
+        (num_pages + 1)
+        * (
+            page_bytes(page_size, spec.head_dim, slot_dtype, score_columns)
+            + config.demoted_page_size * 4 * (1 + score_columns)
+        ),
         prefix_config=prefix_configs.parse(prefix_cache),
         shift_keys=model.ropes[0].shift if model.ropes else None,
         load_gate=lambda file: random_gate(spec),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from retain import models
-from retain.kernels.api import GUMBEL
+from retain.kernels.quantized_slots import dequantize_4bit, quantize_4bit, rotate
 from retain.kernels.reference.noise import noise_key, sample_noise
+from retain.kernels.scoring import GUMBEL
 from retain.kv.capacity import KVCacheSpec
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
@@ -43,6 +44,7 @@ class ListPolicy:
     instruction: tuple[int, ...] = ()  # before each part of a prompt that is read again
     mix_h2o: bool = False
     first: int = 0  # tokens of the answer before anything is evicted
+    demote: int = 0  # tokens over the budget that stay in 4 bits
 
     @property
     def decay(self) -> float:
@@ -59,17 +61,28 @@ class ListHead:
     values: Tensor  # [n, D]
     masses: Tensor  # float64 [n, R]
     reread: Tensor  # float64 [n], the mass before the answer; 0 of the answer's tokens
+    demoted: Tensor  # bool [n]
+    max_demoted: int = 0
+    exact: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # k and v of demoted tokens, by position
 
     def append(self, positions: Tensor, keys: Tensor, values: Tensor) -> None:
         self.positions = torch.cat((self.positions, positions))
         self.keys, self.values = torch.cat((self.keys, keys)), torch.cat((self.values, values))
         self.masses = torch.cat((self.masses, self.masses.new_zeros(len(keys), self.masses.shape[1])))
         self.reread = torch.cat((self.reread, self.reread.new_zeros(len(keys))))
+        self.demoted = torch.cat((self.demoted, self.demoted.new_zeros(len(keys))))
 
     def keep(self, indices: list[int]) -> None:
         self.positions, self.masses = self.positions[indices], self.masses[indices]
         self.keys, self.values = self.keys[indices], self.values[indices]
-        self.reread = self.reread[indices]
+        self.reread, self.demoted = self.reread[indices], self.demoted[indices]
+
+    def demote(self, indices: list[int]) -> None:
+        """Round these tokens to 4 bits."""
+        self.demoted[indices] = True
+        self.exact |= {int(self.positions[j]): (self.keys[j].clone(), self.values[j].clone()) for j in indices}
+        self.keys[indices] = rotate(dequantize_4bit(*quantize_4bit(rotate(self.keys[indices]))))
+        self.values[indices] = dequantize_4bit(*quantize_4bit(self.values[indices]))
 
     @property
     def position_list(self) -> list[int]:
@@ -94,6 +107,7 @@ class ListModel:
                 torch.zeros(0, s.head_dim),
                 torch.zeros(0, R, dtype=torch.float64),
                 torch.zeros(0, dtype=torch.float64),
+                torch.zeros(0, dtype=torch.bool),
             )
             for layer in range(s.num_layers)
             for g in range(s.num_kv_heads)
@@ -206,7 +220,8 @@ class ListModel:
         head, i = self.heads[layer, g], self.full_layers.index(layer)
         s = self.spec
         gate = random_gate(KVCacheSpec(s.num_kv_heads, s.head_dim, s.windows))
-        p, k, v = head.positions[j], head.keys[j].double(), head.values[j].double()
+        p = head.positions[j]
+        k, v = (x.double() for x in head.exact.get(int(p), (head.keys[j], head.values[j])))
         if self.model.ropes:
             rope = self.model.ropes[0]
             k = rope.apply(k.view(1, 1, -1), rope.angles(-p.view(1), k.dtype))[0, 0]
@@ -225,7 +240,8 @@ class ListModel:
             if window := self.spec.windows[layer]:
                 head.keep((head.positions > now - window).nonzero()[:, 0].tolist())
         policy = self.policy
-        positions = {h: head.position_list for h, head in self.heads.items() if h[0] in self.full_layers}
+        full_heads = {h: head for h, head in self.heads.items() if h[0] in self.full_layers}
+        positions = {h: head.position_list for h, head in full_heads.items()}
         if policy.first and now == self.prompt_len - 1:
             for head in self.heads.values():
                 head.reread = head.masses.sum(1)
@@ -233,17 +249,27 @@ class ListModel:
             now == self.prompt_len - 1 + policy.first and len(next(iter(positions.values()))) > policy.budget
         )
         is_due = at_prompt_end or now < self.prompt_len - 1 or now == self.next_eviction
-        if not is_due or sum(map(len, positions.values())) <= policy.budget * len(positions):
+        num_held = sum(int((~head.demoted).sum()) for head in full_heads.values())
+        if not is_due or num_held <= policy.budget * len(positions):
             return
         newest = now - self.shift - policy.recent
         free = {h: [j for j, p in enumerate(ps) if policy.sinks <= p <= newest] for h, ps in positions.items()}
         scores = {h: self.scores(*h, free[h]) for h in positions}
         if at_prompt_end:
-            self.sizes = self.divide_budget(positions, free, scores)
+            self.sizes = self.divide_budget(positions, free, scores, policy.budget)
+        if policy.demote and not any(head.max_demoted for head in full_heads.values()):
+            self.divide_demotion(positions, free, scores, at_prompt_end)
         for h, ps in positions.items():
-            num_evicted = len(ps) - self.sizes.get(h, policy.budget)
-            lowest = sorted(free[h], key=lambda j: (scores[h][j], ps[j]))[:num_evicted]
-            self.heads[h].keep([j for j in range(len(ps)) if j not in lowest])
+            head = self.heads[h]
+            order = sorted(free[h], key=lambda j: (scores[h][j], ps[j]))
+            demoted = [j for j in order if head.demoted[j]]
+            num_evicted = len(ps) - int(head.demoted.sum()) - self.sizes.get(h, policy.budget)
+            lowest = [j for j in order if not head.demoted[j]][:num_evicted]
+            saved = lowest[max(len(lowest) - head.max_demoted, 0) :]
+            forgotten = demoted[: max(len(demoted) + len(saved) - head.max_demoted, 0)]
+            head.demote(saved)
+            gone = {*lowest, *forgotten} - set(saved)
+            head.keep([j for j in range(len(ps)) if j not in gone])
         self.next_eviction = now + policy.interval
         if policy.new_positions:
             self.renumber(now)
@@ -253,11 +279,12 @@ class ListModel:
         positions: dict[HeadId, list[int]],
         free: dict[HeadId, list[int]],
         scores: dict[HeadId, dict[int, float]],
+        budget: int,
     ) -> dict[HeadId, int]:
-        """Return how many tokens each head keeps from the end of the prompt on."""
+        """Return how many tokens each head keeps from the end of the prompt on, on average `budget`."""
         policy = self.policy
         protected = {h: len(ps) - len(free[h]) for h, ps in positions.items()}
-        sizes = dict.fromkeys(positions, policy.budget)
+        sizes = dict.fromkeys(positions, budget)
         if policy.heads == "union":
             for h in positions:
                 num_kept = policy.budget - protected[h]
@@ -267,10 +294,25 @@ class ListModel:
         for group in {None if policy.share == "all" else layer for layer, _ in positions}:
             members = [h for h in positions if group in (None, h[0])]
             order = sorted((-score, -positions[h][j], h) for h in members for j, score in scores[h].items())
-            num_kept = policy.budget * len(members) - sum(protected[h] for h in members)
+            num_kept = budget * len(members) - sum(protected[h] for h in members)
             kept = [h for _, _, h in order[:num_kept]]
             sizes |= {h: protected[h] + kept.count(h) for h in members}
         return sizes
+
+    def divide_demotion(
+        self,
+        positions: dict[HeadId, list[int]],
+        free: dict[HeadId, list[int]],
+        scores: dict[HeadId, dict[int, float]],
+        at_prompt_end: bool,
+    ) -> None:
+        """Set how many tokens each head keeps in 4 bits."""
+        policy, num_tokens = self.policy, max(map(len, positions.values()))
+        both = min(policy.budget + policy.demote, num_tokens)
+        upto = self.divide_budget(positions, free, scores, both)
+        for h in positions:
+            room = policy.budget + policy.demote - both
+            self.heads[h].max_demoted = upto[h] - self.sizes[h] + room if at_prompt_end else policy.demote
 
     def renumber(self, now: int) -> None:
         """Number the tokens of every head from 0 on, and rotate their keys back to these positions."""
@@ -302,6 +344,7 @@ class ListModel:
         """Return the greedy answer of `num_tokens` tokens, of a request that wants `expected_len`."""
         tokens, policy = list(prompt), self.policy
         self.prompt_len, self.expected_len, self.seed = len(prompt), expected_len, seed
+        self.next_eviction = policy.budget + policy.interval - 1  # of a prompt that fits
         fresh = tokens
         if policy.chunk:
             n = policy.chunk + policy.budget  # the first chunk fills the budget, too

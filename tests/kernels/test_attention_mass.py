@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from retain.kernels import cpu, reference
-from retain.kernels.api import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
+from retain.kernels.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
 from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.backend_variants import ISAS, use_isa
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from retain.kernels import cpu
-from retain.kernels.api import NO_WINDOW, AttentionScoring, Tables
+from retain.kernels.api import NO_WINDOW, Tables
 from retain.kernels.cpu.forward import pack_weight
 from retain.kernels.cpu.memory import Arena
+from retain.kernels.scoring import AttentionScoring
 from tests.helpers.attention_case import AttentionCase, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.marks import slow

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from retain.kernels import cpu, reference, triton
-from retain.kernels.api import GUMBEL, KV, NO_NOISE, NO_WINDOW, AttentionScoring, Backend, DemotedTables, Tables
-from retain.kernels.reinterpret import reinterpreted_page_size
+from retain.kernels.api import KV, NO_WINDOW, Backend, DemotedTables, Tables
+from retain.kernels.pool_dtypes import slots_in_page
+from retain.kernels.scoring import GUMBEL, NO_NOISE, AttentionScoring
 from tests.helpers.attention_case import assert_close
 from tests.helpers.backend_variants import ISAS, use_isa
 
@@ -36,7 +37,7 @@ class Step:
         rng, B = torch.Generator().manual_seed(0), len(self.fresh)
         P = 1 + sum(sum(map(sum, pages)) for pages in (self.own, self.demoted))
         kv = backend.allocate(P, self.S, self.D, dtype, columns)
-        demoted = backend.reinterpret(kv, INT4, reinterpreted_page_size(kv, INT4, 512))
+        demoted = backend.reinterpret(kv, INT4, slots_in_page(self.S, self.D, dtype, INT4))
         pages = (torch.randperm(P - 1, generator=rng) + 1).int()
         k, v = torch.randn(2, P, 512, 1, self.D, generator=rng)
         tables, used = [], 0
@@ -124,7 +125,7 @@ def test_demoted_tokens_are_seen_as_if_they_were_in_the_table(backend: Backend) 
 @pytest.mark.parametrize("backend", [reference, pytest.param(cpu, marks=needs_cpu)])
 def test_a_page_keeps_its_bytes(backend: Backend) -> None:
     kv = backend.allocate(4, 64, 64, BF16)
-    assert reinterpreted_page_size(kv, INT4, 512) == 224  # 64 x 128 bytes, 36 a slot
+    assert slots_in_page(64, 64, BF16, INT4) == 224  # 64 x 128 bytes, 36 a slot
     with pytest.raises(ValueError, match="cannot hold 240 slots"):
         backend.reinterpret(kv, INT4, 240)
 

@@ -22,8 +22,10 @@ from tqdm import tqdm
 
 from retain.bench.config import QualityBenchConfig
 from retain.bench.tasks import ItemMetrics, load_task, task_names
+from retain.kernels.pool_dtypes import page_bytes
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.llm import LLM
 
 Floats = NDArray[np.float64]
@@ -38,13 +40,18 @@ class QualityResults:
     metrics: tuple[str, ...]
     item_metrics: dict[str, list[ItemMetrics]] = field(default_factory=dict)
     slot_bytes: dict[str, float] = field(default_factory=dict)  # by dtype; "" is the first engine's
+    demoted_slot_bytes: float = 0
 
     def memory(self, column: str) -> float | None:
         """Return the bytes of K and V as a share of the full cache's, None for a budget in tokens."""
         policy, dtype = split_column(column)
         parsed = policies.parse(policy)
-        share = 1.0 if policy == FULL else parsed.budget.fraction if isinstance(parsed, BudgetPolicy) else 0
-        return share * self.slot_bytes[dtype] / self.slot_bytes[""] if share else None
+        if policy == FULL:
+            return self.slot_bytes[dtype] / self.slot_bytes[""]
+        if not isinstance(parsed, BudgetPolicy) or not parsed.budget.fraction:
+            return None
+        demoted = parsed.demote.amount.fraction * self.demoted_slot_bytes if parsed.demote else 0.0
+        return (parsed.budget.fraction * self.slot_bytes[dtype] + demoted) / self.slot_bytes[""]
 
     def frontier(self, metric: str) -> list[str]:
         """Return the columns of which none has less memory and a smaller mean, least memory first."""
@@ -130,12 +137,17 @@ def group_policies(policy_specs: Iterable[str]) -> list[list[str]]:
 
 
 def choose_engine_policy(policy_specs: Sequence[str]) -> str:
-    """Return the policy to start an engine with, so that its cache has the score columns that all of these need."""
-    for spec in policy_specs:
-        policy = policies.parse(spec)
-        if isinstance(policy, BudgetPolicy) and policy.per_query_head:
-            return spec
-    return FULL
+    """Return the policy to start an engine with, so that its cache has what all of these need.
+
+    These are the score columns of those that need them, and room for demoted tokens.
+    """
+    budgets = [p for p in map(policies.parse, policy_specs) if isinstance(p, BudgetPolicy)]
+    by_query_head = next((p for p in budgets if p.per_query_head), None)
+    demoting = next((p for p in budgets if p.demotes), None)
+    if by_query_head and demoting:
+        return f"h2o:budget=1,heads=query,demote={demoting.demote}"
+    chosen = by_query_head or demoting
+    return policies.to_spec(chosen) if chosen else FULL
 
 
 def load_items(llm: LLM, config: QualityBenchConfig, task: ModuleType) -> list[Any]:
@@ -169,10 +181,14 @@ def run(
     """
     llms = {"": llm, **(other_llms or {})}
     columns = [f"{p} {dtype}".rstrip() for dtype in llms for p in (FULL, *policy_specs)]
-    slot_bytes = {dtype: x.cache.store.page_bytes / x.cache.page_size for dtype, x in llms.items()}
+    D = llm.spec.head_dim
+    slot_bytes = {dtype: float(page_bytes(1, D, x.kv_dtype)) for dtype, x in llms.items()}
+    demoted_slot_bytes = page_bytes(1, D, DEMOTED_DTYPE)
     for task in tasks:
         items = load_items(llm, config, task)
-        results = QualityResults(_task_name(task), task.METRICS, {c: [] for c in columns}, slot_bytes)
+        results = QualityResults(
+            _task_name(task), task.METRICS, {c: [] for c in columns}, slot_bytes, demoted_slot_bytes
+        )
         groups = group_policies((FULL, *policy_specs))
         requests_per_item = task.REQUESTS_PER_ITEM * max(map(len, groups))
         batch_size = max(1, llm.config.max_running_requests // requests_per_item)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from retain.engine.scheduler import ScheduledRequest
-from retain.kernels.api import AttentionScoring, Tables
+from retain.kernels.api import Tables
+from retain.kernels.scoring import AttentionScoring
 from retain.kv.eviction.policy import QueryWeights
 from retain.kv.manager import KVCacheManager
 from retain.types import Floats

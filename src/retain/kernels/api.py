@@ -43,11 +43,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.pool_dtypes import dtype_of_tensors
+from retain.kernels.scoring import AttentionScoring
 from retain.kernels.weight import Weight
 
 NO_WINDOW = 2**31 - 1  # a window that every position is inside of
 CPU = torch.device("cpu")
-NO_NOISE, GUMBEL, GAUSSIAN, CONSTANT = range(4)  # the values of AttentionScoring.noise
 
 
 @dataclass(frozen=True)
@@ -119,29 +119,6 @@ class Tables:
         demoted = self.demoted.for_layer(layer) if self.demoted else None
         pages, counts, windows = self.pages[layer], self.counts[layer], self.windows[layer]
         return replace(self, pages=pages, counts=counts, windows=windows, demoted=demoted)
-
-
-@dataclass(frozen=True)
-class AttentionScoring:
-    """How a step's queries change the masses of the slots they see. All fields are on the host, and contiguous.
-
-        mass = decay * mass + sum over the request's fresh queries of weight * softmax((x + noise) / temperature)
-
-    x are a query's scores after scaling, bias and visibility mask. The attention output does not change. H2O has
-    weight 1 (accumulated attention, arXiv 2306.14048); Keyformer adds noise and temperature (arXiv 2403.09054, eq. 9
-    and algorithm 1). Requests with a window or without fresh tokens keep their masses. A scored request shares no page.
-
-    The kinds of noise have the mean and deviation of Keyformer's Gumbel noise (table 4). Noise is a hash of seed,
-    layer, kv head and slot position, so it is never stored and all backends draw the same; see reference/noise.py.
-    `redraw_noise` adds the query's position to the hash. The query heads of a kv head share their noise.
-    """
-
-    weights: Tensor  # float32 [T]
-    temperature: Tensor  # float32 [T], positive
-    decay: Tensor  # float32 [B]
-    noise: Tensor  # int32 [B]: NO_NOISE, GUMBEL, GAUSSIAN or CONSTANT
-    seed: Tensor  # int32 [B]
-    redraw_noise: Tensor  # int32 [B]: 1 to draw noise for every query, 0 to draw it once
 
 
 @dataclass(frozen=True)

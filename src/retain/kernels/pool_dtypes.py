@@ -47,6 +47,13 @@ def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype, score_columns:
     return page_size * (key_bytes(head_dim, dtype) + value_bytes(head_dim, dtype) + 4 + 4 * score_columns)
 
 
+def slots_in_page(page_size: int, head_dim: int, dtype: torch.dtype, other: torch.dtype, largest: int = 512) -> int:
+    """Return how many slots of another dtype a page has room for: a multiple of 16, at most `largest`."""
+    keys = page_size * key_bytes(head_dim, dtype) // key_bytes(head_dim, other)
+    values = page_size * value_bytes(head_dim, dtype) // value_bytes(head_dim, other)
+    return min(keys, values, largest) // 16 * 16
+
+
 def _row_bytes(head_dim: int, dtype: torch.dtype, is_quantized: bool) -> int:
     if not is_quantized:
         return head_dim * dtype.itemsize

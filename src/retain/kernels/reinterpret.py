@@ -9,13 +9,6 @@ from retain.kernels.api import KV
 from retain.kernels.pool_dtypes import key_bytes, tensor_dtypes, value_bytes
 
 
-def reinterpreted_page_size(kv: KV, dtype: torch.dtype, largest: int) -> int:
-    """Return the slots of this dtype that a page of the pool has room for: a multiple of 16, at most `largest`."""
-    sizes = key_bytes(kv.head_dim, dtype), value_bytes(kv.head_dim, dtype)
-    slots = (x[0].nbytes // size for x, size in zip((kv.k, kv.v), sizes, strict=True))
-    return min(*slots, largest) // 16 * 16
-
-
 def reinterpret_bytes(kv: KV, dtype: torch.dtype, page_size: int) -> tuple[Tensor, Tensor]:
     """Return the first bytes of each page of K and V, as many as pages of this dtype and size have: views [P, bytes].
 

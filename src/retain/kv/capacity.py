@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.eviction import policies
+from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
 from retain.kv.memory.cache import ring_capacities
@@ -28,7 +30,8 @@ class KVCacheSpec:
 class CacheConfig:
     """Sizes of a cache: slots of a page, rows, tokens of the longest text, fresh tokens of a step.
 
-    `score_columns`: masses of a slot, one for each query head of a kv head, or one for all.
+    `score_columns`: masses of a slot, one for each query head of a kv head, or one for all. `demoted_page_size`: slots
+    of a page of demoted tokens; 0 where no policy may demote.
     """
 
     page_size: int
@@ -36,6 +39,7 @@ class CacheConfig:
     max_model_len: int
     max_batched_tokens: int
     score_columns: int = 1
+    demoted_page_size: int = 0
 
 
 def refuse_gates(file: str) -> GateWeights:
@@ -94,4 +98,17 @@ class CapacityPlanner:
             full = min(full, self.max_pages_per_head * S)
         slots = np.where(windows == NO_WINDOW, full, rings)
         scratch = -(-policy.scratch_slots(length) // S)
-        return int((-(-slots // S)).sum() + scratch) * self.spec.kv_heads
+        before = int((-(-slots // S)).sum() + scratch)
+        if not policy.demoted_slots(length):
+            return before * self.spec.kv_heads
+        demoted = int((windows == NO_WINDOW).sum()) * self.pages_after_demotion(policy)
+        return max(before, int((-(-rings // S))[windows < NO_WINDOW].sum()) + demoted) * self.spec.kv_heads
+
+    def pages_after_demotion(self, policy: EvictionPolicy) -> int:
+        """Return the pages of a head of an unwindowed layer after its budget has begun, at most; resolved.
+
+        Where heads share their budgets, on average.
+        """
+        budget, c = cast(BudgetPolicy, policy), self.config
+        kept, demoted = -(-budget.decode_slots // c.page_size), -(-budget.demoted_tokens // c.demoted_page_size)
+        return kept + demoted + 2 * budget.ragged  # each head may have two pages that are not full

@@ -139,6 +139,10 @@ class KVCacheManager:
             return False
         if not self.slots.reserve(row, end_position):
             return False
+        if evictor and evictor.demoter and evictor.demotes_by(end_position):
+            heads = len(evictor.layers) * self.spec.kv_heads
+            if not evictor.demoter.reserve(heads * self.planner.pages_after_demotion(evictor.policy)):
+                return False
         if evictor and evictor.layerwise and evictor.layerwise.scratch is not None:  # in one layer at a time
             t, layer = self.tables, evictor.layers[0]
             t.peaks[row, layer] = t.counts[row, layer] + evictor.layerwise.scratch.shape[1]

@@ -83,11 +83,12 @@ class ForcedItem:
 
 
 def absolute_budget(policy: str, budget_base: int) -> str:
-    """Return the spec with a budget in percent replaced by tokens, as a share of `budget_base`."""
+    """Return the spec with amounts in percent of the prompt replaced by tokens, as shares of `budget_base`."""
     parsed = policies.parse(policy)
     if not budget_base or not isinstance(parsed, BudgetPolicy):
         return policy
-    return policies.to_spec(replace(parsed, budget=Amount(tokens=parsed.budget.resolve(budget_base))))
+    demote = parsed.demote and parsed.demote.resolve(budget_base)
+    return policies.to_spec(replace(parsed, budget=Amount(tokens=parsed.budget.resolve(budget_base)), demote=demote))
 
 
 def teacher_force(

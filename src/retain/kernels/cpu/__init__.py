@@ -32,11 +32,12 @@ from dataclasses import replace
 import torch  # before _C, which must find the libgomp of torch
 from torch import Tensor
 
-from retain.kernels.api import CPU, KV, AttentionScoring, Program, Tables
+from retain.kernels.api import CPU, KV, Program, Tables
 from retain.kernels.cpu.memory import allocate_aligned
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.quantized_slots import dequantize, dequantize_4bit, rotate, unpack_nibbles
 from retain.kernels.reinterpret import reinterpret_bytes
+from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import shape_error
 
 try:

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 
 import retain.kernels.cpu._C as _C
-from retain.kernels.api import KV, AttentionScoring, Tables
+from retain.kernels.api import KV, Tables
 from retain.kernels.pool_dtypes import INT4, INT8, K8V4
+from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import shape_error
 
 POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, INT8: 2, K8V4: 3, INT4: 4}  # DType in types.h

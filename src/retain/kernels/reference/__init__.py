@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retain.kernels.api import CPU, KV, NO_WINDOW, AttentionScoring, Tables
+from retain.kernels.api import CPU, KV, NO_WINDOW, Tables
 from retain.kernels.eviction_order import eviction_key
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import noise_key, sample_noise
 from retain.kernels.reinterpret import reinterpret_bytes
+from retain.kernels.scoring import AttentionScoring
 
 DEVICES: tuple[str, ...] = ("cpu",)
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from retain.kernels.api import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
+from retain.kernels.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
 
 GUMBEL_MEAN, GUMBEL_STD = 0.5772157, 1.2825498  # standard Gumbel distribution: Euler's constant, pi / sqrt 6
 MASK_32, GOLDEN_RATIO = 0xFFFFFFFF, 0x9E3779B9

@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retain.kernels.api import CPU, KV, AttentionScoring, Program, Tables
+from retain.kernels.api import CPU, KV, Program, Tables
 from retain.kernels.pool_dtypes import INT8, K8V4, QUANTIZED_DTYPES, key_bytes, value_bytes
+from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import shape_error
 
 try:

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from retain.kernels import quantized_slots
-from retain.kernels.api import GAUSSIAN, GUMBEL, KV, AttentionScoring, Tables
+from retain.kernels.api import KV, Tables
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.scoring import GAUSSIAN, GUMBEL, AttentionScoring
 from retain.kernels.triton import attention_kernels, mass_kernels, noise
 from retain.kernels.triton.page_layout import page_args
 

@@ -15,7 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from retain.kernels.api import KV, AttentionScoring, StepInputs, Tables
+from retain.kernels.api import KV, StepInputs, Tables
+from retain.kernels.scoring import AttentionScoring
 from retain.kernels.triton import attention
 from retain.kernels.triton.attention import MAX_DECODE_ROWS, AttentionPlan, MassBuffers, TileList
 from retain.kernels.triton.step import DeviceStep

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retain.kv.eviction.demotion import Demotion
 from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
 from retain.kv.eviction.view import CacheView
 from retain.plugins import Amount, check_choice
@@ -42,6 +43,7 @@ class BudgetPolicy(EvictionPolicy):
     positions: str = "original"  # or new: kept tokens are numbered from 0, keys shifted (an ablation, and slow)
     protect: str = "none"  # or system: the system prompt is among the sinks
     shrink: Amount | None = None  # how far the budget may fall, by halves, before a request is preempted
+    demote: Demotion | None = None  # tokens over the budget that stay in 4 bits: int4:50%
     prompt_len: int = field(default=0, init=False)
     instruction_ids: tuple[int, ...] = field(default=(), init=False)
     special_ids: frozenset[int] = field(default=frozenset(), init=False)
@@ -57,6 +59,8 @@ class BudgetPolicy(EvictionPolicy):
             raise ValueError("share divides a whole prompt's budget: it does not go with prefill=stream")
         if self.positions == "new" and self.ragged:
             raise ValueError("positions=new wants heads that keep equally many tokens: not with share or heads=union")
+        if self.demote and (self.prefill == "stream" or self.positions == "new" or self.shrink):
+            raise ValueError("demote does not go with prefill=stream, positions=new or shrink")
 
     # ---- resolving -----------------------------------------------------------------------------------------------
 
@@ -66,7 +70,10 @@ class BudgetPolicy(EvictionPolicy):
         budget = max(self.budget.resolve(prompt_len), sinks + 1)
         recent = min(max(self.recent.resolve(budget), 1), budget - sinks)
         floor = self.shrink and Amount(tokens=max(self.shrink.resolve(prompt_len), sinks + 1))
-        found = replace(self, budget=Amount(tokens=budget), recent=Amount(tokens=recent), sinks=sinks, shrink=floor)
+        demote = self.demote and self.demote.resolve(prompt_len)
+        found = replace(
+            self, budget=Amount(tokens=budget), recent=Amount(tokens=recent), sinks=sinks, shrink=floor, demote=demote
+        )
         self._copy_state(found)
         object.__setattr__(found, "prompt_len", prompt_len)
         return found
@@ -91,6 +98,9 @@ class BudgetPolicy(EvictionPolicy):
         if self.positions == "new" and limits.has_rings:
             raise ValueError("positions=new: some layers of this model see a window, and need the original ones")
         policy = self.with_options(interval=min(self.interval, max(limits.max_model_len - self.prompt_len, 1)))
+        if self.demote:  # no head has more tokens than a text
+            most = max(limits.max_model_len - self.budget_tokens, 1)
+            policy = policy.with_options(demote=Demotion(Amount(tokens=min(self.demoted_tokens, most))))
         if policy.prefill == "stream":
             return policy
         exact, layers = (policy.with_options(prefill=how) for how in ("exact", "layers"))
@@ -124,6 +134,20 @@ class BudgetPolicy(EvictionPolicy):
     def budget_tokens(self) -> int:
         """The budget in tokens."""
         return self.budget.resolve(self.prompt_len)
+
+    @property
+    def demotes(self) -> bool:
+        """See EvictionPolicy.demotes."""
+        return self.demote is not None
+
+    @property
+    def demoted_tokens(self) -> int:
+        """Tokens that a head keeps in 4 bits at most."""
+        return self.demote.amount.resolve(self.prompt_len) if self.demote else 0
+
+    def demoted_slots(self, length: int) -> int:
+        """See EvictionPolicy.demoted_slots."""
+        return self.demoted_tokens if length >= self.prompt_len and length > self.budget_tokens else 0
 
     @property
     def decode_slots(self) -> int:
@@ -210,7 +234,7 @@ class BudgetPolicy(EvictionPolicy):
     @property
     def supports_layerwise(self) -> bool:
         """Whether a layer can evict as soon as it has computed the prompt."""
-        return not (self.ragged or self.scoring_chunk or self.scores_slots or self.positions == "new")
+        return not (self.ragged or self.scoring_chunk or self.scores_slots or self.positions == "new" or self.demote)
 
     @property
     def max_skippable_tokens(self) -> int:
@@ -237,6 +261,8 @@ class AttentionScoredPolicy(BudgetPolicy):
         check_choice("value", self.value, "none", "norm")
         if self.share != "none" and (self.heads == "union" or (self.share == "all" and self.scope == "shared")):
             raise ValueError("share has nothing to divide: heads=union has sizes of its own, scope=shared is one layer")
+        if self.demote and self.heads == "union":
+            raise ValueError("demote wants heads of known sizes: not with heads=union")
 
     @property
     def score_key(self) -> tuple[object, ...]:

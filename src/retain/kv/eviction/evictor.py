@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.demoter import Demoter
 from retain.kv.eviction.layerwise import LayerwisePrefill
 from retain.kv.eviction.operations import compact, punch, renumber
 from retain.kv.eviction.slot_scores import SlotScores
@@ -33,6 +34,7 @@ class BudgetEvictor:
         self.num_evicted = 0  # slots of all heads, so far
         self.position_offset = 0  # position = place in the text - offset, for tokens to come
         self.slot_scores = SlotScores(tables.store, shift_keys)
+        self.demoter = Demoter(policy, tables, row, self.layers) if policy.demote else None
         self.layerwise: LayerwisePrefill | None = None  # until the prompt is computed
         if policy.prefill == "layers" and policy.prompt_len > policy.budget_tokens:
             self.layerwise = LayerwisePrefill(policy, tables, row, self.layers)
@@ -45,7 +47,12 @@ class BudgetEvictor:
     def scratch_pages(self) -> Ints:
         """Pages that the row holds beside its tables."""
         scratch = self.layerwise.scratch if self.layerwise else None
-        return np.zeros(0, np.int32) if scratch is None else scratch.ravel()
+        spare = self.demoter.spare if self.demoter else np.zeros(0, np.int32)
+        return spare if scratch is None else scratch.ravel()
+
+    def demotes_by(self, num_computed_tokens: int) -> bool:
+        """Return whether tokens are demoted when so many are computed."""
+        return num_computed_tokens >= self.next_eviction and self.policy.demoted_slots(num_computed_tokens) > 0
 
     def evict(self, num_computed_tokens: int) -> None:
         """Evict, because `next_eviction` is reached.
@@ -96,10 +103,13 @@ class BudgetEvictor:
         t, policy, last = self.tables, self.policy, num_computed_tokens - 1 - self.position_offset
         pages = self._layer_tables()
         scores = self.slot_scores.update(policy, pages, last)
+        demoted = self.demoter.take(pages, last, scores) if self.demoter else None
         done = compact(t.store, pages, policy, last, head_budgets, slot_scores=scores)
         self.head_budgets, self.holes, self.holes_from = done.head_budgets, done.holes, num_computed_tokens
         counts = -(-(self.head_budgets + policy.interval) // t.page_size)
         self._trim_pages(counts)
+        if self.demoter and demoted:
+            self.demoter.begin(demoted)
         self.slot_scores.keep(done.places, int(counts.max()) * t.page_size)
         self._renumber(num_computed_tokens)
 
@@ -107,8 +117,10 @@ class BudgetEvictor:
         last = num_computed_tokens - 1 - self.position_offset
         pages = self._layer_tables()
         scores = self.slot_scores.update(self.policy, pages, last)
-        self.holes = punch(self.tables.store, pages, self.policy, last, slots_used, n, scores)
-        self.holes_from = num_computed_tokens
+        victims = punch(self.tables.store, pages, self.policy, last, slots_used, n, scores)
+        if self.demoter:
+            self.demoter.add(victims, last, scores)
+        self.holes, self.holes_from = victims.slots, num_computed_tokens
         self._renumber(num_computed_tokens)
 
     def _renumber(self, num_computed_tokens: int) -> None:
@@ -120,6 +132,7 @@ class BudgetEvictor:
     def _publish(self, num_computed_tokens: int) -> None:
         """Count evicted slots, and tell the tables about holes and positions."""
         kept = int(np.minimum(self.head_budgets, num_computed_tokens).sum())
+        kept += self.demoter.num_tokens if self.demoter else 0
         self.num_evicted = num_computed_tokens * self.head_budgets.size - kept
         self.tables.position_offset[self.row] = self.position_offset
         self._upload_holes()

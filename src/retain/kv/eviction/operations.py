@@ -24,6 +24,15 @@ class Compaction:
     holes: Tensor  # int32 [M, G, interval]: slot numbers
 
 
+@dataclass(frozen=True)
+class Victims:
+    """Slots that were turned into holes, all [M, G, n], the lowest priority first. K, V and mass are still in them."""
+
+    places: Tensor  # in the tables, int64
+    slots: Tensor  # int32
+    pos: Tensor  # int32: the positions that they had; -1 for slots that were holes before
+
+
 def build_view(store: PageStore, pages: Ints, query_position: int, slot_scores: Tensor | None = None) -> CacheView:
     """Gather positions and mass of the slots in tables [M, G, n]; K and V are read when a policy needs them."""
     kv, (M, G, n) = store.kv, pages.shape
@@ -52,19 +61,17 @@ def punch(
     slots_used: Ints,
     n: int,
     slot_scores: Tensor | None = None,
-) -> Tensor:
-    """Turn the n lowest slots of each head into holes, among the first `slots_used` [M, G] of its table.
-
-    Returns their slot numbers [M, G, n].
-    """
+) -> Victims:
+    """Turn the n lowest slots of each head into holes, among the first `slots_used` [M, G] of its table."""
     kv, view = store.kv, build_view(store, pages, query_position, slot_scores)
     priority, pos = policy.priority(view).flatten(0, 1), view.pos.flatten(0, 1)
     sinks, last_evictable = policy.evictable_range(query_position)
     lengths = torch.from_numpy(slots_used).flatten()
     places = store.backend.select_victims(priority, pos, lengths, sinks, last_evictable, n).view(*slots_used.shape, n)
     holes = gather_slots(pages, places, kv.page_size)
+    victims = Victims(places, holes, kv.pos.view(-1)[holes.long()])
     kv.pos.view(-1)[holes.long()] = -1
-    return holes
+    return victims
 
 
 def allocate_budgets(rank: Tensor, budget: int, group_by: str) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.api import NO_NOISE
+from retain.kernels.scoring import NO_NOISE
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.view import CacheView
 from retain.types import Floats
@@ -115,6 +115,15 @@ class EvictionPolicy:
 
     def scratch_slots(self, length: int) -> int:
         """Slots that a head takes beside its own while the prompt is computed; resolved."""
+        return 0
+
+    @property
+    def demotes(self) -> bool:
+        """Whether tokens over the budget stay in fewer bits."""
+        return False
+
+    def demoted_slots(self, length: int) -> int:
+        """Slots of fewer bits that a head of an unwindowed layer owns on the way to `length` tokens; resolved."""
         return 0
 
     @property

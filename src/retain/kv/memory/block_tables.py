@@ -6,13 +6,14 @@ which slot a position gets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from retain.kernels.api import NO_WINDOW
+from retain.kv.memory.demoted_tables import DemotedTables
 from retain.kv.memory.device_tables import DeviceTables
 from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
@@ -42,7 +43,11 @@ class BlockTables:
         self.rings_shrunk = [False] * N
         self.position_offset: Ints = np.zeros(N, np.int32)  # position = place in the text - offset
         self.free_rows = list(range(N - 1, -1, -1))
-        self.device = DeviceTables(self.pages, self.counts, self.window, store.kv.device)
+        self.demoted: DemotedTables | None = None
+        if store.demoted:
+            self.demoted = DemotedTables(store.demoted, N, L, G, max_pages * self.page_size)
+        demoted = self.demoted.kernel_tables if self.demoted else None
+        self.device = DeviceTables(self.pages, self.counts, self.window, store.kv.device, demoted)
 
     @property
     def open_rows(self) -> list[int]:
@@ -62,6 +67,8 @@ class BlockTables:
         """Free the row and every page in its tables."""
         self.pool.free(self.page_list([row]))
         self.counts[row] = 0
+        if self.demoted:
+            self.demoted.counts[row] = 0
         self.free_rows.append(row)
 
     def mark_dirty(self, row: int, dense: bool | None = None) -> None:
@@ -81,10 +88,11 @@ class BlockTables:
         mask: NDArray[np.bool_] = np.arange(self.pages.shape[3]) < self.counts[row][..., None]
         return mask
 
-    def page_list(self, rows: Iterable[int]) -> Ints:
+    def page_list(self, rows: Sequence[int]) -> Ints:
         """List the pages of these rows, once for each table that holds them."""
         found = [self.pages[row][self.owned(row)] for row in rows]
-        return np.concatenate([np.zeros(0, np.int32), *found])
+        demoted = [self.demoted.page_list(row) for row in rows] if self.demoted else []
+        return np.concatenate([np.zeros(0, np.int32), *found, *demoted])
 
     def slots_per_layer(self, row: int) -> list[int]:
         """Slots that the largest head of each layer owns now, [L]."""
@@ -96,9 +104,17 @@ class BlockTables:
 
     def positions(self, row: int) -> list[list[list[int]]]:
         """List the positions in the slots of every layer and head, [L][G], ascending."""
-        tables = zip(self.pages[row], self.counts[row], strict=True)
-        held = [[self.kv.pos[self.kv.to_index(t[:n])] for t, n in zip(*heads, strict=True)] for heads in tables]
-        return [[pos[pos >= 0].sort().values.tolist() for pos in heads] for heads in held]
+        kinds = [(self.kv, self.pages[row], self.counts[row])]
+        if self.demoted:
+            kinds.append((self.demoted.store.kv, self.demoted.pages[row], self.demoted.counts[row]))
+        _, L, G = self.counts.shape
+
+        def of_head(layer: int, g: int) -> list[int]:
+            held = torch.cat([kv.pos[kv.to_index(t[layer, g, : n[layer, g]])].flatten() for kv, t, n in kinds])
+            found: list[int] = held[held >= 0].sort().values.tolist()
+            return found
+
+        return [[of_head(layer, g) for g in range(G)] for layer in range(L)]
 
     def remove_pages(self, row: int, layer: int, begin: int, end: int) -> None:
         """Free the pages of a layer from place `begin` to `end` of every head; those behind them move up."""

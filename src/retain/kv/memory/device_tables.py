@@ -12,19 +12,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.api import Tables
+from retain.kernels.api import DemotedTables, Tables
 from retain.types import Ints
 
 
 class DeviceTables:
     """Copies of pages [N, L, G, n], counts [N, L, G] and windows [N, L]; `holes` [N, L, G, i] exist only here."""
 
-    def __init__(self, pages: Ints, counts: Ints, windows: Ints, device: torch.device):
+    def __init__(
+        self, pages: Ints, counts: Ints, windows: Ints, device: torch.device, demoted: DemotedTables | None = None
+    ):
         N, L, G, _ = pages.shape
         self.dense: Ints = np.zeros(N, np.int32)
         self.host_tensors = [torch.from_numpy(x) for x in (pages, counts, windows, self.dense)]
         self.device_tensors = [x.to(device) for x in self.host_tensors]
         self.counts, self.device, self.dirty_rows = counts, device, set[int]()
+        self.demoted = demoted  # on a CPU only
         self.holes = torch.zeros(N, L, G, 0, dtype=torch.int32, device=device)
 
     def mark_dirty(self, row: int, dense: bool | None = None) -> None:
@@ -74,6 +77,7 @@ class DeviceTables:
             query_start_loc=query_start_loc,
             dense=dense,
             max_pages=int(self.counts[rows.numpy()].max()) if len(rows) else 0,
+            demoted=self.demoted,
         )
 
     def upload(self) -> None:

@@ -17,7 +17,7 @@ class RingSnapshot:
         self.tables, self.row = tables, row
         rings = tables.owned(row) & (tables.window[row] < NO_WINDOW)[:, None, None]
         self.pages: Ints = tables.pages[row][rings]
-        self.copies = tables.pool.allocate(len(self.pages))
+        self.copies = tables.store.allocate(len(self.pages))
         tables.store.copy(self.pages, self.copies)
 
     @staticmethod

@@ -38,7 +38,7 @@ def capture_sliding_windows(tables: BlockTables, row: int, end: int, still_runni
         return SlidingWindows(tuple(first_pages), tuple(found), min_resume_position)
     if not t.pool.ensure_free(len(flat)):
         return None
-    copies = t.pool.allocate(len(flat))
+    copies = t.store.allocate(len(flat))
     t.store.copy(flat, copies)
     split = np.split(copies, np.cumsum([p.size for p in found])[:-1])
     shaped = tuple(x.reshape(p.shape) for x, p in zip(split, found, strict=True))

@@ -9,8 +9,9 @@ from __future__ import annotations
 from time import monotonic
 
 import numpy as np
+from numpy.typing import NDArray
 
-from retain.kernels.api import NO_WINDOW
+from retain.kernels.api import KV, NO_WINDOW
 from retain.kv.memory.block_tables import BlockTables
 from retain.types import Floats, Ints
 
@@ -35,17 +36,25 @@ class AttentionTrace:
     def record(self, tables: BlockTables, row: int, num_computed_tokens: int) -> None:
         """Read mass and presence of every token of the row."""
         self._next_record_at = monotonic() + RECORD_EVERY_S
-        t, owned = tables, tables.owned(row)
-        pages = t.kv.to_index(t.pages[row][owned])
-        pos = t.kv.pos[pages].cpu().numpy()  # [pages, S]
-        mass = t.kv.mass[pages].sum(1).cpu().numpy()  # [pages, S]
-        layer, head = (np.broadcast_to(x[:, None], pos.shape) for x in np.nonzero(owned)[:2])
-        present = (pos >= 0) & (pos < num_computed_tokens)
+        t = tables
         self._grow(num_computed_tokens)
-        self.mass[layer[present], head[present], pos[present]] = mass[present]
-        present &= num_computed_tokens - 1 - pos < t.window[row][layer]
         self.is_observed = t.window[row] == NO_WINDOW
         self.is_kept[:] = False
+        self._record_pages(t.kv, t.pages[row], t.owned(row), t.window[row], num_computed_tokens)
+        if d := t.demoted:
+            self._record_pages(d.store.kv, d.pages[row], d.owned(row), t.window[row], num_computed_tokens)
+
+    def _record_pages(
+        self, kv: KV, pages: Ints, owned: NDArray[np.bool_], windows: Ints, num_computed_tokens: int
+    ) -> None:
+        """Read the tokens of tables [L, G, n], where they are `owned`."""
+        index = kv.to_index(pages[owned])
+        pos = kv.pos[index].cpu().numpy()  # [pages, S]
+        mass = kv.mass[index].sum(1).cpu().numpy()  # [pages, S]
+        layer, head = (np.broadcast_to(x[:, None], pos.shape) for x in np.nonzero(owned)[:2])
+        present = (pos >= 0) & (pos < num_computed_tokens)
+        self.mass[layer[present], head[present], pos[present]] = mass[present]
+        present &= num_computed_tokens - 1 - pos < windows[layer]
         self.is_kept[layer[present], head[present], pos[present]] = True
 
     def record_layer(self, tables: BlockTables, layer: int, pages: Ints) -> None:

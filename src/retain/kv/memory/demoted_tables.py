@@ -1,0 +1,43 @@
+"""Block tables of demoted tokens: the pages of fewer bits that every row, layer and head owns beside its own pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retain.kernels import api
+from retain.kv.memory.page_store import PageStore
+from retain.types import Ints
+
+
+class DemotedTables:
+    """Tables of N rows, L layers and G kv heads. Kernels read them where they are: on the CPU."""
+
+    def __init__(self, store: PageStore, num_rows: int, num_layers: int, kv_heads: int, max_tokens: int):
+        self.store = store
+        self.pages: Ints = np.zeros((num_rows, num_layers, kv_heads, -(-max_tokens // store.page_size)), np.int32)
+        self.counts: Ints = np.zeros((num_rows, num_layers, kv_heads), np.int32)
+        pages, counts = (torch.from_numpy(x).transpose(0, 1) for x in (self.pages, self.counts))
+        self.kernel_tables = api.DemotedTables(store.kv, pages, counts)
+
+    def allocate(self, row: int, layers: Ints, counts: Ints) -> None:
+        """Own so many pages of each head, [M, G], in these layers of a row that has none. Raises OutOfPagesError."""
+        self.counts[row, layers] = counts
+        self.pages[row][self.owned(row)] = self.store.allocate(int(counts.sum()))
+
+    def owned(self, row: int) -> NDArray[np.bool_]:
+        """Mark the entries of a row's tables that are pages, [L, G, n]."""
+        mask: NDArray[np.bool_] = np.arange(self.pages.shape[3]) < self.counts[row][..., None]
+        return mask
+
+    def page_list(self, row: int) -> Ints:
+        """List the pages of the row."""
+        pages: Ints = self.pages[row][self.owned(row)]
+        return pages
+
+    def layer_tables(self, row: int, layers: Ints) -> Ints:
+        """Return the tables of these layers, [M, G, n]; entries beyond a head's pages are the trash page."""
+        n = int(self.counts[row, layers].max(initial=0))
+        pages: Ints = np.where(self.owned(row), self.pages[row], 0)[layers, :, :n]
+        return pages

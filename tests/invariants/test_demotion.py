@@ -1,0 +1,173 @@
+"""Laws of demotion: what a budget forgets first goes to four bits, and is forgotten from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from retain import LLM, SamplingParams, kernels
+from retain.engine.drafters import parse as parse_drafter
+from retain.engine.engine import Engine
+from retain.kv.eviction import policies
+from tests.helpers.attention_case import assert_close
+from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
+from tests.helpers.list_model import ListModel, ListPolicy
+from tests.helpers.marks import slow
+
+INT8 = torch.int8
+FAMILIES = ["gemma3_text", *slow("llama", "mpt")]
+NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]
+BACKENDS = [pytest.param(n, marks=pytest.mark.slow if n == "reference" else ()) for n in NAMES]
+POLICIES = [
+    "h2o:budget=30,demote=int4:20",
+    "gate:budget=25%,demote=int4:25%",
+    "knorm:budget=25,interval=3,demote=int4:500",
+    "reread:budget=30,demote=int4:10,share=all,rereads=40",
+    "full",
+]
+OPTIONS: dict[str, Any] = {"demotes": True, "dtype": torch.bfloat16}
+
+LISTS = {
+    "h2o:budget=40,interval=1,demote=int4:10": ListPolicy("h2o", demote=10),
+    "h2o:budget=25,recent=7,interval=5,value=norm,share=all,demote=int4:20": ListPolicy(
+        "h2o", budget=25, recent=7, interval=5, norm_values=True, share="all", demote=20
+    ),
+    "gate:budget=20,recent=6,interval=3,demote=int4:35": ListPolicy(
+        "gate", budget=20, recent=6, interval=3, share="all", demote=35
+    ),
+    "h2o:budget=80,recent=24,interval=9,demote=int4:5": ListPolicy(
+        "h2o", budget=80, recent=24, interval=9, demote=5
+    ),  # the prompt fits
+    "reread:budget=20,recent=6,interval=5,rereads=30,first=10,demote=int4:200": ListPolicy(
+        "reread", budget=20, recent=6, interval=5, reread_chunk=30, first=10, demote=200
+    ),
+    "sinks:budget=40,interval=3,demote=int4:12": ListPolicy("sinks", sinks=4, interval=3, demote=12),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", *slow("gpt2", "gemma3_text")])
+@pytest.mark.parametrize("policy", LISTS)
+def test_an_independent_implementation_with_lists_keeps_and_demotes_the_same_tokens(family: str, policy: str) -> None:
+    lists = ListModel(family, LISTS[policy])
+    request = make_request([7 * i % 128 for i in range(70)], 121, policy)
+    expected = lists.generate(request.prompt, 120, 121, request.noise_seed)
+    engine = make_engine(family, demotes=True, dtype=torch.float32)
+    engine.add(request)
+    while len(request.output_tokens) < 120:
+        engine.step()
+    assert request.output_tokens == expected
+    demoted = engine.cache.tables.demoted
+    assert request.row is not None and demoted
+    for (layer, g), head in lists.heads.items():
+        if lists.spec.windows[layer] is None:
+            pages = torch.from_numpy(demoted.pages[request.row, layer, g, : demoted.counts[request.row, layer, g]])
+            pos = demoted.store.kv.pos[pages.long()].flatten()
+            assert sorted(pos[pos >= 0].tolist()) == head.positions[head.demoted].tolist()
+            assert engine.cache.tables.positions(request.row)[layer][g] == head.position_list
+            k, v = (x.flatten(0, 1)[pos >= 0] for x in engine.cache.backend.read(demoted.store.kv, pages.long()))
+            order = pos[pos >= 0].argsort()
+            held = torch.stack((head.keys, head.values), 1)[head.demoted]
+            assert_close(torch.stack((k, v), 1)[order], held)
+
+
+def run(family: str, prompts: list[list[int]], **options: Any) -> tuple[list[list[int]], Engine]:
+    """Answers of 40 tokens to prompts that run together, each with a policy."""
+    engine = make_engine(family, **(OPTIONS | options))
+    requests = [make_request(p, 40, POLICIES[i % len(POLICIES)]) for i, p in enumerate(prompts)]
+    found = run_to_completion(engine, requests)
+    engine.cache.check()
+    return found, engine
+
+
+@pytest.mark.parametrize("kv_dtype", [INT8, *slow(torch.bfloat16)])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_company_changes_no_token(family: str, backend: str, kv_dtype: torch.dtype) -> None:
+    options = OPTIONS | {"backend": backend, "kv_dtype": kv_dtype}
+    prompts = random_prompts(10, seed=1, max_prompt_len=150)
+    alone = [run_alone(family, p, 40, POLICIES[i % len(POLICIES)], **options) for i, p in enumerate(prompts)]
+    assert run(family, prompts, **options)[0] == alone
+
+
+@pytest.mark.parametrize("policy", POLICIES[:4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunk_size_changes_no_token(policy: str, backend: str) -> None:
+    prompt = random_prompts(1, seed=3)[0] + random_prompts(1, seed=4)[0]
+    options = OPTIONS | {"policy": policy, "backend": backend, "kv_dtype": INT8}
+    whole = run_alone("gemma3_text", prompt, max_batched_tokens=400, **options)
+    for chunk in (65, 97):
+        assert run_alone("gemma3_text", prompt, max_batched_tokens=chunk, **options) == whole
+
+
+@pytest.mark.parametrize("num_pages", [90, 100])
+def test_a_small_pool_changes_no_token(num_pages: int) -> None:
+    """Requests are preempted, pages change their kind, and no page is lost or taken twice."""
+    prompts = random_prompts(40, seed=2, max_prompt_len=150)
+    expected, _ = run("gemma3_text", prompts, backend="cpu", kv_dtype=INT8)
+    found, engine = run("gemma3_text", prompts, backend="cpu", kv_dtype=INT8, num_pages=num_pages)
+    assert found == expected
+    assert engine.cache.pool.num_used == 0 and engine.cache.pool.peak_used > num_pages - 40
+
+
+@pytest.mark.parametrize("spec", ["ngram:k=5,min=1", "self:k=3,budget=48"])
+def test_greedy_tokens_do_not_depend_on_drafts(spec: str) -> None:
+    """Masses of rejected drafts change what scored policies forget, so these score by keys."""
+    prompts = random_prompts(6, seed=2)
+
+    def answers(**options: Any) -> list[list[int]]:
+        engine = make_engine("gemma3_text", backend="cpu", **(OPTIONS | options))
+        return run_to_completion(engine, [make_request(p, 40, "knorm:budget=30,demote=int4:20") for p in prompts])
+
+    assert answers(drafter=parse_drafter(spec)) == answers()
+
+
+@pytest.mark.parametrize("cached", ["off", "exact"])
+def test_samples_of_one_prompt_share_its_computation(cached: str) -> None:
+    prompt = random_prompts(1, seed=5)[0] * 2
+    requests = [make_request(prompt, 30, p) for p in ("h2o:budget=20,demote=int4:30", "h2o:budget=30,demote=int4:9")]
+    alone = [
+        run_alone("gemma3_text", prompt, 30, str(p), **OPTIONS)
+        for p in ("h2o:budget=20,demote=int4:30", "h2o:budget=30,demote=int4:9")
+    ]
+    assert run_to_completion(make_engine("gemma3_text", prefix_cache=cached, **OPTIONS), requests) == alone
+
+
+def test_demoted_tokens_are_held_in_fewer_bytes() -> None:
+    """Four times the tokens of a budget alone, in the bytes of less than twice as many pages."""
+    prompt = list(range(3, 403))
+
+    def hold(policy: str) -> tuple[int, int]:
+        llm = LLM("random:tiny", kv_policy=policy, kv_memory="16MiB", prefix_cache="off")
+        request = llm.input_processor
+        positions = llm.kept_positions(prompt)
+        return sum(len(head) for heads in positions for head in heads), request.info.max_model_len
+
+    assert hold("h2o:budget=100,demote=int4:300")[0] == 4 * hold("h2o:budget=100")[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("h2o:budget=25%,demote=int8:50%", "should be int4 and an amount"),
+        ("h2o:budget=25%,demote=int4:150%", "150% is not between 0 and 100%"),
+        ("h2o:budget=25%,demote=int4", "should be int4 and an amount"),
+        ("h2o:budget=25%,demote=int4:0", "0 is not from 1"),
+        ("h2o:budget=25%,demote=int4:50%,prefill=stream", "demote does not go with"),
+        ("h2o:budget=25%,demote=int4:50%,heads=union", "not with heads=union"),
+        ("full:demote=int4:50%", "full has no option 'demote'"),
+    ],
+)
+def test_bad_options_raise_one_line(policy: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        policies.parse(policy)
+    assert "\n" not in str(error.value)
+
+
+def test_an_engine_says_what_it_cannot_demote() -> None:
+    with pytest.raises(ValueError, match="saves no memory in a cache of 4 bits"):
+        LLM("random:tiny", kv_dtype="k8v4", kv_policy="h2o:budget=25%,demote=int4:50%")
+    llm = LLM("random:tiny", kv_memory="2MiB")
+    with pytest.raises(ValueError, match="demotes tokens: start the engine with such a policy"):
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), kv_policy="h2o:budget=25%,demote=int4:50%")
