@@ -135,16 +135,21 @@ def test_samples_of_one_prompt_share_its_computation(cached: str) -> None:
 
 
 def test_demoted_tokens_are_held_in_fewer_bytes() -> None:
-    """Four times the tokens of a budget alone, in the bytes of less than twice as many pages."""
-    prompt = list(range(3, 403))
-
-    def hold(policy: str) -> tuple[int, int]:
-        llm = LLM("random:tiny", kv_policy=policy, kv_memory="16MiB", prefix_cache="off")
-        request = llm.input_processor
-        positions = llm.kept_positions(prompt)
-        return sum(len(head) for heads in positions for head in heads), request.info.max_model_len
-
-    assert hold("h2o:budget=100,demote=int4:300")[0] == 4 * hold("h2o:budget=100")[0]
+    """Four times the tokens of a budget alone take less than twice its pages. Statistics count every token."""
+    prompt, held = [i % 50 for i in range(400)], {}
+    for policy in ("knorm:budget=100", "knorm:budget=100,demote=int4:300"):
+        engine = make_engine("llama", backend="cpu", demotes=True, dtype=torch.bfloat16)
+        request = make_request(prompt, 2, policy)
+        engine.add(request)
+        while not request.output_tokens:
+            engine.step()
+        assert request.row is not None
+        positions = engine.cache.tables.positions(request.row)
+        tokens = sum(len(head) for heads in positions for head in heads)
+        assert engine.cache.pool_stats().slots_by_state["budgeted"] == tokens
+        held[policy] = tokens, engine.cache.num_pages(request.row)
+    (tokens, pages), (more_tokens, more_pages) = held.values()
+    assert more_tokens == 4 * tokens and more_pages < 2 * pages
 
 
 @pytest.mark.parametrize(

@@ -52,4 +52,8 @@ def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: in
     length, S, windows = prompt_len + answer_len, cache.config.page_size, cache.planner.windows(policy)
     held = min(length, policy.decode_slots) if isinstance(policy, BudgetPolicy) else length
     slots = np.where(windows == NO_WINDOW, held, np.minimum(length, ring_capacities(windows, 1, S)))
-    return int((-(-slots // S)).sum()) * cache.spec.kv_heads * cache.store.page_bytes
+    num_pages = int((-(-slots // S)).sum())
+    if policy.demotes:
+        demoted = min(length - held, policy.demoted_slots(length))
+        num_pages += -(-demoted // cache.config.demoted_page_size) * int((windows == NO_WINDOW).sum())
+    return num_pages * cache.spec.kv_heads * cache.store.page_bytes

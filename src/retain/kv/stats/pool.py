@@ -50,7 +50,9 @@ def classify_pages(
         state[pages] = np.broadcast_to(by_layer[:, None, None], owned.shape)[owned]
         owner[pages] = row
         if row in evicting:
-            state[evicting[row]], owner[evicting[row]] = PAGE_STATES.index("budgeted"), row
+            beside = [evicting[row], *([t.demoted.page_list(row)] if t.demoted else [])]
+            for pages in beside:
+                state[pages], owner[pages] = PAGE_STATES.index("budgeted"), row
     state[t.pool.ref_counts > 1] = PAGE_STATES.index("shared")
     return state, owner
 
@@ -61,12 +63,18 @@ def collect_pool_stats(
     """Count slots and pages by the states that `classify_pages` found."""
     kv, used = tables.kv, (np.flatnonzero(state[1:]) + 1).astype(np.int32)
     holes = (kv.pos[kv.to_index(used)] < 0).sum(-1).cpu().numpy() if len(used) else np.zeros(0, np.int64)
+    num_holes = int(holes.sum())
+    if demoted := tables.store.demoted:  # such pages have more slots, and positions elsewhere
+        is_demoted = demoted.is_demoted[used]
+        live = (demoted.kv.pos[kv.to_index(used[is_demoted])] >= 0).sum(-1).numpy()
+        num_holes += int((demoted.page_size - live - holes[is_demoted]).sum())
+        holes[is_demoted] = tables.page_size - live
     pages = np.bincount(state[1:], minlength=len(PAGE_STATES))
     slots = pages * tables.page_size
     slots -= np.bincount(state[used], holes, len(PAGE_STATES)).astype(slots.dtype)
     return PoolStats(
         slots_by_state=dict(zip(PAGE_STATES, slots.tolist(), strict=True)),
-        num_holes=int(holes.sum()),
+        num_holes=num_holes,
         page_bytes=tables.store.page_bytes,
         pages_by_state=dict(zip(PAGE_STATES, pages.tolist(), strict=True)),
         prefix_hit_tokens=prefix_hit_tokens,
