@@ -108,18 +108,27 @@ class Scheduler:
             stats.prefix_diagnosis = explain_prefix(prefix_cache, query, num_computed, row)
 
     def _can_admit(self, request: Request) -> bool:
-        """Return whether all tokens of a request fit beside one more page for each that runs.
+        """Return whether all tokens of a request fit beside one more page of tokens for each that runs.
 
         So a request is seldom preempted right after its admission.
         """
         if not self.cache.free_rows:
             return False
-        reserve = len(self.running) * self.cache.pages_needed(request.policy, 1, 1)
         needed = self.cache.pages_needed(request.policy, len(request.tokens), request.num_uncomputed_tokens)
-        missing = needed + reserve - self.cache.free_pages
+        missing = needed - self.cache.free_pages
+        if missing + len(self.running) * self.cache.pages_needed(request.policy, 1, 1) <= 0:
+            return True
+        missing += sum(map(self._next_pages, self.running))
         if missing <= 0 or not self.running:  # alone it fits: see check_fits
             return True
         return self.cache.prefix_cache.num_shared_pages(request.prefix_query) >= missing
+
+    def _next_pages(self, request: Request) -> int:
+        """Return the pages that a running request needs for one more page of tokens, or for those that it may have."""
+        length, last = len(request.tokens), len(request.prompt) + request.input.max_tokens - 1
+        longer = max(length, min(length + self.cache.page_size, last))
+        before, after = (self.cache.pages_needed(request.policy, n, n) for n in (length, longer))
+        return after - before
 
     # ---- pages ---------------------------------------------------------------------------------------------------
 
