@@ -11,6 +11,8 @@ from retain import LLM, SamplingParams, kernels
 from retain.engine.drafters import parse as parse_drafter
 from retain.engine.engine import Engine
 from retain.kv.eviction import policies
+from retain.processing.examples import Example
+from retain.tune.candidates import mean_bytes
 from tests.helpers.attention_case import assert_close
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
@@ -150,6 +152,20 @@ def test_demoted_tokens_are_held_in_fewer_bytes() -> None:
         held[policy] = tokens, engine.cache.num_pages(request.row)
     (tokens, pages), (more_tokens, more_pages) = held.values()
     assert more_tokens == 4 * tokens and more_pages < 2 * pages
+
+
+@pytest.mark.parametrize("policy", ["knorm:budget=100,demote=int4:150", "knorm:budget=60%,demote=int4:80%"])
+def test_tune_knows_the_pages_of_a_policy_that_demotes(policy: str) -> None:
+    prompt = [i % 50 for i in range(300)]
+    engine = make_engine("llama", backend="cpu", demotes=True, dtype=torch.bfloat16)
+    request = make_request(prompt, 20, policy)
+    engine.add(request)
+    while len(request.output_tokens) < 19:
+        engine.step()
+    cache = engine.cache
+    assert request.row is not None
+    held = cache.num_pages(request.row) * cache.store.page_bytes
+    assert held == mean_bytes(cache, policy, [Example(prompt, [0] * 18)])
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: in
     slots = np.where(windows == NO_WINDOW, held, np.minimum(length, ring_capacities(windows, 1, S)))
     num_pages = int((-(-slots // S)).sum())
     if policy.demotes:
-        demoted = min(length - held, policy.demoted_slots(length))
-        num_pages += -(-demoted // cache.config.demoted_page_size) * int((windows == NO_WINDOW).sum())
+        num_pages += -(-policy.demoted_slots(length) // cache.config.demoted_page_size) * int(
+            (windows == NO_WINDOW).sum()
+        )
     return num_pages * cache.spec.kv_heads * cache.store.page_bytes

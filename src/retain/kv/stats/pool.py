@@ -64,8 +64,9 @@ def collect_pool_stats(
     kv, used = tables.kv, (np.flatnonzero(state[1:]) + 1).astype(np.int32)
     holes = (kv.pos[kv.to_index(used)] < 0).sum(-1).cpu().numpy() if len(used) else np.zeros(0, np.int64)
     num_holes = int(holes.sum())
-    if demoted := tables.store.demoted:  # such pages have more slots, and positions elsewhere
-        is_demoted = demoted.is_demoted[used]
+    demoted, is_demoted_page = tables.store.demoted, tables.store.is_demoted
+    if demoted and is_demoted_page is not None:  # such pages have more slots, and positions elsewhere
+        is_demoted = is_demoted_page[used]
         live = (demoted.kv.pos[kv.to_index(used[is_demoted])] >= 0).sum(-1).numpy()
         num_holes += int((demoted.page_size - live - holes[is_demoted]).sum())
         holes[is_demoted] = tables.page_size - live
