@@ -239,6 +239,50 @@ def test_invalid_field_gives_one_line_error(client, field, value, expected):
     assert set(error) == {"message", "type", "param", "code"}
 
 
+GATEWAY_FIELDS = {  # what sglang-router 0.3.2 and vllm-router 0.1.17 add to bodies
+    "no_stop_trim": False,
+    "skip_special_tokens": True,
+    "return_hidden_states": False,
+}
+GATEWAY_CHAT_FIELDS = GATEWAY_FIELDS | {
+    "continue_final_message": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "include_reasoning": True,
+    "stream": False,
+    "logprobs": False,
+    "ignore_eos": False,
+}
+
+
+def test_fields_that_gateways_add_change_nothing(client, server):
+    chat = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 5, "temperature": 0}
+    text = {"model": "smollm2", "prompt": STORY, "max_tokens": 5, "temperature": 0}
+    for path, body, fields in (
+        ("/chat/completions", chat, GATEWAY_CHAT_FIELDS),
+        ("/completions", text, GATEWAY_FIELDS | {"echo": False, "min_tokens": 0, "stop_token_ids": []}),
+    ):
+        plain, forwarded = (client.post(path, cast_to=dict, body=b)["choices"] for b in (body, body | fields))
+        assert forwarded == plain
+        nulls = dict.fromkeys(GATEWAY_FIELDS)
+        assert client.post(path, cast_to=dict, body=body | nulls)["choices"] == plain
+    root = server.url.removesuffix("/v1")
+    asked = {"model": "smollm2", "messages": MESSAGES}
+    tokens = [
+        HTTP.post(f"{root}/tokenize", json=asked | more).json() for more in ({}, {"continue_final_message": False})
+    ]
+    assert tokens[0] == tokens[1] and tokens[0]["tokens"]
+
+
+@pytest.mark.parametrize("field", [*GATEWAY_FIELDS, "continue_final_message", "separate_reasoning", "stream_reasoning"])
+def test_other_values_of_such_fields_are_errors(client, field):
+    value = not GATEWAY_CHAT_FIELDS[field]
+    body = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 4, field: value}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.post("/chat/completions", cast_to=object, body=body)
+    assert raised.value.body["param"] == field
+
+
 def test_invalid_field_of_a_union_is_named(server):
     """The parameter names the field, without the name of the request model that it was checked against."""
     error = HTTP.post(f"{server.url.removesuffix('/v1')}/tokenize", json={"prompt": 1}).json()["error"]

@@ -6,7 +6,7 @@ builds, for /openapi.json.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -98,7 +98,29 @@ class GenerationFields(ExtensionFields):
     stream: bool | None = None
 
 
-class SamplingFields(GenerationFields):
+class DialectFields(StrictModel):
+    """Fields of vLLM's and SGLang's APIs, which gateways add to every request: accepted where they change nothing.
+
+    Any other value is an error that names the field.
+    """
+
+    no_stop_trim: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    continue_final_message: Literal[False] | None = None
+    separate_reasoning: Literal[True] | None = Field(None, description="Reasoning is in `reasoning_content`")
+    stream_reasoning: Literal[True] | None = None
+    include_reasoning: Literal[True] | None = None
+    return_hidden_states: Literal[False] | None = None
+    return_token_ids: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    min_tokens: Literal[0] | None = None
+    priority: Literal[0] | None = None
+
+
+class SamplingFields(GenerationFields, DialectFields):
     """Sampling fields common to both completion endpoints."""
 
     model: str

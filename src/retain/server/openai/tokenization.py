@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -21,6 +21,7 @@ class TokenizeCompletionRequest(StrictModel):
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
+    return_token_strs: Literal[False] | None = None
 
 
 class TokenizeChatRequest(StrictModel):
@@ -29,6 +30,9 @@ class TokenizeChatRequest(StrictModel):
     model: str | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1)]
     add_generation_prompt: bool = True
+    add_special_tokens: Literal[False] | None = None
+    continue_final_message: Literal[False] | None = None
+    return_token_strs: Literal[False] | None = None
 
 
 class TokenizeResponse(BaseModel):
