@@ -6,9 +6,10 @@ builds, for /openapi.json.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from retain.plugins import parse_spec
 from retain.sampling_params import SamplingParams
@@ -22,6 +23,22 @@ LogitBias = Annotated[
     dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=1024),
 ]
+
+
+def _exactly(expected: bool | int) -> BeforeValidator:
+    """Accept only a value of the type of `expected`: to pydantic's Literal, 0 is False."""
+
+    def check(value: Any) -> Any:
+        if type(value) is not type(expected):
+            raise ValueError(f"must be {json.dumps(expected)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Off = Annotated[Literal[False], _exactly(False)]
+On = Annotated[Literal[True], _exactly(True)]
+Zero = Annotated[Literal[0], _exactly(0)]
 
 
 class StrictModel(BaseModel):
@@ -104,20 +121,20 @@ class DialectFields(StrictModel):
     Any other value is an error that names the field.
     """
 
-    no_stop_trim: Literal[False] | None = None
-    skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
-    continue_final_message: Literal[False] | None = None
-    separate_reasoning: Literal[True] | None = Field(None, description="Reasoning is in `reasoning_content`")
-    stream_reasoning: Literal[True] | None = None
-    include_reasoning: Literal[True] | None = None
-    return_hidden_states: Literal[False] | None = None
-    return_token_ids: Literal[False] | None = None
-    return_tokens_as_token_ids: Literal[False] | None = None
-    use_beam_search: Literal[False] | None = None
-    min_tokens: Literal[0] | None = None
-    priority: Literal[0] | None = None
+    no_stop_trim: Off | None = None
+    skip_special_tokens: On | None = None
+    spaces_between_special_tokens: On | None = None
+    include_stop_str_in_output: Off | None = None
+    continue_final_message: Off | None = None
+    separate_reasoning: On | None = Field(None, description="Reasoning is in `reasoning_content`")
+    stream_reasoning: On | None = None
+    include_reasoning: On | None = None
+    return_hidden_states: Off | None = None
+    return_token_ids: Off | None = None
+    return_tokens_as_token_ids: Off | None = None
+    use_beam_search: Off | None = None
+    min_tokens: Zero | None = None
+    priority: Zero | None = None
 
 
 class SamplingFields(GenerationFields, DialectFields):

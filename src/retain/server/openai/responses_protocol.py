@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from retain.server.openai.chat_protocol import PositiveInt32
-from retain.server.openai.protocol import GenerationFields, Json, NonEmptyStr, Seed, StrictModel
+from retain.server.openai.protocol import GenerationFields, Json, NonEmptyStr, Off, Seed, StrictModel
 from retain.server.openai.responses_items import InputItem, ItemId, tag_by_type, tag_text_or_list
 
 LOGPROBS = "message.output_text.logprobs"
@@ -128,7 +128,7 @@ class ResponsesRequest(GenerationFields):
     stream_options: ResponsesStreamOptions | None = None
     truncation: Literal["disabled"] | None = Field(None, description="Only the default is supported")
     service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted and ignored")
-    background: Literal[False] | None = Field(None, description="Not supported")
+    background: Off | None = Field(None, description="Not supported")
     context_management: None = Field(None, description="Not supported")
     conversation: None = Field(None, description="Not supported: use previous_response_id")
     max_tool_calls: None = Field(None, description="Not supported: it limits hosted tools")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -11,7 +11,7 @@ from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_protocol import MessageParam
 from retain.server.openai.errors import ERROR_RESPONSES
 from retain.server.openai.messages import to_template_messages
-from retain.server.openai.protocol import StrictModel, TokenId
+from retain.server.openai.protocol import Off, StrictModel, TokenId
 from retain.server.openai.serving import OpenAIServing
 
 
@@ -21,7 +21,7 @@ class TokenizeCompletionRequest(StrictModel):
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
-    return_token_strs: Literal[False] | None = None
+    return_token_strs: Off | None = None
 
 
 class TokenizeChatRequest(StrictModel):
@@ -30,9 +30,9 @@ class TokenizeChatRequest(StrictModel):
     model: str | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1)]
     add_generation_prompt: bool = True
-    add_special_tokens: Literal[False] | None = None
-    continue_final_message: Literal[False] | None = None
-    return_token_strs: Literal[False] | None = None
+    add_special_tokens: Off | None = None
+    continue_final_message: Off | None = None
+    return_token_strs: Off | None = None
 
 
 class TokenizeResponse(BaseModel):
