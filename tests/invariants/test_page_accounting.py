@@ -21,6 +21,7 @@ from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Request, RequestInput
 from retain.factory import build_cache
+from retain.kernels.pool_dtypes import page_bytes
 from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
@@ -102,7 +103,7 @@ class Schedule(RuleBasedStateMachine):
             CacheConfig(page_size=16, max_running_requests=4, max_model_len=200, max_batched_tokens=max_batched_tokens),
             kernels.load("reference"),
             torch.float32,
-            (num_pages + 1) * kernels.api.page_bytes(16, 8, torch.float32),
+            (num_pages + 1) * page_bytes(16, 8, torch.float32),
             prefix_config=prefix,
         )
         self.engine = Engine(NullRunner(self.cache), self.cache, RandomDrafter())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from retain import kernels
-from retain.kernels.api import NO_WINDOW, Backend, Program, Tables
+from retain.kernels.api import KV, NO_WINDOW, Backend, DemotedTables, Program, Tables
 from retain.kv.memory.device_tables import DeviceTables
 
 
@@ -61,10 +61,10 @@ def test_auto_says_that_the_fastest_backend_cannot_run(
     assert record.getMessage() == "the cpu backend cannot run here: its extension is not built; reference is slower"
 
 
-def tables_of_step(fill: int, window: int, dense: bool, fresh: int) -> Tables:
+def tables_of_step(fill: int, window: int, dense: bool, fresh: int, demoted: DemotedTables | None) -> Tables:
     """Build the tables of a step: two rows of two layers with two kv heads, of which row `fill` has fresh tokens."""
     pages, counts = (np.full(shape, fill, np.int32) for shape in ((2, 2, 2, 3), (2, 2, 2)))
-    device_tables = DeviceTables(pages, counts, np.full((2, 2), window, np.int32), torch.device("cpu"))
+    device_tables = DeviceTables(pages, counts, np.full((2, 2), window, np.int32), torch.device("cpu"), demoted)
     device_tables.mark_dirty(fill, dense=dense)
     int32 = torch.int32
     return device_tables.build_tables(torch.tensor([fill], dtype=int32), torch.tensor([0, fresh], dtype=int32))
@@ -72,6 +72,10 @@ def tables_of_step(fill: int, window: int, dense: bool, fresh: int) -> Tables:
 
 def test_no_field_of_the_tables_is_constant() -> None:
     """A field that is the same for every request, policy and layer would cost every kernel an argument for nothing."""
-    one, other = tables_of_step(0, NO_WINDOW, dense=False, fresh=1), tables_of_step(1, 24, dense=True, fresh=2)
+    pos = torch.zeros(1, 16, dtype=torch.int32)
+    kv = KV(torch.empty(0), torch.empty(0), pos, torch.empty(0), page_size=16, head_dim=8, layout="reference")
+    demoted = DemotedTables(kv, pages=torch.zeros(2, 2, 2, 3), counts=torch.zeros(2, 2, 2))
+    one = tables_of_step(0, NO_WINDOW, dense=False, fresh=1, demoted=None)
+    other = tables_of_step(1, 24, dense=True, fresh=2, demoted=demoted)
     constant = [f.name for f in fields(Tables) if np.array_equal(getattr(one, f.name), getattr(other, f.name))]
     assert not constant
