@@ -76,7 +76,7 @@ def load_model(
     decoder = models.build(open_weights(path, dtype, weights, progress, vector_dtype, program is not None), program)
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     create_runner = partial(ProgramRunner, program) if program else partial(TorchRunner, decoder, backend)
-    shift_keys = decoder.ropes[0].shift if decoder.ropes else None
+    shift_keys = ShiftKeys(decoder.ropes[0].shift, decoder.key_offsets) if decoder.ropes else None
     return LoadedModel(path, decoder.spec, program.weight_bytes if program else 0, create_runner, shift_keys)
 
 

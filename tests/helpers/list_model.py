@@ -316,10 +316,12 @@ class ListModel:
 
     def renumber(self, now: int) -> None:
         """Number the tokens of every head from 0 on, and rotate their keys back to these positions."""
-        for head in self.heads.values():
+        for (layer, g), head in self.heads.items():
             new = torch.arange(len(head))
+            lacking = self.model.key_offsets[layer][g] if self.model.key_offsets else 0
             for rope in self.model.ropes:
-                head.keys = rope.apply(head.keys[:, None], rope.angles(new - head.positions, head.keys.dtype))[:, 0]
+                keys, angles = head.keys + lacking, rope.angles(new - head.positions, head.keys.dtype)
+                head.keys = rope.apply(keys[:, None], angles)[:, 0] - lacking
             head.positions = new
         self.shift = now + 1 - len(next(iter(self.heads.values())))
 

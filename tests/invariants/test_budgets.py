@@ -121,6 +121,12 @@ def test_an_independent_implementation_with_lists_keeps_the_same_tokens(family: 
             assert_close(head_contents(engine, request.row, layer, g), torch.stack((head.keys, head.values), 1))
 
 
+def test_keys_of_a_model_with_biases_move_to_new_positions() -> None:
+    """Cached keys lack the mean of their rotated bias, and it does not move with them."""
+    policy = "h2o:budget=40,interval=3,positions=new"
+    test_an_independent_implementation_with_lists_keeps_the_same_tokens("gpt_neox", policy, "cpu")
+
+
 BUDGET_POLICIES = [n for n in policies.names() if n not in ("full", "ring")]
 
 

@@ -27,8 +27,7 @@ Laws, which the tests state as equalities:
 2. Inside one backend and instruction set a token's bits depend neither on the other requests of the step nor on how its
    text is divided into steps. (The triton backend keeps this law for attention and the other requests only.)
 
-Devices. Tensors lie on the pool's device unless the text says "host". A host tensor is small, and is read to plan the
-launches of a step; a backend never waits for the device.
+Devices. Tensors lie on the pool's device; "host" tensors are small, to plan launches. A backend never waits for it.
 """
 
 from __future__ import annotations
@@ -192,9 +191,16 @@ class Program(Protocol):
         ...
 
     def attend(
-        self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, alibi_slopes: Tensor | None
+        self,
+        qkv: int,
+        out: int,
+        layer: int,
+        heads: tuple[int, int, int],
+        scale: float,
+        alibi_slopes: Tensor | None,
+        key_offset: Tensor | None,
     ) -> None:
-        """Write k and v of the rows [q | k | v] into their slots, then attend; `heads` is (H, G, D)."""
+        """Write k - key_offset [G, D] and v of rows [q | k | v] into their slots, then attend; `heads` is (H, G, D)."""
         ...
 
     def gather_rows(self, x: int, out: int) -> None:

@@ -12,8 +12,8 @@ Letters: T fresh tokens, E hidden size, H query heads, G kv heads, R = H / G, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -27,10 +27,16 @@ from retain.models.rope import Angles, Rope
 from retain.models.weights import Weights
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+KEY_OFFSET_POSITIONS = 4096
 
 
 class DecoderLayer(Protocol):
     """A layer between the embedding and the head."""
+
+    @property
+    def attention(self) -> Attention:
+        """Return the layer's attention."""
+        ...
 
     def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
         """Compute [T, E] -> [T, E]."""
@@ -80,7 +86,10 @@ def multi_head_spec(
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Compute o_proj(attend(q, k, v)). `qkv_proj` returns all heads of q, then those of k, then those of v."""
+    """Compute o_proj(attend(q, k, v)). `qkv_proj` returns all heads of q, then those of k, then those of v.
+
+    Keys are cached less `key_offset`. All scores of a query change by the same number, so its weights stay.
+    """
 
     layer_idx: int
     spec: ModelSpec
@@ -99,7 +108,26 @@ class Attention:
         if self.rope:
             qk = self.rope.apply(qk, angles[self.rope])
         q, k = torch.split(qk, [s.num_heads, s.num_kv_heads], dim=1)
+        if self.key_offset is not None:
+            k = (k.float() - self.key_offset).to(k.dtype)
         return self.o_proj(attend(self.layer_idx, q, k, v).flatten(1))
+
+    @cached_property
+    def key_offset(self) -> Tensor | None:
+        """The mean of the rotated bias of keys over the first positions, float32 [G, D]; None without a bias.
+
+        Biases are far larger than the rest of a key in some layers of Qwen2, where rotation is slow. They would take
+        the range of the few bits that a slot has.
+        """
+        bias = getattr(self.qkv_proj, "bias", None)
+        if bias is None or self.qk_norm:
+            return None
+        s = self.spec
+        keys = bias.float().view(-1, s.head_dim)[s.num_heads : s.num_heads + s.num_kv_heads]  # [G, D]
+        if not self.rope:
+            return keys
+        pos = torch.arange(min(s.max_position_embeddings, KEY_OFFSET_POSITIONS))
+        return self.rope.apply(keys.expand(len(pos), -1, -1), self.rope.angles(pos, keys.dtype)).mean(0)
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """Write the layer into a program: read buffer `x`, write buffer `out`, or add to it."""
@@ -114,7 +142,8 @@ class Attention:
             rope = self.rope
             program.rope(qkv, rope.freqs, rope.attention_factor, rope.interleaved, num_qk_heads, s.head_dim)
         slopes = None if s.alibi_slopes is None else torch.tensor(s.alibi_slopes)
-        program.attend(qkv, o, self.layer_idx, (s.num_heads, s.num_kv_heads, s.head_dim), s.scale, slopes)
+        heads = s.num_heads, s.num_kv_heads, s.head_dim
+        program.attend(qkv, o, self.layer_idx, heads, s.scale, slopes, self.key_offset)
         self.o_proj.emit(program, o, out, add)
 
 
@@ -176,11 +205,12 @@ class Decoder:
     norm: Layer | None
     lm_head: Layer
     ropes: Sequence[Rope] = ()  # every Rope that a layer uses
+    key_offsets: dict[int, Tensor] = field(default_factory=dict)  # of the layers that were loaded and have one, [G, D]
 
     @cached_property
     def layers(self) -> list[DecoderLayer]:
         """All layers, loaded together for torch. (A program packs and frees one before it loads the next.)"""
-        return [self.load_layer(i) for i in range(self.spec.num_layers)]
+        return list(self._load_layers())
 
     def forward(self, ids: Tensor, pos: Tensor, attend: Attend) -> Tensor:
         """Compute hidden states [T, E] of fresh tokens. `ids` and `pos` are int64 [T]."""
@@ -202,13 +232,20 @@ class Decoder:
             raise ValueError("the embedding has fewer rows than the vocabulary, or than the context")
         x, last = program.buffer("x", s.hidden_size), program.buffer("last", s.hidden_size)
         e.emit(program, x)
-        for i in range(s.num_layers):
-            self.load_layer(i).emit(program, x)
+        for layer in self._load_layers():
+            layer.emit(program, x)
         program.gather_rows(x, last)
         if self.norm:
             self.norm.emit(program, last, last)
         self.lm_head.emit(program, last, program.logits_buffer(s.vocab_size))
         program.finalize()
+
+    def _load_layers(self) -> Iterator[DecoderLayer]:
+        for i in range(self.spec.num_layers):
+            layer = self.load_layer(i)
+            if layer.attention.key_offset is not None:
+                self.key_offsets[i] = layer.attention.key_offset
+            yield layer
 
 
 def scope_base_model(w: Weights, name: str, *prefixes: str) -> Weights:

@@ -103,13 +103,21 @@ class CpuProgram:
         self._program.rope(x, self._ropes[id(freqs)], heads, head_dim)
 
     def attend(
-        self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, alibi_slopes: Tensor | None
+        self,
+        qkv: int,
+        out: int,
+        layer: int,
+        heads: tuple[int, int, int],
+        scale: float,
+        alibi_slopes: Tensor | None,
+        key_offset: Tensor | None,
     ) -> None:
         """Emit a layer's write and attention."""
         H, G, D = heads
-        self._shapes.check_attention(qkv, out, heads, numel_or_none(alibi_slopes))
+        self._shapes.check_attention(qkv, out, heads, numel_or_none(alibi_slopes), numel_or_none(key_offset))
         self._attention_ops.append(AttentionOp(layer, self._program.num_ops(), qkv, H, D))
-        self._program.attend(qkv, out, layer, H, G, D, scale, self._keep_alive(alibi_slopes))
+        offset = self._keep_alive(key_offset)
+        self._program.attend(qkv, out, layer, H, G, D, scale, self._keep_alive(alibi_slopes), offset)
 
     def gather_rows(self, x: int, out: int) -> None:
         """Emit the selection of the rows whose logits the caller needs."""

@@ -137,14 +137,21 @@ class TritonProgram:
         self._pending_ropes[x] = RopeParams(self._to_float32(freqs), attention_factor, interleaved)
 
     def attend(
-        self, qkv: int, out: int, layer: int, heads: tuple[int, int, int], scale: float, alibi_slopes: Tensor | None
+        self,
+        qkv: int,
+        out: int,
+        layer: int,
+        heads: tuple[int, int, int],
+        scale: float,
+        alibi_slopes: Tensor | None,
+        key_offset: Tensor | None,
     ) -> None:
         """Emit a layer's write and attention."""
-        self._shapes.check_attention(qkv, out, heads, numel_or_none(alibi_slopes))
+        self._shapes.check_attention(qkv, out, heads, numel_or_none(alibi_slopes), numel_or_none(key_offset))
         H, G, D = heads
         self._num_queries_per_kv, self._head_dim = H // G, D
         rope = self._pending_ropes.pop(qkv, None)
-        slopes = None if alibi_slopes is None else self._to_float32(alibi_slopes)
+        slopes, offset = (None if x is None else self._to_float32(x) for x in (alibi_slopes, key_offset))
 
         def op(s: DeviceStep) -> None:
             q, k, v = torch.split(s.buffers[qkv].view(-1, H + 2 * G, D), [H, G, G], dim=1)
@@ -152,7 +159,7 @@ class TritonProgram:
                 q = rotate(q, s.positions, rope)
             if s.before_attention:
                 s.before_attention(layer, q)
-            fresh_tokens.write(s.kv, s.slot_mapping[layer], k, v, s.positions, rope)
+            fresh_tokens.write(s.kv, s.slot_mapping[layer], k, v, s.positions, rope, offset)
             tables = s.tables.for_layer(layer)
             o = attention.attend(q, s.kv, tables, s.plan, s.positions, scale=scale, alibi_slopes=slopes, layer=layer)
             s.buffers[out] = o.flatten(1)

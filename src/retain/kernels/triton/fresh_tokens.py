@@ -42,9 +42,20 @@ def rotate(x: Tensor, positions: Tensor, rope: RopeParams, dtype: torch.dtype | 
     return out
 
 
-def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope: RopeParams | None = None) -> None:
-    """Store fresh tokens in their slots; with `rope`, rotate the keys on the way."""
+def write(
+    kv: KV,
+    slot_mapping: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    rope: RopeParams | None = None,
+    offset: Tensor | None = None,
+) -> None:
+    """Store fresh tokens in their slots; with `rope`, rotate the keys on the way, then subtract `offset` [G, D]."""
     T, G, D = k.shape
+    if offset is not None:
+        k = (rotate(k, pos.contiguous(), rope, torch.float32) if rope and T else k.float()) - offset
+        rope = None
     if kv.dtype in QUANTIZED_DTYPES:  # the largest number of a row is needed before the row is stored
         k = rotate(k, pos.contiguous(), rope, torch.float32) if rope and T else k
         k, v = quantized_slots.rotate(k), v.float()

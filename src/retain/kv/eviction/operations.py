@@ -133,7 +133,8 @@ def renumber(store: PageStore, pages: Ints, shift_keys: ShiftKeys | None) -> Non
         k, v = (x.reshape(*pos.shape, -1)[live][:, None] for x in store.backend.read(kv, p.flatten()))  # [n, 1, D]
         mass = kv.mass.transpose(1, 2)[slot // kv.page_size, slot % kv.page_size][live]  # [n, C]
         s = slot[live]
-        k = shift_keys(k[:, 0], (new - pos)[live])[:, None]
+        layers, heads, _ = live.nonzero(as_tuple=True)  # of all layers: none has a window
+        k = shift_keys(k[:, 0], (new - pos)[live], layers, heads)[:, None]
         store.backend.write(kv, s[None].int(), k, v, new[live])  # as one head of n tokens; this clears their mass
         kv.mass.transpose(1, 2)[s // kv.page_size, s % kv.page_size] = mass
     kv.pos.view(-1)[slot[live]] = new[live]

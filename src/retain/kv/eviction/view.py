@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-ShiftKeys = Callable[[Tensor, Tensor], Tensor]  # cached keys [n, D], offsets of their positions [n] -> keys [n, D]
+
+@dataclass(frozen=True)
+class ShiftKeys:
+    """Moves cached keys to other positions, for models with rotary positions."""
+
+    rotate: Callable[[Tensor, Tensor], Tensor]  # keys [n, D], by how many positions [n] -> keys [n, D]
+    key_offsets: Mapping[int, Tensor]  # by layer, float32 [G, D]: what cached keys lack (see models/decoder.py)
+
+    def __call__(self, keys: Tensor, positions: Tensor, layers: Tensor, heads: Tensor) -> Tensor:
+        """Rotate keys [n, D] of these layers [n] and kv heads [n] by these numbers of positions [n]."""
+        if not self.key_offsets:
+            return self.rotate(keys, positions)
+        offsets = torch.stack([offset for _, offset in sorted(self.key_offsets.items())]).to(keys.device)[layers, heads]
+        return self.rotate(keys + offsets, positions) - offsets
 
 
 @dataclass(frozen=True)
@@ -42,4 +56,4 @@ class CacheView:
         """Keys as they were before they were rotated by their position, float32 [M, G, S, D]."""
         if self.shift_keys is None:
             return self.keys
-        return self.shift_keys(self.keys.flatten(0, 2), -self.pos.flatten()).view_as(self.keys)
+        return self.shift_keys.rotate(self.keys.flatten(0, 2), -self.pos.flatten()).view_as(self.keys)

@@ -84,8 +84,9 @@ static void bind_program(nb::module_& m) {
       .def("clip", &Program::clip)
       .def("rope", &Program::rope)
       .def("attend",
-           [](Program& p, int qkv, int out, int layer, int H, int G, int D, float scale, Address slopes) {
-             p.attend(qkv, out, layer, {H, G, D}, scale, ptr<float>(slopes));
+           [](Program& p, int qkv, int out, int layer, int H, int G, int D, float scale, Address slopes,
+              Address key_offset) {
+             p.attend(qkv, out, layer, {H, G, D}, scale, ptr<float>(slopes), ptr<float>(key_offset));
            })
       .def("gather_rows", &Program::gather_rows)
       .def("buffer_address",

@@ -138,6 +138,7 @@ struct Program::AttentionOp {
   QkvLayout layout;
   float scale;
   const float* slopes;
+  const float* key_offset;  // [G, D], subtracted from keys; null where there is none
 
   AttentionArgs attention_args(const StepState& state) const {
     const StepArgs& s = state.step;
@@ -163,10 +164,18 @@ struct Program::AttentionOp {
     const AttentionArgs args = attention_args(state);
     if (member.id == 0) state.program.attention_.build(args, member.size);
     member.parallel_for(write.T, [&](int begin, int end) {
+      if (key_offset) subtract_offset(state, begin, end);
       for (int g = 0; g < layout.G; ++g) selected_isa().write(write, g, begin, end);
     });
     member.barrier();
     retain::attend(args, state.program.attention_, member);
+  }
+
+  void subtract_offset(const StepState& state, int begin, int end) const {
+    for (int t = begin; t < end; ++t) {
+      float* const k = state.data(qkv) + int64_t(t) * state.width(qkv) + layout.H * layout.D;
+      for (int i = 0; i < layout.G * layout.D; ++i) k[i] -= key_offset[i];
+    }
   }
 
   void check(const StepState& state) const {
@@ -221,8 +230,9 @@ void Program::activation(int in, int out, Activation kind, int n, bool gated) {
 }
 void Program::clip(int buffer, float limit) { push(ClipOp{buffer, limit}); }
 void Program::rope(int buffer, int table, int heads, int D) { push(RopeOp{buffer, table, heads, D}); }
-void Program::attend(int qkv, int out, int layer, QkvLayout layout, float scale, const float* slopes) {
-  push_checked(AttentionOp{qkv, out, layer, layout, scale, slopes});
+void Program::attend(int qkv, int out, int layer, QkvLayout layout, float scale, const float* slopes,
+                     const float* key_offset) {
+  push_checked(AttentionOp{qkv, out, layer, layout, scale, slopes, key_offset});
 }
 void Program::gather_rows(int in, int out) { push_checked(GatherRowsOp{in, out}); }
 

@@ -46,7 +46,7 @@ class Program {
   void activation(int in, int out, Activation, int n, bool gated);
   void clip(int buffer, float limit);
   void rope(int buffer, int table, int heads, int D);
-  void attend(int qkv, int out, int layer, QkvLayout, float scale, const float* slopes);
+  void attend(int qkv, int out, int layer, QkvLayout, float scale, const float* slopes, const float* key_offset);
   void gather_rows(int in, int out);  // keeps the rows of logits_indices; later operations run on these only
 
   // Returns the rows of a buffer after the last `run`. They are valid until the next `run` that begins at 0.
