@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from retain import LLM, SamplingParams
+from retain.fit import statistics
 from retain.fit.dense import DenseModel, LayerAttention
 from retain.fit.evaluation import hold_out, kl_divergence
 from retain.fit.gate import score_columns
 from retain.fit.ridge import LINEAR_PENALTY, LOG_PENALTY, Moments
 from retain.fit.statistics import TARGET_FLOOR, Collector, FirstReading, Statistics
 from retain.gates.loader import SUFFIX
+from retain.kernels import reference
 from retain.kv.capacity import KVCacheSpec
 from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS
 from retain.kv.eviction.policies import gate as gate_policy
@@ -46,10 +48,21 @@ def test_a_gate_is_fitted_on_the_numbers_that_a_cache_gives_it(family: str, monk
         return priority(self, view)
 
     monkeypatch.setattr(gate_policy.Policy, "priority", record)
+    for name in ("round_keys", "round_8bit"):
+        monkeypatch.setattr(statistics, name, lambda x: x)
     run_to_completion(make_engine(family), [make_request(PROMPT, 2, "gate:budget=30,recent=9,share=none")])
     found = Collector(model, "reread", lambda prompt: [prompt]).collect(EXAMPLE)
     expected = score_columns(gate, found.columns).clamp(LOWEST, HIGHEST)
     assert torch.allclose(ranked[0][..., : len(PROMPT)], expected, atol=1e-3)
+
+
+def test_a_gate_is_fitted_on_keys_and_values_as_8_bits_hold_them() -> None:
+    k, v = torch.randn(2, 16, 1, 24, generator=torch.Generator().manual_seed(1))
+    kv = reference.allocate(2, 16, 24, torch.int8)
+    reference.write(kv, torch.arange(16, 32, dtype=torch.int32)[None], k, v, torch.arange(16, dtype=torch.int32))
+    held_k, held_v = reference.read(kv, torch.tensor([1]))
+    assert torch.equal(statistics.round_keys(k[:, 0]), held_k[0])
+    assert torch.equal(statistics.round_8bit(v[:, 0]), held_v[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from retain.fit.dense import DenseModel, LayerAttention
+from retain.kernels.quantized_slots import dequantize, quantize, rotate
 from retain.kv.eviction.gate_weights import changing_logs, fixed_logs
 from retain.processing.examples import Example
 
@@ -77,6 +78,16 @@ def sum_rereads(model: DenseModel, prompt: list[int], rereads: Sequence[Sequence
     return sums
 
 
+def round_keys(k: Tensor) -> Tensor:
+    """Return keys as slots of 8 bits hold them. A gate then learns what rounding leaves of them, at any precision."""
+    return rotate(round_8bit(rotate(k)))
+
+
+def round_8bit(x: Tensor) -> Tensor:
+    """Return numbers [..., D] as slots of 8 bits hold them."""
+    return dequantize(*quantize(x))
+
+
 class FirstReading:
     """Record the columns of a prompt's tokens, and what its answer takes of them, layer by layer."""
 
@@ -92,7 +103,7 @@ class FirstReading:
         if self.model.spec.windows[found.layer] is not None:
             return
         n = self.prompt_len
-        k, v, pos = found.keys[:, :n].detach(), found.values[:, :n].detach(), torch.arange(n)
+        k, v, pos = round_keys(found.keys[:, :n].detach()), round_8bit(found.values[:, :n].detach()), torch.arange(n)
         mass = found.weights[:, :, :n, :n].detach().sum((1, 2))  # [G, n]
         if ropes := self.model.decoder.ropes:
             unrotated = ropes[0].shift(k.flatten(0, 1), -pos.repeat(len(k))).view_as(k)
