@@ -85,6 +85,11 @@ class ListHead:
         self.values[indices] = dequantize_4bit(*quantize_4bit(self.values[indices]))
 
     @property
+    def since_reread(self) -> Tensor:
+        """The mass that each token got from the answer, float64 [n]."""
+        return (self.masses.sum(1) - self.reread).clamp(min=0)
+
+    @property
     def position_list(self) -> list[int]:
         return self.positions.tolist()
 
@@ -205,15 +210,19 @@ class ListModel:
         return {j: max(masses[j]) if policy.heads == "kv-max" else sum(masses[j]) for j in free}
 
     def larger_shares(self, layer: int, g: int, free: list[int]) -> dict[int, float]:
-        """Return of each token the larger share: of what the prompt got before the answer, or from the answer."""
+        """Return of each token the larger share: of what the prompt got before the answer, or from the answer.
+
+        Shares are of all tokens of the prompt that are there in the same precision: the two are ranked apart.
+        """
         heads = [head for (i, _), head in self.heads.items() if i in self.full_layers]
-        in_prompt = [head.positions < self.prompt_len for head in heads]
-        before = sum(float(head.reread[mask].sum()) for head, mask in zip(heads, in_prompt, strict=True))
-        since = [(head.masses.sum(1) - head.reread).clamp(min=0) for head in heads]
-        after = sum(float(x[mask].sum()) for x, mask in zip(since, in_prompt, strict=True))
+        sums = torch.zeros(2, 2, dtype=torch.float64)  # before and since the answer began; exact and demoted
+        for head in heads:
+            for is_demoted in (False, True):
+                mask = (head.positions < self.prompt_len) & (head.demoted == is_demoted)
+                sums[:, int(is_demoted)] += torch.stack((head.reread[mask].sum(), head.since_reread[mask].sum()))
         head = self.heads[layer, g]
-        answer = (head.masses.sum(1) - head.reread).clamp(min=0)
-        return {j: max(float(head.reread[j]) / before, float(answer[j]) / after) for j in free}
+        shares = torch.stack((head.reread, head.since_reread)) / sums[:, head.demoted.long()]
+        return {j: float(shares[:, j].max()) for j in free}
 
     def gate_score(self, layer: int, g: int, j: int) -> float:
         """Return the score of one token under the random gate."""

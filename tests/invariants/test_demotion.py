@@ -13,7 +13,6 @@ from retain.engine.engine import Engine
 from retain.kv.eviction import policies
 from retain.processing.examples import Example
 from retain.tune.candidates import mean_bytes
-from tests.helpers.attention_case import assert_close
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow
@@ -71,7 +70,15 @@ def test_an_independent_implementation_with_lists_keeps_and_demotes_the_same_tok
             k, v = (x.flatten(0, 1)[pos >= 0] for x in engine.cache.backend.read(demoted.store.kv, pages.long()))
             order = pos[pos >= 0].argsort()
             held = torch.stack((head.keys, head.values), 1)[head.demoted]
-            assert_close(torch.stack((k, v), 1)[order], held)
+            assert_rounded_alike(torch.stack((k, v), 1)[order], held)
+
+
+def assert_rounded_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check tokens [n, 2, D] that were rounded to 4 bits: equal, but for a few whose last bits fell on a boundary."""
+    largest = expected.abs().amax((1, 2))
+    error = (found - expected).abs().amax((1, 2))
+    assert (error <= largest).all()
+    assert (error > 2**-7 * largest).sum() <= 1 + 0.02 * len(expected)  # the scales are rounded to bfloat16
 
 
 def run(family: str, prompts: list[list[int]], **options: Any) -> tuple[list[list[int]], Engine]:
