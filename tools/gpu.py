@@ -170,7 +170,7 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     qkv, out = p.buffer("qkv", (R + 2) * G * D), p.buffer("o", R * G * D)
     if slopes is None:
         p.rope(qkv, torch.ones(D // 2), 1.0, False, (R + 1) * G, D)
-    p.attend(qkv, out, 0, (R * G, G, D), 0.1, slopes)
+    p.attend(qkv, out, 0, (R * G, G, D), 0.1, slopes, torch.zeros(G, D))
     pos = torch.ones(T, dtype=torch.int32)
     step = forward.DeviceStep(
         kv=kv,
