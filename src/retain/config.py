@@ -45,7 +45,8 @@ class Config:
     tier: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "offloading tier of prefix pages: ram:capacity=4GiB, disk:path=DIR,capacity=50GiB (may be repeated)"
+            "help": "offloading tier of prefix pages: ram:capacity=4GiB, disk:path=DIR,capacity=50GiB, "
+            "remote:url=s3://BUCKET/FOLDER (may be repeated)"
         },
     )
     speculate: str | None = field(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from xxhash import xxh3_128
@@ -30,7 +31,8 @@ from retain.kv.offload import tiers
 from retain.kv.offload.manager import Offloader
 from retain.kv.offload.selective.block_cache import BlockCache
 from retain.kv.offload.selective.repack import ProbeConfig
-from retain.kv.offload.tiers import disk, ram
+from retain.kv.offload.span import SpanFormat
+from retain.kv.offload.tiers import ram
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
 from retain.models.decoder import ModelSpec
 from retain.models.weights import open_weights
@@ -140,18 +142,14 @@ def build_offload(
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""
     machine = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")
     fingerprint = xxh3_128(repr((format, isinstance(prefix_config, SelectiveConfig), machine)).encode())
-    if any(isinstance(t, disk.Tier) for t in tier_configs):  # outlives the process, so the weights count too
+    if any(not isinstance(t, ram.Tier) for t in tier_configs):  # outlives the process, so the weights count too
         for file in [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]:
             with file.open("rb") as f:
                 while block := f.read(2**24):
                     fingerprint.update(block)
-    offloader = open_offload_tiers(prefix_config, tier_configs, cache, spec, fingerprint.digest())
     shown = {"model": path.name, "weights": config.weights, "dtype": dtype, "page_size": kv.page_size}
     shown |= {"machine and version": " ".join(machine)}
-    for store in offloader.stores:
-        if isinstance(store, disk.DiskStore):
-            offloader.formats |= store.store_index.register_format(offloader.model_fingerprint, shown)
-    return offloader
+    return open_offload_tiers(prefix_config, tier_configs, cache, spec, fingerprint.digest(), shown)
 
 
 def open_offload_tiers(
@@ -160,10 +158,11 @@ def open_offload_tiers(
     cache: KVCacheManager,
     spec: ModelSpec,
     model_fingerprint: bytes,
+    description: dict[str, Any] | None = None,
 ) -> Offloader:
-    """Open tiers for a model of this fingerprint. Raises ValueError or OSError.
+    """Open tiers for a model of this fingerprint, `description` for people. Raises ValueError or OSError.
 
-    Memory tiers are searched before disks. With selective loading, a memory tier caches blocks that were read.
+    The nearest tiers are searched first. With selective loading, a memory tier caches blocks that were read.
     """
     memory = [t for t in tier_configs if isinstance(t, ram.Tier)]
     probe_config, block_cache = None, None
@@ -172,9 +171,12 @@ def open_offload_tiers(
         block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
         tier_configs = [t for t in tier_configs if t not in memory]
         if not tier_configs:
-            raise ValueError("prefix_cache=selective loads from a disk: give --tier disk:path=DIR,capacity=SIZE")
+            raise ValueError("prefix_cache=selective loads from a tier: give --tier disk:path=DIR,capacity=SIZE")
     elif memory and memory[0].evict == "importance":
         raise ValueError("evict=importance goes by what is important: it is for prefix_cache=selective")
-    opened = sorted((t.open() for t in tier_configs), key=lambda s: s.write_through)
+    kv, num_full = cache.kv, cache.spec.windows.count(None)
+    page_bytes = (num_full or len(spec.windows)) * spec.num_kv_heads * (kv.k[0].nbytes + kv.v[0].nbytes)
+    span_format = SpanFormat(model_fingerprint, description or {}, page_bytes)
+    opened = sorted((t.open(span_format) for t in tier_configs), key=lambda s: s.distance)
     log.info("tiers: %s", ", ".join(s.name for s in opened))
-    return Offloader(opened, cache.kv, spec.num_kv_heads, model_fingerprint, probe_config, block_cache)
+    return Offloader(opened, kv, spec.num_kv_heads, model_fingerprint, probe_config, block_cache)

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=0)  # the seed of a
 class AlwaysLoad(LoadCostModel):
     """Load every prefix that a tier has, whatever the cost model measured."""
 
-    def should_load(self, bytes_by_store: dict[str, int], num_tokens: int) -> bool:
+    def should_load(
+        self, bytes_by_store: dict[str, int], num_tokens: int, latency: float = 0.0, time_limit: float = inf
+    ) -> bool:
         return True
 
 

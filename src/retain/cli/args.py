@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import typing
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Collection, Mapping
@@ -92,22 +93,26 @@ def build_parser() -> CommandParser:
     add_arguments(fit, Config, include=("model",))
     add_arguments(fit, FitConfig)
     fit.add_argument("--json", action="store_true", help="print one JSON object")
-    cache = commands.add_parser("cache", help="look after a store of --tier disk, and explain prefix misses")
+    cache = commands.add_parser("cache", help="look after the store of a tier, and explain prefix misses")
     _add_cache_actions(cache, quiet)
     return parser
 
 
 def _add_cache_actions(cache: CommandParser, quiet: CommandParser) -> None:
-    actions = cache.add_subparsers(dest="action", required=True, metavar="ls | verify | clear | why")
+    actions = cache.add_subparsers(dest="action", required=True, metavar="ls | verify | clear | sweep | why")
     for name, help in (
-        ("ls", "list the spans of a store of --tier disk"),
+        ("ls", "list the spans of a store"),
         ("verify", "check a store, and remove what is damaged"),
-        ("clear", "remove every span of a store"),
+        ("clear", "remove every span of a store of --tier disk"),
+        ("sweep", "remove old spans of a store of --tier remote"),
     ):
         action = actions.add_parser(name, parents=[quiet], help=help)
-        action.add_argument("path", metavar="DIR", help="the store")
+        action.add_argument("path", metavar="STORE", help="the folder of --tier disk, or remote:url=s3://BUCKET/FOLDER")
         if name == "ls":
             action.add_argument("--json", action="store_true", help="a JSON line for each span")
+        if name == "sweep":
+            action.add_argument("--max-bytes", type=parse_size, default=2**62, help="keep the newest, up to this size")
+            action.add_argument("--max-age", type=float, default=math.inf, metavar="DAYS", help="remove what is older")
     why = actions.add_parser("why", parents=[quiet], help="say what a cache would have of recorded requests, and why")
     why.add_argument(
         "files", nargs="+", metavar="FILE", help="JSON bodies of requests, one or one a line, in order; or a text"

@@ -1,4 +1,4 @@
-"""`retain cache ls | verify | clear | why`: look after the store of a disk tier, and explain prefix misses."""
+"""`retain cache ls | verify | clear | sweep | why`: look after the store of a tier, and explain prefix misses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+from retain.cli import cache_remote
 from retain.kv.offload.sqlite_index import list_spans
 from retain.kv.offload.tiers.disk import DiskStore, Tier
 
@@ -17,13 +18,26 @@ UNLIMITED = 2**62  # bytes
 
 
 def cache(args: Namespace) -> int:
-    """List, verify or clear a store, or explain what a cache would have of recorded requests."""
+    """List, verify, clear or sweep a store, or explain what a cache would have of recorded requests."""
     if args.action == "why":
         return _explain_files(args)
+    if ":" in args.path and args.action != "clear":
+        return _manage_bucket(args)
+    if args.action == "sweep":
+        raise ValueError("a store on a disk has a capacity, and sweeps itself: sweep is for remote:url=...")
     path = Path(args.path)
     if args.action == "ls":
         return list_store(path, args.json)
     return verify_store(path) if args.action == "verify" else clear_store(path)
+
+
+def _manage_bucket(args: Namespace) -> int:
+    tier = cache_remote.parse_remote(args.path)
+    if args.action == "ls":
+        return cache_remote.list_bucket(tier, args.json)
+    if args.action == "verify":
+        return cache_remote.verify_bucket(tier)
+    return cache_remote.sweep_bucket(tier, args.max_bytes, args.max_age)
 
 
 def _explain_files(args: Namespace) -> int:

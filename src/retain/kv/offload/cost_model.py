@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from math import inf
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +26,21 @@ class LoadCostModel:
         rate = num_bytes / seconds
         self.read_rates[store] = (self.read_rates.get(store, rate) + rate) / 2
 
-    def should_load(self, bytes_by_store: dict[str, int], num_tokens: int) -> bool:
-        """Whether reading these bytes takes less time than computing the tokens. Unknown rates cost nothing.
+    def compute_seconds(self, num_tokens: int) -> float | None:
+        """Return the seconds that computing so many tokens takes; None before anything was computed."""
+        return None if self.compute_rate is None else num_tokens / self.compute_rate
 
-        Each refusal raises the rates of its stores by 2 %, so that a store that was slow once is tried again.
+    def should_load(
+        self, bytes_by_store: dict[str, int], num_tokens: int, latency: float = 0.0, time_limit: float = inf
+    ) -> bool:
+        """Whether reading these bytes takes less time than computing the tokens, and less than `time_limit`.
+
+        `latency` seconds pass before the first byte. Unknown rates cost nothing. Each refusal raises
+        the rates of its stores by 2 %, so that a store that was slow once is tried again.
         """
         known = {s: n / self.read_rates[s] for s, n in bytes_by_store.items() if s in self.read_rates}
-        if self.compute_rate is None or sum(known.values()) < num_tokens / self.compute_rate:
+        compute_seconds = self.compute_seconds(num_tokens)
+        if latency + sum(known.values()) < min(inf if compute_seconds is None else compute_seconds, time_limit):
             return True
         slowest = max(known, key=lambda s: known[s], default=None)
         if slowest and slowest not in self._slow_stores:
@@ -40,7 +49,7 @@ class LoadCostModel:
                 "tier %s is slow: it reads %.1f MB/s, and computing %.0f tokens/s is sooner done (logged once)",
                 slowest,
                 self.read_rates[slowest] / 1e6,
-                self.compute_rate,
+                self.compute_rate or 0,
             )
         self.read_rates |= {s: 1.02 * self.read_rates[s] for s in known}
         return False

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from itertools import chain
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,18 @@ from retain.types import Bytes
 class LayerLoader:
     """The load of one row. All layers are submitted at once, the first layers of the model first.
 
-    `failed` is set when a read fails; the row then has to be computed.
+    `failed` is set when a read fails, or is not done `time_limit` seconds from now; the row then has to be computed.
     """
 
-    def __init__(self, offloader: Offloader, jobs_by_layer: dict[int, list[ReadJob]]):
+    def __init__(self, offloader: Offloader, jobs_by_layer: dict[int, list[ReadJob]], time_limit: float):
         self.offloader, self.failed, self.cancelled = offloader, False, False
+        self.deadline = monotonic() + time_limit
         self.bytes_read: dict[str, int] = {}  # by store
         self.loaded_spans: set[tuple[Store, Span]] = set()  # spans of which every block was loaded
         self.started_at = self.finished_at = perf_counter()
         self.readers: dict[Span, SpanReader] = {}
         for job in chain.from_iterable(jobs_by_layer.values()):
-            self._open_reader(job.store, job.span, job.store.open)
+            self._open_reader(job.store, job.span, partial(job.store.open, deadline=self.deadline))
         offloader.transfer.fence()
         self.layer_futures: dict[int, Future[Any]] = {
             layer: offloader.read_executor.submit(self._load_layer, jobs)
@@ -74,6 +76,8 @@ class LayerLoader:
     def _fail(self, store: Store, span: Span, error: Exception) -> None:
         """Mark the load as failed, and remove the span from its store."""
         self.failed = True
+        if isinstance(error, TimeoutError) and (num_bytes := self.bytes_read.get(store.name)):
+            self.offloader.cost_model.record_read(store.name, num_bytes, perf_counter() - self.started_at)
         self.offloader.warnings.warn(f"tier {store.name}: a span could not be loaded and is dropped", error)
         store.delete(span, is_corrupted=isinstance(error, CorruptionError))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from hashlib import blake2b
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.offload.selective.block_cache import BlockCache, CachedReader
 from retain.kv.offload.selective.repack import ProbeConfig, Repacker
 from retain.kv.offload.span import Span, SpanRange, SpanReader, Store
-from retain.kv.offload.sqlite_index import StoredSpan
 from retain.kv.offload.transfer import create_transfer
 from retain.kv.offload.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
@@ -54,7 +54,8 @@ class Offloader:
         self.probe_config = probe_config
         self.repacker = Repacker(probe_config, kv, self.warnings) if probe_config else None
         self.block_cache = block_cache
-        self.formats: dict[bytes, dict[str, Any]] = {}  # what the fingerprints in the stores mean, this one's too
+        # What the fingerprints in the stores mean, this one's too.
+        self.formats: dict[bytes, dict[str, Any]] = {k: v for s in stores for k, v in s.formats.items()}
         self._scratch: Floats = np.empty(0, np.float32)
 
     # ---- finding -------------------------------------------------------------------------------------------------
@@ -103,7 +104,14 @@ class Offloader:
             bytes_by_store[r.store.name] = bytes_by_store.get(r.store.name, 0) + size
         for store in self.stores:
             store.touch([r.span for r in ranges if r.store is store])
-        return self.cost_model.should_load(bytes_by_store, num_tokens)
+        stores = [r.store for r in ranges]
+        latency = max((store.latency for store in stores), default=0.0)
+        return self.cost_model.should_load(bytes_by_store, num_tokens, latency, self.time_limit(stores, num_tokens))
+
+    def time_limit(self, stores: Sequence[Store], num_tokens: int) -> float:
+        """Return the seconds that a load from these stores may take beside computing so many tokens."""
+        compute_seconds = self.cost_model.compute_seconds(num_tokens)
+        return min((store.time_limit(compute_seconds) for store in stores), default=inf)
 
     # ---- offloading ----------------------------------------------------------------------------------------------
 
@@ -189,11 +197,11 @@ class Offloader:
         for r in ranges or ([windows] if windows else []):
             self.num_loaded_tokens[r.store.name] += (r.end - r.begin) * self.kv.page_size
 
-    def open_span(self, store: Store, span: Span) -> SpanReader:
+    def open_span(self, store: Store, span: Span, deadline: float) -> SpanReader:
         """Open a span, with reads through the block cache if there is one. Raises OSError."""
-        reader = store.open(span)
-        if self.block_cache and isinstance(span, StoredSpan):
-            return CachedReader(reader, self.block_cache, span, span.file_number)
+        reader = store.open(span, deadline)
+        if self.block_cache and span.content_id is not None:
+            return CachedReader(reader, self.block_cache, span, span.content_id)
         return reader
 
     def scratch_buffer(self, num_pages: int) -> Floats:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 from time import time
 from typing import Any, Protocol
 
@@ -46,6 +47,11 @@ class Span:
         self.offsets = [0, *accumulate(aligned)]  # of each layer, of the metadata, and the end
 
     @property
+    def content_id(self) -> int | None:
+        """Identify the span's bytes for caches of blocks; None: its blocks are in memory already."""
+        return None
+
+    @property
     def size(self) -> int:
         """Size in bytes, padding included."""
         return self.offsets[-1]
@@ -59,6 +65,18 @@ class Span:
         """Return a view of the metadata in the span's bytes."""
         begin = self.offsets[-2]
         return data[begin : begin + self.metadata_bytes]
+
+
+@dataclass(frozen=True)
+class SpanFormat:
+    """Whose keys and values spans hold. Keys of spans are chained from the fingerprint."""
+
+    fingerprint: bytes = bytes(16)  # of the model, the precision and whatever else changes K or V
+    description: dict[str, Any] = field(default_factory=dict)  # the same for people
+    page_bytes: int = 0  # of a page of a text, in all layers without a window
+
+
+UNKNOWN_FORMAT = SpanFormat()
 
 
 class CorruptionError(OSError):
@@ -109,6 +127,13 @@ class Store(Protocol):
     name: str  # of its tier
     max_keys: int  # most keys of a span
     write_through: bool  # True: it takes pages when they are computed. False: when the pool evicts them
+    distance: int  # the nearest stores are searched first
+    formats: dict[bytes, dict[str, Any]]  # descriptions of the fingerprints whose spans it may have
+
+    @property
+    def latency(self) -> float:
+        """Seconds until the first byte of a read, about."""
+        ...
 
     def find(self, key: bytes) -> tuple[Span, int] | None:
         """Return the span that has the key, and the key's index in it."""
@@ -116,6 +141,10 @@ class Store(Protocol):
 
     def touch(self, spans: Sequence[Span]) -> None:
         """Record a use of these spans."""
+        ...
+
+    def time_limit(self, compute_seconds: float | None) -> float:
+        """Return the seconds that a load may take of tokens that take `compute_seconds` to compute (None: unknown)."""
         ...
 
     def contains(self, key: bytes) -> bool:
@@ -133,8 +162,11 @@ class Store(Protocol):
         """
         ...
 
-    def open(self, span: Span) -> SpanReader:
-        """Open a span for reading; it stays readable if the store evicts it. Raises OSError."""
+    def open(self, span: Span, deadline: float = inf) -> SpanReader:
+        """Open a span for reading; it stays readable if the store evicts it. Raises OSError.
+
+        Readers of stores with a time limit raise TimeoutError after `deadline`, a time of `monotonic`.
+        """
         ...
 
     def delete(self, span: Span, is_corrupted: bool = False) -> None:

@@ -21,11 +21,9 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from xxhash import xxh3_64_intdigest
-
+from retain.kv.offload.checksums import checksum
 from retain.kv.offload.span import Span
 from retain.kv.offload.store_folder import INDEX_FILES, is_complete, prepare_folder, remove_file
-from retain.types import Bytes
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +64,11 @@ class StoredSpan(Span):
             checksums=checksums,
             created_at=span.last_used_at,
         )
+
+    @property
+    def content_id(self) -> int:
+        """Identify the span's bytes in this store."""
+        return self.file_number
 
     @property
     def fixed_columns(self) -> dict[str, Any]:
@@ -250,8 +253,3 @@ def _open_database(path: Path) -> sqlite3.Connection:
                 (path / name).unlink(missing_ok=True)
             prepare_folder(path)
     raise OSError(f"the index of the store {path} cannot be created")
-
-
-def checksum(data: bytes | Bytes) -> int:
-    """Return a 64-bit checksum (xxHash3)."""
-    return xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)

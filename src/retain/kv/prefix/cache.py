@@ -169,7 +169,13 @@ class PrefixCache:
     def _start_load(
         self, offloader: Offloader, row: int, plan: AttachPlan, jobs: dict[int, list[ReadJob]]
     ) -> LayerLoader:
-        return LayerLoader(offloader, jobs)
+        return LayerLoader(offloader, jobs, self._time_limit(offloader, plan))
+
+    def _time_limit(self, offloader: Offloader, plan: AttachPlan) -> float:
+        """Return the seconds that a load may take."""
+        ranges = [*plan.span_ranges, *([plan.offloaded_windows] if plan.offloaded_windows else [])]
+        num_tokens = plan.length - plan.pages.shape[-1] * self.tables.page_size
+        return offloader.time_limit([r.store for r in ranges], max(num_tokens, self.tables.page_size))
 
     def _start_selective_load(
         self, offloader: Offloader, row: int, plan: AttachPlan, jobs: dict[int, list[ReadJob]]
@@ -194,6 +200,7 @@ class PrefixCache:
             pages=t.pages[row, layers, :, first:end].copy(),
             trim_pages=trim,
             other_jobs=jobs,
+            time_limit=self._time_limit(offloader, plan),
         )
 
     # ---- loads in progress ---------------------------------------------------------------------------------------

@@ -68,10 +68,10 @@ class BlockCache:
 
 
 class CachedReader:
-    """Reads a span through a block cache. `file_number` identifies the span's present bytes on the disk."""
+    """Reads a span through a block cache. `content_id` identifies the span's bytes."""
 
-    def __init__(self, reader: SpanReader, block_cache: BlockCache, span: Span, file_number: int):
-        self.reader, self.block_cache, self.span, self.file_number = reader, block_cache, span, file_number
+    def __init__(self, reader: SpanReader, block_cache: BlockCache, span: Span, content_id: int):
+        self.reader, self.block_cache, self.span, self.content_id = reader, block_cache, span, content_id
         self.attention_shares: Floats | None = None  # of each block [M, n], relative to the average
 
     def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
@@ -104,7 +104,7 @@ class CachedReader:
         self.reader.close()
 
     def _block_key(self, layer: int, block: int) -> bytes:
-        return pack("<qii", self.file_number, layer, block)
+        return pack("<qii", self.content_id, layer, block)
 
     def _attention_share(self, layer: int, block: int) -> float:
         return 1.0 if self.attention_shares is None else float(self.attention_shares[layer, block])

@@ -50,8 +50,9 @@ class SelectiveLoader(LayerLoader):
         pages: Ints,
         trim_pages: Callable[[int, int], None],
         other_jobs: dict[int, list[ReadJob]],
+        time_limit: float,
     ):
-        super().__init__(offloader, other_jobs)
+        super().__init__(offloader, other_jobs, time_limit)
         self.probe_config, self.ranges, self.pages, self.trim_pages = probe_config, ranges, pages, trim_pages
         self.layer_index = {layer: m for m, layer in enumerate(layers)}
         self.num_selected_blocks: dict[int, int] = {}  # by index of the layer
@@ -63,7 +64,8 @@ class SelectiveLoader(LayerLoader):
         self.idle = Event()  # set while the step waits for no read
         self.idle.set()
         for r in ranges:
-            self._open_reader(r.store, r.span, partial(offloader.open_span, r.store))
+            open_reader = partial(offloader.open_span, r.store, deadline=self.deadline)
+            self._open_reader(r.store, r.span, open_reader)
         if self.failed:
             return
         self.metadata_futures = [offloader.read_executor.submit(self._read_metadata, r) for r in ranges]

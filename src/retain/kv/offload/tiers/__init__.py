@@ -1,7 +1,7 @@
 """Tiers: where pages go that the pool has no room for, or that must outlive the process.
 
 A tier is one file of this package, selected by its name: `parse("disk:path=store,capacity=50GiB")`. The file defines
-`class Tier`, a frozen dataclass whose fields are the tier's options. Its method `open()` returns a `Store`.
+`class Tier`, a frozen dataclass whose fields are the tier's options. Its method `open` returns a `Store`.
 Does not depend on: texts, requests, the layout of K and V.
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from retain.kv.offload.span import Store
+from retain.kv.offload.span import UNKNOWN_FORMAT, SpanFormat, Store
 from retain.plugins import load_plugin, parse_spec, plugin_names
 
 
 class Tier(Protocol):
     """The options of a tier."""
 
-    def open(self) -> Store:
-        """Open the store. Raises ValueError if it must not be used, and OSError if it cannot be opened."""
+    def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> Store:
+        """Open the store for spans of a format. Raises ValueError if it must not be used, OSError if it cannot be."""
         ...
 
 

@@ -16,16 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
-import numpy as np
-
+from retain.kv.offload.checksums import span_checksums, verify_blocks
 from retain.kv.offload.direct_io import open_direct, sync_folder, write_and_sync
 from retain.kv.offload.index import SpanIndex
-from retain.kv.offload.span import IO_ALIGNMENT, CorruptionError, Span, alloc_aligned
-from retain.kv.offload.sqlite_index import StoredSpan, StoreIndex, checksum
+from retain.kv.offload.span import IO_ALIGNMENT, UNKNOWN_FORMAT, CorruptionError, Span, SpanFormat, alloc_aligned
+from retain.kv.offload.sqlite_index import StoredSpan, StoreIndex
+from retain.kv.offload.throttle import Throttle
 from retain.kv.offload.warning_log import WarningLog
 from retain.plugins import Size, check_choice
 from retain.threads import reset_cpu_affinity
@@ -50,23 +50,26 @@ class Tier:
         if self.read is not None and self.read < 1:
             raise ValueError("read is at least 1 byte a second")
 
-    def open(self) -> DiskStore:
-        """Open the store in the folder, which is created if needed."""
-        return DiskStore(self)
+    def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> DiskStore:
+        """Open the store in the folder, which is created if needed, and remember the format there."""
+        store = DiskStore(self)
+        if span_format.description:
+            store.formats = store.store_index.register_format(span_format.fingerprint, span_format.description)
+        return store
 
 
 class DiskStore:
     """A store in a folder. See `Store` for its methods. One thread writes, and only that thread uses the database."""
 
-    name, max_keys, write_through = "disk", 16, True
+    name, max_keys, write_through, distance, latency = "disk", 16, True, 1, 0.0
 
     def __init__(self, options: Tier):
         self.options, self.span_index = options, SpanIndex(options.capacity, options.evict)
         self.counts = dict.fromkeys(("written", "read", "evicted", "damaged", "failed", "skipped"), 0)
-        self.warnings = WarningLog(log)
+        self.warnings, self.throttle = WarningLog(log), Throttle(options.read)
+        self.formats: dict[bytes, dict[str, Any]] = {}  # of all engines that used the folder
         self._lock = threading.Lock()  # for the span index and for all that follows
         self._queued_bytes, self._in_flight_keys, self._touched_spans = 0, set[bytes](), set[StoredSpan]()
-        self._next_read_at = 0.0  # when the next read may start, if `read` limits them
         self.store_index = StoreIndex(Path(options.path).expanduser())
         self._last_file_number = 0
         try:
@@ -108,6 +111,10 @@ class DiskStore:
             self.span_index.touch(spans)
             self._touched_spans |= {s for s in spans if isinstance(s, StoredSpan)}
 
+    def time_limit(self, compute_seconds: float | None) -> float:
+        """Return no limit: reads of a local disk are not given up."""
+        return inf
+
     def contains(self, key: bytes) -> bool:
         """Whether a span has the key, or a span that is being written will have it."""
         return key in self._in_flight_keys or self.span_index.find(key) is not None
@@ -129,7 +136,7 @@ class DiskStore:
             self._queued_bytes += span.size
         self.writer.submit(self._write, span, data, replaces)
 
-    def open(self, span: Span) -> DiskReader:
+    def open(self, span: Span, deadline: float = inf) -> DiskReader:
         """Open a span's file for reading. Raises OSError."""
         assert isinstance(span, StoredSpan)
         return DiskReader(self, span, open_direct(self.store_index.file_path(span.file_number), os.O_RDONLY))
@@ -142,6 +149,12 @@ class DiskStore:
             self.counts["damaged"] += is_corrupted and was_indexed
         if was_indexed:
             self.writer.submit(self._run_logged, "delete a span", lambda: self.store_index.delete([span.file_number]))
+
+    def begin_read(self, num_bytes: int) -> None:
+        """Count a read, and wait until the limit on reads allows it."""
+        with self._lock:
+            self.counts["read"] += num_bytes
+        self.throttle.wait(num_bytes)
 
     def stats(self) -> dict[str, Any]:
         """Return spans, bytes and capacity, and the counts since the store was opened."""
@@ -215,9 +228,7 @@ class DiskStore:
         self.counts["evicted"] += len(victims)
         self.store_index.delete([s.file_number for s in victims if isinstance(s, StoredSpan)])
         self._last_file_number += 1
-        sums = [checksum(block) for layer in range(len(span.num_blocks)) for block in span.view_layer(data, layer)]
-        sums.append(checksum(span.view_metadata(data)))
-        stored = StoredSpan.from_span(span, self._last_file_number, np.array(sums, np.uint64).tobytes())
+        stored = StoredSpan.from_span(span, self._last_file_number, span_checksums(span, data))
         file = self.store_index.file_path(stored.file_number)
         draft = file.with_suffix(".tmp")
         try:
@@ -236,17 +247,6 @@ class DiskStore:
             if replaces:
                 self.span_index.remove(replaces)
 
-    # ---- called by readers ---------------------------------------------------------------------------------------
-
-    def throttle(self, num_bytes: int) -> None:
-        """Count a read, and wait until the limit on reads allows it."""
-        with self._lock:
-            self.counts["read"] += num_bytes
-            if not self.options.read:
-                return
-            self._next_read_at = ready = max(monotonic(), self._next_read_at) + num_bytes / self.options.read
-        sleep(max(ready - monotonic(), 0))
-
 
 class DiskReader:
     """Reads a span's file, and compares each block with its checksum."""
@@ -255,7 +255,6 @@ class DiskReader:
 
     def __init__(self, store: DiskStore, span: StoredSpan, fd: int):
         self.store, self.span, self.fd = store, span, fd
-        self.checksums = np.frombuffer(span.checksums, np.uint64)
         self.checksum_offsets = [0, *accumulate(span.num_blocks)]
 
     def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
@@ -280,17 +279,14 @@ class DiskReader:
         if len(getattr(self.thread_local, "buffer", ())) < aligned:
             self.thread_local.buffer = alloc_aligned(aligned)
         buffer: Bytes = self.thread_local.buffer
-        self.store.throttle(aligned)
+        self.store.begin_read(aligned)
         if os.preadv(self.fd, [buffer[:aligned].data], offset - skipped) < skipped + size:
             raise CorruptionError(f"file {self.span.file_number} is shorter than it was written")
         return buffer[skipped : skipped + size]
 
     def _verify(self, blocks: Bytes, first_checksum: int) -> Bytes:
         """Return the blocks if their checksums match. Raises CorruptionError."""
-        expected = self.checksums[first_checksum : first_checksum + len(blocks)]
-        if [checksum(block) for block in blocks] != expected.tolist():
-            raise CorruptionError(f"file {self.span.file_number} differs from what was written")
-        return blocks
+        return verify_blocks(self.span.checksums, first_checksum, blocks, f"file {self.span.file_number}")
 
 
 def _init_writer_thread() -> None:

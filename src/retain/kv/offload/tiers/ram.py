@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from threading import Lock
 from typing import Any
 
 from retain.kv.offload.index import SpanIndex
-from retain.kv.offload.span import MemoryReader, Span, SpanReader
+from retain.kv.offload.span import UNKNOWN_FORMAT, MemoryReader, Span, SpanFormat, SpanReader
 from retain.plugins import Size, check_choice
 from retain.types import Bytes
 
@@ -29,7 +30,7 @@ class Tier:
     def __post_init__(self) -> None:
         check_choice("evict", self.evict, "lru", "lfu", "importance")
 
-    def open(self) -> RamStore:
+    def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> RamStore:
         """Open an empty store."""
         return RamStore(self)
 
@@ -37,9 +38,10 @@ class Tier:
 class RamStore:
     """A store in host memory. See `Store` for its methods."""
 
-    name, max_keys, write_through = "ram", 4, False
+    name, max_keys, write_through, distance, latency = "ram", 4, False, 0, 0.0
 
     def __init__(self, options: Tier):
+        self.formats: dict[bytes, dict[str, Any]] = {}
         self.span_index = SpanIndex(options.capacity, options.evict)
         self.counts = dict.fromkeys(("written", "read", "evicted"), 0)
         self._lock = Lock()  # for the counts: several threads read at once
@@ -52,6 +54,10 @@ class RamStore:
     def touch(self, spans: Sequence[Span]) -> None:
         """Record a use of these spans."""
         self.span_index.touch(spans)
+
+    def time_limit(self, compute_seconds: float | None) -> float:
+        """Return no limit: memory does not fail."""
+        return inf
 
     def contains(self, key: bytes) -> bool:
         """Whether a span has the key."""
@@ -73,7 +79,7 @@ class RamStore:
         span.data = data
         self.span_index.add(span)
 
-    def open(self, span: Span) -> SpanReader:
+    def open(self, span: Span, deadline: float = inf) -> SpanReader:
         """Open a span; the reader keeps its bytes, even if the store evicts it."""
         assert span.data is not None
         return MemoryReader(span, span.data, self._count_read)

@@ -1,0 +1,321 @@
+"""Law 4 for object stores: what another engine stored changes no token, and neither does any fault of a store."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from retain.engine.engine import Engine
+from retain.kv.offload.cost_model import LoadCostModel
+from retain.kv.offload.tiers import parse
+from retain.kv.offload.tiers.remote import RemoteStore
+from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
+from tests.helpers.marks import slow
+from tests.helpers.related_requests import related_prompts, related_requests
+from tests.helpers.tiers import clear_pool, offloader_of
+
+Texts = list[list[int]]
+FAMILIES = ["gemma3_text", *slow("llama", "mpt")]
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with serve_fake_s3() as served:
+        yield served
+
+
+def s3_spec(s3: FakeS3, timeout: float = 5) -> str:
+    return f"remote:url=s3://bucket/kv,endpoint={s3.url},region=us-east-1,timeout={timeout},refresh=0.01"
+
+
+def open_engine(spec: str, family: str = "llama", prefix_cache: str = "exact") -> Engine:
+    return make_engine(family, backend="cpu", prefix_cache=prefix_cache, tiers=[spec])
+
+
+def store_of(engine: Engine) -> RemoteStore:
+    store = offloader_of(engine).stores[-1]
+    assert isinstance(store, RemoteStore)
+    return store
+
+
+def close(engine: Engine) -> None:
+    engine.cache.prefix_cache.close_offloader()
+
+
+def run_one_by_one(engine: Engine, prompts: Texts) -> Texts:
+    return [run_to_completion(engine, [make_request(t)])[0] for t in prompts]
+
+
+@pytest.fixture
+def filled(s3: FakeS3) -> tuple[Texts, Texts]:
+    """Prompts and their answers, whose spans an engine has put into the store."""
+    prompts = related_prompts(1)
+    answers = run_one_by_one(make_engine("llama", backend="cpu"), prompts)
+    engine = open_engine(s3_spec(s3))
+    assert run_one_by_one(engine, prompts) == answers
+    store_of(engine).sync()
+    close(engine)
+    assert s3.objects
+    s3.requests.clear()
+    return prompts, answers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_engines_share_what_each_of_them_computed(family: str, kind: str, s3: FakeS3, tmp_path: Path) -> None:
+    """The second engine loads alone what the first computed together, and a third, beside both, all at once."""
+    spec = s3_spec(s3) if kind == "s3" else f"remote:url=file://{tmp_path}/kv,refresh=0.01"
+    expected = run_to_completion(make_engine(family, backend="cpu"), related_requests(family, 0))
+    engines = []
+    for i in range(3):
+        engines.append(engine := open_engine(spec, family))
+        store_of(engine).sync()
+        requests = related_requests(family, 0)
+        if i == 1:
+            assert [run_to_completion(engine, [r])[0] for r in requests] == expected
+        else:
+            assert run_to_completion(engine, requests) == expected
+        store_of(engine).sync()
+        assert (store_of(engine).counts["read"] > 0) == (i > 0)
+        assert store_of(engine).counts["failed"] == 0 and not store_of(engine).breaker.is_open
+    for engine in engines:
+        close(engine)
+
+
+def test_a_miss_asks_for_a_listing_so_that_the_next_request_hits(s3: FakeS3) -> None:
+    text = list(range(100))
+    reader, writer = open_engine(s3_spec(s3)), open_engine(s3_spec(s3))
+    store_of(reader).sync()
+    expected = run_to_completion(writer, [make_request(text)])
+    store_of(writer).sync()
+    assert run_to_completion(reader, [make_request(text)]) == expected
+    assert store_of(reader).counts["read"] == 0
+    store_of(reader).sync()
+    clear_pool(reader)
+    assert run_to_completion(reader, [make_request(text)]) == expected
+    assert store_of(reader).counts["read"] > 0
+    close(reader)
+    close(writer)
+
+
+def test_two_writers_of_one_text_store_it_once(s3: FakeS3) -> None:
+    engines = [open_engine(s3_spec(s3).replace("refresh=0.01", "refresh=1000")) for _ in range(2)]
+    for engine in engines:
+        store_of(engine).sync()  # both have seen an empty store
+    answers = [run_to_completion(engine, [make_request(list(range(100)))]) for engine in engines]
+    for engine in engines:
+        store_of(engine).sync()
+    assert answers[0] == answers[1]
+    written = [store_of(engine).counts for engine in engines]
+    assert written[0]["written"] > 0 and written[1]["written"] == 0 and written[1]["known"] > 0
+    for engine in engines:
+        close(engine)
+
+
+def test_another_model_or_salt_reads_nothing(s3: FakeS3, filled: tuple[Texts, Texts]) -> None:
+    longest = max(filled[0], key=len)
+    for family, salt, reads in (("mpt", "", False), ("llama", "x", False), ("llama", "", True)):
+        engine = open_engine(s3_spec(s3), family)
+        store_of(engine).sync()
+        run_to_completion(engine, [make_request(longest, 4, salt=salt)])
+        assert (store_of(engine).counts["read"] > 0) == reads
+        close(engine)
+
+
+# ---- faults ------------------------------------------------------------------------------------------------------
+
+
+def answer_with(status: int) -> Callable[[FakeS3], None]:
+    return lambda s3: setattr(s3, "status", status)
+
+
+def swap_objects(s3: FakeS3) -> None:
+    """Give every object the content of another one, so that a valid span has a wrong name."""
+    names = list(s3.objects)
+    contents = [s3.objects[name] for name in names]
+    for name, content in zip(names, contents[1:] + contents[:1], strict=True):
+        s3.objects[name] = content
+
+
+def cut_objects(s3: FakeS3) -> None:
+    for name, content in s3.objects.items():
+        s3.objects[name] = content[: len(content) - 5000]
+
+
+def switch(name: str, value: object = True) -> Callable[[FakeS3], None]:
+    return lambda s3: setattr(s3, name, value)
+
+
+FAULTS: dict[str, Callable[[FakeS3], None]] = {
+    "hangs": switch("hangs"),
+    "drips": switch("drips"),
+    "500": answer_with(500),
+    "503": answer_with(503),
+    "429": answer_with(429),
+    "403": answer_with(403),  # a wrong secret
+    "cuts bodies": switch("cuts"),
+    "flips bits": switch("flips"),
+    "gone after a read": switch("reads_until_failure", 2),
+    "deleted": lambda s3: s3.objects.clear(),
+    "foreign": swap_objects,
+    "truncated": cut_objects,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("since", ["start", "listing"])
+def test_no_fault_changes_a_token(fault: str, since: str, s3: FakeS3, filled: tuple[Texts, Texts]) -> None:
+    """From the start, and after the engine knows what the store has. When the fault ends, the store is used again."""
+    prompts, answers = filled
+    before = dict(s3.objects)
+    if since == "start":
+        FAULTS[fault](s3)
+    engine = open_engine(s3_spec(s3, timeout=0.3))
+    store = store_of(engine)
+    store.breaker.first = store.breaker.delay = store.breaker.longest = 0.05
+    store.index.sync(2)
+    FAULTS[fault](s3)
+    assert run_one_by_one(engine, prompts) == answers
+    clear_pool(engine)
+    assert run_to_completion(engine, [make_request(t) for t in prompts]) == answers
+    s3.status, s3.reads_until_failure = None, None
+    s3.hangs = s3.drips = s3.cuts = s3.flips = False
+    s3.released.set()
+    if fault not in ("flips bits", "cuts bodies"):
+        s3.objects.update(before)
+    while store.breaker.is_open:
+        store.index.sync(1)
+    store.sync()
+    clear_pool(engine)
+    assert run_one_by_one(engine, prompts) == answers
+    close(engine)
+    other = open_engine(s3_spec(s3))
+    store_of(other).sync()
+    assert run_one_by_one(other, prompts) == answers
+    assert store_of(other).counts["read"] > 0
+    close(other)
+
+
+def test_store_that_is_away_costs_no_token_and_is_reported_once(s3: FakeS3, caplog: pytest.LogCaptureFixture) -> None:
+    prompts = related_prompts(1)
+    answers = run_one_by_one(make_engine("llama", backend="cpu"), prompts)
+    engine = open_engine(re.sub(r":\d+,", ":9,", s3_spec(s3, timeout=0.3)))  # nobody listens there
+    assert run_one_by_one(engine, prompts) == answers
+    store_of(engine).index.sync(5)
+    assert store_of(engine).breaker.is_open and store_of(engine).stats()["spans"] == 0
+    close(engine)
+    warnings = [r.getMessage() for r in caplog.records if "cannot list" in r.getMessage()]
+    assert warnings and all(len(w.splitlines()) == 1 for w in warnings)
+
+
+@pytest.mark.parametrize("status", [403, 507])
+def test_store_that_takes_no_writes_is_still_read(status: int, s3: FakeS3, filled: tuple[Texts, Texts]) -> None:
+    prompts, answers = filled
+    s3.put_status = status
+    engine = open_engine(s3_spec(s3))
+    store_of(engine).sync()
+    assert run_one_by_one(engine, prompts) == answers
+    assert store_of(engine).counts["read"] > 0
+    run_to_completion(engine, [make_request([9, *t]) for t in prompts])
+    store_of(engine).sync()
+    assert store_of(engine).counts["failed"] > 0 and store_of(engine).counts["written"] == 0
+    close(engine)
+
+
+def test_bytes_that_come_too_late_land_in_no_page(s3: FakeS3, filled: tuple[Texts, Texts]) -> None:
+    """A read hangs until its request was computed, and the pages that it should have filled belong to others."""
+    prompts, answers = filled
+    engine = open_engine(s3_spec(s3, timeout=20))
+    store = store_of(engine)
+    store.sync()
+    gate, read = threading.Event(), store.bucket.get
+    store.bucket.get = lambda *args: gate.wait(20) and read(*args)  # type: ignore[method-assign, return-value]
+    longest = max(prompts, key=len)
+    assert run_to_completion(engine, [make_request(longest)])[0] == answers[prompts.index(longest)]
+    requests = [make_request(t) for t in prompts]
+    engine.add(*requests)
+    for step in iter_steps(engine):
+        if step == 2:
+            gate.set()
+    assert [r.output_tokens for r in requests] == answers
+    close(engine)
+
+
+def test_damaged_object_is_written_anew_and_serves_engines_again(s3: FakeS3, filled: tuple[Texts, Texts]) -> None:
+    prompts, answers = filled
+    intact = dict(s3.objects)
+    for i, (name, content) in enumerate(intact.items()):
+        place = (100, 4096 + 10)[i % 2]  # in the header, or in the first block
+        s3.put(name, content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    engine = open_engine(s3_spec(s3))
+    store_of(engine).sync()
+    assert run_one_by_one(engine, prompts) == answers
+    store_of(engine).sync()
+    num_repaired = sum(s3.objects[name][4096:] == content[4096:] for name, content in intact.items())
+    assert store_of(engine).counts["damaged"] > 0 and num_repaired > len(intact) // 2
+    close(engine)
+    other = open_engine(s3_spec(s3))
+    store_of(other).sync()
+    assert run_one_by_one(other, prompts) == answers
+    assert store_of(other).counts["read"] > 0 and store_of(other).counts["damaged"] == 0
+    close(other)
+
+
+# ---- selective loading ---------------------------------------------------------------------------------------------
+
+
+def test_loading_everything_selectively_changes_no_token(s3: FakeS3) -> None:
+    """Before and after spans are reordered, and in an engine that finds both orders."""
+    prompts = related_prompts(4)
+    expected = run_to_completion(make_engine("llama", backend="cpu"), [make_request(t) for t in prompts])
+    for _ in range(2):
+        engine = open_engine(s3_spec(s3), prefix_cache="selective:ratio=1")
+        store_of(engine).sync()
+        for _ in range(2):
+            clear_pool(engine)
+            assert run_one_by_one(engine, prompts) == expected
+            offloader_of(engine).sync()
+        assert any(span.is_reordered for span in store_of(engine).index.span_index)
+        close(engine)
+
+
+def test_selective_loads_read_no_byte_twice(s3: FakeS3) -> None:
+    """First the blocks that had the most attention, then those that the queries need."""
+    text = [7 * i % 128 for i in range(400)]
+    engine = open_engine(s3_spec(s3), prefix_cache="selective:ratio=0.25")
+    for _ in range(3):
+        clear_pool(engine)
+        run_to_completion(engine, [make_request(text)])
+        offloader_of(engine).sync()
+    (span,) = store_of(engine).index.span_index
+    assert span.is_reordered
+    s3.requests.clear()
+    clear_pool(engine)
+    run_to_completion(engine, [make_request(text)])
+    ranges = [tuple(map(int, m[1].split("-"))) for r in s3.requests if (m := re.search(r"GET .*bytes=(\d+-\d+)", r))]
+    ranges = [r for r in ranges if r[0] > 0]  # no headers
+    assert len(ranges) > span.num_blocks.count(25)
+    assert all(begin > end for (_, end), (begin, _) in pairwise(sorted(ranges)))
+    close(engine)
+
+
+@pytest.mark.parametrize("compute_seconds", [0.0, 0.1, 10.0])
+def test_load_that_fails_costs_at_most_a_fifth_of_computing(compute_seconds: float, tmp_path: Path) -> None:
+    store = parse(f"remote:url=file://{tmp_path}").open()
+    limit = store.time_limit(compute_seconds)
+    assert limit + compute_seconds <= 1.2 * compute_seconds + 0.5
+    model = LoadCostModel()
+    model.record_compute(1000, 1.0)
+    model.record_read("remote", 10**6, 1.0)
+    assert model.should_load({"remote": int(0.9e6 * limit)}, 10**6, 0.0, limit)
+    assert not model.should_load({"remote": int(1.1e6 * limit)}, 10**6, 0.0, limit)
+    assert not model.should_load({"remote": int(0.9e6 * limit)}, 10**6, 0.2 * limit, limit)
+    store.close()
