@@ -43,13 +43,13 @@ def measure_prefill(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]
 
 
 def measure_decode(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]:
-    """Time decode steps of a batch of equal prompts, which are computed once and share their pages."""
+    """Time decode steps of a batch of different prompts: pages that requests share would be read once, from a cache."""
     llms = {dtype: load(dtype, None) for dtype in options.kv_dtypes}
     num_steps, engines = 8 * options.num_repeats, {}
     prompt_len = min(options.prompt_len, *(llm.max_model_len - num_steps - 64 for llm in llms.values()))
     for dtype, llm in llms.items():
-        (prompt,) = random_prompts(llm.spec.vocab_size, prompt_len, 1, seed=0)
-        requests = [greedy_request(prompt, FULL, num_steps + 8 + options.batch_size) for _ in range(options.batch_size)]
+        prompts = random_prompts(llm.spec.vocab_size, prompt_len, options.batch_size, seed=0)
+        requests = [greedy_request(prompt, FULL, num_steps + 64) for prompt in prompts]
         engines[dtype] = make_engine(llm, requests)
         run_until_first_tokens(engines[dtype])
     times: dict[str, list[float]] = {dtype: [] for dtype in llms}
