@@ -138,6 +138,9 @@ class PrefixBenchConfig:
     ram_capacity: Size = field(
         default=64 * 2**20, metadata={"help": "memory of selective-lru, selective-lfu and selective-importance"}
     )
+    remote: str = field(
+        default="", metadata={"help": "options of the remote tier that remote methods use (default: a folder's)"}
+    )
     measure_accuracy: bool = field(default=False, metadata={"help": "choose the answers of tasks too"})
     store_dir: Path | None = field(default=None, metadata={"help": "folder for temporary stores (default: /tmp)"})
     num_prompts: int = field(default=20, metadata={"help": "requests of each workload"})

@@ -5,14 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from retain import factory
+from retain.bench.config import PrefixBenchConfig
 from retain.kv.offload.loader import LayerLoader
 from retain.kv.offload.selective.loader import SelectiveLoader
 from retain.kv.offload.tiers import parse
 from retain.kv.offload.tiers.disk import DiskStore
+from retain.kv.offload.tiers.remote import RemoteStore
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
 from retain.kv.prefix.null_cache import NullPrefixCache
 from retain.llm import LLM
+from retain.plugins import format_size
 from retain.types import Ints
 
 DISK_TIER, SLOW_DISK_TIER = "disk:path={store},capacity=20GB", "disk:path={store},capacity=20GB,read=200MB"
@@ -26,6 +29,9 @@ METHODS = {
     "ssd-200": SLOW_DISK_TIER,
     "h2o-200": SLOW_DISK_TIER,
     "selective-200": SLOW_DISK_TIER,
+    "remote": "remote:{remote}",
+    "remote-200": "remote:{remote},read=200MB",
+    "selective-remote-200": "remote:{remote},read=200MB",
     "selective-lru": "ram:capacity={hot} " + SLOW_DISK_TIER,
     "selective-lfu": "ram:capacity={hot},evict=lfu " + SLOW_DISK_TIER,
     "selective-importance": "ram:capacity={hot},evict=importance " + SLOW_DISK_TIER,
@@ -57,13 +63,14 @@ class AllKeysLoader(SelectiveLoader):
 
 
 class OffloadSetup:
-    """The tiers of a method under an engine's pool. `store_dir` is a folder for them."""
+    """The tiers of a method under an engine's pool. `store_dir` is an empty folder for them."""
 
-    def __init__(
-        self, llm: LLM, prefix_cache: PrefixCache, method: str, ratio: float, store_dir: str, ram_capacity: str
-    ):
-        self.llm, self.prefix_cache, self.method, self.ratio = llm, prefix_cache, method, ratio
-        self.tier_specs = METHODS[method].format(store=store_dir, hot=ram_capacity)
+    def __init__(self, llm: LLM, prefix_cache: PrefixCache, method: str, config: PrefixBenchConfig, store_dir: str):
+        self.llm, self.prefix_cache, self.method, self.ratio = llm, prefix_cache, method, config.selective_ratio
+        remote = config.remote or f"url=file://{store_dir}"
+        names = {"store": store_dir, "hot": format_size(config.ram_capacity), "remote": remote}
+        self.tier_specs = METHODS[method].format(**names)
+        self.fingerprint = f"bench {method} {store_dir}".encode()  # so that no run finds what another one stored
         self.bytes_before_restart = 0
         prefix_cache.tree.clear()
         if method == "recompute":
@@ -75,13 +82,13 @@ class OffloadSetup:
             selects = self.method.startswith(("selective", "h2o"))
             config = SelectiveConfig(ratio=self.ratio) if selects else PrefixConfig()
             tiers = [parse(t) for t in self.tier_specs.split()]
-            offloader = factory.open_offload_tiers(config, tiers, self.llm.cache, self.llm.spec, b"bench")
+            offloader = factory.open_offload_tiers(config, tiers, self.llm.cache, self.llm.spec, self.fingerprint)
             loader = AllKeysLoader if self.method.startswith("h2o") else SelectiveLoader
             self.prefix_cache.set_offloader(offloader, loader)
 
     def restart(self) -> None:
-        """Open the tiers anew, if one of them is a disk."""
-        if "disk" in self.tier_specs:
+        """Open the tiers anew, if one of them outlives a process."""
+        if "disk" in self.tier_specs or "remote" in self.tier_specs:
             self.bytes_before_restart = self.bytes_read
             self.prefix_cache.close_offloader()
             self._attach_tiers()
@@ -98,9 +105,10 @@ class OffloadSetup:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from disks."""
+        """Bytes read from disks and object stores."""
         stores = self.prefix_cache.offloader.stores if self.prefix_cache.offloader else ()
-        return self.bytes_before_restart + sum(s.counts["read"] for s in stores if isinstance(s, DiskStore))
+        found = (s.counts["read"] for s in stores if isinstance(s, (DiskStore, RemoteStore)))
+        return self.bytes_before_restart + sum(found)
 
     def close(self) -> None:
         """Restore the engine."""

@@ -22,7 +22,6 @@ from retain.bench.tasks.choice import DATASETS, MultipleChoiceItem
 from retain.kv.prefix.cache import PrefixCache
 from retain.llm import LLM
 from retain.outputs import RequestOutput
-from retain.plugins import format_size
 from retain.sampling_params import SamplingParams
 
 Line = dict[str, Any]
@@ -117,8 +116,7 @@ def run(llm: LLM, config: PrefixBenchConfig) -> Iterator[Line]:
         baseline: tuple[float, list[list[int]]] | None = None  # of the first method
         for method in config.methods:
             with TemporaryDirectory(dir=config.store_dir) as store:
-                ram_capacity = format_size(config.ram_capacity)
-                setup = OffloadSetup(llm, prefix_cache, method, config.selective_ratio, store, ram_capacity)
+                setup = OffloadSetup(llm, prefix_cache, method, config, store)
                 try:
                     line, tokens = _run_questions(llm, setup, questions, num_prefixes, config.measure_accuracy)
                 finally:

@@ -105,10 +105,17 @@ class Bucket:
             return None
 
     def list(self, folder: str) -> Iterator[ObjectInfo]:
-        """Yield every object whose name begins with `folder` and a slash, or all objects for an empty one."""
-        with self._errors():
-            for chunk in self._api.list(self._store, folder or None, chunk_size=LIST_CHUNK):
-                yield from map(_to_info, chunk)
+        """Yield every object whose name begins with `folder` and a slash, or all objects for an empty one.
+
+        A bucket that does not exist has none: some stores make it with the first object.
+        """
+        try:
+            with self._errors():
+                for chunk in self._api.list(self._store, folder or None, chunk_size=LIST_CHUNK):
+                    yield from map(_to_info, chunk)
+        except OSError as error:
+            if "404 Not Found" not in str(error):
+                raise
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 2**28  # bytes that may wait to be written
 NUM_READ_THREADS, NUM_WRITE_THREADS = 4, 2
+START_SECONDS = 1.0  # that the first listing gets
 CLOSE_SECONDS = 10.0  # that pending writes get when the store is closed
 SHARE_OF_COMPUTE, EXTRA_SECONDS, FIRST_SECONDS = 0.2, 0.2, 1.0  # see RemoteStore.time_limit
 
@@ -56,7 +57,7 @@ class Tier:
             raise ValueError("read is at least 1 byte a second")
 
     def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> RemoteStore:
-        """Open the store. Nothing waits for the network."""
+        """Open the store. It waits a second at most for the first listing, and for nothing afterwards."""
         return RemoteStore(self, self.open_bucket(), span_format)
 
     def open_bucket(self) -> Bucket:
@@ -87,7 +88,8 @@ class RemoteStore:
         self._writes = set[Future[None]]()
         self.readers = ThreadPoolExecutor(NUM_READ_THREADS, "retain-remote-read", reset_cpu_affinity)
         self.writers = ThreadPoolExecutor(NUM_WRITE_THREADS, "retain-remote-write", reset_cpu_affinity)
-        log.info("tier remote: opened %s", options.url)
+        self.index.sync(min(options.timeout, START_SECONDS))  # so that the first request finds what there is
+        log.info("tier remote: opened %s, %d spans", options.url, len(self.index.span_index.spans))
 
     # ---- called by the engine ------------------------------------------------------------------------------------
 
