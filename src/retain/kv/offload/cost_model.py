@@ -43,13 +43,13 @@ class LoadCostModel:
         if latency + sum(known.values()) < min(inf if compute_seconds is None else compute_seconds, time_limit):
             return True
         slowest = max(known, key=lambda s: known[s], default=None)
-        if slowest and slowest not in self._slow_stores:
+        if self.compute_rate and slowest and slowest not in self._slow_stores:
             self._slow_stores.add(slowest)
             log.warning(
                 "tier %s is slow: it reads %.1f MB/s, and computing %.0f tokens/s is sooner done (logged once)",
                 slowest,
                 self.read_rates[slowest] / 1e6,
-                self.compute_rate or 0,
+                self.compute_rate,
             )
         self.read_rates |= {s: 1.02 * self.read_rates[s] for s in known}
         return False
