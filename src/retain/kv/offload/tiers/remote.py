@@ -70,11 +70,6 @@ class RemoteStore:
 
     name, write_through, distance = "remote", True, 2
 
-    @property
-    def latency(self) -> float:
-        """Seconds that an answer with few bytes took, on average."""
-        return self.index.latency
-
     def __init__(self, options: Tier, bucket: Bucket, span_format: SpanFormat):
         self.options, self.bucket, self.span_format = options, bucket, span_format
         # Objects of a range or more where pages are small: a request costs milliseconds, whatever its size.
@@ -100,6 +95,11 @@ class RemoteStore:
     def touch(self, spans: Sequence[Span]) -> None:
         """Record a use of these spans."""
         self.index.span_index.touch(spans)
+
+    @property
+    def latency(self) -> float:
+        """Seconds that an answer with few bytes took, on average."""
+        return self.index.latency
 
     def time_limit(self, compute_seconds: float | None) -> float:
         """Return the seconds that a load may take: a fifth of computing, and 0.2 more, so that trying costs little."""
