@@ -49,7 +49,7 @@ def _router(settings: ClusterSettings) -> dict[str, Any]:
         return {"request_router_class": SESSION_ROUTER}
     return {
         "request_router_class": AffinityRouter,
-        "request_router_kwargs": {"spread": settings.cluster.affinity_spread},
+        "request_router_kwargs": {"spread": settings.affinity_spread},
     }
 
 

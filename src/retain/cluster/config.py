@@ -118,6 +118,11 @@ class ClusterSettings:
         return self.cluster.target_ongoing_requests or max(self.engine.max_running_requests / 2, 1)
 
     @property
+    def affinity_spread(self) -> int:
+        """Requests that a text's replica may have more than the least loaded one, before they wait for a place."""
+        return min(self.cluster.affinity_spread, self.engine.max_running_requests)
+
+    @property
     def graceful_shutdown_s(self) -> float:
         """Seconds that a replica gets to finish its requests and to close its stores."""
         return self.server.drain_timeout + EXIT_GRACE_S

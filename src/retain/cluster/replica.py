@@ -105,6 +105,9 @@ class ForwardedReplica(Replica):
 
 
 def _log_to_stderr() -> None:
-    """Write the package's log where Ray collects it."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("retain").setLevel(logging.INFO)
+    """Write the package's log to the process's standard error, which Ray shows; `sys.stderr` may be a file of Serve."""
+    handler = logging.StreamHandler(sys.__stderr__)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("retain")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
