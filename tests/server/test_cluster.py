@@ -1,4 +1,4 @@
-"""A cluster of two tiny replicas: `retain cluster up`, then the same cluster deployed anew while streams run.
+"""Two tiny replicas of `retain cluster up` behind the ingress of prefixes, then one of sessions in their place.
 
 The tests share one cluster and run in order; the last one stops it.
 """
@@ -27,7 +27,14 @@ from retain.cluster.arguments import parse_arguments
 from tests.server.conftest import HTTP, wait_until
 
 pytestmark = pytest.mark.slow
-OPTIONS = {"model": "random:tiny", "kv_memory": "64MiB", "max_running_requests": 4, "max_queued_requests": 2}
+OPTIONS = {
+    "model": "random:tiny",
+    "kv_memory": "64MiB",
+    "max_running_requests": 4,
+    "max_queued_requests": 2,
+    "affinity": "prefix",
+    "affinity_chars": 4,
+}
 STREAM_TOKENS = 1500
 ENGINE_NAME = "ray::ServeReplica:retain:replica"
 
@@ -156,6 +163,21 @@ def test_a_session_stays_on_its_replica_and_sessions_spread(cluster):
     assert sum(many) == 24 and min(many) > 0
 
 
+def test_texts_with_an_equal_beginning_stay_on_one_replica_and_others_spread(cluster):
+    one = cluster.count(lambda: [cluster.post(prompt=f"same {i}") for i in range(6)])
+    many = cluster.count(lambda: [cluster.post(prompt=f"{i:4}") for i in range(24)])
+    assert sorted(one) == [0, 6]
+    assert sum(many) == 24 and min(many) > 0
+
+
+def test_a_hang_up_cancels_the_request(cluster):
+    body = {"model": "random:tiny", "prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with HTTP.stream("POST", f"{cluster.url}/completions", json=body) as response:
+        assert "data: {" in next(response.iter_text())  # chunk by chunk, and then this client hangs up
+    cluster.wait_for_metric("num_requests_running", lambda running: sum(running) == 0)
+    assert 'finished_reason="cancelled"' in HTTP.get(f"{cluster.url.removesuffix('/v1')}/metrics").text
+
+
 def test_the_replica_answers_429(cluster):
     responses = in_threads(lambda _: cluster.post("bob", max_tokens=300), ["bob"] * 12)
     refused = [r for r in responses if r.status_code != 200]
@@ -183,27 +205,13 @@ def test_a_killed_replica_loses_only_what_ran_there(cluster):
     assert len(cluster.processes(ENGINE_NAME).keys() - first) == 1
 
 
-def test_scaling_down_loses_no_chunk(cluster):
+def test_scaling_down_and_another_routing_lose_no_chunk(cluster):
     with ThreadPoolExecutor(4) as executor:
         streams = [executor.submit(cluster.stream, f"session {i}") for i in range(4)]
         cluster.wait_for_metric("num_requests_running", lambda running: sum(running) == 4)
-        cluster.deploy(replicas=1)
+        cluster.deploy(replicas=1, affinity="session")
     assert [s.result() for s in streams] == [(STREAM_TOKENS, True)] * 4
     cluster.wait_for_metric("num_requests_running", lambda running: len(running) == 1)
-
-
-def test_prefix_affinity(cluster):
-    cluster.deploy(replicas=2, affinity="prefix", affinity_chars=4)
-    cluster.wait_for_metric("num_requests_running", lambda running: len(running) == 2)
-    one = cluster.count(lambda: [cluster.post(prompt=f"same {i}") for i in range(6)])
-    many = cluster.count(lambda: [cluster.post(prompt=f"{i:4}") for i in range(24)])
-    assert sorted(one) == [0, 6]
-    assert sum(many) == 24 and min(many) > 0
-    body = {"model": "random:tiny", "prompt": "x", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
-    with HTTP.stream("POST", f"{cluster.url}/completions", json=body) as response:
-        assert "data: {" in next(response.iter_text())  # chunk by chunk, and then this client hangs up
-    cluster.wait_for_metric("num_requests_running", lambda running: sum(running) == 0)
-    assert 'finished_reason="cancelled"' in HTTP.get(f"{cluster.url.removesuffix('/v1')}/metrics").text
 
 
 def test_sigterm_drains_and_leaves_nothing(cluster):

@@ -14,21 +14,20 @@ from retain.cluster.replica import ForwardedReplica, HttpReplica
 from retain.cluster.router import AffinityRouter
 
 HEALTH_CHECK_PERIOD_S = 5.0
-SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 def build_application(settings: ClusterSettings) -> Application:
     """Build the application.
 
-    With `session` requests go to a replica in one hop; Ray hashes their header x-session-id. With `prefix` an ingress
-    reads the text first.
+    With `session` Ray's HTTP proxy sends requests to a replica in one hop: their header is all that it sees. With
+    `prefix` an ingress reads the text first.
     """
     by_session = settings.cluster.affinity == "session"
     replica = serve.deployment(
         name="replica",
         max_ongoing_requests=settings.max_ongoing_requests,
-        ray_actor_options={"num_cpus": 0, "num_gpus": settings.cluster.gpus},  # replicas share cores by themselves
-        request_router_config=RequestRouterConfig(**_router(settings)),
+        ray_actor_options={"num_cpus": settings.cluster.cpus, "num_gpus": settings.cluster.gpus},
+        request_router_config=_router(settings),
         max_constructor_retry_count=1,  # a wrong option stays wrong
         **_replica_count(settings),
         **_lifetime(settings),
@@ -43,14 +42,12 @@ def build_application(settings: ClusterSettings) -> Application:
     )(Ingress).bind(settings, replica)
 
 
-def _router(settings: ClusterSettings) -> dict[str, Any]:
-    """Return the options of a RequestRouterConfig; Ray's annotations allow neither a class nor its name."""
-    if settings.cluster.affinity == "session":
-        return {"request_router_class": SESSION_ROUTER}
-    return {
+def _router(settings: ClusterSettings) -> RequestRouterConfig:
+    options: dict[str, Any] = {  # Ray's annotations do not allow a class
         "request_router_class": AffinityRouter,
         "request_router_kwargs": {"spread": settings.affinity_spread},
     }
+    return RequestRouterConfig(**options)
 
 
 def _replica_count(settings: ClusterSettings) -> dict[str, Any]:

@@ -34,6 +34,9 @@ class ClusterConfig:
         default=None,
         metadata={"help": "replicas on one machine at most; they divide its cores (default: all replicas)"},
     )
+    cpus: float = field(
+        default=0.0, metadata={"help": "cores that Ray reserves for a replica, to place it; 0: it may run anywhere"}
+    )
     gpus: float = field(default=0.0, metadata={"help": "GPUs of a replica"})
     affinity: str = field(
         default="session",
@@ -59,8 +62,8 @@ class ClusterConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        if self.gpus < 0 or self.affinity_spread < 0:
-            raise ValueError("gpus and affinity_spread must not be negative")
+        if min(self.cpus, self.gpus, self.affinity_spread) < 0:
+            raise ValueError("cpus, gpus and affinity_spread must not be negative")
         if self.target_ongoing_requests is not None and self.target_ongoing_requests <= 0:
             raise ValueError("target_ongoing_requests must be positive")
         if self.max_replicas is None and (self.min_replicas or self.target_ongoing_requests):

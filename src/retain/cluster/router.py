@@ -1,4 +1,4 @@
-"""Routing by a request's `affinity`: rendezvous hashing, and the least loaded replica where that one has too much.
+"""Routing by a session or a text: rendezvous hashing, and the least loaded replica where that one has too much.
 
 Ray pickles this module by value into every process that routes, so it imports nothing heavy.
 """
@@ -30,27 +30,32 @@ def order(key: str, num_ongoing: Mapping[str, int], spread: int) -> list[str]:
 
 
 class AffinityRouter(RequestRouter):
-    """Routes a call by the attribute `affinity` of its first argument; others go to the least loaded replica.
+    """Routes a request by its session (x-session-id), or by the attribute `affinity` of its first argument.
 
-    Without Ray's FIFOMixin, which would give the chosen replica to the request that waits longest, whichever that is.
+    A session stays on its replica as long as that takes requests, a text only while it is not much busier than others.
+    Requests with neither go to the least loaded replica. Ray's FIFOMixin is left out: it would give the replica that
+    one request chose to the request that waits longest.
     """
 
     def initialize_state(self, *, spread: int = 0, **kwargs: Any) -> None:
-        """Set the number of requests that a key's replica may have more than the least loaded one."""
+        """Set the number of requests that a text's replica may have more than the least loaded one."""
         self._spread = spread
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return ranks of replicas, best first. Within a rank Ray takes the one with the shortest queue."""
-        if pending_request:
-            pending_request.routing_context.should_backoff = True  # else Ray retries without a pause
-        key = pending_request and next((a.affinity for a in pending_request.args if hasattr(a, "affinity")), None)
-        if not key or not candidate_replicas:
+        if not candidate_replicas or not pending_request:
             return [candidate_replicas] if candidate_replicas else []
+        pending_request.routing_context.should_backoff = True  # else Ray retries without a pause
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if session := pending_request.metadata.session_id:
+            return [[by_id[replica_id]] for replica_id in rank(session, list(by_id))]
+        text = next((a.affinity for a in pending_request.args if hasattr(a, "affinity")), None)
+        if not text:
+            return [candidate_replicas]
         num_ongoing = {
             replica_id: self.replica_queue_len_cache.get(replica.replica_id) or 0
             for replica_id, replica in by_id.items()
         }
-        return [[by_id[replica_id]] for replica_id in order(key, num_ongoing, self._spread)]
+        return [[by_id[replica_id]] for replica_id in order(text, num_ongoing, self._spread)]
