@@ -16,5 +16,5 @@ def set_environment(address: str | None) -> None:
     if address is None:
         # Listen on 127.0.0.1, not on every interface, on Linux as on desktops.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -45,7 +45,8 @@ def up(settings: ClusterSettings) -> None:
                 _start_serve(settings, started)
                 started.callback(_delete_application, settings.graceful_shutdown_s)
                 _run_application(settings)
-                url = f"http://{settings.server.host}:{settings.server.port}/v1"
+                host = f"[{server.host}]" if ":" in server.host else server.host
+                url = f"http://{host}:{settings.server.port}/v1"
                 log.info("serving %s at %s with %d replicas", server.served_model_name, url, settings.cluster.replicas)
                 threading.Event().wait()
         except KeyboardInterrupt:
