@@ -35,7 +35,7 @@ OPTIONS = {
     "affinity": "prefix",
     "affinity_chars": 4,
 }
-STREAM_TOKENS = 1500
+STREAM_TOKENS = 1900
 ENGINE_NAME = "ray::ServeReplica:retain:replica"
 
 
@@ -52,7 +52,7 @@ class Cluster:
         url: Future[str] = Future()
         self._reader = threading.Thread(target=self._read_log, args=(url,), daemon=True)
         self._reader.start()
-        self.url = url.result(60)
+        self.url = url.result(180)
 
     def _read_log(self, url: "Future[str]") -> None:
         assert self.process.stderr
@@ -93,7 +93,7 @@ class Cluster:
 
     def wait_for_metric(self, name: str, condition: Callable[[list[float]], bool]) -> None:
         """Wait until the values of the replicas meet a condition. Asks seldom: replicas that start need the cores."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not condition(list(self.metric(name).values())):
             assert time.monotonic() < end
             time.sleep(0.2)
@@ -171,7 +171,7 @@ def test_texts_with_an_equal_beginning_stay_on_one_replica_and_others_spread(clu
 
 
 def test_a_hang_up_cancels_the_request(cluster):
-    body = {"model": "random:tiny", "prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    body = {"model": "random:tiny", "prompt": "x", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
     with HTTP.stream("POST", f"{cluster.url}/completions", json=body) as response:
         assert "data: {" in next(response.iter_text())  # chunk by chunk, and then this client hangs up
     cluster.wait_for_metric("num_requests_running", lambda running: sum(running) == 0)

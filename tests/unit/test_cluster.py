@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 
@@ -130,6 +131,19 @@ def test_replicas_divide_the_cores(num_cores, num_shares):
     used = [core for share in shares for core in share]
     assert len(used) == len(set(used)) or num_shares > num_cores
     assert share_of_cores(range(num_cores), num_shares, num_shares) == range(num_cores)[: len(shares[0])]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPU affinity here")
+def test_a_pinned_process_stays_on_its_cores():
+    code = """
+import os
+from retain.threads import pin_to_cores, reset_cpu_affinity
+core = max(os.sched_getaffinity(0))
+pin_to_cores([core])
+reset_cpu_affinity()
+assert os.sched_getaffinity(0) == {core} and os.environ["OMP_NUM_THREADS"] == "1"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_claimed_index_is_free_again_when_its_owner_ends(tmp_path):
