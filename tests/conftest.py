@@ -1,4 +1,4 @@
-"""Settings that must be made before torch is imported, and fixtures that all tests share."""
+"""Settings that must be made before torch and Ray are imported, and fixtures that all tests share."""
 
 import os
 
@@ -18,6 +18,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from retain.cluster.environment import set_environment
 from retain.kernels import triton
 from tests.helpers.backend_variants import ISAS, use_isa
 
@@ -25,6 +26,7 @@ if triton.is_interpreted():
     from tests.helpers.fast_interpreter import speed_up
 
     speed_up()
+set_environment(None)  # Ray's; no module that is imported so far imports it
 
 
 @pytest.fixture(params=ISAS)

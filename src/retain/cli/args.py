@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from retain.bench import config as bench_config
+from retain.cluster.config import PROXY_LIMITS, ClusterConfig
 from retain.config import Config
 from retain.fit.config import FitConfig
 from retain.plugins import Size, field_types, format_size, parse_size
@@ -46,7 +47,7 @@ def build_parser() -> CommandParser:
     """Build the parser of every command. Options that are not given are absent: dataclasses hold the defaults."""
     parser = CommandParser(prog="retain", description="An LLM inference engine whose subject is the KV cache.")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="run | chat | serve | bench | tune | fit | cache"
+        dest="command", required=True, metavar="run | chat | serve | cluster | bench | tune | fit | cache"
     )
     engine, sampling, logging, quiet = (CommandParser(add_help=False) for _ in range(4))
     add_arguments(engine, Config)
@@ -63,25 +64,14 @@ def build_parser() -> CommandParser:
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--url", help="chat with a server, such as http://127.0.0.1:8000/v1 (key: $OPENAI_API_KEY)")
     serve = commands.add_parser("serve", parents=[engine, logging], help="serve the OpenAI API over HTTP")
-    serve.add_argument(
-        "--api-keys", metavar="FILE", help="accept only these API keys: lines of `name key` (also $RETAIN_API_KEYS)"
-    )
-    serve.add_argument(
-        "--operator",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="name of an API key that may read sums over all keys: /metrics, the inspector's totals "
-        "(may be repeated; a key that is alone may)",
-    )
-    add_arguments(
-        serve,
-        ServerConfig,
-        exclude=("api_keys", "limits"),
-        names=SERVER_OPTION_NAMES,
-        shown_defaults={"served_model_name": "the --model, without its folder and suffix"},
-    )
+    _add_server_options(serve)
     add_arguments(serve, Limits)
+    cluster = commands.add_parser("cluster", help="serve the OpenAI API by replicas on Ray Serve")
+    actions = cluster.add_subparsers(dest="action", required=True, metavar="up")
+    up = actions.add_parser("up", parents=[engine, logging], help="run replicas of a server until SIGTERM")
+    add_arguments(up, ClusterConfig)
+    _add_server_options(up)
+    add_arguments(up, Limits, exclude=PROXY_LIMITS)
     bench = commands.add_parser("bench", help="measure speed, quality and load")
     _add_benches(bench, engine, quiet)
     tune = commands.add_parser(
@@ -96,6 +86,27 @@ def build_parser() -> CommandParser:
     cache = commands.add_parser("cache", help="look after the store of a tier, and explain prefix misses")
     _add_cache_actions(cache, quiet)
     return parser
+
+
+def _add_server_options(parser: CommandParser) -> None:
+    parser.add_argument(
+        "--api-keys", metavar="FILE", help="accept only these API keys: lines of `name key` (also $RETAIN_API_KEYS)"
+    )
+    parser.add_argument(
+        "--operator",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="name of an API key that may read sums over all keys: /metrics, the inspector's totals "
+        "(may be repeated; a key that is alone may)",
+    )
+    add_arguments(
+        parser,
+        ServerConfig,
+        exclude=("api_keys", "limits"),
+        names=SERVER_OPTION_NAMES,
+        shown_defaults={"served_model_name": "the --model, without its folder and suffix"},
+    )
 
 
 def _add_cache_actions(cache: CommandParser, quiet: CommandParser) -> None:

@@ -12,21 +12,11 @@ from retain.config import Config
 from retain.server import auth
 from retain.server.config import Limits, ServerConfig
 
-DRAFTERS = ("ngram", "self", "suffix")  # every server offers these
-
 
 def serve(args: Namespace) -> int:
     """Serve a model until SIGTERM or SIGINT. Arguments are checked before the model is loaded."""
     config = from_args(Config, args)
-    given = given_args(args, ServerConfig)
-    server_config = from_args(
-        ServerConfig,
-        args,
-        served_model_name=given.get("served_model_name") or Path(config.model).stem,
-        api_keys=auth.load_api_keys(Path(args.api_keys) if args.api_keys else None, os.environ, args.operator),
-        limits=from_args(Limits, args),
-        allowed_drafters=tuple(dict.fromkeys([*given.get("allowed_drafters", ()), *DRAFTERS])),
-    )
+    server_config = parse_server_config(args, config.model)
     try:
         from retain.server import launch
     except ModuleNotFoundError as error:
@@ -35,3 +25,15 @@ def serve(args: Namespace) -> int:
 
     launch.serve(partial(loading.load_llm, config), server_config)
     return 0
+
+
+def parse_server_config(args: Namespace, model: str) -> ServerConfig:
+    """Return the configuration of a model's server. Raises ValueError, or OSError for a file of keys."""
+    return ServerConfig.for_model(
+        model,
+        **given_args(args, ServerConfig)
+        | {
+            "api_keys": auth.load_api_keys(Path(args.api_keys) if args.api_keys else None, os.environ, args.operator),
+            "limits": from_args(Limits, args),
+        },
+    )

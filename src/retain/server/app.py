@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from retain import __version__
@@ -16,22 +15,22 @@ from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.kv.eviction import policies
 from retain.server.anthropic import routes as anthropic_routes
 from retain.server.config import ServerConfig
-from retain.server.error_format import to_error_response, to_invalid_body_response
+from retain.server.error_format import add_error_handlers
 from retain.server.inspector import routes as inspector_routes
 from retain.server.inspector.recorder import Inspector
-from retain.server.metrics import Metrics
 from retain.server.middleware import AuthMiddleware
 from retain.server.openai import responses_routes, routes, tokenization
-from retain.server.openai.errors import ERROR_RESPONSES, APIError, invalid_request
+from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.response_store import ResponseStore
 from retain.server.openai.serving import OpenAIServing
 
+RenderMetrics = Callable[[], Awaitable[bytes]]  # to Prometheus' text format
 DESCRIPTION = "Server of the retain inference engine, compatible with OpenAI's and Anthropic's APIs"
 
 
 def create_app(
     service: OpenAIServing,
-    metrics: Metrics,
+    render_metrics: RenderMetrics,
     config: ServerConfig,
     inspector: Inspector | None = None,
 ) -> FastAPI:
@@ -41,10 +40,10 @@ def create_app(
     app.include_router(responses_routes.create_router(service, ResponseStore(service.limits.max_stored_bytes)))
     app.include_router(tokenization.create_router(service))
     app.include_router(anthropic_routes.create_router(service))
-    _add_operations_routes(app, service, metrics)
+    _add_operations_routes(app, service, render_metrics)
     if inspector:
         inspector_routes.add_routes(app, service.engine_thread, inspector)
-    _add_error_handlers(app)
+    add_error_handlers(app)
     app.add_middleware(AuthMiddleware, config=config)
     if config.allowed_origins:  # outermost, so that web pages can read the errors of AuthMiddleware
         app.add_middleware(
@@ -58,7 +57,7 @@ def create_app(
     return app
 
 
-def _add_operations_routes(app: FastAPI, service: OpenAIServing, metrics: Metrics) -> None:
+def _add_operations_routes(app: FastAPI, service: OpenAIServing, render_metrics: RenderMetrics) -> None:
     engine_thread = service.engine_thread
 
     @app.get("/health", response_model=None)
@@ -80,27 +79,7 @@ def _add_operations_routes(app: FastAPI, service: OpenAIServing, metrics: Metric
         """Prometheus metrics, sums over all keys."""
         if not request.state.key.is_operator:
             raise APIError(403, "this API key may not read /metrics: name it with --operator when the server starts")
-        return Response(await engine_thread.call(metrics.render), media_type="text/plain; version=0.0.4")
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(APIError)
-    async def handle_api_error(request: Request, error: APIError) -> JSONResponse:
-        return to_error_response(error, request.url.path)
-
-    @app.exception_handler(RequestValidationError)
-    async def handle_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        return to_invalid_body_response(error, request.url.path)
-
-    @app.exception_handler(HTTPException)
-    async def handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
-        return to_error_response(
-            APIError(error.status_code, str(error.detail), headers=error.headers), request.url.path
-        )
-
-    @app.exception_handler(ValueError)
-    async def handle_value_error(request: Request, error: ValueError) -> JSONResponse:
-        return to_error_response(invalid_request(error), request.url.path)
+        return Response(await render_metrics(), media_type="text/plain; version=0.0.4")
 
 
 def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: bool) -> dict[str, Any]:

@@ -6,9 +6,13 @@ Imports neither the web framework nor the engine, so that the command line can g
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from retain.plugins import Size
 from retain.server.auth import ApiKeys
+
+DRAFTERS = ("ngram", "self", "suffix")  # every server offers these
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,10 @@ class ServerConfig:
         default="retain_", metadata={"help": "prefix of metric names; vllm: fits vLLM's dashboards"}
     )
     drain_timeout: int = field(default=300, metadata={"help": "seconds that running requests get after SIGTERM"})
+
+    @classmethod
+    def for_model(cls, model: str, **given: Any) -> ServerConfig:
+        """Return the configuration of a server that is named after its model, unless told, and offers `DRAFTERS`."""
+        name = given.pop("served_model_name", None) or Path(model).stem
+        drafters = tuple(dict.fromkeys([*given.pop("allowed_drafters", ()), *DRAFTERS]))
+        return cls(served_model_name=name, allowed_drafters=drafters, **given)

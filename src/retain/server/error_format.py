@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from retain.server.anthropic import errors as anthropic_errors
-from retain.server.openai.errors import APIError, to_validation_error
+from retain.server.openai.errors import APIError, invalid_request, to_validation_error
 
 
 def to_error_response(error: APIError, path: str) -> JSONResponse:
@@ -21,3 +23,25 @@ def to_invalid_body_response(error: RequestValidationError, path: str) -> JSONRe
     if anthropic_errors.has_anthropic_errors(path):
         return anthropic_errors.to_error_response(anthropic_errors.to_validation_error(error.errors(), error.body))
     return to_validation_error(error.errors()).to_response()
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Let every failed request of an application be answered in the format of its address."""
+
+    @app.exception_handler(APIError)
+    async def handle_api_error(request: Request, error: APIError) -> JSONResponse:
+        return to_error_response(error, request.url.path)
+
+    @app.exception_handler(RequestValidationError)
+    async def handle_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        return to_invalid_body_response(error, request.url.path)
+
+    @app.exception_handler(HTTPException)
+    async def handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
+        return to_error_response(
+            APIError(error.status_code, str(error.detail), headers=error.headers), request.url.path
+        )
+
+    @app.exception_handler(ValueError)
+    async def handle_value_error(request: Request, error: ValueError) -> JSONResponse:
+        return to_error_response(invalid_request(error), request.url.path)

@@ -8,10 +8,11 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import uvicorn
 
@@ -58,12 +59,46 @@ def _get_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve(
     load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] | None
 ) -> None:
+    watchdog = threading.Timer(server_config.drain_timeout + EXIT_GRACE_S, _exit_at_once)
+    watchdog.daemon = True
+    try:
+        async with open_service(load_llm, server_config) as opened:
+            service, engine_thread = opened.service, opened.service.engine_thread
+            config = uvicorn.Config(
+                create_app(service, lambda: engine_thread.call(opened.metrics.render), server_config, opened.inspector),
+                host=server_config.host,
+                port=server_config.port,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                http=cast(Any, partial(BoundedHttpProtocol, server_config.limits, RejectionLog())),
+                ws="none",
+                timeout_graceful_shutdown=server_config.drain_timeout,
+            )
+            await GracefulServer(config, service, watchdog, on_ready).serve()
+        log.info("shut down")
+    finally:
+        watchdog.cancel()
+
+
+class OpenedService(NamedTuple):
+    """A served model, and what observes its engine."""
+
+    service: OpenAIServing
+    metrics: Metrics
+    inspector: Inspector | None
+
+
+@asynccontextmanager
+async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig) -> AsyncIterator[OpenedService]:
+    """Run an engine in its thread, to be served from this event loop, until the context ends.
+
+    Raises what `load_llm` raises, and ValueError for a drafter that does not fit the model.
+    """
     reset_cpu_affinity()  # OpenMP pinned this thread to a core, which the engine thread would inherit
     engine_thread = EngineThread(load_llm)
     llm = await engine_thread.start()
     sandbox = Sandbox(server_config.limits.sandbox_timeout)
-    watchdog = threading.Timer(server_config.drain_timeout + EXIT_GRACE_S, _exit_at_once)
-    watchdog.daemon = True
     try:
         for drafter in server_config.allowed_drafters:
             await engine_thread.call(partial(llm.add_drafter, drafter))
@@ -71,24 +106,11 @@ async def _serve(
         inspector = Inspector(llm) if server_config.enable_inspector else None
         engine_thread.observers += [metrics, inspector] if inspector else [metrics]
         service = OpenAIServing(llm, engine_thread, server_config, sandbox)
-        config = uvicorn.Config(
-            create_app(service, metrics, server_config, inspector),
-            host=server_config.host,
-            port=server_config.port,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            http=cast(Any, partial(BoundedHttpProtocol, server_config.limits, RejectionLog())),
-            ws="none",
-            timeout_graceful_shutdown=server_config.drain_timeout,
-        )
-        await GracefulServer(config, service, watchdog, on_ready).serve()
+        yield OpenedService(service, metrics, inspector)
         service.preparation.close()
     finally:
         sandbox.close()
         await engine_thread.stop()
-        watchdog.cancel()
-        log.info("shut down")
 
 
 def _exit_at_once() -> None:

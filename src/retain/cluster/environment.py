@@ -1,0 +1,20 @@
+"""The environment of Ray, which it reads when it is imported."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+
+def set_environment(address: str | None) -> None:
+    """Switch telemetry off; where Ray is started here (no address), let only this machine and who has its token in.
+
+    Call it before Ray is imported. The processes that Ray starts inherit it.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")  # Ray Serve logs to files; a replica's own log is shown
+    if address is None:
+        # Listen on 127.0.0.1, not on every interface, on Linux as on desktops.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -1,0 +1,113 @@
+"""A replica: one engine and one application in a Ray actor.
+
+Torch is imported when a replica is built: OpenMP reads the replica's cores then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from starlette.types import ASGIApp, Message
+
+from retain.cluster.config import ClusterSettings
+from retain.cluster.cores import available_cores, claim_index, share_of_cores
+from retain.cluster.forwarding import ForwardedRequest, run_app
+from retain.cluster.metrics import label_pages
+from retain.files import get_cache_dir
+from retain.threads import pin_to_cores
+
+if TYPE_CHECKING:
+    from retain.server.launch import OpenedService
+
+METRICS_TIMEOUT_S = 10.0
+
+
+class Replica:
+    """Runs the application of `retain serve`. Ray asks for its health, and deletes it once it is idle."""
+
+    def __init__(self, settings: ClusterSettings):
+        _log_to_stderr()
+        context = serve.get_replica_context()
+        self._id = context.replica_tag
+        self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._settings, self._stack = settings, AsyncExitStack()
+        self._opened: OpenedService  # once the engine is loaded
+        folder = get_cache_dir() / "replicas" / f"{context.app_name}-{settings.server.port}"
+        self._index, lock = claim_index(folder)
+        self._stack.enter_context(lock)
+        cores = share_of_cores(available_cores(), self._index, settings.cluster.num_replicas_per_machine)
+        pin_to_cores(cores)
+        sys.setswitchinterval(0.001)  # as in `retain serve`
+
+    async def open_app(self) -> ASGIApp:
+        """Load the engine and build its application, whose /metrics are those of all replicas.
+
+        Raises ValueError or OSError as `retain serve` does.
+        """
+        llm, launch, app = (
+            importlib.import_module(f"retain.{name}") for name in ("llm", "server.launch", "server.app")
+        )
+        settings = self._settings
+        load_llm = partial(llm.LLM, **vars(settings.engine_of(self._index)))
+        self._opened = await self._stack.enter_async_context(launch.open_service(load_llm, settings.server))
+        service, inspector = self._opened.service, self._opened.inspector
+        opened: ASGIApp = app.create_app(service, self.render_all_metrics, settings.server, inspector)
+        return opened
+
+    async def __del__(self) -> None:
+        """Stop the engine and close its stores. Ray calls this when the last request of the replica has ended."""
+        await self._stack.aclose()
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if the engine cannot go on. Then Ray replaces this replica."""
+        if error := self._opened.service.engine_thread.fatal_error:
+            raise RuntimeError(error)
+
+    async def render_metrics(self) -> tuple[str, bytes]:
+        """Return the name of this replica and its metrics in Prometheus' text format."""
+        return self._id, await self._opened.service.engine_thread.call(self._opened.metrics.render)
+
+    async def render_all_metrics(self) -> bytes:
+        """Return the metrics of all replicas, with the label `replica`. One that does not answer is left out."""
+        pages: list[Any] = await self._handle.broadcast("render_metrics").results_async(
+            timeout_s=METRICS_TIMEOUT_S, return_exceptions=True
+        )
+        return label_pages(dict(page for page in pages if not isinstance(page, BaseException)))
+
+
+@serve.ingress()
+class HttpReplica(Replica):
+    """A replica that Ray's HTTP proxy sends requests to."""
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the application that answers HTTP requests."""
+        return await self.open_app()
+
+
+class ForwardedReplica(Replica):
+    """A replica behind the ingress, which is the only one that speaks HTTP."""
+
+    async def __init__(self, settings: ClusterSettings):  # type: ignore[misc]  # Ray awaits it
+        super().__init__(settings)
+        self._app = await self.open_app()
+
+    async def forward(self, request: ForwardedRequest) -> AsyncIterator[Message]:
+        """Yield the ASGI messages of the response to a request that the ingress forwards."""
+        async for message in run_app(self._app, request):
+            yield message
+
+
+def _log_to_stderr() -> None:
+    """Write the package's log to the process's standard error, which Ray shows; `sys.stderr` may be a file of Serve."""
+    handler = logging.StreamHandler(sys.__stderr__)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("retain")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
