@@ -103,6 +103,8 @@ class ClusterSettings:
             return
         if self.server.enable_inspector:
             raise ValueError("the inspector shows one engine: leave --inspect out, or have one replica")
+        if self.server.kv_events:
+            raise ValueError("replicas cannot share an address: leave --kv-events out, or have one replica")
         for spec in self.engine.tier:
             name, options = parse_spec(spec)
             if name == "disk" and REPLICA_FIELD not in options.get("path", ""):

@@ -56,14 +56,18 @@ class CapacityPlanner:
     load_gate: Callable[[str], GateWeights] = refuse_gates
 
     @property
+    def model_windows(self) -> Ints:
+        """How far each layer of the model sees, [L]."""
+        return np.array([w or NO_WINDOW for w in self.spec.windows], np.int32)
+
+    @property
     def max_pages_per_head(self) -> int:
         """Pages of the longest text."""
         return -(-self.config.max_model_len // self.config.page_size)
 
     def windows(self, policy: EvictionPolicy) -> Ints:
         """Return how far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
-        bound = policy.ring_window or NO_WINDOW
-        return np.array([min(w or NO_WINDOW, bound) for w in self.spec.windows], np.int32)
+        return np.minimum(self.model_windows, policy.ring_window or NO_WINDOW)
 
     def effective_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Return a resolved policy as this cache carries it out. Raises ValueError where it cannot.

@@ -31,9 +31,8 @@ class AdmissionControl:
         self._in_flight_by_key: Counter[str] = Counter()
         self._mean_duration_s = 1.0
 
-    @contextmanager
-    def admit(self, key_name: str, num_choices: int) -> Iterator[None]:
-        """Admit `num_choices` choices of a key for the duration of the context. Raises APIError."""
+    def check(self, key_name: str, num_choices: int) -> None:
+        """Raise APIError unless `num_choices` choices of a key would be admitted now."""
         if self.closed:
             raise APIError(503, "the server is shutting down", headers={"Retry-After": "5"})
         limits = self.limits
@@ -55,6 +54,11 @@ class AdmissionControl:
         if num_choices > free:
             self._log_rejection("max_queued_requests")
             raise self._rate_limit_error(f"the queue is full: {self.num_in_flight} requests are in flight, retry later")
+
+    @contextmanager
+    def admit(self, key_name: str, num_choices: int) -> Iterator[None]:
+        """Admit `num_choices` choices of a key for the duration of the context. Raises APIError."""
+        self.check(key_name, num_choices)
         self.num_in_flight += num_choices
         self._in_flight_by_key[key_name] += num_choices
         admitted_at = monotonic()

@@ -19,7 +19,7 @@ from retain.server.error_format import add_error_handlers
 from retain.server.inspector import routes as inspector_routes
 from retain.server.inspector.recorder import Inspector
 from retain.server.middleware import AuthMiddleware
-from retain.server.openai import responses_routes, routes, tokenization
+from retain.server.openai import rendering, responses_routes, routes, tokenization
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.response_store import ResponseStore
 from retain.server.openai.serving import OpenAIServing
@@ -36,8 +36,10 @@ def create_app(
 ) -> FastAPI:
     """Create the application for one served model."""
     app = FastAPI(title="retain", version=__version__, description=DESCRIPTION, redoc_url=None, docs_url=None)
+    app.state.admission = service.admission  # see BodyRoute
     app.include_router(routes.create_router(service))
     app.include_router(responses_routes.create_router(service, ResponseStore(service.limits.max_stored_bytes)))
+    app.include_router(rendering.create_router(service))
     app.include_router(tokenization.create_router(service))
     app.include_router(anthropic_routes.create_router(service))
     _add_operations_routes(app, service, render_metrics)

@@ -70,6 +70,13 @@ class ServerConfig:
     metrics_prefix: str = field(
         default="retain_", metadata={"help": "prefix of metric names; vllm: fits vLLM's dashboards"}
     )
+    kv_events: str = field(
+        default="",
+        metadata={
+            "help": "publish what the prefix cache holds, for gateways: tcp://127.0.0.1:5557 (replays at the next "
+            "port); elsewhere everybody who reaches the address can read all prompts: add ,insecure=yes"
+        },
+    )
     drain_timeout: int = field(default=300, metadata={"help": "seconds that running requests get after SIGTERM"})
 
     @classmethod

@@ -9,10 +9,10 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import uvicorn
 
@@ -23,10 +23,14 @@ from retain.server.config import ServerConfig
 from retain.server.engine_thread import EngineThread
 from retain.server.http_protocol import BoundedHttpProtocol, RejectionLog
 from retain.server.inspector.recorder import Inspector
+from retain.server.kv_events import config as kv_events_config
 from retain.server.metrics import Metrics
 from retain.server.openai.serving import OpenAIServing
 from retain.server.sandbox import Sandbox
 from retain.threads import reset_cpu_affinity
+
+if TYPE_CHECKING:
+    from retain.server.kv_events.publisher import KVEventPublisher
 
 log = logging.getLogger(__name__)
 EXIT_GRACE_S = 30.0  # from the end of the drain to the end of the process, whatever hangs
@@ -42,9 +46,20 @@ def serve(
     """
     config = server_config
     hosts.check_exposure(config.host, bool(config.api_keys), config.insecure_no_api_key)
+    reset_cpu_affinity()  # OpenMP pinned this thread to a core, which the engine thread would inherit
     sys.setswitchinterval(0.001)  # the engine thread and the event loop share the GIL: keep their turns short
     with asyncio.Runner(loop_factory=_get_loop_factory()) as runner:
         runner.run(_serve(load_llm, server_config, on_ready))
+
+
+def _open_publisher(spec: str, stack: ExitStack) -> KVEventPublisher:
+    """Bind the addresses of KV events until the stack is closed, before a model is loaded. Raises ValueError."""
+    config = kv_events_config.parse(spec)
+    try:
+        from retain.server.kv_events.publisher import KVEventPublisher
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--kv-events needs the package {error.name}: pip install 'retain[events]'") from None
+    return stack.enter_context(closing(KVEventPublisher(config)))
 
 
 def _get_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -96,21 +111,26 @@ async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig)
     Raises what `load_llm` raises, and ValueError for a drafter that does not fit the model.
     """
     reset_cpu_affinity()  # OpenMP pinned this thread to a core, which the engine thread would inherit
-    engine_thread = EngineThread(load_llm)
-    llm = await engine_thread.start()
-    sandbox = Sandbox(server_config.limits.sandbox_timeout)
-    try:
-        for drafter in server_config.allowed_drafters:
-            await engine_thread.call(partial(llm.add_drafter, drafter))
-        metrics = Metrics(llm, server_config.metrics_prefix)
-        inspector = Inspector(llm) if server_config.enable_inspector else None
-        engine_thread.observers += [metrics, inspector] if inspector else [metrics]
-        service = OpenAIServing(llm, engine_thread, server_config, sandbox)
-        yield OpenedService(service, metrics, inspector)
-        service.preparation.close()
-    finally:
-        sandbox.close()
-        await engine_thread.stop()
+    with ExitStack() as stack:
+        publisher = _open_publisher(server_config.kv_events, stack) if server_config.kv_events else None
+        engine_thread = EngineThread(load_llm)
+        llm = await engine_thread.start()
+        sandbox = Sandbox(server_config.limits.sandbox_timeout)
+        try:
+            for drafter in server_config.allowed_drafters:
+                await engine_thread.call(partial(llm.add_drafter, drafter))
+            metrics = Metrics(llm, server_config.metrics_prefix)
+            if publisher:
+                await engine_thread.call(partial(publisher.follow, llm.cache))
+                metrics.count_kv_events = publisher.counts
+            inspector = Inspector(llm) if server_config.enable_inspector else None
+            engine_thread.observers += [metrics, inspector] if inspector else [metrics]
+            service = OpenAIServing(llm, engine_thread, server_config, sandbox)
+            yield OpenedService(service, metrics, inspector)
+            service.preparation.close()
+        finally:
+            sandbox.close()
+            await engine_thread.stop()
 
 
 def _exit_at_once() -> None:

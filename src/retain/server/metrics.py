@@ -6,7 +6,7 @@ scrape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,6 +35,7 @@ class Metrics:
         # Time and number of output tokens at the last step that sampled for a request.
         self._last_sample: WeakKeyDictionary[Request, tuple[float, int]] = WeakKeyDictionary()
         self.num_ring_overwrites = 0
+        self.count_kv_events: Callable[[], Mapping[str, int]] | None = None  # by what became of them
         counter, histogram = self._create_counter, self._create_histogram
         self.preemptions = counter("num_preemptions", "Preempted requests")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed")
@@ -133,6 +134,8 @@ class Metrics:
         )
         evicted = {**cache.evicted_slots(), "ring": self.num_ring_overwrites}
         yield self._counter("evicted_slots", "Evicted slots", evicted, "policy")
+        if self.count_kv_events:
+            yield self._counter("kv_events", "Events about cached pages", self.count_kv_events(), "outcome")
         yield from self._collect_tiers(stats.tier_stats, stats.page_bytes)
 
     def _collect_tiers(self, tiers: Sequence[Mapping[str, Any]], page_bytes: int) -> Iterator[Metric]:

@@ -258,12 +258,15 @@ class PrefixCache:
         if slides and not windows:
             return
         pages = t.pages[row, t.full_layers(row), :, : -(-end // S)]
-        root = self.root_hash(entry.salt, self.planner.windows(entry.policy))
+        visible = self.planner.windows(entry.policy)
+        root = self.root_hash(entry.salt, visible)
         if self.offloader:
             keys = self.tree.hash_blocks(root, np.asarray(entry.tokens[:end], np.int32))
             stored_windows = windows.before_page(len(keys), S) if windows and keys else None
             self.offloader.on_computed(keys, 0, pages[..., : len(keys)], stored_windows)
-        self.tree.insert(root, entry.tokens[:end], pages, windows)
+        stored = self.tree.insert(root, entry.tokens[:end], pages, windows)
+        if stored and self.tree.observer and np.array_equal(visible, self.planner.model_windows):
+            self.tree.observer.on_stored(stored, entry.salt)
         if self.tree.history:
             self.tree.history.store(row, entry.tokens, end)
 

@@ -19,6 +19,7 @@ import numpy as np
 from retain.kv.memory.pool import PagePool
 from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.prefix.block_hash import common_prefix_length, hash_block, hash_blocks
+from retain.kv.prefix.events import PrefixObserver, StoredPages
 from retain.kv.prefix.history import PrefixHistory
 from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.pins import Pins
@@ -40,6 +41,7 @@ class RadixTree:
         self.on_evict: Callable[[Node, int], None] | None = None
         self.evictions: deque[EvictionRecord] = deque(maxlen=4096)  # the latest ones
         self.history: PrefixHistory | None = None  # set once somebody asks for a diagnosis
+        self.observer: PrefixObserver | None = None
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -131,10 +133,12 @@ class RadixTree:
 
     def insert(
         self, root_hash: bytes, tokens: Sequence[int], pages: Ints, sliding_windows: SlidingWindows | None = None
-    ) -> None:
+    ) -> StoredPages | None:
         """Cache a text: `pages` [M, G, n] hold its tokens, `sliding_windows` the last positions of sliding layers.
 
         The tree takes a reference to the pages that it does not have. It takes over `sliding_windows`, or frees them.
+
+        Returns the whole pages that are new, or None.
         """
         S, text = self.page_size, np.asarray(tokens, np.int32)
         if root_hash not in self.roots:
@@ -144,12 +148,15 @@ class RadixTree:
         self._touch([n for n, _ in path])
         longest = self._partial_matches(path, num_full, text)[:1]
         if not sliding_windows and num_full * S + sum(k for _, k in longest) == len(text):
-            return
+            return None
         node, n = path[-1]
         if n < len(node.block_hashes):
             node = self._split(node, n)
+        stored = None
         if num_full < len(hashes):
-            node = self._add_child(node, num_full, text[num_full * S : len(hashes) * S], hashes[num_full:], pages)
+            parent_hash = hashes[num_full - 1] if num_full else None
+            stored = StoredPages(parent_hash, hashes[num_full:], text[num_full * S : len(hashes) * S])
+            node = self._add_child(node, num_full, stored.tokens, hashes[num_full:], pages)
         if len(rest := text[len(hashes) * S :]):
             tail_hash = hash_block(hashes[-1] if hashes else root_hash, rest)
             node = node.children.get(tail_hash) or self._add_child(node, len(hashes), rest, [tail_hash], pages)
@@ -158,6 +165,7 @@ class RadixTree:
         elif sliding_windows:
             node.sliding_windows = sliding_windows
             self.owned_mask[node.all_pages] = True
+        return stored
 
     def _add_child(self, parent: Node, start_page: int, tokens: Ints, block_hashes: list[bytes], pages: Ints) -> Node:
         own_pages = pages[..., start_page : start_page + len(block_hashes)].copy()
@@ -257,6 +265,8 @@ class RadixTree:
             self._free_pages(node.all_pages)
         self.roots.clear()
         self.pins.clear()
+        if self.observer:
+            self.observer.on_cleared()
 
     def _truncate(self, node: Node, num_pages: int) -> None:
         """Evict all but the first pages of a leaf."""
@@ -265,6 +275,8 @@ class RadixTree:
         self.evictions.append(node.to_eviction_record())
         if self.history:
             self.history.evict(node.block_hashes[num_pages:])
+        if self.observer:
+            self.observer.on_removed(node.block_hashes[num_pages:])
         if not num_pages:
             return self._remove(node)
         self._free_pages(node.pages[..., num_pages:].ravel())

@@ -1,4 +1,7 @@
-"""Parsing of request bodies: in a thread, within bounds that are checked before any field is, up to the first error."""
+"""Parsing of request bodies: in a thread, within bounds that are checked before any field is, up to the first error.
+
+A server that is full reads no body: gateways repeat a refused request several times within a second.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,18 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
+from retain.server.admission import AdmissionControl
+
 MAX_VALUES = 2**20  # in all lists and objects of a body: the token ids of the longest prompts
 MAX_ITEMS = 2**14  # of a list that has more than numbers
 MAX_KEYS = 2**12  # of an object
 
 
 class BodyRoute(APIRoute):
-    """A route that validates its body before FastAPI does, which then finds an instance of the model."""
+    """A route that validates its body before FastAPI does, which then finds an instance of the model.
+
+    The application's `state.admission` refuses requests before their body is read. Raises APIError.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler (FastAPI)."""
@@ -30,6 +38,8 @@ class BodyRoute(APIRoute):
         adapter: TypeAdapter[Any] = TypeAdapter(annotation)
 
         async def handle_validated(request: Request) -> Response:
+            admission: AdmissionControl = request.app.state.admission
+            admission.check(request.state.key.name, 1)
             if data := await request.body():
                 # FastAPI asks the request for its JSON, which Starlette keeps here.
                 request._json = await asyncio.to_thread(parse_body, data, adapter)

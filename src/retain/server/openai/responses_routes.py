@@ -9,6 +9,7 @@ from fastapi.responses import Response
 
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
+from retain.server.openai.rendering import RenderedRequest, render_one
 from retain.server.openai.response_store import ResponseStore, StoredTurn
 from retain.server.openai.responses_conversion import (
     dump_items,
@@ -22,7 +23,7 @@ from retain.server.openai.responses_protocol import DeletedResponse, ItemList, R
 from retain.server.openai.routes import describe_generation
 from retain.server.openai.serving import OpenAIServing, Prepared
 
-OTHER_METHODS = ["HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"]
+NO_METHODS = ["HEAD", "OPTIONS", "PATCH", "PUT", "TRACE"]  # of any address here
 
 
 def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
@@ -52,6 +53,26 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
         except APIError as error:
             raise rename_parameter(error) from None
 
+    @router.post("/responses/render", response_model=None, responses={200: {"model": RenderedRequest}})
+    async def render_response(body: ResponsesRequest, request: Request) -> Response:
+        """Return the token ids of the prompt that a response has."""
+        service.check_model(body.model)
+        key = request.state.key
+        previous = find_previous(key.name, body.previous_response_id) if body.previous_response_id else None
+
+        def render() -> Response:
+            return render_one(service, service.prepare_chat_request(to_chat_request(body, previous), key)[0])
+
+        try:
+            return await service.run_admitted(key, render)
+        except APIError as error:
+            raise rename_parameter(error) from None
+
+    @router.api_route("/responses/render", methods=["GET", "DELETE", *NO_METHODS], include_in_schema=False)
+    async def refuse_method_of_render() -> None:
+        """Refuse every other method: `render` is no id of a response."""
+        raise APIError(405, "Method Not Allowed", headers={"Allow": "POST"})
+
     def find_previous(key_name: str, response_id: str) -> StoredTurn:
         if turn := store.get(key_name, response_id):
             return turn
@@ -78,7 +99,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
         return DeletedResponse(id=response_id)
 
     # Starlette's own 405 names the methods of the first route of a path only.
-    @router.api_route("/responses/{response_id}", methods=OTHER_METHODS, include_in_schema=False)
+    @router.api_route("/responses/{response_id}", methods=["POST", *NO_METHODS], include_in_schema=False)
     async def refuse_method(response_id: str) -> None:
         """Refuse every other method."""
         raise APIError(405, "Method Not Allowed", headers={"Allow": "GET, DELETE"})

@@ -237,7 +237,7 @@ class OpenAIServing:
             try:
                 async with asyncio.timeout_at(deadline):
                     # In another thread: tokenizing a long text takes a while, and streams must not wait for it.
-                    request_states, prepared = await self.preparation.run(key.name, lambda: self._process(prepare))
+                    request_states, prepared = await self.preparation.run(key.name, lambda: self._prepare(prepare))
                     pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
                     group = RequestGroup(request_states, key.name, pins)
                     await self.engine_thread.submit(group)
@@ -256,12 +256,15 @@ class OpenAIServing:
                 self.engine_thread, deadline, group, prepared.encoder, bool(body.stream), admission.pop_all()
             )
 
-    def _process(self, prepare: Callable[[], Prepared]) -> tuple[list[RequestOutputState], Prepared]:
+    def _prepare(self, prepare: Callable[[], Prepared]) -> tuple[list[RequestOutputState], Prepared]:
         prepared = prepare()
-        for checked in {request.grammar for request in prepared.requests if request.grammar}:
+        return self.process(prepared.requests), prepared
+
+    def process(self, requests: Sequence[GenerateRequest]) -> list[RequestOutputState]:
+        """Check requests, and return the engine's requests for them. Raises ValueError."""
+        for checked in {request.grammar for request in requests if request.grammar}:
             self.sandbox.check_grammar(checked)
-        states = [state for request in prepared.requests for state in self.llm.input_processor.process(request)]
-        return states, prepared
+        return [state for request in requests for state in self.llm.input_processor.process(request)]
 
     async def run_admitted(self, key: ApiKey, function: Callable[[], T]) -> T:
         """Run a function for a request as a generation is prepared: admitted, in a thread of its key, in time."""
