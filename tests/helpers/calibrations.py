@@ -13,7 +13,6 @@ def make_calibration(**changes: Any) -> Calibration:
     """A replica of 200 pages of 16 tokens that computes 500 prompt tokens a second."""
     values: dict[str, Any] = {
         "seconds": SECONDS,
-        "request_seconds": 0.0,
         "page_size": 16,
         "page_bytes": 10_000,
         "num_pages": 200,

@@ -20,6 +20,7 @@ from retain.engine.runner import Runner
 from retain.kernels.api import NO_WINDOW
 from retain.llm import LLM
 
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 Sample = tuple[StepWork, float]  # the work of a step, its seconds
 
 # Requests that run together: (prompt tokens, output tokens of the first, number). Each other asks for 4 tokens more,
@@ -32,7 +33,7 @@ ROUNDS = (
     (1500, 12, 3),
     (200, 16, 2),
 )
-OUTLIERS = 0.05  # share of the steps that something else on the machine may have slowed down
+NUM_ITERATIONS = 50
 
 
 class WorkRecorder:
@@ -60,7 +61,6 @@ def calibrate(llm: LLM) -> Calibration:
     defaults = {f.name: f.default for f in fields(Config)}
     return Calibration(
         seconds=seconds,
-        request_seconds=0.0,
         page_size=cache.page_size,
         page_bytes=cache.store.page_bytes * heads,
         num_pages=cache.total_pages // heads,
@@ -96,25 +96,26 @@ def measure_steps(llm: LLM) -> Iterable[Sample]:
 
 
 def fit_steps(samples: Sequence[Sample]) -> tuple[StepWork, float, int]:
-    """Fit the seconds of each kind of work, none below 0, to relative errors.
+    """Fit the seconds of each kind of work, none below 0, with the least sum of absolute relative errors.
 
-    The steps that fit worst are left out. Returns also the median of all relative errors, and the number of steps.
+    So steps that something else on the machine slowed down hardly count. Returns also the median of the relative
+    errors, and the number of steps.
     """
     work, seconds = np.array([w for w, _ in samples]), np.array([s for _, s in samples])
-    kept = np.ones(len(samples), bool)
-    for _ in range(2):
-        fitted = _fit_non_negative(work[kept] / seconds[kept, None])
-        errors = np.abs(work @ fitted / seconds - 1)
-        kept = errors <= np.quantile(errors, 1 - OUTLIERS)
+    rows, weights = work / seconds[:, None], np.ones(len(samples))
+    for _ in range(NUM_ITERATIONS):  # least squares whose weights make squares absolute values
+        fitted = _fit_non_negative(rows, weights)
+        errors = np.abs(rows @ fitted - 1)
+        weights = 1 / np.sqrt(np.maximum(errors, 1e-6))
     return StepWork(*fitted.tolist()), float(np.median(errors)), len(samples)
 
 
-def _fit_non_negative(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _fit_non_negative(rows: Floats, weights: Floats) -> Floats:
     """Return x >= 0 for which rows @ x is nearly 1: least squares, without the columns whose x would be below 0."""
     used = np.ones(rows.shape[1], bool)
     while True:
         x = np.zeros(rows.shape[1])
-        x[used] = np.linalg.lstsq(rows[:, used], np.ones(len(rows)), rcond=None)[0]
+        x[used] = np.linalg.lstsq(weights[:, None] * rows[:, used], weights, rcond=None)[0]
         if (x >= 0).all():
             return x
         used &= x >= 0

@@ -40,7 +40,6 @@ class Calibration:
     """Measured step times and sizes of one replica."""
 
     seconds: StepWork  # of one unit of each kind of work
-    request_seconds: float  # outside of steps, from a request's arrival to the queue
     page_size: int  # tokens of a page
     page_bytes: int  # of one page in all layers and heads
     num_pages: int  # pages of tokens that the pool holds

@@ -49,7 +49,7 @@ class Cluster:
             request = Request(RequestInput(t.prompt.tolist(), PARAMS, policy, t.output_len))
             request.stats.arrival_time = t.arrival_time
             requests.append(request)
-            self._advance(t.arrival_time + self.calibration.request_seconds)
+            self._advance(t.arrival_time)
             self._route(t, request)
         self._advance(float("inf"))
         return requests
@@ -61,7 +61,7 @@ class Cluster:
         self.assigned.append(chosen)
         self.replicas[chosen].add(request)
         if self.replicas[chosen].is_idle:
-            self._start_step(chosen, traced.arrival_time + self.calibration.request_seconds)
+            self._start_step(chosen, traced.arrival_time)
 
     def _advance(self, until: float) -> None:
         """Finish the steps that end by a time, and those that they start."""
