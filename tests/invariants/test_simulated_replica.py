@@ -26,7 +26,7 @@ PAGES_PER_PAGE = LLAMA["num_hidden_layers"] * LLAMA["num_key_value_heads"]  # of
 def simulated_replica(num_pages: int, replica: type[SimulatedReplica] = SimulatedReplica) -> SimulatedReplica:
     sizes = {"num_pages": num_pages, "max_running_requests": MAX_RUNNING, "max_batched_tokens": MAX_BATCHED}
     calibration = make_calibration(page_size=PAGE_SIZE, **sizes)
-    return replica(calibration, SimulatedCache(calibration, [], lambda keys: None, lambda keys: None))
+    return replica(calibration, SimulatedCache(calibration))
 
 
 def real_engine(num_pages: int) -> Engine:

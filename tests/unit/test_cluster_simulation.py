@@ -201,6 +201,19 @@ def test_kv_aware_follows_the_events_and_weighs_load() -> None:
     assert router.choose(request, [0, 3, 3]) == 0
 
 
+def test_kv_aware_knows_what_every_replica_has() -> None:
+    """After evictions to a local tier, and from it."""
+    router = KvAwareRouter(3, 0)
+    cluster = Cluster(replace(CALIBRATION, num_pages=60), router, parse_setting("local:read=1GB,capacity=200kB"))
+    cluster.run(conversations())
+    assert sum(tier.num_read_bytes for tier in cluster.tiers) > 0
+    for i, (replica, tier) in enumerate(zip(cluster.replicas, cluster.tiers, strict=True)):
+        in_tree = {h for n in replica.cache.tree.iter_nodes() if len(n.tokens) >= 16 for h in n.block_hashes}
+        assert in_tree == replica.cache.tree_keys and len(tier) <= 20
+        known = {key for key, holders in router.holders.items() if i in holders}
+        assert known == in_tree | {key for key in router.holders if key in tier}
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 

@@ -7,12 +7,12 @@ page stands for the pages of all layers and heads, which come and go together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from retain.bench.simulation.calibration import Calibration
-from retain.bench.simulation.tiers import SimulatedTier
+from retain.bench.simulation.tiers import KeyListener, SimulatedTier
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_tables import UNBOUNDED
 from retain.kv.memory.pool import PagePool
@@ -23,7 +23,6 @@ from retain.kv.prefix.radix_tree import RadixTree
 from retain.types import Ints
 
 ROOT_HASH = b""  # of all texts: one model, one tenant
-OnKeys = Callable[[Sequence[bytes]], None]
 
 
 class SimulatedCostModel(LoadCostModel):
@@ -35,11 +34,14 @@ class SimulatedCostModel(LoadCostModel):
 
 
 class SimulatedCache:
-    """Rows of running requests over one pool. `on_stored` and `on_evicted` get the keys of whole pages of the tree."""
+    """Rows of running requests over one pool. `listener` hears of the pages of the tree."""
 
-    def __init__(self, calibration: Calibration, tiers: Sequence[SimulatedTier], on_stored: OnKeys, on_evicted: OnKeys):
+    def __init__(
+        self, calibration: Calibration, tiers: Sequence[SimulatedTier] = (), listener: KeyListener | None = None
+    ):
         self.config, self.tiers, self.page_size = calibration, tiers, calibration.page_size
-        self.on_stored, self.on_evicted = on_stored, on_evicted
+        self.listener = listener
+        self.tree_keys = set[bytes]()  # of the whole pages in the tree
         self.pool = PagePool(calibration.num_pages + 1)
         self.tree = RadixTree(self.pool, self.page_size)
         self.pool.evict_callback, self.tree.on_evict = self.tree.evict, self._offload_evicted
@@ -203,15 +205,20 @@ class SimulatedCache:
             if tier.write_through:
                 tier.add(keys)
         self.tree.insert(ROOT_HASH, entry.tokens[:end], self.pages[row][None, None, : -(-end // S)])
-        self.on_stored(keys)
+        new = [key for key in keys if key not in self.tree_keys]
+        self.tree_keys.update(new)
+        if self.listener:
+            self.listener.on_stored(new)
 
     def _offload_evicted(self, node: Node, num_kept_pages: int) -> None:
         """Offload the whole pages that a leaf loses."""
         if len(node.tokens) == len(node.block_hashes) * self.page_size:
             keys = node.block_hashes[num_kept_pages:]
+            self.tree_keys.difference_update(keys)
+            if self.listener:
+                self.listener.on_evicted(keys)
             for tier in self.tiers:
                 tier.add(keys)
-            self.on_evicted(keys)
 
     # ---- the accountant ------------------------------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
 """Routing policies: which replica gets a request. One policy is one class, found by its name in `ROUTERS`.
 
-A policy sees the requests in flight of every replica. `kv-aware` sees events of the replicas' caches, too. Ties go to
-a replica at random, by a seed.
+A policy sees the requests in flight of every replica. `kv-aware` sees events of the replicas' pools and local tiers,
+too. Ties go to a replica at random, by a seed.
 """
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -28,10 +28,10 @@ class Router:
         raise NotImplementedError
 
     def on_stored(self, replica: int, keys: Sequence[bytes]) -> None:
-        """Note that a replica's cache has these pages."""
+        """Note that a replica's pool, or its local tier, has these pages now."""
 
     def on_evicted(self, replica: int, keys: Sequence[bytes]) -> None:
-        """Note that a replica's cache has these pages no more."""
+        """Note that a replica's pool, or its local tier, has these pages no more."""
 
     def least_loaded(self, loads: Sequence[int]) -> int:
         """Return one of the replicas with the fewest requests in flight."""
@@ -88,7 +88,7 @@ class KvAwareRouter(Router):
 
     def __init__(self, num_replicas: int, seed: int):
         super().__init__(num_replicas, seed)
-        self.holders = defaultdict[bytes, set[int]](set)  # replicas by page
+        self.holders = defaultdict[bytes, Counter[int]](Counter)  # by page: replicas, and how often each has it
         self.num_requests = self.num_missing_pages = 0
 
     def choose(self, request: TracedRequest, loads: Sequence[int]) -> int:
@@ -107,7 +107,7 @@ class KvAwareRouter(Router):
         found: dict[int, int] = {}
         holders = set(range(self.num_replicas))
         for num_pages, key in enumerate(keys, 1):
-            holders = holders & self.holders.get(key, set())
+            holders = holders & self.holders.get(key, Counter()).keys()
             if not holders:
                 break
             found |= dict.fromkeys(holders, num_pages)
@@ -116,12 +116,15 @@ class KvAwareRouter(Router):
     def on_stored(self, replica: int, keys: Sequence[bytes]) -> None:
         """See Router."""
         for key in keys:
-            self.holders[key].add(replica)
+            self.holders[key][replica] += 1
 
     def on_evicted(self, replica: int, keys: Sequence[bytes]) -> None:
         """See Router."""
         for key in keys:
-            self.holders[key].discard(replica)
+            holders = self.holders[key]
+            holders[replica] -= 1
+            if not holders[replica]:
+                del holders[replica]
 
 
 ROUTERS: dict[str, type[Router]] = {

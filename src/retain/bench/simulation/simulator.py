@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 
 from retain.bench.simulation.cache import SimulatedCache
 from retain.bench.simulation.calibration import Calibration
@@ -19,20 +19,36 @@ from retain.sampling_params import SamplingParams
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, seed=0)
 
 
+@dataclass(frozen=True)
+class RouterEvents:
+    """Tells a router what a replica's pool and local tier have. See KeyListener."""
+
+    router: Router
+    replica: int
+
+    def on_stored(self, keys: Sequence[bytes]) -> None:
+        """See KeyListener."""
+        self.router.on_stored(self.replica, keys)
+
+    def on_evicted(self, keys: Sequence[bytes]) -> None:
+        """See KeyListener."""
+        self.router.on_evicted(self.replica, keys)
+
+
 class Cluster:
     """Replicas behind a router. `tiers` are the configurations of a local and of a shared tier, by kind."""
 
     def __init__(self, calibration: Calibration, router: Router, tiers: dict[str, TierConfig]):
         self.calibration, self.router = calibration, router
-        make_tier = partial(SimulatedTier, page_bytes=calibration.page_bytes)
-        shared = [make_tier(kind, config) for kind, config in tiers.items() if kind == "shared"]
+        size = calibration.page_bytes
+        shared = [SimulatedTier(kind, config, size) for kind, config in tiers.items() if kind == "shared"]
         self.tiers = list(shared)
         self.replicas: list[SimulatedReplica] = []
         for i in range(router.num_replicas):
-            local = [make_tier(kind, config) for kind, config in tiers.items() if kind == "local"]
+            events = RouterEvents(router, i)
+            local = [SimulatedTier(kind, config, size, events) for kind, config in tiers.items() if kind == "local"]
             self.tiers += local
-            on_stored, on_evicted = partial(router.on_stored, i), partial(router.on_evicted, i)
-            cache = SimulatedCache(calibration, [*local, *shared], on_stored, on_evicted)
+            cache = SimulatedCache(calibration, [*local, *shared], events)
             self.replicas.append(SimulatedReplica(calibration, cache))
         self.loads = [0] * router.num_replicas  # requests in flight
         self.assigned: list[int] = []  # the replica of each request

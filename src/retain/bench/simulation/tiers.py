@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
 
 from retain.plugins import Size, from_strings, parse_spec
 
@@ -42,11 +44,21 @@ def parse_setting(setting: str) -> dict[str, TierConfig]:
     return {kind: found[kind] for kind in KINDS if kind in found}
 
 
+class KeyListener(Protocol):
+    """Hears of whole pages, by their keys, that a place has now or no more. Each page is named once."""
+
+    def on_stored(self, keys: Sequence[bytes]) -> None:
+        """Note that the place has these pages now."""
+
+    def on_evicted(self, keys: Sequence[bytes]) -> None:
+        """Note that the place has these pages no more."""
+
+
 class SimulatedTier:
     """The pages of a tier by their keys. When it is full, the least recently used page goes."""
 
-    def __init__(self, kind: str, config: TierConfig, page_bytes: int):
-        self.kind, self.config, self.page_bytes = kind, config, page_bytes
+    def __init__(self, kind: str, config: TierConfig, page_bytes: int, listener: KeyListener | None = None):
+        self.kind, self.config, self.page_bytes, self.listener = kind, config, page_bytes, listener
         self.write_through = kind == "shared"
         self.num_read_bytes = self.num_written_bytes = 0
         self._keys: OrderedDict[bytes, None] = OrderedDict()  # the least recently used first
@@ -59,13 +71,14 @@ class SimulatedTier:
 
     def add(self, keys: Iterable[bytes]) -> None:
         """Write the pages that the tier lacks."""
+        new = [key for key in keys if key not in self._keys]
+        self._keys |= dict.fromkeys(new)
+        self.num_written_bytes += len(new) * self.page_bytes
+        if self.listener:
+            self.listener.on_stored(new)
         capacity = self.config.capacity
-        for key in keys:
-            if key not in self._keys:
-                self._keys[key] = None
-                self.num_written_bytes += self.page_bytes
-        while capacity is not None and len(self._keys) * self.page_bytes > capacity:
-            self._keys.popitem(last=False)
+        too_many = 0 if capacity is None else max(len(self._keys) - capacity // self.page_bytes, 0)
+        self.remove(list(islice(self._keys, too_many)))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record a use of pages."""
@@ -80,5 +93,8 @@ class SimulatedTier:
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Drop pages, where the tier has them."""
-        for key in keys:
-            self._keys.pop(key, None)
+        gone = [key for key in keys if key in self._keys]
+        for key in gone:
+            del self._keys[key]
+        if self.listener:
+            self.listener.on_evicted(gone)
