@@ -132,20 +132,19 @@ class SimulatedCache:
 
         Returns the number of computed tokens, and 0: no position is worth a branch point.
         """
-        match = self._match_prefix(query)
+        match, S = self._match_prefix(query), self.page_size
         loads, end_page = self._plan_load(query, match)
-        length, num_shared, partial = (match.length, match.length // self.page_size, 1) if match else (0, 0, 0)
-        if loads:
-            length, partial = end_page * self.page_size, 0
-        shared = match.pages[0, 0, :num_shared] if match else np.zeros(0, np.int32)
-        copied = match.pages[0, 0, num_shared:] if match and partial else np.zeros(0, np.int32)
-        num_own = -(-length // self.page_size) - num_shared
-        self.pool.incref(np.concatenate([shared, copied]))  # before ensure_free, which may evict them
+        length = end_page * S if loads else match.length if match else 0
+        matched = match.pages[0, 0] if match else np.zeros(0, np.int32)
+        num_shared = match.length // S if match else 0
+        held = matched[:num_shared] if loads else matched  # a page that agrees in part is copied
+        num_own = -(-length // S) - num_shared
+        self.pool.incref(held)  # before ensure_free, which may evict them
         has_room = self.pool.ensure_free(num_own)
-        self.pool.free(copied if has_room else np.concatenate([shared, copied]))
+        self.pool.free(held[num_shared:] if has_room else held)
         if not has_room:
             return 0, 0
-        self.pages[row] = np.concatenate([shared, self.pool.allocate(num_own)])
+        self.pages[row] = np.concatenate([held[:num_shared], self.pool.allocate(num_own)])
         if loads:
             self.loads[row] = loads
             for tier, keys in loads.items():
