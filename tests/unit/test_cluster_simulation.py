@@ -264,6 +264,8 @@ def test_the_command_prints_a_line_for_each_combination(tmp_path: Path, capsys: 
         (["--simulate", "--data-dir", "/nowhere"], "no such file"),
         (["--simulate", "--kv-memory", "1MiB"], "pages of KV memory"),
         (["--validate", "--routing", "kv-aware"], "leave out kv-aware"),
+        (["--simulate", "--dtype", "float32"], "--dtype is an option of --calibrate"),
+        (["--validate", "--kv-memory", "1GiB"], "--kv-memory is an option of --calibrate"),
         (["--calibrate", "f", "--model", "random:tiny", "--kv-policy", "full"], "compares policies"),
     ],
 )

@@ -16,12 +16,13 @@ from typing import Any
 from retain.bench.config import ClusterBenchConfig
 from retain.bench.simulation.calibration import Calibration, load_calibration
 from retain.bench.simulation.report import summarize
-from retain.bench.simulation.routing import router_class
+from retain.bench.simulation.routing import ROUTERS, router_class
 from retain.bench.simulation.simulator import Cluster
 from retain.bench.simulation.tiers import parse_setting
 from retain.bench.simulation.trace import TracedRequest, generate_conversations, load_trace, scale_arrivals
 
 Line = dict[str, Any]
+NUM_PROMPTS = 4000
 DEFAULT_CALIBRATION = Path(__file__).parent / "simulation" / "smollm2-1-core.json"
 
 
@@ -44,9 +45,10 @@ def open_calibration(config: ClusterBenchConfig, kv_memory: int | None = None) -
 
 def load_requests(config: ClusterBenchConfig, calibration: Calibration) -> list[TracedRequest]:
     """Return the requests of the trace in `--data-dir`, or generated ones. Raises OSError or ValueError."""
+    num_prompts = config.num_prompts or NUM_PROMPTS
     if config.data_dir:
-        return load_trace(config.data_dir, config.num_prompts, config.length_divisor, calibration)
-    return generate_conversations(config.num_prompts, config.seed, calibration)
+        return load_trace(config.data_dir, num_prompts, config.length_divisor, calibration)
+    return generate_conversations(num_prompts, config.seed, calibration)
 
 
 def simulate(config: ClusterBenchConfig, calibration: Calibration) -> Iterator[Line]:
@@ -54,7 +56,7 @@ def simulate(config: ClusterBenchConfig, calibration: Calibration) -> Iterator[L
     requests = load_requests(config, calibration)
     for num_replicas in config.replicas:
         scaled = scale_arrivals(requests, calibration, num_replicas, config.load)
-        for setting, routing in product(config.tier_settings, config.routing):
+        for setting, routing in product(config.tier_settings, config.routing or ROUTERS):
             router = router_class(routing)(num_replicas, config.seed)
             cluster = Cluster(calibration, router, parse_setting(setting))
             yield summarize(cluster, cluster.run(scaled), setting, routing)

@@ -209,7 +209,7 @@ class ClusterBenchConfig:
         default=None,
         metadata={"help": "folder with mooncake_conversation_trace.jsonl (default: generated conversations)"},
     )
-    num_prompts: int = field(default=4000, metadata={"help": "requests"})
+    num_prompts: int | None = field(default=None, metadata={"help": "requests (default: 4000, with --validate 40)"})
     length_divisor: int = field(default=8, metadata={"help": "divide the lengths of the trace by this"})
     load: float = field(
         default=0.8,
@@ -220,8 +220,12 @@ class ClusterBenchConfig:
         metadata={"help": "numbers of replicas, comma-separated", "separator": ","},
     )
     routing: tuple[str, ...] = field(
-        default=("random", "least-loaded", "session", "prefix", "kv-aware"),
-        metadata={"help": "routing policies, comma-separated", "separator": ","},
+        default=(),
+        metadata={
+            "help": "of random, least-loaded, session, prefix and kv-aware, comma-separated (default: all, with "
+            "--validate session)",
+            "separator": ",",
+        },
     )
     tier_settings: tuple[str, ...] = field(
         default=("none", "local:capacity=4GiB,read=1GB", "shared:latency=0.02,read=200MB"),
@@ -237,8 +241,9 @@ class ClusterBenchConfig:
     def __post_init__(self) -> None:
         if self.simulate + self.validate + (self.calibrate is not None) != 1:
             raise ValueError("bench cluster needs one of --simulate, --validate and --calibrate FILE")
-        _check_at_least_1(num_prompts=self.num_prompts, length_divisor=self.length_divisor)
-        _check_at_least_1(replicas=min(self.replicas, default=0))
+        _check_at_least_1(length_divisor=self.length_divisor, replicas=min(self.replicas, default=0))
+        if self.num_prompts is not None:
+            _check_at_least_1(num_prompts=self.num_prompts)
         if self.load <= 0:
             raise ValueError(f"--load must be above 0, not {self.load:g}")
 

@@ -20,7 +20,7 @@ from retain.bench.config import (
     SpeculateBenchConfig,
     SpeedBenchConfig,
 )
-from retain.cli.args import from_args
+from retain.cli.args import from_args, given_args
 from retain.config import Config
 
 if TYPE_CHECKING:
@@ -162,8 +162,13 @@ def run_cluster(args: Namespace) -> int:
 
     options = from_args(ClusterBenchConfig, args)
     if options.calibrate:
-        calibrate.calibrate(loading.load_llm(engine_config(args))).save(options.calibrate)
+        measured = calibrate.calibrate(loading.load_llm(engine_config(args)))
+        measured.save(options.calibrate)
+        _print_lines(args, [measured.summarize()])
         return 0
+    given = given_args(args, Config).keys() - ({"kv_memory"} if options.simulate else set())
+    if given:
+        raise ValueError(f"--{min(given).replace('_', '-')} is an option of --calibrate: the calibration holds it")
     cluster.check_names(options)
     calibration = cluster.open_calibration(options, getattr(args, "kv_memory", None))
     if options.validate:

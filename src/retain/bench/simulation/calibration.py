@@ -64,6 +64,12 @@ class Calibration:
         decode = ((prompt_len + i, 1) for i in range(output_len - 1))
         return sum(self.step_seconds(measure_work([chunk])) for chunks in (prompt, decode) for chunk in chunks)
 
+    def summarize(self) -> dict[str, Any]:
+        """Return the figures of the fit: milliseconds of a step, and microseconds of each kind of work in it."""
+        micros = {f"{name}_us": round(1e6 * s, 3) for name, s in self.seconds._asdict().items() if name != "steps"}
+        figures = {"step_ms": round(1e3 * self.seconds.steps, 3), **micros}
+        return figures | {"num_steps": self.num_steps, "median_error": self.median_error, "num_pages": self.num_pages}
+
     def save(self, path: Path) -> None:
         """Write the calibration as JSON. Raises OSError."""
         values = asdict(self) | {"seconds": self.seconds._asdict()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from retain.engine.request import Request
 Line = dict[str, Any]
 COLUMNS = {  # of the table: title and format
     "replicas": ("replicas", "8d"),
-    "tiers": ("tiers", "10.10s"),
+    "tiers": ("tiers", "12s"),
     "routing": ("routing", "13s"),
     "hit_rate": ("hit rate", "8.3f"),
     "ttft_p50_ms": ("TTFT p50", "8.0f"),
@@ -23,6 +24,12 @@ COLUMNS = {  # of the table: title and format
     "output_throughput": ("tokens/s", "9.1f"),
     "utilization": ("busy", "6.0%"),
     "read_mb": ("read MB", "9.0f"),
+}
+
+PLOTTED = {  # metrics: title and scale
+    "hit_rate": ("hit rate", "linear"),
+    "ttft_p50_ms": ("TTFT p50, ms", "log"),
+    "ttft_p99_ms": ("TTFT p99, ms", "log"),
 }
 
 
@@ -61,8 +68,9 @@ def format_header() -> str:
 
 
 def format_row(line: Line) -> str:
-    """Return a line as a row of the table."""
-    return "  ".join(f"{line[name]:{spec}}" for name, (_, spec) in COLUMNS.items())
+    """Return a line as a row of the table; of tiers it has the kinds only."""
+    shown = line | {"tiers": re.sub(":[^+]*", "", line["tiers"])}
+    return "  ".join(f"{shown[name]:{spec}}" for name, (_, spec) in COLUMNS.items())
 
 
 def _width(spec: str) -> str:
@@ -71,37 +79,27 @@ def _width(spec: str) -> str:
 
 def plot_replicas(lines: Sequence[Line], out: Path) -> Path:
     """Plot hit rate and time to first token over the number of replicas; a column of plots for each tier setting."""
-    plt = import_pyplot()
-    settings = list(dict.fromkeys(line["tiers"] for line in lines))
-    figure, axes = plt.subplots(
-        3,
-        len(settings),
-        figsize=(4 * len(settings), 8),
-        constrained_layout=True,
-        sharex=True,
-        sharey="row",
-        squeeze=False,
-    )
-    metrics = {"hit_rate": "hit rate", "ttft_p50_ms": "TTFT p50, ms", "ttft_p99_ms": "TTFT p99, ms"}
-    for column, setting in enumerate(settings):
-        for row, (metric, title) in enumerate(metrics.items()):
-            axis = axes[row, column]
-            for i, routing in enumerate(dict.fromkeys(line["routing"] for line in lines)):
-                points = [
-                    (line["replicas"], line[metric])
-                    for line in lines
-                    if line["tiers"] == setting and line["routing"] == routing
-                ]
-                axis.plot(*zip(*points, strict=True), label=routing, marker="osD^v<>pPX*h"[i % 12], markersize=4)
-            axis.set_xscale("log", base=2)
-            if metric != "hit_rate":
-                axis.set_yscale("log")
-            if not column:
-                axis.set_ylabel(title)
-        axes[0, column].set_title(setting, fontsize=8)
-        axes[-1, column].set_xlabel("replicas")
+    plt, settings = import_pyplot(), list(dict.fromkeys(line["tiers"] for line in lines))
+    shape, size = (len(PLOTTED), len(settings)), (4 * len(settings), 8)
+    figure, axes = plt.subplots(*shape, figsize=size, constrained_layout=True, sharex=True, sharey="row", squeeze=False)
+    for column, setting in zip(axes.T, settings, strict=True):
+        shown = [line for line in lines if line["tiers"] == setting]
+        for axis, (metric, (title, scale)) in zip(column, PLOTTED.items(), strict=True):
+            _plot_metric(axis, shown, metric)
+            axis.set_yscale(scale)
+            axis.set_ylabel(title)
+            axis.label_outer()
+        column[0].set_title(setting, fontsize=8)
+        column[-1].set_xlabel("replicas")
     axes[0, 0].legend(fontsize=7)
-    file = out / "cluster.png"
-    figure.savefig(file, dpi=120)
+    figure.savefig(out / "cluster.png", dpi=120)
     plt.close(figure)
-    return file
+    return out / "cluster.png"
+
+
+def _plot_metric(axis: Any, lines: Sequence[Line], metric: str) -> None:
+    """Draw a line for each routing policy."""
+    for i, routing in enumerate(dict.fromkeys(line["routing"] for line in lines)):
+        points = [(line["replicas"], line[metric]) for line in lines if line["routing"] == routing]
+        axis.plot(*zip(*points, strict=True), label=routing, marker="osD^v<>pPX*h"[i % 12], markersize=4)
+    axis.set_xscale("log", base=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,6 @@ SYSTEM_PROMPT_LEN = 300
 MEAN_MESSAGE_LEN = 150  # tokens that a turn adds to its conversation
 MEAN_OUTPUT_LEN = 30
 MEAN_TURNS = 4
-MEAN_TURN_GAP = 10.0  # mean gaps between conversations
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ def load_trace(data_dir: Path, num_requests: int, length_divisor: int, calibrati
         try:
             hashes, output_len = record["hash_ids"], max(record["output_length"] // length_divisor, 1)
             prompt_len, due = max(record["input_length"] // length_divisor, 1), record["timestamp"] / 1000
-        except (KeyError, TypeError):
+            session = hashes[:2][-1]
+        except (KeyError, TypeError, IndexError):
             raise ValueError(f"{TRACE}.jsonl has a record without timestamp, lengths and hash_ids") from None
         output_len = min(output_len, calibration.max_model_len - 1)
         prompt_len = min(prompt_len, calibration.max_model_len - output_len)
         tokens = (np.array(hashes)[:, None] * block + np.arange(block)).ravel().astype(np.int32)
-        session = hashes[min(1, len(hashes) - 1)]
         requests.append(TracedRequest(due, tokens[:prompt_len], output_len, session))
     return [_with_keys(r, calibration.page_size) for r in _spread(requests)]
 
@@ -74,26 +74,27 @@ def _spread(requests: Sequence[TracedRequest]) -> list[TracedRequest]:
 def generate_conversations(num_requests: int, seed: int, calibration: Calibration) -> list[TracedRequest]:
     """Return turns of conversations that begin with one of a few system prompts, in the order of their arrival.
 
-    A turn's prompt is that of the turn before, and more. On average one conversation begins each second; the times are
-    there to be scaled.
+    A turn's prompt is that of the turn before, and more. On average a conversation begins each second, and its turns
+    are a 32th of `num_requests` seconds apart: scale_arrivals makes other times of it.
     """
-    rng = random.Random(seed)
-    ids = plain_token_ids(calibration.vocab_size)
+    rng, ids = random.Random(seed), plain_token_ids(calibration.vocab_size)
     systems = [rng.choices(ids, k=SYSTEM_PROMPT_LEN) for _ in range(NUM_SYSTEM_PROMPTS)]
     requests: list[TracedRequest] = []
-    start, session = 0.0, 0
+    upcoming = [(0.0, 0, systems[0])]  # turns: their time, their conversation, and what it has so far
+    num_sessions = 1
     while len(requests) < num_requests:
-        due, prompt = start, rng.choice(systems)
-        for _ in range(1 + int(rng.expovariate(1 / (MEAN_TURNS - 1)))):
-            prompt = prompt + rng.choices(ids, k=1 + int(rng.expovariate(1 / MEAN_MESSAGE_LEN)))
-            output_len = 2 + int(rng.expovariate(1 / MEAN_OUTPUT_LEN))
-            if len(prompt) + output_len > calibration.max_model_len:
-                break
-            requests.append(TracedRequest(due, np.array(prompt, np.int32), output_len, session))
-            due += rng.expovariate(1 / MEAN_TURN_GAP)
-        start, session = start + rng.expovariate(1.0), session + 1
-    ordered = sorted(requests, key=lambda r: r.arrival_time)[:num_requests]
-    return [_with_keys(r, calibration.page_size) for r in ordered]
+        due, session, before = heapq.heappop(upcoming)
+        if session == num_sessions - 1:  # the next conversation begins after this one
+            heapq.heappush(upcoming, (due + rng.expovariate(1.0), num_sessions, rng.choice(systems)))
+            num_sessions += 1
+        prompt = before + rng.choices(ids, k=1 + int(rng.expovariate(1 / MEAN_MESSAGE_LEN)))
+        output_len = 2 + int(rng.expovariate(1 / MEAN_OUTPUT_LEN))
+        if len(prompt) + output_len > calibration.max_model_len:
+            continue
+        requests.append(TracedRequest(due, np.array(prompt, np.int32), output_len, session))
+        if rng.random() > 1 / MEAN_TURNS:
+            heapq.heappush(upcoming, (due + rng.expovariate(32 / num_requests), session, prompt))
+    return [_with_keys(r, calibration.page_size) for r in requests]
 
 
 def _with_keys(request: TracedRequest, page_size: int) -> TracedRequest:

@@ -30,7 +30,7 @@ from retain.bench.simulation.simulator import Cluster
 from retain.bench.simulation.trace import TracedRequest, generate_conversations, scale_arrivals
 
 Line = dict[str, Any]
-NUM_REPLICAS = 2
+NUM_REPLICAS, NUM_PROMPTS = 2, 40
 SERVED_NAME = "model"
 START_TIMEOUT = 120.0  # seconds
 COMPARED = ("hit_rate", "ttft_p50_ms", "ttft_p99_ms", "duration_s")
@@ -50,9 +50,9 @@ def run(config: ClusterBenchConfig, calibration: Calibration) -> Iterator[Line]:
     """Yield three lines for each routing policy: real, simulated, and their ratios. Raises OSError or ValueError."""
     if (os.cpu_count() or 1) < NUM_REPLICAS:
         raise ValueError(f"--validate needs {NUM_REPLICAS} cores, one for each replica")
-    requests = generate_conversations(config.num_prompts, config.seed, calibration)
+    requests = generate_conversations(config.num_prompts or NUM_PROMPTS, config.seed, calibration)
     requests = scale_arrivals(requests, calibration, NUM_REPLICAS, config.load)
-    for routing in config.routing:
+    for routing in config.routing or ("session",):
         if routing == "kv-aware":
             raise ValueError("--validate routes as a client, which sees no caches: leave out kv-aware")
         with ExitStack() as running:
