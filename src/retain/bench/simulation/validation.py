@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from itertools import chain
 from time import monotonic, perf_counter, sleep
 from typing import Any
@@ -32,7 +31,7 @@ from retain.bench.simulation.trace import TracedRequest, generate_conversations,
 Line = dict[str, Any]
 NUM_REPLICAS, NUM_PROMPTS = 2, 40
 SERVED_NAME = "model"
-START_TIMEOUT = 120.0  # seconds
+START_TIMEOUT, STOP_TIMEOUT = 120.0, 20.0  # seconds
 COMPARED = ("hit_rate", "ttft_p50_ms", "ttft_p99_ms", "duration_s")
 
 
@@ -94,21 +93,25 @@ def run_replica(calibration: Calibration, core: int) -> Iterator[str]:
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     try:
         os.sched_setaffinity(process.pid, {core})  # before it has threads, which inherit it
-        _wait_until_ready(process, f"http://127.0.0.1:{port}/ready")
+        _wait_until_ready(process, port)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
     end = monotonic() + START_TIMEOUT
     while process.poll() is None and monotonic() < end:
-        try:
-            with urllib.request.urlopen(url, timeout=1):
+        with closing(HTTPConnection("127.0.0.1", port, timeout=1)) as connection, suppress(OSError):
+            connection.request("GET", "/ready")
+            if connection.getresponse().status == 200:
                 return
-        except OSError:
-            sleep(0.1)
+        sleep(0.1)
     raise OSError("a replica for --validate did not start")
 
 
