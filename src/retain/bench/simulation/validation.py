@@ -49,6 +49,8 @@ def run(config: ClusterBenchConfig, calibration: Calibration) -> Iterator[Line]:
     """Yield three lines for each routing policy: real, simulated, and their ratios. Raises OSError or ValueError."""
     if (os.cpu_count() or 1) < NUM_REPLICAS:
         raise ValueError(f"--validate needs {NUM_REPLICAS} cores, one for each replica")
+    if calibration.num_threads != 1:
+        raise ValueError("--validate runs replicas of one core: calibrate with OMP_NUM_THREADS=1, on one core")
     requests = generate_conversations(config.num_prompts or NUM_PROMPTS, config.seed, calibration)
     requests = scale_arrivals(requests, calibration, NUM_REPLICAS, config.load)
     for routing in config.routing or ("session",):
