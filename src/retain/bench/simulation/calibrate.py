@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -77,8 +77,12 @@ def calibrate(llm: LLM) -> Calibration:
 
 
 def measure_steps(llm: LLM) -> Iterable[Sample]:
-    """Yield the steps of all rounds, after a first round that warms up."""
+    """Yield the steps of all rounds, after a first round that warms up.
+
+    With one thread, times are those of the processor: what others run meanwhile does not count.
+    """
     engine, rounds = llm.engine, (ROUNDS[4], *ROUNDS)
+    clock = thread_time if torch.get_num_threads() == 1 else perf_counter
     recorder = WorkRecorder(engine.runner)
     for number, (prompt_len, output_len, num_requests) in enumerate(rounds):
         prompts = random_prompts(llm.spec.vocab_size, prompt_len, num_requests, seed=number)
@@ -86,11 +90,11 @@ def measure_steps(llm: LLM) -> Iterable[Sample]:
         engine.add(*requests)
         while engine.has_unfinished_requests:
             engine.runner = recorder
-            started = perf_counter()
+            started = clock()
             try:
                 engine.step()
             finally:
-                elapsed, engine.runner = perf_counter() - started, recorder.runner
+                elapsed, engine.runner = clock() - started, recorder.runner
             if number:
                 yield recorder.work, elapsed
 
