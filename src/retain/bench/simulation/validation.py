@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from itertools import chain
+from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
@@ -32,7 +33,7 @@ Line = dict[str, Any]
 NUM_REPLICAS, NUM_PROMPTS = 2, 40
 SERVED_NAME = "model"
 START_TIMEOUT, STOP_TIMEOUT = 120.0, 20.0  # seconds
-COMPARED = ("hit_rate", "ttft_p50_ms", "ttft_p99_ms", "duration_s")
+COMPARED = ("hit_rate", "ttft_p50_ms", "ttft_p99_ms", "duration_s", "busy_s")
 
 
 @dataclass(frozen=True)
@@ -57,21 +58,25 @@ def run(config: ClusterBenchConfig, calibration: Calibration) -> Iterator[Line]:
         if routing == "kv-aware":
             raise ValueError("--validate routes as a client, which sees no caches: leave out kv-aware")
         with ExitStack() as running:
-            urls = [running.enter_context(run_replica(calibration, core)) for core in range(NUM_REPLICAS)]
-            real = asyncio.run(drive(urls, requests, router_class(routing)(NUM_REPLICAS, config.seed)))
+            replicas = [running.enter_context(run_replica(calibration, core)) for core in range(NUM_REPLICAS)]
+            real, busy_s = asyncio.run(drive(replicas, requests, router_class(routing)(NUM_REPLICAS, config.seed)))
         cluster = Cluster(calibration, router_class(routing)(NUM_REPLICAS, config.seed), {})
         simulated = [
             Outcome(s.arrival_time, s.first_token_time, s.finish_time, s.num_cached_tokens)
             for s in (r.stats for r in cluster.run(requests))
         ]
-        lines = [summarize(requests, outcomes) for outcomes in (real, simulated)]
+        simulated_busy_s = sum(replica.busy_seconds for replica in cluster.replicas)
+        lines = [summarize(requests, real, busy_s), summarize(requests, simulated, simulated_busy_s)]
         ratios = {name: round(lines[1][name] / lines[0][name], 3) for name in COMPARED}
         for name, line in zip(("real", "simulated", "simulated / real"), [*lines, ratios], strict=True):
             yield {"routing": routing, "replicas": name, **line}
 
 
-def summarize(requests: Sequence[TracedRequest], outcomes: Sequence[Outcome]) -> Line:
-    """Return the figures that are compared."""
+def summarize(requests: Sequence[TracedRequest], outcomes: Sequence[Outcome], busy_s: float) -> Line:
+    """Return the figures that are compared. `busy_s` are the seconds that all replicas computed.
+
+    Of real replicas it is their time on the processor: unlike the others it does not depend on what else runs.
+    """
     ttft_ms = [1e3 * (o.first_token_time - o.arrival_time) for o in outcomes]
     prompt_tokens = sum(len(r.prompt) for r in requests)
     return {
@@ -80,12 +85,27 @@ def summarize(requests: Sequence[TracedRequest], outcomes: Sequence[Outcome]) ->
         "ttft_p50_ms": round(float(np.quantile(ttft_ms, 0.5)), 1),
         "ttft_p99_ms": round(float(np.quantile(ttft_ms, 0.99)), 1),
         "duration_s": round(max(o.finish_time for o in outcomes), 2),
+        "busy_s": round(busy_s, 2),
     }
 
 
+@dataclass(frozen=True)
+class RealReplica:
+    """A process that serves a model."""
+
+    url: str  # base URL
+    pid: int
+
+    @property
+    def processor_seconds(self) -> float:
+        """Time of all its threads on a processor so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def run_replica(calibration: Calibration, core: int) -> Iterator[str]:
-    """Serve the model of a calibration on one core, and yield the base URL. Raises OSError where it does not start."""
+def run_replica(calibration: Calibration, core: int) -> Iterator[RealReplica]:
+    """Serve the model of a calibration on one core. Raises OSError where it does not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -96,7 +116,7 @@ def run_replica(calibration: Calibration, core: int) -> Iterator[str]:
     try:
         os.sched_setaffinity(process.pid, {core})  # before it has threads, which inherit it
         _wait_until_ready(process, port)
-        yield f"http://127.0.0.1:{port}/v1"
+        yield RealReplica(f"http://127.0.0.1:{port}/v1", process.pid)
     finally:
         process.terminate()
         try:
@@ -117,13 +137,18 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
     raise OSError("a replica for --validate did not start")
 
 
-async def drive(urls: Sequence[str], requests: Sequence[TracedRequest], router: Router) -> list[Outcome]:
-    """Send requests when they are due, each to the replica that the router chooses then. Raises ValueError."""
-    aiohttp, loads = import_aiohttp(), [0] * len(urls)
+async def drive(
+    replicas: Sequence[RealReplica], requests: Sequence[TracedRequest], router: Router
+) -> tuple[list[Outcome], float]:
+    """Send requests when they are due, each to the replica that the router chooses then.
+
+    Returns also the seconds that the replicas spent on them on the processor. Raises ValueError.
+    """
+    aiohttp, loads = import_aiohttp(), [0] * len(replicas)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
-        for url in urls:  # the first request of a process takes longer
-            await send_request(session, url, SERVED_NAME, TimedRequest(0.0, [5] * 8, 4), perf_counter())
-        started = perf_counter()
+        for replica in replicas:  # the first request of a process takes longer
+            await send_request(session, replica.url, SERVED_NAME, TimedRequest(0.0, [5] * 8, 4), perf_counter())
+        busy_before, started = sum(r.processor_seconds for r in replicas), perf_counter()
 
         async def send_when_due(traced: TracedRequest) -> Outcome:
             due = started + traced.arrival_time
@@ -131,11 +156,12 @@ async def drive(urls: Sequence[str], requests: Sequence[TracedRequest], router: 
             chosen = router.choose(traced, loads)
             loads[chosen] += 1
             request = TimedRequest(traced.arrival_time, traced.prompt.tolist(), traced.output_len)
-            timing = await send_request(session, urls[chosen], SERVED_NAME, request, due)
+            timing = await send_request(session, replicas[chosen].url, SERVED_NAME, request, due)
             loads[chosen] -= 1
             return _outcome(traced, timing)
 
-        return await asyncio.gather(*map(send_when_due, requests))
+        outcomes = await asyncio.gather(*map(send_when_due, requests))
+        return outcomes, sum(r.processor_seconds for r in replicas) - busy_before
 
 
 def _outcome(traced: TracedRequest, timing: RequestTiming) -> Outcome:
