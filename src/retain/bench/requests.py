@@ -14,9 +14,14 @@ NUM_TOKENS = 40_000  # of a vocabulary, at most; the first hundred are often con
 
 def random_prompts(vocab_size: int, prompt_len: int, num_prompts: int, seed: int) -> list[list[int]]:
     """Return pseudo-random token ids."""
-    rng, end = random.Random(seed), min(NUM_TOKENS, vocab_size)
-    start = min(100, end - 1)
-    return [[rng.randrange(start, end) for _ in range(prompt_len)] for _ in range(num_prompts)]
+    rng, ids = random.Random(seed), plain_token_ids(vocab_size)
+    return [[rng.randrange(ids.start, ids.stop) for _ in range(prompt_len)] for _ in range(num_prompts)]
+
+
+def plain_token_ids(vocab_size: int) -> range:
+    """Return the ids that prompts are made of."""
+    end = min(NUM_TOKENS, vocab_size)
+    return range(min(100, end - 1), end)
 
 
 def greedy_request(prompt: Sequence[int], policy: EvictionPolicy, output_len: int, seed: int = 0) -> Request:

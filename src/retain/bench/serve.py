@@ -34,10 +34,10 @@ WORDS = COMMON_WORDS.split()
 
 @dataclass(frozen=True)
 class TimedRequest:
-    """A prompt of about as many tokens as words, due `arrival_time` seconds after the start."""
+    """A prompt, of about as many tokens as words or of token ids, due `arrival_time` seconds after the start."""
 
     arrival_time: float
-    prompt: str
+    prompt: str | list[int]
     output_len: int
 
 
@@ -50,6 +50,7 @@ class RequestTiming:
     itl: list[float] = field(default_factory=list)  # between chunks of text
     completion_tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt
     error: str = ""
 
     @property
@@ -108,11 +109,16 @@ def _read_trace(file: Path, num_records: int) -> Iterator[dict[str, Any]]:
 
 def run(config: ServeBenchConfig, requests: Sequence[TimedRequest], api_key: str | None = None) -> dict[str, Any]:
     """Send the requests and return the line. Raises ValueError where no request is answered."""
+    return asyncio.run(_run(import_aiohttp(), config, requests, api_key))
+
+
+def import_aiohttp() -> Any:
+    """Return aiohttp. Raises ValueError where it is missing."""
     try:
         import aiohttp
     except ImportError:
-        raise ValueError("bench serve needs aiohttp: pip install 'retain[bench]'") from None
-    return asyncio.run(_run(aiohttp, config, requests, api_key))
+        raise ValueError("load on servers needs aiohttp: pip install 'retain[bench]'") from None
+    return aiohttp
 
 
 async def _run(
@@ -133,7 +139,7 @@ async def _run(
             await asyncio.sleep(max(due - perf_counter(), 0))
             async with slots:
                 start_time = perf_counter() if config.max_concurrency else due
-                return await _send_request(session, config, request, start_time)
+                return await send_request(session, config.url, config.model, request, start_time)
 
         timings = await asyncio.gather(*map(send_when_due, requests))
         duration_s = perf_counter() - started
@@ -142,12 +148,11 @@ async def _run(
     return summarize(config, timings, duration_s)
 
 
-async def _send_request(
-    session: Any, config: ServeBenchConfig, request: TimedRequest, start_time: float
-) -> RequestTiming:
+async def send_request(session: Any, url: str, model: str, request: TimedRequest, start_time: float) -> RequestTiming:
+    """Send a request to the server of a base URL, and read its stream. Times count from `start_time`."""
     timing, rest = RequestTiming(), b""
     body = {
-        "model": config.model,
+        "model": model,
         "prompt": request.prompt,
         "max_tokens": request.output_len,
         "temperature": 0,
@@ -157,7 +162,7 @@ async def _send_request(
     }
     last = start_time
     try:
-        async with session.post(f"{config.url.rstrip('/')}/completions", json=body) as response:
+        async with session.post(f"{url.rstrip('/')}/completions", json=body) as response:
             if response.status != 200:
                 timing.error = f"{response.status}: {(await response.text())[:200]}"
                 return timing
@@ -172,6 +177,7 @@ async def _send_request(
                         usage = json.loads(event[6:])["usage"]
                         timing.completion_tokens = usage["completion_tokens"]
                         timing.prompt_tokens = usage["prompt_tokens"]
+                        timing.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
                     if b'"error"' in event[:20]:
                         timing.error = event.decode(errors="replace")[:200]
     except Exception as error:  # any failure of the network is a failed request

@@ -1,0 +1,89 @@
+"""A simulated replica: the engine's scheduler over a simulated cache, on a clock of calibrated steps."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from retain.bench.simulation.cache import SimulatedCache
+from retain.bench.simulation.calibration import Calibration, measure_work
+from retain.engine.prompt_sharing import PromptSharing
+from retain.engine.request import FinishReason, Request
+from retain.engine.scheduler import ScheduledRequest, Scheduler
+from retain.kv.manager import KVCacheManager
+
+ANSWER_TOKENS, MAX_ANSWERS = 2**15, 2**16  # ids of the answer of one request, and requests before they come again
+
+
+class SimulatedReplica:
+    """One replica. `start_step` and `finish_step` alternate; what happens in a step is what `Engine.step` does."""
+
+    def __init__(self, calibration: Calibration, cache: SimulatedCache):
+        self.calibration, self.cache = calibration, cache
+        # The scheduler counts tokens and reserves pages: it needs no more of the cache than SimulatedCache has.
+        self.scheduler = Scheduler(cast(KVCacheManager, cache), PromptSharing())
+        self.scheduled: list[ScheduledRequest] = []  # of the step that runs
+        self.busy_seconds = 0.0
+        self.num_computed_tokens = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step runs."""
+        return not self.scheduled
+
+    def add(self, request: Request) -> None:
+        """Enqueue a request. Raises ValueError when it could never fit."""
+        self.scheduler.check_fits(request)
+        self.scheduler.enqueue(request)
+
+    def start_step(self) -> float | None:
+        """Schedule the next step. Returns its seconds, or None where there is nothing to compute.
+
+        Pages are loaded while the step computes, so that it takes as long as the slower of the two.
+        """
+        self.scheduled = scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return None
+        chunks = [(s.request.num_computed_tokens, s.num_tokens) for s in scheduled]
+        compute_s = self.calibration.step_seconds(measure_work(chunks))
+        load_s = self.cache.finish_loads([s.request.row for s in scheduled if s.request.row is not None])
+        num_tokens = sum(s.num_tokens for s in scheduled)
+        if not load_s and num_tokens >= self.cache.page_size:
+            self.cache.cost_model.record_compute(num_tokens, compute_s)
+        seconds = max(compute_s, load_s)
+        self.busy_seconds += seconds
+        self.num_computed_tokens += num_tokens
+        return seconds
+
+    def finish_step(self, now: float) -> list[Request]:
+        """Count the step's tokens, answer with the next ones, and return the requests that have ended."""
+        scheduled, self.scheduled = self.scheduled, []
+        answering = [s.request for s in scheduled if s.request.will_sample(s.num_tokens)]
+        for s in scheduled:
+            self._commit(s.request, s.num_tokens)
+        for request in answering:
+            self._answer(request, now)
+        return [request for request in answering if request.finish_reason]
+
+    def next_token(self, request: Request) -> int:
+        """Return the next token of an answer: one that no other text has."""
+        return -1 - request.id % MAX_ANSWERS * ANSWER_TOKENS - len(request.output_tokens) % ANSWER_TOKENS
+
+    def _commit(self, request: Request, num_tokens: int) -> None:
+        """Count tokens as computed; share the prompt once it is complete."""
+        assert request.row is not None
+        before = request.num_computed_tokens
+        request.advance(num_tokens)
+        if before < len(request.prompt) <= request.num_computed_tokens:
+            self.cache.store_prefix(request.row, request.prefix_entry, still_running=True)
+
+    def _answer(self, request: Request, now: float) -> None:
+        """Append a token to the answer, and end the request with its last one."""
+        stats = request.stats
+        stats.first_token_time = stats.first_token_time or now
+        request.append_token(self.next_token(request), None)
+        if reason := request.check_stop():
+            self._finish(request, reason, now)
+
+    def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
+        request.finish_reason, request.stats.finish_time = reason, now
+        self.scheduler.remove(request)
