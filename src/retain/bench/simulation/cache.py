@@ -177,7 +177,11 @@ class SimulatedCache:
         for tier, found in loads.items():
             tier.touch(found)
         num_bytes = {tier.kind: len(found) * tier.page_bytes for tier, found in loads.items()}
-        pays = self.cost_model.should_load(num_bytes, end_page * self.page_size - length)
+        num_tokens = end_page * self.page_size - length
+        compute_seconds = self.cost_model.compute_seconds(num_tokens)
+        latency = max(tier.config.latency for tier in loads)
+        time_limit = min(tier.time_limit(compute_seconds) for tier in loads)
+        pays = self.cost_model.should_load(num_bytes, num_tokens, latency, time_limit)
         return (loads, end_page) if pays else ({}, 0)
 
     def finish_loads(self, rows: Sequence[int]) -> float:

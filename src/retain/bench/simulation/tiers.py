@@ -11,8 +11,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from typing import Protocol
 
+from retain.kv.offload.tiers.remote import load_time_limit
 from retain.plugins import Size, from_strings, parse_spec
 
 KINDS = ("local", "shared")
@@ -68,6 +70,10 @@ class SimulatedTier:
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def time_limit(self, compute_seconds: float | None) -> float:
+        """Return the seconds that a load may take: the shared tier's are limited as the remote tier's are."""
+        return load_time_limit(compute_seconds) if self.kind == "shared" else inf
 
     def add(self, keys: Iterable[bytes]) -> None:
         """Write the pages that the tier lacks."""

@@ -36,7 +36,7 @@ MAX_QUEUED_BYTES = 2**28  # bytes that may wait to be written
 NUM_READ_THREADS, NUM_WRITE_THREADS = 4, 2
 START_SECONDS = 1.0  # that the first listing gets
 CLOSE_SECONDS = 10.0  # that pending writes get when the store is closed
-SHARE_OF_COMPUTE, EXTRA_SECONDS, FIRST_SECONDS = 0.2, 0.2, 1.0  # see RemoteStore.time_limit
+SHARE_OF_COMPUTE, EXTRA_SECONDS, FIRST_SECONDS = 0.2, 0.2, 1.0  # see load_time_limit
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,11 @@ class Tier:
     def open_bucket(self) -> Bucket:
         """Return a client of the objects."""
         return Bucket(self.url, self.endpoint, self.region, self.timeout)
+
+
+def load_time_limit(compute_seconds: float | None) -> float:
+    """Return the seconds that a load may take: a fifth of computing, and 0.2 more, so that trying costs little."""
+    return FIRST_SECONDS if compute_seconds is None else SHARE_OF_COMPUTE * compute_seconds + EXTRA_SECONDS
 
 
 class RemoteStore:
@@ -102,8 +107,8 @@ class RemoteStore:
         return self.index.latency
 
     def time_limit(self, compute_seconds: float | None) -> float:
-        """Return the seconds that a load may take: a fifth of computing, and 0.2 more, so that trying costs little."""
-        return FIRST_SECONDS if compute_seconds is None else SHARE_OF_COMPUTE * compute_seconds + EXTRA_SECONDS
+        """Return the seconds that a load may take. See `load_time_limit`."""
+        return load_time_limit(compute_seconds)
 
     def contains(self, key: bytes) -> bool:
         """Whether a span has the key, or a span that is being written will have it."""
