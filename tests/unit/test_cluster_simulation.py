@@ -97,7 +97,7 @@ def test_slow_tiers_are_not_read_twice() -> None:
         traced(5, range(2000, 2097), session=b),
         *(traced(10 + i, p, session=b) for i, p in enumerate(prompts)),
     ]
-    cluster, found = run(requests, "session", 2, "shared:read=1GB,latency=9")
+    cluster, found = run(requests, "session", 2, f"shared:read={6 * CALIBRATION.page_bytes // 10}")
     hits = [r.stats.num_cached_tokens for r in found]
     assert hits == [0, 0, 0, 96, 0] and found[3].stats.first_token_time > 19
     assert cluster.tiers[0].num_read_bytes == 6 * CALIBRATION.page_bytes
