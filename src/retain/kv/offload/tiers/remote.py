@@ -210,14 +210,16 @@ class RemoteStore:
 
     def _publish(self, name: str, span: Span, data: Bytes) -> None:
         is_repair = self.index.is_unusable(name)
-        if is_repair or self.bucket.find(name) is None:
+        info = None if is_repair else self.bucket.find(name)
+        if info is None:
             header = encode_header(self.span_format.fingerprint, span, data, self.span_format.description)
             if self.bucket.put(name, (header, data.data), overwrite=is_repair):
                 self._count("written", len(header) + span.size)
                 self.index.add(decode_header(header, ObjectInfo(name, len(header) + span.size, inf)))
                 return
+            info = self.bucket.find(name)  # another engine was faster
         self._count("known")
-        if info := self.bucket.find(name):
+        if info:
             self.index.read_header(info)
 
     def _finish_write(self, span: Span, future: Future[None]) -> None:
