@@ -38,9 +38,6 @@ class FakeS3:
         self.objects[name] = data
         self.modified[name] = time()
 
-    def count(self, method: str) -> int:
-        return sum(line.startswith(method) for line in self.requests)
-
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"

@@ -119,7 +119,9 @@ def test_spans_outlive_a_store_and_are_found_by_others_by_each_key(tmp_path: Pat
 
 
 def test_cache_commands_list_verify_and_sweep_a_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = f"remote:url=file://{tmp_path}"
+    spec, foreign = f"remote:url=file://{tmp_path}", tmp_path / "letters" / "ab" / "to-mother"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("not a span")
     with closing(open_store(tmp_path)) as store:
         for first in range(0, 30, 10):
             store.put(*make_span(range(first, first + 10)))
@@ -135,9 +137,10 @@ def test_cache_commands_list_verify_and_sweep_a_bucket(tmp_path: Path, capsys: p
     verified = run_cli(capsys, "cache", "verify", spec)
     assert verified.code == 1 and "1 were damaged, and are deleted" in verified.out and not damaged.exists()
     swept = run_cli(capsys, "cache", "sweep", spec, "--max-bytes", records[1]["bytes"])
-    assert swept.code == 0 and swept.out.startswith("deleted 1 objects") and len(list(tmp_path.rglob("*/*/*"))) == 1
+    assert swept.code == 0 and swept.out.startswith("deleted 1 objects") and len(list(tmp_path.rglob("??/*"))) == 2
     assert run_cli(capsys, "cache", "sweep", spec, "--max-age", 0).out.startswith("deleted 1 objects")
     assert run_cli(capsys, "cache", "ls", spec).out == "0 objects, 0.0 MiB\n"
+    assert foreign.read_text() == "not a span"  # whatever is done with the bucket
     assert_one_line_error(run_cli(capsys, "cache", "sweep", tmp_path), "sweep is for remote:url=")
     assert_one_line_error(run_cli(capsys, "cache", "ls", "ram:capacity=1GB"), "is no remote tier")
 
