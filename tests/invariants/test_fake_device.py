@@ -92,6 +92,13 @@ def test_policies(policies: list[str]) -> None:
     assert_matches_reference("llama", policies)
 
 
+@pytest.mark.parametrize(
+    "kv_dtype", [torch.int4, pytest.param(torch.int8, marks=slow), pytest.param(torch.uint8, marks=slow)]
+)
+def test_quantized_slots(kv_dtype: torch.dtype) -> None:
+    assert_matches_reference("llama", ["full", "h2o:budget=12,interval=2", "ring:window=10"], kv_dtype=kv_dtype)
+
+
 @slow
 def test_chunks_and_preemption() -> None:
     policies = ["full", "h2o:budget=12,interval=2", "ring:window=10"]

@@ -15,7 +15,8 @@ from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.device_adapter import triton_backend
 from tests.kernels.test_attention_mass import SCORING_KINDS
 
-F32, BF16, F16, INT8, K8V4 = torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+INT8, K8V4, INT4 = torch.int8, torch.uint8, torch.int4
 triton = triton_backend()
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 
@@ -36,12 +37,18 @@ CASES = {
     "head dim 80, k8v4": STEP.with_changes(D=80, R=4, dtype=K8V4, q_dtype=BF16),
     "page size 48, k8v4": STEP.with_changes(S=48, D=64, dtype=K8V4, window=40),
     "page size 48, int8": STEP.with_changes(S=48, D=16, dtype=INT8, window=40, alibi=True),
+    "head dim 8, int4": STEP.with_changes(D=8, S=16, dtype=INT4, window=50),
+    "head dim 80, int4": STEP.with_changes(D=80, R=4, dtype=INT4, q_dtype=BF16, shuffled=True),
+    "head dim 256, int4": STEP.with_changes(D=256, R=1, S=64, dtype=INT4, pages=((3, 1), (0, 1), (1, 2))),
+    "page size 48, int4": STEP.with_changes(S=48, D=64, dtype=INT4, window=40, alibi=True, holes=0.5),
     "float64 queries": STEP.with_changes(q_dtype=torch.float64, D=16),
 }
 
 
 def tolerance(case: AttentionCase) -> float:
-    return {F32: 1e-4 if case.alibi else 1e-5, BF16: 2**-7, F16: 2**-10, INT8: 2**-7, K8V4: 2**-7}[case.dtype]
+    return {F32: 1e-4 if case.alibi else 1e-5, BF16: 2**-7, F16: 2**-10, INT8: 2**-7, K8V4: 2**-7, INT4: 2**-7}[
+        case.dtype
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -92,6 +99,13 @@ MASS_CASES = {
         "sum",
     ),
     "int8": (AttentionCase((2, 30), ((4, 2), (3, 4)), D=64, dtype=INT8, shared_pages=False), "keyformer", "sum"),
+    "k8v4": (AttentionCase((2, 30), ((4, 2), (3, 4)), D=64, dtype=K8V4, shared_pages=False), "tempered", "each"),
+    "int4": (AttentionCase((2, 30), ((4, 2), (3, 4)), D=64, dtype=INT4, shared_pages=False), "keyformer", "sum"),
+    "int4, each head": (
+        AttentionCase((30, 2), ((3, 4), (4, 2)), D=80, dtype=INT4, alibi=True, shared_pages=False),
+        "tempered",
+        "each",
+    ),
     "float16": (AttentionCase((2, 30), ((4, 2), (3, 4)), D=64, dtype=F16, shared_pages=False), "keyformer", "sum"),
 }
 
@@ -137,7 +151,7 @@ def test_random_small_cases(data: st.DataObject) -> None:
         D=data.draw(st.sampled_from([8, 24, 64])),
         R=data.draw(st.integers(1, 5)),
         S=data.draw(st.sampled_from([16, 32, 48])),
-        dtype=data.draw(st.sampled_from([F32, BF16, INT8, K8V4])),
+        dtype=data.draw(st.sampled_from([F32, BF16, INT8, K8V4, INT4])),
         holes=data.draw(st.sampled_from([0.0, 0.9, 1.0])),
         window=data.draw(st.sampled_from([NO_WINDOW, 1, 30])),
         per_request_windows=data.draw(st.booleans()),

@@ -2,7 +2,7 @@
 
 Layout "plain": k and v are [P, S, D], so a slot is stored as it arrives. In a pool of bfloat16 or float16, queries and
 attention weights are rounded to the pool's dtype; sums are float32. In a pool of quantized slots they are rounded to
-bfloat16, and the scales of a page's slots follow its numbers.
+bfloat16, as are numbers of 4 bits times their scales. The scales of a page's slots follow its numbers.
 
 Triton's interpreter (TRITON_INTERPRET=1) runs the same kernels on a CPU, slowly, for tests.
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import CPU, KV, Program, Tables
-from retain.kernels.pool_dtypes import INT8, K8V4, QUANTIZED_DTYPES, key_bytes, value_bytes
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import shape_error
 
@@ -62,16 +62,19 @@ def allocate(
     device: torch.device = CPU,
 ) -> KV:
     """Allocate a pool. K and V start as zeros, because a hole's weight of 0 times NaN would be NaN."""
-    if dtype not in (*DTYPES, INT8, K8V4):
-        raise ValueError(f"the triton backend stores K and V in float32, bfloat16, float16, int8 or k8v4, not {dtype}")
+    if dtype not in (*DTYPES, *QUANTIZED_DTYPES):
+        names = "float32, bfloat16, float16, int8, k8v4 or int4"
+        raise ValueError(f"the triton backend stores K and V in {names}, not {dtype}")
     if page_size % 16 or page_size < 16:
         raise ValueError(f"the triton backend needs a page_size of 16, 32, 48, ..., not {page_size}")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"the triton backend needs a head_dim of 1 to {MAX_HEAD_DIM}, not {head_dim}")
     if dtype in QUANTIZED_DTYPES:
         sizes = key_bytes(head_dim, dtype), value_bytes(head_dim, dtype)
-        k = torch.zeros(num_pages, page_size * sizes[0], dtype=torch.int8, device=device)
-        v = torch.zeros(num_pages, page_size * sizes[1], dtype=dtype, device=device)
+        k, v = (
+            torch.zeros(num_pages, page_size * size, dtype=t, device=device)
+            for size, t in zip(sizes, tensor_dtypes(dtype), strict=True)
+        )
     else:
         k, v = (torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device) for _ in range(2))
     pos = torch.zeros(num_pages, page_size, dtype=torch.int32, device=device)

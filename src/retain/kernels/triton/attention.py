@@ -258,7 +258,7 @@ def _visibility_args(t: Tables) -> tuple[Tensor, int, Tensor]:
 def _dot_args(kv: KV) -> dict[str, object]:
     """Return the dtype and precision of products: the pool's, exact for float32. The interpreter has no bfloat16.
 
-    bfloat16 holds every integer of 8 bits.
+    bfloat16 holds every integer of 8 bits. Numbers of 4 bits times their scales are rounded to it.
     """
     dtype = torch.bfloat16 if kv.dtype in QUANTIZED_DTYPES else kv.dtype
     exact = dtype == torch.float32 or (dtype == torch.bfloat16 and triton.knobs.runtime.interpret)

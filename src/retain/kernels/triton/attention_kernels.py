@@ -40,18 +40,37 @@ def load_scales(scales, page, place, N: tl.constexpr, S: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def load_4bit_values(
-    v, scales, page, place, d,
-    N: tl.constexpr, S: tl.constexpr, D: tl.constexpr, V_PAGE: tl.constexpr, V_GROUP: tl.constexpr,
+def load_4bit(x, scales, page, n, d, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr):
+    """Return numbers d of slots n of a page, float32: [N, D] of n [N, 1] and d [1, D], or [D, N] of both transposed.
+
+    The second half of each group of numbers is in high nibbles.
+    """
+    byte = d // GROUP * (GROUP // 2) + d % (GROUP // 2)
+    shift = d // (GROUP // 2) % 2 * 4
+    packed = tl.load(x + page * PAGE + n * (D // 2) + byte, mask=d < D, other=0)
+    at_scale = page * (PAGE // 2) + S * D // 4 + d // GROUP * S + n
+    scale = tl.load(scales + at_scale, mask=d < D, other=0.0).to(tl.float32)
+    return ((packed.to(tl.int32) >> shift & 15) - 8).to(tl.float32) * scale
+
+
+@triton.jit
+def load_keys(
+    k, scales, page, place, d, factor,
+    N: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
+    K_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Return values float32 [N, D]; the second half of each group of numbers is in high nibbles."""
-    n = (place + tl.arange(0, N))[:, None]
-    byte = d // V_GROUP * (V_GROUP // 2) + d % (V_GROUP // 2)
-    shift = d // (V_GROUP // 2) % 2 * 4
-    packed = tl.load(v + page * V_PAGE + n * (D // 2) + byte[None, :], mask=(d < D)[None, :], other=0)
-    at_scale = page * (V_PAGE // 2) + S * D // 4 + (d // V_GROUP)[None, :] * S + n
-    scale = tl.load(scales + at_scale, mask=(d < D)[None, :], other=0.0).to(tl.float32)
-    return ((packed.to(tl.int32) >> shift[None, :] & 15) - 8).to(tl.float32) * scale
+    """Return keys [D, N] of slots at `place` in a page, and the factor of their scores.
+
+    The factor is the given number. For keys of 8 bits, which stay integers, it is [1, N]: times the scales.
+    """
+    n = (place + tl.arange(0, N))[None, :]
+    if K_GROUP:
+        keys = load_4bit(k, scales, page, n, d[:, None], S, D, K_PAGE, K_GROUP)
+    else:
+        keys = tl.load(k + page * K_PAGE + n * D + d[:, None], mask=(d < D)[:, None], other=0)
+        if QUANTIZED:
+            factor = factor * load_scales(scales, page, place, N, S, D, K_PAGE)[None, :]
+    return keys.to(DOT), factor
 
 
 @triton.jit
@@ -91,7 +110,7 @@ def attention_fwd(
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, ALIBI: tl.constexpr, DENSE: tl.constexpr,
     DOT: tl.constexpr, UPDATE_MASS: tl.constexpr, NOISE: tl.constexpr, PRECISION: tl.constexpr,
-    K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, V_GROUP: tl.constexpr,
+    K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile and one kv head: over one split of the slots (SPLIT), or over all of them."""
     j, g = tl.program_id(0), tl.program_id(1)
@@ -137,10 +156,9 @@ def attention_fwd(
     table = pages + row.to(tl.int64) * page_row + g * page_head
     for i in range(begin, end):
         page, place = tl.load(table + i * N // S).to(tl.int64), i * N % S
-        s = (place + tl.arange(0, N)) * D
+        slot = (place + tl.arange(0, N))[:, None]
         slot_pos = load_positions(pos, page, place, i, is_dense, N, S)
-        kt = tl.load(k + page * K_PAGE + s[None, :] + d[:, None], mask=(d < D)[:, None], other=0).to(DOT)  # [DP, N]
-        key_factor = factor * load_scales(k_scales, page, place, N, S, D, K_PAGE)[None, :] if QUANTIZED else factor
+        kt, key_factor = load_keys(k, k_scales, page, place, d, factor, N, S, D, DOT, K_PAGE, QUANTIZED, K_GROUP)
         x = compute_scores(q, kt, slot_pos, p, slope, key_factor, window, ALIBI, PRECISION)
         new_max = tl.maximum(row_max, tl.max(x, 1))
         w = tl.exp2(x - finite_or_zero(new_max)[:, None])
@@ -148,9 +166,9 @@ def attention_fwd(
         row_sum = row_sum * rescale + tl.sum(w, 1)
         value_weights = w
         if V_GROUP:
-            vs = load_4bit_values(v, v_scales, page, place, d, N, S, D, V_PAGE, V_GROUP)  # [N, DP]
+            vs = load_4bit(v, v_scales, page, slot, d[None, :], S, D, V_PAGE, V_GROUP)  # [N, DP]
         else:
-            vs = tl.load(v + page * V_PAGE + s[:, None] + d[None, :], mask=(d < D)[None, :], other=0)
+            vs = tl.load(v + page * V_PAGE + slot * D + d[None, :], mask=(d < D)[None, :], other=0)
             if QUANTIZED:
                 value_weights = w * load_scales(v_scales, page, place, N, S, D, V_PAGE)[None, :]
         acc = tl.dot(value_weights.to(DOT), vs.to(DOT), acc * rescale[:, None], input_precision=PRECISION)

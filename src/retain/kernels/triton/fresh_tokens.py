@@ -59,8 +59,9 @@ def write(
     if kv.dtype in QUANTIZED_DTYPES:  # the largest number of a row is needed before the row is stored
         k = rotate(k, pos.contiguous(), rope, torch.float32) if rope and T else k
         k, v = quantized_slots.rotate(k), v.float()
-        if kv.dtype == torch.uint8:
-            _write_4bit_values(kv, slot_mapping, v)
+        for x, to in ((k, kv.k), (v, kv.v)):
+            if to.dtype == torch.uint8:
+                _write_4bit(kv, slot_mapping, x, to)
         rope = None
     else:
         k, v = k if rope else k.to(kv.dtype), v.to(kv.dtype)
@@ -79,10 +80,10 @@ def write(
     )  # fmt: skip
 
 
-def _write_4bit_values(kv: KV, slot_mapping: Tensor, v: Tensor) -> None:
-    """Store values [T, G, D]. torch does it: a kernel of its own would save little of a step."""
-    integers, scales = quantized_slots.quantize_4bit(v)
-    to_numbers, to_scales = slots_of(kv, kv.v)
+def _write_4bit(kv: KV, slot_mapping: Tensor, x: Tensor, to: Tensor) -> None:
+    """Store x [T, G, D] in slots of `to`, which is kv.k or kv.v. A kernel of its own would save little of a step."""
+    integers, scales = quantized_slots.quantize_4bit(x)
+    to_numbers, to_scales = slots_of(kv, to)
     assert to_scales is not None
     slots = slot_mapping.T.long()  # [T, G]
     page, place = slots // kv.page_size, slots % kv.page_size

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.triton.attention_kernels import _NO_WINDOW, compute_scores, load_positions, load_scales
+from retain.kernels.triton.attention_kernels import _NO_WINDOW, compute_scores, load_keys, load_positions
 from retain.kernels.triton.noise import add_noise, noise_key
 
 
@@ -56,7 +56,7 @@ def recompute_mass(
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, ALIBI: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr,
     NOISE: tl.constexpr, PRECISION: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr,
-    V_GROUP: tl.constexpr,
+    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of all fresh tokens of one request to the mass of a block of slots, query head by query head."""
     j, g, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -69,13 +69,12 @@ def recompute_mass(
     is_dense = window < 0  # false, as a tensor
     if DENSE:
         is_dense = tl.load(dense + row) != 0
-    slot_pos = load_positions(pos, page, i * N % S, i, is_dense, N, S)
-    d, n = tl.arange(0, DP), tl.arange(0, N)
-    at_slot = page * K_PAGE + (i * N % S + n) * D
-    kt = tl.load(k + at_slot[None, :] + d[:, None], mask=(d < D)[:, None], other=0).to(DOT)
-    factor = scale * load_scales(k_scales, page, i * N % S, N, S, D, K_PAGE)[None, :] if QUANTIZED else scale
+    place = i * N % S
+    slot_pos = load_positions(pos, page, place, i, is_dense, N, S)
+    d = tl.arange(0, DP)
+    kt, factor = load_keys(k, k_scales, page, place, d, scale, N, S, D, DOT, K_PAGE, QUANTIZED, K_GROUP)
     kind, redraws, fades = tl.load(noise + b), tl.load(redraw_noise + b) == 1, tl.load(decay + b)
-    at = mass + page * C * S + i * N % S + n
+    at = mass + page * C * S + place + tl.arange(0, N)
     total = tl.zeros((N,), tl.float32)
     for r in range(R):
         h = g * R + r

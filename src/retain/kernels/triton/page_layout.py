@@ -24,18 +24,19 @@ class PageArgs:
     v: Tensor
     k_scales: Tensor
     v_scales: Tensor
-    constants: dict[str, int | bool]  # K_PAGE, V_PAGE: elements of a page; QUANTIZED; V_GROUP: numbers of 4 bits, or 0
+    constants: dict[str, int | bool]  # K_PAGE, V_PAGE: elements of a page; QUANTIZED; K_GROUP, V_GROUP: see page_args
 
 
 def page_args(kv: KV) -> PageArgs:
-    """Return the arguments of a pool."""
+    """Return the arguments of a pool. K_GROUP and V_GROUP are the numbers of 4 bits that share a scale, or 0."""
     is_quantized = kv.dtype in QUANTIZED_DTYPES
     k_scales, v_scales = (x.view(torch.bfloat16) if is_quantized else x for x in (kv.k, kv.v))
     constants = {
         "K_PAGE": kv.k[0].numel(),
         "V_PAGE": kv.v[0].numel(),
         "QUANTIZED": is_quantized,
-        "V_GROUP": group_size(kv.head_dim) if kv.dtype == torch.uint8 else 0,
+        "K_GROUP": group_size(kv.head_dim) if kv.k.dtype == torch.uint8 else 0,
+        "V_GROUP": group_size(kv.head_dim) if kv.v.dtype == torch.uint8 else 0,
     }
     return PageArgs(kv.k, kv.v, k_scales, v_scales, constants)
 
@@ -56,11 +57,14 @@ def slots_of(kv: KV, x: Tensor) -> tuple[Tensor, Tensor | None]:
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32, [..., D] for slots [...]."""
     page, place = slots // kv.page_size, slots % kv.page_size
-    (keys, key_scales), (values, value_scales) = slots_of(kv, kv.k), slots_of(kv, kv.v)
-    k, v = keys[page, place], values[page, place]
-    if key_scales is None or value_scales is None:
-        return k.float(), v.float()
-    k = rotate(dequantize(k, key_scales[page, place]))
-    if kv.dtype == torch.uint8:
-        return k, dequantize_4bit(unpack_nibbles(v), value_scales[page, place])
-    return k, dequantize(v, value_scales[page, place])
+    k, v = (_read(kv, x, page, place) for x in (kv.k, kv.v))
+    return rotate(k) if kv.dtype in QUANTIZED_DTYPES else k, v
+
+
+def _read(kv: KV, x: Tensor, page: Tensor, place: Tensor) -> Tensor:
+    numbers, scales = slots_of(kv, x)
+    if scales is None:
+        return numbers[page, place].float()
+    if x.dtype == torch.uint8:
+        return dequantize_4bit(unpack_nibbles(numbers[page, place]), scales[page, place])
+    return dequantize(numbers[page, place], scales[page, place])

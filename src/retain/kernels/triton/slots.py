@@ -34,9 +34,12 @@ def write(
     to_k, to_v, k_scales, v_scales, to_pos, mass, freqs, n, attention_factor,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, T: tl.constexpr,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
-    QUANTIZED: tl.constexpr, V_GROUP: tl.constexpr,
+    QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Write T of the fresh tokens k, v [T, G, D] into one head's slots; rotate the keys if ROPE."""
+    """Write T of the fresh tokens k, v [T, G, D] into one head's slots; rotate the keys if ROPE.
+
+    K and V of 4 bits are written before.
+    """
     t, g = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     valid, t = t < tokens, t.to(tl.int64)
     slot = tl.load(slots + g * slot_head + t * slot_token, mask=valid, other=0).to(tl.int64)
@@ -48,8 +51,9 @@ def write(
     at_k, at_v = (page * K_PAGE + place * D)[:, None], (page * V_PAGE + place * D)[:, None]
     if QUANTIZED:
         at_scale = page * (K_PAGE // 2) + S * D // 2 + place
-        store_int8(tl.load(from_k + d, mask=mask, other=0.0), to_k + at_k + d, k_scales + at_scale, mask, valid)
-        if V_GROUP == 0:  # values of 4 bits are written before
+        if K_GROUP == 0:
+            store_int8(tl.load(from_k + d, mask=mask, other=0.0), to_k + at_k + d, k_scales + at_scale, mask, valid)
+        if V_GROUP == 0:
             store_int8(tl.load(from_v + d, mask=mask, other=0.0), to_v + at_v + d, v_scales + at_scale, mask, valid)
     else:
         value = tl.load(from_v + d, mask=mask)
