@@ -35,7 +35,7 @@ import torch
 Line = dict[str, Any]
 HEAD_SHAPES = {"llama-3.1-8b": (32, 8, 128), "mpt-7b": (32, 32, 128)}  # H, G, D
 CACHE_LENS = (4096, 8192, 16384, 32768, 65536)
-BF16 = torch.bfloat16
+BF16, INT4 = torch.bfloat16, torch.int4
 TIMED_TAIL_TOKENS = 512  # the speed at the end of an output is measured this many tokens before it
 BUDGETS = {  # policy: its budget as a share of the prompt
     "full": 0.0,
@@ -82,7 +82,7 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
             }
 
     JITFunction.run = only_compile
-    for case in LAUNCH_CASES[: 2 if quick else None]:
+    for case in LAUNCH_CASES[: 3 if quick else None]:
         launch_kernels(*case)
     yield from lines.values()
 
@@ -114,6 +114,7 @@ def kernel_usage(kernel: Any, triton: Path) -> Line:
 LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool]] = [
     (128, 4, BF16, (1, 1), True, False),
     (128, 4, BF16, (200, 1), False, False),
+    (64, 3, INT4, (1, 200), True, False),
     (128, 1, BF16, (1, 200), True, True),
     (128, 4, BF16, (200, 9), True, False),
     (256, 4, BF16, (200, 9), False, False),
@@ -122,6 +123,7 @@ LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool]] = 
     (64, 3, torch.int8, (1, 2), True, False),
     (128, 2, torch.int8, (200, 9), True, True),
     (64, 3, torch.uint8, (1, 200), True, False),
+    (128, 4, INT4, (200, 9), False, True),
 ]
 
 
@@ -143,7 +145,7 @@ def launch_kernels(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], w
         dense=ones,
         max_pages=n,
     )
-    q_dtype = torch.bfloat16 if dtype in (torch.int8, torch.uint8) else dtype
+    q_dtype = BF16 if dtype in (torch.int8, torch.uint8, INT4) else dtype
     q, pos, slots = torch.ones(T, G * R, D, dtype=q_dtype), torch.ones(T).int(), torch.ones(G, T, dtype=torch.int32)
     slopes = torch.ones(G * R) if alibi else None
     scoring = keyformer_scoring(T, B) if with_masses else None
