@@ -17,6 +17,7 @@ from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.layerwise import OnLayerEvict
 from retain.kv.eviction.policy import EvictionPolicy
@@ -50,9 +51,9 @@ class KVCacheManager:
         c, spec = planner.config, planner.spec
         self.planner, self.config, self.spec, self.store = planner, c, spec, store
         self.pool, self.kv, self.backend, self.shift_keys = store.pool, store.kv, store.backend, shift_keys
-        self.tables = BlockTables(
-            store, c.max_running_requests, len(spec.windows), spec.kv_heads, planner.max_pages_per_head
-        )
+        num_rows, num_layers = c.max_running_requests, len(spec.windows)
+        demoted = store.reinterpret(DEMOTED_DTYPE) if c.demoted_page_size else None
+        self.tables = BlockTables(store, num_rows, num_layers, spec.kv_heads, planner.max_pages_per_head, demoted)
         self.slots = KVCache(self.tables, c.max_batched_tokens)
         self.evictors: dict[int, BudgetEvictor] = {}  # of rows with a budget
         self.snapshots: dict[int, RingSnapshot] = {}  # of rows in a scoring pass
@@ -259,8 +260,8 @@ class KVCacheManager:
 
     def classify_pages(self) -> tuple[PageStates, Ints]:
         """See stats.pool.classify_pages; between two steps."""
-        extra = {row: self._extra_pages(row) for row in self.evictors}
-        return classify_pages(self.tables, self.prefix_cache.cached_mask, extra)
+        extra = {row: self._extra_pages(row) for row in self.tables.open_rows}
+        return classify_pages(self.tables, self.prefix_cache.cached_mask, extra, self.evictors)
 
     def pool_stats(self) -> PoolStats:
         """Count slots and pages by what they are used for, between two steps."""
