@@ -25,6 +25,7 @@ from retain.kv.eviction.view import ShiftKeys
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
 from retain.kv.memory.page_store import PageStore
+from retain.kv.memory.quantized_copies import QuantizedCopies
 from retain.kv.memory.ring_snapshot import RingSnapshot
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig
@@ -60,7 +61,8 @@ class KVCacheManager:
         self.prefix_cache: PrefixCache | NullPrefixCache = NullPrefixCache(store.pool.num_pages)
         if prefix_config:
             self.prefix_cache = PrefixCache(self.tables, planner, prefix_config)
-            self.pool.evict_callback = self.prefix_cache.tree.evict
+        self.copies = QuantizedCopies(self.tables, self._ensure_unused)  # of rows that a drafter copies
+        self.pool.evict_callback = self._free_unneeded
         self._evicted_slots: Counter[str] = Counter()  # of closed rows, by policy
 
     # ---- capacity ------------------------------------------------------------------------------------------------
@@ -77,8 +79,8 @@ class KVCacheManager:
 
     @property
     def free_pages(self) -> int:
-        """Pages that a request can get now, those among them that the prefix cache would free."""
-        return self.pool.num_free + self.prefix_cache.num_evictable_pages
+        """Pages that a request can get now: free, or held by the prefix cache or a quantized copy only."""
+        return self.pool.num_free + self.prefix_cache.num_evictable_pages + self.copies.num_pages
 
     @property
     def total_pages(self) -> int:
@@ -153,6 +155,7 @@ class KVCacheManager:
         """Free every page of the row, and the row. Returns for each layer the most slots that one head owned, [L]."""
         self.prefix_cache.cancel_load(row)
         peaks = self.tables.peak_slots_per_layer(row)
+        self.copies.release(row)
         self.pool.free(self._extra_pages(row))
         self.tables.close_row(row)
         self.snapshots.pop(row, None)
@@ -296,7 +299,20 @@ class KVCacheManager:
         )
 
     def _extra_pages(self, row: int) -> Ints:
-        """Pages that the row holds beside its tables: scratch pages, and copies of its rings."""
-        evictor, snapshot = self.evictors.get(row), self.snapshots.get(row)
-        scratch = evictor.scratch_pages if evictor else np.zeros(0, np.int32)
-        return np.concatenate([scratch, snapshot.copies]) if snapshot else scratch
+        """Pages that the row holds beside its tables: scratch pages, copies of its rings, and a quantized copy."""
+        evictor, snapshot, found = self.evictors.get(row), self.snapshots.get(row), [self.copies.page_list(row)]
+        found += [evictor.scratch_pages] if evictor else []
+        return np.concatenate([*found, snapshot.copies] if snapshot else found)
+
+    def _ensure_unused(self, n: int) -> bool:
+        """Return whether n pages are free that no row uses, quantized copies included."""
+        if n > self.pool.num_free + self.prefix_cache.num_evictable_pages:
+            return False
+        return self.pool.ensure_free(n)
+
+    def _free_unneeded(self, num_pages: int) -> None:
+        """Free pages that no request needs: cached prefixes, and quantized copies where these are too few."""
+        wanted = self.pool.num_free + num_pages
+        self.copies.release_until_free(wanted - self.prefix_cache.num_evictable_pages)
+        if isinstance(self.prefix_cache, PrefixCache) and wanted > self.pool.num_free:
+            self.prefix_cache.tree.evict(wanted - self.pool.num_free)
