@@ -254,16 +254,17 @@ class KVCacheManager:
     def check(self) -> None:
         """Check that every page is free, or in the tables of open rows or of the tree. Raises AssertionError."""
         rows = self.tables.open_rows
-        extra = [self._extra_pages(row) for row in rows]
+        extra = [pages for row in rows for pages in (self._extra_pages(row), self.copies.page_list(row))]
         self.pool.check(np.concatenate([self.tables.page_list(rows), *extra, self.prefix_cache.pages]))
 
     def num_pages(self, row: int) -> int:
-        """Return the pages that the row owns now, of all layers and heads."""
+        """Return the pages that the row owns now, of all layers and heads, without a quantized copy."""
         return len(self.tables.page_list([row])) + len(self._extra_pages(row))
 
     def classify_pages(self) -> tuple[PageStates, Ints]:
         """See stats.pool.classify_pages; between two steps."""
-        extra = {row: self._extra_pages(row) for row in self.tables.open_rows}
+        rows = self.tables.open_rows
+        extra = {row: np.concatenate([self._extra_pages(row), self.copies.page_list(row)]) for row in rows}
         return classify_pages(self.tables, self.prefix_cache.cached_mask, extra, self.evictors)
 
     def pool_stats(self) -> PoolStats:
@@ -299,10 +300,10 @@ class KVCacheManager:
         )
 
     def _extra_pages(self, row: int) -> Ints:
-        """Pages that the row holds beside its tables: scratch pages, copies of its rings, and a quantized copy."""
-        evictor, snapshot, found = self.evictors.get(row), self.snapshots.get(row), [self.copies.page_list(row)]
-        found += [evictor.scratch_pages] if evictor else []
-        return np.concatenate([*found, snapshot.copies] if snapshot else found)
+        """Pages that the row holds beside its tables: scratch pages, and copies of its rings."""
+        evictor, snapshot = self.evictors.get(row), self.snapshots.get(row)
+        scratch = evictor.scratch_pages if evictor else np.zeros(0, np.int32)
+        return np.concatenate([scratch, snapshot.copies]) if snapshot else scratch
 
     def _ensure_unused(self, n: int) -> bool:
         """Return whether n pages are free that no row uses, quantized copies included."""
