@@ -102,11 +102,7 @@ def build_cache(
     pool = PagePool(1 + min(max(memory_bytes // size - 1, 0), most))  # the trash page counts too
     kv = backend.allocate(pool.num_pages, config.page_size, spec.head_dim, dtype, config.score_columns, device)
     log.info("KV pool: %d pages of %d slots, %.1f MiB", pool.num_pages, config.page_size, pool.num_pages * size / 2**20)
-    store = PageStore(pool, kv, backend, size)
-    if config.demoted_page_size:
-        demoted = backend.reinterpret(kv, DEMOTED_DTYPE, config.demoted_page_size)
-        store = PageStore.with_demoted(pool, kv, demoted, backend, size)
-    return KVCacheManager(planner, store, prefix_config, shift_keys)
+    return KVCacheManager(planner, PageStore(pool, kv, backend, size), prefix_config, shift_keys)
 
 
 def default_pool_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:

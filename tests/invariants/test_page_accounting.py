@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from retain import kernels
+from retain.engine import drafters
 from retain.engine.batch import Batch
 from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
@@ -96,8 +97,9 @@ class Schedule(RuleBasedStateMachine):
         max_batched_tokens=st.integers(5, 40) | st.integers(80, 150),
         windows=st.lists(st.one_of(st.none(), st.integers(1, 60)), min_size=1, max_size=3),
         prefix=st.sampled_from([None, PrefixConfig(), PrefixConfig(keep="prompt")]),
+        drafter=st.sampled_from([RandomDrafter(), "self:k=5,dtype=int4"]),
     )
-    def start(self, num_pages, max_batched_tokens, windows, prefix):
+    def start(self, num_pages, max_batched_tokens, windows, prefix, drafter):
         self.cache = build_cache(
             KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows)),
             CacheConfig(page_size=16, max_running_requests=4, max_model_len=200, max_batched_tokens=max_batched_tokens),
@@ -106,7 +108,10 @@ class Schedule(RuleBasedStateMachine):
             (num_pages + 1) * page_bytes(16, 8, torch.float32),
             prefix_config=prefix,
         )
-        self.engine = Engine(NullRunner(self.cache), self.cache, RandomDrafter())
+        runner = NullRunner(self.cache)
+        drafter = drafters.parse(drafter) if isinstance(drafter, str) else drafter
+        drafter.attach(TargetModel(runner, self.cache, lambda *_: (runner, self.cache), lambda _: runner))
+        self.engine = Engine(runner, self.cache, drafter)
         self.requests: list[Request] = []
 
     @rule(
@@ -154,6 +159,7 @@ class Schedule(RuleBasedStateMachine):
             assert {r.id for r in waiting + running} == {r.id for r in self.requests if not r.finish_reason}
             assert all(r.row is None and r.num_computed_tokens == 0 for r in waiting)
             assert len({r.row for r in running}) == len(running)
+            assert set(np.flatnonzero(self.cache.copies.num_tokens)) <= {r.row for r in running}
 
     def teardown(self):
         """Step to the end: every step computes something, every request ends, and all pages are free."""
@@ -171,7 +177,7 @@ class Schedule(RuleBasedStateMachine):
             if request.finish_reason is FinishReason.LENGTH:
                 assert len(request.output_tokens) == request.input.max_tokens
         self.cache.check()
-        assert self.cache.free_pages == self.cache.total_pages
+        assert self.cache.free_pages == self.cache.total_pages and not self.cache.copies.num_pages
 
 
 class TestRandomSchedules(Schedule.TestCase):

@@ -97,6 +97,7 @@ def test_greedy_tokens_do_not_depend_on_drafts(family: str, backend: str, error_
 
 DRAFTERS = ["ngram:k=5,min=1", "draft:model=any", "draft:k=4,model=any", "draft:k=5,weights=int4"]
 DRAFTERS += ["suffix:k=5,min=1", "self:k=3,budget=48", "self:k=7,budget=16,refresh=1"]
+DRAFTERS += ["self:k=4,dtype=int4", "self:dtype=k8v4"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

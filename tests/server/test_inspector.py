@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from retain.engine import drafters
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PAGE_STATES
 from tests.helpers.engines import iter_steps, make_engine, make_request, random_prompts
@@ -88,8 +89,11 @@ def test_attention_trace_changes_no_token():
 
 
 @pytest.mark.parametrize("prefix_cache", ["off", "exact"])
-def test_pool_stats_count_every_page_once(prefix_cache):
-    engine = make_engine("gemma3_text", prefix_cache=prefix_cache, max_running_requests=8, num_pages=3000)
+@pytest.mark.parametrize("drafter", [None, "self:k=2,dtype=int4"])
+def test_pool_stats_count_every_page_once(prefix_cache, drafter):
+    sizes = {"max_running_requests": 8, "num_pages": 3000}
+    drafter = drafter and drafters.parse(drafter)
+    engine = make_engine("gemma3_text", prefix_cache=prefix_cache, drafter=drafter, **sizes)
     policies = ["full", "h2o:budget=30", "full", "ring:window=20", "sinks:budget=16"]
     requests = [make_request(p, 20, policy) for p, policy in zip(random_prompts(5), policies, strict=True)]
     for r in requests:
@@ -100,7 +104,10 @@ def test_pool_stats_count_every_page_once(prefix_cache):
         assert sum(stats.pages_by_state.values()) == cache.total_pages
         assert stats.pages_by_state["free"] == cache.pool.num_free
         assert stats.pages_by_state["shared"] == int((cache.pool.ref_counts > 1).sum())
-        assert sum(stats.slots_by_state.values()) + stats.num_holes == cache.total_pages * cache.page_size
+        num_slots = cache.total_pages * cache.page_size
+        for copies in cache.copies.by_dtype.values():  # whose pages have more slots
+            num_slots += cache.copies.num_pages * (copies.store.page_size - cache.page_size)
+        assert sum(stats.slots_by_state.values()) + stats.num_holes == num_slots
         rows = {r.row for r in requests if r.row is not None}
         assert set(page_rows[page_rows >= 0].tolist()) <= rows
         states |= {PAGE_STATES[s] for s in np.unique(page_states)}

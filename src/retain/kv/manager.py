@@ -17,6 +17,7 @@ from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.layerwise import OnLayerEvict
 from retain.kv.eviction.policy import EvictionPolicy
@@ -24,6 +25,7 @@ from retain.kv.eviction.view import ShiftKeys
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
 from retain.kv.memory.page_store import PageStore
+from retain.kv.memory.quantized_copies import QuantizedCopies
 from retain.kv.memory.ring_snapshot import RingSnapshot
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig
@@ -50,16 +52,17 @@ class KVCacheManager:
         c, spec = planner.config, planner.spec
         self.planner, self.config, self.spec, self.store = planner, c, spec, store
         self.pool, self.kv, self.backend, self.shift_keys = store.pool, store.kv, store.backend, shift_keys
-        self.tables = BlockTables(
-            store, c.max_running_requests, len(spec.windows), spec.kv_heads, planner.max_pages_per_head
-        )
+        num_rows, num_layers = c.max_running_requests, len(spec.windows)
+        demoted = store.reinterpret(DEMOTED_DTYPE) if c.demoted_page_size else None
+        self.tables = BlockTables(store, num_rows, num_layers, spec.kv_heads, planner.max_pages_per_head, demoted)
         self.slots = KVCache(self.tables, c.max_batched_tokens)
         self.evictors: dict[int, BudgetEvictor] = {}  # of rows with a budget
         self.snapshots: dict[int, RingSnapshot] = {}  # of rows in a scoring pass
         self.prefix_cache: PrefixCache | NullPrefixCache = NullPrefixCache(store.pool.num_pages)
         if prefix_config:
             self.prefix_cache = PrefixCache(self.tables, planner, prefix_config)
-            self.pool.evict_callback = self.prefix_cache.tree.evict
+        self.copies = QuantizedCopies(self.tables, self._ensure_unused)  # of rows that a drafter copies
+        self.pool.evict_callback = self._free_unneeded
         self._evicted_slots: Counter[str] = Counter()  # of closed rows, by policy
 
     # ---- capacity ------------------------------------------------------------------------------------------------
@@ -76,8 +79,8 @@ class KVCacheManager:
 
     @property
     def free_pages(self) -> int:
-        """Pages that a request can get now, those among them that the prefix cache would free."""
-        return self.pool.num_free + self.prefix_cache.num_evictable_pages
+        """Pages that a request can get now: free, or held by the prefix cache or a quantized copy only."""
+        return self.pool.num_free + self.prefix_cache.num_evictable_pages + self.copies.num_pages
 
     @property
     def total_pages(self) -> int:
@@ -152,6 +155,7 @@ class KVCacheManager:
         """Free every page of the row, and the row. Returns for each layer the most slots that one head owned, [L]."""
         self.prefix_cache.cancel_load(row)
         peaks = self.tables.peak_slots_per_layer(row)
+        self.copies.release(row)
         self.pool.free(self._extra_pages(row))
         self.tables.close_row(row)
         self.snapshots.pop(row, None)
@@ -250,17 +254,18 @@ class KVCacheManager:
     def check(self) -> None:
         """Check that every page is free, or in the tables of open rows or of the tree. Raises AssertionError."""
         rows = self.tables.open_rows
-        extra = [self._extra_pages(row) for row in rows]
+        extra = [pages for row in rows for pages in (self._extra_pages(row), self.copies.page_list(row))]
         self.pool.check(np.concatenate([self.tables.page_list(rows), *extra, self.prefix_cache.pages]))
 
     def num_pages(self, row: int) -> int:
-        """Return the pages that the row owns now, of all layers and heads."""
+        """Return the pages that the row owns now, of all layers and heads, without a quantized copy."""
         return len(self.tables.page_list([row])) + len(self._extra_pages(row))
 
     def classify_pages(self) -> tuple[PageStates, Ints]:
         """See stats.pool.classify_pages; between two steps."""
-        extra = {row: self._extra_pages(row) for row in self.evictors}
-        return classify_pages(self.tables, self.prefix_cache.cached_mask, extra)
+        rows = self.tables.open_rows
+        extra = {row: np.concatenate([self._extra_pages(row), self.copies.page_list(row)]) for row in rows}
+        return classify_pages(self.tables, self.prefix_cache.cached_mask, extra, self.evictors)
 
     def pool_stats(self) -> PoolStats:
         """Count slots and pages by what they are used for, between two steps."""
@@ -299,3 +304,16 @@ class KVCacheManager:
         evictor, snapshot = self.evictors.get(row), self.snapshots.get(row)
         scratch = evictor.scratch_pages if evictor else np.zeros(0, np.int32)
         return np.concatenate([scratch, snapshot.copies]) if snapshot else scratch
+
+    def _ensure_unused(self, n: int) -> bool:
+        """Return whether n pages are free that no row uses, quantized copies included."""
+        if n > self.pool.num_free + self.prefix_cache.num_evictable_pages:
+            return False
+        return self.pool.ensure_free(n)
+
+    def _free_unneeded(self, num_pages: int) -> None:
+        """Free pages that no request needs: cached prefixes, and quantized copies where these are too few."""
+        wanted = self.pool.num_free + num_pages
+        self.copies.release_until_free(wanted - self.prefix_cache.num_evictable_pages)
+        if isinstance(self.prefix_cache, PrefixCache) and wanted > self.pool.num_free:
+            self.prefix_cache.tree.evict(wanted - self.pool.num_free)

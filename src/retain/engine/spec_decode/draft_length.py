@@ -18,7 +18,7 @@ EMA_DECAY = 0.96  # weight of older measurements after each new one
 EXPLORE_INTERVAL = 24  # least number of rounds between two explorations of another length
 EXPLORE_BUDGET = 0.01  # share of the time that explorations may cost
 MIN_GAIN = 1.03  # drafting must beat plain decoding by this factor: the measurements miss some of its costs
-OUTLIER_FACTOR = 1.5  # times above this multiple of the prediction are cut to it: another process interfered
+OUTLIER_FACTOR = 1.5  # times above this multiple of the prediction are cut to it: other work interfered
 
 
 @dataclass
@@ -41,6 +41,11 @@ class LinearFit:
         self.y = self.y * EMA_DECAY + y
         self.xx = self.xx * EMA_DECAY + x * x
         self.xy = self.xy * EMA_DECAY + x * y
+
+    def add_time(self, x: float, seconds: float) -> None:
+        """Add a point; an outlier is cut."""
+        expected = self.predict(x)
+        self.add_point(x, min(seconds, OUTLIER_FACTOR * expected) if expected else seconds)
 
     def predict(self, x: float) -> float:
         """Return the height of the line at x, with no negative slope; 0 without points."""
@@ -104,10 +109,9 @@ class DraftLengthController:
         self.num_drafting_rounds += depth > 0
         if depth and self.num_drafting_rounds == 1:
             return  # the first round with drafts includes one-time costs
-        expected = self.step_time.predict(num_tokens)
-        self.step_time.add_point(num_tokens, min(step_s, OUTLIER_FACTOR * expected) if expected else step_s)
+        self.step_time.add_time(num_tokens, step_s)
         if depth:
-            self.draft_time.add_point(1.0, draft_s / depth)
+            self.draft_time.add_time(1.0, draft_s / depth)
 
     def record_acceptance(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Record how many of a request's drafts were accepted."""

@@ -85,7 +85,9 @@ def allocate(
 
 def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
     """Raise ValueError: the kernels attend to slots of one dtype."""
-    raise ValueError("the triton backend has no demoted tokens: demote goes with --backend cpu or reference")
+    raise ValueError(
+        "the triton backend has slots of one dtype: demote and self:dtype go with --backend cpu or reference"
+    )
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:

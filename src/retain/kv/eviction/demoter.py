@@ -128,7 +128,7 @@ class Demoter:
         store, valid = self.tables.store, demoted.valid
         kv, pages = store.kv, self.tables.layer_tables(self.row, self.layers)
         slots = gather_slots(pages, places, kv.page_size)[valid]
-        store.backend.write(kv, slots[None], demoted.k[:, None], demoted.v[:, None], demoted.pos)  # as one head
+        store.write_slots(slots, demoted.k, demoted.v, demoted.pos)
         kv.mass.transpose(1, 2)[slots.long() // kv.page_size, slots.long() % kv.page_size] = demoted.mass
         if self.scores is not None and demoted.scores is not None:
             layer, head, i = valid.nonzero(as_tuple=True)

@@ -28,7 +28,15 @@ class BlockTables:
     The place of a token in a ring is `(pos - ring_base) mod capacity`; its page is `pages[place // S]`.
     """
 
-    def __init__(self, store: PageStore, num_rows: int, num_layers: int, kv_heads: int, max_pages: int):
+    def __init__(
+        self,
+        store: PageStore,
+        num_rows: int,
+        num_layers: int,
+        kv_heads: int,
+        max_pages: int,
+        demoted_store: PageStore | None = None,
+    ):
         N, L, G = num_rows, num_layers, kv_heads
         self.store, self.pool, self.kv, self.page_size = store, store.pool, store.kv, store.page_size
         self.max_pages = max_pages  # of one head, for the longest text
@@ -44,8 +52,8 @@ class BlockTables:
         self.position_offset: Ints = np.zeros(N, np.int32)  # position = place in the text - offset
         self.free_rows = list(range(N - 1, -1, -1))
         self.demoted: DemotedTables | None = None
-        if store.demoted:
-            self.demoted = DemotedTables(store.demoted, N, L, G, max_pages * self.page_size)
+        if demoted_store:
+            self.demoted = DemotedTables(demoted_store, N, L, G, max_pages * self.page_size)
         demoted = self.demoted.kernel_tables if self.demoted else None
         self.device = DeviceTables(self.pages, self.counts, self.window, store.kv.device, demoted)
 

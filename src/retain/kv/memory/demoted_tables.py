@@ -1,4 +1,7 @@
-"""Block tables of demoted tokens: the pages of fewer bits that every row, layer and head owns beside its own pages."""
+"""Block tables of tokens in fewer bits: pages that every row, layer and head owns beside its own pages.
+
+Such tokens are demoted, or copies that a drafter attends to (quantized_copies.py).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,11 @@ class DemotedTables:
         self.kernel_tables = api.DemotedTables(store.kv, pages, counts)
 
     def allocate(self, row: int, layers: Ints, counts: Ints) -> None:
-        """Own so many pages of each head, [M, G], in these layers of a row that has none. Raises OutOfPagesError."""
+        """Own so many pages of each head, [M, G], in these layers of a row that has no more. Raises OutOfPagesError."""
+        pages = self.store.allocate(int((counts - self.counts[row, layers]).sum()))
+        before = self.owned(row)
         self.counts[row, layers] = counts
-        self.pages[row][self.owned(row)] = self.store.allocate(int(counts.sum()))
+        self.pages[row][self.owned(row) & ~before] = pages
 
     def owned(self, row: int) -> NDArray[np.bool_]:
         """Mark the entries of a row's tables that are pages, [L, G, n]."""
@@ -35,6 +40,13 @@ class DemotedTables:
         """List the pages of the row."""
         pages: Ints = self.pages[row][self.owned(row)]
         return pages
+
+    def slots(self, row: int, layer: int, begin: int, end: int) -> Ints:
+        """Return the slots from place `begin` to `end` of every head, [G, n]."""
+        places = np.arange(begin, end, dtype=np.int32)
+        S = np.int32(self.store.page_size)
+        slots: Ints = self.pages[row, layer][:, places // S] * S + places % S
+        return slots
 
     def layer_tables(self, row: int, layers: Ints) -> Ints:
         """Return the tables of these layers, [M, G, n]; entries beyond a head's pages are the trash page."""

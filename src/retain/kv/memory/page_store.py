@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from retain.kernels.api import KV, Backend
+from retain.kernels.pool_dtypes import slots_in_page
 from retain.kv.memory.pool import PagePool, Pages
 
 
@@ -16,40 +16,47 @@ from retain.kv.memory.pool import PagePool, Pages
 class PageStore:
     """The pool of page numbers, the tensors that they index, and the kernels that read and write those tensors.
 
-    With `demoted` there are two stores over one pool and one memory. A page is of the kind of the store that allocated
-    it last.
+    `others` are stores over the same pool and memory, for slots of other dtypes. A page is of the kind of the store
+    that allocated it last.
     """
 
     pool: PagePool
     kv: KV
     backend: Backend
     page_bytes: int  # K, V, positions and mass of one page
-    demoted: PageStore | None = None  # the same pages, for slots of fewer bits
-    is_demoted: NDArray[np.bool_] | None = None  # [P], of both stores: pages of fewer bits
-    allocates_demoted: bool = False
-
-    @classmethod
-    def with_demoted(cls, pool: PagePool, kv: KV, demoted_kv: KV, backend: Backend, page_bytes: int) -> Self:
-        """Return a store whose pages may also be allocated for slots of fewer bits; see `Backend.reinterpret`."""
-        is_demoted = np.zeros(pool.num_pages, bool)
-        demoted = cls(pool, demoted_kv, backend, page_bytes, None, is_demoted, allocates_demoted=True)
-        return cls(pool, kv, backend, page_bytes, demoted, is_demoted)
+    kind: int = 0
+    others: dict[torch.dtype, PageStore] = field(default_factory=dict)
 
     @property
     def page_size(self) -> int:
         """Slots of a page."""
         return self.kv.page_size
 
+    def reinterpret(self, dtype: torch.dtype) -> PageStore:
+        """Return the store of the same pages for slots of fewer bits; see `Backend.reinterpret`. Raises ValueError.
+
+        Its positions and masses are allocated at the first call.
+        """
+        if dtype not in self.others:
+            num_slots = slots_in_page(self.page_size, self.kv.head_dim, self.kv.dtype, dtype)
+            kv = self.backend.reinterpret(self.kv, dtype, num_slots)
+            self.others[dtype] = PageStore(self.pool, kv, self.backend, self.page_bytes, 1 + len(self.others))
+        return self.others[dtype]
+
     def allocate(self, n: int) -> Pages:
         """Take n pages whose slots are all holes, [n]. Raises OutOfPages."""
         pages = self.pool.allocate(n)
         self.kv.pos[self.kv.to_index(pages)] = -1  # the previous owner left its positions behind
-        if self.is_demoted is not None:  # as numbers of this kind, bytes of the other kind may be infinite
-            i = self.kv.to_index(pages[self.is_demoted[pages] != self.allocates_demoted])
+        if self.kind or self.others:  # as numbers of this kind, bytes of another kind may be infinite
+            i = self.kv.to_index(pages[self.pool.kinds[pages] != self.kind])
             self.kv.k[i], self.kv.v[i] = 0, 0
-            self.is_demoted[pages] = self.allocates_demoted
+            self.pool.kinds[pages] = self.kind
         return pages
 
     def copy(self, src: Pages, dst: Pages) -> None:
         """Copy K, V, positions and mass of pages, both [n]."""
         self.backend.copy(self.kv, self.kv.to_index(src), self.kv.to_index(dst))
+
+    def write_slots(self, slots: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Write a token to each of these slots of any heads, int32 [n]: K and V [n, D], positions int32 [n], mass 0."""
+        self.backend.write(self.kv, slots[None], k[:, None], v[:, None], pos)  # as one head

@@ -24,6 +24,7 @@ class PagePool:
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self.ref_counts = np.zeros(num_pages, np.int32)  # tables that hold each page
+        self.kinds = np.zeros(num_pages, np.int8)  # of the slots that each page was last allocated for; see PageStore
         self.free_list = np.arange(num_pages - 1, 0, -1, dtype=np.int32)  # a stack: the first num_free are free
         self.num_free = num_pages - 1
         self.peak_used = 0  # most pages that were ever in use at once

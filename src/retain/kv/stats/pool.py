@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,11 @@ class PoolStats:
 
 
 def classify_pages(
-    tables: BlockTables, cached_mask: NDArray[np.bool_], evicting: Mapping[int, Ints]
+    tables: BlockTables, cached_mask: NDArray[np.bool_], extra_pages: Mapping[int, Ints], evicting: Container[int]
 ) -> tuple[PageStates, Ints]:
     """Return the state of every page, int8 [P], and the row that holds it, int32 [P]; -1 for none or the prefix cache.
 
-    `evicting`: rows with a budget, and the pages that each holds beside its tables.
+    `extra_pages`: those that each open row holds beside its tables. `evicting`: rows with a budget.
     """
     t = tables
     state = np.zeros(t.pool.num_pages, np.int8)
@@ -49,10 +49,8 @@ def classify_pages(
         pages = t.pages[row][owned]
         state[pages] = np.broadcast_to(by_layer[:, None, None], owned.shape)[owned]
         owner[pages] = row
-        if row in evicting:
-            beside = [evicting[row], *([t.demoted.page_list(row)] if t.demoted else [])]
-            for pages in beside:
-                state[pages], owner[pages] = PAGE_STATES.index("budgeted"), row
+        for pages in [extra_pages[row], *([t.demoted.page_list(row)] if t.demoted else [])]:
+            state[pages], owner[pages] = unwindowed, row
     state[t.pool.ref_counts > 1] = PAGE_STATES.index("shared")
     return state, owner
 
@@ -64,12 +62,11 @@ def collect_pool_stats(
     kv, used = tables.kv, (np.flatnonzero(state[1:]) + 1).astype(np.int32)
     holes = (kv.pos[kv.to_index(used)] < 0).sum(-1).cpu().numpy() if len(used) else np.zeros(0, np.int64)
     num_holes = int(holes.sum())
-    demoted, is_demoted_page = tables.store.demoted, tables.store.is_demoted
-    if demoted and is_demoted_page is not None:  # such pages have more slots, and positions elsewhere
-        is_demoted = is_demoted_page[used]
-        live = (demoted.kv.pos[kv.to_index(used[is_demoted])] >= 0).sum(-1).numpy()
-        num_holes += int((demoted.page_size - live - holes[is_demoted]).sum())
-        holes[is_demoted] = tables.page_size - live
+    for other in tables.store.others.values():  # pages of fewer bits have more slots, and positions elsewhere
+        is_other = tables.pool.kinds[used] == other.kind
+        live = (other.kv.pos[kv.to_index(used[is_other])] >= 0).sum(-1).numpy()
+        num_holes += int((other.page_size - live - holes[is_other]).sum())
+        holes[is_other] = tables.page_size - live
     pages = np.bincount(state[1:], minlength=len(PAGE_STATES))
     slots = pages * tables.page_size
     slots -= np.bincount(state[used], holes, len(PAGE_STATES)).astype(slots.dtype)

@@ -1,0 +1,82 @@
+"""Copies of tokens in slots of fewer bits, for a drafter to attend to; the row's own tokens stay as they are.
+
+Only full pages of layers without a window are copied: they never change. The pages of copies come from the pool of all
+pages, and go back to it when others need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from retain.kv.memory.block_tables import BlockTables
+from retain.kv.memory.demoted_tables import DemotedTables
+from retain.types import Ints
+
+MAX_COPIED_TOKENS = 512  # of a row at once, so that a long text does not delay the others
+
+
+class QuantizedCopies:
+    """The copies of rows, of each in one dtype. Slot i of a head's copy holds the token at place i of the text.
+
+    `ensure_free(n)` returns whether n pages are free that no row uses, without taking a copy back.
+    """
+
+    def __init__(self, tables: BlockTables, ensure_free: Callable[[int], bool]):
+        self.tables, self.ensure_free = tables, ensure_free
+        self.by_dtype: dict[torch.dtype, DemotedTables] = {}
+        self.num_tokens: Ints = np.zeros(len(tables.pages), np.int32)  # that are copied, of each row
+
+    def open_tables(self, dtype: torch.dtype) -> DemotedTables:
+        """Return the tables of copies in this dtype. Raises ValueError where the cache cannot have them."""
+        if dtype not in self.by_dtype:
+            N, L, G, _ = self.tables.pages.shape
+            store, num_slots = self.tables.store.reinterpret(dtype), self.tables.max_pages * self.tables.page_size
+            self.by_dtype[dtype] = DemotedTables(store, N, L, G, num_slots)
+        return self.by_dtype[dtype]
+
+    def extend(self, row: int, dtype: torch.dtype, num_tokens: int) -> bool:
+        """Copy more of the full pages of a row's first `num_tokens` tokens. Returns whether all of them are copied now.
+
+        Nothing is copied when the pool has too few pages for all of them, and not all at once when the text is long.
+        """
+        t, copies, S = self.tables, self.by_dtype[dtype], self.tables.page_size
+        begin, all_tokens, layers = int(self.num_tokens[row]), num_tokens // S * S, t.full_layers(row)
+        end = min(all_tokens, begin + max(MAX_COPIED_TOKENS // S, 1) * S)
+        if end <= begin:
+            return True
+        counts = np.full((len(layers), t.counts.shape[2]), -(-all_tokens // copies.store.page_size), np.int32)
+        if not self.ensure_free(int((counts - copies.counts[row, layers]).sum())):
+            return False
+        copies.allocate(row, layers, counts)
+        for layer in layers:
+            pages = t.kv.to_index(t.pages[row, layer, :, begin // S : end // S].ravel())
+            k, v = (x.contiguous().flatten(0, 1) for x in t.store.backend.read(t.kv, pages))  # [G n S, D]
+            slots = torch.from_numpy(copies.slots(row, int(layer), begin, end).ravel())
+            copies.store.write_slots(slots, k, v, t.kv.pos[pages].flatten())
+        self.num_tokens[row] = end
+        return end == all_tokens
+
+    def release(self, row: int) -> None:
+        """Free the pages of a row's copy."""
+        self.tables.pool.free(self.page_list(row))
+        self.num_tokens[row] = 0
+        for copies in self.by_dtype.values():
+            copies.counts[row] = 0
+
+    def release_until_free(self, num_pages: int) -> None:
+        """Free the copies of rows, one after another, until so many pages are free."""
+        for row in np.flatnonzero(self.num_tokens):
+            if self.tables.pool.num_free < num_pages:
+                self.release(int(row))
+
+    def page_list(self, row: int) -> Ints:
+        """List the pages of a row's copy."""
+        return np.concatenate([np.zeros(0, np.int32), *(c.page_list(row) for c in self.by_dtype.values())])
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all copies."""
+        return sum(int(copies.counts.sum()) for copies in self.by_dtype.values())
