@@ -48,6 +48,34 @@ def test_chunk_size_changes_no_bit(chunk: int, window: int, dtype: torch.dtype) 
                 assert torch.equal(o, whole[part]), isa
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.int4])
+@pytest.mark.parametrize(("first", "dead"), [(7, 0), (40, 3)])
+def test_where_a_ring_begins_changes_no_bit(first: int, dead: int, dtype: torch.dtype) -> None:
+    """Tables of a ring that begin at another page, or hold pages from before the window, give the same bits."""
+    S, D, n, begin = 16, 64, 45, 9  # n pages, from page `begin` of the text on
+    window, end = (n - 3) * S + 5, (begin + n) * S - 4
+    kv, torch_rng = cpu.allocate(1 + dead + n, S, D, dtype), torch.Generator().manual_seed(0)
+    pos = torch.arange((begin - dead) * S, (begin + n) * S, dtype=torch.int32)
+    pos[pos >= end] = -1
+    k, v, q = torch.randn(3, len(pos), 1, D, generator=torch_rng)
+    cpu.write(kv, torch.arange(S, S + len(pos), dtype=torch.int32)[None], k, v, pos)
+    pages = torch.arange(1, 1 + dead + n, dtype=torch.int32)
+
+    def attend(pages: torch.Tensor) -> torch.Tensor:
+        tables = Tables(
+            pages=pages.view(1, 1, -1),
+            counts=torch.tensor([[len(pages)]], dtype=torch.int32),
+            windows=torch.tensor([window], dtype=torch.int32),
+            rows=torch.zeros(1, dtype=torch.int32),
+            query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
+        )
+        return cpu.attend(3 * q[:3], kv, tables, torch.arange(end - 3, end, dtype=torch.int32), scale=0.125)
+
+    for isa in ISAS:
+        with use_isa(isa):
+            assert torch.equal(attend(pages[dead:]), attend(pages.roll(first))), isa
+
+
 def run_bfloat16_linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     packed, y = pack_weight(weight, Arena()), torch.empty(len(x), len(weight))
     cpu._C.packed_gemm(*packed.c_args, x.data_ptr(), len(x), 0, y.data_ptr(), False)

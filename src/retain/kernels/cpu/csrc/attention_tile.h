@@ -38,6 +38,41 @@ INLINE Visibility page_visibility(const int32_t* pos, int S, int32_t low, int32_
   return reduce_or<WIDTH>(any_hidden) ? Visibility::some : Visibility::all;
 }
 
+// The order in which the n pages of a table are summed, and their blocks. A ring's table begins at another position for
+// another chunk size or another prefix. So its pages are taken in the order of their positions, and its blocks begin at
+// multiples of a block's positions: then the order of sums depends on positions only.
+struct PageOrder {
+  int n, per_block, oldest = 0, lead = 0;  // index of the first page in the table; how late it is in its block
+
+  INLINE PageOrder(const AttentionArgs& args, const QueryTile& tile, const int32_t* table)
+      : n(args.tables.num_pages(tile.b, tile.g)), per_block(pages_per_block(args.kv)) {
+    if (!args.tables.has_window(tile.b)) return;
+    int32_t lowest = INT32_MAX;
+    for (int i = 0; i < n; ++i) {
+      const int32_t position = newest_position(args.kv.pos + int64_t(table[i]) * args.kv.S, args.kv.S);
+      if (position >= 0 && position < lowest) lowest = position, oldest = i;
+    }
+    if (lowest < INT32_MAX) lead = lowest / args.kv.S % per_block;
+  }
+  // The newest one: a page may begin with holes, or with tokens that are newer than its others.
+  static INLINE int32_t newest_position(const int32_t* pos, int S) {
+    I newest = splat(-1);
+    for (int s = 0; s < S; s += WIDTH) {
+      const I x = load_ints(pos + s);
+      newest = x > newest ? x : newest;
+    }
+    int32_t lanes[WIDTH], result = -1;
+    memcpy(lanes, &newest, sizeof newest);
+    for (int32_t x : lanes) result = x > result ? x : result;
+    return result;
+  }
+  // Numbers of pages in this order.
+  INLINE int begin(int block) const { return block * per_block > lead ? min(block * per_block - lead, n) : 0; }
+  INLINE int end(int block) const { return begin(block + 1); }
+  INLINE int in_table(int i) const { return oldest + i < n ? oldest + i : oldest + i - n; }
+  static INLINE int min(int a, int b) { return a < b ? a : b; }
+};
+
 // Copies the queries of a tile, scaled and converted to the pool's dtype, into `memory`.
 template <class Q, class T>
 void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* memory, Queries<T>& queries) {
@@ -142,17 +177,18 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   }
 
   const int32_t* table = args.tables.page_table(tile.b, tile.g);
-  const int per_block = pages_per_block(args.kv), num_pages = args.tables.num_pages(tile.b, tile.g);
-  const int first = block * per_block, last = first + per_block < num_pages ? first + per_block : num_pages;
-  for (int i = first; i < num_pages && i < last + per_block; ++i)  // positions of this block and of the next
-    for (int s = 0; s < S; s += 16) __builtin_prefetch(args.kv.pos + int64_t(table[i]) * S + s);
+  const PageOrder order(args, tile, table);
+  const int first = order.begin(block), last = order.end(block);
+  for (int i = first; i < order.end(block + 1); ++i)  // positions of this block and of the next
+    for (int s = 0; s < S; s += 16) __builtin_prefetch(args.kv.pos + int64_t(table[order.in_table(i)]) * S + s);
   // The n pages with a visible slot.
   int64_t page[MAX_BLOCK_PAGES];
   int page_index[MAX_BLOCK_PAGES];  // in the page table
   const int32_t* pos[MAX_BLOCK_PAGES];
   bool mask[MAX_BLOCK_PAGES];
   int n = 0;
-  for (int i = first; i < last; ++i) {
+  for (int k = first; k < last; ++k) {
+    const int i = order.in_table(k);
     Visibility visible =
         page_visibility(args.kv.pos + int64_t(table[i]) * S, S, low, high, args.tables.window_of(tile.b));
     page[n] = table[i];
@@ -179,15 +215,16 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   for (int j = 0; j < n; ++j) {
     pages.keys[j] = static_cast<const Page*>(args.kv.key_page(page[j]));
     pages.values[j] = static_cast<const Page*>(args.kv.value_page(page[j]));
-    const int next = last + j < num_pages ? last + j : num_pages - 1;
+    const int next = order.in_table(last + j < order.n ? last + j : order.n - 1);
     pages.next_keys[j] = static_cast<const Page*>(args.kv.key_page(table[next]));
   }
   score_pages(pages, q, rows, x);
   for (int j = 0; j < n; ++j)
     if (args.slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], x + j * S);
   const int size = partial_size(D), vectors = rows * S / WIDTH;
-  const int page_lines = S * D * int(sizeof(Page)) / 64;
-  const Prefetch<Page> prefetch = {pages.next_keys, rows > MAX_PREFETCH_ROWS ? 0 : page_lines / vectors};
+  // Products with quantized slots read ahead by themselves; many rows hide the memory latency.
+  const bool is_idle = rows <= MAX_PREFETCH_ROWS && !args.kv.is_quantized();
+  const Prefetch<Page> prefetch = {pages.next_keys, is_idle ? S * D * int(sizeof(Page)) / 64 / vectors : 0};
   alignas(64) float noise[SCORE_STRIDE];
   ScoreTransform transform = {ScoreKind::none, 1};
   for (int r = 0, noise_token = -1; r < rows; ++r) {

@@ -177,6 +177,7 @@ struct PageTables {
   INLINE int num_fresh(int b) const { return query_start_loc[b + 1] - query_start_loc[b]; }
   INLINE int num_pages(int b, int g) const { return page_counts[rows[b] * count_row_stride + g * count_head_stride]; }
   INLINE int32_t window_of(int b) const { return windows[rows[b] * window_row_stride]; }
+  INLINE bool has_window(int b) const { return window_of(b) != INT32_MAX; }
   INLINE const int32_t* page_table(int b, int g) const {
     return pages + rows[b] * page_row_stride + g * page_head_stride;
   }
@@ -277,8 +278,10 @@ INLINE uint32_t noise_key(int32_t seed, int32_t layer, int32_t head, int32_t ste
 }
 
 INLINE int pages_per_block(const Pool& kv) { return ACC_BLOCK / kv.S > 0 ? ACC_BLOCK / kv.S : 1; }
+// A table with a window may begin its first block late, see PageOrder.
 INLINE int num_blocks(const Pool& kv, const PageTables& tables, const QueryTile& tile) {
-  return (tables.num_pages(tile.b, tile.g) + pages_per_block(kv) - 1) / pages_per_block(kv);
+  const int per_block = pages_per_block(kv), first = tables.has_window(tile.b) ? per_block - 1 : 0;
+  return (first + tables.num_pages(tile.b, tile.g) + per_block - 1) / per_block;
 }
 // The blocks of a head's table, and behind them those of its demoted tokens.
 INLINE int num_blocks(const AttentionArgs& args, const QueryTile& tile) {
