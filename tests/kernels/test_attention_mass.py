@@ -7,7 +7,7 @@ import torch
 
 from retain.kernels import cpu, reference
 from retain.kernels.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
-from tests.helpers.attention_case import AttentionCase, assert_close
+from tests.helpers.attention_case import AttentionCase, assert_close, cpu_tolerance
 from tests.helpers.backend_variants import ISAS, use_isa
 
 BF16 = torch.bfloat16
@@ -46,7 +46,7 @@ def test_mass_matches_reference(name: str, kind: str, columns: str) -> None:
     scoring = case.build_scoring(*SCORING_KINDS[kind])
     expected_kv = case.build_cache(reference, score_columns=C)
     expected = case.attend(reference, expected_kv, scoring)
-    tolerance = 1e-4 if case.dtype == torch.float32 else 2**-7
+    tolerance = cpu_tolerance(case.dtype, 1e-4)
     for isa in ISAS:
         with use_isa(isa):
             kv = case.build_cache(cpu, score_columns=C)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW, Backend, Tables
 from retain.kernels.quantized_slots import rotate
-from tests.helpers.attention_case import AttentionCase, assert_close
+from tests.helpers.attention_case import AttentionCase, assert_close, cpu_tolerance
 from tests.helpers.backend_variants import FAST_VARIANTS, VARIANTS, use_variant
 from tests.helpers.marks import slow
 
@@ -30,9 +30,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 def assert_matches_reference(case: AttentionCase) -> None:
     """Compare the output of every fast backend and instruction set with the reference's."""
-    # ALiBi's scores grow with the distance, and so does what float32 rounds off them. Over a pool of bfloat16 a backend
-    # may round queries and weights to bfloat16, over quantized slots to 12 bits.
-    tolerance = 2**-7 if case.dtype != F32 else 1e-4 if case.alibi else 1e-5
+    # ALiBi's scores grow with the distance, and so does what float32 rounds off them.
+    tolerance = cpu_tolerance(case.dtype, 1e-4 if case.alibi else 1e-5)
     expected = case.attend(reference)
     for variant in FAST_VARIANTS:
         with use_variant(variant) as backend:
@@ -292,7 +291,7 @@ def test_move(backend: Backend, dtype: torch.dtype) -> None:
         kv.pos.view(-1)[own[n:]] = -1
     assert torch.equal(kv.pos.view(-1)[dst], pos.view(-1)[src])
     assert torch.equal(kv.mass[dst // S, :, dst % S], mass[src // S, :, src % S])
-    assert_close(backend.attend(q, kv, t, q_pos, scale=1.0), before, 1e-5 if dtype == F32 else 2**-7)
+    assert_close(backend.attend(q, kv, t, q_pos, scale=1.0), before, cpu_tolerance(dtype))
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,15 +1,17 @@
 // The two products of attention with pages of quantized slots.
 //
-// Queries, and weights times the scales of values, become integers of 12 bits and a sign, each in two signed bytes:
-// 64 high + low. Both are between -64 and 64, because AVX2 adds two products with a stored byte in 16 bits. Sums are
-// exact in 32 bits: |q| <= 2^12, a byte is below 2^8, and a sum has at most 2^9 terms. So bits depend neither on the
-// order of sums nor on the instructions that compute them.
+// Queries, and weights times the scales of values, become integers of 8 bits. A query has one scale. Weights have a
+// scale for every WEIGHT_GROUP slots of a page, because most of them are much smaller than the largest of a block. What
+// that costs beside exact queries and weights is less than what rounding the slots costs (docs/log/quantised-slots.md).
+// Sums of products are exact in 32 bits, so bits do not depend on the instructions that compute them.
 //
 //   keys    int8: u8 [D / 4][S][4], 128 too high; then bfloat16 scales [S]
 //           4 bits: u8 [D / 8][S][4] of two numbers, 8 too high; then bfloat16 scales [D / group][S]
 //   values  int8: u8 [S / 4][D][4], 128 too high; then bfloat16 scales [S]
 //           4 bits: u8 [S / 4][D / 2][4] of two numbers, 8 too high; then bfloat16 scales [D / group][S]
 #pragma once
+
+#include <type_traits>
 
 #include "page_gemm.h"
 
@@ -18,9 +20,10 @@ namespace retain::RETAIN_ISA {
 template <>
 inline constexpr int INTERLEAVE<uint8_t> = 4;
 
-constexpr float LARGEST_INTEGER = 4096;
-constexpr int INT8_ROWS = FEW_REGISTERS ? 1 : 3;     // rows of a register block
-constexpr int INT8_VECTORS = FEW_REGISTERS ? 2 : 4;  // vectors of columns of a register block
+constexpr float LARGEST_INTEGER = 127;
+constexpr float SMALLEST_FACTOR = 0x1p-100f;  // what is smaller counts as 0: its reciprocal might be infinite
+constexpr int WEIGHT_GROUP = 32;              // slots whose weights share a scale
+constexpr int MOST_ROWS = FEW_REGISTERS ? 2 : 4, MOST_VECTORS = FEW_REGISTERS ? 2 : 4;  // of a register block
 
 struct K8V4 {  // the type of a page of 8-bit keys and 4-bit values
   uint8_t byte;
@@ -33,6 +36,10 @@ struct Nibbles {  // the type of a page of 4-bit keys and values
 INLINE const bf16* slot_scales(const void* page, int S, int width) {
   return reinterpret_cast<const bf16*>(static_cast<const uint8_t*>(page) + S * width);
 }
+
+// Bytes of K or of V in a page of S slots, scales included.
+INLINE int64_t page_bytes_8bit(int S, int D) { return S * (D + 2); }
+INLINE int64_t page_bytes_4bit(int S, int D) { return S * (D / 2 + 2 * D / slot_group(D)); }
 
 // One step of the transform of n numbers: sums and differences of numbers H apart. A constant H makes vectors of it.
 template <int H>
@@ -62,29 +69,23 @@ INLINE void rotate(float* x, int D) {
   }
 }
 
-// Rows of integers, in two planes.
+// Rows of integers.
 struct IntegerRows {
-  int8_t *high, *low;
+  int8_t* data;
   ptrdiff_t stride;
 };
 
-// Rounds n numbers, a multiple of WIDTH, to integers times the returned scale. `tops` has the largest magnitude of each
-// lane. `offset` becomes 128 times the sum of the integers.
-INLINE float round_row(const float* x, int n, F tops, int8_t* high, int8_t* low, int32_t& offset) {
-  const float largest = reduce_max<WIDTH>(tops);
-  const F factor = splat(largest > 0 ? LARGEST_INTEGER / largest : 0.0f);
-  I sum = {};
-  for (int i = 0; i < n; i += WIDTH) {
-    const I y = round_to_int(load<WIDTH>(x + i) * factor), lower = (y << 26) >> 26;
-    store_bytes(low + i, lower);
-    store_bytes(high + i, (y - lower) >> 6);
-    sum += y;
-  }
-  int32_t lanes[WIDTH], total = 0;
-  memcpy(lanes, &sum, sizeof sum);
-  for (int32_t lane : lanes) total += lane;
-  offset = 128 * total;
-  return largest / LARGEST_INTEGER;
+// Returns the factor that makes integers of numbers whose largest magnitude is given; sets `scale` to its inverse.
+INLINE float rounding_factor(float largest, float& scale) {
+  scale = largest / LARGEST_INTEGER;
+  return largest > SMALLEST_FACTOR ? LARGEST_INTEGER / largest : 0.0f;
+}
+
+// Stores a vector of x * factor as integers, and returns them.
+INLINE I store_integers(int8_t* to, F x, F factor) {
+  const I y = round_to_int(x * factor);
+  store_bytes(to, y);
+  return y;
 }
 
 template <int N>
@@ -92,85 +93,116 @@ struct Constant {
   static constexpr int value = N;
 };
 
-// Columns begin .. end - 1 of B [depth, stride] in `num_parts` equal parts, quads of whose rows are interleaved.
-template <class Page>
-struct IntegerParts {
-  const Page* const* parts;
-  const Page* const* prefetch;  // what is read after each part
-  int num_parts, depth, stride, begin, end;
+// Calls f with n, at most MOST, as a constant.
+template <int MOST, class Function>
+INLINE void with_constant(int n, const Function& f) {
+  if constexpr (MOST > 1)
+    if (n < MOST) return with_constant<MOST - 1>(n, f);
+  f(Constant<MOST>());
+}
+
+// Returns how many of n rows or vectors the next register block takes. It avoids blocks of one: they wait for the
+// latency of products.
+template <int MOST>
+INLINE int next_block(int n) {
+  return n <= MOST ? n : MOST > 2 && n % MOST == 1 ? MOST - 1 : MOST;
+}
+
+// Calls block(first row, rows, first column, vectors) for all register blocks of a product; rows and vectors are
+// constants. The last vector may reach beyond the columns.
+template <int ROWS, int VECTORS, class Block>
+INLINE void for_blocks(int rows, int columns, const Block& block) {
+  for (int c = 0, v; c < columns; c += v * WIDTH) {
+    v = next_block<VECTORS>((columns - c + WIDTH - 1) / WIDTH);
+    with_constant<VECTORS>(v, [&](auto vectors) {
+      for (int r = 0, n; r < rows; r += n) {
+        n = next_block<ROWS>(rows - r);
+        with_constant<ROWS>(n, [&](auto num_rows) { block(r, num_rows, c, vectors); });
+      }
+    });
+  }
+}
+
+#define EACH(i, n) _Pragma("GCC unroll 8") for (int i = 0; i < n; ++i)
+
+// What is fetched into the L2 cache while products are computed.
+struct ReadAhead {
+  const char *at, *end;
+
+  ReadAhead() = default;
+  INLINE ReadAhead(const void* page, int64_t bytes) : at(static_cast<const char*>(page)), end(at + bytes) {}
+  template <int LINES>
+  INLINE void fetch() {
+    if (at < end) EACH(i, LINES) __builtin_prefetch(at + 64 * i, 0, 2);
+    at += 64 * LINES;
+  }
+  INLINE void fetch_rest() {
+    for (; at < end + 63; at += 64) __builtin_prefetch(at, 0, 2);
+  }
 };
 
-// Computes VECTORS vectors of columns of ROWS rows, and calls store(row, vector, n, sums) for number n of each byte.
-template <int NUMBERS, int VECTORS, int ROWS, class Page, class Store>
-INLINE void integer_block(const IntegerRows& a, const IntegerParts<Page>& p, int column, bool prefetch,
-                          const Store& store) {
-#define EACH(i, n) _Pragma("GCC unroll 8") for (int i = 0; i < n; ++i)
-  I high[NUMBERS][ROWS][VECTORS] = {}, low[NUMBERS][ROWS][VECTORS] = {};
-  for (int part = 0; part < p.num_parts; ++part) {
-    const uint8_t* b = reinterpret_cast<const uint8_t*>(p.parts[part]) + 4 * column;
-    const ptrdiff_t next = distance(p.parts[part], p.prefetch[part]);
-    const char* at_high = reinterpret_cast<const char*>(a.high + part * p.depth);
-    const char* at_low = reinterpret_cast<const char*>(a.low + part * p.depth);
-    for (int i = 0; i < p.depth; i += 4, b += 4 * p.stride) {
-      Bytes x[VECTORS];
-      if (prefetch) EACH(v, VECTORS * WIDTH / 16 + 1) __builtin_prefetch(b + next + 64 * v, 0, 2);
-      EACH(v, VECTORS) x[v] = load_bytes(b + 4 * WIDTH * v);
-      EACH(n, NUMBERS) {
-        Bytes y[VECTORS];
-        EACH(v, VECTORS) y[v] = NUMBERS == 1 ? x[v] : n ? high_nibbles(x[v]) : low_nibbles(x[v]);
-        EACH(r, ROWS) EACH(v, VECTORS) high[n][r][v] = dot_narrow(high[n][r][v], y[v], at_high + r * a.stride + i);
-        EACH(r, ROWS) EACH(v, VECTORS) low[n][r][v] = dot_narrow(low[n][r][v], y[v], at_low + r * a.stride + i);
-      }
+// Adds products of ROWS rows of `a` [depth] and VECTORS vectors of columns of bytes B [depth, stride]. Quads of rows of B
+// are interleaved. Fetches LINES cache lines for each quad.
+template <int LINES, int ROWS, int VECTORS>
+INLINE void add_products(I (&sums)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_stride, const uint8_t* b, int depth,
+                         int stride, ReadAhead& ahead) {
+  for (int i = 0; i < depth; i += 4, b += 4 * stride) {
+    ahead.fetch<LINES>();
+    EACH(v, VECTORS) {
+      const Bytes x = load_bytes(b + 4 * WIDTH * v);
+      EACH(r, ROWS) sums[r][v] = dot(sums[r][v], x, reinterpret_cast<const char*>(a + r * a_stride + i));
     }
   }
-  EACH(n, NUMBERS) EACH(r, ROWS) EACH(v, VECTORS) store(r, v, n, high[n][r][v] * 64 + low[n][r][v]);
-#undef EACH
 }
 
-template <int NUMBERS, int VECTORS, class Page, class Store>
-INLINE void integer_strip(IntegerRows a, const IntegerParts<Page>& p, int column, int rows, const Store& store) {
-  int r = 0;
-  auto block = [&](auto num_rows) {
-    integer_block<NUMBERS, VECTORS, decltype(num_rows)::value>(
-        a, p, column, r == 0, [&](int i, int v, int n, I sums) { store(r + i, column + v * WIDTH, n, sums); });
-    a.high += decltype(num_rows)::value * a.stride, a.low += decltype(num_rows)::value * a.stride;
-    r += decltype(num_rows)::value;
-  };
-  while (rows - r >= INT8_ROWS) block(Constant<INT8_ROWS>());
-  while (rows - r > 0) block(Constant<1>());
-}
-
-// Calls store(row, first column, n, sums) for every row, every vector of columns, and number n of each byte. The last
-// vector may reach beyond the columns.
-template <int NUMBERS, class Page, class Store>
-INLINE void integer_gemm(const IntegerRows& a, const IntegerParts<Page>& p, int rows, const Store& store) {
-  constexpr int VECTORS = INT8_VECTORS / NUMBERS;
-  int c = p.begin;
-  for (; p.end - c >= VECTORS * WIDTH; c += VECTORS * WIDTH) integer_strip<NUMBERS, VECTORS>(a, p, c, rows, store);
-  for (; c < p.end; c += WIDTH) integer_strip<NUMBERS, 1>(a, p, c, rows, store);
+// The same with bytes of two numbers. The high ones are multiplied with what lies `second` bytes behind `a`.
+template <int LINES, int ROWS, int VECTORS>
+INLINE void add_nibble_products(I (&low)[ROWS][VECTORS], I (&high)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_stride,
+                                int second, const uint8_t* b, int depth, int stride, ReadAhead& ahead) {
+  for (int i = 0; i < depth; i += 4, b += 4 * stride) {
+    ahead.fetch<LINES>();
+    EACH(v, VECTORS) {
+      const Bytes x = load_bytes(b + 4 * WIDTH * v), x_low = low_nibbles(x), x_high = high_nibbles(x);
+      const char* at = reinterpret_cast<const char*>(a + i);
+      EACH(r, ROWS) low[r][v] = dot_narrow(low[r][v], x_low, at + r * a_stride);
+      EACH(r, ROWS) high[r][v] = dot_narrow(high[r][v], x_high, at + r * a_stride + second);
+    }
+  }
 }
 
 template <>
 struct Queries<uint8_t> {
   IntegerRows rows;
   float scale[MAX_TILE_ROWS];
-  int32_t offset[MAX_TILE_ROWS];  // 128 times the sum of a row
-  int32_t group_sums[MAX_TILE_ROWS][MAX_HEAD_DIM / 8];  // the sums of a row's groups
+  // What slots hold too much, times the query: of all dimensions for 8 bits, of each group for 4 bits.
+  float offset[MAX_TILE_ROWS][MAX_HEAD_DIM / 8];
 };
 
+// Computes scores [rows, SCORE_STRIDE]. `scale` of a slot multiplies its products.
 template <class Page>
 INLINE void score_integer_pages(const VisiblePages<Page>& p, const Queries<uint8_t>& q, int rows, float* scores) {
+  constexpr int VALUE_BITS = std::is_same_v<Page, K8V4> ? 4 : 8;
   for (int j = 0; j < p.n; ++j) {
+    const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]);
     const bf16* scales = slot_scales(p.keys[j], p.S, p.D);
-    const IntegerParts<Page> keys = {p.keys + j, p.values + j, 1, p.D, p.S, 0, p.S};
-    integer_gemm<1>(q.rows, keys, rows, [&](int r, int s, int, I sums) {
-      const F products = __builtin_convertvector(sums - q.offset[r], F) * q.scale[r];
-      store<WIDTH>(scores + r * SCORE_STRIDE + j * p.S + s, products * load<WIDTH>(scales + s));
+    ReadAhead ahead(p.values[j], VALUE_BITS == 4 ? page_bytes_4bit(p.S, p.D) : page_bytes_8bit(p.S, p.D));
+    for_blocks<MOST_ROWS, MOST_VECTORS>(rows, p.S, [&](int first, auto num_rows, int s, auto vectors) {
+      constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
+      I sums[ROWS][VECTORS] = {};
+      add_products<VECTORS * WIDTH * VALUE_BITS / 128>(sums, q.rows.data + first * q.rows.stride, q.rows.stride, keys + 4 * s, p.D, p.S, ahead);
+      float* to = scores + first * SCORE_STRIDE + j * p.S + s;
+      F factor[ROWS], offset[ROWS];
+      EACH(r, ROWS) factor[r] = splat(q.scale[first + r]), offset[r] = splat(q.offset[first + r][0]);
+      EACH(v, VECTORS) {
+        const F scale = load<WIDTH>(scales + s + v * WIDTH);
+        EACH(r, ROWS)
+          store<WIDTH>(to + r * SCORE_STRIDE + v * WIDTH,
+                       (__builtin_convertvector(sums[r][v], F) * factor[r] - offset[r]) * scale);
+      }
     });
+    ahead.fetch_rest();
   }
 }
-
-// Computes scores [rows, SCORE_STRIDE].
 INLINE void score_pages(const VisiblePages<uint8_t>& p, const Queries<uint8_t>& q, int rows, float* scores) {
   score_integer_pages(p, q, rows, scores);
 }
@@ -178,113 +210,151 @@ INLINE void score_pages(const VisiblePages<K8V4>& p, const Queries<uint8_t>& q, 
   score_integer_pages(p, q, rows, scores);
 }
 
-// Computes VECTORS vectors of scores of ROWS rows with one group of keys of 4 bits. Byte i of the group holds numbers i
-// and i + half, which go with numbers i and i + half of the queries.
-template <int VECTORS, int ROWS, class Store>
-INLINE void nibble_key_block(const IntegerRows& a, const uint8_t* keys, int S, int half, int column, const Store& store) {
-#define EACH(i, n) _Pragma("GCC unroll 8") for (int i = 0; i < n; ++i)
-  I high[ROWS][VECTORS] = {}, low[ROWS][VECTORS] = {};
-  for (int i = 0; i < half; i += 4) {
-    Bytes x[VECTORS];
-    EACH(v, VECTORS) x[v] = load_bytes(keys + i * S + 4 * (column + WIDTH * v));
-    EACH(n, 2) {
-      Bytes y[VECTORS];
-      EACH(v, VECTORS) y[v] = n ? high_nibbles(x[v]) : low_nibbles(x[v]);
-      const char* at_high = reinterpret_cast<const char*>(a.high + n * half + i);
-      const char* at_low = reinterpret_cast<const char*>(a.low + n * half + i);
-      EACH(r, ROWS) EACH(v, VECTORS) high[r][v] = dot_narrow(high[r][v], y[v], at_high + r * a.stride);
-      EACH(r, ROWS) EACH(v, VECTORS) low[r][v] = dot_narrow(low[r][v], y[v], at_low + r * a.stride);
-    }
-  }
-  EACH(r, ROWS) EACH(v, VECTORS) store(r, column + WIDTH * v, high[r][v] * 64 + low[r][v]);
-#undef EACH
-}
-
-// Each group of dimensions has scales of its own: its products are added to the scores of the groups before it.
+// Each group of dimensions has scales of its own. Byte i of a group holds numbers i and i + half, which go with numbers
+// i and i + half of the queries.
 INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& q, int rows, float* scores) {
   const int group = slot_group(p.D), half = group / 2;
-  for (int j = 0; j < p.n; ++j)
-    for (int g = 0; g * group < p.D; ++g) {
-      const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]) + g * half * p.S;
-      const bf16* scales = slot_scales(p.keys[j], p.S, p.D / 2) + g * p.S;
-      for (int r = 0; r < rows;) {
-        auto block = [&](auto num_vectors, auto num_rows, int column) {
-          constexpr int VECTORS = decltype(num_vectors)::value, ROWS = decltype(num_rows)::value;
-          const IntegerRows a = {q.rows.high + r * q.rows.stride + g * group, q.rows.low + r * q.rows.stride + g * group,
-                                 q.rows.stride};
-          nibble_key_block<VECTORS, ROWS>(a, keys, p.S, half, column, [&](int i, int s, I sums) {
-            float* to = scores + (r + i) * SCORE_STRIDE + j * p.S + s;
-            const F products = __builtin_convertvector(sums - 8 * q.group_sums[r + i][g], F) * q.scale[r + i];
-            const F scaled = products * load<WIDTH>(scales + s);
-            store<WIDTH>(to, g ? load<WIDTH>(to) + scaled : scaled);
-          });
-        };
-        auto strip = [&](auto num_rows) {
-          int c = 0;
-          for (; p.S - c >= INT8_VECTORS * WIDTH; c += INT8_VECTORS * WIDTH) block(Constant<INT8_VECTORS>(), num_rows, c);
-          for (; c < p.S; c += WIDTH) block(Constant<1>(), num_rows, c);
-          r += decltype(num_rows)::value;
-        };
-        rows - r >= INT8_ROWS ? strip(Constant<INT8_ROWS>()) : strip(Constant<1>());
+  for (int j = 0; j < p.n; ++j) {
+    const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]);
+    const bf16* scales = slot_scales(p.keys[j], p.S, p.D / 2);
+    ReadAhead ahead(p.values[j], page_bytes_4bit(p.S, p.D));
+    for_blocks<3, MOST_VECTORS>(rows, p.S, [&](int first, auto num_rows, int s, auto vectors) {
+      constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
+      float* to = scores + first * SCORE_STRIDE + j * p.S + s;
+      F totals[ROWS][VECTORS] = {};
+      for (int g = 0; g * group < p.D; ++g) {
+        I sums[ROWS][VECTORS] = {};
+        add_nibble_products<VECTORS * WIDTH / 16>(sums, sums, q.rows.data + first * q.rows.stride + g * group, q.rows.stride, half,
+                            keys + g * half * p.S + 4 * s, half, p.S, ahead);
+        EACH(v, VECTORS) {
+          const F scale = load<WIDTH>(scales + g * p.S + s + v * WIDTH);
+          EACH(r, ROWS)
+            totals[r][v] += (__builtin_convertvector(sums[r][v], F) * q.scale[first + r] - q.offset[first + r][g]) * scale;
+        }
       }
-    }
+      EACH(r, ROWS) EACH(v, VECTORS) store<WIDTH>(to + r * SCORE_STRIDE + v * WIDTH, totals[r][v]);
+    });
+    ahead.fetch_rest();
+  }
 }
 
 // The weights of each row, times the scales of values, as integers. They overwrite what follows the weights, which are
 // bfloat16, in the rows of scores.
 struct IntegerWeights {
-  IntegerRows rows;
-  float scale[MAX_TILE_ROWS];
-  int32_t offset[MAX_TILE_ROWS];  // 128 times the sum of a row
+  static constexpr ptrdiff_t stride = SCORE_STRIDE * sizeof(float);  // bytes between rows of integers
+  int8_t* integers;
+  float* scales;                // [rows, SCORE_STRIDE]: of every WEIGHT_GROUP slots of a page
+  float offset[MAX_TILE_ROWS];  // the sum of a row
 
+  INLINE explicit IntegerWeights(float* scores)
+      : integers(reinterpret_cast<int8_t*>(scores) + sizeof(bf16) * ACC_BLOCK), scales(scores + ACC_BLOCK * 3 / 4) {
+    static_assert(SCORE_STRIDE >= ACC_BLOCK * 3 / 4 + ACC_BLOCK / 16, "a row has room for weights, integers and scales");
+  }
+
+  // Rounds the weights times the scales of group `group` of values of `width` bytes.
   template <class Page>
-  INLINE void round(const VisiblePages<Page>& p, float* scores, int num_rows, int width, int group) {
-    static_assert(SCORE_STRIDE * sizeof(float) >= 4 * size_t(ACC_BLOCK), "a row has room for its weights and two planes");
-    alignas(64) float scaled[ACC_BLOCK];
-    int8_t* const planes = reinterpret_cast<int8_t*>(scores) + sizeof(bf16) * ACC_BLOCK;
-    rows = {planes, planes + ACC_BLOCK, SCORE_STRIDE * ptrdiff_t(sizeof(float))};
-    for (int r = 0; r < num_rows; ++r) {
-      const bf16* row = reinterpret_cast<const bf16*>(scores + r * SCORE_STRIDE);
-      F tops = {};
+  INLINE void round(const VisiblePages<Page>& p, float* scores, int rows, int width, int group) {
+    for (int r = 0; r < rows; ++r) {
+      const bf16* weights = reinterpret_cast<const bf16*>(scores + r * SCORE_STRIDE);
+      int8_t* to = integers + r * stride;
+      float* scale = scales + r * SCORE_STRIDE;
+      F total = {};
       for (int j = 0; j < p.n; ++j) {
-        const bf16* scales = slot_scales(p.values[j], p.S, width) + group * p.S;
-        for (int s = 0; s < p.S; s += WIDTH) {
-          const F x = load<WIDTH>(row + j * p.S + s) * load<WIDTH>(scales + s);
-          store<WIDTH>(scaled + j * p.S + s, x);
-          tops = max(tops, absolute(x));
+        const bf16* slots = slot_scales(p.values[j], p.S, width) + group * p.S;
+        for (int left = p.S, n; left; left -= n, weights += n, slots += n, to += n, ++scale) {
+          n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
+          auto round_group = [&](auto num_vectors) {
+            constexpr int VECTORS = decltype(num_vectors)::value;
+            F x[VECTORS], tops = {};
+            EACH(v, VECTORS) {
+              x[v] = load<WIDTH>(weights + v * WIDTH) * load<WIDTH>(slots + v * WIDTH);
+              tops = max(tops, absolute(x[v]));
+            }
+            const F factor = splat(rounding_factor(reduce_max<WIDTH>(tops), *scale));
+            I sum = {};
+            EACH(v, VECTORS) sum += store_integers(to + v * WIDTH, x[v], factor);
+            total += __builtin_convertvector(sum, F) * *scale;
+          };
+          n == WEIGHT_GROUP ? round_group(Constant<WEIGHT_GROUP / WIDTH>()) : round_group(Constant<16 / WIDTH>());
         }
       }
-      scale[r] = round_row(scaled, p.n * p.S, tops, rows.high + r * rows.stride, rows.low + r * rows.stride, offset[r]);
+      offset[r] = reduce_sum<WIDTH>(total);
     }
   }
 };
 
+// Stores a vector of sums; of the last vector only those of `left` columns.
+INLINE void store_sums(float* to, F x, int left) {
+  left < WIDTH ? (void)memcpy(to, &x, left * sizeof(float)) : store<WIDTH>(to, x);
+}
+
 // Computes sums of values, in rows of partial_size(D).
 INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, float* sums) {
-  IntegerWeights w;
+  IntegerWeights w(scores);
   w.round(p, scores, rows, p.D, 0);
-  const IntegerParts<uint8_t> values = {p.values, p.next_keys, p.n, p.S, p.D, 0, p.D};
-  integer_gemm<1>(w.rows, values, rows, [&](int r, int d, int, I x) {
-    const F products = __builtin_convertvector(x - w.offset[r], F) * w.scale[r];
-    memcpy(sums + r * partial_size(p.D) + d, &products, (p.D - d < WIDTH ? p.D - d : WIDTH) * sizeof(float));
+  ReadAhead ahead[MAX_BLOCK_PAGES];
+  for (int j = 0; j < p.n; ++j) ahead[j] = {p.next_keys[j], page_bytes_8bit(p.S, p.D)};
+  for_blocks<3, MOST_VECTORS>(rows, p.D, [&](int first, auto num_rows, int d, auto vectors) {
+    constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
+    const int8_t* weights = w.integers + first * w.stride;
+    const float* scale = w.scales + first * SCORE_STRIDE;
+    F totals[ROWS][VECTORS];
+    EACH(r, ROWS) EACH(v, VECTORS) totals[r][v] = splat(-128 * w.offset[first + r]);
+    for (int j = 0; j < p.n; ++j) {
+      const uint8_t* values = reinterpret_cast<const uint8_t*>(p.values[j]) + 4 * d;
+      for (int left = p.S, n; left; left -= n, weights += n, values += n * p.D, ++scale) {
+        n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
+        I products[ROWS][VECTORS] = {};
+        add_products<VECTORS * WIDTH / 16>(products, weights, w.stride, values, n, p.D, ahead[j]);
+        EACH(r, ROWS) EACH(v, VECTORS)
+          totals[r][v] += __builtin_convertvector(products[r][v], F) * scale[r * SCORE_STRIDE];
+      }
+    }
+    EACH(r, ROWS) EACH(v, VECTORS)
+      store_sums(sums + (first + r) * partial_size(p.D) + d + v * WIDTH, totals[r][v], p.D - d - v * WIDTH);
   });
+  for (int j = 0; j < p.n; ++j) ahead[j].fetch_rest();
 }
 
 // Each group of dimensions has scales of its own, and so its own integer weights.
 template <class Page>
 INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int rows, float* sums) {
-  IntegerWeights w;
+  IntegerWeights w(scores);
+  constexpr int KEY_BITS = std::is_same_v<Page, K8V4> ? 8 : 4;
   const int group = slot_group(p.D), half = group / 2;
+  ReadAhead ahead[MAX_BLOCK_PAGES];
+  for (int j = 0; j < p.n; ++j)
+    ahead[j] = {p.next_keys[j], KEY_BITS == 4 ? page_bytes_4bit(p.S, p.D) : page_bytes_8bit(p.S, p.D)};
   for (int g = 0; g * group < p.D; ++g) {
     w.round(p, scores, rows, p.D / 2, g);
-    const IntegerParts<Page> values = {p.values, p.next_keys, p.n, p.S, p.D / 2, g * half, (g + 1) * half};
-    integer_gemm<2>(w.rows, values, rows, [&](int r, int c, int n, I x) {
-      const F products = __builtin_convertvector(x - w.offset[r] / 16, F) * w.scale[r];
-      const int left = values.end - c, d = g * half + n * half + c;
-      memcpy(sums + r * partial_size(p.D) + d, &products, (left < WIDTH ? left : WIDTH) * sizeof(float));
+    for_blocks<MOST_ROWS, MOST_VECTORS / 2>(rows, half, [&](int first, auto num_rows, int c, auto vectors) {
+      constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
+      const int8_t* weights = w.integers + first * w.stride;
+      const float* scale = w.scales + first * SCORE_STRIDE;
+      F low_totals[ROWS][VECTORS], high_totals[ROWS][VECTORS];
+      EACH(r, ROWS) EACH(v, VECTORS) low_totals[r][v] = high_totals[r][v] = splat(-8 * w.offset[first + r]);
+      for (int j = 0; j < p.n; ++j) {
+        const uint8_t* values = reinterpret_cast<const uint8_t*>(p.values[j]) + 4 * (g * half + c);
+        for (int left = p.S, n; left; left -= n, weights += n, values += n * p.D / 2, ++scale) {
+          n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
+          I low[ROWS][VECTORS] = {}, high[ROWS][VECTORS] = {};
+          add_nibble_products<VECTORS * WIDTH * KEY_BITS / 64>(low, high, weights, w.stride, 0, values, n, p.D / 2, ahead[j]);
+          EACH(r, ROWS) EACH(v, VECTORS) {
+            low_totals[r][v] += __builtin_convertvector(low[r][v], F) * scale[r * SCORE_STRIDE];
+            high_totals[r][v] += __builtin_convertvector(high[r][v], F) * scale[r * SCORE_STRIDE];
+          }
+        }
+      }
+      EACH(r, ROWS) EACH(v, VECTORS) {
+        float* to = sums + (first + r) * partial_size(p.D) + g * group + c + v * WIDTH;
+        store_sums(to, low_totals[r][v], half - c - v * WIDTH);
+        store_sums(to + half, high_totals[r][v], half - c - v * WIDTH);
+      }
     });
   }
+  for (int j = 0; j < p.n; ++j) ahead[j].fetch_rest();
 }
+#undef EACH
 
 INLINE void sum_values(const VisiblePages<K8V4>& p, float* scores, int rows, float* sums) {
   sum_nibble_values(p, scores, rows, sums);
@@ -296,9 +366,9 @@ INLINE void sum_values(const VisiblePages<Nibbles>& p, float* scores, int rows, 
 // Rounds the queries of a tile, scaled and rotated, into `memory`.
 template <class Q>
 INLINE void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* memory, Queries<uint8_t>& q) {
-  const int D = args.kv.D, group = slot_group(D), padded = (D + WIDTH - 1) / WIDTH * WIDTH, first = args.tables.query_start_loc[tile.b];
-  int8_t* const planes = reinterpret_cast<int8_t*>(memory);
-  q.rows = {planes, planes + padded, 2 * padded};
+  const int D = args.kv.D, padded = (D + WIDTH - 1) / WIDTH * WIDTH, first = args.tables.query_start_loc[tile.b];
+  const int group = args.kv.dtype == DType::int4 ? slot_group(D) : D, excess = args.kv.dtype == DType::int4 ? 8 : 128;
+  q.rows = {reinterpret_cast<int8_t*>(memory), padded};
   alignas(64) float row[MAX_HEAD_DIM + WIDTH] = {};
   for (int i = tile.begin, r = 0; i < tile.end; ++i, ++r) {
     const Q* from = static_cast<const Q*>(args.q.data) + (first + i / args.R) * args.q.token_stride +
@@ -307,11 +377,13 @@ INLINE void gather_queries(const AttentionArgs& args, const QueryTile& tile, flo
     rotate(row, D);
     F tops = {};
     for (int d = 0; d < D; d += WIDTH) tops = max(tops, absolute(load<WIDTH>(row + d)));
-    q.scale[r] = round_row(row, padded, tops, planes + r * q.rows.stride, planes + r * q.rows.stride + padded, q.offset[r]);
-    const int8_t *high = planes + r * q.rows.stride, *low = high + padded;
-    for (int g = 0; args.kv.dtype == DType::int4 && g * group < D; ++g) {
-      q.group_sums[r][g] = 0;
-      for (int d = g * group; d < (g + 1) * group; ++d) q.group_sums[r][g] += 64 * high[d] + low[d];
+    const F factor = splat(rounding_factor(reduce_max<WIDTH>(tops), q.scale[r]));
+    int8_t* to = q.rows.data + r * q.rows.stride;
+    for (int d = 0; d < padded; d += WIDTH) store_integers(to + d, load<WIDTH>(row + d), factor);
+    for (int g = 0; g * group < D; ++g) {
+      int sum = 0;
+      for (int d = g * group; d < (g + 1) * group; ++d) sum += to[d];
+      q.offset[r][g] = float(excess * sum) * q.scale[r];
     }
   }
 }

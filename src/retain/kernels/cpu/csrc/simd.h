@@ -177,7 +177,7 @@ INLINE I dot(I sum, Bytes x, const char* a) {
   const __m256i top = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(x, 7), _mm256_set1_epi8(1)), y);
   return sum + (I)_mm256_madd_epi16(low, _mm256_set1_epi16(1)) + (I)_mm256_madd_epi16(top, _mm256_set1_epi16(128));
 }
-// The same where all of `a` are between -64 and 64, so that two products fit into 16 bits.
+// The same where all of x are at most 127, so that two products fit into 16 bits.
 INLINE I dot_narrow(I sum, Bytes x, const char* a) {
   int32_t four;
   memcpy(&four, a, 4);
