@@ -62,9 +62,12 @@ static void run_job(const AttentionArgs& args, AttentionWorkspace& work, const A
   const AttentionArgs demoted = args.demoted();
   const bool is_scored = work.mass.is_scored(job.tile);
   const TableMasses mass = is_scored ? work.mass.buffers(args, work.plan, job.tile, thread) : TableMasses{};
+  int gathered = -1;  // whether `scratch` has the queries for demoted slots
   auto attend_block = [&](int block, float* to) {
     const bool is_demoted = block >= own_blocks;
     const MassBuffers& part = mass[is_demoted];
+    if (gathered != is_demoted) isa.gather_queries(is_demoted ? demoted : args, tile, scratch);
+    gathered = is_demoted;
     if (is_demoted) block -= own_blocks;
     if (isa.attend_tile(is_demoted ? demoted : args, tile, block, scratch, to, is_scored ? &part : nullptr)) return true;
     for (int r = 0; is_scored && r < tile.num_rows(); ++r) part.maxima[r * blocks + block] = NEG_INF;

@@ -130,6 +130,22 @@ template <>
 struct PageTraits<Nibbles> : PageTraits<uint8_t> {};
 template <class Page>
 using Weight = typename PageTraits<Page>::Weight;
+template <class Page>
+using QueriesOf = Queries<typename PageTraits<Page>::Query>;
+
+template <class Page>
+INLINE QueriesOf<Page>& queries_in(float* scratch) {
+  static_assert(sizeof(QueriesOf<Page>) <= sizeof(float) * (SCRATCH_FLOATS - QUERY_INFO_OFFSET), "scratch has room");
+  return *reinterpret_cast<QueriesOf<Page>*>(scratch + QUERY_INFO_OFFSET);
+}
+
+template <class Page>
+void gather_queries_impl(const AttentionArgs& args, const QueryTile& tile, float* scratch) {
+  if (args.q.dtype == DType::float32)
+    gather_queries<float>(args, tile, scratch + QUERY_OFFSET, queries_in<Page>(scratch));
+  else
+    gather_queries<bf16>(args, tile, scratch + QUERY_OFFSET, queries_in<Page>(scratch));
+}
 
 // The mass weights of one row. Page j of the block writes to out[page_index[j] * S].
 template <class T>
@@ -205,12 +221,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   if (n == 0) return false;
 
   float* x = scratch;  // [rows, SCORE_STRIDE]
-  Queries<typename PageTraits<Page>::Query> q;
-  if (args.q.dtype == DType::float32)
-    gather_queries<float>(args, tile, scratch + rows * SCORE_STRIDE, q);
-  else
-    gather_queries<bf16>(args, tile, scratch + rows * SCORE_STRIDE, q);
-
+  const QueriesOf<Page>& q = queries_in<Page>(scratch);
   VisiblePages<Page> pages = {n, S, D, {}, {}, {}};
   for (int j = 0; j < n; ++j) {
     pages.keys[j] = static_cast<const Page*>(args.kv.key_page(page[j]));

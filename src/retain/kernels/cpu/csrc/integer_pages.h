@@ -21,8 +21,8 @@ template <>
 inline constexpr int INTERLEAVE<uint8_t> = 4;
 
 constexpr float LARGEST_INTEGER = 127;
-constexpr float SMALLEST_FACTOR = 0x1p-100f;  // what is smaller counts as 0: its reciprocal might be infinite
-constexpr int WEIGHT_GROUP = 32;              // slots whose weights share a scale
+constexpr float SMALLEST_SCALE = 0x1p-100f;  // what is smaller counts as 0: its inverse might be infinite
+constexpr int WEIGHT_GROUP = 32;             // slots whose weights share a scale
 constexpr int MOST_ROWS = FEW_REGISTERS ? 2 : 4, MOST_VECTORS = FEW_REGISTERS ? 2 : 4;  // of a register block
 
 struct K8V4 {  // the type of a page of 8-bit keys and 4-bit values
@@ -75,11 +75,8 @@ struct IntegerRows {
   ptrdiff_t stride;
 };
 
-// Returns the factor that makes integers of numbers whose largest magnitude is given; sets `scale` to its inverse.
-INLINE float rounding_factor(float largest, float& scale) {
-  scale = largest / LARGEST_INTEGER;
-  return largest > SMALLEST_FACTOR ? LARGEST_INTEGER / largest : 0.0f;
-}
+// Returns the inverse of a scale of integers.
+INLINE float inverse(float scale) { return scale > SMALLEST_SCALE ? 1.0f / scale : 0.0f; }
 
 // Stores a vector of x * factor as integers, and returns them.
 INLINE I store_integers(int8_t* to, F x, F factor) {
@@ -251,28 +248,30 @@ struct IntegerWeights {
     static_assert(SCORE_STRIDE >= ACC_BLOCK * 3 / 4 + ACC_BLOCK / 16, "a row has room for weights, integers and scales");
   }
 
-  // Rounds the weights times the scales of group `group` of values of `width` bytes.
+  // Rounds the weights times the scales of group `group`, of `num_groups`, of values of `width` bytes. The first group
+  // finds the scales of weights for all groups: a horizontal maximum costs more than the largest of the groups.
   template <class Page>
-  INLINE void round(const VisiblePages<Page>& p, float* scores, int rows, int width, int group) {
+  INLINE void round(const VisiblePages<Page>& p, float* scores, int rows, int width, int group, int num_groups) {
     for (int r = 0; r < rows; ++r) {
       const bf16* weights = reinterpret_cast<const bf16*>(scores + r * SCORE_STRIDE);
       int8_t* to = integers + r * stride;
       float* scale = scales + r * SCORE_STRIDE;
       F total = {};
       for (int j = 0; j < p.n; ++j) {
-        const bf16* slots = slot_scales(p.values[j], p.S, width) + group * p.S;
+        const bf16* slots = slot_scales(p.values[j], p.S, width);
         for (int left = p.S, n; left; left -= n, weights += n, slots += n, to += n, ++scale) {
           n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
           auto round_group = [&](auto num_vectors) {
             constexpr int VECTORS = decltype(num_vectors)::value;
             F x[VECTORS], tops = {};
-            EACH(v, VECTORS) {
-              x[v] = load<WIDTH>(weights + v * WIDTH) * load<WIDTH>(slots + v * WIDTH);
-              tops = max(tops, absolute(x[v]));
-            }
-            const F factor = splat(rounding_factor(reduce_max<WIDTH>(tops), *scale));
+            EACH(v, VECTORS) x[v] = load<WIDTH>(weights + v * WIDTH);
+            for (int g = 0; group == 0 && g < num_groups; ++g)
+              EACH(v, VECTORS) tops = max(tops, absolute(x[v] * load<WIDTH>(slots + g * p.S + v * WIDTH)));
+            if (group == 0) *scale = reduce_max<WIDTH>(tops) / LARGEST_INTEGER;
+            const F factor = splat(inverse(*scale));
             I sum = {};
-            EACH(v, VECTORS) sum += store_integers(to + v * WIDTH, x[v], factor);
+            EACH(v, VECTORS)
+              sum += store_integers(to + v * WIDTH, x[v] * load<WIDTH>(slots + group * p.S + v * WIDTH), factor);
             total += __builtin_convertvector(sum, F) * *scale;
           };
           n == WEIGHT_GROUP ? round_group(Constant<WEIGHT_GROUP / WIDTH>()) : round_group(Constant<16 / WIDTH>());
@@ -291,7 +290,7 @@ INLINE void store_sums(float* to, F x, int left) {
 // Computes sums of values, in rows of partial_size(D).
 INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, float* sums) {
   IntegerWeights w(scores);
-  w.round(p, scores, rows, p.D, 0);
+  w.round(p, scores, rows, p.D, 0, 1);
   ReadAhead ahead[MAX_BLOCK_PAGES];
   for (int j = 0; j < p.n; ++j) ahead[j] = {p.next_keys[j], page_bytes_8bit(p.S, p.D)};
   for_blocks<3, MOST_VECTORS>(rows, p.D, [&](int first, auto num_rows, int d, auto vectors) {
@@ -326,7 +325,7 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
   for (int j = 0; j < p.n; ++j)
     ahead[j] = {p.next_keys[j], KEY_BITS == 4 ? page_bytes_4bit(p.S, p.D) : page_bytes_8bit(p.S, p.D)};
   for (int g = 0; g * group < p.D; ++g) {
-    w.round(p, scores, rows, p.D / 2, g);
+    w.round(p, scores, rows, p.D / 2, g, p.D / group);
     for_blocks<MOST_ROWS, MOST_VECTORS / 2>(rows, half, [&](int first, auto num_rows, int c, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       const int8_t* weights = w.integers + first * w.stride;
@@ -377,7 +376,8 @@ INLINE void gather_queries(const AttentionArgs& args, const QueryTile& tile, flo
     rotate(row, D);
     F tops = {};
     for (int d = 0; d < D; d += WIDTH) tops = max(tops, absolute(load<WIDTH>(row + d)));
-    const F factor = splat(rounding_factor(reduce_max<WIDTH>(tops), q.scale[r]));
+    q.scale[r] = reduce_max<WIDTH>(tops) / LARGEST_INTEGER;
+    const F factor = splat(inverse(q.scale[r]));
     int8_t* to = q.rows.data + r * q.rows.stride;
     for (int d = 0; d < padded; d += WIDTH) store_integers(to + d, load<WIDTH>(row + d), factor);
     for (int g = 0; g * group < D; ++g) {

@@ -19,6 +19,7 @@ namespace retain {
 
 #define DECLARE_KERNELS(isa)                                                                                          \
   namespace isa {                                                                                                     \
+  void gather_queries(const AttentionArgs&, const QueryTile&, float* scratch);                                        \
   bool attend_tile(const AttentionArgs&, const QueryTile&, int block, float* scratch, float* partials,                \
                    const MassBuffers*);                                                                               \
   void merge_partials(float* total, const float* next, int rows, int D);                                              \
@@ -33,7 +34,8 @@ namespace retain {
   void rope(float* x, const float* angles, int n, bool interleaved);                                                  \
   }
 #define KERNELS(isa)                                                                                           \
-  isa::attend_tile, isa::merge_partials, isa::reduce_mass, isa::write, isa::prepare_activations, isa::packed_gemm, \
+  isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::reduce_mass, isa::write, \
+  isa::prepare_activations, isa::packed_gemm, \
       isa::unpack_row, isa::pack_blocks, isa::normalize, isa::activate, isa::rope
 #define HAS(feature) __builtin_cpu_supports(feature)
 

@@ -10,6 +10,16 @@
 
 namespace retain::RETAIN_ISA {
 
+void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* scratch) {
+  switch (args.kv.dtype) {
+    case DType::float32: return gather_queries_impl<float>(args, tile, scratch);
+    case DType::bfloat16: return gather_queries_impl<bf16>(args, tile, scratch);
+    case DType::int8: return gather_queries_impl<uint8_t>(args, tile, scratch);
+    case DType::k8v4: return gather_queries_impl<K8V4>(args, tile, scratch);
+    case DType::int4: return gather_queries_impl<Nibbles>(args, tile, scratch);
+  }
+}
+
 bool attend_tile(const AttentionArgs& args, const QueryTile& tile, int block, float* scratch, float* partials,
                  const MassBuffers* mass) {
   switch (args.kv.dtype) {
