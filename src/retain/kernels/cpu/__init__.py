@@ -14,11 +14,12 @@ of fresh tokens. In bfloat16 two dimensions of K are interleaved (D / 2 x S x 2)
 as the processor's pairwise dot products need them. Queries and weights are then rounded to bfloat16 too; sums are
 float32. In int8 four are interleaved (D / 4 x S x 4, S / 4 x D x 4), bytes are 128 too high, and the bfloat16 scales of
 the page's slots follow. With 4 bits K is D / 8 x S x 4 and V S / 4 x D / 2 x 4, then scales D / 32 x S. Keys and
-queries are rotated (quantized_slots.py), queries and weights are integers of 12 bits and a sign, and sums of products
-are exact.
+queries are rotated (quantized_slots.py). Queries are integers of 8 bits with one scale, weights with one for 32 slots,
+and sums of products are exact.
 
-A row is summed slot by slot within a block of 512 slots and then block by block, however the work is divided. So the
-bits of a token depend neither on the other requests, nor on the chunk size, nor on the number of threads.
+A row is summed slot by slot within a block of 512 slots and then block by block, however the work is divided; in a
+ring, in the order of positions. So the bits of a token depend neither on the other requests, nor on the chunk size, nor
+on where a ring begins, nor on the number of threads.
 
 Tensors reach C++ as addresses and strides, so the extension does not link torch. Both use the OpenMP library that torch
 ships: torch must be imported first, and `torch.set_num_threads` holds for both.
