@@ -23,10 +23,9 @@ Visibility. A query at position p sees slot s iff `0 <= pos[s] <= p and p - pos[
 Laws, which the tests state as equalities:
 
 1. Every backend and instruction set equals `reference`. Positions, copies, moves, victims and the rounding of stored
-   K and V are equal to the bit; outputs and masses differ at most by the rounding of the dtype in use. Over slots of 8
-   and 4 bits a backend may round queries, and weights in groups, to 8 bits.
-2. Inside one backend and instruction set a token's bits depend neither on the other requests of the step nor on how its
-   text is divided into steps, nor on where a ring's table begins. (The triton backend keeps this law for attention and the other requests only.)
+   K and V are equal to the bit; outputs and masses up to the rounding of the dtype in use (of queries, too).
+2. Inside one backend and instruction set a token's bits depend neither on other requests of the step, nor on how its
+   text is divided into steps or where its ring begins. (triton: for attention and the other requests only.)
 
 Devices. Tensors lie on the pool's device; "host" tensors are small, to plan launches. A backend never waits for it.
 """
