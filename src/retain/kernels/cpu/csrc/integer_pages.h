@@ -13,6 +13,7 @@
 
 #include <type_traits>
 
+#include "integer_products.h"
 #include "page_gemm.h"
 
 namespace retain::RETAIN_ISA {
@@ -20,10 +21,7 @@ namespace retain::RETAIN_ISA {
 template <>
 inline constexpr int INTERLEAVE<uint8_t> = 4;
 
-constexpr float LARGEST_INTEGER = 127;
-constexpr float SMALLEST_SCALE = 0x1p-100f;  // what is smaller counts as 0: its inverse might be infinite
-constexpr int WEIGHT_GROUP = 32;             // slots whose weights share a scale
-constexpr int MOST_ROWS = FEW_REGISTERS ? 2 : 4, MOST_VECTORS = FEW_REGISTERS ? 2 : 4;  // of a register block
+constexpr int WEIGHT_GROUP = 32;  // slots whose weights share a scale
 
 struct K8V4 {  // the type of a page of 8-bit keys and 4-bit values
   uint8_t byte;
@@ -69,103 +67,7 @@ INLINE void rotate(float* x, int D) {
   }
 }
 
-// Rows of integers.
-struct IntegerRows {
-  int8_t* data;
-  ptrdiff_t stride;
-};
-
-// Returns the inverse of a scale of integers.
-INLINE float inverse(float scale) { return scale > SMALLEST_SCALE ? 1.0f / scale : 0.0f; }
-
-// Stores a vector of x * factor as integers, and returns them.
-INLINE I store_integers(int8_t* to, F x, F factor) {
-  const I y = round_to_int(x * factor);
-  store_bytes(to, y);
-  return y;
-}
-
-template <int N>
-struct Constant {
-  static constexpr int value = N;
-};
-
-// Calls f with n, at most MOST, as a constant.
-template <int MOST, class Function>
-INLINE void with_constant(int n, const Function& f) {
-  if constexpr (MOST > 1)
-    if (n < MOST) return with_constant<MOST - 1>(n, f);
-  f(Constant<MOST>());
-}
-
-// Returns how many of n rows or vectors the next register block takes. It avoids blocks of one: they wait for the
-// latency of products.
-template <int MOST>
-INLINE int next_block(int n) {
-  return n <= MOST ? n : MOST > 2 && n % MOST == 1 ? MOST - 1 : MOST;
-}
-
-// Calls block(first row, rows, first column, vectors) for all register blocks of a product; rows and vectors are
-// constants. The last vector may reach beyond the columns.
-template <int ROWS, int VECTORS, class Block>
-INLINE void for_blocks(int rows, int columns, const Block& block) {
-  for (int c = 0, v; c < columns; c += v * WIDTH) {
-    v = next_block<VECTORS>((columns - c + WIDTH - 1) / WIDTH);
-    with_constant<VECTORS>(v, [&](auto vectors) {
-      for (int r = 0, n; r < rows; r += n) {
-        n = next_block<ROWS>(rows - r);
-        with_constant<ROWS>(n, [&](auto num_rows) { block(r, num_rows, c, vectors); });
-      }
-    });
-  }
-}
-
 #define EACH(i, n) _Pragma("GCC unroll 8") for (int i = 0; i < n; ++i)
-
-// What is fetched into the L2 cache while products are computed.
-struct ReadAhead {
-  const char *at, *end;
-
-  ReadAhead() = default;
-  INLINE ReadAhead(const void* page, int64_t bytes) : at(static_cast<const char*>(page)), end(at + bytes) {}
-  template <int LINES>
-  INLINE void fetch() {
-    if (at < end) EACH(i, LINES) __builtin_prefetch(at + 64 * i, 0, 2);
-    at += 64 * LINES;
-  }
-  INLINE void fetch_rest() {
-    for (; at < end + 63; at += 64) __builtin_prefetch(at, 0, 2);
-  }
-};
-
-// Adds products of ROWS rows of `a` [depth] and VECTORS vectors of columns of bytes B [depth, stride]. Quads of rows of B
-// are interleaved. Fetches LINES cache lines for each quad.
-template <int LINES, int ROWS, int VECTORS>
-INLINE void add_products(I (&sums)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_stride, const uint8_t* b, int depth,
-                         int stride, ReadAhead& ahead) {
-  for (int i = 0; i < depth; i += 4, b += 4 * stride) {
-    ahead.fetch<LINES>();
-    EACH(v, VECTORS) {
-      const Bytes x = load_bytes(b + 4 * WIDTH * v);
-      EACH(r, ROWS) sums[r][v] = dot(sums[r][v], x, reinterpret_cast<const char*>(a + r * a_stride + i));
-    }
-  }
-}
-
-// The same with bytes of two numbers. The high ones are multiplied with what lies `second` bytes behind `a`.
-template <int LINES, int ROWS, int VECTORS>
-INLINE void add_nibble_products(I (&low)[ROWS][VECTORS], I (&high)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_stride,
-                                int second, const uint8_t* b, int depth, int stride, ReadAhead& ahead) {
-  for (int i = 0; i < depth; i += 4, b += 4 * stride) {
-    ahead.fetch<LINES>();
-    EACH(v, VECTORS) {
-      const Bytes x = load_bytes(b + 4 * WIDTH * v), x_low = low_nibbles(x), x_high = high_nibbles(x);
-      const char* at = reinterpret_cast<const char*>(a + i);
-      EACH(r, ROWS) low[r][v] = dot_narrow(low[r][v], x_low, at + r * a_stride);
-      EACH(r, ROWS) high[r][v] = dot_narrow(high[r][v], x_high, at + r * a_stride + second);
-    }
-  }
-}
 
 template <>
 struct Queries<uint8_t> {
