@@ -179,9 +179,10 @@ def test_a_hang_up_cancels_the_request(cluster):
 
 
 def test_the_replica_answers_429(cluster):
-    responses = in_threads(lambda _: cluster.post("bob", max_tokens=300), ["bob"] * 12)
+    # Long answers to many requests: on a busy machine they come in one after the other, and must still meet.
+    responses = in_threads(lambda _: cluster.post("bob", max_tokens=STREAM_TOKENS), ["bob"] * 24)
     refused = [r for r in responses if r.status_code != 200]
-    assert 6 <= len(responses) - len(refused) < 12
+    assert refused and len(responses) - len(refused) >= 6
     for response in refused:
         assert response.status_code == 429 and response.json()["error"]["code"] == "rate_limit_exceeded"
         assert int(response.headers["Retry-After"]) > 0
