@@ -222,7 +222,8 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
 
   float* x = scratch;  // [rows, SCORE_STRIDE]
   const QueriesOf<Page>& q = queries_in<Page>(scratch);
-  VisiblePages<Page> pages = {n, S, D, {}, {}, {}};
+  const Pool& kv = args.kv;
+  VisiblePages<Page> pages = {n, S, D, kv.page_bytes(kv.key_width()), kv.page_bytes(kv.value_width()), {}, {}, {}};
   for (int j = 0; j < n; ++j) {
     pages.keys[j] = static_cast<const Page*>(args.kv.key_page(page[j]));
     pages.values[j] = static_cast<const Page*>(args.kv.value_page(page[j]));

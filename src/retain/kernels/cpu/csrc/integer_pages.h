@@ -35,10 +35,6 @@ INLINE const bf16* slot_scales(const void* page, int S, int width) {
   return reinterpret_cast<const bf16*>(static_cast<const uint8_t*>(page) + S * width);
 }
 
-// Bytes of K or of V in a page of S slots, scales included.
-INLINE int64_t page_bytes_8bit(int S, int D) { return S * (D + 2); }
-INLINE int64_t page_bytes_4bit(int S, int D) { return S * (D / 2 + 2 * D / slot_group(D)); }
-
 // One step of the transform of n numbers: sums and differences of numbers H apart. A constant H makes vectors of it.
 template <int H>
 INLINE void butterflies(float* x, int n) {
@@ -77,18 +73,19 @@ struct Queries<uint8_t> {
   float offset[MAX_TILE_ROWS][MAX_HEAD_DIM / 8];
 };
 
-// Computes scores [rows, SCORE_STRIDE]. `scale` of a slot multiplies its products.
+// Computes scores [rows, SCORE_STRIDE].
 template <class Page>
 INLINE void score_integer_pages(const VisiblePages<Page>& p, const Queries<uint8_t>& q, int rows, float* scores) {
   constexpr int VALUE_BITS = std::is_same_v<Page, K8V4> ? 4 : 8;
   for (int j = 0; j < p.n; ++j) {
     const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]);
     const bf16* scales = slot_scales(p.keys[j], p.S, p.D);
-    ReadAhead ahead(p.values[j], VALUE_BITS == 4 ? page_bytes_4bit(p.S, p.D) : page_bytes_8bit(p.S, p.D));
+    ReadAhead ahead(p.values[j], p.value_bytes);
     for_blocks<MOST_ROWS, MOST_VECTORS>(rows, p.S, [&](int first, auto num_rows, int s, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       I sums[ROWS][VECTORS] = {};
-      add_products<VECTORS * WIDTH * VALUE_BITS / 128>(sums, q.rows.data + first * q.rows.stride, q.rows.stride, keys + 4 * s, p.D, p.S, ahead);
+      const int8_t* queries = q.rows.data + first * q.rows.stride;
+      add_products<VECTORS * WIDTH * VALUE_BITS / 128>(sums, queries, q.rows.stride, keys + 4 * s, p.D, p.S, ahead);
       float* to = scores + first * SCORE_STRIDE + j * p.S + s;
       F factor[ROWS], offset[ROWS];
       EACH(r, ROWS) factor[r] = splat(q.scale[first + r]), offset[r] = splat(q.offset[first + r][0]);
@@ -116,19 +113,22 @@ INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& 
   for (int j = 0; j < p.n; ++j) {
     const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]);
     const bf16* scales = slot_scales(p.keys[j], p.S, p.D / 2);
-    ReadAhead ahead(p.values[j], page_bytes_4bit(p.S, p.D));
-    for_blocks<3, MOST_VECTORS>(rows, p.S, [&](int first, auto num_rows, int s, auto vectors) {
+    ReadAhead ahead(p.values[j], p.value_bytes);
+    for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.S, [&](int first, auto num_rows, int s, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       float* to = scores + first * SCORE_STRIDE + j * p.S + s;
       F totals[ROWS][VECTORS] = {};
       for (int g = 0; g * group < p.D; ++g) {
         I sums[ROWS][VECTORS] = {};
-        add_nibble_products<VECTORS * WIDTH / 16>(sums, sums, q.rows.data + first * q.rows.stride + g * group, q.rows.stride, half,
+        const int8_t* queries = q.rows.data + first * q.rows.stride + g * group;
+        add_nibble_products<VECTORS * WIDTH / 16>(sums, sums, queries, q.rows.stride, half,
                             keys + g * half * p.S + 4 * s, half, p.S, ahead);
         EACH(v, VECTORS) {
           const F scale = load<WIDTH>(scales + g * p.S + s + v * WIDTH);
-          EACH(r, ROWS)
-            totals[r][v] += (__builtin_convertvector(sums[r][v], F) * q.scale[first + r] - q.offset[first + r][g]) * scale;
+          EACH(r, ROWS) {
+            const F products = __builtin_convertvector(sums[r][v], F) * q.scale[first + r];
+            totals[r][v] += (products - q.offset[first + r][g]) * scale;
+          }
         }
       }
       EACH(r, ROWS) EACH(v, VECTORS) store<WIDTH>(to + r * SCORE_STRIDE + v * WIDTH, totals[r][v]);
@@ -147,7 +147,7 @@ struct IntegerWeights {
 
   INLINE explicit IntegerWeights(float* scores)
       : integers(reinterpret_cast<int8_t*>(scores) + sizeof(bf16) * ACC_BLOCK), scales(scores + ACC_BLOCK * 3 / 4) {
-    static_assert(SCORE_STRIDE >= ACC_BLOCK * 3 / 4 + ACC_BLOCK / 16, "a row has room for weights, integers and scales");
+    static_assert(SCORE_STRIDE >= ACC_BLOCK * 3 / 4 + ACC_BLOCK / 16, "a row has weights, integers and scales");
   }
 
   // Rounds the weights times the scales of group `group`, of `num_groups`, of values of `width` bytes. The first group
@@ -194,8 +194,8 @@ INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, 
   IntegerWeights w(scores);
   w.round(p, scores, rows, p.D, 0, 1);
   ReadAhead ahead[MAX_BLOCK_PAGES];
-  for (int j = 0; j < p.n; ++j) ahead[j] = {p.next_keys[j], page_bytes_8bit(p.S, p.D)};
-  for_blocks<3, MOST_VECTORS>(rows, p.D, [&](int first, auto num_rows, int d, auto vectors) {
+  for (int j = 0; j < p.n; ++j) ahead[j] = {p.next_keys[j], p.key_bytes};
+  for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.D, [&](int first, auto num_rows, int d, auto vectors) {
     constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
     const int8_t* weights = w.integers + first * w.stride;
     const float* scale = w.scales + first * SCORE_STRIDE;
@@ -224,8 +224,7 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
   constexpr int KEY_BITS = std::is_same_v<Page, K8V4> ? 8 : 4;
   const int group = slot_group(p.D), half = group / 2;
   ReadAhead ahead[MAX_BLOCK_PAGES];
-  for (int j = 0; j < p.n; ++j)
-    ahead[j] = {p.next_keys[j], KEY_BITS == 4 ? page_bytes_4bit(p.S, p.D) : page_bytes_8bit(p.S, p.D)};
+  for (int j = 0; j < p.n; ++j) ahead[j] = {p.next_keys[j], p.key_bytes};
   for (int g = 0; g * group < p.D; ++g) {
     w.round(p, scores, rows, p.D / 2, g, p.D / group);
     for_blocks<MOST_ROWS, MOST_VECTORS / 2>(rows, half, [&](int first, auto num_rows, int c, auto vectors) {
@@ -239,7 +238,8 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
         for (int left = p.S, n; left; left -= n, weights += n, values += n * p.D / 2, ++scale) {
           n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
           I low[ROWS][VECTORS] = {}, high[ROWS][VECTORS] = {};
-          add_nibble_products<VECTORS * WIDTH * KEY_BITS / 64>(low, high, weights, w.stride, 0, values, n, p.D / 2, ahead[j]);
+          add_nibble_products<VECTORS * WIDTH * KEY_BITS / 64>(low, high, weights, w.stride, 0, values, n, p.D / 2,
+                                                               ahead[j]);
           EACH(r, ROWS) EACH(v, VECTORS) {
             low_totals[r][v] += __builtin_convertvector(low[r][v], F) * scale[r * SCORE_STRIDE];
             high_totals[r][v] += __builtin_convertvector(high[r][v], F) * scale[r * SCORE_STRIDE];

@@ -8,6 +8,7 @@ namespace retain::RETAIN_ISA {
 constexpr float LARGEST_INTEGER = 127;
 constexpr float SMALLEST_SCALE = 0x1p-100f;  // what is smaller counts as 0: its inverse might be infinite
 constexpr int MOST_ROWS = FEW_REGISTERS ? 2 : 4, MOST_VECTORS = FEW_REGISTERS ? 2 : 4;  // of a register block
+constexpr int MOST_ROWS_WITH_TOTALS = 3;  // the same, where float32 totals take registers too
 
 // Rows of integers.
 struct IntegerRows {
@@ -78,8 +79,8 @@ struct ReadAhead {
   }
 };
 
-// Adds products of ROWS rows of `a` [depth] and VECTORS vectors of columns of bytes B [depth, stride]. Quads of rows of B
-// are interleaved. Fetches LINES cache lines for each quad.
+// Adds products of ROWS rows of `a` [depth] and VECTORS vectors of columns of bytes B [depth, stride]. Quads of rows of
+// B are interleaved. Fetches LINES cache lines for each quad.
 template <int LINES, int ROWS, int VECTORS>
 INLINE void add_products(I (&sums)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_stride, const uint8_t* b, int depth,
                          int stride, ReadAhead& ahead) {

@@ -13,6 +13,7 @@ constexpr int MAX_PREFETCH_ROWS = 12;            // more rows hide the memory la
 template <class T>
 struct VisiblePages {
   int n, S, D;
+  int64_t key_bytes, value_bytes;  // of a page, scales included
   const T* keys[MAX_BLOCK_PAGES];
   const T* values[MAX_BLOCK_PAGES];
   const T* next_keys[MAX_BLOCK_PAGES];

@@ -296,8 +296,8 @@ struct IsaKernels {
   int max_tile_rows;  // of a QueryTile
   // Copies a tile's queries into `scratch`, in the form that products with the pool's pages read.
   void (*gather_queries)(const AttentionArgs&, const QueryTile&, float* scratch);
-  // Attends from a tile, whose queries `scratch` has, to one block of its page table. Fills `partials` and returns true if any slot is visible.
-  // Also fills this block's part of `mass` if that is not null.
+  // Attends from a tile, whose queries `scratch` has, to one block of its page table. Fills `partials` and returns true
+  // if any slot is visible. Also fills this block's part of `mass` if that is not null.
   bool (*attend_tile)(const AttentionArgs&, const QueryTile&, int block, float* scratch, float* partials,
                       const MassBuffers* mass);
   // Merges the partial results of a block into those of the blocks before it.
@@ -329,7 +329,8 @@ struct IsaKernels {
 // Floats between rows of scores. Not a power of 2: all rows would then map to the same cache sets.
 constexpr ptrdiff_t SCORE_STRIDE = MAX_PAGE_SIZE + 16;
 // Scratch memory of a tile: scores, queries, and what is kept of each query besides.
-constexpr int QUERY_OFFSET = MAX_TILE_ROWS * SCORE_STRIDE, QUERY_INFO_OFFSET = QUERY_OFFSET + MAX_TILE_ROWS * MAX_HEAD_DIM;
+constexpr int QUERY_OFFSET = MAX_TILE_ROWS * SCORE_STRIDE;
+constexpr int QUERY_INFO_OFFSET = QUERY_OFFSET + MAX_TILE_ROWS * MAX_HEAD_DIM;
 constexpr int SCRATCH_FLOATS = QUERY_INFO_OFFSET + MAX_TILE_ROWS * (MAX_HEAD_DIM / 8 + 1) + 16;
 
 }  // namespace retain
