@@ -74,6 +74,23 @@ def test_engine_thread_failure_is_reported(monkeypatch):
             service.llm.engine.cancel(request)
 
 
+@pytest.mark.parametrize("interval", [1, 3, 100])
+@pytest.mark.parametrize("extra", [{}, {"speculate": "ngram"}])
+def test_a_stream_interval_changes_how_tokens_are_sent_and_no_token(tiny_server, monkeypatch, interval, extra):
+    monkeypatch.setattr(tiny_server.service, "stream_interval", interval)
+    fields = {"max_tokens": 20, "n": 2, "temperature": 0.9, "seed": 1, "logprobs": 0, **extra}
+    choices = post(tiny_server, **fields).json()["choices"]
+    events = [json.loads(x[6:]) for x in post(tiny_server, stream=True, **fields).text.split("\n\n") if x[6:7] == "{"]
+    for full in choices:
+        chunks = [c for event in events for c in event["choices"] if c["index"] == full["index"]]
+        tokens = [chunk["logprobs"]["tokens"] for chunk in chunks if chunk["logprobs"]]
+        assert sum(tokens, []) == full["logprobs"]["tokens"]
+        assert "".join(chunk["text"] for chunk in chunks) == full["text"]
+        sizes = [len(x) for x in tokens]
+        assert min(sizes[1:-1], default=interval) >= interval
+        assert len(sizes) <= 2 + 20 // interval
+
+
 def test_cancelled_call_does_not_block_others(tiny_server):
     hold = threading.Event()
     first = run_in_engine_thread(tiny_server, hold.wait)

@@ -77,7 +77,19 @@ class ServerConfig:
             "port); elsewhere everybody who reaches the address can read all prompts: add ,insecure=yes"
         },
     )
+    stream_interval: int = field(
+        default=1,
+        metadata={
+            "help": "tokens of a streamed chunk, at least, except for the first and the last: more tokens cost the "
+            "processor less"
+        },
+    )
     drain_timeout: int = field(default=300, metadata={"help": "seconds that running requests get after SIGTERM"})
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where an option is out of range."""
+        if self.stream_interval < 1:
+            raise ValueError(f"--stream-interval {self.stream_interval}: at least 1 token")
 
     @classmethod
     def for_model(cls, model: str, **given: Any) -> ServerConfig:

@@ -182,9 +182,10 @@ class EngineThread:
             if request not in self._group_of_request:
                 continue
             group, index = self._group_of_request[request]
-            group.collect(index)
             self._pin_prompt(group, request)
-            groups.add(group)
+            if group.is_due(index):
+                group.collect(index)
+                groups.add(group)
             if request.finish_reason:
                 self._remove_request(request)
         if groups:

@@ -50,9 +50,19 @@ class Pin(NamedTuple):
 class RequestGroup:
     """Choices that are generated together. The engine thread appends deltas; one coroutine takes them."""
 
-    def __init__(self, request_states: Sequence[RequestOutputState], key_name: str, pins: Sequence[Pin] = ()):
-        """`key_name` labels the requests in the inspector. `pins` are those of the first prompt."""
+    def __init__(
+        self,
+        request_states: Sequence[RequestOutputState],
+        key_name: str,
+        pins: Sequence[Pin] = (),
+        stream_interval: int | None = None,
+    ):
+        """`key_name` labels the requests in the inspector. `pins` are those of the first prompt.
+
+        `stream_interval`: tokens of a delta, at least, except for the first and the last; None for one delta at the end.
+        """
         self.request_states, self.key_name, self.pins = list(request_states), key_name, pins
+        self.stream_interval = stream_interval
         self.num_pinned_tokens = 0
         self._error: Exception | None = None
         self._num_collected = [(0, 0)] * len(self.request_states)  # tokens and logprobs of each choice
@@ -63,6 +73,14 @@ class RequestGroup:
     def requests(self) -> list[Request]:
         """The engine's requests, one for each choice."""
         return [state.request for state in self.request_states]
+
+    def is_due(self, index: int) -> bool:
+        """Return whether choice `index` has a delta for the client. Called in the engine thread."""
+        request, num_sent = self.request_states[index].request, self._num_collected[index][0]
+        if request.finish_reason or self.stream_interval is None:
+            return request.finish_reason is not None
+        num_new = len(request.tokens) - len(request.prompt) - num_sent
+        return num_new >= self.stream_interval or not num_sent
 
     def collect(self, index: int) -> None:
         """Append the new output of choice `index`. Called in the engine thread, which then schedules `notify`."""

@@ -65,6 +65,7 @@ class OpenAIServing:
         self.llm, self.engine_thread, self.sandbox = llm, engine_thread, sandbox
         self.limits, self.model_name = server_config.limits, server_config.served_model_name
         self.drafters = list(server_config.allowed_drafters)  # those that requests may select
+        self.stream_interval = server_config.stream_interval
         num_keys = len(server_config.api_keys)
         self.admission = AdmissionControl(self.limits, llm.config.max_running_requests, num_keys)
         self.preparation = PreparationPool()
@@ -239,7 +240,7 @@ class OpenAIServing:
                     # In another thread: tokenizing a long text takes a while, and streams must not wait for it.
                     request_states, prepared = await self.preparation.run(key.name, lambda: self._prepare(prepare))
                     pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
-                    group = RequestGroup(request_states, key.name, pins)
+                    group = RequestGroup(request_states, key.name, pins, self.stream_interval if body.stream else None)
                     await self.engine_thread.submit(group)
             except (ValueError, RecursionError) as error:
                 raise invalid_request(error) from None
