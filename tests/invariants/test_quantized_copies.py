@@ -205,7 +205,6 @@ def test_copies_go_with_budgets_that_demote() -> None:
         ({"speculate": "self:dtype=foo"}, "self: dtype is auto, int4, k8v4 or int8, not 'foo'"),
         ({"speculate": "self:dtype=int4", "kv_dtype": "int4"}, "dtype=int4 saves no memory"),
         ({"speculate": "self:dtype=int8", "kv_dtype": "k8v4"}, "dtype=int8 saves no memory"),
-        ({"speculate": "self:dtype=int4", "backend": "triton"}, "self:dtype go with --backend cpu or reference"),
     ],
 )
 def test_bad_options_raise_one_line(options: dict[str, Any], words: str) -> None:
