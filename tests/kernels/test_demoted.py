@@ -90,14 +90,14 @@ STEPS = {
 SMALL = Step(fresh=(1, 3, 30), own=((5, 2), (0, 9), (2, 1)), demoted=((3, 1), (2, 0), (1, 2)), S=16, D=16)
 TRITON_STEPS = {  # decode and prefill tiles; tables with several splits, and without pages
     "bfloat16": (SMALL, BF16, GUMBEL, R),
-    "float32, alibi": (replace(SMALL, alibi=True, own=((5, 2), (9, 0), (0, 1))), F32, NO_NOISE, 1),
-    "int8": (replace(SMALL, D=64, demoted=((3, 9), (2, 0), (1, 2))), INT8, GAUSSIAN, 1),
+    "int8, alibi": (replace(SMALL, D=64, demoted=((3, 9), (2, 0), (1, 2)), alibi=True), INT8, GAUSSIAN, 1),
+    "float32": (replace(SMALL, own=((5, 2), (9, 0), (0, 1))), F32, NO_NOISE, 1),
     "float16, page size 48": (replace(SMALL, D=80, S=48, fresh=(2, 40, 1)), torch.float16, NO_NOISE, R),
     "k8v4": (replace(SMALL, D=64, demoted=((0, 0), (0, 30), (12, 0))), torch.uint8, GUMBEL, R),
     "int4": (SMALL, INT4, GUMBEL, 1),
     "large heads": (replace(SMALL, D=256, S=64), BF16, NO_NOISE, 1),
 }
-FAST_TRITON_STEPS = ("bfloat16", "float32, alibi", "int8")
+FAST_TRITON_STEPS = ("bfloat16", "int8, alibi")
 
 
 @needs_cpu
