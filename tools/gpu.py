@@ -82,16 +82,15 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
             }
 
     JITFunction.run = only_compile
-    for case in LAUNCH_CASES[: 3 if quick else None]:
+    for case in LAUNCH_CASES[: 4 if quick else None]:
         launch_kernels(*case)
     yield from lines.values()
 
 
 def kernel_constants(options: dict[str, Any]) -> Line:
     """Return the compile-time options that tell the variants of a kernel apart."""
-    return {
-        k: v for k, v in options.items() if k in ("D", "M", "R", "SPLIT", "UPDATE_MASS", "NOISE", "ROPE", "num_warps")
-    }
+    names = ("D", "M", "R", "SPLIT", "PART", "UPDATE_MASS", "NOISE", "ROPE", "DEMOTED_PAGE_BLOCKS", "num_warps")
+    return {k: v for k, v in options.items() if k in names}
 
 
 def kernel_usage(kernel: Any, triton: Path) -> Line:
@@ -110,27 +109,32 @@ def kernel_usage(kernel: Any, triton: Path) -> Line:
     }  # fmt: skip
 
 
-# D, R, dtype, fresh tokens of each request, with masses, ALiBi instead of rope
-LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool]] = [
-    (128, 4, BF16, (1, 1), True, False),
-    (128, 4, BF16, (200, 1), False, False),
-    (64, 3, INT4, (1, 200), True, False),
-    (128, 1, BF16, (1, 200), True, True),
-    (128, 4, BF16, (200, 9), True, False),
-    (256, 4, BF16, (200, 9), False, False),
-    (64, 3, torch.float32, (200, 9), True, False),
-    (80, 1, torch.float16, (200, 9), False, False),
-    (64, 3, torch.int8, (1, 2), True, False),
-    (128, 2, torch.int8, (200, 9), True, True),
-    (64, 3, torch.uint8, (1, 200), True, False),
-    (128, 4, INT4, (200, 9), False, True),
+# D, R, dtype, fresh tokens of each request, with masses, ALiBi instead of rope, with demoted tokens
+LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool, bool]] = [
+    (128, 4, BF16, (1, 1), True, False, False),
+    (128, 4, BF16, (200, 1), False, False, False),
+    (64, 3, INT4, (1, 200), True, False, False),
+    (64, 3, BF16, (1, 200), True, False, True),
+    (128, 4, torch.int8, (200, 9), False, False, True),
+    (256, 4, BF16, (1, 200), True, True, True),
+    (128, 1, BF16, (1, 200), True, True, False),
+    (128, 4, BF16, (200, 9), True, False, False),
+    (256, 4, BF16, (200, 9), False, False, False),
+    (64, 3, torch.float32, (200, 9), True, False, False),
+    (80, 1, torch.float16, (200, 9), False, False, False),
+    (64, 3, torch.int8, (1, 2), True, False, False),
+    (128, 2, torch.int8, (200, 9), True, True, False),
+    (64, 3, torch.uint8, (1, 200), True, False, False),
+    (128, 4, INT4, (200, 9), False, True, False),
 ]
 
 
-def launch_kernels(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], with_masses: bool, alibi: bool) -> None:
+def launch_kernels(
+    D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], with_masses: bool, alibi: bool, demotes: bool
+) -> None:
     """Launch a step of two kv heads, and every other kernel of the backend."""
     from retain.kernels import triton
-    from retain.kernels.api import Tables
+    from retain.kernels.api import DemotedTables, Tables
     from retain.kernels.triton import fresh_tokens
 
     G, B, T, n = 2, len(fresh), sum(fresh), 40
@@ -145,6 +149,8 @@ def launch_kernels(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], w
         dense=ones,
         max_pages=n,
     )
+    if demotes:
+        tables = replace(tables, demoted=DemotedTables(demoted_pages(kv), tables.pages, tables.counts, n))
     q_dtype = BF16 if dtype in (torch.int8, torch.uint8, INT4) else dtype
     q, pos, slots = torch.ones(T, G * R, D, dtype=q_dtype), torch.ones(T).int(), torch.ones(G, T, dtype=torch.int32)
     slopes = torch.ones(G * R) if alibi else None
@@ -160,7 +166,8 @@ def launch_kernels(D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], w
 
 def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype) -> None:
     """Launch the kernels of a program of one layer."""
-    from retain.kernels.triton import attention, forward
+    from retain.kernels.triton import forward
+    from retain.kernels.triton.plan import plan_attention
 
     D, G, T = kv.head_dim, tables.pages.shape[1], int(tables.query_start_loc[-1])
     p = forward.TritonProgram(dtype, torch.device("cpu"))
@@ -177,7 +184,7 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     step = forward.DeviceStep(
         kv=kv,
         tables=as_single_layer(tables),
-        plan=attention.plan_attention(tables, R, D, kv, None),
+        plan=plan_attention(tables, R, D, kv, None),
         input_ids=pos,
         positions=pos,
         slot_mapping=torch.ones(1, G, T, dtype=torch.int32),
@@ -190,7 +197,17 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
 
 def as_single_layer(tables: Any) -> Any:
     """Return the tables of one layer as the tables of all layers."""
-    return replace(tables, pages=tables.pages[None], counts=tables.counts[None], windows=tables.windows[None])
+    d = tables.demoted and replace(tables.demoted, pages=tables.demoted.pages[None], counts=tables.demoted.counts[None])
+    pages, counts, windows = tables.pages[None], tables.counts[None], tables.windows[None]
+    return replace(tables, pages=pages, counts=counts, windows=windows, demoted=d)
+
+
+def demoted_pages(kv: Any) -> Any:
+    """Return the pages of a pool as pages of slots of 4 bits."""
+    from retain.kernels import triton
+    from retain.kernels.pool_dtypes import slots_in_page
+
+    return triton.reinterpret(kv, INT4, slots_in_page(kv.page_size, kv.head_dim, kv.dtype, INT4))
 
 
 def keyformer_scoring(T: int, B: int, device: str = "cpu") -> Any:
@@ -245,8 +262,9 @@ def measure_bandwidth() -> float:
 def bench_attention(with_masses: bool) -> Iterator[Line]:
     """Time the attention of a decode step in one layer, over caches larger than the GPU's own caches."""
     from retain.kernels import triton
-    from retain.kernels.api import NO_WINDOW, Tables
+    from retain.kernels.api import NO_WINDOW, DemotedTables, Tables
     from retain.kernels.triton import attention
+    from retain.kernels.triton.plan import plan_attention
 
     device, bandwidth = torch.device("cuda"), measure_bandwidth()
     yield {"bandwidth_gb_s": bandwidth / 1e9, "gpu": torch.cuda.get_device_name()}
@@ -270,10 +288,15 @@ def bench_attention(with_masses: bool) -> Iterator[Line]:
             )
             q, pos = torch.randn(B, H, D, device=device, dtype=BF16), ones * (slots - 1)
             size, line = 2 * B * slots * G * D * 2, {"shape": name, "slots": slots, "batch": B}
+            int4 = demoted_pages(kv)  # of half of the pages: nearly the same bytes, and twice the tokens
+            int4.pos.copy_(torch.arange(int4.page_size, device=device))
+            half = sparse.counts // 2
+            demoted = DemotedTables(int4, pages[..., n // 2 :], half, n // 2)
+            mixed = replace(sparse, counts=half, max_pages=n // 2, demoted=demoted)
 
             def attend(tables: Tables, scoring: Any = None, q: Any = q, kv: Any = kv, pos: Any = pos) -> Any:
                 R = q.shape[1] // tables.pages.shape[1]
-                plan = attention.plan_attention(tables, R, q.shape[2], kv, scoring)
+                plan = plan_attention(tables, R, q.shape[2], kv, scoring)
                 return partial(attention.attend, q, kv, tables, plan, pos, scale=0.1, alibi_slopes=None, layer=0)
 
             if with_masses:
@@ -283,12 +306,14 @@ def bench_attention(with_masses: bool) -> Iterator[Line]:
                     "plain": attend(sparse),
                     "h2o": attend(sparse, h2o),
                     "keyformer": attend(sparse, keyformer),
+                    "demoted": attend(mixed),
+                    "demoted, h2o": attend(mixed, h2o),
                 }
                 times = time_graphs(list(functions.values()))
                 yield {**line, **{f"{k}_over_plain": t / times[0] for k, t in zip(functions, times, strict=True)}}
                 continue
             functions = {"dense": attend(replace(sparse, dense=ones)), "positions": attend(sparse)}
-            functions |= peer_kernels(q, slots, G)
+            functions |= {"half of the pages demoted": attend(mixed)} | peer_kernels(q, slots, G)
             for k, t in zip(functions, time_graphs(list(functions.values())), strict=True):
                 utilization = size / t * 1e3 / bandwidth
                 yield {**line, "kernel": k, "ms": t, "gb_s": size / t / 1e6, "bandwidth_utilization": utilization}
@@ -361,7 +386,7 @@ def bench_speculate(model: str, device: str, prompt_len: int) -> Iterator[Line]:
     from retain.sampling_params import SamplingParams
 
     params, plain = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True), 0.0
-    for drafter in (None, "self:k=4", "self:k=4,budget=1024", "self"):
+    for drafter in (None, "self:k=4", "self:k=4,budget=1024", "self:k=4,dtype=int4", "self"):
         llm = LLM(
             model,
             device=device,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels import triton
-from retain.kernels.api import KV, Backend, Tables
+from retain.kernels.api import KV, Backend, DemotedTables, Tables
 
 HOST_FIELDS = ("rows", "query_start_loc")  # fields of Tables that stay on the host
 KERNEL_FUNCTIONS = ("write", "attend", "read", "copy", "move", "select_victims")
@@ -33,16 +33,22 @@ class DeviceAdapter:
         device_args = [self._to_device(x) for x in args]
         result = function(*device_args, **{name: self._to_device(x) for name, x in options.items()})
         for arg, device_arg in zip(args, device_args, strict=True):
-            for part in ("k", "v", "pos", "mass") if isinstance(arg, KV) else ():
-                getattr(arg, part).copy_(getattr(device_arg, part))
+            self._copy_back(arg, device_arg)
+            if isinstance(arg, Tables) and arg.demoted:
+                self._copy_back(arg.demoted.kv, device_arg.demoted.kv)
         if isinstance(result, tuple):
             return tuple(x.cpu() for x in result)
         return None if result is None else result.cpu()
 
+    def _copy_back(self, arg: Any, device_arg: Any) -> None:
+        for part in ("k", "v", "pos", "mass") if isinstance(arg, KV) else ():
+            getattr(arg, part).copy_(getattr(device_arg, part))
+
     def _to_device(self, x: Any) -> Any:
-        if isinstance(x, (KV, Tables)):
-            names = [f.name for f in fields(x) if isinstance(getattr(x, f.name), Tensor) and f.name not in HOST_FIELDS]
-            return replace(x, **{n: getattr(x, n).to(self.device) for n in names})
+        if isinstance(x, (KV, Tables, DemotedTables)):
+            parts = {f.name: getattr(x, f.name) for f in fields(x) if f.name not in HOST_FIELDS}
+            parts = {n: part for n, part in parts.items() if isinstance(part, (Tensor, KV, DemotedTables))}
+            return replace(x, **{n: self._to_device(part) for n, part in parts.items()})
         return x.to(self.device) if isinstance(x, Tensor) else x
 
 

@@ -10,6 +10,7 @@ import torch
 from retain import LLM, SamplingParams, kernels
 from retain.engine.drafters import parse as parse_drafter
 from retain.engine.engine import Engine
+from retain.kernels import triton
 from retain.kv.eviction import policies
 from retain.processing.examples import Example
 from retain.tune.candidates import mean_bytes
@@ -20,6 +21,7 @@ from tests.helpers.marks import slow
 INT8 = torch.int8
 FAMILIES = ["gemma3_text", *slow("llama", "mpt")]
 NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]
+needs_triton = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 BACKENDS = [pytest.param(n, marks=pytest.mark.slow if n == "reference" else ()) for n in NAMES]
 POLICIES = [
     "h2o:budget=30,demote=int4:20",
@@ -141,6 +143,26 @@ def test_samples_of_one_prompt_share_its_computation(cached: str) -> None:
         for p in ("h2o:budget=20,demote=int4:30", "h2o:budget=30,demote=int4:9")
     ]
     assert run_to_completion(make_engine("gemma3_text", prefix_cache=cached, **OPTIONS), requests) == alone
+
+
+@needs_triton
+def test_recorded_steps_attend_to_demoted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs of steps with and without demoted tokens; on a CPU a recorded step is computed from its plan."""
+    from retain.kernels.triton import graphs
+
+    monkeypatch.setattr(graphs, "CAPTURE_AFTER", 1)
+    specs = ["full", "h2o:budget=8,interval=2,demote=int4:6", "knorm:budget=6,demote=int4:9"]
+    sizes = [(3, 2), (16, 4), (18, 3)]  # tokens of prompt and answer
+
+    def answers(backend: str) -> tuple[list[list[int]], Engine]:
+        engine = make_engine("llama", backend=backend, demotes=True)
+        requests = [make_request(list(range(3, 3 + n)), m, spec) for spec, (n, m) in zip(specs, sizes, strict=True)]
+        return run_to_completion(engine, requests[:1]) + run_to_completion(engine, requests[1:]), engine
+
+    (expected, _), (found, engine) = answers("reference"), answers("triton")
+    assert found == expected
+    program: Any = engine.runner.program  # type: ignore[attr-defined]
+    assert {key[0].max_demoted_pages for key in program._graphs.graphs} == {0, 1}
 
 
 def test_demoted_tokens_are_held_in_fewer_bytes() -> None:

@@ -5,10 +5,11 @@ Tokens equal the reference's, and the host waits for nothing but tokens. On a GP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,9 +59,13 @@ def run_requests(engine: Engine, requests: Sequence[Request]) -> list[list[int]]
 
 
 def assert_matches_reference(
-    family: str, policies: Sequence[str], params: SamplingParams = GREEDY, may_wait: bool = False, **options: Any
+    family: str,
+    policies: Sequence[str],
+    params: SamplingParams = GREEDY,
+    may_wait: Set[str] | None = frozenset(),
+    **options: Any,
 ) -> None:
-    """Compare three requests, run together, with the reference backend."""
+    """Compare three requests, run together, with the reference backend. `may_wait`: functions, or None for all."""
 
     def make_requests() -> list[Request]:
         return [make_request(prompt, 3, policy, params) for prompt, policy in zip(PROMPTS, policies, strict=True)]
@@ -68,7 +73,7 @@ def assert_matches_reference(
     expected = run_to_completion(make_engine(family, backend="reference", **options), make_requests())
     tokens, syncs = on_device(lambda make: run_requests(make(family, **options), make_requests()))
     assert tokens == expected
-    assert may_wait or syncs == []
+    assert may_wait is None or {sync.split()[1] for sync in syncs} <= may_wait, syncs
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", pytest.param("mpt", marks=slow)])
@@ -99,6 +104,41 @@ def test_quantized_slots(kv_dtype: torch.dtype) -> None:
     assert_matches_reference("llama", ["full", "h2o:budget=12,interval=2", "ring:window=10"], kv_dtype=kv_dtype)
 
 
+@pytest.mark.parametrize(
+    ("policies", "kv_dtype", "waits"),
+    [
+        (["h2o:budget=12,interval=2,demote=int4:4", "full", "knorm:budget=6,demote=int4:20"], torch.float32, False),
+        pytest.param(
+            ["gate:budget=9,interval=2,demote=int4:20", "h2o:budget=6,share=all,demote=int4:9", "full"],
+            torch.int8,
+            True,
+            marks=slow,
+        ),
+    ],
+)
+def test_demotion(policies: list[str], kv_dtype: torch.dtype, waits: bool) -> None:
+    """The statistics of a request that ends count its demoted tokens, and wait for that."""
+    may_wait = None if waits else {"num_tokens:"}
+    assert_matches_reference("llama", policies, may_wait=may_wait, demotes=True, kv_dtype=kv_dtype)
+
+
+def test_demoted_tables_follow_their_rows() -> None:
+    """A row that is closed leaves no page behind for the row's next request."""
+
+    def run(make: MakeEngine) -> list[tuple[list[int], int | None]]:
+        cache, found = make("llama", demotes=True).cache, []
+        t, row, layers = cache.tables.demoted, 3, np.array([0, 1], np.int32)
+        assert t
+        for change in (lambda: t.allocate(row, layers, np.array([[1, 2], [3, 4]], np.int32)), lambda: t.clear(row)):
+            change()
+            tables = cache.tables.device.build_tables(torch.tensor([row, 5]), torch.arange(3)).demoted
+            assert tables and int((tables.pages[:2, row] > 0).sum()) == 10
+            found.append((tables.counts[:2, row].flatten().tolist(), tables.max_pages))
+        return found
+
+    assert on_device(run)[0] == [([1, 2, 3, 4], 4), ([0, 0, 0, 0], 0)]
+
+
 @slow
 def test_chunks_and_preemption() -> None:
     policies = ["full", "h2o:budget=12,interval=2", "ring:window=10"]
@@ -109,7 +149,7 @@ def test_chunks_and_preemption() -> None:
 def test_heads_of_different_lengths() -> None:
     """Budgets shared among heads and new positions are counted on the host, which waits for them."""
     policies = ["h2o:budget=10,share=layer,value=norm", "h2o:budget=8,share=all", "h2o:budget=8,positions=new"]
-    assert_matches_reference("llama", policies, may_wait=True)
+    assert_matches_reference("llama", policies, may_wait=None)
 
 
 def test_sampling_with_every_option() -> None:
@@ -125,6 +165,8 @@ def test_sampling_with_every_option() -> None:
         ("ngram:k=3,min=1", 0.0),
         pytest.param("ngram:k=3,min=1", 0.7, marks=slow),
         pytest.param("self:k=3,budget=16,refresh=1", 0.7, marks=slow),
+        ("self:k=3,dtype=int4", 0.0),
+        pytest.param("self:k=3,dtype=k8v4", 0.7, marks=slow),
     ],
 )
 def test_drafts(spec: str, temperature: float) -> None:

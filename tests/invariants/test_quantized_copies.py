@@ -14,6 +14,7 @@ from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kernels import quantized_slots as q
+from retain.kernels import triton
 from retain.kv.eviction import policies
 from retain.kv.memory import quantized_copies
 from retain.kv.memory.page_store import PageStore
@@ -93,6 +94,13 @@ def test_drafts_attend_to_every_token_once_and_to_old_ones_rounded(family: str, 
         assert not copies.counts[row, t.ring_layers(row)].any()
     assert num_checked > 5 and num_accepted(request) > 10
     assert request.output_tokens == run_alone(family, PROMPT, 60, backend=backend)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
+def test_drafts_of_the_triton_backend_do_so_too() -> None:
+    """Of one family and dtype, because the interpreter is slow."""
+    test_drafts_attend_to_every_token_once_and_to_old_ones_rounded("gemma3_text", "int4", "triton")
 
 
 @pytest.mark.parametrize("at_once", [16, 64])
@@ -205,7 +213,6 @@ def test_copies_go_with_budgets_that_demote() -> None:
         ({"speculate": "self:dtype=foo"}, "self: dtype is auto, int4, k8v4 or int8, not 'foo'"),
         ({"speculate": "self:dtype=int4", "kv_dtype": "int4"}, "dtype=int4 saves no memory"),
         ({"speculate": "self:dtype=int8", "kv_dtype": "k8v4"}, "dtype=int8 saves no memory"),
-        ({"speculate": "self:dtype=int4", "backend": "triton"}, "self:dtype go with --backend cpu or reference"),
     ],
 )
 def test_bad_options_raise_one_line(options: dict[str, Any], words: str) -> None:

@@ -43,6 +43,8 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
         "activation",
         "rope",
     }
+    assert {line["PART"] for line in lines if line["kernel"] == "attention_fwd"} == {0, 1, 2}
+    assert any(line["DEMOTED_PAGE_BLOCKS"] for line in lines if line["kernel"] == "merge_splits")
     assert all(line["mma"] for line in lines if line["kernel"] in ("attention_fwd", "recompute_mass")), (
         "products without tensor cores"
     )

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from retain.kernels import cpu, reference, triton
+from retain.kernels import cpu, reference
 from retain.kernels.api import KV, NO_WINDOW, Backend, DemotedTables, Tables
 from retain.kernels.pool_dtypes import slots_in_page
-from retain.kernels.scoring import GUMBEL, NO_NOISE, AttentionScoring
+from retain.kernels.scoring import GAUSSIAN, GUMBEL, NO_NOISE, AttentionScoring
 from tests.helpers.attention_case import assert_close, cpu_tolerance
 from tests.helpers.backend_variants import ISAS, use_isa
+from tests.helpers.device_adapter import triton_backend
 
 F32, BF16, INT8, INT4 = torch.float32, torch.bfloat16, torch.int8, torch.int4
 G, R = 2, 3
-needs_cpu = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
+triton = triton_backend()
+
+
+def needs(*backends: Backend) -> list[Any]:
+    """Parameters of tests for backends that may be unavailable."""
+    reasons = {b: b.unavailable_reason() for b in backends}
+    return [pytest.param(b, marks=pytest.mark.skipif(r is not None, reason=str(r))) for b, r in reasons.items()]
+
+
+needs_cpu, needs_triton = (parameter.marks[0] for parameter in needs(cpu, triton))
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,17 @@ STEPS = {
     "small heads": Step(S=16, D=8, fresh=(3, 1, 200)),
     "long": Step(fresh=(1, 1, 1), own=((40, 33), (1, 1), (0, 8)), demoted=((30, 9), (0, 0), (22, 1))),
 }
+SMALL = Step(fresh=(1, 3, 30), own=((5, 2), (0, 9), (2, 1)), demoted=((3, 1), (2, 0), (1, 2)), S=16, D=16)
+TRITON_STEPS = {  # decode and prefill tiles; tables with several splits, and without pages
+    "bfloat16": (SMALL, BF16, GUMBEL, R),
+    "int8, alibi": (replace(SMALL, D=64, demoted=((3, 9), (2, 0), (1, 2)), alibi=True), INT8, GAUSSIAN, 1),
+    "float32": (replace(SMALL, own=((5, 2), (9, 0), (0, 1))), F32, NO_NOISE, 1),
+    "float16, page size 48": (replace(SMALL, D=80, S=48, fresh=(2, 40, 1)), torch.float16, NO_NOISE, R),
+    "k8v4": (replace(SMALL, D=64, demoted=((0, 0), (0, 30), (12, 0))), torch.uint8, GUMBEL, R),
+    "int4": (SMALL, INT4, GUMBEL, 1),
+    "large heads": (replace(SMALL, D=256, S=64), BF16, NO_NOISE, 1),
+}
+FAST_TRITON_STEPS = ("bfloat16", "int8, alibi")
 
 
 @needs_cpu
@@ -131,7 +153,71 @@ def test_a_page_keeps_its_bytes(backend: Backend) -> None:
         backend.reinterpret(kv, INT4, 240)
 
 
-def test_the_triton_backend_says_that_it_cannot() -> None:
-    kv = reference.allocate(2, 16, 64, BF16)
-    with pytest.raises(ValueError, match="cpu or reference"):
-        triton.reinterpret(kv, INT4, 16)
+@needs_triton
+@pytest.mark.parametrize(
+    "name", [n if n in FAST_TRITON_STEPS else pytest.param(n, marks=pytest.mark.slow) for n in TRITON_STEPS]
+)
+def test_the_triton_backend_equals_the_reference(name: str) -> None:
+    """Outputs, and the masses of both kinds of pages; whether masses are kept changes no bit of an output."""
+    step, dtype, noise, columns = TRITON_STEPS[name]
+    scoring = step.scoring(noise)
+    kv, tables = step.build(reference, dtype, columns)
+    expected = step.attend(reference, kv, tables, scoring)
+    ours_kv, ours = step.build(triton, dtype, columns)
+    o = step.attend(triton, ours_kv, ours, scoring)
+    assert tables.demoted and ours.demoted
+    assert_close(o, expected, 2**-7)
+    assert_close(ours_kv.mass, kv.mass, 2**-7)
+    assert_close(ours.demoted.kv.mass, tables.demoted.kv.mass, 2**-7)
+    assert torch.equal(o, step.attend(triton, ours_kv, ours, None))
+    without = replace(ours, demoted=None)
+    assert not torch.allclose(step.attend(triton, ours_kv, without, None), expected, atol=0.05)
+
+
+@needs_triton
+def test_demoted_tokens_of_other_requests_change_no_bit() -> None:
+    """One request has none. Its step has the launches for them only where the others have some."""
+    step = Step(fresh=(1, 30), own=((5, 2), (2, 1)), demoted=((0, 0), (1, 2)), S=16, D=16)
+    kv, t = step.build(triton, BF16)
+    both = step.attend(triton, kv, t, None)
+    assert t.demoted
+    alone = replace(t, rows=t.rows[:1], query_start_loc=t.query_start_loc[:2], demoted=replace(t.demoted, max_pages=0))
+    assert torch.equal(replace(step, fresh=(1,)).attend(triton, kv, alone, None), both[:1])
+
+
+@needs_triton
+def test_dense_tables_say_nothing_of_demoted_tokens() -> None:
+    step = Step(fresh=(1, 30), own=((0, 0), (0, 0)), demoted=((1, 2), (2, 1)), S=16, D=16)
+    kv, t = step.build(triton, F32)
+    expected = step.attend(triton, kv, t, None)
+    dense = replace(t, dense=torch.ones(2, dtype=torch.int32))
+    assert torch.equal(step.attend(triton, kv, dense, None), expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, INT8])
+@pytest.mark.parametrize("backend", [reference, *needs(cpu, triton)])
+def test_pages_of_another_dtype_are_read_copied_and_moved(backend: Backend, dtype: torch.dtype) -> None:
+    """In the memory of the pool, whose pages are longer. The pages beside them keep their bytes."""
+    S, D = 32, 64
+    kv = backend.allocate(5, S, D, dtype)
+    for other in (INT4, torch.uint8, INT8):
+        n = slots_in_page(S, D, dtype, other)
+        if n < S:
+            continue
+        pool = backend.reinterpret(kv, other, n)
+        exact = backend.allocate(5, n, D, other)
+        kv.k.zero_(), kv.v.zero_()
+        k, v = torch.randn(2, n, 1, D, generator=torch.Generator().manual_seed(3))
+        slots = (2 * n + torch.randperm(n)).int()
+        for x in (pool, exact):
+            x.pos.fill_(-1)
+            backend.write(x, slots[None], k, v, torch.arange(n, dtype=torch.int32))
+            backend.copy(x, torch.tensor([2]), torch.tensor([4]))
+            backend.move(x, slots[None, 5:6], 3 * n + torch.tensor([[9]], dtype=torch.int32))
+        assert not kv.k[[0, 1]].any() and not kv.v[[0, 1]].any()
+        pages = torch.tensor([2, 3, 4])
+        for found, expected in zip(backend.read(pool, pages), backend.read(exact, pages), strict=True):
+            assert torch.equal(found, expected)
+        assert torch.equal(pool.pos[2:], exact.pos[2:]) and torch.equal(pool.mass[2:], exact.mass[2:])
+        read = zip(backend.read_slots(pool, slots.long()), backend.read_slots(exact, slots.long()), strict=True)
+        assert all(torch.equal(found, expected) for found, expected in read)

@@ -91,6 +91,7 @@ class DemotedTables:
     kv: KV  # the pool's pages as pages of those slots: what `reinterpret` returned
     pages: Tensor  # [N, G, n]
     counts: Tensor  # [N, G]
+    max_pages: int | None = None  # an upper bound of `counts` of the step's rows, if known
 
     def for_layer(self, layer: int) -> DemotedTables:
         """Return the tables of one layer, given the tables of all layers."""
@@ -256,8 +257,7 @@ class Backend(Protocol):
     def reinterpret(self, kv: KV, dtype: torch.dtype, page_size: int) -> KV:
         """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own.
 
-        K and V lie in the same memory, so a page is of one kind at a time. Raises ValueError if such a page is longer,
-        or where the backend cannot attend to it.
+        K and V lie in the same memory, so a page is of one kind at a time. Raises ValueError if such a page is longer.
         """
         ...
 

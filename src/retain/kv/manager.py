@@ -157,10 +157,10 @@ class KVCacheManager:
         peaks = self.tables.peak_slots_per_layer(row)
         self.copies.release(row)
         self.pool.free(self._extra_pages(row))
-        self.tables.close_row(row)
-        self.snapshots.pop(row, None)
         if evictor := self.evictors.pop(row, None):
             self._evicted_slots[policies.name_of(evictor.policy)] += evictor.num_evicted
+        self.tables.close_row(row)
+        self.snapshots.pop(row, None)
         return peaks
 
     # ---- a step --------------------------------------------------------------------------------------------------

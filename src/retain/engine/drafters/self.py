@@ -26,8 +26,8 @@ from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.draft_loop import draft_autoregressive
-from retain.kernels.api import DemotedTables
 from retain.kernels.pool_dtypes import pool_dtype, slots_in_page
+from retain.kv.memory.demoted_tables import DemotedTables
 from retain.kv.memory.device_tables import DeviceTables
 from retain.plugins import check_choice
 from retain.types import Ints
@@ -80,7 +80,7 @@ class Drafter:
         kv, copies, self._copy_dtype = self._target.cache.kv, self._target.cache.copies, pool_dtype(self.dtype)
         if slots_in_page(kv.page_size, kv.head_dim, kv.dtype, self._copy_dtype) <= kv.page_size:
             raise ValueError(f"self: dtype={self.dtype} saves no memory: a page of this cache has as many slots")
-        return copies.open_tables(self._copy_dtype).kernel_tables
+        return copies.open_tables(self._copy_dtype)
 
     def remove_request(self, request: Request) -> None:
         """Drop the selection of a request."""

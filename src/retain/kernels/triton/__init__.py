@@ -4,6 +4,8 @@ Layout "plain": k and v are [P, S, D], so a slot is stored as it arrives. In a p
 attention weights are rounded to the pool's dtype; sums are float32. In a pool of quantized slots they are rounded to
 bfloat16, as are numbers of 4 bits times their scales. The scales of a page's slots follow its numbers.
 
+Demoted tokens are attended to by further launches of the same kernels, over their own pages and tables.
+
 Triton's interpreter (TRITON_INTERPRET=1) runs the same kernels on a CPU, slowly, for tests.
 
 The host tensors of a step (`Tables.rows`, `Tables.query_start_loc`, the scoring) say which tiles to launch, so a step
@@ -17,13 +19,14 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, Program, Tables
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
+from retain.kernels.reinterpret import reinterpret_bytes
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import shape_error
 
 try:
     import triton
 
-    from retain.kernels.triton import attention, fresh_tokens, page_layout, slots
+    from retain.kernels.triton import attention, fresh_tokens, page_layout, plan, slots
 except ImportError as error:
     _import_error: str | None = f"triton is not installed ({error})"
 else:
@@ -84,10 +87,12 @@ def allocate(
 
 
 def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
-    """Raise ValueError: the kernels attend to slots of one dtype."""
-    raise ValueError(
-        "the triton backend has slots of one dtype: demote and self:dtype go with --backend cpu or reference"
-    )
+    """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own."""
+    k, v = reinterpret_bytes(kv, dtype, page_size)
+    pos = torch.zeros(kv.num_pages, page_size, dtype=torch.int32, device=kv.device)
+    pos[0] = -1
+    mass = torch.zeros(kv.num_pages, kv.mass.shape[1], page_size, device=kv.device)
+    return KV(k, v, pos, mass, page_size, kv.head_dim, kv.layout)
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -119,8 +124,8 @@ def attend(
     G = tables.pages.shape[1]
     if D != kv.head_dim or H % G or q_pos.shape != (T,):
         raise shape_error("attend", f"q [T, H, {kv.head_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
-    plan = attention.plan_attention(tables, H // G, D, kv, scoring)
-    return attention.attend(q, kv, tables, plan, q_pos, scale=scale, alibi_slopes=alibi_slopes, layer=layer)
+    tiles = plan.plan_attention(tables, H // G, D, kv, scoring)
+    return attention.attend(q, kv, tables, tiles, q_pos, scale=scale, alibi_slopes=alibi_slopes, layer=layer)
 
 
 def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +149,7 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     for x in (kv.k, kv.v, kv.pos, kv.mass) if len(src) else ():
         size = x[0].numel()
         block = min(triton.next_power_of_2(size), 4096)
-        slots.copy[(len(src), triton.cdiv(size, block))](x, src, dst, size, BLOCK=block)
+        slots.copy[(len(src), triton.cdiv(size, block))](x, src, dst, x.stride(0), size, BLOCK=block)
 
 
 def move(kv: KV, src: Tensor, dst: Tensor) -> None:

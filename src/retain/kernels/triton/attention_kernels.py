@@ -4,6 +4,9 @@ A query row is a fresh token of one query head. The rows of the heads that share
 m // R, head m % R), so K and V are read once for all of them. Tiles with few rows attend to the splits of a table in
 parallel, and `merge_splits` combines the splits (split-K). Tiles of many rows go through all slots. A table is split by
 its own length alone, so that a token's bits do not depend on the other requests. Scores are in base 2.
+
+Demoted tokens have tables and pages of their own (PART). Their splits follow those of the other tokens, and are merged
+with them. A tile that is not split goes through them in a second launch, which continues from the output of the first.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from retain.kernels.triton.noise import add_noise, noise_key
 
 MAX_SPLITS = tl.constexpr(64)  # splits of a table, at most
 MIN_SPLIT_BLOCKS = tl.constexpr(4)  # blocks of slots in a split, at least
+ONLY, FIRST, SECOND = (tl.constexpr(i) for i in range(3))  # PART: the tables of a launch without splits
 _NO_WINDOW = tl.constexpr(NO_WINDOW)
 
 
@@ -108,11 +112,15 @@ def attention_fwd(
     weights, temperature, noise, seed, redraw_noise, layer,
     lse, split_weights, tile_max, max_slots,  # with UPDATE_MASS: lse [T, H], split_weights [t, H, max_slots]
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, ALIBI: tl.constexpr, DENSE: tl.constexpr,
-    DOT: tl.constexpr, UPDATE_MASS: tl.constexpr, NOISE: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, ALIBI: tl.constexpr,
+    DENSE: tl.constexpr, DOT: tl.constexpr, UPDATE_MASS: tl.constexpr, NOISE: tl.constexpr, PRECISION: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile and one kv head: over one split of the slots (SPLIT), or over all of them."""
+    """Compute one tile and one kv head: over one split of the slots (SPLIT), or over all of them.
+
+    Without splits the FIRST launch leaves the logarithm of a row's sum in split_max [T, H], from which the SECOND goes
+    on over the demoted tokens.
+    """
     j, g = tl.program_id(0), tl.program_id(1)
     b, row, first, tokens, m0 = (
         tl.load(tiles + 6 * j), tl.load(tiles + 6 * j + 1), tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3),
@@ -122,6 +130,9 @@ def attention_fwd(
         return
     blocks = tl.load(counts + row * count_row + g * count_head) * (S // N)
     begin, end = 0, blocks
+    if PART == SECOND:  # noqa: SIM102 (the compiler evaluates the outer condition, the device the inner one)
+        if blocks == 0:
+            return
     if SPLIT:
         n = split_size(blocks)
         begin = tl.program_id(2) * n
@@ -153,6 +164,14 @@ def attention_fwd(
         z_max, z_sum = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
     row_max, row_sum = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, DP), tl.float32)
+    if PART == SECOND:  # the output so far is a mean with a sum of 1
+        row_max = tl.load(split_max + t * G * R + h, mask=valid, other=float("-inf"))
+        row_sum = tl.where(row_max > float("-inf"), 1.0, 0.0)
+        at_row = o + t.to(tl.int64)[:, None] * G * R * D + h[:, None] * D
+        acc = tl.load(at_row + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        if UPDATE_MASS:
+            z_max = tl.load(lse + t * G * R + h, mask=valid, other=float("-inf"))
+            z_sum = tl.where(z_max > float("-inf"), 1.0, 0.0)
     table = pages + row.to(tl.int64) * page_row + g * page_head
     for i in range(begin, end):
         page, place = tl.load(table + i * N // S).to(tl.int64), i * N % S
@@ -200,17 +219,58 @@ def attention_fwd(
         out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         to = o + t.to(tl.int64)[:, None] * G * R * D + h[:, None] * D + d[None, :]
         tl.store(to, out.to(o.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
+        if PART == FIRST:
+            tl.store(split_max + t * G * R + h, row_max + safe_log2(row_sum), mask=valid)
         if UPDATE_MASS:
             tl.store(lse + t * G * R + h, z_max + safe_log2(z_sum), mask=valid)
 
 
 @triton.jit
+def find_splits(counts, PAGE_BLOCKS: tl.constexpr):
+    """Return which of MAX_SPLITS splits a table has, [1, MAX_SPLITS], and their numbers."""
+    blocks = tl.load(counts) * PAGE_BLOCKS
+    s = tl.arange(0, MAX_SPLITS)[None, :]
+    return s * split_size(blocks) < blocks, s
+
+
+@triton.jit
+def load_sums(split_max, split_sum, at, exists):
+    """Return the maxima [ROWS] of rows, and the sums and factors [ROWS, MAX_SPLITS] of their splits."""
+    maxima = tl.load(split_max + at, mask=exists, other=float("-inf"))
+    sums = tl.load(split_sum + at, mask=exists, other=0.0)
+    high = tl.max(maxima, 1)
+    return high, sums, tl.exp2(maxima - finite_or_zero(high)[:, None])
+
+
+@triton.jit
+def load_outputs(split_out, at, exists, d, D: tl.constexpr):
+    """Return the outputs [ROWS, MAX_SPLITS, DP] of splits."""
+    return tl.load(
+        split_out + at.to(tl.int64)[:, :, None] * D + d[None, None, :],
+        mask=exists[:, :, None] & (d < D)[None, None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def rescale_sums(high, total, more_high, more):
+    """Return the larger maxima of two parts, their sum, and the factors of both."""
+    largest = tl.maximum(high, more_high)
+    a, b = tl.exp2(high - finite_or_zero(largest)), tl.exp2(more_high - finite_or_zero(largest))
+    return largest, total * a + more * b, a, b
+
+
+@triton.jit
 def merge_splits(
     o, split_max, split_sum, split_out, width, counts, count_row, count_head, tiles, num_splits, lse,
+    demoted_counts, demoted_row, demoted_head, first_demoted,
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    N: tl.constexpr, ROWS: tl.constexpr, UPDATE_MASS: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, UPDATE_MASS: tl.constexpr, DEMOTED_PAGE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of ROWS rows of a tile into their output; with UPDATE_MASS also into lse, in base 2."""
+    """Combine the splits of ROWS rows of a tile into their output; with UPDATE_MASS also into lse, in base 2.
+
+    With DEMOTED_PAGE_BLOCKS, the blocks of a page of demoted tokens, splits from `first_demoted` on are theirs.
+    """
     j, g = tl.program_id(0), tl.program_id(1)
     row, first, tokens = tl.load(tiles + 6 * j + 1), tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3)
     m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -218,28 +278,30 @@ def merge_splits(
         return
     valid = m < tokens * R
     t, h = first + m // R, g * R + m % R
-    blocks = tl.load(counts + row * count_row + g * count_head) * (S // N)
-    n = split_size(blocks)
-    s = tl.arange(0, MAX_SPLITS)[None, :]
-    exists = valid[:, None] & (s * n < blocks)
+    exists, s = find_splits(counts + row * count_row + g * count_head, S // N)
+    exists = valid[:, None] & exists
     at = ((j * G + g) * num_splits + s) * width + m[:, None]
-    maxima = tl.load(split_max + at, mask=exists, other=float("-inf"))  # [ROWS, MAX_SPLITS]
-    sums = tl.load(split_sum + at, mask=exists, other=0.0)
-    factor = tl.exp2(maxima - finite_or_zero(tl.max(maxima, 1))[:, None])
+    high, sums, factor = load_sums(split_max, split_sum, at, exists)
     d = tl.arange(0, DP)
-    parts = tl.load(
-        split_out + at.to(tl.int64)[:, :, None] * D + d[None, None, :],
-        mask=exists[:, :, None] & (d < D)[None, None, :],
-        other=0.0,
-    )
+    parts = load_outputs(split_out, at, exists, d, D)
     total = tl.sum(sums * factor, 1)
-    out = tl.sum(parts * factor[:, :, None], 1) / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = tl.sum(parts * factor[:, :, None], 1)
+    if DEMOTED_PAGE_BLOCKS:
+        more_exist, s = find_splits(demoted_counts + row * demoted_row + g * demoted_head, DEMOTED_PAGE_BLOCKS)
+        more_exist = valid[:, None] & more_exist
+        more_at = ((j * G + g) * num_splits + first_demoted + s) * width + m[:, None]
+        more_high, sums, factor = load_sums(split_max, split_sum, more_at, more_exist)
+        parts = load_outputs(split_out, more_at, more_exist, d, D)
+        high, total, a, b = rescale_sums(high, total, more_high, tl.sum(sums * factor, 1))
+        out = out * a[:, None] + tl.sum(parts * factor[:, :, None], 1) * b[:, None]
+    out = out / tl.where(total == 0.0, 1.0, total)[:, None]
     at_row = (t * G * R + h).to(tl.int64)
     tl.store(o + at_row[:, None] * D + d[None, :], out.to(o.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
     if UPDATE_MASS:
-        z_at = tl.num_programs(0) * G * num_splits * width + at
-        z_max = tl.load(split_max + z_at, mask=exists, other=float("-inf"))
-        z_sum = tl.load(split_sum + z_at, mask=exists, other=0.0)
-        high = tl.max(z_max, 1)
-        total = tl.sum(z_sum * tl.exp2(z_max - finite_or_zero(high)[:, None]), 1)
+        z_at = tl.num_programs(0) * G * num_splits * width
+        high, sums, factor = load_sums(split_max, split_sum, z_at + at, exists)
+        total = tl.sum(sums * factor, 1)
+        if DEMOTED_PAGE_BLOCKS:
+            more_high, sums, factor = load_sums(split_max, split_sum, z_at + more_at, more_exist)
+            high, total, a, b = rescale_sums(high, total, more_high, tl.sum(sums * factor, 1))
         tl.store(lse + at_row, high + safe_log2(total), mask=valid)

@@ -19,6 +19,7 @@ from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_step,
 from retain.kernels.triton import attention, elementwise, fresh_tokens
 from retain.kernels.triton.fresh_tokens import RopeParams, rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
+from retain.kernels.triton.plan import plan_attention
 from retain.kernels.triton.step import DeviceStep
 from retain.kernels.weight import Weight
 
@@ -200,7 +201,7 @@ class TritonProgram:
         device_step = DeviceStep(
             kv=kv,
             tables=tables,
-            plan=attention.plan_attention(tables, self._num_queries_per_kv, self._head_dim, kv, step.scoring),
+            plan=plan_attention(tables, self._num_queries_per_kv, self._head_dim, kv, step.scoring),
             input_ids=step.input_ids.to(self.device, non_blocking=True),
             positions=step.positions.to(self.device, non_blocking=True),
             slot_mapping=step.slot_mapping.to(self.device, non_blocking=True),

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from retain.kernels.api import KV, StepInputs, Tables
 from retain.kernels.scoring import AttentionScoring
-from retain.kernels.triton import attention
-from retain.kernels.triton.attention import MAX_DECODE_ROWS, AttentionPlan, MassBuffers, TileList
+from retain.kernels.triton import plan
+from retain.kernels.triton.plan import MAX_DECODE_ROWS, AttentionPlan, MassBuffers, TileList
 from retain.kernels.triton.step import DeviceStep
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -57,6 +57,7 @@ class GraphShape:
     L: int
     G: int
     max_pages: int  # pages of a head, at most
+    max_demoted_pages: int  # the same of demoted tokens; 0 if the step has none
     noise_mode: int | None  # which noise the requests draw; None without scoring
 
     @property
@@ -135,7 +136,8 @@ class CUDAGraphRunner:
         shape = self._graph_shape(tables, step, R)
         if shape is None:
             return None
-        tensors = (kv.k, tables.pages, tables.counts, tables.windows, tables.dense)
+        tensors = [kv.k, tables.pages, tables.counts, tables.windows, tables.dense]
+        tensors += [tables.demoted.pages, tables.demoted.kv.pos] if tables.demoted else []
         key = (shape, *(0 if x is None else x.data_ptr() for x in tensors))
         if key not in self.graphs:
             self.num_calls[key] = self.num_calls.get(key, 0) + 1
@@ -163,25 +165,29 @@ class CUDAGraphRunner:
             return None
         L, _, G, n = tables.pages.shape
         max_pages = min(triton.next_power_of_2(tables.max_pages or n), n)
-        noise_mode = attention.noise_mode_of(step.scoring) if step.scoring else None
-        return GraphShape(batch_size, T // B, L, G, max_pages, noise_mode)
+        demoted = plan.max_demoted_pages(tables)
+        if demoted and tables.demoted:
+            demoted = min(triton.next_power_of_2(demoted), tables.demoted.pages.shape[-1])
+        noise_mode = plan.noise_mode_of(step.scoring) if step.scoring else None
+        return GraphShape(batch_size, T // B, L, G, max_pages, demoted, noise_mode)
 
     def _capture(self, shape: GraphShape, kv: KV, tables: Tables, R: int) -> CapturedStep:
         inputs = GraphInputs(shape, self.device)
-        block_n = attention.choose_block_n(kv)
-        num_splits = attention.max_splits(shape.max_pages * (kv.page_size // block_n))
+        block_n = plan.choose_block_n(kv)
+        num_splits = plan.max_splits(shape.max_pages * (kv.page_size // block_n))
         num_rows = shape.F * R
-        tiles = TileList(inputs.device_views["tiles"].view(-1, 6), attention.pad_rows(num_rows), num_splits, num_rows)
+        tiles = TileList(inputs.device_views["tiles"].view(-1, 6), plan.pad_rows(num_rows), num_splits, num_rows)
 
         def forward() -> Tensor:
             mass_buffers = None
             if shape.noise_mode is not None:
-                buffers = attention.allocate_mass_buffers(kv, shape.max_pages, shape.T, shape.G * R, shape.T)
+                buffers = plan.allocate_mass_buffers(kv, shape.max_pages, shape.T, shape.G * R, shape.T)
                 mass_buffers = MassBuffers(inputs.scoring, shape.noise_mode, *buffers)
+            own = AttentionPlan([tiles], None, None, mass_buffers, block_n, shape.max_pages)
             step = DeviceStep(
                 kv=kv,
                 tables=replace(tables, max_pages=shape.max_pages),
-                plan=AttentionPlan([tiles], None, None, mass_buffers, block_n, shape.max_pages),
+                plan=plan.add_demoted(own, tables, shape.max_demoted_pages),
                 input_ids=inputs.device_views["input_ids"],
                 positions=inputs.device_views["positions"],
                 slot_mapping=inputs.slot_mapping,

@@ -1,7 +1,8 @@
 """Pages as kernels address them.
 
 A page of K, or of V, is S slots of D numbers. In a pool of quantized slots the bfloat16 scales of the slots follow: [S]
-for 8 bits, [D / group, S] for 4 bits, of which a byte has two numbers.
+for 8 bits, [D / group, S] for 4 bits, of which a byte has two numbers. Pages of another dtype in the memory of a pool
+are shorter than the distance between them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class PageArgs:
     v: Tensor
     k_scales: Tensor
     v_scales: Tensor
-    constants: dict[str, int | bool]  # K_PAGE, V_PAGE: elements of a page; QUANTIZED; K_GROUP, V_GROUP: see page_args
+    constants: dict[str, int | bool]  # K_PAGE, V_PAGE: elements from page to page; QUANTIZED; K_GROUP, V_GROUP
 
 
 def page_args(kv: KV) -> PageArgs:
@@ -32,8 +33,8 @@ def page_args(kv: KV) -> PageArgs:
     is_quantized = kv.dtype in QUANTIZED_DTYPES
     k_scales, v_scales = (x.view(torch.bfloat16) if is_quantized else x for x in (kv.k, kv.v))
     constants = {
-        "K_PAGE": kv.k[0].numel(),
-        "V_PAGE": kv.v[0].numel(),
+        "K_PAGE": kv.k.stride(0),
+        "V_PAGE": kv.v.stride(0),
         "QUANTIZED": is_quantized,
         "K_GROUP": group_size(kv.head_dim) if kv.k.dtype == torch.uint8 else 0,
         "V_GROUP": group_size(kv.head_dim) if kv.v.dtype == torch.uint8 else 0,

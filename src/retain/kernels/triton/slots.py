@@ -66,11 +66,11 @@ def write(
 
 
 @triton.jit
-def copy(x, src, dst, size, BLOCK: tl.constexpr):
-    """Copy a block of one page of x [P, size]."""
+def copy(x, src, dst, page, size, BLOCK: tl.constexpr):
+    """Copy a block of one page of x [P, size]; pages are `page` numbers apart."""
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     a, b = tl.load(src + tl.program_id(0)), tl.load(dst + tl.program_id(0))
-    tl.store(x + b * size + i, tl.load(x + a * size + i, mask=i < size), mask=i < size)
+    tl.store(x + b * page + i, tl.load(x + a * page + i, mask=i < size), mask=i < size)
 
 
 @triton.jit

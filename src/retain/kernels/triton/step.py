@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from retain.kernels.api import KV, Tables
-from retain.kernels.triton.attention import AttentionPlan
+from retain.kernels.triton.plan import AttentionPlan
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""The demoted tokens of one row: what its budget would forget goes to four bits, and is forgotten from there."""
+"""The demoted tokens of one row: what its budget would forget goes to four bits, and is forgotten from there.
+
+How many tokens of each head move is known on the host, and which on the device only, so the host waits for nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retain.kernels.api import KV
 from retain.kernels.eviction_order import eviction_key
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.operations import Victims, allocate_budgets, build_view, gather_slots
+from retain.kv.eviction.operations import Victims, allocate_budgets, build_view
 from retain.kv.memory.block_tables import BlockTables
+from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
 
 
 @dataclass(frozen=True)
 class DemotedSlots:
-    """Tokens on their way to four bits: K, V, mass and positions of n slots; padded to the places of each head."""
+    """Tokens on their way to four bits: heads, K, V, mass and positions of n slots."""
 
-    valid: Tensor  # bool [M, G, m]: the entries that are tokens, first in each head; n of them
+    head: Tensor  # int64 [n], between 0 and M G
+    i: Tensor  # int64 [n]: number of the token in its head
     k: Tensor  # float32 [n, D]
     v: Tensor  # float32 [n, D]
     mass: Tensor  # float32 [n, C]
-    pos: Tensor  # int32 [n]
+    pos: Tensor  # int32 [n]; -1 where the slot was a hole
     scores: Tensor | None  # float32 [n]: what the policy keeps for each slot
-    capacities: Tensor  # int64 [M, G]: tokens that each head demotes at most
+
+
+def number_tokens(counts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the head and the number in it of each token, int64 [n], where heads have `counts` [M, G] on the host."""
+    n, total = counts.flatten().to(device, non_blocking=True), int(counts.sum())
+    head = torch.arange(len(n), device=device).repeat_interleave(n, output_size=total)
+    return head, torch.arange(total, device=device) - (n.cumsum(0) - n)[head]
 
 
 class Demoter:
@@ -40,12 +50,13 @@ class Demoter:
         assert tables.demoted, "the cache was built without room for demoted tokens"
         self.policy, self.tables, self.row, self.layers = policy, tables.demoted, row, layers
         self.block_tables, self.spare = tables, np.zeros(0, np.int32)  # pages that `begin` will need
-        self.capacities: Tensor | None = None  # int64 [M, G], once the budget has begun
+        # int64 [M, G] on the host: tokens that each head demotes at most; None before the budget begins
+        self.capacities: Tensor | None = None
         self.scores: Tensor | None = None  # float32 [M, G, S]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all heads that are demoted now."""
+        """Tokens of all heads that are demoted now. The host waits for the device."""
         kv, pages = self.tables.store.kv, self.tables.page_list(self.row)
         return int((kv.pos[kv.to_index(pages)] >= 0).sum())
 
@@ -63,49 +74,49 @@ class Demoter:
         self.spare = np.concatenate([self.spare, self.tables.store.allocate(missing)])
         return True
 
-    def take(self, pages: Ints, query_position: int, slot_scores: Tensor | None) -> DemotedSlots:
-        """Read the tokens of tables [M, G, pages] that rank next to those that the budget keeps."""
-        policy, store, S = self.policy, self.block_tables.store, self.block_tables.page_size
+    def take(self, pages: Ints, query_position: int, slot_scores: Tensor | None) -> tuple[DemotedSlots, Tensor]:
+        """Read the tokens of tables [M, G, pages] that rank next to those that the budget keeps.
+
+        Returns them, and the tokens that each head will demote at most, int64 [M, G] on the host.
+        """
+        policy, store = self.policy, self.block_tables.store
         view = build_view(store, pages, query_position, slot_scores)
         rank = eviction_key(policy.priority(view), view.pos, *policy.evictable_range(query_position))
         num_tokens = query_position + 1
         both = min(policy.budget_tokens + policy.demoted_tokens, num_tokens)
         if policy.share == "none":
             kept, upto = policy.head_budgets(view), torch.full(rank.shape[:2], both)
-        else:
-            kept, upto = (allocate_budgets(rank, n, policy.share) for n in (policy.budget_tokens, both))
-        i = torch.arange(int((upto - kept).max()))
-        order = rank.topk(int(upto.max())).indices
-        places = order.gather(-1, (kept[..., None] + i).clamp(max=order.shape[-1] - 1))  # [M, G, m]
-        valid = i < (upto - kept)[..., None]
+        else:  # the host waits
+            kept, upto = (allocate_budgets(rank, n, policy.share).cpu() for n in (policy.budget_tokens, both))
+        order = rank.topk(int(upto.max())).indices.flatten(0, 1)
+        head, i = number_tokens(upto - kept, order.device)
+        places = order[head, kept.flatten().to(order.device, non_blocking=True)[head] + i]
         capacities = upto - kept + (policy.budget_tokens + policy.demoted_tokens - both)  # room for the answer
-        slots = gather_slots(pages, places, S)[valid].long()
-        scores = None if slot_scores is None else slot_scores.gather(-1, places)[valid]
-        return self._read(store.kv, slots, store.kv.pos.view(-1)[slots], valid, scores, capacities)
+        slots = slots_at(store, pages, head, places)
+        scores = None if slot_scores is None else slot_scores.flatten(0, 1)[head, places]
+        return self._read(head, i, slots, store.kv.pos.view(-1)[slots], scores), capacities
 
-    def begin(self, demoted: DemotedSlots) -> None:
+    def begin(self, demoted: DemotedSlots, capacities: Tensor) -> None:
         """Own the pages of the demoted tokens, and write them."""
-        self._allocate(demoted.capacities)
-        places = torch.arange(demoted.valid.shape[-1]).expand(demoted.valid.shape)
-        self._write(demoted, places)
+        self._allocate(capacities)
+        self._write(demoted, demoted.i)
 
     def add(self, victims: Victims, query_position: int, slot_scores: Tensor | None) -> None:
         """Take the tokens that a budget has just evicted, or as many of them as a head demotes, the highest first."""
         if self.capacities is None:
             self._allocate(torch.full(victims.pos.shape[:2], self.policy.demoted_tokens))
         assert self.capacities is not None
-        store, n = self.tables.store, victims.pos.shape[-1]
+        store, n, device = self.tables.store, victims.pos.shape[-1], victims.pos.device
         pages = self.tables.layer_tables(self.row, self.layers)
         view = build_view(store, pages, query_position, self.scores)
         key = eviction_key(self.policy.priority(view), view.pos, *self.policy.evictable_range(query_position))
-        key.masked_fill_(torch.arange(key.shape[-1]) >= self.capacities[..., None], 2**63 - 1)
+        capacities = self.capacities.to(device, non_blocking=True)[..., None]
+        key.masked_fill_(torch.arange(key.shape[-1], device=device) >= capacities, 2**63 - 1)
         to = key.topk(min(n, key.shape[-1]), largest=False).indices  # free places first, then the lowest tokens
-        flipped = [x.flip(-1)[..., : to.shape[-1]] for x in (victims.slots, victims.pos, victims.places)]
-        slots, pos, places = flipped
-        valid = (pos >= 0) & (torch.arange(to.shape[-1]) < self.capacities[..., None])
-        scores = None if slot_scores is None else slot_scores.gather(-1, places)[valid]
-        kv = self.block_tables.kv
-        self._write(self._read(kv, slots[valid].long(), pos[valid], valid, scores, self.capacities), to)
+        head, i = number_tokens(self.capacities.clamp(max=to.shape[-1]), device)
+        slots, pos, places = (x.flip(-1).flatten(0, 1)[head, i] for x in (victims.slots, victims.pos, victims.places))
+        scores = None if slot_scores is None else slot_scores.flatten(0, 1)[head, places]
+        self._write(self._read(head, i, slots.long(), pos, scores), to.flatten(0, 1)[head, i])
 
     def _allocate(self, capacities: Tensor) -> None:
         store, counts = self.tables.store, -(-capacities.numpy() // self.tables.store.page_size)
@@ -114,22 +125,29 @@ class Demoter:
         store.pool.ensure_free(int(counts.sum()))
         self.tables.allocate(self.row, self.layers, counts.astype(np.int32))
         if self.policy.scores_slots:
-            self.scores = torch.zeros(*capacities.shape, int(counts.max()) * store.page_size)
+            num_slots = int(counts.max()) * store.page_size
+            self.scores = torch.zeros(*capacities.shape, num_slots, device=store.kv.device)
 
-    def _read(
-        self, kv: KV, slots: Tensor, pos: Tensor, valid: Tensor, scores: Tensor | None, capacities: Tensor
-    ) -> DemotedSlots:
-        k, v = self.block_tables.store.backend.read_slots(kv, slots)
-        mass = kv.mass.transpose(1, 2)[slots // kv.page_size, slots % kv.page_size]
-        return DemotedSlots(valid, k, v, mass, pos, scores, capacities)
+    def _read(self, head: Tensor, i: Tensor, slots: Tensor, pos: Tensor, scores: Tensor | None) -> DemotedSlots:
+        store, S = self.block_tables.store, self.block_tables.page_size
+        k, v = store.backend.read_slots(store.kv, slots)
+        mass = store.kv.mass.transpose(1, 2)[slots // S, slots % S]
+        return DemotedSlots(head, i, k, v, mass, pos, scores)
 
     def _write(self, demoted: DemotedSlots, places: Tensor) -> None:
-        """Write tokens to these places [M, G, m] of the demoted tables."""
-        store, valid = self.tables.store, demoted.valid
-        kv, pages = store.kv, self.tables.layer_tables(self.row, self.layers)
-        slots = gather_slots(pages, places, kv.page_size)[valid]
-        store.write_slots(slots, demoted.k, demoted.v, demoted.pos)
-        kv.mass.transpose(1, 2)[slots.long() // kv.page_size, slots.long() % kv.page_size] = demoted.mass
+        """Write tokens to these places [n] of the demoted tables of their heads, and holes to the trash page."""
+        store, S = self.tables.store, self.tables.store.page_size
+        is_token = demoted.pos >= 0
+        slots = slots_at(store, self.tables.layer_tables(self.row, self.layers), demoted.head, places)
+        slots = torch.where(is_token, slots, 0)
+        store.write_slots(slots.int(), demoted.k, demoted.v, demoted.pos)
+        store.kv.mass.transpose(1, 2)[slots // S, slots % S] = demoted.mass
         if self.scores is not None and demoted.scores is not None:
-            layer, head, i = valid.nonzero(as_tuple=True)
-            self.scores[layer, head, places[layer, head, i]] = demoted.scores
+            scores = self.scores.flatten(0, 1)
+            scores[demoted.head, places] = torch.where(is_token, demoted.scores, scores[demoted.head, places])
+
+
+def slots_at(store: PageStore, pages: Ints, head: Tensor, places: Tensor) -> Tensor:
+    """Return the slots of places [n] in the tables [M, G, pages] of their heads [n], int64."""
+    table, S = store.kv.to_index(pages).flatten(0, 1), store.page_size
+    return table[head, places // S] * S + places % S

@@ -31,7 +31,7 @@ class BudgetEvictor:
         self.holes: Tensor | None = None
         self.holes_from = 0
         self.compacts_at = policy.prompt_len + policy.eviction_delay  # computed tokens when the budget begins
-        self.num_evicted = 0  # slots of all heads, so far
+        self._num_left = 0  # tokens of all heads that have left the budget, so far
         self.position_offset = 0  # position = place in the text - offset, for tokens to come
         self.slot_scores = SlotScores(tables.store, shift_keys)
         self.demoter = Demoter(policy, tables, row, self.layers) if policy.demote else None
@@ -49,6 +49,11 @@ class BudgetEvictor:
         scratch = self.layerwise.scratch if self.layerwise else None
         spare = self.demoter.spare if self.demoter else np.zeros(0, np.int32)
         return spare if scratch is None else scratch.ravel()
+
+    @property
+    def num_evicted(self) -> int:
+        """Slots of all heads that were evicted so far. Where tokens are demoted, the host waits for the device."""
+        return self._num_left - (self.demoter.num_tokens if self.demoter else 0)
 
     def demotes_by(self, num_computed_tokens: int) -> bool:
         """Return whether tokens are demoted when so many are computed."""
@@ -109,7 +114,7 @@ class BudgetEvictor:
         counts = -(-(self.head_budgets + policy.interval) // t.page_size)
         self._trim_pages(counts)
         if self.demoter and demoted:
-            self.demoter.begin(demoted)
+            self.demoter.begin(*demoted)
         self.slot_scores.keep(done.places, int(counts.max()) * t.page_size)
         self._renumber(num_computed_tokens)
 
@@ -132,8 +137,7 @@ class BudgetEvictor:
     def _publish(self, num_computed_tokens: int) -> None:
         """Count evicted slots, and tell the tables about holes and positions."""
         kept = int(np.minimum(self.head_budgets, num_computed_tokens).sum())
-        kept += self.demoter.num_tokens if self.demoter else 0
-        self.num_evicted = num_computed_tokens * self.head_budgets.size - kept
+        self._num_left = num_computed_tokens * self.head_budgets.size - kept
         self.tables.position_offset[self.row] = self.position_offset
         self._upload_holes()
 

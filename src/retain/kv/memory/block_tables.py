@@ -54,8 +54,7 @@ class BlockTables:
         self.demoted: DemotedTables | None = None
         if demoted_store:
             self.demoted = DemotedTables(demoted_store, N, L, G, max_pages * self.page_size)
-        demoted = self.demoted.kernel_tables if self.demoted else None
-        self.device = DeviceTables(self.pages, self.counts, self.window, store.kv.device, demoted)
+        self.device = DeviceTables(self.pages, self.counts, self.window, store.kv.device, self.demoted)
 
     @property
     def open_rows(self) -> list[int]:
@@ -76,7 +75,7 @@ class BlockTables:
         self.pool.free(self.page_list([row]))
         self.counts[row] = 0
         if self.demoted:
-            self.demoted.counts[row] = 0
+            self.demoted.clear(row)
         self.free_rows.append(row)
 
     def mark_dirty(self, row: int, dense: bool | None = None) -> None:

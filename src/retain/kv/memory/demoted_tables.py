@@ -6,23 +6,30 @@ Such tokens are demoted, or copies that a drafter attends to (quantized_copies.p
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from retain.kernels import api
+from retain.kv.memory.device_rows import DeviceRows
 from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
 
 
 class DemotedTables:
-    """Tables of N rows, L layers and G kv heads. Kernels read them where they are: on the CPU."""
+    """Tables of N rows, L layers and G kv heads."""
 
     def __init__(self, store: PageStore, num_rows: int, num_layers: int, kv_heads: int, max_tokens: int):
         self.store = store
         self.pages: Ints = np.zeros((num_rows, num_layers, kv_heads, -(-max_tokens // store.page_size)), np.int32)
         self.counts: Ints = np.zeros((num_rows, num_layers, kv_heads), np.int32)
-        pages, counts = (torch.from_numpy(x).transpose(0, 1) for x in (self.pages, self.counts))
-        self.kernel_tables = api.DemotedTables(store.kv, pages, counts)
+        self.rows = DeviceRows([self.pages, self.counts], store.kv.device)
+
+    def build_tables(self, rows: Tensor) -> api.DemotedTables:
+        """Return the tables of all layers for a step of these rows, int32 [B] on the host."""
+        self.rows.upload()
+        pages, counts = (x.transpose(0, 1) for x in self.rows.tensors)
+        max_pages = int(self.counts[rows.numpy()].max()) if len(rows) else 0
+        return api.DemotedTables(self.store.kv, pages, counts, max_pages)
 
     def allocate(self, row: int, layers: Ints, counts: Ints) -> None:
         """Own so many pages of each head, [M, G], in these layers of a row that has no more. Raises OutOfPagesError."""
@@ -30,6 +37,12 @@ class DemotedTables:
         before = self.owned(row)
         self.counts[row, layers] = counts
         self.pages[row][self.owned(row) & ~before] = pages
+        self.rows.mark_dirty(row)
+
+    def clear(self, row: int) -> None:
+        """Forget the pages of a row, which the caller has freed."""
+        self.counts[row] = 0
+        self.rows.mark_dirty(row)
 
     def owned(self, row: int) -> NDArray[np.bool_]:
         """Mark the entries of a row's tables that are pages, [L, G, n]."""

@@ -1,7 +1,4 @@
-"""Block tables where kernels read them: on a CPU the same memory, on another device a copy, row by row.
-
-Whatever changes a row's tables marks the row dirty; dirty rows are uploaded before kernels read.
-"""
+"""Block tables where kernels read them. Whatever changes a row's tables marks the row dirty."""
 
 from __future__ import annotations
 
@@ -12,27 +9,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.api import DemotedTables, Tables
+from retain.kernels.api import Tables
+from retain.kv.memory.demoted_tables import DemotedTables
+from retain.kv.memory.device_rows import DeviceRows
 from retain.types import Ints
 
 
 class DeviceTables:
-    """Copies of pages [N, L, G, n], counts [N, L, G] and windows [N, L]; `holes` [N, L, G, i] exist only here."""
+    """Pages [N, L, G, n], counts [N, L, G] and windows [N, L] on a device; `holes` [N, L, G, i] exist only here.
+
+    `demoted` tables upload their own rows.
+    """
 
     def __init__(
         self, pages: Ints, counts: Ints, windows: Ints, device: torch.device, demoted: DemotedTables | None = None
     ):
         N, L, G, _ = pages.shape
         self.dense: Ints = np.zeros(N, np.int32)
-        self.host_tensors = [torch.from_numpy(x) for x in (pages, counts, windows, self.dense)]
-        self.device_tensors = [x.to(device) for x in self.host_tensors]
-        self.counts, self.device, self.dirty_rows = counts, device, set[int]()
-        self.demoted = demoted  # on a CPU only
+        self.rows = DeviceRows([pages, counts, windows, self.dense], device)
+        self.counts, self.device, self.demoted = counts, device, demoted
         self.holes = torch.zeros(N, L, G, 0, dtype=torch.int32, device=device)
 
     def mark_dirty(self, row: int, dense: bool | None = None) -> None:
         """Upload this row before the next step. `dense`: place i of tables without a window holds position i."""
-        self.dirty_rows.add(row)
+        self.rows.mark_dirty(row)
         if dense is not None:
             self.dense[row] = dense
 
@@ -67,8 +67,8 @@ class DeviceTables:
 
     def build_tables(self, rows: Tensor, query_start_loc: Tensor) -> Tables:
         """Return the tables of all layers for a step; rows [B] and query_start_loc [B + 1] are int32 on the host."""
-        self.upload()
-        pages, counts, windows, dense = self.device_tensors
+        self.rows.upload()
+        pages, counts, windows, dense = self.rows.tensors
         return Tables(
             pages=pages.transpose(0, 1),
             counts=counts.transpose(0, 1),
@@ -77,15 +77,8 @@ class DeviceTables:
             query_start_loc=query_start_loc,
             dense=dense,
             max_pages=int(self.counts[rows.numpy()].max()) if len(rows) else 0,
-            demoted=self.demoted,
+            demoted=self.demoted.build_tables(rows) if self.demoted else None,
         )
-
-    def upload(self) -> None:
-        """Copy dirty rows to the device."""
-        for row in self.dirty_rows if self.device.type != "cpu" else ():
-            for host, device in zip(self.host_tensors, self.device_tensors, strict=True):
-                device[row].copy_(host[row], non_blocking=True)
-        self.dirty_rows.clear()
 
     def _to_device(self, x: NDArray[Any]) -> Tensor:
         return torch.from_numpy(x).to(self.device, non_blocking=True)

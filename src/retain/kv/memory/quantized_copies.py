@@ -55,6 +55,7 @@ class QuantizedCopies:
             pages = t.kv.to_index(t.pages[row, layer, :, begin // S : end // S].ravel())
             k, v = (x.contiguous().flatten(0, 1) for x in t.store.backend.read(t.kv, pages))  # [G n S, D]
             slots = torch.from_numpy(copies.slots(row, int(layer), begin, end).ravel())
+            slots = slots.to(t.kv.device, non_blocking=True)
             copies.store.write_slots(slots, k, v, t.kv.pos[pages].flatten())
         self.num_tokens[row] = end
         return end == all_tokens
@@ -64,7 +65,7 @@ class QuantizedCopies:
         self.tables.pool.free(self.page_list(row))
         self.num_tokens[row] = 0
         for copies in self.by_dtype.values():
-            copies.counts[row] = 0
+            copies.clear(row)
 
     def release_until_free(self, num_pages: int) -> None:
         """Free the copies of rows, one after another, until so many pages are free."""

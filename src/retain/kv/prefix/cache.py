@@ -216,7 +216,7 @@ class PrefixCache:
         def before_attention(layer: int, q: Tensor) -> None:
             for load, begin, end in loads:
                 load.wait_layer(layer, q[begin:end])
-            self.tables.device.upload()  # selective loads shorten tables
+            self.tables.device.rows.upload()  # selective loads shorten tables
 
         return before_attention if loads else None
 

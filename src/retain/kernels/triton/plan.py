@@ -1,0 +1,176 @@
+"""The plan of a step's attention: tiles of query rows.
+
+A tile is six ints: request b, its row in the tables, its first fresh token, its number of fresh tokens, the first query
+row of the tile, and the index of its first token among those that store attention weights. A request with few query
+rows is one decode tile, computed in splits of its table. A request with many is cut into prefill tiles of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from retain.kernels.api import KV, Tables
+from retain.kernels.scoring import GAUSSIAN, GUMBEL, AttentionScoring
+from retain.kernels.triton import attention_kernels, noise
+
+MAX_DECODE_ROWS = 64  # query rows of a decode tile, at most
+
+
+@dataclass(frozen=True)
+class TileList:
+    """Tiles of one kind, int32 [J, 6] on the device."""
+
+    data: Tensor
+    rows_per_tile: int  # a power of 2
+    num_splits: int  # 0 for prefill tiles
+    max_rows: int = 0  # query rows that a decode tile has, at most
+
+
+@dataclass(frozen=True)
+class MassBuffers:
+    """The scoring of a step and the memory for its masses, on the device."""
+
+    scoring: AttentionScoring
+    noise_mode: int  # which noise the requests draw: a constant of noise.py
+    lse: Tensor  # float32 [T, H]
+    split_weights: Tensor  # [t, H, slots], for the t tokens of decode tiles
+    tile_max: Tensor  # float32 [t, H, slots / N]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The tiles of a step, the same in every layer."""
+
+    decode: list[TileList]
+    prefill: TileList | None
+    mass_tiles: Tensor | None  # int32 [n, 6], one for each prefill request, if masses change
+    mass_buffers: MassBuffers | None
+    block_n: int  # N: slots that a kernel loads together
+    max_pages: int  # pages of a head, at most
+    demoted: AttentionPlan | None = None  # the same tiles over demoted tokens; None where the step has none
+
+    @property
+    def tile_lists(self) -> list[TileList]:
+        """Return the decode tiles and, if there are any, the prefill tiles."""
+        return [*self.decode, *([self.prefill] if self.prefill else [])]
+
+
+def choose_block_n(kv: KV) -> int:
+    """Return the slots that a kernel loads together: a power of 2 that divides a page, at most 16 KiB of keys."""
+    S = kv.page_size
+    return min(S & -S, 64, 2**14 // (triton.next_power_of_2(kv.head_dim) * kv.dtype.itemsize))
+
+
+def max_demoted_pages(tables: Tables) -> int:
+    """Return the pages of demoted tokens that a head has at most; 0 where the step has none."""
+    d = tables.demoted
+    if d is None:
+        return 0
+    return d.pages.shape[-1] if d.max_pages is None else d.max_pages
+
+
+def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionScoring | None) -> AttentionPlan:
+    """Divide the fresh tokens of a step into tiles; R query heads share a kv head of D numbers."""
+    starts, rows = tables.query_start_loc.tolist(), tables.rows.tolist()
+    max_pages = tables.pages.shape[-1] if tables.max_pages is None else tables.max_pages
+    decode: dict[int, list[tuple[int, ...]]] = {}  # by rows of a tile
+    prefill, mass_tiles, num_decode_tokens = [], [], 0
+    rows_per_prefill_tile = 128 if D <= 128 and kv.dtype != torch.float32 else 64
+    for b, row in enumerate(rows):
+        first, tokens = starts[b], starts[b + 1] - starts[b]
+        if tokens * R <= MAX_DECODE_ROWS:
+            decode.setdefault(pad_rows(tokens * R), []).append((b, row, first, tokens, 0, num_decode_tokens))
+            num_decode_tokens += tokens
+        else:
+            prefill += [(b, row, first, tokens, m, 0) for m in range(0, tokens * R, rows_per_prefill_tile)]
+            mass_tiles.append((b, row, first, tokens, 0, 0))
+    block_n = choose_block_n(kv)
+    num_splits = max_splits(max_pages * (kv.page_size // block_n))
+    decode_lists = []
+    for rows_per_tile, tiles in sorted(decode.items()):
+        max_rows = R * max(tokens for _, _, _, tokens, *_ in tiles)
+        decode_lists.append(TileList(_tiles_to_device(tiles, kv.device), rows_per_tile, num_splits, max_rows))
+    mass_buffers = None
+    if scoring:
+        H = R * tables.pages.shape[-2]
+        mass_buffers = make_mass_buffers(scoring, kv, max_pages, starts[-1], H, num_decode_tokens)
+    plan = AttentionPlan(
+        decode=decode_lists,
+        prefill=TileList(_tiles_to_device(prefill, kv.device), rows_per_prefill_tile, 0) if prefill else None,
+        mass_tiles=_tiles_to_device(mass_tiles, kv.device) if mass_tiles and scoring else None,
+        mass_buffers=mass_buffers,
+        block_n=block_n,
+        max_pages=max_pages,
+    )
+    return add_demoted(plan, tables, max_demoted_pages(tables))
+
+
+def add_demoted(plan: AttentionPlan, tables: Tables, max_pages: int) -> AttentionPlan:
+    """Return the plan with its part for demoted tokens, of which a head has at most `max_pages` pages."""
+    if tables.demoted is None or not max_pages:
+        return plan
+    kv, buffers = tables.demoted.kv, plan.mass_buffers
+    block_n = choose_block_n(kv)
+    num_splits = max_splits(max_pages * (kv.page_size // block_n))
+    if buffers:
+        t, H, _ = buffers.split_weights.shape
+        split_weights, tile_max = allocate_split_weights(kv, max_pages, H, t)
+        buffers = replace(buffers, split_weights=split_weights, tile_max=tile_max)  # lse is that of all tokens
+    decode = [replace(tiles, num_splits=num_splits) for tiles in plan.decode]
+    part = replace(plan, decode=decode, mass_buffers=buffers, block_n=block_n, max_pages=max_pages)
+    return replace(plan, demoted=part)
+
+
+def pad_rows(num_rows: int) -> int:
+    """Return the rows of a tile for this many query rows: a power of 2, at least the 16 that tensor cores need."""
+    return max(16, int(triton.next_power_of_2(max(num_rows, 1))))
+
+
+def max_splits(num_blocks: int) -> int:
+    """Return the most splits of any table with up to this many blocks. (256 blocks have 64 splits, 257 have 52.)"""
+    splits = -(-num_blocks // attention_kernels.MIN_SPLIT_BLOCKS.value)
+    return max(min(splits, attention_kernels.MAX_SPLITS.value), 1)
+
+
+def noise_mode_of(scoring: AttentionScoring) -> int:
+    """Return which noise the requests of a step draw: a constant of noise.py."""
+    kinds = set(scoring.noise.tolist()) & {GUMBEL, GAUSSIAN}
+    if not kinds:
+        return int(noise.NONE.value)
+    if len(kinds) > 1:
+        return int(noise.MIXED.value)
+    return int((noise.ONLY_GUMBEL if GUMBEL in kinds else noise.ONLY_GAUSSIAN).value)
+
+
+def make_mass_buffers(
+    scoring: AttentionScoring, kv: KV, max_pages: int, T: int, H: int, num_decode_tokens: int
+) -> MassBuffers:
+    """Copy the scoring to the device and allocate its buffers."""
+    on_device = {f.name: getattr(scoring, f.name).to(kv.device, non_blocking=True) for f in fields(scoring)}
+    buffers = allocate_mass_buffers(kv, max_pages, T, H, num_decode_tokens)
+    return MassBuffers(AttentionScoring(**on_device), noise_mode_of(scoring), *buffers)
+
+
+def allocate_mass_buffers(
+    kv: KV, max_pages: int, T: int, H: int, num_decode_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate lse [T, H], split_weights [t, H, slots] and tile_max [t, H, slots / N] of MassBuffers."""
+    return torch.empty(T, H, device=kv.device), *allocate_split_weights(kv, max_pages, H, num_decode_tokens)
+
+
+def allocate_split_weights(kv: KV, max_pages: int, H: int, t: int) -> tuple[Tensor, Tensor]:
+    """Allocate split_weights [t, H, slots] and tile_max [t, H, slots / N] of MassBuffers."""
+    max_slots = max_pages * kv.page_size
+    dtype = torch.float32 if kv.dtype == torch.float32 else torch.float16
+    split_weights = torch.empty(t, H, max_slots, dtype=dtype, device=kv.device)
+    tile_max = torch.empty(t, H, max_slots // choose_block_n(kv), device=kv.device)
+    return split_weights, tile_max
+
+
+def _tiles_to_device(tiles: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 6).to(device, non_blocking=True)
