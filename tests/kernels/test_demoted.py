@@ -42,15 +42,16 @@ class Step:
         k, v = torch.randn(2, P, 512, 1, self.D, generator=rng)
         tables, used = [], 0
         for pool, counts in ((kv, self.own), (demoted, self.demoted)):
-            table = torch.zeros(B, G, max(map(max, counts)), dtype=torch.int32)
+            table, filled = torch.zeros(B, G, max(map(max, counts)), dtype=torch.int32), []
             for b, g in itertools.product(range(B), range(G)):
                 n = counts[b][g]
                 table[b, g, :n] = pages[used : used + n]
                 used += n
-                for p in table[b, g, :n].tolist():
-                    pos = torch.randint(-40, 500, (pool.page_size,), generator=rng).clamp(min=-1).int()
-                    slots = (p * pool.page_size + torch.arange(pool.page_size)).int()
-                    backend.write(pool, slots[None], k[p, : pool.page_size], v[p, : pool.page_size], pos)
+                filled += table[b, g, :n].tolist()
+            p, size = torch.tensor(filled), pool.page_size
+            pos = torch.randint(-40, 500, (len(p) * size,), generator=rng).clamp(min=-1).int()
+            slots = (p[:, None] * size + torch.arange(size)).view(1, -1).int()
+            backend.write(pool, slots, k[p, :size].flatten(0, 1), v[p, :size].flatten(0, 1), pos)
             pool.mass.copy_(torch.rand(pool.mass.shape, generator=rng))
             tables.append((table, torch.tensor(counts, dtype=torch.int32)))
         starts = torch.tensor([0, *self.fresh]).cumsum(0).int()
