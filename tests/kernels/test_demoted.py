@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -19,6 +20,12 @@ from tests.helpers.backend_variants import ISAS, use_isa
 F32, BF16, INT8, INT4 = torch.float32, torch.bfloat16, torch.int8, torch.int4
 G, R = 2, 3
 needs_cpu = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
+
+
+@lru_cache(maxsize=1)
+def keys_and_values(P: int, D: int) -> Tensor:
+    """Return what the slots of P pages are filled with, [2, P, 512, 1, D]: the same in every pool."""
+    return torch.randn(2, P, 512, 1, D, generator=torch.Generator().manual_seed(2))
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Step:
         kv = backend.allocate(P, self.S, self.D, dtype, columns)
         demoted = backend.reinterpret(kv, INT4, slots_in_page(self.S, self.D, dtype, INT4))
         pages = (torch.randperm(P - 1, generator=rng) + 1).int()
-        k, v = torch.randn(2, P, 512, 1, self.D, generator=rng)
+        k, v = keys_and_values(P, self.D)
         tables, used = [], 0
         for pool, counts in ((kv, self.own), (demoted, self.demoted)):
             table, filled = torch.zeros(B, G, max(map(max, counts)), dtype=torch.int32), []
