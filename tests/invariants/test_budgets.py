@@ -16,7 +16,7 @@ from retain.sampling_params import SamplingParams
 from tests.helpers.attention_case import assert_close
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
-from tests.helpers.marks import slow
+from tests.helpers.marks import every_third, slow
 
 FAMILIES = ["llama", *slow("gpt2", "mpt", "gemma3_text")]  # grouped heads, learned positions, ALiBi, sliding layers
 BACKENDS = ["cpu", *slow("reference")]
@@ -147,7 +147,7 @@ BUDGET_POLICIES = [n for n in policies.names() if n not in ("full", "ring")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", BUDGET_POLICIES)
+@pytest.mark.parametrize("name", every_third(BUDGET_POLICIES))
 def test_a_budget_of_at_least_the_whole_text_equals_full(name: str, family: str) -> None:
     prompts = random_prompts(4, max_prompt_len=60)
     full = generate(family, prompts, "full")

@@ -31,7 +31,7 @@ from tests.helpers.engines import (
     random_prompts,
     run_to_completion,
 )
-from tests.helpers.marks import slow
+from tests.helpers.marks import every_third, slow
 
 FAMILIES = ["gemma3_text", *slow("llama", "gpt2", "mpt")]
 POLICIES = ["full", "ring:window=24", "sinks:budget=40,interval=3", "window:budget=30%"]
@@ -101,7 +101,7 @@ DRAFTERS += ["self:k=4,dtype=int4", "self:dtype=k8v4"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", DRAFTERS)
+@pytest.mark.parametrize("spec", every_third(DRAFTERS))
 def test_every_drafter_gives_the_greedy_tokens_of_plain_decoding(family: str, spec: str) -> None:
     """In company of requests with other policies."""
     prompts = random_prompts(10, seed=2)
