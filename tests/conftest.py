@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 from retain.cluster.environment import set_environment
 from retain.kernels import triton
 from tests.helpers.backend_variants import ISAS, use_isa
+from tests.helpers.covering_cases import mark_repetitions
 
 if triton.is_interpreted():
     from tests.helpers.fast_interpreter import speed_up
@@ -34,3 +35,9 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on each instruction set of the cpu backend."""
     with use_isa(request.param):
         yield request.param
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the repetitions of parametrized tests to `make test`."""
+    mark_repetitions(items)

@@ -14,6 +14,7 @@ from retain.kernels.quantized_slots import dequantize_4bit, quantize_4bit, rotat
 from retain.kernels.reference.noise import noise_key, sample_noise
 from retain.kernels.scoring import GUMBEL
 from retain.kv.capacity import KVCacheSpec
+from retain.kv.eviction.gate_weights import GateWeights
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
 from tests.helpers.gates import random_gate
@@ -73,12 +74,17 @@ class ListHead:
         self.demoted = torch.cat((self.demoted, self.demoted.new_zeros(len(keys))))
 
     def keep(self, indices: list[int]) -> None:
+        """Delete all other tokens."""
+        if len(indices) == len(self):
+            return
         self.positions, self.masses = self.positions[indices], self.masses[indices]
         self.keys, self.values = self.keys[indices], self.values[indices]
         self.reread, self.demoted = self.reread[indices], self.demoted[indices]
 
     def demote(self, indices: list[int]) -> None:
         """Round these tokens to 4 bits."""
+        if not indices:
+            return
         self.demoted[indices] = True
         self.exact |= {int(self.positions[j]): (self.keys[j].clone(), self.values[j].clone()) for j in indices}
         self.keys[indices] = rotate(dequantize_4bit(*quantize_4bit(rotate(self.keys[indices]))))
@@ -200,7 +206,7 @@ class ListModel:
             similarity = (units @ mean / mean.norm()).tolist()
             return {j: -similarity[j] for j in free}
         if policy.name == "gate":
-            return {j: self.gate_score(layer, g, j) for j in free}
+            return self.gate_scores(layer, g, free)
         if policy.heads in ("query", "union"):
             rankings = self.rankings(layer, g, free)
             return {j: -min(ranking.index(j) for ranking in rankings) for j in free}
@@ -224,22 +230,24 @@ class ListModel:
         shares = torch.stack((head.reread, head.since_reread)) / sums[:, head.demoted.long()]
         return {j: float(shares[:, j].max()) for j in free}
 
-    def gate_score(self, layer: int, g: int, j: int) -> float:
-        """Return the score of one token under the random gate."""
+    @cached_property
+    def gate(self) -> GateWeights:
+        return random_gate(KVCacheSpec(self.spec.num_kv_heads, self.spec.head_dim, self.spec.windows))
+
+    def gate_scores(self, layer: int, g: int, free: list[int]) -> dict[int, float]:
+        """Return the score of each free token of a head under the random gate."""
         head, i = self.heads[layer, g], self.full_layers.index(layer)
-        s = self.spec
-        gate = random_gate(KVCacheSpec(s.num_kv_heads, s.head_dim, s.windows))
-        p = head.positions[j]
-        k, v = (x.double() for x in head.exact.get(int(p), (head.keys[j], head.values[j])))
+        p, received = head.positions[free], head.masses[free].sum(1)
+        exact = [head.exact.get(x, (head.keys[j], head.values[j])) for j, x in zip(free, p.tolist(), strict=True)]
+        k, v = (torch.stack(x).double() for x in zip(*exact, strict=True))
         if self.model.ropes:
             rope = self.model.ropes[0]
-            k = rope.apply(k.view(1, 1, -1), rope.angles(-p.view(1), k.dtype))[0, 0]
-        age = int(self.fresh_positions[-1] + 1 - p)
-        rate = float(head.masses[j].sum()) / age
-        logs = [float(v.norm()) + 1e-3, float(k.norm()) + 1e-3, int(p) + 1, rate + 1e-7, age]
-        terms = [float(gate.bias[i, g]), float(k @ gate.key[i, g].double()), float(v @ gate.value[i, g].double())]
-        terms += [float(w) * math.log(x) for w, x in zip(gate.logs[i, g], logs, strict=True)]
-        return min(max(sum(terms), -8.0), 12.0)
+            k = rope.apply(k[:, None], rope.angles(-p, k.dtype))[:, 0]
+        age = self.fresh_positions[-1] + 1 - p
+        logs = [v.norm(dim=-1) + 1e-3, k.norm(dim=-1) + 1e-3, p + 1, received / age + 1e-7, age]
+        x = float(self.gate.bias[i, g]) + k @ self.gate.key[i, g].double() + v @ self.gate.value[i, g].double()
+        x = x + torch.stack([n.double() for n in logs], 1).log() @ self.gate.logs[i, g].double()
+        return dict(zip(free, x.clamp(-8.0, 12.0).tolist(), strict=True))
 
     # ---- eviction ------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -13,7 +15,6 @@ from tools.map import compare
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "retain"
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # A file may import its own room and the rooms of lower layers. Rooms of one layer do not import each other.
 LAYERS = [
@@ -47,6 +48,15 @@ MAX_STEP_LINES = 25
 MAX_PARAMETERS = 9  # self included
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def all_nodes() -> Iterator[tuple[Path, ast.AST]]:
+    return ((path, node) for path in FILES for node in ast.walk(tree_of(path)))
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -58,7 +68,7 @@ MODULES = {module_name(path): path for path in FILES}
 def imported_modules(path: Path) -> set[str]:
     """Return the modules of the package that a file imports anywhere: in functions and under TYPE_CHECKING, too."""
     found = set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} is a relative import"
             names = (f"{node.module}.{alias.name}" for alias in node.names)
@@ -74,18 +84,15 @@ def room_of(module: str) -> str:
     return ".".join(parts[: 2 if parts[0] == "kv" else 1]) if parts else "retain"
 
 
-def parametrize_files(test):
-    return pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))(test)
-
-
-@parametrize_files
-def test_imports_only_go_down(path):
-    here = room_of(module_name(path))
-    assert here in LAYER_OF, f"{here} has no layer yet"
-    for module in imported_modules(path):
-        there = room_of(module)
-        assert there in LAYER_OF, f"{path} imports {module}, which has no layer"
-        assert there == here or LAYER_OF[there] > LAYER_OF[here], f"{here} must not import {there}: {path}, {module}"
+def test_imports_only_go_down():
+    for name, path in MODULES.items():
+        here = room_of(name)
+        for module in (name, *imported_modules(path)):
+            there = room_of(module)
+            assert there in LAYER_OF, f"{path} is or imports {module}, which has no layer yet"
+            assert there == here or LAYER_OF[there] > LAYER_OF[here], (
+                f"{here} must not import {there}: {path}, {module}"
+            )
 
 
 @pytest.mark.parametrize("room", SERVER_ROOMS)
@@ -102,14 +109,14 @@ def test_no_files_import_each_other_in_a_circle():
     TopologicalSorter(graph).prepare()  # raises CycleError with the circle
 
 
-@parametrize_files
-def test_a_file_is_short_and_says_what_it_is_for(path):
-    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
-    assert ast.get_docstring(TREES[path])
+def test_a_file_is_short_and_says_what_it_is_for():
+    for path in FILES:
+        assert len(path.read_text().splitlines()) <= MAX_FILE_LINES, path
+        assert ast.get_docstring(tree_of(path)), path
 
 
 def test_the_step_is_a_table_of_contents():
-    tree = TREES[PACKAGE / "engine" / "engine.py"]
+    tree = tree_of(PACKAGE / "engine" / "engine.py")
     (engine,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Engine")
     (step,) = (node for node in engine.body if isinstance(node, ast.FunctionDef) and node.name == "step")
     assert step.end_lineno - step.lineno + 1 <= MAX_STEP_LINES
@@ -120,19 +127,17 @@ def is_triton_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-@parametrize_files
-def test_no_function_has_too_many_parameters(path):
-    for node in ast.walk(TREES[path]):
+def test_no_function_has_too_many_parameters():
+    for path, node in all_nodes():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_triton_kernel(node):
             a = node.args
             num_parameters = len([*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))])
             assert num_parameters <= MAX_PARAMETERS, f"{path}:{node.lineno} {node.name}"
 
 
-@parametrize_files
-def test_no_call_unpacks_a_tuple_written_in_place(path):
+def test_no_call_unpacks_a_tuple_written_in_place():
     """`f(*(a, b, c), d)` hides what a, b and c are: keywords name them."""
-    for node in ast.walk(TREES[path]):
+    for path, node in all_nodes():
         if isinstance(node, ast.Call):
             unpacked = [a.value for a in node.args if isinstance(a, ast.Starred)]
             assert not any(isinstance(value, ast.Tuple | ast.List) for value in unpacked), f"{path}:{node.lineno}"

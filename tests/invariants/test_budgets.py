@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +16,7 @@ from retain.sampling_params import SamplingParams
 from tests.helpers.attention_case import assert_close
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
-from tests.helpers.marks import slow
+from tests.helpers.marks import every_third, slow
 
 FAMILIES = ["llama", *slow("gpt2", "mpt", "gemma3_text")]  # grouped heads, learned positions, ALiBi, sliding layers
 BACKENDS = ["cpu", *slow("reference")]
@@ -87,27 +90,39 @@ def head_contents(engine: Engine, row: int, layer: int, g: int) -> Tensor:
     return kv[pos >= 0][pos[pos >= 0].argsort()]
 
 
-LIST_CASES = [pytest.param(policy, "reference", marks=pytest.mark.slow) for policy in POLICIES]
-CPU_POLICIES = [policy for policy in POLICIES if POLICIES[policy].name not in KEY_SCORES]
-LIST_CASES += [pytest.param(p, "cpu", marks=[pytest.mark.slow] * (i % 6 > 0)) for i, p in enumerate(CPU_POLICIES)]
+PROMPT, NUM_TOKENS = [7 * i % 128 for i in range(70)], 150
+
+
+@cache
+def answer_of_lists(family: str, policy: str) -> tuple[ListModel, list[int]]:
+    """Return the lists and the greedy answer that every backend must give."""
+    lists = ListModel(family, POLICIES[policy])
+    return lists, lists.generate(PROMPT, NUM_TOKENS, NUM_TOKENS + 1, seed=0)
+
+
+FAST = [policy for policy in POLICIES if POLICIES[policy].name not in KEY_SCORES][::9]
+LIST_CASES = [
+    pytest.param(p, backend, marks=[pytest.mark.slow] * ((p, backend) not in product(FAST, ["cpu"])))
+    for p in POLICIES
+    for backend in ("reference", *["cpu"] * (POLICIES[p].name not in KEY_SCORES))
+]
 
 
 @pytest.mark.parametrize(("policy", "backend"), LIST_CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_independent_implementation_with_lists_keeps_the_same_tokens(family: str, policy: str, backend: str) -> None:
-    lists = ListModel(family, POLICIES[policy])
-    spec = lists.spec
+    spec = ListModel(family, POLICIES[policy]).spec
     if POLICIES[policy].new_positions and any(spec.windows):
         with pytest.raises(ValueError, match="window"):
             make_engine(family).add(make_request([1], 1, policy))
         return
+    lists, expected = answer_of_lists(family, policy)
     engine = make_engine(family, backend=backend, score_columns=spec.num_heads // spec.num_kv_heads)
-    request = make_request(
-        [7 * i % 128 for i in range(70)], 201, policies.parse(policy).with_instruction(lists.policy.instruction)
-    )
-    expected = lists.generate(request.prompt, 200, 201, request.noise_seed)
+    parsed = policies.parse(policy).with_instruction(lists.policy.instruction)
+    request = make_request(PROMPT, NUM_TOKENS + 1, parsed)
+    assert request.noise_seed == 0
     engine.add(request)
-    while len(request.output_tokens) < 200:
+    while len(request.output_tokens) < NUM_TOKENS:
         engine.step()
     assert request.output_tokens == expected
     assert request.row is not None
@@ -121,6 +136,7 @@ def test_an_independent_implementation_with_lists_keeps_the_same_tokens(family: 
             assert_close(head_contents(engine, request.row, layer, g), torch.stack((head.keys, head.values), 1))
 
 
+@pytest.mark.slow
 def test_keys_of_a_model_with_biases_move_to_new_positions() -> None:
     """Cached keys lack the mean of their rotated bias, and it does not move with them."""
     policy = "h2o:budget=40,interval=3,positions=new"
@@ -131,7 +147,7 @@ BUDGET_POLICIES = [n for n in policies.names() if n not in ("full", "ring")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", BUDGET_POLICIES)
+@pytest.mark.parametrize("name", every_third(BUDGET_POLICIES))
 def test_a_budget_of_at_least_the_whole_text_equals_full(name: str, family: str) -> None:
     prompts = random_prompts(4, max_prompt_len=60)
     full = generate(family, prompts, "full")

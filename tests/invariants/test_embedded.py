@@ -27,7 +27,7 @@ def greedy_tokens(model, prompt, answer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "lengths"), [("smollm2", (25, 400, 1100)), ("gemma3", (40, 700, 1300))])
+@pytest.mark.parametrize(("model", "lengths"), [("smollm2", (25, 130, 600)), ("gemma3", (40, 130, 1100))])
 def test_bundled_models_answer_as_transformers_does(model, lengths):
     llm = LLM(model, dtype="float32", kv_memory="512MiB")
     ids = llm.encode(TEXT)
@@ -40,5 +40,5 @@ def test_bundled_models_answer_as_transformers_does(model, lengths):
     if model == "gemma3":
         full, ring = answers[2].kv["groups"]
         assert (len(full["layers"]), len(ring["layers"]), ring["policy"]) == (3, 15, "ring:window=512")
-        assert full["slots_peak"] >= 1300 > 1024 >= ring["slots_peak"]  # window + fresh
+        assert full["slots_peak"] >= 1100 > 1024 >= ring["slots_peak"]  # window + fresh
         assert ring["bytes_peak"] < ring["bytes_if_full"]

@@ -97,6 +97,7 @@ def test_policies(policies: list[str]) -> None:
     assert_matches_reference("llama", policies)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv_dtype", [torch.int4, pytest.param(torch.int8, marks=slow), pytest.param(torch.uint8, marks=slow)]
 )
@@ -159,6 +160,7 @@ def test_sampling_with_every_option() -> None:
     assert_matches_reference("llama", ["full"] * 3, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "temperature"),
     [
@@ -212,6 +214,7 @@ def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
     assert tokens == [*expected, expected[0]] and num_cached >= 32
 
 
+@pytest.mark.slow
 def test_selective_loading(tmp_path: Path) -> None:
     """A prefix that is computed, loaded, and loaded again after it was repacked."""
     prompt = [*range(60), 3, 4]

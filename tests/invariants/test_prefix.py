@@ -216,7 +216,7 @@ def test_running_requests_share_the_pages_of_a_cached_prefix() -> None:
         pass
 
 
-@pytest.mark.parametrize("prefix_cache", ["off", "exact"])
+@pytest.mark.parametrize("prefix_cache", ["exact", *slow("off")])
 def test_equal_prompts_added_together_share_whole_pages(prefix_cache: str) -> None:
     engine, prompt = make_engine("llama", prefix_cache=prefix_cache), list(range(100))
 

@@ -272,6 +272,7 @@ def test_damaged_object_is_written_anew_and_serves_engines_again(s3: FakeS3, fil
 # ---- selective loading ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_loading_everything_selectively_changes_no_token(s3: FakeS3) -> None:
     """Before and after spans are reordered, and in an engine that finds both orders."""
     prompts = related_prompts(4)

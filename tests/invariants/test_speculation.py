@@ -31,7 +31,7 @@ from tests.helpers.engines import (
     random_prompts,
     run_to_completion,
 )
-from tests.helpers.marks import slow
+from tests.helpers.marks import every_third, slow
 
 FAMILIES = ["gemma3_text", *slow("llama", "gpt2", "mpt")]
 POLICIES = ["full", "ring:window=24", "sinks:budget=40,interval=3", "window:budget=30%"]
@@ -101,7 +101,7 @@ DRAFTERS += ["self:k=4,dtype=int4", "self:dtype=k8v4"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", DRAFTERS)
+@pytest.mark.parametrize("spec", every_third(DRAFTERS))
 def test_every_drafter_gives_the_greedy_tokens_of_plain_decoding(family: str, spec: str) -> None:
     """In company of requests with other policies."""
     prompts = random_prompts(10, seed=2)
@@ -284,8 +284,8 @@ def make_draft_probs(kind: str, q: Tensor) -> Tensor:
     ("params", "kind"),
     [
         (PLAIN, "near"),
-        (SamplingParams(temperature=0.5), "uniform"),
-        (SamplingParams(top_k=3), "disjoint"),
+        pytest.param(SamplingParams(temperature=0.5), "uniform", marks=pytest.mark.slow),
+        pytest.param(SamplingParams(top_k=3), "disjoint", marks=pytest.mark.slow),
         (SamplingParams(presence_penalty=1.0, repetition_penalty=1.3), "disjoint"),
         pytest.param(SamplingParams(top_p=0.7), "uniform", marks=pytest.mark.slow),
         pytest.param(PLAIN, "disjoint", marks=pytest.mark.slow),

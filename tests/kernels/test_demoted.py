@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -32,6 +33,12 @@ def needs(*backends: Backend) -> list[Any]:
 needs_cpu, needs_triton = (parameter.marks[0] for parameter in needs(cpu, triton))
 
 
+@lru_cache(maxsize=1)
+def keys_and_values(P: int, D: int) -> Tensor:
+    """Return what the slots of P pages are filled with, [2, P, 512, 1, D]: the same in every pool."""
+    return torch.randn(2, P, 512, 1, D, generator=torch.Generator().manual_seed(2))
+
+
 @dataclass(frozen=True)
 class Step:
     """`fresh[b]` queries of request b, which has `own[b]` and `demoted[b]` pages of each head."""
@@ -50,18 +57,19 @@ class Step:
         kv = backend.allocate(P, self.S, self.D, dtype, columns)
         demoted = backend.reinterpret(kv, INT4, slots_in_page(self.S, self.D, dtype, INT4))
         pages = (torch.randperm(P - 1, generator=rng) + 1).int()
-        k, v = torch.randn(2, P, 512, 1, self.D, generator=rng)
+        k, v = keys_and_values(P, self.D)
         tables, used = [], 0
         for pool, counts in ((kv, self.own), (demoted, self.demoted)):
-            table = torch.zeros(B, G, max(map(max, counts)), dtype=torch.int32)
+            table, filled = torch.zeros(B, G, max(map(max, counts)), dtype=torch.int32), []
             for b, g in itertools.product(range(B), range(G)):
                 n = counts[b][g]
                 table[b, g, :n] = pages[used : used + n]
                 used += n
-                for p in table[b, g, :n].tolist():
-                    pos = torch.randint(-40, 500, (pool.page_size,), generator=rng).clamp(min=-1).int()
-                    slots = (p * pool.page_size + torch.arange(pool.page_size)).int()
-                    backend.write(pool, slots[None], k[p, : pool.page_size], v[p, : pool.page_size], pos)
+                filled += table[b, g, :n].tolist()
+            p, size = torch.tensor(filled), pool.page_size
+            pos = torch.randint(-40, 500, (len(p) * size,), generator=rng).clamp(min=-1).int()
+            slots = (p[:, None] * size + torch.arange(size)).view(1, -1).int()
+            backend.write(pool, slots, k[p, :size].flatten(0, 1), v[p, :size].flatten(0, 1), pos)
             pool.mass.copy_(torch.rand(pool.mass.shape, generator=rng))
             tables.append((table, torch.tensor(counts, dtype=torch.int32)))
         starts = torch.tensor([0, *self.fresh]).cumsum(0).int()

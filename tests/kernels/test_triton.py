@@ -13,6 +13,7 @@ from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW
 from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.device_adapter import triton_backend
+from tests.helpers.marks import every_third
 from tests.kernels.test_attention_mass import SCORING_KINDS
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -51,7 +52,7 @@ def tolerance(case: AttentionCase) -> float:
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every_third(CASES))
 def test_attention_matches_reference(name: str) -> None:
     case = CASES[name]
     assert_close(case.attend(triton), case.attend(reference), tolerance(case))
@@ -110,7 +111,7 @@ MASS_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", MASS_CASES)
+@pytest.mark.parametrize("name", every_third(MASS_CASES))
 def test_mass_matches_reference(name: str) -> None:
     case, kind, columns = MASS_CASES[name]
     C, scoring = 1 if columns == "sum" else case.R, case.build_scoring(*SCORING_KINDS[kind])

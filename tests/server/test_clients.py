@@ -71,6 +71,7 @@ def test_chat_with_server(server, capsys, monkeypatch):
     assert "".join(client.stream(messages, options)).strip() == second.strip()
 
 
+@pytest.mark.slow
 def test_server_error_prints_one_line(server, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     assert main.main(["chat", "--url", server.url, "--kv-policy", "lru"]) == 2

@@ -248,6 +248,7 @@ def assert_malformed_bodies_are_rejected(server, max_examples):
     assert_nothing_leaked(server)
 
 
+@pytest.mark.slow
 def test_malformed_bodies_are_rejected_by_tiny_model(tiny_server):
     assert_malformed_bodies_are_rejected(tiny_server, 50)
 

@@ -7,6 +7,7 @@ import pytest
 
 from retain import SamplingParams
 from retain.processing.input import GenerateRequest
+from tests.helpers.marks import slow
 from tests.server.conftest import HTTP, run_in_engine_thread
 
 STORY = "Once upon a time there was a lamp that nobody could put out."
@@ -52,7 +53,7 @@ def test_chat_completion_equals_engine(client, server, llm):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"stop": ["lamp", "light"]}, {"logprobs": 2}, {"n": 3, "temperature": 0.8, "seed": 5}]
+    "fields", [{"stop": ["lamp", "light"]}, *slow({}, {"logprobs": 2}, {"n": 3, "temperature": 0.8, "seed": 5})]
 )
 def test_completion_stream_equals_full(client, fields):
     request = {"model": "smollm2", "prompt": STORY, "max_tokens": 12, "temperature": 0, **fields}
@@ -168,6 +169,7 @@ def test_json_schema_response_format(client, speculate):
     assert plain == drafted == "".join(c.choices[0].delta.content or "" for c in chunks)
 
 
+@pytest.mark.slow
 def test_json_object_response_format(client):
     response = client.chat.completions.create(
         model="smollm2", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=40, temperature=0
@@ -187,6 +189,7 @@ def test_kv_policy_per_request(client):
     assert quarter["bytes_end"] < 0.6 * full["bytes_end"] and quarter["policy"].startswith("h2o")
 
 
+@pytest.mark.slow
 def test_speculate_per_request(client):
     request = {"model": "smollm2", "prompt": "one two three four " * 10, "max_tokens": 20, "temperature": 0}
     plain = client.completions.create(**request)
@@ -255,6 +258,7 @@ GATEWAY_CHAT_FIELDS = GATEWAY_FIELDS | {
 }
 
 
+@pytest.mark.slow
 def test_fields_that_gateways_add_change_nothing(client, server):
     chat = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 5, "temperature": 0}
     text = {"model": "smollm2", "prompt": STORY, "max_tokens": 5, "temperature": 0}

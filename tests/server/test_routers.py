@@ -153,6 +153,7 @@ def test_a_router_sends_nothing_to_a_draining_replica(cache_aware, monkeypatch):
     wait_until(lambda: cache_aware.metric("vllm_router_worker_health", worker))
 
 
+@pytest.mark.slow
 def test_a_router_that_gets_events_finds_the_replica_that_has_a_prefix():
     """A new prefix goes to the replica that is less busy; afterwards each goes to where its beginning is."""
     with run_router("kv_aware", kv_events=True) as router:

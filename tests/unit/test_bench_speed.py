@@ -159,6 +159,7 @@ def test_a_peer_may_skip_a_workload() -> None:
     assert measure_peer(peer_command("print(1); print('[]')"), "short-8") is None
 
 
+@pytest.mark.slow
 def test_precision_bench_fits_as_many_requests_as_bytes_say(capsys: pytest.CaptureFixture[str]) -> None:
     args = ("bench", "precision", "--model", "random:tiny", "--num-repeats", 1, "--prompt-len", 100)
     lines = [json.loads(line) for line in run_cli(capsys, *args, "--json").out.splitlines()]

@@ -52,6 +52,7 @@ def test_progress_is_for_terminals_and_long_prefills(clock, monkeypatch):
     assert not terminal.getvalue()
 
 
+@pytest.mark.slow
 def test_prefill_callback_counts_the_prompt():
     llm = LLM("random:tiny", kv_memory="16MiB", max_batched_tokens=16, max_running_requests=8)
     updates = []

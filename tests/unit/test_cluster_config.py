@@ -240,6 +240,7 @@ def test_importing_the_package_imports_no_ray():
     assert done.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_a_replica_imports_torch_only_when_it_is_built():
     """OpenMP reads the cores of a replica when torch is imported, and Ray imports this module before that."""
     code = "import sys, retain.cluster.replica, retain.cluster.ingress; print('torch' in sys.modules)"

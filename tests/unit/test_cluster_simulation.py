@@ -230,6 +230,7 @@ def test_calibration_of_a_tiny_engine_is_saved_and_loaded(tmp_path: Path, monkey
     assert calibration.num_steps == 4 + 13 + 8 + 4 + 8  # 3 prompts of 64 tokens take two steps of 128
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_line_for_each_combination(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     CALIBRATION.save(tmp_path / "file.json")
     trace = [

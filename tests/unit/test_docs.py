@@ -63,6 +63,9 @@ def test_named_documents_exist() -> None:
                 assert not [n for n in named if not (ROOT / n).exists()], path
 
 
+parser = cache(build_parser)  # parsing leaves it as it is
+
+
 @cache
 def words_of_sources() -> set[str]:
     sources = [p for d in ("src", "tests", "tools") for p in (ROOT / d).rglob("*.py")]
@@ -91,7 +94,7 @@ def test_commands_parse(page: Path) -> None:
         words = shlex.split(line, comments=True)[1:]
         if (words[0] == "bench" and len(words) == 2) or page.name == "cli.md":
             continue
-        build_parser().parse_args(words[: words.index("|")] if "|" in words else words)
+        parser().parse_args(words[: words.index("|")] if "|" in words else words)
 
 
 def known_options(parser: argparse.ArgumentParser) -> set[str]:
@@ -109,7 +112,7 @@ def test_options_exist(page: Path) -> None:
     spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text(encoding="utf-8")))
     named = {o for span in spans if re.match(r"retain |--", span) for o in re.findall(r"(?<!\S)--[a-z][\w-]*", span)}
     tools = " ".join(p.read_text(encoding="utf-8") for p in (ROOT / "tools").glob("*.py"))
-    assert not {o for o in named - known_options(build_parser()) if f'"{o}"' not in tools}
+    assert not {o for o in named - known_options(parser()) if f'"{o}"' not in tools}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

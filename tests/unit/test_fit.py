@@ -161,6 +161,7 @@ def test_a_fitted_gate_is_used_by_its_file(fitted: Path) -> None:
     assert answers[0].token_ids == answers[1].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["smollm2", *slow("gemma3")])
 def test_the_package_has_gates_of_the_bundled_models(model: str) -> None:
     """Such a gate loads, keeps other tokens than masses alone would, and changes nothing where all are kept."""

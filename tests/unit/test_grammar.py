@@ -14,10 +14,11 @@ from retain.processing.grammar import (
     grammar_from_json_schema,
     grammar_from_lark,
 )
-from tests.helpers.tokenizers import BUNDLED, open_tokenizer
+from tests.helpers.marks import slow
+from tests.helpers.tokenizers import open_tokenizer
 
 
-@pytest.fixture(scope="session", params=BUNDLED)
+@pytest.fixture(scope="session", params=["smollm2", *slow("gemma3")])
 def compiler(request):
     tokenizer = open_tokenizer(request.param)
     return GrammarCompiler(tokenizer, tokenizer.vocab_size + 7)  # logits may have more columns than tokens

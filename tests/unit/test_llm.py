@@ -33,6 +33,7 @@ def test_generate_takes_text_token_ids_and_batches(llm):
     assert len(others[1].token_ids) == 3 and is_idle(llm)
 
 
+@pytest.mark.slow
 def test_stream_equals_generate_and_can_be_closed(llm):
     pieces = list(llm.stream("Once upon a time", GREEDY))
     (whole,) = llm.generate("Once upon a time", GREEDY)
@@ -201,6 +202,7 @@ def test_an_answer_that_ends_before_it_owns_pages_has_statistics():
     llm.close()
 
 
+@pytest.mark.slow
 def test_ended_requests_are_freed():
     """The output processor knows a request only as long as its caller keeps the state."""
     llm = LLM("random:tiny", kv_memory="16MiB")

@@ -18,12 +18,13 @@ from retain.tune.journal import Journal
 from retain.tune.measure import Measurer
 from retain.tune.search import count_measurements, find_smallest, halve
 from tests.helpers.cli import assert_one_line_error, run_cli
+from tests.helpers.marks import slow
 
 METRICS = st.fixed_dictionaries({m: st.floats(0.001, 4) for m in ("kl", "loss", "top1", "rouge")})
 TEXT = "The miller's son set out at dawn with a loaf and a lantern. He walked north, past the weir and the oak. "
 
 
-@pytest.mark.parametrize("text", ["kl=0.02", "loss=1%", "loss=0.5", "top1=0.95", "rouge=0.9"])
+@pytest.mark.parametrize("text", ["loss=1%", *slow("kl=0.02", "loss=0.5", "top1=0.95", "rouge=0.9")])
 @given(st.lists(METRICS, min_size=4, max_size=20))
 def test_the_full_cache_has_no_excess(text: str, rows: list[ItemMetrics]) -> None:
     bound, full = parse_bound(text), [row | {"kl": 0.0} for row in rows]
@@ -94,6 +95,7 @@ def run_tune(capsys: pytest.CaptureFixture[str], data: Path, *options: object, w
     return run_cli(capsys, *args, "--policies", "h2o knorm", "--budgets", "60%,30%", *options)
 
 
+@pytest.mark.slow
 def test_the_option_is_printed_and_a_run_continues(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +125,7 @@ def test_nothing_holds_is_said_with_numbers(data: Path, capsys: pytest.CaptureFi
     assert "no policy holds KL <= 1e-07" in result.err.splitlines()[-1] and "[0." in result.err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_answers_of_the_model_itself_are_compared_by_rouge(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_tune(capsys, data, "--first", 6, "--num-items", 4, within="rouge=0.5")
     assert_one_line_error(result, "2 prompts of at most")

@@ -15,7 +15,7 @@ from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtype
 from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import noise_key, sample_noise
 from retain.kernels.reinterpret import reinterpret_bytes
-from retain.kernels.scoring import AttentionScoring
+from retain.kernels.scoring import NO_NOISE, AttentionScoring
 
 DEVICES: tuple[str, ...] = ("cpu",)
 
@@ -106,6 +106,10 @@ def attend(
             if scored:
                 for part, pages in parts:
                     part.mass[pages] *= scored.decay[b]
+                noise: Tensor | float = 0.0
+                if (kind := int(scored.noise[b])) != NO_NOISE:
+                    noise_pos = torch.where(scored.redraw_noise[b] == 1, p, -1)  # [t, 1]
+                    noise = sample_noise(kind, noise_key(scored.seed[b], layer, g, noise_pos), pos)
             for h in range(g * R, (g + 1) * R):
                 x = scale * q[fresh, h].float() @ k.T  # [t, S]
                 if alibi_slopes is not None:
@@ -114,10 +118,7 @@ def attend(
                 w = torch.softmax(x, dim=-1).nan_to_num(0.0)  # softmax of a query that sees nothing is NaN
                 o[fresh, h] = (w @ v).to(q.dtype)
                 if scored:
-                    noise_pos = torch.where(scored.redraw_noise[b] == 1, p, -1)  # [t, 1]
-                    key = noise_key(scored.seed[b], layer, g, noise_pos)
-                    x = x + sample_noise(int(scored.noise[b]), key, pos)
-                    w = torch.softmax(x / scored.temperature[fresh, None], dim=-1).nan_to_num(0.0)  # [t, S]
+                    w = torch.softmax((x + noise) / scored.temperature[fresh, None], dim=-1).nan_to_num(0.0)  # [t, S]
                     column = h - g * R if kv.mass.shape[1] > 1 else 0
                     added, end = scored.weights[fresh] @ w, 0  # [S]
                     for part, pages in parts:
