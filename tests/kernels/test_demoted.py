@@ -66,7 +66,7 @@ class Step:
                 table[b, g, :n] = pages[used : used + n]
                 used += n
                 filled += table[b, g, :n].tolist()
-            p, size = torch.tensor(filled), pool.page_size
+            p, size = torch.tensor(filled, dtype=torch.long), pool.page_size
             pos = torch.randint(-40, 500, (len(p) * size,), generator=rng).clamp(min=-1).int()
             slots = (p[:, None] * size + torch.arange(size)).view(1, -1).int()
             backend.write(pool, slots, k[p, :size].flatten(0, 1), v[p, :size].flatten(0, 1), pos)

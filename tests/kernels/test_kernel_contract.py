@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from retain import kernels
-from retain.kernels.api import KV, NO_WINDOW, Backend, DemotedTables, Program, Tables
+from retain.kernels.api import KV, NO_WINDOW, Backend, Program, Tables
+from retain.kv.memory.demoted_tables import DemotedTables
 from retain.kv.memory.device_tables import DeviceTables
+from retain.kv.memory.page_store import PageStore
+from retain.kv.memory.pool import PagePool
 
 
 def parameters(function: object) -> list[tuple[str, object, object]]:
@@ -74,7 +77,8 @@ def test_no_field_of_the_tables_is_constant() -> None:
     """A field that is the same for every request, policy and layer would cost every kernel an argument for nothing."""
     pos = torch.zeros(1, 16, dtype=torch.int32)
     kv = KV(torch.empty(0), torch.empty(0), pos, torch.empty(0), page_size=16, head_dim=8, layout="reference")
-    demoted = DemotedTables(kv, pages=torch.zeros(2, 2, 2, 3), counts=torch.zeros(2, 2, 2))
+    store = PageStore(PagePool(2), kv, kernels.reference, page_bytes=1)
+    demoted = DemotedTables(store, num_rows=2, num_layers=2, kv_heads=2, max_tokens=48)
     one = tables_of_step(0, NO_WINDOW, dense=False, fresh=1, demoted=None)
     other = tables_of_step(1, 24, dense=True, fresh=2, demoted=demoted)
     constant = [f.name for f in fields(Tables) if np.array_equal(getattr(one, f.name), getattr(other, f.name))]

@@ -59,7 +59,7 @@ class RequestGroup:
     ):
         """`key_name` labels the requests in the inspector. `pins` are those of the first prompt.
 
-        `stream_interval`: tokens of a delta, at least, except for the first and the last; None for one delta at the end.
+        `stream_interval`: tokens of a delta, at least, but for the first and the last; None: one delta at the end.
         """
         self.request_states, self.key_name, self.pins = list(request_states), key_name, pins
         self.stream_interval = stream_interval
