@@ -76,7 +76,12 @@ def test_kuberay_manifest(monkeypatch):
     assert all({"rayStartParams", "template"} <= set(group) for group in groups)
     pods = [group["template"]["spec"] for group in groups]
     environment = {e["name"]: e.get("value") for pod in pods for c in pod["containers"] for e in c["env"]}
-    assert environment == {"RAY_USAGE_STATS_ENABLED": "0", "RETAIN_API_KEYS": None}
+    assert environment == {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+        "RETAIN_API_KEYS": None,
+    }
     config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
     settings = check_serve_config(config, {"RETAIN_API_KEYS": "me:sk-something-long"}, monkeypatch)
     workers, limits = cluster["workerGroupSpecs"][0], settings.cluster

@@ -1,4 +1,4 @@
-"""Two tiny replicas of `retain cluster up` behind the ingress of prefixes, then one of sessions in their place.
+"""Two tiny replicas of `retain cluster up` that are chosen by prefixes, then one by sessions in their place.
 
 The tests share one cluster and run in order; the last one stops it.
 """
@@ -24,6 +24,7 @@ from ray import serve
 
 from retain.cluster.application import build_application
 from retain.cluster.arguments import parse_arguments
+from retain.cluster.haproxy import MAX_ROUTED_BYTES
 from tests.server.conftest import HTTP, wait_until
 
 pytestmark = pytest.mark.slow
@@ -168,6 +169,11 @@ def test_texts_with_an_equal_beginning_stay_on_one_replica_and_others_spread(clu
     many = cluster.count(lambda: [cluster.post(prompt=f"{i:4}") for i in range(24)])
     assert sorted(one) == [0, 6]
     assert sum(many) == 24 and min(many) > 0
+
+
+def test_a_body_that_the_router_sees_only_the_beginning_of_is_answered(cluster):
+    response = cluster.post(prompt="x" * (2 * MAX_ROUTED_BYTES))
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 def test_a_hang_up_cancels_the_request(cluster):

@@ -3,18 +3,20 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from retain.cluster import haproxy, routing
 from retain.cluster.affinity import prefix_key
 from retain.cluster.arguments import parse_arguments
 from retain.cluster.config import ClusterConfig, ClusterSettings
 from retain.cluster.cores import claim_index, share_of_cores
-from retain.cluster.forwarding import ForwardedRequest, run_app
+from retain.cluster.haproxy import configure_haproxy
 from retain.cluster.metrics import label_pages
-from retain.cluster.router import order, rank
+from retain.cluster.routing import ReplicaLoads, choose, rank
 from retain.config import Config
 from retain.server.config import ServerConfig
 from tests.helpers.cli import assert_one_line_error, run_cli
@@ -43,18 +45,113 @@ def test_rank_depends_on_no_order():
 
 def test_a_key_leaves_its_replica_only_where_that_has_too_much():
     idle = dict.fromkeys(REPLICAS, 0)
-    first, *rest = order("key", idle, spread=4)
-    assert [first, *rest] == rank("key", REPLICAS)
-    assert order("key", {**idle, first: 4}, spread=4)[0] == first
-    busy = order("key", {**dict.fromkeys(REPLICAS, 1), first: 9, rest[3]: 0}, spread=4)
-    assert (busy[0], busy[-1]) == (rest[3], first)
+    first, *rest = rank("key", REPLICAS)
+    assert choose(idle, "key", spread=4) == first
+    assert choose({**idle, first: 4}, "key", spread=4) == first
+    busy = {**dict.fromkeys(REPLICAS, 1), first: 9, rest[3]: 0}
+    assert choose(busy, "key", spread=4) == rest[3]
+    assert choose(busy, "key", spread=float("inf")) == first
+
+
+def test_requests_without_a_key_go_to_the_least_loaded_replicas():
+    assert choose({"a": 2, "b": 1, "c": 2}, None, spread=0) == "b"
+    assert {choose({"a": 1, "b": 1, "c": 2}, None, spread=0) for _ in range(100)} == {"a", "b"}
+
+
+class Replicas:
+    """Answers of replicas about their requests, and how often they were asked."""
+
+    def __init__(self, **counts: int):
+        self.counts, self.num_questions, self.may_answer = counts, 0, asyncio.Event()
+        self.may_answer.set()
+
+    async def ask(self) -> list[tuple[str, int]]:
+        self.num_questions += 1
+        await self.may_answer.wait()
+        return list(self.counts.items())
+
+
+def test_requests_at_once_ask_once_and_count_each_other():
+    async def run():
+        replicas = Replicas(a=3, b=1)
+        loads = ReplicaLoads(replicas.ask)
+        assert await asyncio.gather(*(loads.get() for _ in range(5))) == [{"a": 3, "b": 1}] * 5
+        loads.add("b")
+        assert await loads.get() == {"a": 3, "b": 2}
+        assert replicas.num_questions == 1
+        await asyncio.sleep(routing.REFRESH_S * 3)
+        assert await loads.get() == {"a": 3, "b": 1}, "the replicas say what is true"
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_does_not_answer_is_forgotten_later(monkeypatch):
+    monkeypatch.setattr(routing, "FORGET_S", 0.3)
+
+    async def run():
+        replicas = Replicas(a=3, b=1)
+        loads = ReplicaLoads(replicas.ask)
+        await loads.get()
+        del replicas.counts["b"]
+        await asyncio.sleep(0.1)
+        assert await loads.get() == {"a": 3, "b": 1}
+        await asyncio.sleep(0.3)
+        assert await loads.get() == {"a": 3}
+
+    asyncio.run(run())
+
+
+def test_replicas_that_hang_delay_no_request_for_long(monkeypatch):
+    monkeypatch.setattr(routing, "WAIT_S", 0.05)
+    monkeypatch.setattr(routing, "FIRST_WAIT_S", 0.1)
+
+    async def run():
+        replicas = Replicas(a=3)
+        loads = ReplicaLoads(replicas.ask)
+        replicas.may_answer.clear()
+        assert await loads.get() == {}
+        replicas.may_answer.set()
+        assert await loads.get() == {"a": 3}
+        replicas.may_answer.clear()
+        await asyncio.sleep(routing.REFRESH_S * 2)
+        assert await loads.get() == {"a": 3}
+
+    asyncio.run(run())
+
+
+# ---- HAProxy ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("forward_body", "condition"),
+    [
+        (True, "{ req.hdr(x-session-id) -m found } known or METH_POST known"),
+        (False, "{ req.hdr(x-session-id) -m found } known"),
+    ],
+)
+def test_haproxy_shows_statistics_to_this_machine_only_and_asks_for_routes(
+    tmp_path, monkeypatch, forward_body, condition
+):
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(
+        "frontend prometheus\n    bind :9101\nfrontend http_frontend\n    bind *:8000\n"
+        "    http-request lua.route_via_ingress_request_router if METH_POST known\nlisten stats\n  bind *:8404\n"
+    )
+    monkeypatch.setattr(haproxy, "_find_binary", lambda: "/bin/echo")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    configure_haproxy(tmp_path, forward_body)
+    script = os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]
+    done = subprocess.run([script, "-db", "-f", str(config), "-sf", "7"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"-db -f {config} -sf 7\n"
+    assert re.findall(r"bind (\S+)", config.read_text()) == ["127.0.0.1:9101", "*:8000", "127.0.0.1:8404"]
+    assert re.findall(r"router if (.*)", config.read_text()) == [condition]
 
 
 # ---- the key of a text -----------------------------------------------------------------------------------------------
 
 
-def key_of(salt: str = "", num_chars: int = 40, **fields: object) -> str | None:
-    return prefix_key(json.dumps(fields).encode(), salt, num_chars)
+def key_of(num_chars: int = 40, **fields: object) -> str | None:
+    return prefix_key(json.dumps(fields).encode(), num_chars)
 
 
 def test_texts_with_an_equal_beginning_have_one_key():
@@ -63,9 +160,8 @@ def test_texts_with_an_equal_beginning_have_one_key():
     assert key_of(prompt=["x", "y"]) == key_of(prompt="x")
 
 
-@pytest.mark.parametrize("fields", [{"cache_salt": "s"}, {"salt": "tenant"}])
-def test_a_salt_or_an_api_key_separates_equal_texts(fields):
-    assert key_of(prompt="a text", **fields) != key_of(prompt="a text")
+def test_a_salt_separates_equal_texts():
+    assert key_of(prompt="a text", cache_salt="s") != key_of(prompt="a text")
 
 
 def test_every_turn_of_a_conversation_has_one_key():
@@ -79,46 +175,8 @@ def test_every_turn_of_a_conversation_has_one_key():
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"model": "m"}', b'{"messages": [3, {"content": 4}]}', b"\xff"])
 def test_a_body_without_text_has_no_key_or_any(body):
-    prefix_key(body, "", 40)
-    assert body.startswith(b'{"messages"') or prefix_key(body, "", 40) is None
-
-
-# ---- forwarded requests ----------------------------------------------------------------------------------------------
-
-
-async def echo(scope, receive, send):
-    body = (await receive())["body"]
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    for i in range(3):
-        await send({"type": "http.response.body", "body": body + b"%d" % i, "more_body": i < 2})
-
-
-def test_a_forwarded_request_yields_the_messages_of_its_application():
-    async def run():
-        return [m async for m in run_app(echo, ForwardedRequest(None, {"type": "http"}, b"chunk"))]
-
-    start, *chunks = asyncio.run(run())
-    assert start["status"] == 200 and [c["body"] for c in chunks] == [b"chunk0", b"chunk1", b"chunk2"]
-
-
-def test_a_hang_up_cancels_the_application():
-    ended = []
-
-    async def endless(scope, receive, send):
-        try:
-            while True:
-                await send({"type": "http.response.body", "body": b"x", "more_body": True})
-                await asyncio.sleep(0)
-        finally:
-            ended.append(True)
-
-    async def run():
-        messages = run_app(endless, ForwardedRequest(None, {"type": "http"}, b""))
-        assert (await anext(messages))["body"] == b"x"
-        await messages.aclose()
-
-    asyncio.run(run())
-    assert ended
+    prefix_key(body, 40)
+    assert body.startswith(b'{"messages"') or prefix_key(body, 40) is None
 
 
 # ---- what replicas share ---------------------------------------------------------------------------------------------
@@ -243,6 +301,6 @@ def test_importing_the_package_imports_no_ray():
 @pytest.mark.slow
 def test_a_replica_imports_torch_only_when_it_is_built():
     """OpenMP reads the cores of a replica when torch is imported, and Ray imports this module before that."""
-    code = "import sys, retain.cluster.replica, retain.cluster.ingress; print('torch' in sys.modules)"
+    code = "import sys, retain.cluster.replica, retain.cluster.router; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -10,11 +10,11 @@ from typing import Any
 TOKENS_PER_CHAR = 0.25  # about, to cut prompts of token ids
 
 
-def prefix_key(body: bytes, salt: str, num_chars: int) -> str | None:
+def prefix_key(body: bytes, num_chars: int) -> str | None:
     """Return the key of the text in a request's body, or None where there is no text.
 
-    A conversation is known by its messages up to the first of its user, so all of its turns have one key. `salt` is
-    that of the API key: equal texts of two API keys, or of two values of `cache_salt`, share no pages and so no key.
+    A conversation is known by its messages up to the first of its user, so all of its turns have one key. Equal texts
+    of two values of `cache_salt` share no pages and so no key.
     """
     try:
         fields = json.loads(body)
@@ -23,7 +23,7 @@ def prefix_key(body: bytes, salt: str, num_chars: int) -> str | None:
     if not isinstance(fields, dict):
         return None
     text = "\0".join(_beginning(fields, num_chars))[:num_chars]
-    return hash_key(salt, str(fields.get("cache_salt") or ""), text) if text else None
+    return hash_key(str(fields.get("cache_salt") or ""), text) if text else None
 
 
 def hash_key(*parts: str) -> str:

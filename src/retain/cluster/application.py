@@ -1,4 +1,4 @@
-"""The Ray Serve application: the deployment of replicas, and of the ingress where there is one."""
+"""The Ray Serve application: the deployment of replicas, and the one of their router."""
 
 from __future__ import annotations
 
@@ -6,48 +6,34 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig
 
 from retain.cluster.config import ClusterSettings
-from retain.cluster.ingress import Ingress
-from retain.cluster.replica import ForwardedReplica, HttpReplica
-from retain.cluster.router import AffinityRouter
+from retain.cluster.replica import Replica
+from retain.cluster.router import Router
 
 HEALTH_CHECK_PERIOD_S = 5.0
 
 
 def build_application(settings: ClusterSettings) -> Application:
-    """Build the application.
-
-    With `session` Ray's HTTP proxy sends requests to a replica in one hop: their header is all that it sees. With
-    `prefix` an ingress reads the text first.
-    """
-    by_session = settings.cluster.affinity == "session"
+    """Build the application: the replicas, to which HAProxy sends requests, and the router that it asks where to."""
     replica = serve.deployment(
         name="replica",
         max_ongoing_requests=settings.max_ongoing_requests,
         ray_actor_options={"num_cpus": settings.cluster.cpus, "num_gpus": settings.cluster.gpus},
-        request_router_config=_router(settings),
         max_constructor_retry_count=1,  # a wrong option stays wrong
         **_replica_count(settings),
         **_lifetime(settings),
-    )(HttpReplica if by_session else ForwardedReplica).bind(settings)
-    if by_session:
-        return replica
-    return serve.deployment(
-        name="ingress",
+    )(Replica).bind(settings)
+    router = serve.deployment(
+        name="router",
         max_ongoing_requests=settings.max_ongoing_requests * settings.cluster.num_replicas_at_most,
         ray_actor_options={"num_cpus": 0},
+        max_constructor_retry_count=1,
         **_lifetime(settings),
-    )(Ingress).bind(settings, replica)
-
-
-def _router(settings: ClusterSettings) -> RequestRouterConfig:
-    options: dict[str, Any] = {  # Ray's annotations do not allow a class
-        "request_router_class": AffinityRouter,
-        "request_router_kwargs": {"spread": settings.affinity_spread},
-    }
-    return RequestRouterConfig(**options)
+    )(Router).bind(settings, replica)
+    # Ray's own name for this is private, but Ray's version is fixed in our requirements.
+    return replica._with_ingress_request_router(router)
 
 
 def _replica_count(settings: ClusterSettings) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from ray.serve.exceptions import RayServeException
 
 from retain.cluster.application import build_application
 from retain.cluster.config import ClusterSettings
-from retain.server import hosts
 
 log = logging.getLogger(__name__)
 APP_NAME = "retain"
@@ -37,7 +36,6 @@ def up(settings: ClusterSettings) -> None:
     Raises ValueError or OSError for options that cannot work here, and for a replica that does not start.
     """
     server = settings.server
-    hosts.check_exposure(server.host, bool(server.api_keys), server.insecure_no_api_key)
     settings = replace(settings, server=replace(server, port=_find_port(server.host, server.port)))
     with _ray(settings.cluster.address), ExitStack() as started:
         try:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from retain.cluster.config import ClusterSettings
 from retain.cluster.cores import available_cores, claim_index, share_of_cores
-from retain.cluster.forwarding import ForwardedRequest, run_app
 from retain.cluster.metrics import label_pages
 from retain.files import get_cache_dir
 from retain.threads import pin_to_cores
@@ -29,13 +27,14 @@ if TYPE_CHECKING:
 METRICS_TIMEOUT_S = 10.0
 
 
+@serve.ingress()
 class Replica:
     """Runs the application of `retain serve`. Ray asks for its health, and deletes it once it is idle."""
 
     def __init__(self, settings: ClusterSettings):
         _log_to_stderr()
         context = serve.get_replica_context()
-        self._id = context.replica_tag
+        self._id, self._name = context.replica_tag, context.replica_id.to_full_id_str()
         self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
         self._settings, self._stack = settings, AsyncExitStack()
         self._opened: OpenedService  # once the engine is loaded
@@ -46,8 +45,8 @@ class Replica:
         pin_to_cores(cores)
         sys.setswitchinterval(0.001)  # as in `retain serve`
 
-    async def open_app(self) -> ASGIApp:
-        """Load the engine and build its application, whose /metrics are those of all replicas.
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Load the engine and return its application, whose /metrics are those of all replicas.
 
         Raises ValueError or OSError as `retain serve` does.
         """
@@ -70,6 +69,10 @@ class Replica:
         if error := self._opened.service.engine_thread.fatal_error:
             raise RuntimeError(error)
 
+    async def get_load(self) -> tuple[str, int]:
+        """Return the name by which HAProxy knows this replica, and its requests in flight."""
+        return self._name, self._opened.service.admission.num_in_flight
+
     async def render_metrics(self) -> tuple[str, bytes]:
         """Return the name of this replica and its metrics in Prometheus' text format."""
         return self._id, await self._opened.service.engine_thread.call(self._opened.metrics.render)
@@ -80,28 +83,6 @@ class Replica:
             timeout_s=METRICS_TIMEOUT_S, return_exceptions=True
         )
         return label_pages(dict(page for page in pages if not isinstance(page, BaseException)))
-
-
-@serve.ingress()
-class HttpReplica(Replica):
-    """A replica that Ray's HTTP proxy sends requests to."""
-
-    async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the application that answers HTTP requests."""
-        return await self.open_app()
-
-
-class ForwardedReplica(Replica):
-    """A replica behind the ingress, which is the only one that speaks HTTP."""
-
-    async def __init__(self, settings: ClusterSettings):  # type: ignore[misc]  # Ray awaits it
-        super().__init__(settings)
-        self._app = await self.open_app()
-
-    async def forward(self, request: ForwardedRequest) -> AsyncIterator[Message]:
-        """Yield the ASGI messages of the response to a request that the ingress forwards."""
-        async for message in run_app(self._app, request):
-            yield message
 
 
 def _log_to_stderr() -> None:

@@ -1,61 +1,67 @@
-"""Routing by a session or a text: rendezvous hashing, and the least loaded replica where that one has too much.
-
-Ray pickles this module by value into every process that routes, so it imports nothing heavy.
-"""
+"""The router: HAProxy asks it for the replica of each request, and sends the request there itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+import os
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from retain.cluster.affinity import hash_key, prefix_key
+from retain.cluster.config import ClusterSettings
+from retain.cluster.environment import HAPROXY_ENV
+from retain.cluster.routing import ReplicaLoads, choose
+
+SESSION_HEADER = "x-session-id"
+TRUNCATED_HEADER = "x-body-truncated"  # HAProxy: the body is only the beginning of a request's
+ANSWER_TIMEOUT_S = 1.0
 
 
-def rank(key: str, replica_ids: Sequence[str]) -> list[str]:
-    """Return the replicas by rendezvous hashing, best first. One that goes moves only the keys that it was first of."""
-    return sorted(replica_ids, key=lambda replica_id: blake2b(f"{key}|{replica_id}".encode(), digest_size=8).digest())
+@serve.ingress()
+class Router:
+    """Chooses replicas by session, by text or by load. A session stays where it is while its replica runs."""
 
+    def __init__(self, settings: ClusterSettings, replicas: DeploymentHandle[Any]):
+        if os.environ.get(HAPROXY_ENV) != "1":
+            raise ValueError(f"Ray needs {HAPROXY_ENV}=1 in its environment, on every machine")
+        self._settings, self._replicas = settings, replicas
+        self._loads = ReplicaLoads(self._ask_for_loads)
 
-def order(key: str, num_ongoing: Mapping[str, int], spread: int) -> list[str]:
-    """Return the replicas in the order in which a key tries them.
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Return the application that answers HAProxy."""
+        return Starlette(routes=[Route("/internal/route", self.route, methods=["POST"])])
 
-    `num_ongoing`: requests in flight of each replica. Where the first one has more than `spread` requests more than the
-    least loaded, the least loaded come first.
-    """
-    ranked = rank(key, list(num_ongoing))
-    if num_ongoing[ranked[0]] - min(num_ongoing.values()) > spread:
-        ranked.sort(key=lambda replica_id: num_ongoing[replica_id])
-    return ranked
+    async def route(self, request: Request) -> JSONResponse:
+        """Return the name of a replica as `replica_id`, or 503 where none runs."""
+        num_ongoing = await self._loads.get()
+        if not num_ongoing:
+            return JSONResponse({"error": "no replica runs"}, 503)
+        if session := request.headers.get(SESSION_HEADER):
+            replica_id = choose(num_ongoing, session, spread=float("inf"))
+        else:
+            replica_id = choose(num_ongoing, await self._key_of_text(request), self._settings.affinity_spread)
+        self._loads.add(replica_id)
+        return JSONResponse({"replica_id": replica_id})
 
+    async def _key_of_text(self, request: Request) -> str | None:
+        if self._settings.cluster.affinity != "prefix":
+            return None
+        body, num_chars = await request.body(), self._settings.cluster.affinity_chars
+        if TRUNCATED_HEADER in request.headers:  # no JSON: what it begins with has to do
+            return hash_key(repr(body[:num_chars]))
+        return prefix_key(body, num_chars)
 
-class AffinityRouter(RequestRouter):
-    """Routes a request by its session (x-session-id), or by the attribute `affinity` of its first argument.
-
-    A session stays on its replica as long as that takes requests, a text only while it is not much busier than others.
-    Requests with neither go to the least loaded replica. Ray's FIFOMixin is left out: it would give the replica that
-    one request chose to the request that waits longest.
-    """
-
-    def initialize_state(self, *, spread: int = 0, **kwargs: Any) -> None:
-        """Set the number of requests that a text's replica may have more than the least loaded one."""
-        self._spread = spread
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """Return ranks of replicas, best first. Within a rank Ray takes the one with the shortest queue."""
-        if not candidate_replicas or not pending_request:
-            return [candidate_replicas] if candidate_replicas else []
-        pending_request.routing_context.should_backoff = True  # else Ray retries without a pause
-        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        if session := pending_request.metadata.session_id:
-            return [[by_id[replica_id]] for replica_id in rank(session, list(by_id))]
-        text = next((a.affinity for a in pending_request.args if hasattr(a, "affinity")), None)
-        if not text:
-            return [candidate_replicas]
-        num_ongoing = {
-            replica_id: self.replica_queue_len_cache.get(replica.replica_id) or 0
-            for replica_id, replica in by_id.items()
-        }
-        return [[by_id[replica_id]] for replica_id in order(text, num_ongoing, self._spread)]
+    async def _ask_for_loads(self) -> list[tuple[str, int]]:
+        try:
+            answers: list[Any] = await self._replicas.broadcast("get_load").results_async(
+                timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True
+            )
+        except DeploymentUnavailableError:
+            return []
+        return [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -1,0 +1,71 @@
+"""The order in which a request tries replicas, and how many requests each of them has."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import blake2b
+
+REFRESH_S = 0.1  # for each replica: the time between two questions for their loads
+FORGET_S = 2.0  # from the last answer of a replica to the time when it gets no requests
+WAIT_S = 0.25  # for answers where older ones are known
+FIRST_WAIT_S = 4.0  # for the first answers; HAProxy waits 5 seconds for a route
+
+
+def rank(key: str, replica_ids: Sequence[str]) -> list[str]:
+    """Return the replicas by rendezvous hashing, best first. One that goes moves only the keys that it was first of."""
+    return sorted(replica_ids, key=lambda replica_id: blake2b(f"{key}|{replica_id}".encode(), digest_size=8).digest())
+
+
+def choose(num_ongoing: Mapping[str, int], key: str | None, spread: float) -> str:
+    """Return the replica of a key, or the least loaded one without a key.
+
+    `num_ongoing`: requests in flight of each replica. A key leaves its replica where that has more than `spread`
+    requests more than the least loaded one.
+    """
+    least = min(num_ongoing.values())
+    if key:
+        first = rank(key, list(num_ongoing))[0]
+        if num_ongoing[first] - least <= spread:
+            return first
+    return random.choice([replica_id for replica_id, count in num_ongoing.items() if count == least])
+
+
+class ReplicaLoads:
+    """Requests in flight of each running replica: as it said last, and those that it was chosen for since."""
+
+    def __init__(self, ask: Callable[[], Awaitable[Sequence[tuple[str, int]]]]):
+        """`ask` returns the name and the number of requests of each replica that answers."""
+        self._ask = ask
+        self._counts: dict[str, int] = {}
+        self._seen: dict[str, float] = {}  # when each replica answered last
+        self._next = 0.0
+        self._question: asyncio.Task[None] | None = None
+
+    async def get(self) -> dict[str, int]:
+        """Return the requests in flight of each replica. Asks the replicas unless they were asked just now."""
+        if time.monotonic() >= self._next and not self._question:
+            self._question = asyncio.create_task(self._refresh())
+        if self._question:
+            await asyncio.wait([self._question], timeout=WAIT_S if self._running() else FIRST_WAIT_S)
+        return self._running()
+
+    def add(self, replica_id: str) -> None:
+        """Count a request that is sent to a replica."""
+        self._counts[replica_id] += 1
+
+    def _running(self) -> dict[str, int]:
+        horizon = time.monotonic() - FORGET_S
+        return {replica_id: count for replica_id, count in self._counts.items() if self._seen[replica_id] > horizon}
+
+    async def _refresh(self) -> None:
+        try:
+            answers = await self._ask()
+            now = time.monotonic()
+            self._counts = self._running() | dict(answers)
+            self._seen |= dict.fromkeys(dict(answers), now)
+            self._next = now + REFRESH_S * len(answers)
+        finally:
+            self._question = None
