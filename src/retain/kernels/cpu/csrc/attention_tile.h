@@ -101,18 +101,6 @@ INLINE void apply_bias_and_mask(const AttentionArgs& args, const QueryTile& tile
   }
 }
 
-// Prefetches the next pages into L2 during softmax, when the memory bus is idle.
-template <class Page>
-struct Prefetch {
-  const Page* const* page;
-  int lines;  // cache lines to fetch for each vector of scores; 0 if the tile has many rows
-
-  INLINE void issue(int j, int vector) const {
-    for (int i = 0; i < lines; ++i)
-      __builtin_prefetch(reinterpret_cast<const char*>(page[j]) + 64 * (vector * lines + i), 0, 2);
-  }
-};
-
 // The types of softmax weights and of queries, for pages of a type.
 template <class Page>
 struct PageTraits {
@@ -159,14 +147,14 @@ struct MassOutput {
 // Turns row r's scores into weights e^(score - maximum) of dtype T, in place: a weight is never longer than its score.
 // Writes the mass weights too, unless KIND is none. `sums` receives the sum of weights and the sum of mass weights.
 template <class T, ScoreKind KIND, class Page>
-INLINE void softmax_row(float* x, int r, int n, int S, float maximum, const Prefetch<Page>& prefetch,
+INLINE void softmax_row(float* x, int n, int S, float maximum, ReadAhead<Page>& ahead, int lines,
                         const MassOutput<T>* mass, float (&sums)[2]) {
   const F shift = splat(maximum == NEG_INF ? 0.0f : maximum);  // if no slot is visible, every weight is e^-inf = 0
   F total = {}, mass_total = {};
   T* weights = reinterpret_cast<T*>(x);
   for (int j = 0; j < n; ++j)
     for (int s = 0; s < S; s += WIDTH) {
-      prefetch.issue(j, (r * S + s) / WIDTH);
+      ahead.fetch(lines);
       const F d = load<WIDTH>(x + j * S + s) - shift, w = exp<T>(d);
       total += w;
       store_as(weights + j * S + s, w);
@@ -230,13 +218,14 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
     const int next = order.in_table(last + j < order.n ? last + j : order.n - 1);
     pages.next_keys[j] = static_cast<const Page*>(args.kv.key_page(table[next]));
   }
-  score_pages(pages, q, rows, x);
+  ReadAhead<Page> ahead(n, pages.values, pages.value_bytes, pages.next_keys, pages.key_bytes);
+  score_pages(pages, q, rows, x, ahead);
   for (int j = 0; j < n; ++j)
     if (args.slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], x + j * S);
   const int size = partial_size(D), vectors = rows * S / WIDTH;
-  // Products with quantized slots read ahead by themselves; many rows hide the memory latency.
-  const bool is_idle = rows <= MAX_PREFETCH_ROWS && !args.kv.is_quantized();
-  const Prefetch<Page> prefetch = {pages.next_keys, is_idle ? S * D * int(sizeof(Page)) / 64 / vectors : 0};
+  // To fetch for each vector of weights. What rounds the weights of integers fetches too.
+  const int64_t bytes = kv.is_quantized() ? pages.value_bytes : pages.value_bytes + pages.key_bytes;
+  const int lines = ahead.lines_beside_products(bytes, vectors);
   alignas(64) float noise[SCORE_STRIDE];
   ScoreTransform transform = {ScoreKind::none, 1};
   for (int r = 0, noise_token = -1; r < rows; ++r) {
@@ -257,7 +246,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
     switch (transform.kind) {
 #define CASE(kind)                                                                        \
   case ScoreKind::kind:                                                                   \
-    softmax_row<T, ScoreKind::kind>(row, r, n, S, maximum, prefetch, &mass_output, sums); \
+    softmax_row<T, ScoreKind::kind>(row, n, S, maximum, ahead, lines, &mass_output, sums); \
     break;
       CASE(none) CASE(unchanged) CASE(tempered) CASE(noised) CASE(tempered_noised)
 #undef CASE
@@ -267,7 +256,8 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
     mass->maxima[entry] = transform.kind == ScoreKind::none ? NEG_INF : maximum * transform.inv_temperature;
     mass->sums[entry] = sums[1];
   }
-  sum_values(pages, x, rows, partials);
+  sum_values(pages, x, rows, partials, ahead);
+  ahead.fetch_rest();
   return true;
 }
 

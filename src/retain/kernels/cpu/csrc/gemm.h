@@ -10,7 +10,7 @@
 
 #include <cstddef>
 
-#include "simd.h"
+#include "read_ahead.h"
 #ifdef RETAIN_TILES
 #include "tile_gemm.h"
 #endif
@@ -31,8 +31,8 @@ struct GemmArgs {
   int depth;
   float* c;
   ptrdiff_t ldc;
-  bool accumulate;           // into C
-  ptrdiff_t prefetch_bytes;  // from B to the page that is read next
+  bool accumulate;  // into C
+  ReadAhead<T>* ahead;
 };
 
 template <class T>
@@ -64,9 +64,7 @@ INLINE void register_block(const GemmArgs<T>& p) {
   if (p.accumulate) EACH(r, ROWS) EACH(v, VECTORS) sum[r][v] = load<W>(p.c + r * p.ldc + v * W);
   const T* b = p.b;
   auto load_row = [&] {
-    // Prefetch into L2: L1 allows too few outstanding misses to saturate memory bandwidth.
-    EACH(line, int(sizeof(T) * INTERLEAVE<T> * W * VECTORS + 63) / 64)
-    __builtin_prefetch(reinterpret_cast<const char*>(b) + p.prefetch_bytes + 64 * line, 0, 2);
+    p.ahead->template fetch_during_products<int(sizeof(T) * INTERLEAVE<T> * W * VECTORS + 63) / 64>();
     EACH(v, VECTORS) x[v] = load_interleaved<W>(b + INTERLEAVE<T> * v * W);
     b += p.ldb;
   };
@@ -110,7 +108,6 @@ INLINE void column_strip(GemmArgs<T> p, int rows) {
     register_block<T, W, VECTORS, ROWS>(p);
     p.a += ROWS * p.lda;
     p.c += ROWS * p.ldc;
-    p.prefetch_bytes = 0;  // the first block has prefetched the next page
   }
   remaining_rows<T, W, VECTORS, ROWS - 1>(p, rows);
 }

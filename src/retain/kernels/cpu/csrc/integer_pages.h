@@ -29,6 +29,12 @@ struct K8V4 {  // the type of a page of 8-bit keys and 4-bit values
 struct Nibbles {  // the type of a page of 4-bit keys and values
   uint8_t byte;
 };
+template <>
+inline constexpr int PRODUCTS_PERCENT<uint8_t> = 50;
+template <>
+inline constexpr int PRODUCTS_PERCENT<K8V4> = 50;
+template <>
+inline constexpr int PRODUCTS_PERCENT<Nibbles> = 75;
 
 // The scales that follow S slots of `width` bytes.
 INLINE const bf16* slot_scales(const void* page, int S, int width) {
@@ -75,12 +81,12 @@ struct Queries<uint8_t> {
 
 // Computes scores [rows, SCORE_STRIDE].
 template <class Page>
-INLINE void score_integer_pages(const VisiblePages<Page>& p, const Queries<uint8_t>& q, int rows, float* scores) {
+INLINE void score_integer_pages(const VisiblePages<Page>& p, const Queries<uint8_t>& q, int rows, float* scores,
+                                ReadAhead<Page>& ahead) {
   constexpr int VALUE_BITS = std::is_same_v<Page, K8V4> ? 4 : 8;
   for (int j = 0; j < p.n; ++j) {
     const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]);
     const bf16* scales = slot_scales(p.keys[j], p.S, p.D);
-    ReadAhead ahead(p.values[j], p.value_bytes);
     for_blocks<MOST_ROWS, MOST_VECTORS>(rows, p.S, [&](int first, auto num_rows, int s, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       I sums[ROWS][VECTORS] = {};
@@ -96,24 +102,25 @@ INLINE void score_integer_pages(const VisiblePages<Page>& p, const Queries<uint8
                        (__builtin_convertvector(sums[r][v], F) * factor[r] - offset[r]) * scale);
       }
     });
-    ahead.fetch_rest();
   }
 }
-INLINE void score_pages(const VisiblePages<uint8_t>& p, const Queries<uint8_t>& q, int rows, float* scores) {
-  score_integer_pages(p, q, rows, scores);
+INLINE void score_pages(const VisiblePages<uint8_t>& p, const Queries<uint8_t>& q, int rows, float* scores,
+                        ReadAhead<uint8_t>& ahead) {
+  score_integer_pages(p, q, rows, scores, ahead);
 }
-INLINE void score_pages(const VisiblePages<K8V4>& p, const Queries<uint8_t>& q, int rows, float* scores) {
-  score_integer_pages(p, q, rows, scores);
+INLINE void score_pages(const VisiblePages<K8V4>& p, const Queries<uint8_t>& q, int rows, float* scores,
+                        ReadAhead<K8V4>& ahead) {
+  score_integer_pages(p, q, rows, scores, ahead);
 }
 
 // Each group of dimensions has scales of its own. Byte i of a group holds numbers i and i + half, which go with numbers
 // i and i + half of the queries.
-INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& q, int rows, float* scores) {
+INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& q, int rows, float* scores,
+                        ReadAhead<Nibbles>& ahead) {
   const int group = slot_group(p.D), half = group / 2;
   for (int j = 0; j < p.n; ++j) {
     const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]);
     const bf16* scales = slot_scales(p.keys[j], p.S, p.D / 2);
-    ReadAhead ahead(p.values[j], p.value_bytes);
     for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.S, [&](int first, auto num_rows, int s, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       float* to = scores + first * SCORE_STRIDE + j * p.S + s;
@@ -133,7 +140,6 @@ INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& 
       }
       EACH(r, ROWS) EACH(v, VECTORS) store<WIDTH>(to + r * SCORE_STRIDE + v * WIDTH, totals[r][v]);
     });
-    ahead.fetch_rest();
   }
 }
 
@@ -153,7 +159,9 @@ struct IntegerWeights {
   // Rounds the weights times the scales of group `group`, of `num_groups`, of values of `width` bytes. The first group
   // finds the scales of weights for all groups: a horizontal maximum costs more than the largest of the groups.
   template <class Page>
-  INLINE void round(const VisiblePages<Page>& p, float* scores, int rows, int width, int group, int num_groups) {
+  INLINE void round(const VisiblePages<Page>& p, float* scores, int rows, int width, int group, int num_groups,
+                    ReadAhead<Page>& ahead) {
+    const int lines = ahead.lines_beside_products(p.key_bytes, rows * num_groups * p.S / WEIGHT_GROUP + 1);
     for (int r = 0; r < rows; ++r) {
       const bf16* weights = reinterpret_cast<const bf16*>(scores + r * SCORE_STRIDE);
       int8_t* to = integers + r * stride;
@@ -163,6 +171,7 @@ struct IntegerWeights {
         const bf16* slots = slot_scales(p.values[j], p.S, width);
         for (int left = p.S, n; left; left -= n, weights += n, slots += n, to += n, ++scale) {
           n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
+          ahead.fetch(lines);
           auto round_group = [&](auto num_vectors) {
             constexpr int VECTORS = decltype(num_vectors)::value;
             F x[VECTORS], tops = {};
@@ -190,11 +199,10 @@ INLINE void store_sums(float* to, F x, int left) {
 }
 
 // Computes sums of values, in rows of partial_size(D).
-INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, float* sums) {
+INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, float* sums,
+                       ReadAhead<uint8_t>& ahead) {
   IntegerWeights w(scores);
-  w.round(p, scores, rows, p.D, 0, 1);
-  ReadAhead ahead[MAX_BLOCK_PAGES];
-  for (int j = 0; j < p.n; ++j) ahead[j] = {p.next_keys[j], p.key_bytes};
+  w.round(p, scores, rows, p.D, 0, 1, ahead);
   for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.D, [&](int first, auto num_rows, int d, auto vectors) {
     constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
     const int8_t* weights = w.integers + first * w.stride;
@@ -206,7 +214,7 @@ INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, 
       for (int left = p.S, n; left; left -= n, weights += n, values += n * p.D, ++scale) {
         n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
         I products[ROWS][VECTORS] = {};
-        add_products<VECTORS * WIDTH / 16>(products, weights, w.stride, values, n, p.D, ahead[j]);
+        add_products<VECTORS * WIDTH / 16>(products, weights, w.stride, values, n, p.D, ahead);
         EACH(r, ROWS) EACH(v, VECTORS)
           totals[r][v] += __builtin_convertvector(products[r][v], F) * scale[r * SCORE_STRIDE];
       }
@@ -214,19 +222,17 @@ INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, 
     EACH(r, ROWS) EACH(v, VECTORS)
       store_sums(sums + (first + r) * partial_size(p.D) + d + v * WIDTH, totals[r][v], p.D - d - v * WIDTH);
   });
-  for (int j = 0; j < p.n; ++j) ahead[j].fetch_rest();
 }
 
 // Each group of dimensions has scales of its own, and so its own integer weights.
 template <class Page>
-INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int rows, float* sums) {
+INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int rows, float* sums,
+                              ReadAhead<Page>& ahead) {
   IntegerWeights w(scores);
   constexpr int KEY_BITS = std::is_same_v<Page, K8V4> ? 8 : 4;
   const int group = slot_group(p.D), half = group / 2;
-  ReadAhead ahead[MAX_BLOCK_PAGES];
-  for (int j = 0; j < p.n; ++j) ahead[j] = {p.next_keys[j], p.key_bytes};
   for (int g = 0; g * group < p.D; ++g) {
-    w.round(p, scores, rows, p.D / 2, g, p.D / group);
+    w.round(p, scores, rows, p.D / 2, g, p.D / group, ahead);
     for_blocks<MOST_ROWS, MOST_VECTORS / 2>(rows, half, [&](int first, auto num_rows, int c, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       const int8_t* weights = w.integers + first * w.stride;
@@ -239,7 +245,7 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
           n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
           I low[ROWS][VECTORS] = {}, high[ROWS][VECTORS] = {};
           add_nibble_products<VECTORS * WIDTH * KEY_BITS / 64>(low, high, weights, w.stride, 0, values, n, p.D / 2,
-                                                               ahead[j]);
+                                                               ahead);
           EACH(r, ROWS) EACH(v, VECTORS) {
             low_totals[r][v] += __builtin_convertvector(low[r][v], F) * scale[r * SCORE_STRIDE];
             high_totals[r][v] += __builtin_convertvector(high[r][v], F) * scale[r * SCORE_STRIDE];
@@ -253,15 +259,16 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
       }
     });
   }
-  for (int j = 0; j < p.n; ++j) ahead[j].fetch_rest();
 }
 #undef EACH
 
-INLINE void sum_values(const VisiblePages<K8V4>& p, float* scores, int rows, float* sums) {
-  sum_nibble_values(p, scores, rows, sums);
+INLINE void sum_values(const VisiblePages<K8V4>& p, float* scores, int rows, float* sums,
+                       ReadAhead<K8V4>& ahead) {
+  sum_nibble_values(p, scores, rows, sums, ahead);
 }
-INLINE void sum_values(const VisiblePages<Nibbles>& p, float* scores, int rows, float* sums) {
-  sum_nibble_values(p, scores, rows, sums);
+INLINE void sum_values(const VisiblePages<Nibbles>& p, float* scores, int rows, float* sums,
+                       ReadAhead<Nibbles>& ahead) {
+  sum_nibble_values(p, scores, rows, sums, ahead);
 }
 
 // Rounds the queries of a tile, scaled and rotated, into `memory`.

@@ -1,7 +1,7 @@
 // Products of rows of integers with stored bytes, by register blocks, and the rounding that makes such rows.
 #pragma once
 
-#include "simd.h"
+#include "read_ahead.h"
 
 namespace retain::RETAIN_ISA {
 
@@ -63,29 +63,13 @@ INLINE void for_blocks(int rows, int columns, const Block& block) {
 
 #define EACH(i, n) _Pragma("GCC unroll 8") for (int i = 0; i < n; ++i)
 
-// What is fetched into the L2 cache while products are computed.
-struct ReadAhead {
-  const char *at, *end;
-
-  ReadAhead() = default;
-  INLINE ReadAhead(const void* page, int64_t bytes) : at(static_cast<const char*>(page)), end(at + bytes) {}
-  template <int LINES>
-  INLINE void fetch() {
-    if (at < end) EACH(i, LINES) __builtin_prefetch(at + 64 * i, 0, 2);
-    at += 64 * LINES;
-  }
-  INLINE void fetch_rest() {
-    for (; at < end + 63; at += 64) __builtin_prefetch(at, 0, 2);
-  }
-};
-
 // Adds products of ROWS rows of `a` [depth] and VECTORS vectors of columns of bytes B [depth, stride]. Quads of rows of
-// B are interleaved. Fetches LINES cache lines for each quad.
-template <int LINES, int ROWS, int VECTORS>
+// B are interleaved. Products with a quad take the time in which LINES cache lines could be fetched.
+template <int LINES, int ROWS, int VECTORS, class Page>
 INLINE void add_products(I (&sums)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_stride, const uint8_t* b, int depth,
-                         int stride, ReadAhead& ahead) {
+                         int stride, ReadAhead<Page>& ahead) {
   for (int i = 0; i < depth; i += 4, b += 4 * stride) {
-    ahead.fetch<LINES>();
+    ahead.template fetch_during_products<LINES>();
     EACH(v, VECTORS) {
       const Bytes x = load_bytes(b + 4 * WIDTH * v);
       EACH(r, ROWS) sums[r][v] = dot(sums[r][v], x, reinterpret_cast<const char*>(a + r * a_stride + i));
@@ -94,11 +78,11 @@ INLINE void add_products(I (&sums)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_
 }
 
 // The same with bytes of two numbers. The high ones are multiplied with what lies `second` bytes behind `a`.
-template <int LINES, int ROWS, int VECTORS>
+template <int LINES, int ROWS, int VECTORS, class Page>
 INLINE void add_nibble_products(I (&low)[ROWS][VECTORS], I (&high)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_stride,
-                                int second, const uint8_t* b, int depth, int stride, ReadAhead& ahead) {
+                                int second, const uint8_t* b, int depth, int stride, ReadAhead<Page>& ahead) {
   for (int i = 0; i < depth; i += 4, b += 4 * stride) {
-    ahead.fetch<LINES>();
+    ahead.template fetch_during_products<LINES>();
     EACH(v, VECTORS) {
       const Bytes x = load_bytes(b + 4 * WIDTH * v), x_low = low_nibbles(x), x_high = high_nibbles(x);
       const char* at = reinterpret_cast<const char*>(a + i);

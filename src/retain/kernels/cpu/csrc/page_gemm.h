@@ -7,7 +7,7 @@
 namespace retain::RETAIN_ISA {
 
 constexpr int MAX_BLOCK_PAGES = ACC_BLOCK / 16;  // a page has at least 16 slots
-constexpr int MAX_PREFETCH_ROWS = 12;            // more rows hide the memory latency by themselves
+constexpr int MAX_PREFETCH_ROWS = 12;            // more rows of tiles hide the memory latency by themselves
 
 // The n pages of a block that have a visible slot, and for each a page of keys that is read later.
 template <class T>
@@ -19,15 +19,13 @@ struct VisiblePages {
   const T* next_keys[MAX_BLOCK_PAGES];
 };
 
-INLINE ptrdiff_t distance(const void* from, const void* to) { return intptr_t(to) - intptr_t(from); }
-
 #ifdef RETAIN_TILES
 
 // Rows of attention are at most one strip (`max_tile_rows` in isa.cpp).
-INLINE bool score_by_tiles(const VisiblePages<bf16>& p, const bf16* q, int rows, float* scores) {
+INLINE bool score_by_tiles(const VisiblePages<bf16>& p, const bf16* q, int rows, float* scores,
+                           ReadAhead<bf16>& ahead) {
   if (rows < MIN_TILE_PRODUCT || p.D % TILE_DEPTH) return false;
-  for (int j = 0; j < p.n && rows <= MAX_PREFETCH_ROWS; ++j)
-    for (int i = 0; i < p.S * p.D; i += 32) __builtin_prefetch(p.values[j] + i, 0, 2);
+  for (int j = 0; j < p.n && rows <= MAX_PREFETCH_ROWS; ++j) ahead.fetch(int(p.value_bytes / 64));
   Tiles tiles;
   const TileStrip strip(rows);
   configure_bfloat16(tiles, strip);
@@ -49,7 +47,7 @@ INLINE bool sum_by_tiles(const VisiblePages<bf16>& p, const bf16* weights, ptrdi
   return true;
 }
 
-INLINE bool score_by_tiles(const VisiblePages<float>&, const float*, int, float*) { return false; }
+INLINE bool score_by_tiles(const VisiblePages<float>&, const float*, int, float*, ReadAhead<float>&) { return false; }
 INLINE bool sum_by_tiles(const VisiblePages<float>&, const float*, ptrdiff_t, int, float*) { return false; }
 
 #endif
@@ -62,28 +60,26 @@ struct Queries {
 
 // Computes scores [rows, SCORE_STRIDE].
 template <class T>
-INLINE void score_pages(const VisiblePages<T>& p, const Queries<T>& queries, int rows, float* scores) {
+INLINE void score_pages(const VisiblePages<T>& p, const Queries<T>& queries, int rows, float* scores,
+                        ReadAhead<T>& ahead) {
   const T* q = queries.rows;
 #ifdef RETAIN_TILES
-  if (score_by_tiles(p, q, rows, scores)) return;
+  if (score_by_tiles(p, q, rows, scores, ahead)) return;
 #endif
   for (int j = 0; j < p.n; ++j)
-    gemm<T>({q, p.D, p.keys[j], INTERLEAVE<T> * p.S, p.D, scores + j * p.S, SCORE_STRIDE, false,
-             distance(p.keys[j], p.values[j])},
-            rows, p.S);
+    gemm<T>({q, p.D, p.keys[j], INTERLEAVE<T> * p.S, p.D, scores + j * p.S, SCORE_STRIDE, false, &ahead}, rows, p.S);
 }
 
 // Computes sums of values, in rows of partial_size(D). Each row of scores begins with its weights, of type T.
 template <class T>
-INLINE void sum_values(const VisiblePages<T>& p, const float* scores, int rows, float* sums) {
+INLINE void sum_values(const VisiblePages<T>& p, const float* scores, int rows, float* sums, ReadAhead<T>& ahead) {
   constexpr ptrdiff_t stride = SCORE_STRIDE * sizeof(float) / sizeof(T);
   const T* weights = reinterpret_cast<const T*>(scores);
 #ifdef RETAIN_TILES
   if (sum_by_tiles(p, weights, stride, rows, sums)) return;
 #endif
   for (int j = 0; j < p.n; ++j)
-    gemm<T>({weights + j * p.S, stride, p.values[j], INTERLEAVE<T> * p.D, p.S, sums, partial_size(p.D), j > 0,
-             distance(p.values[j], p.next_keys[j])},
+    gemm<T>({weights + j * p.S, stride, p.values[j], INTERLEAVE<T> * p.D, p.S, sums, partial_size(p.D), j > 0, &ahead},
             rows, p.D);
 }
 
