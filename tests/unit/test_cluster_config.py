@@ -62,12 +62,14 @@ class Replicas:
     """Answers of replicas about their requests, and how often they were asked."""
 
     def __init__(self, **counts: int):
-        self.counts, self.num_questions, self.may_answer = counts, 0, asyncio.Event()
+        self.counts, self.num_questions, self.is_busy, self.may_answer = counts, 0, False, asyncio.Event()
         self.may_answer.set()
 
     async def ask(self) -> list[tuple[str, int]]:
         self.num_questions += 1
         await self.may_answer.wait()
+        if self.is_busy:
+            raise TimeoutError
         return list(self.counts.items())
 
 
@@ -85,17 +87,19 @@ def test_requests_at_once_ask_once_and_count_each_other():
     asyncio.run(run())
 
 
-def test_a_replica_that_does_not_answer_is_forgotten_later(monkeypatch):
-    monkeypatch.setattr(routing, "FORGET_S", 0.3)
-
+def test_a_replica_that_ended_is_forgotten_and_a_busy_one_is_not():
     async def run():
         replicas = Replicas(a=3, b=1)
         loads = ReplicaLoads(replicas.ask)
         await loads.get()
-        del replicas.counts["b"]
-        await asyncio.sleep(0.1)
+        replicas.is_busy = True
+        await asyncio.sleep(routing.REFRESH_S * 3)
         assert await loads.get() == {"a": 3, "b": 1}
-        await asyncio.sleep(0.3)
+        replicas.is_busy = False
+        del replicas.counts["b"]
+        await asyncio.sleep(routing.REFRESH_S * 3)
+        assert await loads.get() == {"a": 3}
+        loads.add("b")  # of a request that was routed meanwhile
         assert await loads.get() == {"a": 3}
 
     asyncio.run(run())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 LONGEST_STREAM_S = 3600  # of a response that began before the number of replicas changed
 DRAINING_S = 4  # of a replica that ends: until nothing sends requests there any more
+ROUTE_TIMEOUT_S = 30  # to wait for the router, which waits for replicas that start
 MAX_ROUTED_BYTES = 2**20  # of a body: what the router sees of it
 
 # Ray lets HAProxy show its statistics on every interface, and asks the router about each POST and nothing else.
@@ -56,6 +57,7 @@ def configure_haproxy(folder: Path, forward_body: bool) -> None:
         "STATS_PORT": stats_port,
         "NBTHREAD": min(os.cpu_count() or 1, 4),
         "HARD_STOP_AFTER_S": LONGEST_STREAM_S,
+        "INGRESS_REQUEST_ROUTER_TIMEOUT_S": ROUTE_TIMEOUT_S,
         "INGRESS_REQUEST_ROUTER_BUFSIZE": MAX_ROUTED_BYTES,
         "METRICS_ENABLED": 0,  # those of `retain serve` say the same, at no cost a request
     }

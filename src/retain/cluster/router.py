@@ -20,7 +20,7 @@ from retain.cluster.routing import ReplicaLoads, choose
 
 SESSION_HEADER = "x-session-id"
 TRUNCATED_HEADER = "x-body-truncated"  # HAProxy: the body is only the beginning of a request's
-ANSWER_TIMEOUT_S = 1.0
+ANSWER_TIMEOUT_S = 10.0
 
 
 @serve.ingress()

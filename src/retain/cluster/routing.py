@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 
 REFRESH_S = 0.1  # for each replica: the time between two questions for their loads
-FORGET_S = 2.0  # from the last answer of a replica to the time when it gets no requests
 WAIT_S = 0.25  # for answers where older ones are known
-FIRST_WAIT_S = 4.0  # for the first answers; HAProxy waits 5 seconds for a route
+FIRST_WAIT_S = 20.0  # for the first answers
 
 
 def rank(key: str, replica_ids: Sequence[str]) -> list[str]:
@@ -37,11 +36,10 @@ class ReplicaLoads:
     """Requests in flight of each running replica: as it said last, and those that it was chosen for since."""
 
     def __init__(self, ask: Callable[[], Awaitable[Sequence[tuple[str, int]]]]):
-        """`ask` returns the name and the number of requests of each replica that answers."""
+        """`ask` returns the name and the number of requests of each replica, or raises TimeoutError if one is busy."""
         self._ask = ask
         self._counts: dict[str, int] = {}
-        self._seen: dict[str, float] = {}  # when each replica answered last
-        self._next = 0.0
+        self._next = 0.0  # when to ask again
         self._question: asyncio.Task[None] | None = None
 
     async def get(self) -> dict[str, int]:
@@ -49,23 +47,19 @@ class ReplicaLoads:
         if time.monotonic() >= self._next and not self._question:
             self._question = asyncio.create_task(self._refresh())
         if self._question:
-            await asyncio.wait([self._question], timeout=WAIT_S if self._running() else FIRST_WAIT_S)
-        return self._running()
+            await asyncio.wait([self._question], timeout=WAIT_S if self._counts else FIRST_WAIT_S)
+        return dict(self._counts)
 
     def add(self, replica_id: str) -> None:
         """Count a request that is sent to a replica."""
-        self._counts[replica_id] += 1
-
-    def _running(self) -> dict[str, int]:
-        horizon = time.monotonic() - FORGET_S
-        return {replica_id: count for replica_id, count in self._counts.items() if self._seen[replica_id] > horizon}
+        if replica_id in self._counts:
+            self._counts[replica_id] += 1
 
     async def _refresh(self) -> None:
         try:
-            answers = await self._ask()
-            now = time.monotonic()
-            self._counts = self._running() | dict(answers)
-            self._seen |= dict.fromkeys(dict(answers), now)
-            self._next = now + REFRESH_S * len(answers)
+            self._counts = dict(await self._ask())
+        except TimeoutError:
+            pass  # what is known stays: a replica that is busy still runs
         finally:
+            self._next = time.monotonic() + REFRESH_S * len(self._counts)
             self._question = None
