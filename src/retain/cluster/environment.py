@@ -9,10 +9,9 @@ HAPROXY_ENV = "RAY_SERVE_ENABLE_HA_PROXY"
 
 
 def set_environment(address: str | None) -> None:
-    """Switch HAProxy on and telemetry off. Where Ray is started here (no address), let only this machine and who has
-    its token in.
+    """Switch HAProxy on and telemetry off. Where Ray is started here (no address), close it to other machines.
 
-    Call it before Ray is imported. The processes that Ray starts inherit it.
+    It asks for a token then. Call it before Ray is imported. The processes that Ray starts inherit it.
     """
     os.environ[HAPROXY_ENV] = "1"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
