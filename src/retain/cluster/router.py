@@ -46,7 +46,6 @@ class Router:
             replica_id = choose(num_ongoing, session, spread=float("inf"))
         else:
             replica_id = choose(num_ongoing, await self._key_of_text(request), self._settings.affinity_spread)
-        self._loads.add(replica_id)
         return JSONResponse({"replica_id": replica_id})
 
     async def _key_of_text(self, request: Request) -> str | None:

@@ -33,7 +33,10 @@ def choose(num_ongoing: Mapping[str, int], key: str | None, spread: float) -> st
 
 
 class ReplicaLoads:
-    """Requests in flight of each running replica: as it said last, and those that it was chosen for since."""
+    """Requests in flight of each running replica, as it said last.
+
+    Requests sent since then are not counted: most of them may have ended, and texts would leave their replica.
+    """
 
     def __init__(self, ask: Callable[[], Awaitable[Sequence[tuple[str, int]]]]):
         """`ask` returns the name and the number of requests of each replica, or raises TimeoutError if one is busy."""
@@ -49,11 +52,6 @@ class ReplicaLoads:
         if self._question:
             await asyncio.wait([self._question], timeout=WAIT_S if self._counts else FIRST_WAIT_S)
         return dict(self._counts)
-
-    def add(self, replica_id: str) -> None:
-        """Count a request that is sent to a replica."""
-        if replica_id in self._counts:
-            self._counts[replica_id] += 1
 
     async def _refresh(self) -> None:
         try:
