@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,10 +27,11 @@ def cluster(args: Namespace) -> int:
     for package in ("ray", "fastapi"):
         if find_spec(package) is None:
             raise ValueError(f"replicas need the package {package}: pip install 'retain[serve,ray]'")
-    # Ray adds 70 characters to the paths of HAProxy's sockets, which the system limits to 97.
-    with TemporaryDirectory(prefix="haproxy-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with ExitStack() as stack:
         if settings.cluster.address is None:
-            configure_haproxy(Path(folder), forward_body=settings.cluster.affinity == "prefix")
+            # Ray adds 70 characters to the paths of HAProxy's sockets, which the system limits to 97.
+            folder = TemporaryDirectory(prefix="haproxy-", dir="/tmp", ignore_cleanup_errors=True)
+            configure_haproxy(Path(stack.enter_context(folder)), forward_body=settings.cluster.affinity == "prefix")
         from retain.cluster import launch  # imports Ray, which reads the environment
 
         launch.up(settings)

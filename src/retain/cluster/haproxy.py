@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+SESSION_HEADER = "x-session-id"
 LONGEST_STREAM_S = 3600  # of a response that began before the number of replicas changed
 DRAINING_S = 4  # of a replica that ends: until nothing sends requests there any more
 ROUTE_TIMEOUT_S = 30  # to wait for the router, which waits for replicas that start
@@ -30,7 +31,8 @@ done
 # It ends with the process that started it, however that ends.
 exec $(command -v setpriv >/dev/null && echo setpriv --pdeathsig TERM) "BINARY" "$@"
 """
-WITH_SESSION = r"{ req.hdr(x-session-id) -m found } \2"  # the others go to the replica with the fewest connections
+# Others go to the replica with the fewest connections.
+WITH_SESSION = rf"{{ req.hdr({SESSION_HEADER}) -m found }} \2"
 WITH_SESSION_OR_TEXT = WITH_SESSION + r" or METH_POST \2"
 
 

@@ -16,9 +16,9 @@ from starlette.routing import Route
 from retain.cluster.affinity import hash_key, prefix_key
 from retain.cluster.config import ClusterSettings
 from retain.cluster.environment import HAPROXY_ENV
+from retain.cluster.haproxy import SESSION_HEADER
 from retain.cluster.routing import ReplicaLoads, choose
 
-SESSION_HEADER = "x-session-id"
 TRUNCATED_HEADER = "x-body-truncated"  # HAProxy: the body is only the beginning of a request's
 ANSWER_TIMEOUT_S = 10.0
 

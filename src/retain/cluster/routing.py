@@ -1,4 +1,4 @@
-"""The order in which a request tries replicas, and how many requests each of them has."""
+"""Which replica a request goes to: rendezvous hashing of its key, and the requests in flight of each replica."""
 
 from __future__ import annotations
 
