@@ -147,14 +147,14 @@ struct MassOutput {
 // Turns row r's scores into weights e^(score - maximum) of dtype T, in place: a weight is never longer than its score.
 // Writes the mass weights too, unless KIND is none. `sums` receives the sum of weights and the sum of mass weights.
 template <class T, ScoreKind KIND, class Page>
-INLINE void softmax_row(float* x, int n, int S, float maximum, ReadAhead<Page>& ahead, int lines,
+INLINE void softmax_row(float* x, int n, int S, float maximum, Prefetcher<Page>& prefetcher, int lines,
                         const MassOutput<T>* mass, float (&sums)[2]) {
   const F shift = splat(maximum == NEG_INF ? 0.0f : maximum);  // if no slot is visible, every weight is e^-inf = 0
   F total = {}, mass_total = {};
   T* weights = reinterpret_cast<T*>(x);
   for (int j = 0; j < n; ++j)
     for (int s = 0; s < S; s += WIDTH) {
-      ahead.fetch(lines);
+      prefetcher.prefetch(lines);
       const F d = load<WIDTH>(x + j * S + s) - shift, w = exp<T>(d);
       total += w;
       store_as(weights + j * S + s, w);
@@ -218,14 +218,14 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
     const int next = order.in_table(last + j < order.n ? last + j : order.n - 1);
     pages.next_keys[j] = static_cast<const Page*>(args.kv.key_page(table[next]));
   }
-  ReadAhead<Page> ahead(n, pages.values, pages.value_bytes, pages.next_keys, pages.key_bytes);
-  score_pages(pages, q, rows, x, ahead);
+  Prefetcher<Page> prefetcher(n, pages.values, pages.value_bytes, pages.next_keys, pages.key_bytes);
+  score_pages(pages, q, rows, x, prefetcher);
   for (int j = 0; j < n; ++j)
     if (args.slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], x + j * S);
   const int size = partial_size(D), vectors = rows * S / WIDTH;
-  // To fetch for each vector of weights. What rounds the weights of integers fetches too.
+  // To prefetch for each vector of weights. Rounding the weights of quantized slots prefetches too.
   const int64_t bytes = kv.is_quantized() ? pages.value_bytes : pages.value_bytes + pages.key_bytes;
-  const int lines = ahead.lines_beside_products(bytes, vectors);
+  const int lines = prefetcher.lines_per_step(bytes, vectors);
   alignas(64) float noise[SCORE_STRIDE];
   ScoreTransform transform = {ScoreKind::none, 1};
   for (int r = 0, noise_token = -1; r < rows; ++r) {
@@ -244,9 +244,9 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
                                        mass ? reinterpret_cast<T*>(mass->weights) + r * mass->num_slots : nullptr};
     float sums[2];
     switch (transform.kind) {
-#define CASE(kind)                                                                        \
-  case ScoreKind::kind:                                                                   \
-    softmax_row<T, ScoreKind::kind>(row, n, S, maximum, ahead, lines, &mass_output, sums); \
+#define CASE(kind)                                                                              \
+  case ScoreKind::kind:                                                                         \
+    softmax_row<T, ScoreKind::kind>(row, n, S, maximum, prefetcher, lines, &mass_output, sums); \
     break;
       CASE(none) CASE(unchanged) CASE(tempered) CASE(noised) CASE(tempered_noised)
 #undef CASE
@@ -256,8 +256,8 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
     mass->maxima[entry] = transform.kind == ScoreKind::none ? NEG_INF : maximum * transform.inv_temperature;
     mass->sums[entry] = sums[1];
   }
-  sum_values(pages, x, rows, partials, ahead);
-  ahead.fetch_rest();
+  sum_values(pages, x, rows, partials, prefetcher);
+  prefetcher.prefetch_rest();
   return true;
 }
 

@@ -10,7 +10,7 @@
 
 #include <cstddef>
 
-#include "read_ahead.h"
+#include "prefetch.h"
 #ifdef RETAIN_TILES
 #include "tile_gemm.h"
 #endif
@@ -32,7 +32,7 @@ struct GemmArgs {
   float* c;
   ptrdiff_t ldc;
   bool accumulate;  // into C
-  ReadAhead<T>* ahead;
+  Prefetcher<T>* prefetcher;
 };
 
 template <class T>
@@ -64,7 +64,7 @@ INLINE void register_block(const GemmArgs<T>& p) {
   if (p.accumulate) EACH(r, ROWS) EACH(v, VECTORS) sum[r][v] = load<W>(p.c + r * p.ldc + v * W);
   const T* b = p.b;
   auto load_row = [&] {
-    p.ahead->template fetch_during_products<int(sizeof(T) * INTERLEAVE<T> * W * VECTORS + 63) / 64>();
+    p.prefetcher->template prefetch_during_products<int(sizeof(T) * INTERLEAVE<T> * W * VECTORS + 63) / 64>();
     EACH(v, VECTORS) x[v] = load_interleaved<W>(b + INTERLEAVE<T> * v * W);
     b += p.ldb;
   };

@@ -82,7 +82,7 @@ struct Queries<uint8_t> {
 // Computes scores [rows, SCORE_STRIDE].
 template <class Page>
 INLINE void score_integer_pages(const VisiblePages<Page>& p, const Queries<uint8_t>& q, int rows, float* scores,
-                                ReadAhead<Page>& ahead) {
+                                Prefetcher<Page>& prefetcher) {
   constexpr int VALUE_BITS = std::is_same_v<Page, K8V4> ? 4 : 8;
   for (int j = 0; j < p.n; ++j) {
     const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]);
@@ -91,7 +91,8 @@ INLINE void score_integer_pages(const VisiblePages<Page>& p, const Queries<uint8
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       I sums[ROWS][VECTORS] = {};
       const int8_t* queries = q.rows.data + first * q.rows.stride;
-      add_products<VECTORS * WIDTH * VALUE_BITS / 128>(sums, queries, q.rows.stride, keys + 4 * s, p.D, p.S, ahead);
+      add_products<VECTORS * WIDTH * VALUE_BITS / 128>(sums, queries, q.rows.stride, keys + 4 * s, p.D, p.S,
+                                                        prefetcher);
       float* to = scores + first * SCORE_STRIDE + j * p.S + s;
       F factor[ROWS], offset[ROWS];
       EACH(r, ROWS) factor[r] = splat(q.scale[first + r]), offset[r] = splat(q.offset[first + r][0]);
@@ -105,18 +106,18 @@ INLINE void score_integer_pages(const VisiblePages<Page>& p, const Queries<uint8
   }
 }
 INLINE void score_pages(const VisiblePages<uint8_t>& p, const Queries<uint8_t>& q, int rows, float* scores,
-                        ReadAhead<uint8_t>& ahead) {
-  score_integer_pages(p, q, rows, scores, ahead);
+                        Prefetcher<uint8_t>& prefetcher) {
+  score_integer_pages(p, q, rows, scores, prefetcher);
 }
 INLINE void score_pages(const VisiblePages<K8V4>& p, const Queries<uint8_t>& q, int rows, float* scores,
-                        ReadAhead<K8V4>& ahead) {
-  score_integer_pages(p, q, rows, scores, ahead);
+                        Prefetcher<K8V4>& prefetcher) {
+  score_integer_pages(p, q, rows, scores, prefetcher);
 }
 
 // Each group of dimensions has scales of its own. Byte i of a group holds numbers i and i + half, which go with numbers
 // i and i + half of the queries.
 INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& q, int rows, float* scores,
-                        ReadAhead<Nibbles>& ahead) {
+                        Prefetcher<Nibbles>& prefetcher) {
   const int group = slot_group(p.D), half = group / 2;
   for (int j = 0; j < p.n; ++j) {
     const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]);
@@ -129,7 +130,7 @@ INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& 
         I sums[ROWS][VECTORS] = {};
         const int8_t* queries = q.rows.data + first * q.rows.stride + g * group;
         add_nibble_products<VECTORS * WIDTH / 16>(sums, sums, queries, q.rows.stride, half,
-                            keys + g * half * p.S + 4 * s, half, p.S, ahead);
+                                                  keys + g * half * p.S + 4 * s, half, p.S, prefetcher);
         EACH(v, VECTORS) {
           const F scale = load<WIDTH>(scales + g * p.S + s + v * WIDTH);
           EACH(r, ROWS) {
@@ -160,8 +161,8 @@ struct IntegerWeights {
   // finds the scales of weights for all groups: a horizontal maximum costs more than the largest of the groups.
   template <class Page>
   INLINE void round(const VisiblePages<Page>& p, float* scores, int rows, int width, int group, int num_groups,
-                    ReadAhead<Page>& ahead) {
-    const int lines = ahead.lines_beside_products(p.key_bytes, rows * num_groups * p.S / WEIGHT_GROUP + 1);
+                    Prefetcher<Page>& prefetcher) {
+    const int lines = prefetcher.lines_per_step(p.key_bytes, rows * num_groups * p.S / WEIGHT_GROUP + 1);
     for (int r = 0; r < rows; ++r) {
       const bf16* weights = reinterpret_cast<const bf16*>(scores + r * SCORE_STRIDE);
       int8_t* to = integers + r * stride;
@@ -171,7 +172,7 @@ struct IntegerWeights {
         const bf16* slots = slot_scales(p.values[j], p.S, width);
         for (int left = p.S, n; left; left -= n, weights += n, slots += n, to += n, ++scale) {
           n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
-          ahead.fetch(lines);
+          prefetcher.prefetch(lines);
           auto round_group = [&](auto num_vectors) {
             constexpr int VECTORS = decltype(num_vectors)::value;
             F x[VECTORS], tops = {};
@@ -200,9 +201,9 @@ INLINE void store_sums(float* to, F x, int left) {
 
 // Computes sums of values, in rows of partial_size(D).
 INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, float* sums,
-                       ReadAhead<uint8_t>& ahead) {
+                       Prefetcher<uint8_t>& prefetcher) {
   IntegerWeights w(scores);
-  w.round(p, scores, rows, p.D, 0, 1, ahead);
+  w.round(p, scores, rows, p.D, 0, 1, prefetcher);
   for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.D, [&](int first, auto num_rows, int d, auto vectors) {
     constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
     const int8_t* weights = w.integers + first * w.stride;
@@ -214,7 +215,7 @@ INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, 
       for (int left = p.S, n; left; left -= n, weights += n, values += n * p.D, ++scale) {
         n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
         I products[ROWS][VECTORS] = {};
-        add_products<VECTORS * WIDTH / 16>(products, weights, w.stride, values, n, p.D, ahead);
+        add_products<VECTORS * WIDTH / 16>(products, weights, w.stride, values, n, p.D, prefetcher);
         EACH(r, ROWS) EACH(v, VECTORS)
           totals[r][v] += __builtin_convertvector(products[r][v], F) * scale[r * SCORE_STRIDE];
       }
@@ -227,12 +228,12 @@ INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, 
 // Each group of dimensions has scales of its own, and so its own integer weights.
 template <class Page>
 INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int rows, float* sums,
-                              ReadAhead<Page>& ahead) {
+                              Prefetcher<Page>& prefetcher) {
   IntegerWeights w(scores);
   constexpr int KEY_BITS = std::is_same_v<Page, K8V4> ? 8 : 4;
   const int group = slot_group(p.D), half = group / 2;
   for (int g = 0; g * group < p.D; ++g) {
-    w.round(p, scores, rows, p.D / 2, g, p.D / group, ahead);
+    w.round(p, scores, rows, p.D / 2, g, p.D / group, prefetcher);
     for_blocks<MOST_ROWS, MOST_VECTORS / 2>(rows, half, [&](int first, auto num_rows, int c, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       const int8_t* weights = w.integers + first * w.stride;
@@ -245,7 +246,7 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
           n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
           I low[ROWS][VECTORS] = {}, high[ROWS][VECTORS] = {};
           add_nibble_products<VECTORS * WIDTH * KEY_BITS / 64>(low, high, weights, w.stride, 0, values, n, p.D / 2,
-                                                               ahead);
+                                                               prefetcher);
           EACH(r, ROWS) EACH(v, VECTORS) {
             low_totals[r][v] += __builtin_convertvector(low[r][v], F) * scale[r * SCORE_STRIDE];
             high_totals[r][v] += __builtin_convertvector(high[r][v], F) * scale[r * SCORE_STRIDE];
@@ -263,12 +264,12 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
 #undef EACH
 
 INLINE void sum_values(const VisiblePages<K8V4>& p, float* scores, int rows, float* sums,
-                       ReadAhead<K8V4>& ahead) {
-  sum_nibble_values(p, scores, rows, sums, ahead);
+                       Prefetcher<K8V4>& prefetcher) {
+  sum_nibble_values(p, scores, rows, sums, prefetcher);
 }
 INLINE void sum_values(const VisiblePages<Nibbles>& p, float* scores, int rows, float* sums,
-                       ReadAhead<Nibbles>& ahead) {
-  sum_nibble_values(p, scores, rows, sums, ahead);
+                       Prefetcher<Nibbles>& prefetcher) {
+  sum_nibble_values(p, scores, rows, sums, prefetcher);
 }
 
 // Rounds the queries of a tile, scaled and rotated, into `memory`.

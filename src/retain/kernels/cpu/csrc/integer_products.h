@@ -1,7 +1,7 @@
 // Products of rows of integers with stored bytes, by register blocks, and the rounding that makes such rows.
 #pragma once
 
-#include "read_ahead.h"
+#include "prefetch.h"
 
 namespace retain::RETAIN_ISA {
 
@@ -64,12 +64,12 @@ INLINE void for_blocks(int rows, int columns, const Block& block) {
 #define EACH(i, n) _Pragma("GCC unroll 8") for (int i = 0; i < n; ++i)
 
 // Adds products of ROWS rows of `a` [depth] and VECTORS vectors of columns of bytes B [depth, stride]. Quads of rows of
-// B are interleaved. Products with a quad take the time in which LINES cache lines could be fetched.
+// B are interleaved. A quad is LINES cache lines of what is prefetched meanwhile.
 template <int LINES, int ROWS, int VECTORS, class Page>
 INLINE void add_products(I (&sums)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_stride, const uint8_t* b, int depth,
-                         int stride, ReadAhead<Page>& ahead) {
+                         int stride, Prefetcher<Page>& prefetcher) {
   for (int i = 0; i < depth; i += 4, b += 4 * stride) {
-    ahead.template fetch_during_products<LINES>();
+    prefetcher.template prefetch_during_products<LINES>();
     EACH(v, VECTORS) {
       const Bytes x = load_bytes(b + 4 * WIDTH * v);
       EACH(r, ROWS) sums[r][v] = dot(sums[r][v], x, reinterpret_cast<const char*>(a + r * a_stride + i));
@@ -80,9 +80,9 @@ INLINE void add_products(I (&sums)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_
 // The same with bytes of two numbers. The high ones are multiplied with what lies `second` bytes behind `a`.
 template <int LINES, int ROWS, int VECTORS, class Page>
 INLINE void add_nibble_products(I (&low)[ROWS][VECTORS], I (&high)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_stride,
-                                int second, const uint8_t* b, int depth, int stride, ReadAhead<Page>& ahead) {
+                                int second, const uint8_t* b, int depth, int stride, Prefetcher<Page>& prefetcher) {
   for (int i = 0; i < depth; i += 4, b += 4 * stride) {
-    ahead.template fetch_during_products<LINES>();
+    prefetcher.template prefetch_during_products<LINES>();
     EACH(v, VECTORS) {
       const Bytes x = load_bytes(b + 4 * WIDTH * v), x_low = low_nibbles(x), x_high = high_nibbles(x);
       const char* at = reinterpret_cast<const char*>(a + i);

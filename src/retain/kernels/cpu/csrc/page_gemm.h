@@ -23,9 +23,9 @@ struct VisiblePages {
 
 // Rows of attention are at most one strip (`max_tile_rows` in isa.cpp).
 INLINE bool score_by_tiles(const VisiblePages<bf16>& p, const bf16* q, int rows, float* scores,
-                           ReadAhead<bf16>& ahead) {
+                           Prefetcher<bf16>& prefetcher) {
   if (rows < MIN_TILE_PRODUCT || p.D % TILE_DEPTH) return false;
-  for (int j = 0; j < p.n && rows <= MAX_PREFETCH_ROWS; ++j) ahead.fetch(int(p.value_bytes / 64));
+  for (int j = 0; j < p.n && rows <= MAX_PREFETCH_ROWS; ++j) prefetcher.prefetch(int(p.value_bytes / 64));
   Tiles tiles;
   const TileStrip strip(rows);
   configure_bfloat16(tiles, strip);
@@ -47,7 +47,7 @@ INLINE bool sum_by_tiles(const VisiblePages<bf16>& p, const bf16* weights, ptrdi
   return true;
 }
 
-INLINE bool score_by_tiles(const VisiblePages<float>&, const float*, int, float*, ReadAhead<float>&) { return false; }
+INLINE bool score_by_tiles(const VisiblePages<float>&, const float*, int, float*, Prefetcher<float>&) { return false; }
 INLINE bool sum_by_tiles(const VisiblePages<float>&, const float*, ptrdiff_t, int, float*) { return false; }
 
 #endif
@@ -61,25 +61,28 @@ struct Queries {
 // Computes scores [rows, SCORE_STRIDE].
 template <class T>
 INLINE void score_pages(const VisiblePages<T>& p, const Queries<T>& queries, int rows, float* scores,
-                        ReadAhead<T>& ahead) {
+                        Prefetcher<T>& prefetcher) {
   const T* q = queries.rows;
 #ifdef RETAIN_TILES
-  if (score_by_tiles(p, q, rows, scores, ahead)) return;
+  if (score_by_tiles(p, q, rows, scores, prefetcher)) return;
 #endif
   for (int j = 0; j < p.n; ++j)
-    gemm<T>({q, p.D, p.keys[j], INTERLEAVE<T> * p.S, p.D, scores + j * p.S, SCORE_STRIDE, false, &ahead}, rows, p.S);
+    gemm<T>({q, p.D, p.keys[j], INTERLEAVE<T> * p.S, p.D, scores + j * p.S, SCORE_STRIDE, false, &prefetcher}, rows,
+            p.S);
 }
 
 // Computes sums of values, in rows of partial_size(D). Each row of scores begins with its weights, of type T.
 template <class T>
-INLINE void sum_values(const VisiblePages<T>& p, const float* scores, int rows, float* sums, ReadAhead<T>& ahead) {
+INLINE void sum_values(const VisiblePages<T>& p, const float* scores, int rows, float* sums,
+                       Prefetcher<T>& prefetcher) {
   constexpr ptrdiff_t stride = SCORE_STRIDE * sizeof(float) / sizeof(T);
   const T* weights = reinterpret_cast<const T*>(scores);
 #ifdef RETAIN_TILES
   if (sum_by_tiles(p, weights, stride, rows, sums)) return;
 #endif
   for (int j = 0; j < p.n; ++j)
-    gemm<T>({weights + j * p.S, stride, p.values[j], INTERLEAVE<T> * p.D, p.S, sums, partial_size(p.D), j > 0, &ahead},
+    gemm<T>({weights + j * p.S, stride, p.values[j], INTERLEAVE<T> * p.D, p.S, sums, partial_size(p.D), j > 0,
+             &prefetcher},
             rows, p.D);
 }
 

@@ -1,4 +1,4 @@
-// Fetching pages into the L2 cache while others are computed with. L1 allows too few outstanding misses to saturate the
+// Software prefetching of pages into the L2 cache while others are computed with. L1 allows too few outstanding misses to saturate the
 // memory's bandwidth.
 #pragma once
 
@@ -8,35 +8,36 @@
 
 namespace retain::RETAIN_ISA {
 
-// The percentage of pages to fetch during products with other pages. The rest is fetched during softmax. Products of
+// The percentage of pages to prefetch during products with other pages. The rest is prefetched during softmax. Products of
 // tiles or of integers are short: they would wait for the memory, which would have nothing to do afterwards.
 template <class Page>
 constexpr int PRODUCTS_PERCENT = HAS_TILES ? 50 : 100;
 
 constexpr int part_of(int lines, int percent) { return (lines * percent + 99) / 100; }
 
-// Fetches the values of a block, and then the keys of the next one, some cache lines at a time.
+// Prefetches the values of a block, and then the keys of the next one, some cache lines at a time.
 template <class Page>
-class ReadAhead {
+class Prefetcher {
  public:
-  INLINE ReadAhead(int n, const Page* const* values, int64_t value_bytes, const Page* const* keys, int64_t key_bytes)
+  INLINE Prefetcher(int n, const Page* const* values, int64_t value_bytes, const Page* const* keys, int64_t key_bytes)
       : n_(n), left_(n), page_(values), keys_(keys), bytes_(value_bytes), key_bytes_(key_bytes) {}
 
-  // Fetches what goes with products that read some cache lines.
+  // Prefetches this type's part of the cache lines that products read meanwhile.
   template <int LINES>
-  INLINE void fetch_during_products() {
-    fetch(part_of(LINES, PRODUCTS_PERCENT<Page>));
+  INLINE void prefetch_during_products() {
+    prefetch(part_of(LINES, PRODUCTS_PERCENT<Page>));
   }
-  INLINE void fetch(int lines) {
+  INLINE void prefetch(int lines) {
     if (at_ >= end_ && !next_page()) return;
     for (int i = 0; i < lines; ++i) __builtin_prefetch(at_ + 64 * i, 0, 2);
     at_ += 64 * lines;
   }
-  INLINE void fetch_rest() {
-    while (at_ < end_ || next_page()) fetch(1);
+  INLINE void prefetch_rest() {
+    while (at_ < end_ || next_page()) prefetch(1);
   }
-  // Returns the lines of a page of `bytes` to fetch in each of `steps` steps beside products.
-  static INLINE int lines_beside_products(int64_t bytes, int steps) {
+  // Returns how many cache lines of a page each of `steps` steps prefetches, so that the steps prefetch what products
+  // leave. `bytes` is the size of the page.
+  static INLINE int lines_per_step(int64_t bytes, int steps) {
     return part_of(int(bytes / 64), 100 - PRODUCTS_PERCENT<Page>) / steps + 1;
   }
 
