@@ -40,6 +40,7 @@ class Rounding:
     value_bits: int = 4
     centered: bool = False  # keys less their mean over other tokens
     transform: Transform | None = None  # of centered keys, before they are rotated
+    unbalanced: bool = False  # keys without the factors that the engine gives them (models/qk_balance.py)
     recent: int = 0
     first: int = 0
 
@@ -78,6 +79,9 @@ def matrix_power(x: Tensor, exponent: float) -> Tensor:
 
 ROUNDINGS = {
     "4 bits": Rounding(),
+    "4 bits, unbalanced": Rounding(unbalanced=True),
+    "8 bits": Rounding(key_bits=8, value_bits=8),
+    "8 bits, unbalanced": Rounding(key_bits=8, value_bits=8, unbalanced=True),
     "K 8 bits": Rounding(key_bits=8),
     "V 8 bits": Rounding(value_bits=8),
     "centered": Rounding(centered=True),
@@ -121,6 +125,8 @@ class RoundedModel(DenseModel):
         r, m = self.rounding, self.calibrated[layer]
         assert r
         offset = m.key_mean[:, None] if r.centered else torch.zeros(())
+        if r.unbalanced and (factors := self.decoder.key_factors.get(layer)) is not None:
+            return rotate(_round(rotate(k / factors[:, None]), r.key_bits)) * factors[:, None]
         if r.transform is None:
             return rotate(_round(rotate(k - offset), r.key_bits)) + offset
         matrix = r.transform(m.keys, m.queries)

@@ -23,7 +23,7 @@ from retain.kv.capacity import CacheConfig, CapacityPlanner, KVCacheSpec, refuse
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.eviction.view import ShiftKeys
+from retain.kv.eviction.view import KeyTransform
 from retain.kv.manager import KVCacheManager
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.pool import PagePool
@@ -34,21 +34,23 @@ from retain.kv.offload.selective.repack import ProbeConfig
 from retain.kv.offload.span import SpanFormat
 from retain.kv.offload.tiers import ram
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
-from retain.models.decoder import ModelSpec
+from retain.models.decoder import Decoder, ModelSpec
 from retain.models.weights import open_weights
 
 log = logging.getLogger(__name__)
 
+CACHED_KEYS = "less offset, balanced"  # what stored keys are; part of a store's fingerprint, so change it with them
+
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory. `create_runner` gives it a cache; `shift_keys` moves cached keys to other positions."""
+    """A model in memory. `create_runner` gives it a cache; `key_transform` is of the keys in it."""
 
     path: Path
     spec: ModelSpec
     weight_bytes: int  # of packed weights; 0 where torch computes
     create_runner: Callable[[KVCacheManager], Runner]
-    shift_keys: ShiftKeys | None
+    key_transform: KeyTransform
 
     @property
     def cache_spec(self) -> KVCacheSpec:
@@ -78,8 +80,14 @@ def load_model(
     decoder = models.build(open_weights(path, dtype, weights, progress, vector_dtype, program is not None), program)
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     create_runner = partial(ProgramRunner, program) if program else partial(TorchRunner, decoder, backend)
-    shift_keys = ShiftKeys(decoder.ropes[0].shift, decoder.key_offsets) if decoder.ropes else None
-    return LoadedModel(path, decoder.spec, program.weight_bytes if program else 0, create_runner, shift_keys)
+    weight_bytes = program.weight_bytes if program else 0
+    return LoadedModel(path, decoder.spec, weight_bytes, create_runner, build_key_transform(decoder))
+
+
+def build_key_transform(decoder: Decoder) -> KeyTransform:
+    """Return how cached keys differ from those of a model whose layers are loaded."""
+    rotate = decoder.ropes[0].shift if decoder.ropes else None
+    return KeyTransform(rotate, decoder.key_offsets, decoder.key_factors)
 
 
 def build_cache(
@@ -90,7 +98,7 @@ def build_cache(
     memory_bytes: int,
     *,
     prefix_config: PrefixConfig | None = None,
-    shift_keys: ShiftKeys | None = None,
+    key_transform: KeyTransform | None = None,
     load_gate: Callable[[str], GateWeights] = refuse_gates,
     device: torch.device = CPU,
 ) -> KVCacheManager:
@@ -102,7 +110,7 @@ def build_cache(
     pool = PagePool(1 + min(max(memory_bytes // size - 1, 0), most))  # the trash page counts too
     kv = backend.allocate(pool.num_pages, config.page_size, spec.head_dim, dtype, config.score_columns, device)
     log.info("KV pool: %d pages of %d slots, %.1f MiB", pool.num_pages, config.page_size, pool.num_pages * size / 2**20)
-    return KVCacheManager(planner, PageStore(pool, kv, backend, size), prefix_config, shift_keys)
+    return KVCacheManager(planner, PageStore(pool, kv, backend, size), prefix_config, key_transform)
 
 
 def default_pool_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
@@ -133,7 +141,7 @@ def build_offload(
     """Open the tiers below a cache of the model at `path`. Raises ValueError or OSError."""
     kv, shape = cache.kv, cache.spec
     dtype = config.dtype if config.kv_dtype == "auto" else f"{config.dtype}, kv {config.kv_dtype}"
-    format = (config.weights, dtype, kv.layout, kv.page_size, shape.kv_heads, shape.head_dim, shape.windows)
+    format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape)
     # Another processor, GPU or version of this package computes keys and values with other last bits.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""
     machine = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")

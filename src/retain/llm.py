@@ -70,7 +70,7 @@ class LLM:
             self.kv_dtype,
             c.kv_memory or factory.default_pool_bytes(cache_config, self.spec, self.kv_dtype, self.device),
             prefix_config=prefix_config,
-            shift_keys=loaded.shift_keys,
+            key_transform=loaded.key_transform,
             load_gate=loaded.gate_loader(getattr(self.policy, "file", "")),
             device=self.device,
         )

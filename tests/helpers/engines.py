@@ -24,7 +24,6 @@ from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.eviction.view import ShiftKeys
 from retain.kv.manager import KVCacheManager
 from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.offload.tiers import parse_all
@@ -101,7 +100,7 @@ def make_engine(
             + config.demoted_page_size * 4 * (1 + score_columns)
         ),
         prefix_config=prefix_configs.parse(prefix_cache),
-        shift_keys=ShiftKeys(model.ropes[0].shift, model.key_offsets) if model.ropes else None,
+        key_transform=factory.build_key_transform(model),
         load_gate=lambda file: random_gate(spec),
         device=device,
     )

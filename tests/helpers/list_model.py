@@ -198,10 +198,11 @@ class ListModel:
             factor = 12.9898 + float(numbers[self.full_layers.index(layer), g])
             return {j: abs(math.fmod(math.sin((positions[j] + 1) * factor) * 43758.5453, 1)) for j in free}
         if policy.name == "knorm":
-            norms = head.keys.norm(dim=-1).tolist()
+            norms = self.unscaled(layer, g, head.keys).norm(dim=-1).tolist()
             return {j: -norms[j] for j in free}
         if policy.name == "keydiff":
-            units = head.keys / head.keys.norm(dim=-1, keepdim=True)
+            keys = self.unscaled(layer, g, head.keys)
+            units = keys / keys.norm(dim=-1, keepdim=True)
             mean = units.mean(0)
             similarity = (units @ mean / mean.norm()).tolist()
             return {j: -similarity[j] for j in free}
@@ -234,12 +235,18 @@ class ListModel:
     def gate(self) -> GateWeights:
         return random_gate(KVCacheSpec(self.spec.num_kv_heads, self.spec.head_dim, self.spec.windows))
 
+    def unscaled(self, layer: int, g: int, keys: Tensor) -> Tensor:
+        """Return keys without the factors that balance them with queries."""
+        factors = self.model.key_factors.get(layer)
+        return keys if factors is None else keys / factors[g]
+
     def gate_scores(self, layer: int, g: int, free: list[int]) -> dict[int, float]:
         """Return the score of each free token of a head under the random gate."""
         head, i = self.heads[layer, g], self.full_layers.index(layer)
         p, received = head.positions[free], head.masses[free].sum(1)
         exact = [head.exact.get(x, (head.keys[j], head.values[j])) for j, x in zip(free, p.tolist(), strict=True)]
         k, v = (torch.stack(x).double() for x in zip(*exact, strict=True))
+        k = self.unscaled(layer, g, k)
         if self.model.ropes:
             rope = self.model.ropes[0]
             k = rope.apply(k[:, None], rope.angles(-p, k.dtype))[:, 0]

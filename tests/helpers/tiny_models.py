@@ -120,6 +120,8 @@ class TinyCheckpoint:
         if "emb" in name or name.split(".")[-2] in ("wte", "wpe"):
             return x / 8 if is_gemma else x  # Gemma multiplies by the root of E, which is 8
         in_dim = shape[0] if self.config["model_type"] == "gpt2" and name != "lm_head.weight" else shape[1]
+        if name.endswith("k_proj.weight"):  # smaller in a quarter of the rotary pairs, so keys and queries are balanced
+            x[1::4] /= 4
         return x * 2 / in_dim**0.5
 
     def read_blocks(self, name: str, transposed: bool = False) -> None:

@@ -115,7 +115,7 @@ def test_a_long_text_is_copied_in_parts_before_it_gets_drafts(at_once: int, monk
             copied.append(int(engine.cache.copies.num_tokens[request.row]))
             assert copied[-1] <= copied[-2] + at_once
             assert copied[-1] >= 272 or not request.stats.spec_decode.num_drafted_per_position
-    assert copied[-1] >= 336 and num_accepted(request) > 5
+    assert copied[-1] >= 320 and num_accepted(request) > 5
     assert request.output_tokens == run_alone("gemma3_text", PROMPT, 60, backend="cpu")
 
 

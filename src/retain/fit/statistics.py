@@ -104,6 +104,8 @@ class FirstReading:
             return
         n = self.prompt_len
         k, v, pos = round_keys(found.keys[:, :n].detach()), round_8bit(found.values[:, :n].detach()), torch.arange(n)
+        if (factors := self.model.decoder.key_factors.get(found.layer)) is not None:
+            k = k / factors[:, None]  # as a policy sees keys
         mass = found.weights[:, :, :n, :n].detach().sum((1, 2))  # [G, n]
         if ropes := self.model.decoder.ropes:
             unrotated = ropes[0].shift(k.flatten(0, 1), -pos.repeat(len(k))).view_as(k)

@@ -51,15 +51,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class KV:
-    """The memory of a pool: P pages of S slots. The shapes of `k` and `v` depend on `layout`.
-
-    `mass` has C columns: one for each query head of a kv head (C = R), or one for their sum (C = 1).
-    """
+    """The memory of a pool: P pages of S slots. The shapes of `k` and `v` depend on `layout`."""
 
     k: Tensor
     v: Tensor
     pos: Tensor  # int32 [P, S]
-    mass: Tensor  # float32 [P, C, S]
+    mass: Tensor  # float32 [P, C, S]: a column for each query head of a kv head (C = R), or for their sum (C = 1)
     page_size: int
     head_dim: int
     layout: str
@@ -182,13 +179,14 @@ class Program(Protocol):
         """Clamp x between -limit and limit, in place."""
         ...
 
+    def scale(self, x: int, factors: Tensor) -> None:
+        """Multiply the first n numbers of x by factors float32 [n], in place."""
+        ...
+
     def rope(
         self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int
     ) -> None:
-        """Rotate the first 2 n numbers of the first `heads` heads by position, in place; freqs [n].
-
-        See models/rope.py for the angles and for `interleaved`.
-        """
+        """Rotate the first 2 n numbers of the first heads by position, in place; freqs [n]. See models/rope.py."""
         ...
 
     def attend(
@@ -257,7 +255,7 @@ class Backend(Protocol):
     def reinterpret(self, kv: KV, dtype: torch.dtype, page_size: int) -> KV:
         """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own.
 
-        K and V lie in the same memory, so a page is of one kind at a time. Raises ValueError if such a page is longer.
+        Their K and V share memory: a page is of one kind at a time. Raises ValueError if such a page is longer.
         """
         ...
 

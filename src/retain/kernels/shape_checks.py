@@ -52,6 +52,11 @@ class BufferShapes:
         """Check an activation of n numbers a row, followed by n gates if `gated`."""
         check_equal("an activation", n, self.widths[x] // (2 if gated else 1), self.widths[out])
 
+    def check_scale(self, x: int, num_factors: int) -> None:
+        """Check a product of the first numbers with factors."""
+        if num_factors > self.widths[x]:
+            raise ValueError(f"{num_factors} factors do not fit a buffer of width {self.widths[x]}")
+
     def check_rope(self, x: int, heads: int, head_dim: int, num_freqs: int) -> None:
         """Check a rotation of the first 2 * num_freqs numbers of each head."""
         if heads * head_dim > self.widths[x] or 2 * num_freqs > head_dim:

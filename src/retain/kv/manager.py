@@ -21,7 +21,7 @@ from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.layerwise import OnLayerEvict
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.eviction.view import ShiftKeys
+from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
 from retain.kv.memory.page_store import PageStore
@@ -39,7 +39,7 @@ from retain.types import Ints
 class KVCacheManager:
     """Own the rows of all running requests, over one store of pages.
 
-    `shift_keys` moves cached keys to other positions, for models with rotary positions.
+    `key_transform` says how cached keys differ from the model's.
     """
 
     def __init__(
@@ -47,11 +47,12 @@ class KVCacheManager:
         planner: CapacityPlanner,
         store: PageStore,
         prefix_config: PrefixConfig | None = None,
-        shift_keys: ShiftKeys | None = None,
+        key_transform: KeyTransform | None = None,
     ):
         c, spec = planner.config, planner.spec
         self.planner, self.config, self.spec, self.store = planner, c, spec, store
-        self.pool, self.kv, self.backend, self.shift_keys = store.pool, store.kv, store.backend, shift_keys
+        self.pool, self.kv, self.backend = store.pool, store.kv, store.backend
+        self.key_transform = key_transform or KeyTransform()
         num_rows, num_layers = c.max_running_requests, len(spec.windows)
         demoted = store.reinterpret(DEMOTED_DTYPE) if c.demoted_page_size else None
         self.tables = BlockTables(store, num_rows, num_layers, spec.kv_heads, planner.max_pages_per_head, demoted)
@@ -106,7 +107,7 @@ class KVCacheManager:
         """Open a row for a request with so many uncomputed tokens. It owns no pages yet."""
         row = self.slots.open_row(self.planner.windows(policy), policy.fresh_tokens(num_uncomputed_tokens))
         if policy.has_budget:
-            self.evictors[row] = BudgetEvictor(cast(BudgetPolicy, policy), self.tables, row, self.shift_keys)
+            self.evictors[row] = BudgetEvictor(cast(BudgetPolicy, policy), self.tables, row, self.key_transform)
         return row
 
     def attach_prefix(self, row: int, query: PrefixQuery, was_preempted: bool = False) -> tuple[int, int]:

@@ -13,9 +13,9 @@ Letters: T fresh tokens, E hidden size, H query heads, G kv heads, R = H / G, D 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from retain.files import quote
 from retain.kernels.api import Program
 from retain.models.layers import Embedding, Layer, Linear
+from retain.models.qk_balance import find_qk_factors
 from retain.models.rope import Angles, Rope
 from retain.models.weights import Weights
 
@@ -31,7 +32,12 @@ KEY_OFFSET_POSITIONS = 4096
 
 
 class DecoderLayer(Protocol):
-    """A layer between the embedding and the head."""
+    """A layer between the embedding and the head: a dataclass."""
+
+    @property
+    def norm1(self) -> Layer:
+        """Return the norm that is nearest to attention's input."""
+        ...
 
     @property
     def attention(self) -> Attention:
@@ -88,7 +94,8 @@ def multi_head_spec(
 class Attention:
     """Compute o_proj(attend(q, k, v)). `qkv_proj` returns all heads of q, then those of k, then those of v.
 
-    Keys are cached less `key_offset`. All scores of a query change by the same number, so its weights stay.
+    Heads of q and k are multiplied by `qk_factors` (qk_balance.py), and keys are cached less `key_offset`. Products q.k
+    stay, or all scores of a query change by the same number, so its weights stay.
     """
 
     layer_idx: int
@@ -97,6 +104,7 @@ class Attention:
     o_proj: Linear
     rope: Rope | None = None
     qk_norm: Layer | None = None  # applied to the heads of q and k before rope
+    qk_factors: Tensor | None = None  # float32 [H + G, D], applied next
 
     def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
         """Compute [T, E] -> [T, E]."""
@@ -105,6 +113,8 @@ class Attention:
         qk, v = torch.split(heads, [s.num_heads + s.num_kv_heads, s.num_kv_heads], dim=1)
         if self.qk_norm:
             qk = self.qk_norm(qk)
+        if self.qk_factors is not None:
+            qk = qk * self.qk_factors.to(qk.dtype)
         if self.rope:
             qk = self.rope.apply(qk, angles[self.rope])
         q, k = torch.split(qk, [s.num_heads, s.num_kv_heads], dim=1)
@@ -112,9 +122,14 @@ class Attention:
             k = (k.float() - self.key_offset).to(k.dtype)
         return self.o_proj(attend(self.layer_idx, q, k, v).flatten(1))
 
+    @property
+    def key_factors(self) -> Tensor | None:
+        """The factors of keys, float32 [G, D]."""
+        return None if self.qk_factors is None else self.qk_factors[self.spec.num_heads :]
+
     @cached_property
     def key_offset(self) -> Tensor | None:
-        """The mean of the rotated bias of keys over the first positions, float32 [G, D]; None without a bias.
+        """The mean of keys' rotated bias, times their factors, over the first positions: float32 [G, D], or None.
 
         Biases are far larger than the rest of a key in some layers of Qwen2, where rotation is slow. They would take
         the range of the few bits that a slot has.
@@ -124,6 +139,7 @@ class Attention:
             return None
         s = self.spec
         keys = bias.float().view(-1, s.head_dim)[s.num_heads : s.num_heads + s.num_kv_heads]  # [G, D]
+        keys = keys if self.key_factors is None else keys * self.key_factors
         if not self.rope:
             return keys
         pos = torch.arange(min(s.max_position_embeddings, KEY_OFFSET_POSITIONS))
@@ -138,6 +154,8 @@ class Attention:
         self.qkv_proj.emit(program, x, qkv)
         if self.qk_norm:
             self.qk_norm.emit(program, qkv, qkv)
+        if self.qk_factors is not None:
+            program.scale(qkv, self.qk_factors.flatten())
         if self.rope:
             rope = self.rope
             program.rope(qkv, rope.freqs, rope.attention_factor, rope.interleaved, num_qk_heads, s.head_dim)
@@ -205,7 +223,9 @@ class Decoder:
     norm: Layer | None
     lm_head: Layer
     ropes: Sequence[Rope] = ()  # every Rope that a layer uses
-    key_offsets: dict[int, Tensor] = field(default_factory=dict)  # of the layers that were loaded and have one, [G, D]
+    # Of the layers that were loaded and have them, [G, D] each.
+    key_offsets: dict[int, Tensor] = field(default_factory=dict)
+    key_factors: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> list[DecoderLayer]:
@@ -242,10 +262,22 @@ class Decoder:
 
     def _load_layers(self) -> Iterator[DecoderLayer]:
         for i in range(self.spec.num_layers):
-            layer = self.load_layer(i)
-            if layer.attention.key_offset is not None:
-                self.key_offsets[i] = layer.attention.key_offset
+            layer = _balance(self.load_layer(i))
+            for found, tensor in (
+                (self.key_offsets, layer.attention.key_offset),
+                (self.key_factors, layer.attention.key_factors),
+            ):
+                if tensor is not None:
+                    found[i] = tensor
             yield layer
+
+
+def _balance(layer: DecoderLayer) -> DecoderLayer:
+    """Return the layer with factors of its queries and keys."""
+    a, s = layer.attention, layer.attention.spec
+    heads = s.num_heads, s.num_kv_heads, s.head_dim
+    factors = find_qk_factors(layer.norm1, a.qkv_proj, a.qk_norm, a.rope, a.key_offset, heads)
+    return cast(DecoderLayer, replace(cast(Any, layer), attention=replace(a, qk_factors=factors)))
 
 
 def scope_base_model(w: Weights, name: str, *prefixes: str) -> Weights:

@@ -91,6 +91,11 @@ class CpuProgram:
         """Emit a clamp."""
         self._program.clip(x, limit)
 
+    def scale(self, x: int, factors: Tensor) -> None:
+        """Emit a product with factors."""
+        self._shapes.check_scale(x, len(factors))
+        self._program.scale(x, self._keep_alive(factors), len(factors))
+
     def rope(
         self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int
     ) -> None:

@@ -129,6 +129,16 @@ class TritonProgram:
         """Emit a clamp."""
         self._ops.append(lambda s: s.buffers.update({x: s.buffers[x].clamp(-limit, limit)}))
 
+    def scale(self, x: int, factors: Tensor) -> None:
+        """Emit a product with factors."""
+        self._shapes.check_scale(x, len(factors))
+        n, factors = len(factors), factors.to(self.device, self.dtype)
+
+        def op(s: DeviceStep) -> None:
+            s.buffers[x][:, :n].mul_(factors)
+
+        self._ops.append(op)
+
     def rope(
         self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int
     ) -> None:

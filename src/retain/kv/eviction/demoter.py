@@ -46,9 +46,10 @@ class Demoter:
     `add`; the lowest of the demoted make room for them.
     """
 
-    def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, layers: Ints):
+    def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, layers: Ints, key_factors: Tensor | None):
         assert tables.demoted, "the cache was built without room for demoted tokens"
         self.policy, self.tables, self.row, self.layers = policy, tables.demoted, row, layers
+        self.key_factors = key_factors  # [M, G, 1, D]
         self.block_tables, self.spare = tables, np.zeros(0, np.int32)  # pages that `begin` will need
         # int64 [M, G] on the host: tokens that each head demotes at most; None before the budget begins
         self.capacities: Tensor | None = None
@@ -80,7 +81,7 @@ class Demoter:
         Returns them, and the tokens that each head will demote at most, int64 [M, G] on the host.
         """
         policy, store = self.policy, self.block_tables.store
-        view = build_view(store, pages, query_position, slot_scores)
+        view = build_view(store, pages, query_position, slot_scores, self.key_factors)
         rank = eviction_key(policy.priority(view), view.pos, *policy.evictable_range(query_position))
         num_tokens = query_position + 1
         both = min(policy.budget_tokens + policy.demoted_tokens, num_tokens)
@@ -108,7 +109,7 @@ class Demoter:
         assert self.capacities is not None
         store, n, device = self.tables.store, victims.pos.shape[-1], victims.pos.device
         pages = self.tables.layer_tables(self.row, self.layers)
-        view = build_view(store, pages, query_position, self.scores)
+        view = build_view(store, pages, query_position, self.scores, self.key_factors)
         key = eviction_key(self.policy.priority(view), view.pos, *self.policy.evictable_range(query_position))
         capacities = self.capacities.to(device, non_blocking=True)[..., None]
         key.masked_fill_(torch.arange(key.shape[-1], device=device) >= capacities, 2**63 - 1)

@@ -11,7 +11,7 @@ from retain.kv.eviction.demoter import Demoter
 from retain.kv.eviction.layerwise import LayerwisePrefill
 from retain.kv.eviction.operations import compact, punch, renumber
 from retain.kv.eviction.slot_scores import SlotScores
-from retain.kv.eviction.view import ShiftKeys
+from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.types import Ints
 
@@ -22,9 +22,10 @@ class BudgetEvictor:
     Where there are `holes` [M, G, n], the token at place `holes_from` + i of the text is written into holes[..., i].
     """
 
-    def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, shift_keys: ShiftKeys | None):
-        self.policy, self.tables, self.row, self.shift_keys = policy, tables, row, shift_keys
+    def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, transform: KeyTransform):
+        self.policy, self.tables, self.row, self.transform = policy, tables, row, transform
         self.layers = tables.full_layers(row)
+        self.key_factors = transform.factors_of(self.layers, tables.kv.device)
         shape = len(self.layers), tables.counts.shape[2]
         self.head_budgets: Ints = np.full(shape, policy.budget_tokens, np.int32)  # tokens that each head keeps
         self.next_eviction = policy.next_eviction(0)  # computed tokens at that moment
@@ -33,11 +34,11 @@ class BudgetEvictor:
         self.compacts_at = policy.prompt_len + policy.eviction_delay  # computed tokens when the budget begins
         self._num_left = 0  # tokens of all heads that have left the budget, so far
         self.position_offset = 0  # position = place in the text - offset, for tokens to come
-        self.slot_scores = SlotScores(tables.store, shift_keys)
-        self.demoter = Demoter(policy, tables, row, self.layers) if policy.demote else None
+        self.slot_scores = SlotScores(tables.store, transform, self.key_factors)
+        self.demoter = Demoter(policy, tables, row, self.layers, self.key_factors) if policy.demote else None
         self.layerwise: LayerwisePrefill | None = None  # until the prompt is computed
         if policy.prefill == "layers" and policy.prompt_len > policy.budget_tokens:
-            self.layerwise = LayerwisePrefill(policy, tables, row, self.layers)
+            self.layerwise = LayerwisePrefill(policy, tables, row, self.layers, self.key_factors)
         tables.capacity[row, self.layers] = min(policy.prefill_slots, tables.max_pages * tables.page_size)
         if policy.prompt_len > policy.budget_tokens:  # a streamed prompt takes all its slots at once, and reuses them
             tables.headroom[row, self.layers] = UNBOUNDED if policy.prefill == "stream" else policy.interval
@@ -109,7 +110,7 @@ class BudgetEvictor:
         pages = self._layer_tables()
         scores = self.slot_scores.update(policy, pages, last)
         demoted = self.demoter.take(pages, last, scores) if self.demoter else None
-        done = compact(t.store, pages, policy, last, head_budgets, slot_scores=scores)
+        done = compact(t.store, pages, policy, last, head_budgets, slot_scores=scores, key_factors=self.key_factors)
         self.head_budgets, self.holes, self.holes_from = done.head_budgets, done.holes, num_computed_tokens
         counts = -(-(self.head_budgets + policy.interval) // t.page_size)
         self._trim_pages(counts)
@@ -122,7 +123,7 @@ class BudgetEvictor:
         last = num_computed_tokens - 1 - self.position_offset
         pages = self._layer_tables()
         scores = self.slot_scores.update(self.policy, pages, last)
-        victims = punch(self.tables.store, pages, self.policy, last, slots_used, n, scores)
+        victims = punch(self.tables.store, pages, self.policy, last, slots_used, n, scores, self.key_factors)
         if self.demoter:
             self.demoter.add(victims, last, scores)
         self.holes, self.holes_from = victims.slots, num_computed_tokens
@@ -131,7 +132,7 @@ class BudgetEvictor:
     def _renumber(self, num_computed_tokens: int) -> None:
         if self.policy.positions == "new":
             pages, kv = self._layer_tables(), self.tables.kv
-            renumber(self.tables.store, pages, self.shift_keys)
+            renumber(self.tables.store, pages, self.transform)
             self.position_offset = num_computed_tokens - 1 - int(kv.pos[kv.to_index(pages[0, 0])].max())
 
     def _publish(self, num_computed_tokens: int) -> None:

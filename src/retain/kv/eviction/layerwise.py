@@ -23,8 +23,9 @@ OnLayerEvict = Callable[[int, Ints], None]  # (layer, scratch pages [G, n]) befo
 class LayerwisePrefill:
     """The prompt of one row, computed in one step; the `layers` [M] of `tables` share its scratch pages."""
 
-    def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, layers: Ints):
+    def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, layers: Ints, key_factors: Tensor | None):
         self.policy, self.tables, self.row, self.layers = policy, tables, row, layers
+        self.key_factors = key_factors  # [M, G, 1, D]
         self.scratch: Ints | None = None  # pages [G, n], from `allocate` to the last layer
         self.holes: Tensor | None = None  # [M, G, interval] behind the kept tokens
         self.on_layer_evict: OnLayerEvict | None = None
@@ -68,7 +69,8 @@ class LayerwisePrefill:
         pages, counts = (x[i : i + 1] for x in self._own)
         own = pages[..., : int(counts.max())]
         query_position = self.policy.prompt_len - 1
-        done = compact(t.store, self.scratch[None], self.policy, query_position, dst_pages=own)
+        factors = None if self.key_factors is None else self.key_factors[i : i + 1]
+        done = compact(t.store, self.scratch[None], self.policy, query_position, dst_pages=own, key_factors=factors)
         self.holes[i : i + 1] = done.holes
         t.pages[self.row, layer], t.counts[self.row, layer] = pages[0], counts[0]
         t.mark_dirty(self.row)

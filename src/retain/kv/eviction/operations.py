@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retain.kernels.eviction_order import eviction_key
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.view import CacheView, ShiftKeys
+from retain.kv.eviction.view import CacheView, KeyTransform
 from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
 
@@ -33,7 +33,13 @@ class Victims:
     pos: Tensor  # int32: the positions that they had; -1 for slots that were holes before
 
 
-def build_view(store: PageStore, pages: Ints, query_position: int, slot_scores: Tensor | None = None) -> CacheView:
+def build_view(
+    store: PageStore,
+    pages: Ints,
+    query_position: int,
+    slot_scores: Tensor | None = None,
+    key_factors: Tensor | None = None,
+) -> CacheView:
     """Gather positions and mass of the slots in tables [M, G, n]; K and V are read when a policy needs them."""
     kv, (M, G, n) = store.kv, pages.shape
     p = kv.to_index(pages).flatten()
@@ -44,7 +50,7 @@ def build_view(store: PageStore, pages: Ints, query_position: int, slot_scores: 
         k, v = store.backend.read(kv, p)  # [M G n, S, D]
         return k.reshape(*pos.shape, -1), v.reshape(*pos.shape, -1)
 
-    return CacheView(pos, mass, query_position, read, slot_scores=slot_scores)
+    return CacheView(pos, mass, query_position, read, slot_scores=slot_scores, key_factors=key_factors)
 
 
 def gather_slots(pages: Ints, places: Tensor, page_size: int) -> Tensor:
@@ -61,9 +67,10 @@ def punch(
     slots_used: Ints,
     n: int,
     slot_scores: Tensor | None = None,
+    key_factors: Tensor | None = None,
 ) -> Victims:
     """Turn the n lowest slots of each head into holes, among the first `slots_used` [M, G] of its table."""
-    kv, view = store.kv, build_view(store, pages, query_position, slot_scores)
+    kv, view = store.kv, build_view(store, pages, query_position, slot_scores, key_factors)
     priority, pos = policy.priority(view).flatten(0, 1), view.pos.flatten(0, 1)
     sinks, last_evictable = policy.evictable_range(query_position)
     lengths = torch.from_numpy(slots_used).flatten()
@@ -94,13 +101,14 @@ def compact(
     head_budgets: Tensor | None = None,
     dst_pages: Ints | None = None,
     slot_scores: Tensor | None = None,
+    key_factors: Tensor | None = None,
 ) -> Compaction:
     """Move the highest slots of each head to the front of its table; the slots behind them become holes.
 
     `head_budgets` [M, G] is how many each head keeps; None: the policy decides. With `dst_pages` they move to the front
     of another table, and the content of the first means nothing afterwards.
     """
-    kv, view = store.kv, build_view(store, pages, query_position, slot_scores)
+    kv, view = store.kv, build_view(store, pages, query_position, slot_scores, key_factors)
     S, device = kv.page_size, kv.device
     rank = eviction_key(policy.priority(view), view.pos, *policy.evictable_range(query_position))
     if head_budgets is None and policy.share == "none":
@@ -121,7 +129,7 @@ def compact(
     return Compaction(head_budgets.cpu().numpy().astype(np.int32), stay, gather_slots(dst_pages, holes, S))
 
 
-def renumber(store: PageStore, pages: Ints, shift_keys: ShiftKeys | None) -> None:
+def renumber(store: PageStore, pages: Ints, transform: KeyTransform) -> None:
     """Give the tokens of each head the positions 0, 1, ... in their order, and shift their keys accordingly."""
     kv = store.kv
     p = kv.to_index(pages)
@@ -129,12 +137,12 @@ def renumber(store: PageStore, pages: Ints, shift_keys: ShiftKeys | None) -> Non
     pos = kv.pos.view(-1)[slot]
     live = pos >= 0
     new = pos.masked_fill(~live, 2**31 - 1).argsort(-1).argsort(-1).int()
-    if shift_keys:
+    if transform.rotate:
         k, v = (x.reshape(*pos.shape, -1)[live][:, None] for x in store.backend.read(kv, p.flatten()))  # [n, 1, D]
         mass = kv.mass.transpose(1, 2)[slot // kv.page_size, slot % kv.page_size][live]  # [n, C]
         s = slot[live]
         layers, heads, _ = live.nonzero(as_tuple=True)  # of all layers: none has a window
-        k = shift_keys(k[:, 0], (new - pos)[live], layers, heads)[:, None]
+        k = transform.shift(k[:, 0], (new - pos)[live], layers, heads)[:, None]
         store.backend.write(kv, s[None].int(), k, v, new[live])  # as one head of n tokens; this clears their mass
         kv.mass.transpose(1, 2)[s // kv.page_size, s % kv.page_size] = mass
     kv.pos.view(-1)[slot[live]] = new[live]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.view import CacheView, ShiftKeys
+from retain.kv.eviction.view import CacheView, KeyTransform
 from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
 
@@ -18,8 +18,8 @@ class SlotScores:
     A slot is scored when it is first ranked, and again when another position was written into it.
     """
 
-    def __init__(self, store: PageStore, shift_keys: ShiftKeys | None):
-        self.store, self.shift_keys = store, shift_keys
+    def __init__(self, store: PageStore, transform: KeyTransform, key_factors: Tensor | None):
+        self.store, self.transform, self.key_factors = store, transform, key_factors  # [M, G, 1, D]
         self._scores = torch.zeros(0)  # float32 [M, G, S]
         self._pos = torch.zeros(0, dtype=torch.int32)  # [M, G, S]: the positions that were scored; -1 for none
 
@@ -70,4 +70,5 @@ class SlotScores:
 
         pos = kv.pos.view(-1)[slots]
         mass = kv.mass.transpose(1, 2)[slots // S, slots % S].transpose(-1, -2)  # [m, G, C, n]
-        return CacheView(pos, mass, query_position, read, layers, shift_keys=self.shift_keys)
+        factors = None if self.key_factors is None else self.key_factors[layers]
+        return CacheView(pos, mass, query_position, read, layers, transform=self.transform, key_factors=factors)

@@ -9,20 +9,35 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from retain.types import Ints
+
 
 @dataclass(frozen=True)
-class ShiftKeys:
-    """Moves cached keys to other positions, for models with rotary positions."""
+class KeyTransform:
+    """How cached keys differ from a model's keys: rotated(key) * factors - offset (see models/decoder.py)."""
 
-    rotate: Callable[[Tensor, Tensor], Tensor]  # keys [n, D], by how many positions [n] -> keys [n, D]
-    key_offsets: Mapping[int, Tensor]  # by layer, float32 [G, D]: what cached keys lack (see models/decoder.py)
+    # (keys [n, D], by how many positions [n]) -> keys [n, D]; None for models without rotary positions
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None
+    offsets: Mapping[int, Tensor] = field(default_factory=dict)  # by layer, float32 [G, D]
+    factors: Mapping[int, Tensor] = field(default_factory=dict)  # by layer, float32 [G, D]
 
-    def __call__(self, keys: Tensor, positions: Tensor, layers: Tensor, heads: Tensor) -> Tensor:
-        """Rotate keys [n, D] of these layers [n] and kv heads [n] by these numbers of positions [n]."""
-        if not self.key_offsets:
+    def shift(self, keys: Tensor, positions: Tensor, layers: Tensor, heads: Tensor) -> Tensor:
+        """Rotate cached keys [n, D] of these layers [n] and kv heads [n] by these numbers of positions [n]."""
+        if self.rotate is None:
+            return keys
+        if not self.offsets:
             return self.rotate(keys, positions)
-        offsets = torch.stack([offset for _, offset in sorted(self.key_offsets.items())]).to(keys.device)[layers, heads]
+        offsets = torch.stack([offset for _, offset in sorted(self.offsets.items())]).to(keys.device)[layers, heads]
         return self.rotate(keys + offsets, positions) - offsets
+
+    def factors_of(self, layers: Ints, device: torch.device) -> Tensor | None:
+        """Return the factors of these layers [M], float32 [M, G, 1, D]; None where all are 1."""
+        known = [factors for layer in layers if (factors := self.factors.get(int(layer))) is not None]
+        if not known:
+            return None
+        ones = torch.ones_like(known[0])
+        factors = torch.stack([self.factors.get(int(layer), ones) for layer in layers])
+        return factors[:, :, None].to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,8 @@ class CacheView:
     read_kv: Callable[[], tuple[Tensor, Tensor]]
     layers: slice = field(default_factory=lambda: slice(None))  # which of the row's unwindowed layers these are
     slot_scores: Tensor | None = None  # float32 [M, G, S], what `score_slots` returned for each slot
-    shift_keys: ShiftKeys | None = None  # of models with rotary positions
+    transform: KeyTransform = KeyTransform()
+    key_factors: Tensor | None = None  # float32 [M, G, 1, D], that cached keys were multiplied by
 
     @cached_property
     def _kv(self) -> tuple[Tensor, Tensor]:
@@ -43,8 +59,8 @@ class CacheView:
 
     @property
     def keys(self) -> Tensor:
-        """Keys as they are cached, rotated: float32 [M, G, S, D]. Those of holes mean nothing."""
-        return self._kv[0]
+        """Keys, rotated and less their offset: float32 [M, G, S, D]. Those of holes mean nothing."""
+        return self._kv[0] if self.key_factors is None else self._kv[0] / self.key_factors
 
     @property
     def values(self) -> Tensor:
@@ -54,6 +70,6 @@ class CacheView:
     @property
     def unrotated_keys(self) -> Tensor:
         """Keys as they were before they were rotated by their position, float32 [M, G, S, D]."""
-        if self.shift_keys is None:
+        if self.transform.rotate is None:
             return self.keys
-        return self.shift_keys.rotate(self.keys.flatten(0, 2), -self.pos.flatten()).view_as(self.keys)
+        return self.transform.rotate(self.keys.flatten(0, 2), -self.pos.flatten()).view_as(self.keys)

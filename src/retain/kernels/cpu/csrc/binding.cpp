@@ -82,6 +82,8 @@ static void bind_program(nb::module_& m) {
              p.activation(in, out, Activation(kind), n, gated);
            })
       .def("clip", &Program::clip)
+      .def("scale",
+           [](Program& p, int buffer, Address factors, int n) { p.scale(buffer, ptr<float>(factors), n); })
       .def("rope", &Program::rope)
       .def("attend",
            [](Program& p, int qkv, int out, int layer, int H, int G, int D, float scale, Address slopes,

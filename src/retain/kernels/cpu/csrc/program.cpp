@@ -119,6 +119,21 @@ struct Program::ClipOp {
   }
 };
 
+struct Program::ScaleOp {
+  int buffer;
+  const float* factors;
+  int n;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    member.parallel_for(state.rows, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t) {
+        float* x = state.data(buffer) + int64_t(t) * state.width(buffer);
+        for (int i = 0; i < n; ++i) x[i] *= factors[i];
+      }
+    });
+  }
+};
+
 struct Program::RopeOp {
   int buffer, table, heads, D;
 
@@ -229,6 +244,7 @@ void Program::activation(int in, int out, Activation kind, int n, bool gated) {
   push(ActivationOp{in, out, kind, n, gated});
 }
 void Program::clip(int buffer, float limit) { push(ClipOp{buffer, limit}); }
+void Program::scale(int buffer, const float* factors, int n) { push(ScaleOp{buffer, factors, n}); }
 void Program::rope(int buffer, int table, int heads, int D) { push(RopeOp{buffer, table, heads, D}); }
 void Program::attend(int qkv, int out, int layer, QkvLayout layout, float scale, const float* slopes,
                      const float* key_offset) {

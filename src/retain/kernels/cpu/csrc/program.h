@@ -39,12 +39,13 @@ class Program {
   // Adds a RoPE table that each step computes, and returns its number. The caller keeps `freqs` [n] alive.
   int rope_table(const float* freqs, int n, float gain, bool interleaved);
 
-  // Each of these appends an operation. The caller keeps weights, biases and slopes alive.
+  // Each of these appends an operation. The caller keeps weights, biases, factors and slopes alive.
   void embedding(int out, const PackedWeight&, bool by_position, int offset, float factor, bool add);
   void norm(int in, int out, const NormParams&, int n, int heads, bool add);
   void linear(int in, int out, const PackedWeight&, const float* bias, bool add);
   void activation(int in, int out, Activation, int n, bool gated);
   void clip(int buffer, float limit);
+  void scale(int buffer, const float* factors, int n);
   void rope(int buffer, int table, int heads, int D);
   void attend(int qkv, int out, int layer, QkvLayout, float scale, const float* slopes, const float* key_offset);
   void gather_rows(int in, int out);  // keeps the rows of logits_indices; later operations run on these only
@@ -66,6 +67,7 @@ class Program {
   struct LinearOp;
   struct ActivationOp;
   struct ClipOp;
+  struct ScaleOp;
   struct RopeOp;
   struct AttentionOp;
   struct GatherRowsOp;

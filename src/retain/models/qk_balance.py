@@ -1,0 +1,80 @@
+"""Factors that make keys and queries equally large, pair by pair, so that rounding keys costs scores the least.
+
+A slot of few bits rounds all numbers of a key alike (kernels/quantized_slots.py), and a query multiplies the error of
+each by its own number. Where k is large q is often small, by the weights of norms in Gemma 3 and by biases in Qwen2.
+With factors (q^2 / k^2)^(1/4) on keys and their inverse on queries the error of q . k is the least. SmoothAttention
+finds such factors from calibration data (QServe, arXiv 2405.04532); here weights alone say how large numbers are.
+
+Factors are powers of two, so q . k keeps every bit where slots are not rounded. RoPE's pairs share a factor, so factors
+and rotations commute.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from retain.kernels.weight import unpack
+from retain.models.layers import ClippedLinear, Layer, LayerNorm, Linear, RMSNorm
+from retain.models.rope import Rope
+
+LARGEST_EXPONENT = 8
+SMALLEST_ENERGY = 1e-12
+
+
+def find_qk_factors(
+    input_norm: Layer,
+    projection: Layer,
+    qk_norm: Layer | None,
+    rope: Rope | None,
+    key_offset: Tensor | None,
+    heads: tuple[int, int, int],
+) -> Tensor | None:
+    """Return factors of the heads of q and of k, float32 [H + G, D]; `heads` is (H, G, D).
+
+    Keys are cached less `key_offset` [G, D], so that part of their bias does not count. None where all factors are 1,
+    or where the layers are of other kinds than those of layers.py.
+    """
+    H, G, D = heads
+    linear = projection.linear if isinstance(projection, ClippedLinear) else projection
+    if not isinstance(linear, Linear) or not isinstance(input_norm, RMSNorm | LayerNorm):
+        return None
+    variance, constant = (x[: (H + G) * D].view(H + G, D) for x in _output_moments(linear, input_norm))
+    if key_offset is not None and rope is None:
+        constant[H:] -= key_offset
+    energy = variance + constant.square()
+    if isinstance(qk_norm, RMSNorm):
+        energy = energy / energy.mean(-1, keepdim=True).clamp(min=SMALLEST_ENERGY) * qk_norm.weight.double().square()
+    if key_offset is not None and rope is not None:  # the mean of a rotated constant
+        energy[H:] -= key_offset.double().square()
+    energy = _mean_of_pairs(energy, rope).clamp(min=SMALLEST_ENERGY)
+    queries, keys = energy[:H].view(G, -1, D).mean(1), energy[H:]  # [G, D]
+    exponents = ((queries / keys).log2() / 4).round().clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    if not exponents.any():
+        return None
+    return torch.cat((-exponents.repeat_interleave(H // G, 0), exponents)).exp2().float()
+
+
+def _output_moments(linear: Linear, norm: RMSNorm | LayerNorm) -> tuple[Tensor, Tensor]:
+    """Return variances and means of a linear layer's outputs behind a norm, float64 [out].
+
+    Normalized inputs are taken to be independent, with mean 0 and variance 1.
+    """
+    weight = unpack(linear.weight)
+    dense = (weight if isinstance(weight, Tensor) else weight.dequantize()).float()
+    mean = torch.zeros(len(dense)) if linear.bias is None else linear.bias.float()
+    if isinstance(norm, LayerNorm) and norm.bias is not None:
+        mean = mean + dense @ norm.bias.float()
+    return (dense.square() @ norm.weight.float().square()).double(), mean.double()
+
+
+def _mean_of_pairs(energy: Tensor, rope: Rope | None) -> Tensor:
+    """Give the two numbers of each rotary pair their mean, [heads, D]. Numbers that are not rotated are no pairs."""
+    if rope is None:
+        return energy
+    n = 2 * len(rope.freqs)
+    rotated = energy[:, :n]
+    pairs = rotated.reshape(len(energy), -1, 2).mT if rope.interleaved else rotated.reshape(len(energy), 2, -1)
+    mean = pairs.mean(1, keepdim=True).expand_as(pairs)  # [heads, 2, n / 2]
+    rotated = mean.mT.flatten(1) if rope.interleaved else mean.flatten(1)
+    return torch.cat((rotated, energy[:, n:]), -1)
