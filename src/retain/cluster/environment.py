@@ -6,6 +6,7 @@ import os
 import secrets
 
 HAPROXY_ENV = "RAY_SERVE_ENABLE_HA_PROXY"
+REPLICA_PORTS, PORTS_OF_CLUSTER = range(10000, 30000), 100
 
 
 def set_environment(address: str | None) -> None:
@@ -22,3 +23,8 @@ def set_environment(address: str | None) -> None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # Two clusters on one machine must not share this range: HAProxy would send requests to a port that a replica
+        # is about to take, where one of the other cluster answers.
+        first = secrets.choice(REPLICA_PORTS[::PORTS_OF_CLUSTER])
+        os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", str(first))
+        os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT", str(first + PORTS_OF_CLUSTER - 1))
