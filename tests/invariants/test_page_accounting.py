@@ -22,7 +22,7 @@ from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Request, RequestInput
 from retain.factory import build_cache
-from retain.kernels.pool_dtypes import page_bytes
+from retain.kernels.pool_dtypes import page_bytes, slots_in_page
 from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
@@ -42,6 +42,9 @@ POLICIES = [
     "h2o:budget=50%,shrink=10,share=all",
     "tova:budget=40,shrink=20%",
     "reread:budget=30%,share=layer,rereads=20",
+    "sinks:budget=10,interval=3,demote=int4",
+    "h2o:budget=12,prefill=stream,chunk=9,demote=int4:40",
+    "h2o:budget=30%,share=all,demote=int4:30%",
 ]
 
 
@@ -102,7 +105,13 @@ class Schedule(RuleBasedStateMachine):
     def start(self, num_pages, max_batched_tokens, windows, prefix, drafter):
         self.cache = build_cache(
             KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows)),
-            CacheConfig(page_size=16, max_running_requests=4, max_model_len=200, max_batched_tokens=max_batched_tokens),
+            CacheConfig(
+                page_size=16,
+                max_running_requests=4,
+                max_model_len=200,
+                max_batched_tokens=max_batched_tokens,
+                demoted_page_size=slots_in_page(16, 8, torch.float32, torch.int4),
+            ),
             kernels.load("reference"),
             torch.float32,
             (num_pages + 1) * page_bytes(16, 8, torch.float32),

@@ -50,8 +50,10 @@ class QualityResults:
             return self.slot_bytes[dtype] / self.slot_bytes[""]
         if not isinstance(parsed, BudgetPolicy) or not parsed.budget.fraction:
             return None
-        demoted = parsed.demote.amount.fraction * self.demoted_slot_bytes if parsed.demote else 0.0
-        return (parsed.budget.fraction * self.slot_bytes[dtype] + demoted) / self.slot_bytes[""]
+        kept, demoted = parsed.budget.fraction, 0.0
+        if parsed.demote:
+            demoted = parsed.demote.amount.fraction if parsed.demote.amount else 1 - kept
+        return (kept * self.slot_bytes[dtype] + demoted * self.demoted_slot_bytes) / self.slot_bytes[""]
 
     def frontier(self, metric: str) -> list[str]:
         """Return the columns of which none has less memory and a smaller mean, least memory first."""

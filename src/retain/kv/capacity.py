@@ -105,14 +105,21 @@ class CapacityPlanner:
         before = int((-(-slots // S)).sum() + scratch)
         if not policy.demoted_slots(length):
             return before * self.spec.kv_heads
-        demoted = int((windows == NO_WINDOW).sum()) * self.pages_after_demotion(policy)
-        return max(before, int((-(-rings // S))[windows < NO_WINDOW].sum()) + demoted) * self.spec.kv_heads
+        num_full = int((windows == NO_WINDOW).sum())
+        if policy.prefill == "stream":  # the demoted tokens of the prompt are beside its last chunk
+            before += num_full * self._demoted_pages(policy, min(length, cast(BudgetPolicy, policy).prompt_len))
+        after = int((-(-rings // S))[windows < NO_WINDOW].sum()) + num_full * self.pages_after_demotion(policy, length)
+        return max(before, after) * self.spec.kv_heads
 
-    def pages_after_demotion(self, policy: EvictionPolicy) -> int:
-        """Return the pages of a head of an unwindowed layer after its budget has begun, at most; resolved.
+    def pages_after_demotion(self, policy: EvictionPolicy, length: int) -> int:
+        """Return the pages of a head of an unwindowed layer at `length` tokens, its budget having begun; resolved.
 
-        Where heads share their budgets, on average.
+        At most, and on average where heads share their budgets.
         """
-        budget, c = cast(BudgetPolicy, policy), self.config
-        kept, demoted = -(-budget.decode_slots // c.page_size), -(-budget.demoted_tokens // c.demoted_page_size)
-        return kept + demoted + 2 * budget.ragged  # each head may have two pages that are not full
+        budget = cast(BudgetPolicy, policy)
+        kept = -(-budget.decode_slots // self.config.page_size)
+        # of a budget that heads share each may have two pages that are not full
+        return kept + self._demoted_pages(policy, length) + 2 * budget.ragged
+
+    def _demoted_pages(self, policy: EvictionPolicy, length: int) -> int:
+        return -(-policy.demoted_slots(length) // self.config.demoted_page_size)

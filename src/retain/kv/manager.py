@@ -144,8 +144,8 @@ class KVCacheManager:
         if not self.slots.reserve(row, end_position):
             return False
         if evictor and evictor.demoter and evictor.demotes_by(end_position):
-            heads = len(evictor.layers) * self.spec.kv_heads
-            if not evictor.demoter.reserve(heads * self.planner.pages_after_demotion(evictor.policy)):
+            num_pages = evictor.head_budgets.size * self.planner.pages_after_demotion(evictor.policy, end_position)
+            if not evictor.demoter.reserve(end_position, num_pages):
                 return False
         if evictor and evictor.layerwise and evictor.layerwise.scratch is not None:  # in one layer at a time
             t, layer = self.tables, evictor.layers[0]

@@ -43,7 +43,7 @@ class BudgetPolicy(EvictionPolicy):
     positions: str = "original"  # or new: kept tokens are numbered from 0, keys shifted (an ablation, and slow)
     protect: str = "none"  # or system: the system prompt is among the sinks
     shrink: Amount | None = None  # how far the budget may fall, by halves, before a request is preempted
-    demote: Demotion | None = None  # tokens over the budget that stay in 4 bits: int4:50%
+    demote: Demotion | None = None  # tokens over the budget that stay in 4 bits: int4 (all), int4:50%
     prompt_len: int = field(default=0, init=False)
     instruction_ids: tuple[int, ...] = field(default=(), init=False)
     special_ids: frozenset[int] = field(default=frozenset(), init=False)
@@ -59,8 +59,8 @@ class BudgetPolicy(EvictionPolicy):
             raise ValueError("share divides a whole prompt's budget: it does not go with prefill=stream")
         if self.positions == "new" and self.ragged:
             raise ValueError("positions=new wants heads that keep equally many tokens: not with share or heads=union")
-        if self.demote and (self.prefill == "stream" or self.positions == "new" or self.shrink):
-            raise ValueError("demote does not go with prefill=stream, positions=new or shrink")
+        if self.demote and (self.positions == "new" or self.shrink):
+            raise ValueError("demote does not go with positions=new or shrink")
 
     # ---- resolving -----------------------------------------------------------------------------------------------
 
@@ -143,11 +143,12 @@ class BudgetPolicy(EvictionPolicy):
     @property
     def demoted_tokens(self) -> int:
         """Tokens that a head keeps in 4 bits at most."""
-        return self.demote.amount.resolve(self.prompt_len) if self.demote else 0
+        return self.demote.num_tokens(self.prompt_len) if self.demote else 0
 
     def demoted_slots(self, length: int) -> int:
         """See EvictionPolicy.demoted_slots."""
-        return self.demoted_tokens if length >= self.prompt_len and length > self.budget_tokens else 0
+        has_begun = length >= self.prompt_len or self.prefill == "stream"
+        return min(self.demoted_tokens, max(length - self.budget_tokens, 0)) if has_begun else 0
 
     @property
     def decode_slots(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from retain.kernels.eviction_order import eviction_key
@@ -42,8 +43,9 @@ def number_tokens(counts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]
 class Demoter:
     """Demote from the unwindowed layers [M] of one row; each head has tables of its own for that.
 
-    The budget begins with `take`, before slots move, and `begin`, when their pages are free. Later tokens come by
-    `add`; the lowest of the demoted make room for them.
+    The budget begins with `take`, before slots move, and `begin`, when their pages are free; or with `add`, where a
+    streamed prompt or an answer outgrows it. Later tokens come by `add`. Tables grow with the text as far as heads have
+    capacity; from then on the lowest of the demoted make room.
     """
 
     def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, layers: Ints, key_factors: Tensor | None):
@@ -51,8 +53,13 @@ class Demoter:
         self.policy, self.tables, self.row, self.layers = policy, tables.demoted, row, layers
         self.key_factors = key_factors  # [M, G, 1, D]
         self.block_tables, self.spare = tables, np.zeros(0, np.int32)  # pages that `begin` will need
-        # int64 [M, G] on the host: tokens that each head demotes at most; None before the budget begins
-        self.capacities: Tensor | None = None
+        # int64 [M, G] on the host: tokens that each head demotes at most, and tokens in its budget; until `begin` those
+        # of a budget that begins with `add`
+        shape = len(layers), tables.counts.shape[2]
+        self.capacities = torch.full(shape, policy.demoted_tokens)
+        self.head_budgets = torch.full(shape, policy.budget_tokens)
+        self.has_begun = policy.prefill == "stream" or policy.prompt_len + policy.eviction_delay <= policy.budget_tokens
+        self.num_computed_tokens = 0  # at the last eviction
         self.scores: Tensor | None = None  # float32 [M, G, S]
 
     @property
@@ -61,13 +68,16 @@ class Demoter:
         kv, pages = self.tables.store.kv, self.tables.page_list(self.row)
         return int((kv.pos[kv.to_index(pages)] >= 0).sum())
 
-    def reserve(self, num_pages: int) -> bool:
-        """Own the pages that the row will need beyond those it frees, if all need `num_pages`. False if there are none.
+    def reserve(self, num_computed_tokens: int, num_pages: int) -> bool:
+        """Own the pages that an eviction at so many tokens will take, beyond those it frees. False if there are none.
 
-        So the budget never finds the pool empty when it begins.
+        `num_pages`: pages of the row's unwindowed layers when the budget has begun, at most.
         """
-        owned = int(self.block_tables.counts[self.row, self.layers].sum())
-        missing = num_pages - owned - len(self.spare) if self.capacities is None else 0
+        if self.has_begun:
+            counts = self._page_counts(num_computed_tokens) - self.tables.counts[self.row, self.layers]
+            missing = int(counts.sum()) - len(self.spare)
+        else:
+            missing = num_pages - int(self.block_tables.counts[self.row, self.layers].sum()) - len(self.spare)
         if missing <= 0:
             return True
         if not self.tables.store.pool.ensure_free(missing):
@@ -75,10 +85,10 @@ class Demoter:
         self.spare = np.concatenate([self.spare, self.tables.store.allocate(missing)])
         return True
 
-    def take(self, pages: Ints, query_position: int, slot_scores: Tensor | None) -> tuple[DemotedSlots, Tensor]:
+    def take(self, pages: Ints, query_position: int, slot_scores: Tensor | None) -> tuple[DemotedSlots, Tensor, Tensor]:
         """Read the tokens of tables [M, G, pages] that rank next to those that the budget keeps.
 
-        Returns them, and the tokens that each head will demote at most, int64 [M, G] on the host.
+        Returns them, and what `begin` needs: the capacities and the budgets of all heads, int64 [M, G] on the host.
         """
         policy, store = self.policy, self.block_tables.store
         view = build_view(store, pages, query_position, slot_scores, self.key_factors)
@@ -95,39 +105,70 @@ class Demoter:
         capacities = upto - kept + (policy.budget_tokens + policy.demoted_tokens - both)  # room for the answer
         slots = slots_at(store, pages, head, places)
         scores = None if slot_scores is None else slot_scores.flatten(0, 1)[head, places]
-        return self._read(head, i, slots, store.kv.pos.view(-1)[slots], scores), capacities
+        return self._read(head, i, slots, store.kv.pos.view(-1)[slots], scores), capacities, kept
 
-    def begin(self, demoted: DemotedSlots, capacities: Tensor) -> None:
+    def begin(self, demoted: DemotedSlots, capacities: Tensor, head_budgets: Tensor, num_computed_tokens: int) -> None:
         """Own the pages of the demoted tokens, and write them."""
-        self._allocate(capacities)
+        self.capacities, self.head_budgets, self.has_begun = capacities, head_budgets, True
+        self._grow(num_computed_tokens)
         self._write(demoted, demoted.i)
 
     def add(self, victims: Victims, query_position: int, slot_scores: Tensor | None) -> None:
         """Take the tokens that a budget has just evicted, or as many of them as a head demotes, the highest first."""
-        if self.capacities is None:
-            self._allocate(torch.full(victims.pos.shape[:2], self.policy.demoted_tokens))
-        assert self.capacities is not None
-        store, n, device = self.tables.store, victims.pos.shape[-1], victims.pos.device
-        pages = self.tables.layer_tables(self.row, self.layers)
-        view = build_view(store, pages, query_position, self.scores, self.key_factors)
-        key = eviction_key(self.policy.priority(view), view.pos, *self.policy.evictable_range(query_position))
-        capacities = self.capacities.to(device, non_blocking=True)[..., None]
-        key.masked_fill_(torch.arange(key.shape[-1], device=device) >= capacities, 2**63 - 1)
-        to = key.topk(min(n, key.shape[-1]), largest=False).indices  # free places first, then the lowest tokens
-        head, i = number_tokens(self.capacities.clamp(max=to.shape[-1]), device)
+        before, device = self._num_evicted(self.num_computed_tokens), victims.pos.device
+        self._grow(query_position + 1)
+        after = self._num_evicted(query_position + 1)
+        head, i = number_tokens(torch.minimum(after - before, self.capacities), device)
+        if bool((after <= self.capacities).all()):
+            to = before.flatten().to(device, non_blocking=True)[head] + i
+        else:
+            to = self._lowest_places(victims.pos.shape[-1], query_position)[head, i]
         slots, pos, places = (x.flip(-1).flatten(0, 1)[head, i] for x in (victims.slots, victims.pos, victims.places))
         scores = None if slot_scores is None else slot_scores.flatten(0, 1)[head, places]
-        self._write(self._read(head, i, slots.long(), pos, scores), to.flatten(0, 1)[head, i])
+        self._write(self._read(head, i, slots.long(), pos, scores), to)
 
-    def _allocate(self, capacities: Tensor) -> None:
-        store, counts = self.tables.store, -(-capacities.numpy() // self.tables.store.page_size)
+    def _lowest_places(self, n: int, query_position: int) -> Tensor:
+        """Return the n places of each head [M G, n] that are free or hold the lowest tokens, in this order."""
+        view = build_view(
+            self.tables.store,
+            self.tables.layer_tables(self.row, self.layers),
+            query_position,
+            self.scores,
+            self.key_factors,
+        )
+        key = eviction_key(self.policy.priority(view), view.pos, *self.policy.evictable_range(query_position))
+        held = self._num_demoted(query_position + 1).to(key.device, non_blocking=True)[..., None]
+        key.masked_fill_(torch.arange(key.shape[-1], device=key.device) >= held, 2**63 - 1)
+        return key.topk(min(n, key.shape[-1]), largest=False).indices.flatten(0, 1)
+
+    def _num_evicted(self, num_computed_tokens: int) -> Tensor:
+        """Return the tokens of each head that have left its budget, int64 [M, G] on the host."""
+        return (num_computed_tokens - self.head_budgets).clamp(min=0)
+
+    def _num_demoted(self, num_computed_tokens: int) -> Tensor:
+        """Return the tokens that each head demotes, int64 [M, G] on the host."""
+        return torch.minimum(self._num_evicted(num_computed_tokens), self.capacities)
+
+    def _page_counts(self, num_computed_tokens: int) -> Ints:
+        """Return the pages of demoted tokens of each head, [M, G]."""
+        pages = -(-self._num_demoted(num_computed_tokens) // self.tables.store.page_size)
+        counts: Ints = pages.numpy().astype(np.int32)
+        return counts
+
+    def _grow(self, num_computed_tokens: int) -> None:
+        """Own the pages of all tokens that are demoted when so many are computed."""
+        store, counts = self.tables.store, self._page_counts(num_computed_tokens)
+        self.num_computed_tokens = num_computed_tokens
+        if (counts == self.tables.counts[self.row, self.layers]).all():
+            return
         store.pool.free(self.spare)
-        self.spare, self.capacities = self.spare[:0], capacities
-        store.pool.ensure_free(int(counts.sum()))
-        self.tables.allocate(self.row, self.layers, counts.astype(np.int32))
+        self.spare = self.spare[:0]
+        store.pool.ensure_free(int((counts - self.tables.counts[self.row, self.layers]).sum()))
+        self.tables.allocate(self.row, self.layers, counts)
         if self.policy.scores_slots:
             num_slots = int(counts.max()) * store.page_size
-            self.scores = torch.zeros(*capacities.shape, num_slots, device=store.kv.device)
+            before = torch.zeros(*counts.shape, 0, device=store.kv.device) if self.scores is None else self.scores
+            self.scores = F.pad(before, (0, num_slots - before.shape[-1]))
 
     def _read(self, head: Tensor, i: Tensor, slots: Tensor, pos: Tensor, scores: Tensor | None) -> DemotedSlots:
         store, S = self.block_tables.store, self.block_tables.page_size

@@ -13,23 +13,30 @@ from retain.plugins import Amount, parse_amount
 DEMOTED_DTYPE: torch.dtype = INT4
 
 
+UNBOUNDED_TOKENS = 2**31 - 1
+
+
 @dataclass(frozen=True)
 class Demotion:
-    """Tokens that a head keeps in 4 bits beyond its budget, in tokens or as a percentage of the prompt."""
+    """Tokens that a head keeps in 4 bits beyond its budget: in tokens, as a percentage of the prompt, or all."""
 
-    amount: Amount
+    amount: Amount | None  # None: all
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the option that "int4:50%" means. Raises ValueError."""
+        """Return the option that "int4:50%" or "int4" means. Raises ValueError."""
         dtype, colon, amount = text.partition(":")
-        if dtype != "int4" or not colon:
-            raise ValueError(f"{text!r} should be int4 and an amount, as in int4:50%")
-        return cls(parse_amount(amount))
+        if dtype != "int4" or (colon and not amount):
+            raise ValueError(f"{text!r} should be int4, or int4 and an amount, as in int4:50%")
+        return cls(parse_amount(amount) if colon else None)
+
+    def num_tokens(self, prompt_len: int) -> int:
+        """Return the option in tokens, at least 1."""
+        return UNBOUNDED_TOKENS if self.amount is None else max(self.amount.resolve(prompt_len), 1)
 
     def resolve(self, prompt_len: int) -> Self:
-        """Return the option in tokens, at least 1."""
-        return type(self)(Amount(tokens=max(self.amount.resolve(prompt_len), 1)))
+        """Return the option for a prompt of `prompt_len` tokens: a percentage becomes a number."""
+        return self if self.amount is None else type(self)(Amount(tokens=self.num_tokens(prompt_len)))
 
     def __str__(self) -> str:
-        return f"int4:{self.amount}"
+        return "int4" if self.amount is None else f"int4:{self.amount}"

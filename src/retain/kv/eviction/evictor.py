@@ -68,9 +68,8 @@ class BudgetEvictor:
         """
         policy = self.policy
         self.next_eviction = policy.next_eviction(num_computed_tokens)
-        if num_computed_tokens < policy.prompt_len:  # a streamed chunk
-            owned = self.tables.counts[self.row, self.layers] * np.int32(self.tables.page_size)
-            self._punch(num_computed_tokens, owned, int(owned.min()) - policy.budget_tokens)
+        if num_computed_tokens < policy.prompt_len:
+            self._punch_chunk(num_computed_tokens)
         elif num_computed_tokens < self.compacts_at:  # what slots have now, before the answer adds to it
             self.slot_scores.update(policy, self._layer_tables(), num_computed_tokens - 1)
             return
@@ -78,6 +77,8 @@ class BudgetEvictor:
             used = self.head_budgets + np.int32(policy.interval)
             self._punch(num_computed_tokens, used, policy.interval)
         elif num_computed_tokens > policy.budget_tokens:
+            if policy.prefill == "stream" and self.demoter:  # the last chunk is demoted as the others were
+                self._punch_chunk(num_computed_tokens)
             if policy.prefill != "layers":
                 self._compact(num_computed_tokens, None)
             self.tables.capacity[self.row, self.layers] = 1  # from now on slots are holes, not a closed form
@@ -109,15 +110,21 @@ class BudgetEvictor:
         t, policy, last = self.tables, self.policy, num_computed_tokens - 1 - self.position_offset
         pages = self._layer_tables()
         scores = self.slot_scores.update(policy, pages, last)
-        demoted = self.demoter.take(pages, last, scores) if self.demoter else None
+        begins = self.demoter is not None and not self.demoter.has_begun
+        demoted = self.demoter.take(pages, last, scores) if self.demoter and begins else None
         done = compact(t.store, pages, policy, last, head_budgets, slot_scores=scores, key_factors=self.key_factors)
         self.head_budgets, self.holes, self.holes_from = done.head_budgets, done.holes, num_computed_tokens
         counts = -(-(self.head_budgets + policy.interval) // t.page_size)
         self._trim_pages(counts)
         if self.demoter and demoted:
-            self.demoter.begin(*demoted)
+            self.demoter.begin(*demoted, num_computed_tokens)
         self.slot_scores.keep(done.places, int(counts.max()) * t.page_size)
         self._renumber(num_computed_tokens)
+
+    def _punch_chunk(self, num_computed_tokens: int) -> None:
+        """Leave the budget of a streamed chunk."""
+        owned = self.tables.counts[self.row, self.layers] * np.int32(self.tables.page_size)
+        self._punch(num_computed_tokens, owned, int(owned.min()) - self.policy.budget_tokens)
 
     def _punch(self, num_computed_tokens: int, slots_used: Ints, n: int) -> None:
         last = num_computed_tokens - 1 - self.position_offset
