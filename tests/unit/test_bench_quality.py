@@ -78,6 +78,17 @@ def test_budget_covering_everything_equals_full(llm: LLM, data: Path, name: str)
 
 
 @pytest.mark.slow
+def test_a_dtype_runs_the_policies_that_it_can_have(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slots of 4 bits demote nothing, but stand beside policies that do. Memory counts every demoted token."""
+    options = ("--data-dir", data, "--num-prompts", 1, "--kv-dtype", "bfloat16", "--json")
+    args = ("--kv-dtypes", "int4", "--policies", "sinks:demote=int4", "--budgets", "20%")
+    result = run_cli(capsys, "bench", "quality", "--model", "smollm2", *options, *args)
+    memory = {line["policy"]: line["memory"] for line in map(json.loads, result.out.splitlines())}
+    assert list(memory) == ["full", "sinks:budget=20%,demote=int4", "full int4"]
+    assert memory["sinks:budget=20%,demote=int4"] == pytest.approx(0.2 + 0.8 * memory["full int4"], abs=1e-4)
+
+
+@pytest.mark.slow
 def test_json_and_plots_are_written(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     options = ("--data-dir", data, "--num-prompts", 2, "--output-dir", out, "--json", "--plot-kept")

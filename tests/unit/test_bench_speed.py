@@ -169,3 +169,14 @@ def test_precision_bench_fits_as_many_requests_as_bytes_say(capsys: pytest.Captu
         assert line["max_running"] == int(line["requests_fit"]) and not line["num_preemptions"]
     assert_one_line_error(run_cli(capsys, *args, "--measurements", "speed"), "unknown measurement 'speed'")
     assert_one_line_error(run_cli(capsys, *args, "--kv-dtype", "int8"), "name them by --kv-dtypes")
+
+
+def test_precision_bench_runs_each_policy_in_the_dtypes_that_can_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    demoting = "sinks:budget=16,prefill=stream,demote=int4"
+    args = ("--num-repeats", 1, "--prompt-len", 100, "--measurements", "decode", "--policies", f"full {demoting}")
+    printed = run_cli(
+        capsys, "bench", "precision", "--model", "random:tiny", *args, "--kv-dtypes", "int8,int4", "--json"
+    )
+    lines = [json.loads(line) for line in printed.out.splitlines()]
+    assert [(n["kv_dtype"], n["policy"]) for n in lines] == [("int8", "full"), ("int8", demoting), ("int4", "full")]
+    assert_one_line_error(run_cli(capsys, "bench", "precision", "--policies", ""), "name at least one")

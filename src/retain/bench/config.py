@@ -40,6 +40,10 @@ class PrecisionBenchConfig:
         default=("bfloat16", "int8", "k8v4"),
         metadata={"help": "dtypes of K and V, comma-separated; ratios are to the first", "separator": ","},
     )
+    policies: tuple[str, ...] = field(
+        default=("full",),
+        metadata={"help": "KV policies of each dtype that can have them, separated by spaces", "separator": " "},
+    )
     measurements: tuple[str, ...] = field(
         default=("prefill", "decode", "requests"),
         metadata={"help": "of prefill, decode and requests, comma-separated", "separator": ","},
@@ -51,6 +55,8 @@ class PrecisionBenchConfig:
     def __post_init__(self) -> None:
         if not self.kv_dtypes:
             raise ValueError("--kv-dtypes names no dtype")
+        if not self.policies:
+            raise ValueError("--policies names no policy")
         _check_at_least_1(prompt_len=self.prompt_len, batch_size=self.batch_size, num_repeats=self.num_repeats)
 
 

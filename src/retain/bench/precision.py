@@ -1,13 +1,14 @@
 """`retain bench precision`: speed and memory of a cache with K and V in several dtypes.
 
-One engine for each dtype, all with the same weights. They take turns, so that all of them see the same machine, and
-medians are compared with the first dtype's.
+One engine for each dtype and policy, all with the same weights. They take turns, so that all of them see the same
+machine, and medians are compared with the first one's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
+from dataclasses import dataclass
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
@@ -15,13 +16,26 @@ from retain.bench.budget import time_prefills
 from retain.bench.config import PrecisionBenchConfig
 from retain.bench.decode_timer import DecodeTimer
 from retain.bench.engines import cancel_all, make_engine, run_until_first_tokens
+from retain.bench.quality import possible_policies
 from retain.bench.requests import greedy_request, random_prompts
-from retain.kv.eviction import policies
 from retain.llm import LLM
 
+
+@dataclass(frozen=True)
+class Variant:
+    """One kind of cache that is measured."""
+
+    kv_dtype: str
+    policy: str
+
+
 Line = dict[str, Any]
-Load = Callable[[str, int | None], LLM]  # an engine with K and V in a dtype, and a pool of so many bytes if given
-FULL = policies.parse("full")
+Load = Callable[[Variant, int | None], LLM]  # an engine with this cache, and a pool of so many bytes if given
+
+
+def list_variants(options: PrecisionBenchConfig) -> list[Variant]:
+    """Return each dtype with each policy that it can have; the others are compared with the first."""
+    return [Variant(d, p) for d in options.kv_dtypes for p in possible_policies(options.policies, d)]
 
 
 def check_measurements(names: Sequence[str]) -> None:
@@ -33,31 +47,31 @@ def check_measurements(names: Sequence[str]) -> None:
 
 def measure_prefill(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]:
     """Time prompts of 1000 tokens up to their first token."""
-    llms = {dtype: load(dtype, None) for dtype in options.kv_dtypes}
+    llms = {variant: load(variant, None) for variant in list_variants(options)}
     prompt_len = min(1000, *(llm.max_model_len - 8 for llm in llms.values()))
-    times: dict[str, list[float]] = {dtype: [] for dtype in llms}
+    times: dict[Variant, list[float]] = {variant: [] for variant in llms}
     for _ in range(options.num_repeats):
-        for dtype, llm in llms.items():
-            times[dtype] += time_prefills(llm, ["full"], prompt_len, num_repeats=1)[0]
+        for variant, llm in llms.items():
+            times[variant] += time_prefills(llm, [variant.policy], prompt_len, num_repeats=1)[0]
     yield from _compare(f"prefill, {prompt_len} tokens", times)
 
 
 def measure_decode(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]:
     """Time decode steps of a batch of different prompts: pages that requests share would be read once, from a cache."""
-    llms = {dtype: load(dtype, None) for dtype in options.kv_dtypes}
+    llms = {variant: load(variant, None) for variant in list_variants(options)}
     num_steps, engines = 8 * options.num_repeats, {}
     prompt_len = min(options.prompt_len, *(llm.max_model_len - num_steps - 64 for llm in llms.values()))
-    for dtype, llm in llms.items():
+    for variant, llm in llms.items():
         prompts = random_prompts(llm.spec.vocab_size, prompt_len, options.batch_size, seed=0)
-        requests = [greedy_request(prompt, FULL, num_steps + 64) for prompt in prompts]
-        engines[dtype] = make_engine(llm, requests)
-        run_until_first_tokens(engines[dtype])
-    times: dict[str, list[float]] = {dtype: [] for dtype in llms}
+        requests = [greedy_request(prompt, llm.policy, num_steps + 64) for prompt in prompts]
+        engines[variant] = make_engine(llm, requests)
+        run_until_first_tokens(engines[variant])
+    times: dict[Variant, list[float]] = {variant: [] for variant in llms}
     for _ in range(num_steps):
-        for dtype, engine in engines.items():
+        for variant, engine in engines.items():
             started = perf_counter()
             engine.step()
-            times[dtype].append(perf_counter() - started)
+            times[variant].append(perf_counter() - started)
     for engine in engines.values():
         cancel_all(engine)
     yield from _compare(f"decode, batch {options.batch_size} of {prompt_len} tokens", times)
@@ -66,16 +80,18 @@ def measure_decode(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]:
 def measure_requests(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]:
     """Run 40 requests of 512 + 128 tokens under the bytes that 8 of them take in the first dtype.
 
-    `expected_ratio` is the ratio of the bytes of a slot: how many times as many requests should run at once.
+    `expected_ratio` is the ratio of the bytes of a slot: how many times as many requests that keep every token in this
+    dtype should run at once.
     """
     prompt_len, output_len, num_requests = 512, 128, 40
-    first = load(options.kv_dtypes[0], None)
+    variants = list_variants(options)
+    first = load(variants[0], None)
     memory = (8 * _pages(first, prompt_len, output_len) + 1) * first.cache.store.page_bytes  # 1 is the trash page
     first_fit = first_slot_bytes = first_tok_s = 0.0
-    for dtype in options.kv_dtypes:
-        llm = load(dtype, memory)
+    for variant in variants:
+        llm = load(variant, memory)
         prompts = random_prompts(llm.spec.vocab_size, prompt_len, num_requests, seed=1)
-        requests = [greedy_request(prompt, FULL, output_len) for prompt in prompts]
+        requests = [greedy_request(prompt, llm.policy, output_len) for prompt in prompts]
         engine = make_engine(llm, requests)
         timer, max_running, started = DecodeTimer(engine), 0, perf_counter()
         while engine.has_unfinished_requests:
@@ -88,7 +104,8 @@ def measure_requests(load: Load, options: PrecisionBenchConfig) -> Iterator[Line
         first_tok_s = first_tok_s or tok_s
         yield {
             "measurement": f"{num_requests} requests",
-            "kv_dtype": dtype,
+            "kv_dtype": variant.kv_dtype,
+            "policy": variant.policy,
             "slot_bytes": round(slot_bytes, 1),
             "requests_fit": round(fit, 2),
             "ratio": round(fit / first_fit, 3),
@@ -109,16 +126,19 @@ MEASUREMENTS: dict[str, Callable[[Load, PrecisionBenchConfig], Iterator[Line]]] 
 
 
 def _pages(llm: LLM, prompt_len: int, output_len: int) -> int:
-    return llm.cache.pages_needed(FULL, prompt_len + output_len, prompt_len)
+    policy = llm.cache.effective_policy(llm.policy.resolve(prompt_len))
+    return llm.cache.pages_needed(policy, prompt_len + output_len, prompt_len)
 
 
-def _compare(measurement: str, times: dict[str, list[float]]) -> Iterator[Line]:
+def _compare(measurement: str, times: dict[Variant, list[float]]) -> Iterator[Line]:
     first = median(next(iter(times.values())))
-    for dtype, t in times.items():
+    for variant, t in times.items():
         yield {
             "measurement": measurement,
-            "kv_dtype": dtype,
+            "kv_dtype": variant.kv_dtype,
+            "policy": variant.policy,
             "median_ms": round(1e3 * median(t), 2),
+            "mean_ms": round(1e3 * mean(t), 2),
             "time_ratio": round(median(t) / first, 3),
             "speedup": round(first / median(t), 2),
         }

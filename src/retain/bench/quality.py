@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -152,6 +151,11 @@ def choose_engine_policy(policy_specs: Sequence[str]) -> str:
     return policies.to_spec(chosen) if chosen else FULL
 
 
+def possible_policies(policy_specs: Sequence[str], kv_dtype: str) -> list[str]:
+    """Return the policies that a cache of this dtype can have: one of 4 bits demotes no token."""
+    return [spec for spec in policy_specs if kv_dtype not in ("k8v4", "int4") or not policies.parse(spec).demotes]
+
+
 def load_items(llm: LLM, config: QualityBenchConfig, task: ModuleType) -> list[Any]:
     """Return the items of a task. Raises ValueError where there is none."""
     try:
@@ -178,11 +182,12 @@ def run(
 ) -> Iterator[QualityResults]:
     """Yield the results of each task. Every batch of items updates the JSON files in `config.output_dir`.
 
-    `other_llms` are engines of the same model by the dtype of their K and V. They run every policy too, and the full
-    cache, compared with the full cache of `llm`.
+    `other_llms` are engines of the same model by the dtype of their K and V. They run every policy that is possible in
+    it too, and the full cache, compared with the full cache of `llm`.
     """
     llms = {"": llm, **(other_llms or {})}
-    columns = [f"{p} {dtype}".rstrip() for dtype in llms for p in (FULL, *policy_specs)]
+    specs = {dtype: (FULL, *possible_policies(policy_specs, dtype)) for dtype in llms}
+    columns = [f"{p} {dtype}".rstrip() for dtype in llms for p in specs[dtype]]
     D = llm.spec.head_dim
     slot_bytes = {dtype: float(page_bytes(1, D, x.kv_dtype)) for dtype, x in llms.items()}
     demoted_slot_bytes = page_bytes(1, D, DEMOTED_DTYPE)
@@ -191,14 +196,14 @@ def run(
         results = QualityResults(
             _task_name(task), task.METRICS, {c: [] for c in columns}, slot_bytes, demoted_slot_bytes
         )
-        groups = group_policies((FULL, *policy_specs))
-        requests_per_item = task.REQUESTS_PER_ITEM * max(map(len, groups))
+        groups = [(dtype, group) for dtype in llms for group in group_policies(specs[dtype])]
+        requests_per_item = task.REQUESTS_PER_ITEM * max(len(group) for _, group in groups)
         batch_size = max(1, llm.config.max_running_requests // requests_per_item)
         with tqdm(total=len(items) * len(results.item_metrics), desc=results.task, unit="item") as progress:
             for start in range(0, len(items), batch_size):
                 batch, full_state = items[start : start + batch_size], None
-                for (dtype, engine), group in product(llms.items(), groups):
-                    rows, state = task.measure(engine, batch, group, full_state)
+                for dtype, group in groups:
+                    rows, state = task.measure(llms[dtype], batch, group, full_state)
                     full_state = full_state or state  # the first group is the full cache
                     for j, policy in enumerate(group):
                         column = f"{policy} {dtype}".rstrip()

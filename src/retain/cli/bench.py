@@ -81,10 +81,11 @@ def run_precision(args: Namespace) -> int:
         raise ValueError("bench precision compares dtypes of K and V: name them by --kv-dtypes")
     config, options = engine_config(args), from_args(PrecisionBenchConfig, args)
     precision.check_measurements(options.measurements)
-    configs = {dtype: replace(config, kv_dtype=dtype) for dtype in options.kv_dtypes}  # raises before it loads a model
+    variants = precision.list_variants(options)
+    configs = {v: replace(config, kv_dtype=v.kv_dtype, kv_policy=v.policy) for v in variants}  # raises before it loads
 
-    def load(dtype: str, kv_memory: int | None) -> LLM:
-        return loading.load_llm(replace(configs[dtype], kv_memory=kv_memory or config.kv_memory))
+    def load(variant: precision.Variant, kv_memory: int | None) -> LLM:
+        return loading.load_llm(replace(configs[variant], kv_memory=kv_memory or config.kv_memory))
 
     for name in options.measurements:
         _print_lines(args, precision.MEASUREMENTS[name](load, options))
@@ -101,9 +102,13 @@ def run_quality(args: Namespace) -> int:
     if options.output_dir:
         plots.import_pyplot()
         options.output_dir.mkdir(parents=True, exist_ok=True)
-    config = replace(config, kv_policy=quality.choose_engine_policy(policies))
-    others = {dtype: replace(config, kv_dtype=dtype) for dtype in options.kv_dtypes}  # raises before anything is loaded
-    llm, *other_llms = (loading.load_llm(c) for c in (config, *others.values()))
+    base = replace(config, kv_policy=quality.choose_engine_policy(policies))
+    possible = {dtype: quality.possible_policies(policies, dtype) for dtype in options.kv_dtypes}
+    others = {  # raises before anything is loaded
+        dtype: replace(config, kv_dtype=dtype, kv_policy=quality.choose_engine_policy(possible[dtype]))
+        for dtype in options.kv_dtypes
+    }
+    llm, *other_llms = (loading.load_llm(c) for c in (base, *others.values()))
     for results in quality.run(llm, options, tasks, policies, dict(zip(others, other_llms, strict=True))):
         print(*(map(json.dumps, results.summarize()) if args.json else [quality.format_table(results)]), sep="\n")
         if options.output_dir:
