@@ -38,6 +38,13 @@ class Config:
         default="full",
         metadata={"help": "KV policy: full, ring:window=N, or a budget such as keyformer:budget=25%"},
     )
+    allow_policy: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "KV policy that requests may select, of those that need room in the cache: for tokens in 4 bits "
+            "(demote=int4), or for masses of each query head (heads=query) (may be repeated)"
+        },
+    )
     prefix_cache: str = field(
         default="exact",
         metadata={"help": "reuse of prefixes: exact, exact:keep=prompt, selective:ratio=0.25, or off"},
@@ -76,8 +83,9 @@ class Config:
     device: str = field(default="auto", metadata={"help": "auto (a GPU where there is one), cpu or cuda"})
 
     def __post_init__(self) -> None:
-        tier = (self.tier,) if isinstance(self.tier, str) else tuple(self.tier)
-        object.__setattr__(self, "tier", tier)
+        for name in ("tier", "allow_policy"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not supported: choose float32, bfloat16 or float16 (on a GPU)")
         check_weights(self.weights, self.dtype)

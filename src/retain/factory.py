@@ -120,9 +120,9 @@ def default_pool_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype,
     return default_kv_memory(request, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None)
 
 
-def demoted_page_size(policy: EvictionPolicy, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the slots of a page of demoted tokens, 0 where the policy demotes none. Raises ValueError."""
-    if not policy.demotes:
+def demoted_page_size(policies: Sequence[EvictionPolicy], page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the slots of a page of demoted tokens, 0 where none of the policies demotes. Raises ValueError."""
+    if not any(policy.demotes for policy in policies):
         return 0
     slots = slots_in_page(page_size, head_dim, dtype, DEMOTED_DTYPE)
     if slots <= page_size:

@@ -49,8 +49,9 @@ class LLM:
         started = perf_counter()
         self.config = c = Config(model, kv_memory=None if kv_memory is None else parse_size(kv_memory), **options)
         self.policy = policies.parse(c.kv_policy)
+        self.allowed_policies = [self.policy, *map(policies.parse, c.allow_policy)]  # the cache has room for them
         prefix_config = prefix_configs.parse(c.prefix_cache)
-        tier_configs = tiers.parse_all([c.tier] if isinstance(c.tier, str) else c.tier)
+        tier_configs = tiers.parse_all(c.tier)
         if tier_configs and not prefix_config:
             raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
         drafter = drafters.parse(c.speculate) if c.speculate else None
@@ -62,7 +63,7 @@ class LLM:
         self.tokenizer = Tokenizer.open(loaded.path)
         self.max_model_len = self._resolve_max_model_len()
         query_heads = self.spec.num_heads // self.spec.num_kv_heads  # of a kv head
-        cache_config = self._cache_config(query_heads if self.policy.per_query_head else 1)
+        cache_config = self._cache_config(query_heads if any(p.per_query_head for p in self.allowed_policies) else 1)
         self.cache = factory.build_cache(
             loaded.cache_spec,
             cache_config,
@@ -107,7 +108,7 @@ class LLM:
     def _cache_config(self, columns: int) -> CacheConfig:
         c = self.config
         sizes = c.slots_per_page, c.max_running_requests, self.max_model_len, c.max_batched_tokens
-        demoted = factory.demoted_page_size(self.policy, sizes[0], self.spec.head_dim, self.kv_dtype)
+        demoted = factory.demoted_page_size(self.allowed_policies, sizes[0], self.spec.head_dim, self.kv_dtype)
         return CacheConfig(*sizes, columns, demoted)
 
     def add_drafter(self, spec: str) -> None:

@@ -247,3 +247,19 @@ def test_an_engine_says_what_it_cannot_demote() -> None:
     llm = LLM("random:tiny", kv_memory="2MiB")
     with pytest.raises(ValueError, match="demotes tokens: start the engine with such a policy"):
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), kv_policy="h2o:budget=25%,demote=int4:50%")
+
+
+def test_requests_may_name_allowed_policies_beside_a_full_cache() -> None:
+    """The cache has room for what an allowed policy needs; other requests keep prefixes as ever."""
+    demoting, by_head, prompt = "sinks:budget=20,demote=int4", "h2o:budget=9,heads=query", list(range(3, 99))
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    llm = LLM("random:tiny", kv_memory="8MiB", allow_policy=(demoting, by_head))
+    outputs = llm.generate([prompt] * 4, params, kv_policy=["full", demoting, by_head, "full"])
+    for policy, output in zip(("full", demoting, by_head), outputs, strict=False):
+        assert (
+            output.token_ids
+            == LLM("random:tiny", kv_memory="8MiB", kv_policy=policy).generate([prompt], params)[0].token_ids
+        )
+    assert llm.generate([prompt], params)[0].cached_tokens
+    with pytest.raises(ValueError, match="saves no memory in a cache of 4 bits"):
+        LLM("random:tiny", kv_dtype="int4", allow_policy=demoting)

@@ -137,20 +137,6 @@ def group_policies(policy_specs: Iterable[str]) -> list[list[str]]:
     return [group for group in groups.values() if group]
 
 
-def choose_engine_policy(policy_specs: Sequence[str]) -> str:
-    """Return the policy to start an engine with, so that its cache has what all of these need.
-
-    These are the score columns of those that need them, and room for demoted tokens.
-    """
-    budgets = [p for p in map(policies.parse, policy_specs) if isinstance(p, BudgetPolicy)]
-    by_query_head = next((p for p in budgets if p.per_query_head), None)
-    demoting = next((p for p in budgets if p.demotes), None)
-    if by_query_head and demoting:
-        return f"h2o:budget=1,heads=query,demote={demoting.demote}"
-    chosen = by_query_head or demoting
-    return policies.to_spec(chosen) if chosen else FULL
-
-
 def possible_policies(policy_specs: Sequence[str], kv_dtype: str) -> list[str]:
     """Return the policies that a cache of this dtype can have: one of 4 bits demotes no token."""
     return [spec for spec in policy_specs if kv_dtype not in ("k8v4", "int4") or not policies.parse(spec).demotes]

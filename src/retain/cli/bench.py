@@ -38,6 +38,8 @@ def engine_config(args: Namespace) -> Config:
     """Return the engine's options. Raises ValueError for an option that the bench itself varies."""
     if args.bench != "speed" and hasattr(args, "kv_policy"):
         raise ValueError(f"bench {args.bench} compares policies: --kv-policy is for bench speed")
+    if hasattr(args, "allow_policy"):
+        raise ValueError(f"bench {args.bench} sends no requests of others: --allow-policy is for serve")
     if hasattr(args, "prefix_cache"):
         raise ValueError(f"bench {args.bench} sets it itself: --prefix-cache is for run, chat and serve")
     if args.bench == "speculate" and hasattr(args, "speculate"):
@@ -102,10 +104,9 @@ def run_quality(args: Namespace) -> int:
     if options.output_dir:
         plots.import_pyplot()
         options.output_dir.mkdir(parents=True, exist_ok=True)
-    base = replace(config, kv_policy=quality.choose_engine_policy(policies))
-    possible = {dtype: quality.possible_policies(policies, dtype) for dtype in options.kv_dtypes}
+    base = replace(config, allow_policy=tuple(policies))
     others = {  # raises before anything is loaded
-        dtype: replace(config, kv_dtype=dtype, kv_policy=quality.choose_engine_policy(possible[dtype]))
+        dtype: replace(config, kv_dtype=dtype, allow_policy=tuple(quality.possible_policies(policies, dtype)))
         for dtype in options.kv_dtypes
     }
     llm, *other_llms = (loading.load_llm(c) for c in (base, *others.values()))

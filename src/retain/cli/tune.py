@@ -16,14 +16,14 @@ def tune(args: Namespace) -> int:
 
     Standard output is only the policy's spec, or one JSON object; the table goes to standard error.
     """
-    from retain.bench.quality import choose_engine_policy, expand_policies
+    from retain.bench.quality import expand_policies
     from retain.cli import loading
     from retain.tune.bound import parse_bound
     from retain.tune.measure import rouge_scorer
     from retain.tune.tuner import tune
 
     config = from_args(TuneConfig, args)
-    if hasattr(args, "kv_policy"):
+    if hasattr(args, "kv_policy") or hasattr(args, "allow_policy"):
         raise ValueError("tune compares policies: name them by --policies")
     if hasattr(args, "prefix_cache"):
         raise ValueError("tune sets it itself: --prefix-cache is for run, chat and serve")
@@ -32,8 +32,8 @@ def tune(args: Namespace) -> int:
         rouge_scorer()
     if not config.data.is_file():
         raise ValueError(f"{config.data}: no such file for --data")
-    policy = choose_engine_policy(expand_policies(config.policies, config.budgets))
-    report = tune(loading.load_llm(from_args(Config, args, prefix_cache="off", kv_policy=policy)), config, bound)
+    specs = tuple(expand_policies(config.policies, config.budgets))
+    report = tune(loading.load_llm(from_args(Config, args, prefix_cache="off", allow_policy=specs)), config, bound)
     if config.plot:
         report.plot(config.plot)
     print(report.to_table(), file=sys.stderr)

@@ -104,11 +104,11 @@ class InputProcessor:
         if policy.instruction:
             ids = self._encode_instruction(policy.instruction)
             policy = policy.with_instruction(ids, self.tokenizer.special_token_ids)
+        spec, remedy = policies.to_spec(policy), "start the engine with such a policy, or allow it (--allow-policy)"
         if policy.per_query_head and self.cache.config.score_columns == 1 < self.info.heads_per_kv_head:
-            spec = policies.to_spec(policy)
-            raise ValueError(f"{spec} needs the masses of every query head: start the engine with such a policy")
+            raise ValueError(f"{spec} needs the masses of every query head: {remedy}")
         if policy.demotes and not self.cache.config.demoted_page_size:
-            raise ValueError(f"{policies.to_spec(policy)} demotes tokens: start the engine with such a policy")
+            raise ValueError(f"{spec} demotes tokens: {remedy}")
         room = limit - len(token_ids)
         if room < 1:
             raise ValueError(f"the prompt has {len(token_ids)} tokens and the context {limit}: shorten it")
