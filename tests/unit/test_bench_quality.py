@@ -15,6 +15,10 @@ from hypothesis import strategies as st
 from retain import LLM, SamplingParams
 from retain.bench import budget, plots, quality, tasks
 from retain.bench.config import QualityBenchConfig
+from retain.config import KV_DTYPES, Config
+from retain.factory import demoted_page_size
+from retain.kernels.pool_dtypes import pool_dtype
+from retain.kv.eviction import policies
 from tests.helpers.cli import assert_one_line_error, run_cli
 
 pytestmark = pytest.mark.usefixtures("shared_engines")
@@ -75,6 +79,18 @@ def test_budget_covering_everything_equals_full(llm: LLM, data: Path, name: str)
         if metric == "kl":
             assert full == pytest.approx(0) and (less > 0.05).all()
     assert all(policy in quality.format_table(results) for policy in ("full", *chosen))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_policies_that_a_dtype_cannot_have_are_those_that_an_engine_refuses(kv_dtype: str) -> None:
+    spec, config = "sinks:budget=9,demote=int4", Config("random:tiny", kv_dtype=kv_dtype)
+    try:
+        demoted_page_size([policies.parse(spec)], config.slots_per_page, 64, pool_dtype(config.slot_dtype))
+        expected = [spec]
+    except ValueError:
+        expected = []
+    assert quality.possible_policies([spec], kv_dtype) == expected
+    assert quality.possible_policies(["full"], kv_dtype) == ["full"]
 
 
 @pytest.mark.slow

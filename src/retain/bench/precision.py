@@ -23,7 +23,7 @@ from retain.llm import LLM
 
 @dataclass(frozen=True)
 class Variant:
-    """One kind of cache that is measured."""
+    """The dtype of K and V and the policy of one engine that is measured."""
 
     kv_dtype: str
     policy: str

@@ -138,8 +138,9 @@ def group_policies(policy_specs: Iterable[str]) -> list[list[str]]:
 
 
 def possible_policies(policy_specs: Sequence[str], kv_dtype: str) -> list[str]:
-    """Return the policies that a cache of this dtype can have: one of 4 bits demotes no token."""
-    return [spec for spec in policy_specs if kv_dtype not in ("k8v4", "int4") or not policies.parse(spec).demotes]
+    """Return the policies that a cache of this dtype can have: one of 4 bits demotes no token (see factory.py)."""
+    can_demote = kv_dtype not in ("k8v4", "int4")
+    return [spec for spec in policy_specs if can_demote or not policies.parse(spec).demotes]
 
 
 def load_items(llm: LLM, config: QualityBenchConfig, task: ModuleType) -> list[Any]:
@@ -168,8 +169,8 @@ def run(
 ) -> Iterator[QualityResults]:
     """Yield the results of each task. Every batch of items updates the JSON files in `config.output_dir`.
 
-    `other_llms` are engines of the same model by the dtype of their K and V. They run every policy that is possible in
-    it too, and the full cache, compared with the full cache of `llm`.
+    `other_llms` are engines of the same model by the dtype of their K and V. Each runs the full cache and the policies
+    that its dtype can have, compared with the full cache of `llm`.
     """
     llms = {"": llm, **(other_llms or {})}
     specs = {dtype: (FULL, *possible_policies(policy_specs, dtype)) for dtype in llms}

@@ -39,7 +39,7 @@ def engine_config(args: Namespace) -> Config:
     if args.bench != "speed" and hasattr(args, "kv_policy"):
         raise ValueError(f"bench {args.bench} compares policies: --kv-policy is for bench speed")
     if hasattr(args, "allow_policy"):
-        raise ValueError(f"bench {args.bench} sends no requests of others: --allow-policy is for serve")
+        raise ValueError(f"bench {args.bench} allows its own policies: --allow-policy is for serve")
     if hasattr(args, "prefix_cache"):
         raise ValueError(f"bench {args.bench} sets it itself: --prefix-cache is for run, chat and serve")
     if args.bench == "speculate" and hasattr(args, "speculate"):
@@ -104,12 +104,12 @@ def run_quality(args: Namespace) -> int:
     if options.output_dir:
         plots.import_pyplot()
         options.output_dir.mkdir(parents=True, exist_ok=True)
-    base = replace(config, allow_policy=tuple(policies))
+    config = replace(config, allow_policy=tuple(policies))
     others = {  # raises before anything is loaded
         dtype: replace(config, kv_dtype=dtype, allow_policy=tuple(quality.possible_policies(policies, dtype)))
         for dtype in options.kv_dtypes
     }
-    llm, *other_llms = (loading.load_llm(c) for c in (base, *others.values()))
+    llm, *other_llms = (loading.load_llm(c) for c in (config, *others.values()))
     for results in quality.run(llm, options, tasks, policies, dict(zip(others, other_llms, strict=True))):
         print(*(map(json.dumps, results.summarize()) if args.json else [quality.format_table(results)]), sep="\n")
         if options.output_dir:

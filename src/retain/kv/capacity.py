@@ -112,14 +112,14 @@ class CapacityPlanner:
         return max(before, after) * self.spec.kv_heads
 
     def pages_after_demotion(self, policy: EvictionPolicy, length: int) -> int:
-        """Return the pages of a head of an unwindowed layer at `length` tokens, its budget having begun; resolved.
+        """Return the most pages that a head of an unwindowed layer owns at `length` tokens, once it demotes; resolved.
 
-        At most, and on average where heads share their budgets.
+        Where heads share their budgets this is their mean.
         """
         budget = cast(BudgetPolicy, policy)
         kept = -(-budget.decode_slots // self.config.page_size)
-        # of a budget that heads share each may have two pages that are not full
-        return kept + self._demoted_pages(policy, length) + 2 * budget.ragged
+        partial = 2 * budget.ragged  # heads that share budgets may each have two pages that are not full
+        return kept + self._demoted_pages(policy, length) + partial
 
     def _demoted_pages(self, policy: EvictionPolicy, length: int) -> int:
         return -(-policy.demoted_slots(length) // self.config.demoted_page_size)

@@ -104,11 +104,7 @@ class InputProcessor:
         if policy.instruction:
             ids = self._encode_instruction(policy.instruction)
             policy = policy.with_instruction(ids, self.tokenizer.special_token_ids)
-        spec, remedy = policies.to_spec(policy), "start the engine with such a policy, or allow it (--allow-policy)"
-        if policy.per_query_head and self.cache.config.score_columns == 1 < self.info.heads_per_kv_head:
-            raise ValueError(f"{spec} needs the masses of every query head: {remedy}")
-        if policy.demotes and not self.cache.config.demoted_page_size:
-            raise ValueError(f"{spec} demotes tokens: {remedy}")
+        self._check_room(policy)
         room = limit - len(token_ids)
         if room < 1:
             raise ValueError(f"the prompt has {len(token_ids)} tokens and the context {limit}: shorten it")
@@ -120,6 +116,17 @@ class InputProcessor:
         if g.speculate not in (None, NO_SPECULATION):
             self.register_drafter(g.speculate)
         return [self._create_state(g, token_ids, policy, i, on_logits) for i in range(params.n)]
+
+    def _check_room(self, policy: EvictionPolicy) -> None:
+        """Raise ValueError for a policy that the cache was built without room for."""
+        c, lacks = self.cache.config, ""
+        if policy.per_query_head and c.score_columns == 1 < self.info.heads_per_kv_head:
+            lacks = "needs the masses of every query head"
+        elif policy.demotes and not c.demoted_page_size:
+            lacks = "demotes tokens"
+        if lacks:
+            remedy = "start the engine with such a policy, or allow it (--allow-policy)"
+            raise ValueError(f"{policies.to_spec(policy)} {lacks}: {remedy}")
 
     def _encode_instruction(self, text: str) -> list[int]:
         if text not in self._instruction_ids:

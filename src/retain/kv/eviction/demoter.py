@@ -60,7 +60,8 @@ class Demoter:
         self.head_budgets = torch.full(shape, policy.budget_tokens)
         self.has_begun = policy.prefill == "stream" or policy.prompt_len + policy.eviction_delay <= policy.budget_tokens
         self.num_computed_tokens = 0  # at the last eviction
-        self.scores: Tensor | None = None  # float32 [M, G, S]
+        # float32 [M, G, S], where the policy scores slots
+        self.scores = torch.zeros(*shape, 0, device=tables.kv.device) if policy.scores_slots else None
 
     @property
     def num_tokens(self) -> int:
@@ -129,13 +130,8 @@ class Demoter:
 
     def _lowest_places(self, n: int, query_position: int) -> Tensor:
         """Return the n places of each head [M G, n] that are free or hold the lowest tokens, in this order."""
-        view = build_view(
-            self.tables.store,
-            self.tables.layer_tables(self.row, self.layers),
-            query_position,
-            self.scores,
-            self.key_factors,
-        )
+        pages = self.tables.layer_tables(self.row, self.layers)
+        view = build_view(self.tables.store, pages, query_position, self.scores, self.key_factors)
         key = eviction_key(self.policy.priority(view), view.pos, *self.policy.evictable_range(query_position))
         held = self._num_demoted(query_position + 1).to(key.device, non_blocking=True)[..., None]
         key.masked_fill_(torch.arange(key.shape[-1], device=key.device) >= held, 2**63 - 1)
@@ -165,10 +161,8 @@ class Demoter:
         self.spare = self.spare[:0]
         store.pool.ensure_free(int((counts - self.tables.counts[self.row, self.layers]).sum()))
         self.tables.allocate(self.row, self.layers, counts)
-        if self.policy.scores_slots:
-            num_slots = int(counts.max()) * store.page_size
-            before = torch.zeros(*counts.shape, 0, device=store.kv.device) if self.scores is None else self.scores
-            self.scores = F.pad(before, (0, num_slots - before.shape[-1]))
+        if self.scores is not None:
+            self.scores = F.pad(self.scores, (0, int(counts.max()) * store.page_size - self.scores.shape[-1]))
 
     def _read(self, head: Tensor, i: Tensor, slots: Tensor, pos: Tensor, scores: Tensor | None) -> DemotedSlots:
         store, S = self.block_tables.store, self.block_tables.page_size

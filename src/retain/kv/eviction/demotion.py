@@ -8,12 +8,10 @@ from typing import Self
 import torch
 
 from retain.kernels.pool_dtypes import INT4
+from retain.kv.memory.block_tables import UNBOUNDED
 from retain.plugins import Amount, parse_amount
 
 DEMOTED_DTYPE: torch.dtype = INT4
-
-
-UNBOUNDED_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,11 @@ class Demotion:
         return cls(parse_amount(amount) if colon else None)
 
     def num_tokens(self, prompt_len: int) -> int:
-        """Return the option in tokens, at least 1."""
-        return UNBOUNDED_TOKENS if self.amount is None else max(self.amount.resolve(prompt_len), 1)
+        """Return the tokens that a head keeps in 4 bits at most, at least 1, for a prompt of `prompt_len` tokens."""
+        return UNBOUNDED if self.amount is None else max(self.amount.resolve(prompt_len), 1)
 
     def resolve(self, prompt_len: int) -> Self:
-        """Return the option for a prompt of `prompt_len` tokens: a percentage becomes a number."""
+        """Return the option for a prompt of `prompt_len` tokens, a percentage as a number of tokens."""
         return self if self.amount is None else type(self)(Amount(tokens=self.num_tokens(prompt_len)))
 
     def __str__(self) -> str:

@@ -110,8 +110,7 @@ class BudgetEvictor:
         t, policy, last = self.tables, self.policy, num_computed_tokens - 1 - self.position_offset
         pages = self._layer_tables()
         scores = self.slot_scores.update(policy, pages, last)
-        begins = self.demoter is not None and not self.demoter.has_begun
-        demoted = self.demoter.take(pages, last, scores) if self.demoter and begins else None
+        demoted = self.demoter.take(pages, last, scores) if self.demoter and not self.demoter.has_begun else None
         done = compact(t.store, pages, policy, last, head_budgets, slot_scores=scores, key_factors=self.key_factors)
         self.head_budgets, self.holes, self.holes_from = done.head_budgets, done.holes, num_computed_tokens
         counts = -(-(self.head_budgets + policy.interval) // t.page_size)
@@ -122,7 +121,7 @@ class BudgetEvictor:
         self._renumber(num_computed_tokens)
 
     def _punch_chunk(self, num_computed_tokens: int) -> None:
-        """Leave the budget of a streamed chunk."""
+        """Evict all tokens over the budget, behind a chunk of a streamed prompt."""
         owned = self.tables.counts[self.row, self.layers] * np.int32(self.tables.page_size)
         self._punch(num_computed_tokens, owned, int(owned.min()) - self.policy.budget_tokens)
 
