@@ -40,6 +40,7 @@ class Rounding:
     value_bits: int = 4
     centered: bool = False  # keys less their mean over other tokens
     transform: Transform | None = None  # of centered keys, before they are rotated
+    unrotated: bool = False  # keys as they are, without a Hadamard transform
     unbalanced: bool = False  # keys without the factors that the engine gives them (models/qk_balance.py)
     recent: int = 0
     first: int = 0
@@ -79,6 +80,7 @@ def matrix_power(x: Tensor, exponent: float) -> Tensor:
 
 ROUNDINGS = {
     "4 bits": Rounding(),
+    "4 bits, unrotated": Rounding(unrotated=True),
     "4 bits, unbalanced": Rounding(unbalanced=True),
     "8 bits": Rounding(key_bits=8, value_bits=8),
     "8 bits, unbalanced": Rounding(key_bits=8, value_bits=8, unbalanced=True),
@@ -126,18 +128,21 @@ class RoundedModel(DenseModel):
         assert r
         offset = m.key_mean[:, None] if r.centered else torch.zeros(())
         if r.unbalanced and (factors := self.decoder.key_factors.get(layer)) is not None:
-            return rotate(_round(rotate(k / factors[:, None]), r.key_bits)) * factors[:, None]
+            return _round_rotated(k / factors[:, None], r) * factors[:, None]
         if r.transform is None:
-            return rotate(_round(rotate(k - offset), r.key_bits)) + offset
+            return _round_rotated(k - offset, r) + offset
         matrix = r.transform(m.keys, m.queries)
-        rounded = rotate(_round(rotate((k - offset) @ matrix.mT), r.key_bits))
-        return rounded @ torch.linalg.inv(matrix).mT + offset
+        return _round_rotated((k - offset) @ matrix.mT, r) @ torch.linalg.inv(matrix).mT + offset
 
 
 def _moments(queries: Tensor, keys: Tensor) -> Moments:
     keys = keys[:, 4:]  # the first tokens are unlike all others
     outer = [torch.einsum("gnd,gne->gde", x, x) / x.shape[1] for x in (keys, queries)]
     return Moments(keys.mean(1), *outer)
+
+
+def _round_rotated(x: Tensor, r: Rounding) -> Tensor:
+    return _round(x, r.key_bits) if r.unrotated else rotate(_round(rotate(x), r.key_bits))
 
 
 def _round(x: Tensor, bits: int) -> Tensor:
