@@ -1,7 +1,7 @@
 """KV events over sockets: numbered batches, replays, restatements, and addresses that others cannot reach."""
 
-import builtins
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -248,14 +248,8 @@ def test_an_address_in_use_is_one_line(capsys) -> None:
 
 
 def test_a_missing_package_is_one_line(capsys, monkeypatch) -> None:
-    plain_import = builtins.__import__
-
-    def without_zmq(name, *rest):
-        if name == "retain.server.kv_events.publisher":
-            raise ModuleNotFoundError("No module named 'zmq'", name="zmq")
-        return plain_import(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without_zmq)
+    monkeypatch.setitem(sys.modules, "zmq", None)  # Python then refuses to import it
+    monkeypatch.delitem(sys.modules, "retain.server.kv_events.publisher", raising=False)
     result = run_cli(capsys, "serve", "--model", "/nowhere", "--kv-events", ANY_PORT)
     assert_one_line_error(result, "pip install 'retain[events]'")
 
