@@ -15,6 +15,7 @@
 
 #include "integer_products.h"
 #include "page_gemm.h"
+#include "slot_rounding.h"
 
 namespace retain::RETAIN_ISA {
 
@@ -39,34 +40,6 @@ inline constexpr int PRODUCTS_PERCENT<Nibbles> = 75;
 // The scales that follow S slots of `width` bytes.
 INLINE const bf16* slot_scales(const void* page, int S, int width) {
   return reinterpret_cast<const bf16*>(static_cast<const uint8_t*>(page) + S * width);
-}
-
-// One step of the transform of n numbers: sums and differences of numbers H apart. A constant H makes vectors of it.
-template <int H>
-INLINE void butterflies(float* x, int n) {
-  for (int i = 0; i < n; i += 2 * H)
-    for (int j = i; j < i + H; ++j) {
-      const float a = x[j], b = x[j + H];
-      x[j] = a + b, x[j + H] = a - b;
-    }
-}
-
-// Transforms D numbers as `rotate` in kernels/quantized_slots.py does, to the bit.
-INLINE void rotate(float* x, int D) {
-  static_assert(MAX_HEAD_DIM <= 256, "a block has at most 2^8 numbers");
-  const int block = D & -D;
-  const float factor = float(1 / __builtin_sqrt(block));
-  for (float* y = x; y < x + D; y += block) {
-    if (block > 1) butterflies<1>(y, block);
-    if (block > 2) butterflies<2>(y, block);
-    if (block > 4) butterflies<4>(y, block);
-    if (block > 8) butterflies<8>(y, block);
-    if (block > 16) butterflies<16>(y, block);
-    if (block > 32) butterflies<32>(y, block);
-    if (block > 64) butterflies<64>(y, block);
-    if (block > 128) butterflies<128>(y, block);
-    for (int i = 0; i < block; ++i) y[i] *= factor;
-  }
 }
 
 #define EACH(i, n) _Pragma("GCC unroll 8") for (int i = 0; i < n; ++i)

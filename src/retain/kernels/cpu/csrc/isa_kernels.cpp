@@ -7,6 +7,7 @@
 #ifdef RETAIN_TILES
 #include "packed_tile_gemm.h"
 #endif
+#include "slot_rounding.h"
 
 namespace retain::RETAIN_ISA {
 
@@ -40,39 +41,6 @@ void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuf
                                   : reduce_mass_impl<Weight<bf16>>(args, tile, mass, factors, sums);
 }
 
-// The integers and scales below are kernels/quantized_slots.py's, to the bit.
-INLINE float reciprocal_of_scale(uint16_t scale) {
-  const float x = bf16_to_float(scale);
-  return __builtin_fabsf(x) > 0x1p-100f ? 1.0f / x : 0.0f;
-}
-
-// Rounds n numbers to bytes, and returns the scale.
-INLINE uint16_t round_to_bytes(const float* x, int n, uint8_t* to) {
-  float largest = 0;
-  for (int i = 0; i < n; ++i) largest = __builtin_fmaxf(largest, __builtin_fabsf(x[i]));
-  const uint16_t scale = float_to_bf16(largest / 127.0f);
-  const float factor = reciprocal_of_scale(scale);
-  for (int i = 0; i < n; ++i) {
-    const float y = __builtin_rintf(x[i] * factor);
-    to[i] = uint8_t(128 + int(y < -127.0f ? -127.0f : y > 127.0f ? 127.0f : y));
-  }
-  return scale;
-}
-
-// Rounds a group of n numbers to nibbles, n / 2 bytes, and returns the scale.
-INLINE uint16_t round_to_nibbles(const float* x, int n, uint8_t* to) {
-  float largest = x[0];
-  for (int i = 1; i < n; ++i) largest = __builtin_fabsf(x[i]) > __builtin_fabsf(largest) ? x[i] : largest;
-  const uint16_t scale = float_to_bf16(largest / -8.0f);
-  const float factor = reciprocal_of_scale(scale);
-  auto round = [&](float number) {
-    const float y = __builtin_rintf(number * factor);
-    return 8 + int(y < -8.0f ? -8.0f : y > 7.0f ? 7.0f : y);
-  };
-  for (int i = 0; i < n / 2; ++i) to[i] = uint8_t(round(x[i]) | round(x[n / 2 + i]) << 4);
-  return scale;
-}
-
 // A key is strided by S in its page, a value is contiguous. Dimensions of K, and slots of V, may be interleaved.
 template <class To>
 static void write_slot(const Pool& kv, int64_t page, int64_t offset, const float* k, const float* v) {
@@ -86,7 +54,7 @@ static void write_slot(const Pool& kv, int64_t page, int64_t offset, const float
 
 static void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, float* k, const float* v) {
   const int S = kv.S, D = kv.D, group = slot_group(D), key_width = kv.key_width(), value_width = kv.value_width();
-  uint8_t bytes[MAX_HEAD_DIM];
+  int8_t bytes[MAX_HEAD_DIM + WIDTH];
   auto round = [&](const float* x, int width, uint16_t* scales) {
     if (width == D) scales[offset] = round_to_bytes(x, D, bytes);
     for (int d = 0; d < D && width < D; d += group)
@@ -95,7 +63,7 @@ static void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, f
   rotate(k, D);
   round(k, key_width, kv.key_scales(page));
   uint8_t* const keys = static_cast<uint8_t*>(kv.key_page(page)) + 4 * offset;
-  for (int d = 0; d < key_width; ++d) keys[d / 4 * 4 * S + d % 4] = bytes[d];
+  for (int d = 0; d < key_width; d += 4) memcpy(keys + d * S, bytes + d, 4);
   round(v, value_width, kv.value_scales(page));
   uint8_t* const values = static_cast<uint8_t*>(kv.value_page(page)) + offset / 4 * 4 * value_width + offset % 4;
   for (int d = 0; d < value_width; ++d) values[4 * d] = bytes[d];
