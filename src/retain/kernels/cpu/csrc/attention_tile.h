@@ -27,15 +27,18 @@ INLINE I is_visible(I pos, int32_t p, int32_t window) {
 
 // Classifies a page for queries at positions low .. high. `none` and `all` are exact; `some` needs a mask.
 INLINE Visibility page_visibility(const int32_t* pos, int S, int32_t low, int32_t high, int32_t window) {
-  const int32_t before_low = last_before_window(low, window), before_high = last_before_window(high, window);
-  I any_visible = {}, any_hidden = {};
+  using U = Lanes<WIDTH>::u;
+  // The query at p sees positions from begin(p) to p. Less begin(p), as unsigned numbers, no others are as small.
+  auto begin = [&](int32_t p) { return last_before_window(p, window) < 0 ? 0 : last_before_window(p, window) + 1; };
+  const uint32_t begin_of_any = begin(low), begin_of_all = begin(high);
+  U least = ~U{}, largest = {};
   for (int s = 0; s < S; s += WIDTH) {
-    I x = load_ints(pos + s);
-    any_visible |= (x >= 0) & (x <= high) & (x > before_low);
-    any_hidden |= ~((x >= 0) & (x <= low) & (x > before_high));
+    const U x = (U)load_ints(pos + s), y = x - begin_of_any, z = x - begin_of_all;
+    least = y < least ? y : least, largest = z > largest ? z : largest;
   }
-  if (!reduce_or<WIDTH>(any_visible)) return Visibility::none;
-  return reduce_or<WIDTH>(any_hidden) ? Visibility::some : Visibility::all;
+  if (high < 0 || !reduce_or<WIDTH>(least <= high - begin_of_any)) return Visibility::none;
+  if (low < int32_t(begin_of_all) || reduce_or<WIDTH>(largest > low - begin_of_all)) return Visibility::some;
+  return Visibility::all;
 }
 
 // The order in which the n pages of a table are summed, and their blocks. A ring's table begins at another position for

@@ -31,7 +31,7 @@ struct Nibbles {  // the type of a page of 4-bit keys and values
   uint8_t byte;
 };
 template <>
-inline constexpr int PRODUCTS_PERCENT<uint8_t> = 50;
+inline constexpr int PRODUCTS_PERCENT<uint8_t> = 65;
 template <>
 inline constexpr int PRODUCTS_PERCENT<K8V4> = 50;
 template <>
@@ -48,8 +48,8 @@ template <>
 struct Queries<uint8_t> {
   IntegerRows rows;
   float scale[MAX_TILE_ROWS];
-  // What slots hold too much, times the query: of all dimensions for 8 bits, of each group for 4 bits.
-  float offset[MAX_TILE_ROWS][MAX_HEAD_DIM / 8];
+  // Minus what slots hold too much, times the query: of all dimensions for 8 bits, of each group for 4 bits.
+  int32_t excess[MAX_TILE_ROWS][MAX_HEAD_DIM / 8];
 };
 
 // Computes scores [rows, SCORE_STRIDE].
@@ -62,18 +62,18 @@ INLINE void score_integer_pages(const VisiblePages<Page>& p, const Queries<uint8
     const bf16* scales = slot_scales(p.keys[j], p.S, p.D);
     for_blocks<MOST_ROWS, MOST_VECTORS>(rows, p.S, [&](int first, auto num_rows, int s, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
-      I sums[ROWS][VECTORS] = {};
+      I sums[ROWS][VECTORS];
+      EACH(r, ROWS) EACH(v, VECTORS) sums[r][v] = splat(q.excess[first + r][0]);
       const int8_t* queries = q.rows.data + first * q.rows.stride;
       add_products<VECTORS * WIDTH * VALUE_BITS / 128>(sums, queries, q.rows.stride, keys + 4 * s, p.D, p.S,
                                                         prefetcher);
       float* to = scores + first * SCORE_STRIDE + j * p.S + s;
-      F factor[ROWS], offset[ROWS];
-      EACH(r, ROWS) factor[r] = splat(q.scale[first + r]), offset[r] = splat(q.offset[first + r][0]);
       EACH(v, VECTORS) {
         const F scale = load<WIDTH>(scales + s + v * WIDTH);
-        EACH(r, ROWS)
-          store<WIDTH>(to + r * SCORE_STRIDE + v * WIDTH,
-                       (__builtin_convertvector(sums[r][v], F) * factor[r] - offset[r]) * scale);
+        EACH(r, ROWS) {
+          const F product = __builtin_convertvector(sums[r][v], F) * q.scale[first + r] * scale;
+          store<WIDTH>(to + r * SCORE_STRIDE + v * WIDTH, product);
+        }
       }
     });
   }
@@ -95,25 +95,28 @@ INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& 
   for (int j = 0; j < p.n; ++j) {
     const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]);
     const bf16* scales = slot_scales(p.keys[j], p.S, p.D / 2);
-    for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.S, [&](int first, auto num_rows, int s, auto vectors) {
+    auto block = [&](int first, auto num_rows, int s, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       float* to = scores + first * SCORE_STRIDE + j * p.S + s;
       F totals[ROWS][VECTORS] = {};
       for (int g = 0; g * group < p.D; ++g) {
-        I sums[ROWS][VECTORS] = {};
+        I sums[ROWS][VECTORS];
+        EACH(r, ROWS) EACH(v, VECTORS) sums[r][v] = splat(q.excess[first + r][g]);
         const int8_t* queries = q.rows.data + first * q.rows.stride + g * group;
         add_nibble_products<VECTORS * WIDTH / 16>(sums, sums, queries, q.rows.stride, half,
                                                   keys + g * half * p.S + 4 * s, half, p.S, prefetcher);
         EACH(v, VECTORS) {
           const F scale = load<WIDTH>(scales + g * p.S + s + v * WIDTH);
-          EACH(r, ROWS) {
-            const F products = __builtin_convertvector(sums[r][v], F) * q.scale[first + r];
-            totals[r][v] += (products - q.offset[first + r][g]) * scale;
-          }
+          EACH(r, ROWS) totals[r][v] += __builtin_convertvector(sums[r][v], F) * scale;
         }
       }
-      EACH(r, ROWS) EACH(v, VECTORS) store<WIDTH>(to + r * SCORE_STRIDE + v * WIDTH, totals[r][v]);
-    });
+      EACH(r, ROWS) EACH(v, VECTORS)
+        store<WIDTH>(to + r * SCORE_STRIDE + v * WIDTH, totals[r][v] * q.scale[first + r]);
+    };
+    if (rows > MOST_ROWS_WITH_TOTALS)  // more rows share the unpacking of a vector
+      for_blocks<ROWS_OF_HALF_BLOCKS, MOST_VECTORS / 2>(rows, p.S, block);
+    else
+      for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.S, block);
   }
 }
 
@@ -122,48 +125,63 @@ INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& 
 struct IntegerWeights {
   static constexpr ptrdiff_t stride = SCORE_STRIDE * sizeof(float);  // bytes between rows of integers
   int8_t* integers;
-  float* scales;                // [rows, SCORE_STRIDE]: of every WEIGHT_GROUP slots of a page
-  float offset[MAX_TILE_ROWS];  // the sum of a row
+  float scales[ACC_BLOCK / 16][MAX_TILE_ROWS], inverses[ACC_BLOCK / 16][MAX_TILE_ROWS];  // of each WEIGHT_GROUP slots
+  float offset[MAX_TILE_ROWS];                                                           // the sum of a row
 
   INLINE explicit IntegerWeights(float* scores)
-      : integers(reinterpret_cast<int8_t*>(scores) + sizeof(bf16) * ACC_BLOCK), scales(scores + ACC_BLOCK * 3 / 4) {
-    static_assert(SCORE_STRIDE >= ACC_BLOCK * 3 / 4 + ACC_BLOCK / 16, "a row has weights, integers and scales");
+      : integers(reinterpret_cast<int8_t*>(scores) + sizeof(bf16) * ACC_BLOCK) {
+    static_assert(SCORE_STRIDE >= ACC_BLOCK * 3 / 4, "a row has weights and integers");
   }
 
   // Rounds the weights times the scales of group `group`, of `num_groups`, of values of `width` bytes. The first group
   // finds the scales of weights for all groups: a horizontal maximum costs more than the largest of the groups.
   template <class Page>
-  INLINE void round(const VisiblePages<Page>& p, float* scores, int rows, int width, int group, int num_groups,
+  INLINE void round(const VisiblePages<Page>& p, const float* scores, int rows, int width, int group, int num_groups,
                     Prefetcher<Page>& prefetcher) {
     const int lines = prefetcher.lines_per_step(p.key_bytes, rows * num_groups * p.S / WEIGHT_GROUP + 1);
-    for (int r = 0; r < rows; ++r) {
-      const bf16* weights = reinterpret_cast<const bf16*>(scores + r * SCORE_STRIDE);
-      int8_t* to = integers + r * stride;
-      float* scale = scales + r * SCORE_STRIDE;
-      F total = {};
-      for (int j = 0; j < p.n; ++j) {
-        const bf16* slots = slot_scales(p.values[j], p.S, width);
-        for (int left = p.S, n; left; left -= n, weights += n, slots += n, to += n, ++scale) {
-          n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
-          prefetcher.prefetch(lines);
-          auto round_group = [&](auto num_vectors) {
-            constexpr int VECTORS = decltype(num_vectors)::value;
-            F x[VECTORS], tops = {};
-            EACH(v, VECTORS) x[v] = load<WIDTH>(weights + v * WIDTH);
-            for (int g = 0; group == 0 && g < num_groups; ++g)
-              EACH(v, VECTORS) tops = max(tops, absolute(x[v] * load<WIDTH>(slots + g * p.S + v * WIDTH)));
-            if (group == 0) *scale = reduce_max<WIDTH>(tops) / LARGEST_INTEGER;
-            const F factor = splat(inverse(*scale));
+    F totals[MAX_TILE_ROWS];
+    for (int r = 0; r < rows; ++r) totals[r] = F{};
+    int s = 0, i = 0;  // the next slot of the block, and its scale
+    for (int j = 0; j < p.n; ++j) {
+      const bf16* slots = slot_scales(p.values[j], p.S, width);
+      for (int left = p.S, n; left; left -= n, slots += n, s += n, ++i) {
+        n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
+        auto round_slots = [&](auto num_vectors) {
+          constexpr int VECTORS = decltype(num_vectors)::value;
+          const bf16* weights = reinterpret_cast<const bf16*>(scores) + s;
+          if (group == 0) find_scales<VECTORS>(weights, rows, slots, p.S, num_groups, i);
+          F of_values[VECTORS];
+          EACH(v, VECTORS) of_values[v] = load<WIDTH>(slots + group * p.S + v * WIDTH);
+          for (int r = 0; r < rows; ++r, weights += stride / sizeof(bf16)) {
+            prefetcher.prefetch(lines);
+            const F factor = splat(inverses[i][r]);
             I sum = {};
-            EACH(v, VECTORS)
-              sum += store_integers(to + v * WIDTH, x[v] * load<WIDTH>(slots + group * p.S + v * WIDTH), factor);
-            total += __builtin_convertvector(sum, F) * *scale;
-          };
-          n == WEIGHT_GROUP ? round_group(Constant<WEIGHT_GROUP / WIDTH>()) : round_group(Constant<16 / WIDTH>());
-        }
+            EACH(v, VECTORS) {
+              const F x = load<WIDTH>(weights + v * WIDTH) * of_values[v];
+              sum += store_integers(integers + r * stride + s + v * WIDTH, x, factor);
+            }
+            totals[r] += __builtin_convertvector(sum, F) * scales[i][r];
+          }
+        };
+        n == WEIGHT_GROUP ? round_slots(Constant<WEIGHT_GROUP / WIDTH>()) : round_slots(Constant<16 / WIDTH>());
       }
-      offset[r] = reduce_sum<WIDTH>(total);
     }
+    for (int r = 0; r < rows; ++r) offset[r] = reduce_sum<WIDTH>(totals[r]);
+  }
+
+ private:
+  // Finds scale i of each row: that of VECTORS vectors of weights, with the largest of the scales of their values.
+  template <int VECTORS>
+  INLINE void find_scales(const bf16* weights, int rows, const bf16* slots, int S, int num_groups, int i) {
+    F largest[VECTORS] = {};
+    for (int g = 0; g < num_groups; ++g)
+      EACH(v, VECTORS) largest[v] = max(largest[v], absolute(load<WIDTH>(slots + g * S + v * WIDTH)));
+    for (int r = 0; r < rows; ++r, weights += stride / sizeof(bf16)) {
+      F tops = {};
+      EACH(v, VECTORS) tops = max(tops, load<WIDTH>(weights + v * WIDTH) * largest[v]);
+      scales[i][r] = reduce_max<WIDTH>(tops) * (1 / LARGEST_INTEGER);
+    }
+    for (int r = 0; r < rows; ++r) inverses[i][r] = inverse(scales[i][r]);
   }
 };
 
@@ -180,7 +198,7 @@ INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, 
   for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.D, [&](int first, auto num_rows, int d, auto vectors) {
     constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
     const int8_t* weights = w.integers + first * w.stride;
-    const float* scale = w.scales + first * SCORE_STRIDE;
+    const float(*scale)[MAX_TILE_ROWS] = w.scales;
     F totals[ROWS][VECTORS];
     EACH(r, ROWS) EACH(v, VECTORS) totals[r][v] = splat(-128 * w.offset[first + r]);
     for (int j = 0; j < p.n; ++j) {
@@ -190,7 +208,7 @@ INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, 
         I products[ROWS][VECTORS] = {};
         add_products<VECTORS * WIDTH / 16>(products, weights, w.stride, values, n, p.D, prefetcher);
         EACH(r, ROWS) EACH(v, VECTORS)
-          totals[r][v] += __builtin_convertvector(products[r][v], F) * scale[r * SCORE_STRIDE];
+          totals[r][v] += __builtin_convertvector(products[r][v], F) * (*scale)[first + r];
       }
     }
     EACH(r, ROWS) EACH(v, VECTORS)
@@ -207,10 +225,10 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
   const int group = slot_group(p.D), half = group / 2;
   for (int g = 0; g * group < p.D; ++g) {
     w.round(p, scores, rows, p.D / 2, g, p.D / group, prefetcher);
-    for_blocks<MOST_ROWS, MOST_VECTORS / 2>(rows, half, [&](int first, auto num_rows, int c, auto vectors) {
+    for_blocks<ROWS_OF_HALF_BLOCKS, MOST_VECTORS / 2>(rows, half, [&](int first, auto num_rows, int c, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       const int8_t* weights = w.integers + first * w.stride;
-      const float* scale = w.scales + first * SCORE_STRIDE;
+      const float(*scale)[MAX_TILE_ROWS] = w.scales;
       F low_totals[ROWS][VECTORS], high_totals[ROWS][VECTORS];
       EACH(r, ROWS) EACH(v, VECTORS) low_totals[r][v] = high_totals[r][v] = splat(-8 * w.offset[first + r]);
       for (int j = 0; j < p.n; ++j) {
@@ -221,8 +239,8 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
           add_nibble_products<VECTORS * WIDTH * KEY_BITS / 64>(low, high, weights, w.stride, 0, values, n, p.D / 2,
                                                                prefetcher);
           EACH(r, ROWS) EACH(v, VECTORS) {
-            low_totals[r][v] += __builtin_convertvector(low[r][v], F) * scale[r * SCORE_STRIDE];
-            high_totals[r][v] += __builtin_convertvector(high[r][v], F) * scale[r * SCORE_STRIDE];
+            low_totals[r][v] += __builtin_convertvector(low[r][v], F) * (*scale)[first + r];
+            high_totals[r][v] += __builtin_convertvector(high[r][v], F) * (*scale)[first + r];
           }
         }
       }
@@ -266,7 +284,7 @@ INLINE void gather_queries(const AttentionArgs& args, const QueryTile& tile, flo
     for (int g = 0; g * group < D; ++g) {
       int sum = 0;
       for (int d = g * group; d < (g + 1) * group; ++d) sum += to[d];
-      q.offset[r][g] = float(excess * sum) * q.scale[r];
+      q.excess[r][g] = -excess * sum;
     }
   }
 }

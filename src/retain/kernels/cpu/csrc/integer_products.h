@@ -9,6 +9,7 @@ constexpr float LARGEST_INTEGER = 127;
 constexpr float SMALLEST_SCALE = 0x1p-100f;  // what is smaller counts as 0: its inverse might be infinite
 constexpr int MOST_ROWS = FEW_REGISTERS ? 2 : 4, MOST_VECTORS = FEW_REGISTERS ? 2 : 4;  // of a register block
 constexpr int MOST_ROWS_WITH_TOTALS = 3;  // the same, where float32 totals take registers too
+constexpr int ROWS_OF_HALF_BLOCKS = FEW_REGISTERS ? 3 : 6;  // with totals, and half as many vectors
 
 // Rows of integers.
 struct IntegerRows {
