@@ -206,6 +206,7 @@ def test_a_killed_replica_loses_only_what_ran_there(cluster):
         streams = [executor.submit(cluster.stream, session) for session in sessions.values()]
         cluster.wait_for_metric("num_requests_running", lambda running: running == [1, 1])
         os.kill(min(first), signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{min(first)}").exists())  # until then it accepts requests, and loses them
         assert [cluster.post(session).status_code for session in sessions.values()] == [200, 200]
     assert sorted(s.result() for s in streams) == [(0, False), (STREAM_TOKENS, True)]
     cluster.wait_for_metric("num_requests_running", lambda running: len(running) == 2)
