@@ -28,7 +28,7 @@ INLINE I is_visible(I pos, int32_t p, int32_t window) {
 // Classifies a page for queries at positions low .. high. `none` and `all` are exact; `some` needs a mask.
 INLINE Visibility page_visibility(const int32_t* pos, int S, int32_t low, int32_t high, int32_t window) {
   using U = Lanes<WIDTH>::u;
-  // The query at p sees positions from begin(p) to p. Less begin(p), as unsigned numbers, no others are as small.
+  // The query at p sees begin(p) .. p: of all x - begin(p), unsigned, only theirs are at most p - begin(p).
   auto begin = [&](int32_t p) { return last_before_window(p, window) < 0 ? 0 : last_before_window(p, window) + 1; };
   const uint32_t begin_of_any = begin(low), begin_of_all = begin(high);
   U least = ~U{}, largest = {};
