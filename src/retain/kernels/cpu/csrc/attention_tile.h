@@ -29,7 +29,10 @@ INLINE I is_visible(I pos, int32_t p, int32_t window) {
 INLINE Visibility page_visibility(const int32_t* pos, int S, int32_t low, int32_t high, int32_t window) {
   using U = Lanes<WIDTH>::u;
   // The query at p sees begin(p) .. p: of all x - begin(p), unsigned, only theirs are at most p - begin(p).
-  auto begin = [&](int32_t p) { return last_before_window(p, window) < 0 ? 0 : last_before_window(p, window) + 1; };
+  auto begin = [&](int32_t p) {
+    const int32_t first = last_before_window(p, window) + 1;
+    return first < 0 ? 0 : first;
+  };
   const uint32_t begin_of_any = begin(low), begin_of_all = begin(high);
   U least = ~U{}, largest = {};
   for (int s = 0; s < S; s += WIDTH) {

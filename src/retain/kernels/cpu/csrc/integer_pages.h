@@ -15,7 +15,6 @@
 
 #include "integer_products.h"
 #include "page_gemm.h"
-#include "slot_rounding.h"
 
 namespace retain::RETAIN_ISA {
 
@@ -114,7 +113,7 @@ INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& 
         store<WIDTH>(to + r * SCORE_STRIDE + v * WIDTH, totals[r][v] * q.scale[first + r]);
     };
     if (rows > MOST_ROWS_WITH_TOTALS)  // more rows share the unpacking of a vector
-      for_blocks<ROWS_OF_HALF_BLOCKS, MOST_VECTORS / 2>(rows, p.S, block);
+      for_blocks<MOST_ROWS_WITH_HALF, MOST_VECTORS / 2>(rows, p.S, block);
     else
       for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.S, block);
   }
@@ -225,7 +224,7 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
   const int group = slot_group(p.D), half = group / 2;
   for (int g = 0; g * group < p.D; ++g) {
     w.round(p, scores, rows, p.D / 2, g, p.D / group, prefetcher);
-    for_blocks<ROWS_OF_HALF_BLOCKS, MOST_VECTORS / 2>(rows, half, [&](int first, auto num_rows, int c, auto vectors) {
+    for_blocks<MOST_ROWS_WITH_HALF, MOST_VECTORS / 2>(rows, half, [&](int first, auto num_rows, int c, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       const int8_t* weights = w.integers + first * w.stride;
       const float(*scale)[MAX_TILE_ROWS] = w.scales;

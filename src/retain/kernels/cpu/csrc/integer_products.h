@@ -2,23 +2,19 @@
 #pragma once
 
 #include "prefetch.h"
+#include "slot_rounding.h"
 
 namespace retain::RETAIN_ISA {
 
-constexpr float LARGEST_INTEGER = 127;
-constexpr float SMALLEST_SCALE = 0x1p-100f;  // what is smaller counts as 0: its inverse might be infinite
 constexpr int MOST_ROWS = FEW_REGISTERS ? 2 : 4, MOST_VECTORS = FEW_REGISTERS ? 2 : 4;  // of a register block
 constexpr int MOST_ROWS_WITH_TOTALS = 3;  // the same, where float32 totals take registers too
-constexpr int ROWS_OF_HALF_BLOCKS = FEW_REGISTERS ? 3 : 6;  // with totals, and half as many vectors
+constexpr int MOST_ROWS_WITH_HALF = FEW_REGISTERS ? 3 : 6;  // with totals and half of MOST_VECTORS
 
 // Rows of integers.
 struct IntegerRows {
   int8_t* data;
   ptrdiff_t stride;
 };
-
-// Returns the inverse of a scale of integers.
-INLINE float inverse(float scale) { return scale > SMALLEST_SCALE ? 1.0f / scale : 0.0f; }
 
 // Stores a vector of x * factor as integers, and returns them.
 INLINE I store_integers(int8_t* to, F x, F factor) {

@@ -41,38 +41,43 @@ INLINE void rotate_block(float* to, float factor) {
   memcpy(to, x, sizeof x);
 }
 
+// Transforms a block of n numbers, fewer than a vector has.
+INLINE void rotate_short_block(float* x, int n, float factor) {
+  for (int h = 1; h < n; h *= 2)
+    for (int i = 0; i < n; ++i) {
+      if (i & h) continue;
+      const float a = x[i], b = x[i + h];
+      x[i] = a + b, x[i + h] = a - b;
+    }
+  for (int i = 0; i < n; ++i) x[i] *= factor;
+}
+
 // Transforms D numbers as `rotate` does.
 INLINE void rotate(float* x, int D) {
   static_assert(MAX_HEAD_DIM <= 256, "a block has at most 2^8 numbers");
   const int block = D & -D;
   const float factor = float(1 / __builtin_sqrt(block));
-  for (float* y = x; y < x + D; y += block) switch (block / WIDTH) {
-      case 0: {  // shorter than a vector
-        for (int h = 1; h < block; h *= 2)
-          for (int i = 0; i < block; ++i) {
-            if (i & h) continue;
-            const float a = y[i], b = y[i + h];
-            y[i] = a + b, y[i + h] = a - b;
-          }
-        for (int i = 0; i < block; ++i) y[i] *= factor;
-        break;
-      }
-#define CASE(n)                                                            \
-  case n:                                                                  \
+  for (float* y = x; y < x + D; y += block) {
+    switch (block / WIDTH) {
+      case 0: rotate_short_block(y, block, factor); break;
+#define CASE(n)                                                          \
+  case n:                                                                \
     if constexpr (n * WIDTH <= MAX_HEAD_DIM) rotate_block<n>(y, factor); \
     break;
-      CASE(1) CASE(2) CASE(4) CASE(8) CASE(16) CASE(32) CASE(64)
+        CASE(1) CASE(2) CASE(4) CASE(8) CASE(16) CASE(32) CASE(64)
 #undef CASE
     }
+  }
 }
 
-INLINE float reciprocal_of_scale(uint16_t scale) {
-  const float x = bf16_to_float(scale);
-  return __builtin_fabsf(x) > 0x1p-100f ? 1.0f / x : 0.0f;
-}
+constexpr float LARGEST_INTEGER = 127;
+constexpr float SMALLEST_SCALE = 0x1p-100f;  // what is smaller counts as 0: its inverse might be infinite
+
+// Returns the inverse of a scale of integers.
+INLINE float inverse(float scale) { return __builtin_fabsf(scale) > SMALLEST_SCALE ? 1.0f / scale : 0.0f; }
 
 // Rounds x * factor to integers between `low` and `high`, and adds `excess`.
-INLINE I round_between(F x, float factor, float low, float high, int excess) {
+INLINE I round_and_clamp(F x, float factor, float low, float high, int excess) {
   const F y = max(x * factor, splat(low));
   return round_to_int(y > high ? splat(high) : y) + excess;
 }
@@ -81,10 +86,10 @@ INLINE I round_between(F x, float factor, float low, float high, int excess) {
 INLINE uint16_t round_to_bytes(const float* x, int n, int8_t* to) {
   F largest = {};
   for (int i = 0; i < n; i += WIDTH) largest = max(largest, absolute(load_tail(x + i, n - i)));
-  const uint16_t scale = float_to_bf16(reduce_max<WIDTH>(largest) / 127.0f);
-  const float factor = reciprocal_of_scale(scale);
+  const uint16_t scale = float_to_bf16(reduce_max<WIDTH>(largest) / LARGEST_INTEGER);
+  const float factor = inverse(bf16_to_float(scale));
   for (int i = 0; i < n; i += WIDTH)
-    store_bytes(to + i, round_between(load_tail(x + i, n - i), factor, -127.0f, 127.0f, 128));
+    store_bytes(to + i, round_and_clamp(load_tail(x + i, n - i), factor, -LARGEST_INTEGER, LARGEST_INTEGER, 128));
   return scale;
 }
 
@@ -106,10 +111,10 @@ INLINE float largest_of(const float* x, int n) {
 // `to` + n / 2.
 INLINE uint16_t round_to_nibbles(const float* x, int n, int8_t* to) {
   const uint16_t scale = float_to_bf16(largest_of(x, n) / -8.0f);
-  const float factor = reciprocal_of_scale(scale);
+  const float factor = inverse(bf16_to_float(scale));
   for (int i = 0, half = n / 2; i < half; i += WIDTH) {
     const F low = load_tail(x + i, half - i), high = load_tail(x + half + i, half - i);
-    store_bytes(to + i, round_between(low, factor, -8, 7, 8) | round_between(high, factor, -8, 7, 8) << 4);
+    store_bytes(to + i, round_and_clamp(low, factor, -8, 7, 8) | round_and_clamp(high, factor, -8, 7, 8) << 4);
   }
   return scale;
 }
