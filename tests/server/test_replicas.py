@@ -53,7 +53,12 @@ class Cluster:
         url: Future[str] = Future()
         self._reader = threading.Thread(target=self._read_log, args=(url,), daemon=True)
         self._reader.start()
-        self.url = url.result(180)
+        try:
+            self.url = url.result(180)
+        except BaseException:
+            self.process.terminate()  # it stops what it has started
+            self.process.wait(60)
+            raise
 
     def _read_log(self, url: "Future[str]") -> None:
         assert self.process.stderr
@@ -68,9 +73,17 @@ class Cluster:
         body = {"model": "random:tiny", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         return HTTP.post(f"{self.url}/completions", json=body, headers={"x-session-id": session} if session else {})
 
-    def stream(self, session: str, num_tokens: int = STREAM_TOKENS) -> tuple[int, bool]:
+    def start_stream(self, executor: ThreadPoolExecutor, session: str) -> "Future[tuple[int, bool]]":
+        """Start a stream in a thread. Returns when its first chunk is there, or when it has ended without one."""
+        started = threading.Event()
+        stream = executor.submit(self._stream, session, started)
+        stream.add_done_callback(lambda _: started.set())
+        assert started.wait(120)
+        return stream
+
+    def _stream(self, session: str, started: threading.Event) -> tuple[int, bool]:
         """Return the number of tokens that a stream brought, and whether it ended as it should."""
-        body = {"model": "random:tiny", "prompt": session, "max_tokens": num_tokens, "ignore_eos": True}
+        body = {"model": "random:tiny", "prompt": session, "max_tokens": STREAM_TOKENS, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         text = ""
         try:
@@ -79,6 +92,7 @@ class Cluster:
             ) as response:
                 for part in response.iter_text():
                     text += part
+                    started.set()
         except httpx.HTTPError:
             return 0, False
         usage = re.search(r'"completion_tokens":(\d+)', text)
@@ -157,6 +171,11 @@ def test_openais_client_answers_and_streams(cluster):
     assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text
 
 
+def test_what_ray_starts_has_the_priority_of_the_command(cluster):
+    priorities = {os.getpriority(os.PRIO_PROCESS, pid) for pid in cluster.processes("ray::")}
+    assert priorities == {os.getpriority(os.PRIO_PROCESS, cluster.process.pid)}
+
+
 def test_a_session_stays_on_its_replica_and_sessions_spread(cluster):
     one = cluster.count(lambda: [cluster.post("alice") for _ in range(6)])
     many = cluster.count(lambda: [cluster.post(f"session {i}") for i in range(24)])
@@ -203,8 +222,7 @@ def test_a_killed_replica_loses_only_what_ran_there(cluster):
         session = next(names)
         sessions[cluster.count(lambda session=session: cluster.post(session)).index(1)] = session
     with ThreadPoolExecutor(2) as executor:
-        streams = [executor.submit(cluster.stream, session) for session in sessions.values()]
-        cluster.wait_for_metric("num_requests_running", lambda running: running == [1, 1])
+        streams = [cluster.start_stream(executor, session) for session in sessions.values()]
         os.kill(min(first), signal.SIGKILL)
         wait_until(lambda: not Path(f"/proc/{min(first)}").exists())  # until then it accepts requests, and loses them
         assert [cluster.post(session).status_code for session in sessions.values()] == [200, 200]
@@ -215,8 +233,7 @@ def test_a_killed_replica_loses_only_what_ran_there(cluster):
 
 def test_scaling_down_and_another_routing_lose_no_chunk(cluster):
     with ThreadPoolExecutor(4) as executor:
-        streams = [executor.submit(cluster.stream, f"session {i}") for i in range(4)]
-        cluster.wait_for_metric("num_requests_running", lambda running: sum(running) == 4)
+        streams = [cluster.start_stream(executor, f"session {i}") for i in range(4)]
         cluster.deploy(replicas=1, affinity="session")
     assert [s.result() for s in streams] == [(STREAM_TOKENS, True)] * 4
     cluster.wait_for_metric("num_requests_running", lambda running: len(running) == 1)
@@ -225,8 +242,7 @@ def test_scaling_down_and_another_routing_lose_no_chunk(cluster):
 def test_sigterm_drains_and_leaves_nothing(cluster):
     processes = cluster.processes()
     with ThreadPoolExecutor(1) as executor:
-        stream = executor.submit(cluster.stream, "last")
-        cluster.wait_for_metric("num_requests_running", lambda running: sum(running) == 1)
+        stream = cluster.start_stream(executor, "last")
         cluster.process.send_signal(signal.SIGTERM)
         assert stream.result() == (STREAM_TOKENS, True)
     assert cluster.process.wait(60) == 0

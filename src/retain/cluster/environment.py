@@ -22,6 +22,8 @@ def set_environment(address: str | None) -> None:
         # Listen on 127.0.0.1, not on every interface, on Linux as on desktops.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ["RAY_AUTH_MODE"] = "token"
+        # Ray gives its workers niceness 15: replicas would get a thirtieth of a core beside any other work.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Two clusters on one machine must not share this range: HAProxy would send requests to a port that a replica
         # is about to take, where one of the other cluster answers.

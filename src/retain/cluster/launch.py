@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from retain.cluster.application import build_application
@@ -82,18 +83,24 @@ def _ray(address: str | None) -> Iterator[None]:
 
 
 def _start_serve(settings: ClusterSettings, started: ExitStack) -> None:
-    """Start Ray Serve unless it runs, and let `started` stop it. Raises ValueError for another application `retain`."""
+    """Start Ray Serve unless it runs, and let `started` stop it.
+
+    Raises ValueError for another application `retain`, and where Ray Serve does not start.
+    """
     applications = serve.status().applications
     if APP_NAME in applications:
         raise ValueError(f"the Ray cluster has an application {APP_NAME} already: delete it, or name another cluster")
     if serve.status().proxies:
         log.warning("Ray Serve runs in this cluster: its address holds, not --host and --port")
         return
-    serve.start(
-        proxy_location="HeadOnly" if settings.cluster.address is None else "EveryNode",
-        http_options={"host": settings.server.host, "port": settings.server.port},
-        logging_config={"log_level": "WARNING", "enable_access_log": False},
-    )
+    try:
+        serve.start(
+            proxy_location="HeadOnly" if settings.cluster.address is None else "EveryNode",
+            http_options={"host": settings.server.host, "port": settings.server.port},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+    except RayError as error:
+        raise ValueError(f"Ray Serve did not start: {_last_line(str(error))}") from None
     if settings.cluster.address is not None:  # else Ray ends, and Serve with it
         started.callback(serve.shutdown)
 
