@@ -78,6 +78,7 @@ def test_kuberay_manifest(monkeypatch):
     environment = {e["name"]: e.get("value") for pod in pods for c in pod["containers"] for e in c["env"]}
     assert environment == {
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
         "RETAIN_API_KEYS": None,
