@@ -17,6 +17,7 @@ from tests.helpers.attention_case import assert_close
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import every_third, slow
+from tests.helpers.slots import read_pages
 
 FAMILIES = ["llama", *slow("gpt2", "mpt", "gemma3_text")]  # grouped heads, learned positions, ALiBi, sliding layers
 BACKENDS = ["cpu", *slow("reference")]
@@ -86,7 +87,7 @@ def head_contents(engine: Engine, row: int, layer: int, g: int) -> Tensor:
     cache = engine.cache
     pages = torch.from_numpy(cache.tables.pages[row, layer, g, : cache.tables.counts[row, layer, g]]).long()
     pos = cache.kv.pos[pages].flatten()
-    kv = torch.stack([x.flatten(0, 1) for x in cache.backend.read(cache.kv, pages)], 1)
+    kv = torch.stack([x.flatten(0, 1) for x in read_pages(cache.backend, cache.kv, pages)], 1)
     return kv[pos >= 0][pos[pos >= 0].argsort()]
 
 

@@ -17,6 +17,7 @@ from retain.tune.candidates import mean_bytes
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow
+from tests.helpers.slots import read_pages
 
 INT8 = torch.int8
 FAMILIES = ["gemma3_text", *slow("llama", "mpt")]
@@ -80,7 +81,7 @@ def test_an_independent_implementation_with_lists_keeps_and_demotes_the_same_tok
             pos = demoted.store.kv.pos[pages.long()].flatten()
             assert sorted(pos[pos >= 0].tolist()) == head.positions[head.demoted].tolist()
             assert engine.cache.tables.positions(request.row)[layer][g] == head.position_list
-            k, v = (x.flatten(0, 1)[pos >= 0] for x in engine.cache.backend.read(demoted.store.kv, pages.long()))
+            k, v = (x.flatten(0, 1)[pos >= 0] for x in read_pages(engine.cache.backend, demoted.store.kv, pages.long()))
             order = pos[pos >= 0].argsort()
             held = torch.stack((head.keys, head.values), 1)[head.demoted]
             assert_rounded_alike(torch.stack((k, v), 1)[order], held)

@@ -13,14 +13,15 @@ from retain import LLM, SamplingParams, kernels
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
+from retain.kernels import cpu, triton
 from retain.kernels import quantized_slots as q
-from retain.kernels import triton
+from retain.kernels.api import KV
 from retain.kv.eviction import policies
 from retain.kv.memory import quantized_copies
-from retain.kv.memory.page_store import PageStore
 from retain.processing.input import GenerateRequest
 from tests.helpers.engines import iter_steps, make_engine, make_request, random_prompts, run_alone, run_to_completion
 from tests.helpers.marks import slow
+from tests.helpers.slots import read_pages
 
 NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]
 BACKENDS = [pytest.param(n, marks=pytest.mark.slow if n == "reference" else ()) for n in NAMES]
@@ -85,9 +86,9 @@ def test_drafts_attend_to_every_token_once_and_to_old_ones_rounded(family: str, 
                 assert sorted(set(positions)) == sorted(positions)  # rejected drafts are holes
                 assert sorted(positions) == list(range(request.num_computed_tokens))
                 own = torch.from_numpy(t.pages[row, layer, g, : n // t.page_size]).long()
-                k, v = (x.flatten(0, 1) for x in cache.backend.read(cache.kv, own))
+                k, v = (x.flatten(0, 1) for x in read_pages(cache.backend, cache.kv, own))
                 pages = torch.from_numpy(copies.pages[row, layer, g, : copies.counts[row, layer, g]]).long()
-                found = [x.flatten(0, 1)[:n] for x in cache.backend.read(copies.store.kv, pages)]
+                found = [x.flatten(0, 1)[:n] for x in read_pages(cache.backend, copies.store.kv, pages)]
                 assert copies.store.kv.pos[pages].flatten()[:n].tolist() == list(range(n))
                 torch.testing.assert_close(found[0], q.rotate(round_key(q.rotate(k))), rtol=0, atol=1e-5)
                 assert torch.equal(found[1], round_value(v))
@@ -123,12 +124,12 @@ def test_a_damaged_copy_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> Non
     """But its drafts are rejected, so drafts do come from the copy."""
     whole, damaged = make_request(PROMPT, 60), make_request(PROMPT, 60)
     answers = run_to_completion(make_drafting_engine(), [whole])
-    write = PageStore.write_slots
 
-    def write_damaged(store: PageStore, slots: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        write(store, slots, -9 * k, -9 * v, pos)
+    def write_damaged(kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
+        k, v = (-9 * x[:, None] for x in cpu.read_slots(kv, src))
+        cpu.write(to, dst[None].int(), k, v, pos)
 
-    monkeypatch.setattr(PageStore, "write_slots", write_damaged)
+    monkeypatch.setattr(cpu, "requantize", write_damaged)
     assert run_to_completion(make_drafting_engine(), [damaged]) == answers
     assert num_accepted(damaged) < num_accepted(whole) / 2
 

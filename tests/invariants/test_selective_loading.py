@@ -20,6 +20,7 @@ from retain.kv.prefix.query import PrefixQuery
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_prompts
+from tests.helpers.slots import read_pages
 from tests.helpers.tiers import clear_pool, disk_spec, disk_store_of, flip_a_bit, offloader_of
 
 FAMILIES = ["gemma3_text", *slow("llama", "mpt")]
@@ -86,7 +87,7 @@ def test_reordered_span_has_the_same_keys_and_values_in_another_order(tmp_path: 
 
 
 def read_kv(engine: Engine, pages: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    return engine.cache.backend.read(engine.cache.kv, torch.from_numpy(pages).long().flatten())
+    return read_pages(engine.cache.backend, engine.cache.kv, torch.from_numpy(pages).long().flatten())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

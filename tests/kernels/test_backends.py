@@ -16,6 +16,7 @@ from retain.kernels.quantized_slots import rotate
 from tests.helpers.attention_case import AttentionCase, assert_close, cpu_tolerance
 from tests.helpers.backend_variants import FAST_VARIANTS, VARIANTS, use_variant
 from tests.helpers.marks import slow
+from tests.helpers.slots import read_pages
 
 F32, BF16, INT8, K8V4, INT4 = torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int4
 POOL_DTYPES = [F32, BF16, INT8, K8V4, INT4]
@@ -210,7 +211,7 @@ def test_write_read_round_trip(backend: Backend, dtype: torch.dtype, S: int) -> 
     k, v = torch.randn(2, 6 * S, 1, 24).to(dtype)
     backend.write(kv, slots.int(), k, v, torch.arange(6 * S, dtype=torch.int32))
     pages, some = torch.tensor([4, 1, 6]), slots[0, ::3]
-    for got, got_slots, put in zip(backend.read(kv, pages), backend.read_slots(kv, some), (k, v), strict=True):
+    for got, got_slots, put in zip(read_pages(backend, kv, pages), backend.read_slots(kv, some), (k, v), strict=True):
         want = torch.zeros(7 * S, 24).index_copy_(0, slots[0], put[:, 0].float())
         assert torch.equal(got, want.view(7, S, 24)[pages])
         assert torch.equal(got_slots, want[some])
@@ -237,7 +238,7 @@ def test_quantized_slots_equal_the_reference_to_the_bit(
     for kernels in (backend, reference):
         kv = kernels.allocate(6, S, D, dtype)
         kernels.write(kv, slots[None].int(), k, v, pos)
-        held.append((*kernels.read(kv, pages), *kernels.read_slots(kv, slots)))
+        held.append((*read_pages(kernels, kv, pages), *kernels.read_slots(kv, slots)))
     assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
     error = (held[1][2].double() - k[:, 0].double()).norm(dim=-1)
     step = 8 if dtype == INT4 else 127  # of which the largest number has so many

@@ -18,6 +18,7 @@ from retain.kernels.scoring import GAUSSIAN, GUMBEL, NO_NOISE, AttentionScoring
 from tests.helpers.attention_case import assert_close, cpu_tolerance
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.device_adapter import triton_backend
+from tests.helpers.slots import read_pages
 
 F32, BF16, INT8, INT4 = torch.float32, torch.bfloat16, torch.int8, torch.int4
 G, R = 2, 3
@@ -224,8 +225,33 @@ def test_pages_of_another_dtype_are_read_copied_and_moved(backend: Backend, dtyp
             backend.move(x, slots[None, 5:6], 3 * n + torch.tensor([[9]], dtype=torch.int32))
         assert not kv.k[[0, 1]].any() and not kv.v[[0, 1]].any()
         pages = torch.tensor([2, 3, 4])
-        for found, expected in zip(backend.read(pool, pages), backend.read(exact, pages), strict=True):
+        for found, expected in zip(read_pages(backend, pool, pages), read_pages(backend, exact, pages), strict=True):
             assert torch.equal(found, expected)
         assert torch.equal(pool.pos[2:], exact.pos[2:]) and torch.equal(pool.mass[2:], exact.mass[2:])
         read = zip(backend.read_slots(pool, slots.long()), backend.read_slots(exact, slots.long()), strict=True)
         assert all(torch.equal(found, expected) for found, expected in read)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("other", [INT4, torch.uint8, INT8])
+@pytest.mark.parametrize("dtype", [F32, BF16, INT8])
+@pytest.mark.parametrize("backend", [reference, *needs(cpu, triton)])
+def test_requantized_slots_are_what_a_write_of_what_is_read_leaves(
+    backend: Backend, dtype: torch.dtype, other: torch.dtype, columns: int
+) -> None:
+    """With the masses, and the positions that the caller names. No other slot changes."""
+    S, n, D, num_slots = 32, 80, 64, 16
+    rng = torch.Generator().manual_seed(3)
+    k, v = torch.randn(2, num_slots, 1, D, generator=rng)
+    src, dst = (size + torch.randperm(4 * size, generator=rng)[:num_slots] for size in (S, n))
+    pos, masses = torch.arange(num_slots, dtype=torch.int32), torch.rand(5, columns, S, generator=rng)
+    kv = backend.allocate(5, S, D, dtype, columns)
+    backend.write(kv, src[None].int(), k, v, pos)
+    kv.mass.copy_(masses)
+    found, expected = (backend.allocate(5, n, D, other, columns) for _ in range(2))
+    backend.requantize(kv, src, found, dst, pos + 7)
+    held = (x[:, None] for x in backend.read_slots(kv, src))
+    backend.write(expected, dst[None].int(), *held, pos + 7)
+    expected.mass.transpose(1, 2)[dst // n, dst % n] = masses.transpose(1, 2)[src // S, src % S]
+    for a, b in ((found.k, expected.k), (found.v, expected.v), (found.pos, expected.pos), (found.mass, expected.mass)):
+        assert torch.equal(a, b)

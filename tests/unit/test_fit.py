@@ -28,6 +28,7 @@ from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.gates import random_gate
 from tests.helpers.marks import slow
+from tests.helpers.slots import read_pages
 from tests.helpers.tiny_models import tiny_model
 
 FAMILIES = ["llama", *slow("gemma3_text", "mpt", "gpt2", "qwen2")]
@@ -60,7 +61,7 @@ def test_a_gate_is_fitted_on_keys_and_values_as_8_bits_hold_them() -> None:
     k, v = torch.randn(2, 16, 1, 24, generator=torch.Generator().manual_seed(1))
     kv = reference.allocate(2, 16, 24, torch.int8)
     reference.write(kv, torch.arange(16, 32, dtype=torch.int32)[None], k, v, torch.arange(16, dtype=torch.int32))
-    held_k, held_v = reference.read(kv, torch.tensor([1]))
+    held_k, held_v = read_pages(reference, kv, torch.tensor([1]))
     assert torch.equal(statistics.round_keys(k[:, 0]), held_k[0])
     assert torch.equal(statistics.round_8bit(v[:, 0]), held_v[0])
 

@@ -287,12 +287,12 @@ class Backend(Protocol):
         """
         ...
 
-    def read(self, kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V of pages int64 [n] in float32, each [n, S, D]. The numbers of holes are undefined."""
+    def read_slots(self, kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V of slots int64 [...] in float32, each [..., D]. The numbers of holes are undefined."""
         ...
 
-    def read_slots(self, kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V of slots int64 [n] in float32, each [n, D]. The numbers of holes are undefined."""
+    def requantize(self, kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
+        """Copy K, V (rounded as by `write`) and mass of slots int64 [n] to another pool, with positions int32 [n]."""
         ...
 
     def copy(self, kv: KV, src: Tensor, dst: Tensor) -> None:

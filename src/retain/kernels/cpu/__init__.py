@@ -36,7 +36,6 @@ from torch import Tensor
 from retain.kernels.api import CPU, KV, Program, Tables
 from retain.kernels.cpu.memory import allocate_aligned
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
-from retain.kernels.quantized_slots import dequantize, dequantize_4bit, rotate, unpack_nibbles
 from retain.kernels.reinterpret import reinterpret_bytes
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import shape_error
@@ -168,29 +167,26 @@ def attend(
     return o
 
 
-def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V of pages in float32."""
-    if kv.dtype in QUANTIZED_DTYPES:
-        return read_slots(kv, pages[:, None] * kv.page_size + torch.arange(kv.page_size))
-    k, v, S, D = kv.k[pages], kv.v[pages], kv.page_size, kv.head_dim
-    if kv.dtype == torch.float32:
-        return k.transpose(1, 2), v
-    k = k.view(-1, D // 2, S, 2).permute(0, 2, 1, 3).reshape(-1, S, D)
-    v = v.view(-1, S // 2, D, 2).transpose(2, 3).reshape(-1, S, D)
-    return k.float(), v.float()
-
-
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V of slots in float32, [..., D] for slots [...]."""
-    P, S, D = kv.num_pages, kv.page_size, kv.head_dim
-    page, slot = slots // S, slots % S
-    if kv.dtype in QUANTIZED_DTYPES:
-        return _read_quantized_keys(kv, page, slot), _read_quantized_values(kv, page, slot)
-    if kv.dtype == torch.float32:
-        return kv.k[page, :, slot], kv.v[page, slot]
-    k = kv.k.view(P, D // 2, S, 2)[page, :, slot]  # [n, D / 2, 2]
-    v = kv.v.view(P, S // 2, D, 2)[page, slot // 2, :, slot % 2]
-    return k.reshape(-1, D).float(), v.float()
+    """Return K and V of slots in float32."""
+    if slots.dtype != torch.int64:
+        raise TypeError(f"read_slots: slots must be int64, not {slots.dtype}")
+    slots = slots.contiguous()
+    k, v = (torch.empty(*slots.shape, kv.head_dim) for _ in "kv")
+    _C.read_slots(ffi.to_c_pool(kv), slots.data_ptr(), slots.numel(), k.data_ptr(), v.data_ptr())
+    return k, v
+
+
+def requantize(kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
+    """Copy slots to slots of another pool, with masses."""
+    if src.dim() != 1 or not src.shape == dst.shape == pos.shape or kv.head_dim != to.head_dim:
+        raise shape_error("requantize", "src, dst and pos [n], and one head_dim", src=src, dst=dst, pos=pos)
+    if (src.dtype, dst.dtype, pos.dtype) != (torch.int64, torch.int64, torch.int32):
+        raise TypeError("requantize: src and dst must be int64, and pos int32")
+    src, dst, pos = src.contiguous(), dst.contiguous(), pos.contiguous()
+    _C.requantize(
+        ffi.to_c_pool(kv), src.data_ptr(), ffi.to_c_pool(to), dst.data_ptr(), pos.data_ptr(), len(src)
+    )  # fmt: skip
 
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
@@ -234,25 +230,3 @@ def select_victims(
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return allocate_aligned(math.prod(shape) * dtype.itemsize, zero=True).view(dtype).view(shape)
-
-
-def _read_quantized_keys(kv: KV, page: Tensor, slot: Tensor) -> Tensor:
-    S, D = kv.page_size, kv.head_dim
-    width = D if kv.k.dtype == torch.int8 else D // 2
-    k = kv.k[:, : S * width].view(torch.uint8).view(-1, width // 4, S, 4)[page, :, slot].flatten(-2)
-    return rotate(_from_integers(k, kv.k[:, S * width :], page, slot, S))
-
-
-def _read_quantized_values(kv: KV, page: Tensor, slot: Tensor) -> Tensor:
-    S, D = kv.page_size, kv.head_dim
-    width = D if kv.v.dtype == torch.int8 else D // 2
-    v = kv.v[:, : S * width].view(torch.uint8).view(-1, S // 4, width, 4)[page, slot // 4, :, slot % 4]
-    return _from_integers(v, kv.v[:, S * width :], page, slot, S)
-
-
-def _from_integers(x: Tensor, scales: Tensor, page: Tensor, slot: Tensor, page_size: int) -> Tensor:
-    """Return the numbers of slots, given their bytes x [..., width] and the scales of all pages."""
-    found = scales.view(torch.bfloat16).view(len(scales), -1, page_size)[page, :, slot]  # [..., 1 or groups]
-    if scales.dtype == torch.int8:
-        return dequantize(x.float() - 128, found[..., 0])
-    return dequantize_4bit(unpack_nibbles(x), found)

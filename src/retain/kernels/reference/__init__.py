@@ -100,7 +100,9 @@ def attend(
             parts = [(kv, tables.pages[row, g, : int(tables.counts[row, g])].long())]  # pages [n]
             if d := tables.demoted:
                 parts.append((d.kv, d.pages[row, g, : int(d.counts[row, g])].long()))
-            k, v = (torch.cat([x.reshape(-1, D) for x in xs]) for xs in zip(*(read(*p) for p in parts), strict=True))
+            k, v = (
+                torch.cat([x.view(-1, D) for x in xs]) for xs in zip(*(_read_pages(*p) for p in parts), strict=True)
+            )
             pos = torch.cat([part.pos[pages].flatten() for part, pages in parts])[None]  # [1, S]; k, v [S, D]
             visible = (pos >= 0) & (pos <= p) & (p - pos < window)  # [t, S]
             if scored:
@@ -127,15 +129,21 @@ def attend(
     return o
 
 
-def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V of pages in float32."""
-    return _from_slots(kv, kv.k[pages], kv.v[pages])
-
-
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32."""
     page, place = slots // kv.page_size, slots % kv.page_size
-    return _from_slots(kv, kv.k[page, place], kv.v[page, place])
+    k, v = kv.k[page, place], kv.v[page, place]
+    if kv.dtype in QUANTIZED_DTYPES:
+        return rotate(from_bytes(k, kv.head_dim)), from_bytes(v, kv.head_dim)
+    return k.float(), v.float()
+
+
+def requantize(kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
+    """Copy slots to slots of another pool, with masses."""
+    k, v = read_slots(kv, src)
+    write(to, dst[None], k[:, None], v[:, None], pos)
+    mass = kv.mass.transpose(1, 2)[src // kv.page_size, src % kv.page_size]
+    to.mass.transpose(1, 2)[dst // to.page_size, dst % to.page_size] = mass
 
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
@@ -162,7 +170,5 @@ def select_victims(
     return key.topk(n, largest=False).indices
 
 
-def _from_slots(kv: KV, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    if kv.dtype in QUANTIZED_DTYPES:
-        return rotate(from_bytes(k, kv.head_dim)), from_bytes(v, kv.head_dim)
-    return k.float(), v.float()
+def _read_pages(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
+    return read_slots(kv, pages[:, None] * kv.page_size + torch.arange(kv.page_size))

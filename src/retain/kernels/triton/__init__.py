@@ -128,15 +128,17 @@ def attend(
     return attention.attend(q, kv, tables, tiles, q_pos, scale=scale, alibi_slopes=alibi_slopes, layer=layer)
 
 
-def read(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V of pages in float32."""
-    slot_ids = pages[:, None] * kv.page_size + torch.arange(kv.page_size, device=pages.device)
-    return page_layout.read_slots(kv, slot_ids)
-
-
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32."""
     return page_layout.read_slots(kv, slots)
+
+
+def requantize(kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
+    """Copy slots to slots of another pool, with masses."""
+    k, v = read_slots(kv, src)
+    write(to, dst[None].int(), k[:, None], v[:, None], pos)  # as one head
+    mass = kv.mass.transpose(1, 2)[src // kv.page_size, src % kv.page_size]
+    to.mass.transpose(1, 2)[dst // to.page_size, dst % to.page_size] = mass
 
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:

@@ -104,15 +104,22 @@ class Demoter:
         head, i = number_tokens(upto - kept, order.device)
         places = order[head, kept.flatten().to(order.device, non_blocking=True)[head] + i]
         capacities = upto - kept + (policy.budget_tokens + policy.demoted_tokens - both)  # room for the answer
-        slots = slots_at(store, pages, head, places)
+        slots, S = slots_at(store, pages, head, places), store.page_size
+        k, v = store.backend.read_slots(store.kv, slots)
+        mass, pos = store.kv.mass.transpose(1, 2)[slots // S, slots % S], store.kv.pos.view(-1)[slots]
         scores = None if slot_scores is None else slot_scores.flatten(0, 1)[head, places]
-        return self._read(head, i, slots, store.kv.pos.view(-1)[slots], scores), capacities, kept
+        return DemotedSlots(head, i, k, v, mass, pos, scores), capacities, kept
 
     def begin(self, demoted: DemotedSlots, capacities: Tensor, head_budgets: Tensor, num_computed_tokens: int) -> None:
         """Own the pages of the demoted tokens, and write them."""
         self.capacities, self.head_budgets, self.has_begun = capacities, head_budgets, True
         self._grow(num_computed_tokens)
-        self._write(demoted, demoted.i)
+        store, S = self.tables.store, self.tables.store.page_size
+        slots = self._slots(demoted.head, demoted.i, demoted.pos)
+        k, v = demoted.k[:, None], demoted.v[:, None]  # as one head
+        store.backend.write(store.kv, slots[None].int(), k, v, demoted.pos)
+        store.kv.mass.transpose(1, 2)[slots // S, slots % S] = demoted.mass
+        self._write_scores(demoted.head, demoted.i, demoted.pos, demoted.scores)
 
     def add(self, victims: Victims, query_position: int, slot_scores: Tensor | None) -> None:
         """Take the tokens that a budget has just evicted, or as many of them as a head demotes, the highest first."""
@@ -125,8 +132,9 @@ class Demoter:
         else:
             to = self._lowest_places(victims.pos.shape[-1], query_position)[head, i]
         slots, pos, places = (x.flip(-1).flatten(0, 1)[head, i] for x in (victims.slots, victims.pos, victims.places))
-        scores = None if slot_scores is None else slot_scores.flatten(0, 1)[head, places]
-        self._write(self._read(head, i, slots.long(), pos, scores), to)
+        kv, demoted_kv = self.block_tables.kv, self.tables.store.kv
+        self.tables.store.backend.requantize(kv, slots.long(), demoted_kv, self._slots(head, to, pos), pos)
+        self._write_scores(head, to, pos, None if slot_scores is None else slot_scores.flatten(0, 1)[head, places])
 
     def _lowest_places(self, n: int, query_position: int) -> Tensor:
         """Return the n places of each head [M G, n] that are free or hold the lowest tokens, in this order."""
@@ -164,23 +172,16 @@ class Demoter:
         if self.scores is not None:
             self.scores = F.pad(self.scores, (0, int(counts.max()) * store.page_size - self.scores.shape[-1]))
 
-    def _read(self, head: Tensor, i: Tensor, slots: Tensor, pos: Tensor, scores: Tensor | None) -> DemotedSlots:
-        store, S = self.block_tables.store, self.block_tables.page_size
-        k, v = store.backend.read_slots(store.kv, slots)
-        mass = store.kv.mass.transpose(1, 2)[slots // S, slots % S]
-        return DemotedSlots(head, i, k, v, mass, pos, scores)
+    def _slots(self, head: Tensor, places: Tensor, pos: Tensor) -> Tensor:
+        """Return the slots of places [n] in the demoted tables of their heads, and of the trash page for holes."""
+        slots = slots_at(self.tables.store, self.tables.layer_tables(self.row, self.layers), head, places)
+        return torch.where(pos >= 0, slots, 0)
 
-    def _write(self, demoted: DemotedSlots, places: Tensor) -> None:
-        """Write tokens to these places [n] of the demoted tables of their heads, and holes to the trash page."""
-        store, S = self.tables.store, self.tables.store.page_size
-        is_token = demoted.pos >= 0
-        slots = slots_at(store, self.tables.layer_tables(self.row, self.layers), demoted.head, places)
-        slots = torch.where(is_token, slots, 0)
-        store.write_slots(slots.int(), demoted.k, demoted.v, demoted.pos)
-        store.kv.mass.transpose(1, 2)[slots // S, slots % S] = demoted.mass
-        if self.scores is not None and demoted.scores is not None:
+    def _write_scores(self, head: Tensor, places: Tensor, pos: Tensor, values: Tensor | None) -> None:
+        """Keep the scores of tokens at these places [n], but for holes."""
+        if self.scores is not None and values is not None:
             scores = self.scores.flatten(0, 1)
-            scores[demoted.head, places] = torch.where(is_token, demoted.scores, scores[demoted.head, places])
+            scores[head, places] = torch.where(pos >= 0, values, scores[head, places])
 
 
 def slots_at(store: PageStore, pages: Ints, head: Tensor, places: Tensor) -> Tensor:

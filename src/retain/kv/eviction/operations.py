@@ -47,7 +47,7 @@ def build_view(
     mass = kv.mass.index_select(0, p).view(M, G, n, -1, kv.page_size).transpose(2, 3).flatten(-2)  # [M, G, C, n S]
 
     def read() -> tuple[Tensor, Tensor]:
-        k, v = store.backend.read(kv, p)  # [M G n, S, D]
+        k, v = store.backend.read_slots(kv, p[:, None] * kv.page_size + torch.arange(kv.page_size, device=kv.device))
         return k.reshape(*pos.shape, -1), v.reshape(*pos.shape, -1)
 
     return CacheView(pos, mass, query_position, read, slot_scores=slot_scores, key_factors=key_factors)
@@ -138,9 +138,9 @@ def renumber(store: PageStore, pages: Ints, transform: KeyTransform) -> None:
     live = pos >= 0
     new = pos.masked_fill(~live, 2**31 - 1).argsort(-1).argsort(-1).int()
     if transform.rotate:
-        k, v = (x.reshape(*pos.shape, -1)[live][:, None] for x in store.backend.read(kv, p.flatten()))  # [n, 1, D]
-        mass = kv.mass.transpose(1, 2)[slot // kv.page_size, slot % kv.page_size][live]  # [n, C]
         s = slot[live]
+        k, v = (x[:, None] for x in store.backend.read_slots(kv, s))  # [n, 1, D]
+        mass = kv.mass.transpose(1, 2)[s // kv.page_size, s % kv.page_size]  # [n, C]
         layers, heads, _ = live.nonzero(as_tuple=True)  # of all layers: none has a window
         k = transform.shift(k[:, 0], (new - pos)[live], layers, heads)[:, None]
         store.backend.write(kv, s[None].int(), k, v, new[live])  # as one head of n tokens; this clears their mass

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from retain.kernels.api import KV, Backend
 from retain.kernels.pool_dtypes import slots_in_page
@@ -56,7 +55,3 @@ class PageStore:
     def copy(self, src: Pages, dst: Pages) -> None:
         """Copy K, V, positions and mass of pages, both [n]."""
         self.backend.copy(self.kv, self.kv.to_index(src), self.kv.to_index(dst))
-
-    def write_slots(self, slots: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """Write a token to each of these slots of any heads, int32 [n]: K and V [n, D], positions int32 [n], mass 0."""
-        self.backend.write(self.kv, slots[None], k[:, None], v[:, None], pos)  # as one head

@@ -15,7 +15,7 @@ from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.demoted_tables import DemotedTables
 from retain.types import Ints
 
-MAX_COPIED_TOKENS = 512  # of a row at once, so that a long text does not delay the others
+MAX_COPIED_TOKENS = 2048  # of a row at once, so that a long text does not delay the others
 
 
 class QuantizedCopies:
@@ -53,10 +53,9 @@ class QuantizedCopies:
         copies.allocate(row, layers, counts)
         for layer in layers:
             pages = t.kv.to_index(t.pages[row, layer, :, begin // S : end // S].ravel())
-            k, v = (x.contiguous().flatten(0, 1) for x in t.store.backend.read(t.kv, pages))  # [G n S, D]
-            slots = torch.from_numpy(copies.slots(row, int(layer), begin, end).ravel())
-            slots = slots.to(t.kv.device, non_blocking=True)
-            copies.store.write_slots(slots, k, v, t.kv.pos[pages].flatten())
+            src = (pages[:, None] * S + torch.arange(S, device=t.kv.device)).flatten()  # [G n S]
+            dst = t.kv.to_index(copies.slots(row, int(layer), begin, end).ravel())
+            t.store.backend.requantize(t.kv, src, copies.store.kv, dst, t.kv.pos[pages].flatten())
         self.num_tokens[row] = end
         return end == all_tokens
 

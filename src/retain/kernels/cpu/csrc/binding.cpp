@@ -163,6 +163,20 @@ NB_MODULE(_C, m) {
       nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
+      "read_slots",
+      [](const Pool& kv, Address slots, int64_t n, Address k, Address v) {
+        read_slots(kv, ptr<int64_t>(slots), n, ptr<float>(k), ptr<float>(v));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "requantize",
+      [](const Pool& kv, Address src, const Pool& to, Address dst, Address pos, int64_t n) {
+        requantize({kv, to, ptr<int64_t>(src), ptr<int64_t>(dst), ptr<int32_t>(pos), n});
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
       "attend",
       [](const Pool& kv, const PageTables& tables, const Pool& demoted_kv, const PageTables& demoted_tables, Address q,
          int64_t q_token_stride, int64_t q_head_stride, bool bf16, Address o, Address q_pos, int T, int R, float scale,

@@ -25,6 +25,8 @@ namespace retain {
   void merge_partials(float* total, const float* next, int rows, int D);                                              \
   void reduce_mass(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float* sums);    \
   void write(const WriteArgs&, int g, int begin, int end);                                                            \
+  void read_slots(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);                                  \
+  void requantize(const RequantizeArgs&, int64_t begin, int64_t end);                                                 \
   void prepare_activations(const PackedWeight&, const float* x, char* row);                                           \
   void packed_gemm(const PackedWeight&, int begin, int end, const char* prepared, int rows, const OutputView&);       \
   void unpack_row(const PackedWeight&, int64_t index, float factor, bool add, float* out);                            \
@@ -33,10 +35,10 @@ namespace retain {
   void activate(Activation, const float* x, const float* gate, int n, float* out);                                    \
   void rope(float* x, const float* angles, int n, bool interleaved);                                                  \
   }
-#define KERNELS(isa)                                                                                           \
-  isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::reduce_mass, isa::write, \
-  isa::prepare_activations, isa::packed_gemm, \
-      isa::unpack_row, isa::pack_blocks, isa::normalize, isa::activate, isa::rope
+#define KERNELS(isa)                                                                                          \
+  isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::reduce_mass, isa::write, isa::read_slots,  \
+      isa::requantize, isa::prepare_activations, isa::packed_gemm, isa::unpack_row, isa::pack_blocks,         \
+      isa::normalize, isa::activate, isa::rope
 #define HAS(feature) __builtin_cpu_supports(feature)
 
 DECLARE_KERNELS(plain)

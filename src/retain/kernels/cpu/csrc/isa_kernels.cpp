@@ -7,7 +7,7 @@
 #ifdef RETAIN_TILES
 #include "packed_tile_gemm.h"
 #endif
-#include "slot_rounding.h"
+#include "slot_layout.h"
 
 namespace retain::RETAIN_ISA {
 
@@ -41,56 +41,37 @@ void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuf
                                   : reduce_mass_impl<Weight<bf16>>(args, tile, mass, factors, sums);
 }
 
-// A key is strided by S in its page, a value is contiguous. Dimensions of K, and slots of V, may be interleaved.
-template <class To>
-static void write_slot(const Pool& kv, int64_t page, int64_t offset, const float* k, const float* v) {
-  const int S = kv.S, D = kv.D;
-  constexpr int P = INTERLEAVE<To>;
-  To* to_k = static_cast<To*>(kv.key_page(page)) + P * offset;
-  To* to_v = static_cast<To*>(kv.value_page(page)) + offset / P * P * D + offset % P;
-  for (int d = 0; d < D; ++d) from_float(k[d], to_k[d / P * P * S + d % P]);
-  for (int d = 0; d < D; ++d) from_float(v[d], to_v[P * d]);
-}
-
-static void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, float* k, const float* v) {
-  const int S = kv.S, D = kv.D, group = slot_group(D), key_width = kv.key_width(), value_width = kv.value_width();
-  int8_t bytes[MAX_HEAD_DIM + WIDTH];
-  auto round = [&](const float* x, int width, uint16_t* scales) {
-    if (width == D) scales[offset] = round_to_bytes(x, D, bytes);
-    for (int d = 0; d < D && width < D; d += group)
-      scales[d / group * S + offset] = round_to_nibbles(x + d, group, bytes + d / 2);
-  };
-  rotate(k, D);
-  round(k, key_width, kv.key_scales(page));
-  uint8_t* const keys = static_cast<uint8_t*>(kv.key_page(page)) + 4 * offset;
-  for (int d = 0; d < key_width; d += 4) memcpy(keys + d * S, bytes + d, 4);
-  round(v, value_width, kv.value_scales(page));
-  uint8_t* const values = static_cast<uint8_t*>(kv.value_page(page)) + offset / 4 * 4 * value_width + offset % 4;
-  for (int d = 0; d < value_width; ++d) values[4 * d] = bytes[d];
-}
-
 template <class From>
 static void write_rows(const WriteArgs& w, int g, int begin, int end) {
   const Pool& kv = w.kv;
   float k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
   for (int t = begin; t < end; ++t) {
     const int32_t slot = w.slots[g * w.slot_head_stride + t * w.slot_token_stride];
-    const int64_t page = slot / kv.S, offset = slot % kv.S;
     const From* from_k = static_cast<const From*>(w.k.data) + t * w.k.token_stride + g * w.k.head_stride;
     const From* from_v = static_cast<const From*>(w.v.data) + t * w.v.token_stride + g * w.v.head_stride;
     for (int d = 0; d < kv.D; ++d) k[d] = to_float(from_k[d]), v[d] = to_float(from_v[d]);
-    switch (kv.dtype) {
-      case DType::float32: write_slot<float>(kv, page, offset, k, v); break;
-      case DType::bfloat16: write_slot<bf16>(kv, page, offset, k, v); break;
-      default: write_quantized_slot(kv, page, offset, k, v); break;
-    }
-    kv.pos[slot] = w.pos[t];
-    for (int c = 0; c < kv.mass_columns; ++c) kv.mass_page(page)[c * kv.S + offset] = 0;
+    write_token(kv, slot, k, v, w.pos[t]);
+    for (int c = 0; c < kv.mass_columns; ++c) kv.mass_page(slot / kv.S)[c * kv.S + slot % kv.S] = 0;
   }
 }
 
 void write(const WriteArgs& w, int g, int begin, int end) {
   w.k.dtype == DType::float32 ? write_rows<float>(w, g, begin, end) : write_rows<bf16>(w, g, begin, end);
+}
+
+void read_slots(const Pool& kv, const int64_t* slots, int64_t n, float* k, float* v) {
+  for (int64_t i = 0; i < n; ++i) read_token(kv, slots[i], k + i * kv.D, v + i * kv.D);
+}
+
+void requantize(const RequantizeArgs& r, int64_t begin, int64_t end) {
+  float k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t src = r.src[i], dst = r.dst[i];
+    read_token(r.kv, src, k, v);
+    write_token(r.to, dst, k, v, r.pos[i]);
+    const float* mass = r.kv.mass_page(src / r.kv.S) + src % r.kv.S;
+    for (int c = 0; c < r.to.mass_columns; ++c) r.to.mass_page(dst / r.to.S)[c * r.to.S + dst % r.to.S] = mass[c * r.kv.S];
+  }
 }
 
 void prepare_activations(const PackedWeight& w, const float* x, char* row) { prepare_row(w, x, row); }

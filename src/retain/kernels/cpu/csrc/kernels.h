@@ -73,6 +73,9 @@ void attend(const AttentionArgs&, AttentionWorkspace&, ThreadTeam::Member&);
 
 void attend(const AttentionArgs&);
 void write(const WriteArgs&);
+// Reads K and V of n slots, both [n, D].
+void read_slots(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);
+void requantize(const RequantizeArgs&);
 void copy(const Pool&, const int64_t* src, const int64_t* dst, int64_t n);
 void move(const Pool&, const int32_t* src, const int32_t* dst, int64_t lists, int64_t n);
 

@@ -154,6 +154,14 @@ struct WriteArgs {
   int T, G;
 };
 
+// Slots to copy to slots of another pool, whose dtype may be narrower.
+struct RequantizeArgs {
+  Pool kv, to;
+  const int64_t *src, *dst;  // [n]
+  const int32_t* pos;        // [n]: what the copies get
+  int64_t n;
+};
+
 // The pages of every request that has a row, in one layer; the strides lead to the other layers.
 struct PageTables {
   const int32_t* pages;  // [num_rows, G, max_pages]
@@ -307,6 +315,10 @@ struct IsaKernels {
   void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float* sums);
   // Writes fresh tokens begin .. end - 1 of kv head g into their slots.
   void (*write)(const WriteArgs&, int g, int begin, int end);
+  // Reads K and V of n slots, both [n, D].
+  void (*read_slots)(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);
+  // Copies slots begin .. end - 1 to another pool.
+  void (*requantize)(const RequantizeArgs&, int64_t begin, int64_t end);
 
   // Converts one row of activations x [in] to the form that products with w read.
   void (*prepare_activations)(const PackedWeight& w, const float* x, char* row);

@@ -1,4 +1,4 @@
-// The kernels `write`, `copy` and `move`: put tokens into slots, copy pages and copy slots.
+// The kernels `write`, `read_slots`, `requantize`, `copy` and `move`: put tokens into slots, read and copy them.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -7,7 +7,7 @@
 
 namespace retain {
 
-constexpr int CHUNK = 64;                       // tokens that one thread writes at a time
+constexpr int CHUNK = 64;                       // tokens that one thread writes or reads at a time
 constexpr int64_t MIN_PARALLEL_SIZE = 1 << 15;  // numbers to write, or bytes to copy
 
 void check(const WriteArgs& w) {
@@ -28,6 +28,27 @@ void write(const WriteArgs& w) {
     const int begin = i % chunks * CHUNK;
     isa.write(w, i / chunks, begin, std::min(w.T, begin + CHUNK));
   }
+}
+
+static void check(const Pool& kv, const int64_t* slots, int64_t n) {
+  for (int64_t i = 0; i < n; ++i)
+    if (slots[i] < 0 || slots[i] >= kv.num_pages * kv.S) throw std::invalid_argument("a slot is outside the pool");
+}
+
+void read_slots(const Pool& kv, const int64_t* slots, int64_t n, float* k, float* v) {
+  check(kv, slots, n);
+  const IsaKernels& isa = selected_isa();
+#pragma omp parallel for schedule(dynamic) if (n * kv.D > MIN_PARALLEL_SIZE)
+  for (int64_t i = 0; i < n; i += CHUNK)
+    isa.read_slots(kv, slots + i, std::min<int64_t>(CHUNK, n - i), k + i * kv.D, v + i * kv.D);
+}
+
+void requantize(const RequantizeArgs& r) {
+  check(r.kv, r.src, r.n);
+  check(r.to, r.dst, r.n);
+  const IsaKernels& isa = selected_isa();
+#pragma omp parallel for schedule(dynamic) if (r.n * r.kv.D > MIN_PARALLEL_SIZE)
+  for (int64_t i = 0; i < r.n; i += CHUNK) isa.requantize(r, i, std::min(r.n, i + CHUNK));
 }
 
 void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {

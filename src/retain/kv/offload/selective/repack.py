@@ -52,9 +52,9 @@ class ProbeConfig:
         """Return metadata for pages [n, G] of each layer in text order, with no attention measured yet."""
         S, M, n = kv.page_size, len(layer_pages), len(layer_pages[0])
         pages = kv.to_index(np.stack([p[:, : self.num_probe_heads] for p in layer_pages]))  # [M, n, P]
-        k, _ = self.backend.read(kv, pages.flatten())
+        k, _ = self.backend.read_slots(kv, pages[..., None] * S + torch.arange(S, device=kv.device))
         order = np.broadcast_to(np.arange(n * S, dtype=np.uint16), (M, n * S))
-        sketches = importance.sketch_keys(k.reshape(*pages.shape, S, -1).cpu())
+        sketches = importance.sketch_keys(k.cpu())
         return SpanMetadata(sketches, order, np.zeros((M, n * S), np.float32))
 
     def metadata_size(self, num_layers: int, num_blocks: int, kv: KV) -> int:
@@ -137,8 +137,8 @@ def reorder_span(probe_config: ProbeConfig, kv: KV, span: Span, reader: SpanRead
         src = _slot_indices(old_pages, old_place[order[m]], S)
         backend.move(pool, src, _slot_indices(new_pages, np.arange(n * S), S))
         transfer.download(new_pages.astype(np.int32), new.view_layer(data, m).reshape(n, G, -1))
-        k, _ = backend.read(pool, torch.from_numpy(new_pages[:, :P]).flatten())
-        sketches.append(importance.sketch_keys(k.reshape(n, P, S, -1)))
+        k, _ = backend.read_slots(pool, torch.from_numpy(new_pages[:, :P, None] * S + np.arange(S)))
+        sketches.append(importance.sketch_keys(k))
     new.view_metadata(data)[:] = SpanMetadata(np.stack(sketches), order, mass.astype(np.float32)).serialized
     return new, data
 

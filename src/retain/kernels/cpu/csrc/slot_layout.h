@@ -1,0 +1,92 @@
+// Where the numbers of a slot are in its page: writes and reads one token.
+#pragma once
+
+#include "gemm.h"
+#include "slot_rounding.h"
+
+namespace retain::RETAIN_ISA {
+
+// A key is strided by S in its page, a value is contiguous. Dimensions of K, and slots of V, may be interleaved.
+template <class To>
+INLINE void write_slot(const Pool& kv, int64_t page, int64_t offset, const float* k, const float* v) {
+  const int S = kv.S, D = kv.D;
+  constexpr int P = INTERLEAVE<To>;
+  To* to_k = static_cast<To*>(kv.key_page(page)) + P * offset;
+  To* to_v = static_cast<To*>(kv.value_page(page)) + offset / P * P * D + offset % P;
+  for (int d = 0; d < D; ++d) from_float(k[d], to_k[d / P * P * S + d % P]);
+  for (int d = 0; d < D; ++d) from_float(v[d], to_v[P * d]);
+}
+
+INLINE void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, float* k, const float* v) {
+  const int S = kv.S, D = kv.D, group = slot_group(D), key_width = kv.key_width(), value_width = kv.value_width();
+  int8_t bytes[MAX_HEAD_DIM + WIDTH];
+  auto round = [&](const float* x, int width, uint16_t* scales) {
+    if (width == D) scales[offset] = round_to_bytes(x, D, bytes);
+    for (int d = 0; d < D && width < D; d += group)
+      scales[d / group * S + offset] = round_to_nibbles(x + d, group, bytes + d / 2);
+  };
+  rotate(k, D);
+  round(k, key_width, kv.key_scales(page));
+  uint8_t* const keys = static_cast<uint8_t*>(kv.key_page(page)) + 4 * offset;
+  for (int d = 0; d < key_width; d += 4) memcpy(keys + d * S, bytes + d, 4);
+  round(v, value_width, kv.value_scales(page));
+  uint8_t* const values = static_cast<uint8_t*>(kv.value_page(page)) + offset / 4 * 4 * value_width + offset % 4;
+  for (int d = 0; d < value_width; ++d) values[4 * d] = bytes[d];
+}
+
+// Writes a token into a slot. `k` is overwritten.
+INLINE void write_token(const Pool& kv, int64_t slot, float* k, const float* v, int32_t pos) {
+  const int64_t page = slot / kv.S, offset = slot % kv.S;
+  switch (kv.dtype) {
+    case DType::float32: write_slot<float>(kv, page, offset, k, v); break;
+    case DType::bfloat16: write_slot<bf16>(kv, page, offset, k, v); break;
+    default: write_quantized_slot(kv, page, offset, k, v); break;
+  }
+  kv.pos[slot] = pos;
+}
+
+template <class From>
+INLINE void read_slot(const Pool& kv, int64_t page, int64_t offset, float* k, float* v) {
+  const int S = kv.S, D = kv.D;
+  constexpr int P = INTERLEAVE<From>;
+  const From* from_k = static_cast<const From*>(kv.key_page(page)) + P * offset;
+  const From* from_v = static_cast<const From*>(kv.value_page(page)) + offset / P * P * D + offset % P;
+  for (int d = 0; d < D; d += P)
+    for (int i = 0; i < P; ++i) k[d + i] = to_float(from_k[d * S + i]);
+  for (int d = 0; d < D; ++d) v[d] = to_float(from_v[P * d]);
+}
+
+INLINE void read_quantized_slot(const Pool& kv, int64_t page, int64_t offset, float* k, float* v) {
+  const int S = kv.S, D = kv.D, half = slot_group(D) / 2, key_width = kv.key_width(), value_width = kv.value_width();
+  uint8_t bytes[MAX_HEAD_DIM];
+  auto dequantize = [&](int width, const uint16_t* scales, float* x) {
+    const float scale = bf16_to_float(scales[offset]);
+    for (int d = 0; d < D && width == D; ++d) x[d] = scale * (bytes[d] - 128);
+    for (int d = 0; d < width && width < D; d += half) {
+      const float group_scale = bf16_to_float(scales[d / half * S + offset]);
+      for (int i = 0; i < half; ++i) {
+        x[2 * d + i] = group_scale * ((bytes[d + i] & 15) - 8);
+        x[2 * d + half + i] = group_scale * ((bytes[d + i] >> 4) - 8);
+      }
+    }
+  };
+  const uint8_t* const keys = static_cast<const uint8_t*>(kv.key_page(page)) + 4 * offset;
+  for (int d = 0; d < key_width; d += 4) memcpy(bytes + d, keys + d * S, 4);
+  dequantize(key_width, kv.key_scales(page), k);
+  rotate(k, D);
+  const uint8_t* const values =
+      static_cast<const uint8_t*>(kv.value_page(page)) + offset / 4 * 4 * value_width + offset % 4;
+  for (int d = 0; d < value_width; ++d) bytes[d] = values[4 * d];
+  dequantize(value_width, kv.value_scales(page), v);
+}
+
+INLINE void read_token(const Pool& kv, int64_t slot, float* k, float* v) {
+  const int64_t page = slot / kv.S, offset = slot % kv.S;
+  switch (kv.dtype) {
+    case DType::float32: read_slot<float>(kv, page, offset, k, v); break;
+    case DType::bfloat16: read_slot<bf16>(kv, page, offset, k, v); break;
+    default: read_quantized_slot(kv, page, offset, k, v); break;
+  }
+}
+
+}  // namespace retain::RETAIN_ISA
