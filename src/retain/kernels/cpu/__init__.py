@@ -34,7 +34,7 @@ import torch  # before _C, which must find the libgomp of torch
 from torch import Tensor
 
 from retain.kernels.api import CPU, KV, Program, Tables
-from retain.kernels.cpu.memory import allocate_aligned
+from retain.kernels.cpu.memory import map_zeros
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.reinterpret import reinterpret_bytes
 from retain.kernels.scoring import AttentionScoring
@@ -83,22 +83,22 @@ def allocate(
         raise ValueError(f"the cpu backend needs a head_dim of 8, 16, 24, ... up to {MAX_HEAD_DIM}, not {head_dim}")
     if dtype in QUANTIZED_DTYPES:
         sizes, dtypes = (key_bytes(head_dim, dtype), value_bytes(head_dim, dtype)), tensor_dtypes(dtype)
-        k, v = (_aligned_zeros((num_pages, page_size * n), t) for n, t in zip(sizes, dtypes, strict=True))
+        k, v = (_zeros((num_pages, page_size * n), t) for n, t in zip(sizes, dtypes, strict=True))
     else:
-        k = _aligned_zeros((num_pages, head_dim, page_size), dtype)  # [P, D, S]
-        v = _aligned_zeros((num_pages, page_size, head_dim), dtype)  # [P, S, D]
-    pos = _aligned_zeros((num_pages, page_size), torch.int32)  # [P, S]
+        k = _zeros((num_pages, head_dim, page_size), dtype)  # [P, D, S]
+        v = _zeros((num_pages, page_size, head_dim), dtype)  # [P, S, D]
+    pos = _zeros((num_pages, page_size), torch.int32)  # [P, S]
     pos[0] = -1
-    mass = _aligned_zeros((num_pages, score_columns, page_size), torch.float32)
+    mass = _zeros((num_pages, score_columns, page_size), torch.float32)
     return KV(k, v, pos, mass, page_size, head_dim, "cpu")
 
 
 def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
     """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own."""
     k, v = reinterpret_bytes(kv, dtype, page_size)
-    pos = _aligned_zeros((kv.num_pages, page_size), torch.int32)
+    pos = _zeros((kv.num_pages, page_size), torch.int32)
     pos[0] = -1
-    mass = _aligned_zeros((kv.num_pages, kv.mass.shape[1], page_size), torch.float32)
+    mass = _zeros((kv.num_pages, kv.mass.shape[1], page_size), torch.float32)
     return KV(k, v, pos, mass, page_size, kv.head_dim, kv.layout)
 
 
@@ -228,5 +228,5 @@ def select_victims(
     return places
 
 
-def _aligned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return allocate_aligned(math.prod(shape) * dtype.itemsize, zero=True).view(dtype).view(shape)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return map_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

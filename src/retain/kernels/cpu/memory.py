@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,13 +13,19 @@ CACHE_LINE = 64
 BLOCK_BYTES = 2**26  # allocated at a time; the system never provides the untouched tail of the last block
 
 
-def allocate_aligned(size: int, zero: bool) -> Tensor:
-    """Allocate uint8 [size] on a cache line. Bytes take no memory before the first write (torch.zeros writes them all).
+def map_zeros(size: int) -> Tensor:
+    """Return uint8 [size] of zeros, from the system itself: bytes take no memory before the first write.
 
-    numpy asks for huge pages for a large array, so that streaming its weights needs fewer address translations.
+    An allocator may take what others freed, and then writes all of it. Huge pages need fewer address translations.
+    Raises MemoryError.
     """
-    raw = torch.from_numpy((np.zeros if zero else np.empty)(size + CACHE_LINE, np.uint8))
-    return raw[-raw.data_ptr() % CACHE_LINE :][:size]
+    try:
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes: {error.strerror}") from None
+    with suppress(AttributeError, OSError):  # not on every system
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 
 
 class Arena:
@@ -28,7 +37,9 @@ class Arena:
     def allocate(self, size: int) -> Tensor:
         """Return uint8 [size] on a cache line, not initialized."""
         if size > len(self._remaining):
-            self._remaining = allocate_aligned(max(size, BLOCK_BYTES), zero=False)
+            # numpy asks for huge pages for a large array, so that streaming its weights needs fewer translations.
+            raw = torch.from_numpy(np.empty(max(size, BLOCK_BYTES) + CACHE_LINE, np.uint8))
+            self._remaining = raw[-raw.data_ptr() % CACHE_LINE :]
         allocated = self._remaining[:size]
         self._remaining = self._remaining[-(-size // CACHE_LINE) * CACHE_LINE :]
         return allocated
