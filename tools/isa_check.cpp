@@ -84,21 +84,67 @@ static void check_linear(const char* isa) {
       }
 }
 
+constexpr DType DTYPES[] = {DType::float32, DType::bfloat16, DType::int8, DType::k8v4, DType::int4};
+
+// A pool and its memory.
+struct Pages {
+  std::vector<char> k, v;
+  std::vector<int32_t> pos;
+  std::vector<float> mass;
+  Pool pool;
+
+  Pages(DType dtype, int64_t num_pages, int S, int D) : pos(num_pages * S, -1), mass(num_pages * S) {
+    pool = {nullptr, nullptr, pos.data(), mass.data(), num_pages, S, D, 1, dtype, 0, 0};
+    pool.key_stride = pool.page_bytes(pool.key_width()), pool.value_stride = pool.page_bytes(pool.value_width());
+    k.resize(num_pages * pool.key_stride + 64), v.resize(num_pages * pool.value_stride + 64);
+    pool.k = k.data(), pool.v = v.data();
+  }
+  bool operator==(const Pages& x) const { return k == x.k && v == x.v && pos == x.pos && mass == x.mass; }
+};
+
+static void check_slots(const char* isa) {
+  constexpr int S = 32, PAGES = 5, T = 3 * S;
+  for (DType dtype : DTYPES)
+    for (int D : {8, 64, 80, 256}) {
+      std::vector<float> keys(T * D), values(T * D);
+      for (std::vector<float>* x : {&keys, &values})
+        for (float& y : *x) y = normal();
+      std::vector<int32_t> slots(T), positions(T);
+      for (int i = 0; i < T; ++i) slots[i] = S + i * 5 % T, positions[i] = i;
+      const std::vector<int64_t> from(slots.begin(), slots.end()), to(from.rbegin(), from.rend());
+      Pages written[2] = {{dtype, PAGES, S, D}, {dtype, PAGES, S, D}};
+      Pages copies[2] = {{DType::int4, PAGES, S, D}, {DType::int4, PAGES, S, D}};
+      std::vector<float> read[2];
+      for (int i = 0; i < 2; ++i) {
+        const Pool& pool = written[i].pool;
+        select_isa(i ? isa : "plain");
+        write({pool, {keys.data(), D, D, DType::float32}, {values.data(), D, D, DType::float32}, slots.data(), T, 1,
+               positions.data(), T, 1});
+        requantize({pool, copies[i].pool, from.data(), to.data(), positions.data(), T});
+        read[i].resize(4 * T * D);
+        read_slots(pool, from.data(), T, &read[i][0], &read[i][T * D]);
+        read_slots(copies[i].pool, to.data(), T, &read[i][2 * T * D], &read[i][3 * T * D]);
+      }
+      expect(written[0] == written[1], isa, "written slots differ from the plain ones", int(dtype));
+      expect(copies[0] == copies[1], isa, "requantized slots differ from the plain ones", int(dtype));
+      expect(read[0] == read[1], isa, "slots are read as other numbers", int(dtype));
+    }
+}
+
 static void check_attention(const char* isa) {
   constexpr int S = 32, G = 2, R = 3, PAGES = 12, T = 21;
-  for (DType dtype : {DType::float32, DType::bfloat16})
+  for (DType dtype : DTYPES)
     for (int D : {8, 64, 80}) {
-      const int64_t n = int64_t(PAGES) * G + 1;
-      std::vector<char> k(n * S * D * 4 + 64), v(n * S * D * 4 + 64);
-      std::vector<int32_t> pos(n * S, -1), slots(G * PAGES * S), written(PAGES * S), tables(G * PAGES);
-      std::vector<float> mass(n * S), q(T * G * R * D), keys(PAGES * S * G * D), values(keys.size());
+      const Pages pages(dtype, int64_t(PAGES) * G + 1, S, D);
+      const Pool& pool = pages.pool;
+      std::vector<int32_t> slots(G * PAGES * S), written(PAGES * S), tables(G * PAGES);
+      std::vector<float> q(T * G * R * D), keys(PAGES * S * G * D), values(keys.size());
       for (std::vector<float>* x : {&q, &keys, &values})
         for (float& y : *x) y = normal();
       for (int i = 0; i < PAGES * S; ++i) written[i] = i;
       for (int g = 0; g < G; ++g)
         for (int i = 0; i < PAGES * S; ++i) slots[g * PAGES * S + i] = (1 + g * PAGES) * S + i;
       for (int i = 0; i < G * PAGES; ++i) tables[i] = 1 + i;
-      const Pool pool = {k.data(), v.data(), pos.data(), mass.data(), n, S, D, 1, dtype};
       write({pool, {keys.data(), G * D, D, DType::float32}, {values.data(), G * D, D, DType::float32}, slots.data(),
              PAGES * S, 1, written.data(), PAGES * S, G});
       std::vector<int32_t> counts(G, PAGES), window(1, 300), rows(1, 0), start = {0, T}, q_pos;
@@ -107,9 +153,9 @@ static void check_attention(const char* isa) {
         std::vector<float> o(size_t(count) * G * R * D);
         start = {0, count};
         const PageTables t = {tables.data(), G * PAGES, PAGES, counts.data(), G, 1, window.data(), 1, rows.data(),
-                              start.data(), 1, G, 1, PAGES};
-        attend({pool, t, {q.data() + first * G * R * D, G * R * D, D, DType::float32}, o.data(), q_pos.data() + first,
-                count, R, 0.125f, nullptr, {}});
+                              start.data(), 1, G, 1, PAGES, 0, 0, 0};
+        const StridedRows queries = {q.data() + first * G * R * D, G * R * D, D, DType::float32};
+        attend({pool, t, {}, {}, queries, o.data(), q_pos.data() + first, count, R, 0.125f, nullptr, {}});
         return o;
       };
       select_isa("plain");
@@ -156,6 +202,7 @@ int main() {
   for (const IsaKernels& isa : supported_isas()) {
     std::printf("%s\n", isa.name);
     check_linear(isa.name);
+    check_slots(isa.name);
     check_attention(isa.name);
     check_blocks(isa.name);
   }

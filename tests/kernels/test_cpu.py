@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from retain.kernels.scoring import AttentionScoring
 from tests.helpers.attention_case import AttentionCase, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.marks import slow
+from tools import isa_check
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 
@@ -217,3 +219,13 @@ def test_rejects_inconsistent_arguments() -> None:
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_the_check_of_other_machines_instruction_sets_compiles() -> None:
+    """It calls the kernels without Python, so nothing else notices that a signature has changed."""
+    check = isa_check.ROOT / "tools/isa_check.cpp"
+    command = ["g++", *isa_check.COMMON, "-Werror", "-fsyntax-only", f"-I{isa_check.SOURCES}", str(check)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
