@@ -70,7 +70,8 @@ void requantize(const RequantizeArgs& r, int64_t begin, int64_t end) {
     read_token(r.kv, src, k, v);
     write_token(r.to, dst, k, v, r.pos[i]);
     const float* mass = r.kv.mass_page(src / r.kv.S) + src % r.kv.S;
-    for (int c = 0; c < r.to.mass_columns; ++c) r.to.mass_page(dst / r.to.S)[c * r.to.S + dst % r.to.S] = mass[c * r.kv.S];
+    float* to_mass = r.to.mass_page(dst / r.to.S) + dst % r.to.S;
+    for (int c = 0; c < r.to.mass_columns; ++c) to_mass[c * r.to.S] = mass[c * r.kv.S];
   }
 }
 
