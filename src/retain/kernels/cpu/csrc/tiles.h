@@ -4,8 +4,9 @@
 // inputs 2k, 2k + 1 (bfloat16) or 4k .. 4k + 3 (int8) of 16 results. Our packed weights and pages are tiles of B already.
 //
 // The bits of a bfloat16 product follow Intel's manual (TDPBF16PS): for each 32 inputs, the even and the odd products are
-// summed from 0 in the order of the inputs, and even + odd is added to C. Numbers too small for a normal float32 count
-// as 0. `add_even` and `add_odd` let vectors do the same, so few rows need no tiles and get equal bits.
+// summed from 0 in the order of the inputs, and even + odd is added to C. Inputs and sums too small for a normal float32
+// count as 0; products are exact, because they are fused with the additions. `add_even` and `add_odd` let vectors do the
+// same, so few rows need no tiles and get equal bits.
 //
 // With RETAIN_EMULATE_TILES the same operations run on memory, so that any machine can test the kernels.
 #pragma once
@@ -24,25 +25,33 @@ INLINE typename Lanes<W>::f flush(typename Lanes<W>::f x) {
   return (x < 0x1p-126f) & (x > -0x1p-126f) ? typename Lanes<W>::f{} : x;
 }
 
-// Add the product of the even, or of the odd, elements of each pair.
+// Adds a product of bfloat16 as tiles do. Float64 holds the product, and rounds the sum so that float32 rounds it right:
+// the product has 16 bits.
+template <int W>
+INLINE typename Lanes<W>::f add_product(typename Lanes<W>::f sum, typename Lanes<W>::f x, float a) {
+  typedef double D __attribute__((vector_size(8 * W)));
+  const D product = __builtin_convertvector(flush<W>(x), D) * double(flush(a));
+  return flush<W>(__builtin_convertvector(__builtin_convertvector(sum, D) + product, typename Lanes<W>::f));
+}
+
+// Add the product of the even, or of the odd, elements of each pair. The emulation does not use the instruction: other
+// makers' machines may round too small products.
 template <int W>
 INLINE typename Lanes<W>::f add_even(typename Lanes<W>::f sum, const Bf16Pairs<W>& x, const bf16* a) {
-#ifdef __AVX512BF16__
+#ifndef RETAIN_EMULATE_TILES
   const bf16 pair[2] = {a[0], {0}};
   return dot<W>(sum, x, pair);
 #else
-  using F = typename Lanes<W>::f;
-  return flush<W>(sum + flush<W>(flush<W>((F)(x.bits << 16)) * flush(to_float(a[0]))));
+  return add_product<W>(sum, (typename Lanes<W>::f)(x.bits << 16), to_float(a[0]));
 #endif
 }
 template <int W>
 INLINE typename Lanes<W>::f add_odd(typename Lanes<W>::f sum, const Bf16Pairs<W>& x, const bf16* a) {
-#ifdef __AVX512BF16__
+#ifndef RETAIN_EMULATE_TILES
   const bf16 pair[2] = {{0}, a[1]};
   return dot<W>(sum, x, pair);
 #else
-  using F = typename Lanes<W>::f;
-  return flush<W>(sum + flush<W>(flush<W>((F)(x.bits & 0xffff0000)) * flush(to_float(a[1]))));
+  return add_product<W>(sum, (typename Lanes<W>::f)(x.bits & 0xffff0000), to_float(a[1]));
 #endif
 }
 
