@@ -18,7 +18,6 @@ from retain.engine.engine import Engine
 from retain.engine.output import OutputProcessor
 from retain.engine.request import Request, RequestInput
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.kernels.api import CPU
 from retain.kernels.pool_dtypes import page_bytes, slots_in_page
 from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
@@ -75,15 +74,20 @@ def make_engine(
     drafter: Drafter | None = None,
     prefix_cache: str = "off",
     tiers: Sequence[str] = (),
-    device: torch.device = CPU,
+    device: torch.device | None = None,
     output_processor: OutputProcessor | None = None,
     dtype: torch.dtype = torch.float32,
     weights: str = "auto",
     kv_dtype: torch.dtype | None = None,
     demotes: bool = False,
 ) -> Engine:
-    """Build an engine on tiny_model(family), with a pool of `num_pages` pages, of `dtype` or of `kv_dtype`."""
-    kernel, slot_dtype = kernels.load(backend), kv_dtype or dtype
+    """Build an engine on tiny_model(family), with a pool of `num_pages` pages, of `dtype` or of `kv_dtype`.
+
+    Without a `device` it is the first one that the backend computes on.
+    """
+    device = device or torch.device(kernels.import_backend(backend).DEVICES[0])
+    kernel = kernels.load(backend, device)
+    slot_dtype = kv_dtype or dtype
     program = kernel.program(dtype, device)
     model = models.build(Weights(tiny_checkpoint(family), dtype, weights), program)
     spec = KVCacheSpec(model.spec.num_kv_heads, model.spec.head_dim, model.spec.windows)

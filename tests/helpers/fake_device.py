@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import InterpretedFunction
 
+from retain.kernels import triton
+
 DEVICE = torch.device("hpu")
 # Functions that make the host wait for the device, and functions that read no elements.
 # fmt: off
@@ -62,6 +64,8 @@ class FakeDevice(TorchFunctionMode):
 
     def __enter__(self) -> FakeDevice:
         super().__enter__()
+        self._original_devices = triton.DEVICES
+        triton.DEVICES = (*triton.DEVICES, DEVICE.type)
         self._original_run = InterpretedFunction.run
         InterpretedFunction.run = lambda kernel, *args, **options: self._original_run(
             kernel, *map(check_kernel_arg, args), **options
@@ -79,6 +83,7 @@ class FakeDevice(TorchFunctionMode):
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
+        triton.DEVICES = self._original_devices
         InterpretedFunction.run = self._original_run
         ThreadPoolExecutor.submit = self._original_submit  # type: ignore[method-assign]
         super().__exit__(*exc_info)

@@ -257,7 +257,6 @@ def test_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     if triton.is_interpreted():
         from tests.helpers.fake_device import DEVICE, FakeDevice
 
-        monkeypatch.setattr(triton, "DEVICES", (DEVICE.type,))
         monkeypatch.setattr(kernels, "resolve_device", lambda name: DEVICE)
         with FakeDevice():
             assert run(backend="triton") == expected
