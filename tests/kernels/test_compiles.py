@@ -48,6 +48,7 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     assert all(line["mma"] for line in lines if line["kernel"] in ("attention_fwd", "recompute_mass")), (
         "products without tensor cores"
     )
+    assert not any(line["fused"] for line in lines if line["kernel"] == "write"), "slots rounded once, not twice"
     assert max(line["spills"] for line in lines) <= 64
 
 

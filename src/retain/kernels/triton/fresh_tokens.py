@@ -70,13 +70,14 @@ def write(
     freqs = rope.freqs if rope else kv.mass  # without rope the kernel does not read it
     block_t = tokens_per_program(T, 8)
     pages = page_args(kv)
+    # A fused multiply-add rounds once where the definition of quantized slots rounds twice.
     slots.write[(triton.cdiv(T, block_t), G)](
         slot_mapping, *slot_mapping.stride(), k, *k.stride()[:2], v, *v.stride()[:2], pos.contiguous(), T,
         pages.k, pages.v, pages.k_scales, pages.v_scales, kv.pos, kv.mass,
         freqs, len(rope.freqs) if rope else 0, rope.attention_factor if rope else 1.0,
         S=kv.page_size, D=D, DP=triton.next_power_of_2(D), C=C, CP=triton.next_power_of_2(C), T=block_t,
         ROPE=rope is not None, INTERLEAVED=rope is not None and rope.interleaved, **pages.constants,
-        num_warps=4 if block_t > 1 else 1,
+        num_warps=4 if block_t > 1 else 1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
