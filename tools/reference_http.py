@@ -5,28 +5,29 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from retain.server.request_model import FieldTable, Refused
 from tools.reference_text import NOTE, PACKAGE, code, find, sentence, table
 
 
 def http_page() -> str:
     """Return the page of the routes, the fields of requests, and the metrics."""
-    from pydantic import BaseModel
+    from retain.server.request_model import StrictModel
 
     text = "# HTTP API\n\n" + NOTE
-    text += "The APIs of OpenAI and Anthropic, with fields of our own. An unknown field is an error.\n"
+    text += "The APIs of OpenAI and Anthropic, with fields of our own. An unknown field is an error,\n"
+    text += "unless it is null: null is as good as absent everywhere.\n"
     text += "`GET /openapi.json` is the contract of a running server. Errors are\n"
     text += '`{"error": {"message", "type", "param", "code"}}`, and below `/v1/messages`\n'
     text += '`{"type": "error", "error": {"type", "message"}}`.\n\n## Routes\n\n'
     routes = [route for path in sorted((PACKAGE / "server").rglob("*.py")) for route in _routes(path)]
     text += table(["route", ""], routes)
-    for cls in sorted(_classes("Request"), key=lambda c: ("v1" not in (c.__doc__ or ""), c.__name__)):
-        if not issubclass(cls, BaseModel):
-            continue
-        schema = cls.model_json_schema()
+    requests = [cls for cls in _classes("Request") if issubclass(cls, StrictModel)]
+    for cls in sorted(requests, key=lambda c: ("v1" not in (c.__doc__ or ""), c.__name__)):
+        schema = cls.model_json_schema(mode="validation")
         rows = [
             (
                 code(name),
@@ -35,14 +36,56 @@ def http_page() -> str:
                 field.get("description", ""),
             )
             for name, field in schema["properties"].items()
+            if name not in cls.other_fields
         ]
         title = sentence(cls.__doc__).rstrip(".")
         text += f"\n## {cls.__name__}\n\n{title}.\n\n" + table(["field", "type", "default", "meaning"], rows)
+        text += "\n" + _other_fields([cls]) if cls.other_fields else ""
+    objects = {cls for request in requests for cls in _models_in(request)} - {*requests}
+    text += "\n## Objects in requests\n\nFields beside those of their models that are accepted or refused.\n\n"
+    text += _other_fields(sorted((cls for cls in objects if cls.other_fields), key=lambda cls: cls.__name__))
     text += (
         "\n## Metrics\n\nOf `GET /metrics`, without their prefix (`--metrics-prefix`). A counter ends in `_total`.\n\n"
     )
     text += table(["metric", "kind", "labels", "meaning"], _metrics(PACKAGE / "server" / "metrics.py"))
     return text
+
+
+def _other_fields(models: Sequence[Any]) -> str:
+    """Return a table of the fields that these models accept without effect, or refuse."""
+    rows = [
+        (f"`{cls.__name__}`", *row) if len(models) > 1 else row
+        for cls in models
+        for row in _describe_rules(cls.other_fields)
+    ]
+    return table([*(["object"] if len(models) > 1 else []), "other field", "accepted", "why"], rows)
+
+
+def _describe_rules(rules: FieldTable) -> Iterator[tuple[str, str, str]]:
+    for name, rule in rules.items():
+        if isinstance(rule, Refused):
+            yield code(name), "no", rule.why
+        elif rule.values is None:
+            yield code(name), "yes, without effect", rule.why
+        else:
+            yield code(name), f"only {' or '.join(code(json.dumps(v)) for v in rule.values)}", rule.why
+
+
+def _models_in(model: Any) -> set[Any]:
+    """Return the models of all objects in a request, at any depth."""
+    from pydantic import BaseModel
+
+    found: set[Any] = set()
+    annotations = [field.annotation for field in model.model_fields.values()]
+    while annotations:
+        annotation = annotations.pop()
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            if annotation not in found:
+                found.add(annotation)
+                annotations += [field.annotation for field in annotation.model_fields.values()]
+        else:
+            annotations += get_args(annotation)
+    return found
 
 
 def _default(field: dict[str, Any], is_required: bool) -> str:

@@ -250,7 +250,7 @@ def image(url):
         ({"input": [{"role": "user"}]}, "input.0.content", "required"),
         ({"input": []}, "input", "at least 1"),
         ({"input": 3}, "input", "list"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content", "None"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content", "text here"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input", "call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "web_search"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0.type", "mcp"),

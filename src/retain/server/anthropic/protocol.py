@@ -11,12 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from retain.server.openai.chat_protocol import PositiveInt32
-from retain.server.openai.protocol import ExtensionFields, GenerationFields, Json, NonEmptyStr, StrictModel
+from retain.server import client_fields
+from retain.server.openai.protocol import ExtensionFields, GenerationFields, Json, NonEmptyStr
+from retain.server.request_model import StrictModel
 
-IGNORED = "Accepted and ignored"
 MAX_BREAKPOINTS = 4
-Ignored = Annotated[Any, Field(description=IGNORED)]
 
 
 class CacheControl(StrictModel):
@@ -40,9 +39,10 @@ class CacheableBlock(StrictModel):
 class TextBlock(CacheableBlock):
     """Text."""
 
+    other_fields = client_fields.MESSAGES_TEXT_BLOCK
+
     type: Literal["text"]
     text: str
-    citations: Ignored = None
 
 
 def _content_kind(content: Any) -> str:
@@ -52,11 +52,12 @@ def _content_kind(content: Any) -> str:
 class ToolUseBlock(CacheableBlock):
     """Tool call of an assistant message."""
 
+    other_fields = client_fields.MESSAGES_TOOL_USE
+
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    caller: Ignored = None
 
 
 TextContent = Annotated[
@@ -126,38 +127,37 @@ Message = UserMessage | AssistantMessage | SystemMessage
 class Tool(CacheableBlock):
     """Tool that the model may call. Server tools are not supported."""
 
+    other_fields = client_fields.MESSAGES_TOOL
+
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     input_schema: dict[str, Any]
-    strict: bool | None = Field(None, description=IGNORED)
-    allowed_callers: Ignored = None
-    defer_loading: Ignored = None
-    eager_input_streaming: Ignored = None
-    input_examples: Ignored = None
 
 
 class ToolChoice(StrictModel):
     """Whether tools are called: as the model likes, one of any, or none."""
 
+    other_fields = client_fields.MESSAGES_TOOL_CHOICE
+
     type: Literal["auto", "any", "none"]
-    disable_parallel_tool_use: bool | None = Field(None, description=IGNORED)
 
 
 class NamedToolChoice(StrictModel):
     """Forces a call of one tool."""
 
+    other_fields = client_fields.MESSAGES_TOOL_CHOICE
+
     type: Literal["tool"]
     name: str
-    disable_parallel_tool_use: bool | None = Field(None, description=IGNORED)
 
 
 class Thinking(StrictModel):
     """Whether the model reasons before it answers, where its chat template offers the choice."""
 
+    other_fields = client_fields.MESSAGES_THINKING
+
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: PositiveInt32 | None = Field(None, description=IGNORED)
-    display: Literal["summarized", "omitted"] | None = Field(None, description=IGNORED)
 
 
 class JsonOutputFormat(StrictModel):
@@ -170,12 +170,15 @@ class JsonOutputFormat(StrictModel):
 class OutputConfig(StrictModel):
     """Format of the answer."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(None, description=IGNORED)
+    other_fields = client_fields.MESSAGES_OUTPUT
+
     format: JsonOutputFormat | None = None
 
 
 class ConversationFields(ExtensionFields):
     """Fields that the prompt is made of, common to both addresses."""
+
+    other_fields = client_fields.MESSAGES
 
     model: str
     messages: Annotated[
@@ -188,13 +191,6 @@ class ConversationFields(ExtensionFields):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = Field(None, description="Breakpoint at the end of the prompt")
-    metadata: dict[str, str | None] | None = Field(None, description=IGNORED)  # type: ignore[assignment]
-    context_management: Ignored = None
-    service_tier: Literal["auto", "standard_only"] | None = Field(None, description=IGNORED)
-    inference_geo: str | None = Field(None, description=IGNORED)
-    speed: Literal["standard", "fast"] | None = Field(None, description=IGNORED)
-    container: None = Field(None, description="Not supported")
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not supported")
 
     @model_validator(mode="after")
     def _check_conversation(self) -> ConversationFields:

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
 from retain.server.admission import AdmissionControl
+from retain.server.request_model import REFUSED_FIELD
 
 MAX_VALUES = 2**20  # in all lists and objects of a body: the token ids of the longest prompts
 MAX_ITEMS = 2**14  # of a list that has more than numbers
@@ -59,8 +60,10 @@ def parse_body(data: bytes, adapter: TypeAdapter[Any]) -> Any:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        errors = error.errors(include_url=False, include_input=False, include_context=False)
-        raise RequestValidationError(errors[:1], body=value) from None
+        first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == REFUSED_FIELD:  # an error of the object: only its context names the field
+            first["loc"] = (*first["loc"], first["ctx"]["field"])
+        raise RequestValidationError([first], body=value) from None
 
 
 def find_excess(value: Any) -> str | None:

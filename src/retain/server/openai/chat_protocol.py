@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from retain.server.openai.protocol import GenerationResponseFields, SamplingFields, StrictModel
+from retain.server import client_fields
+from retain.server.openai.protocol import GenerationResponseFields, SamplingFields
+from retain.server.request_model import StrictModel
 
 PositiveInt32 = Annotated[int, Field(ge=1, lt=2**31)]
 
@@ -123,6 +125,8 @@ class ChatTemplateKwargs(StrictModel):
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
+    other_fields = client_fields.CHAT
+
     messages: Annotated[list[MessageParam], Field(min_length=1, fail_fast=True)]
     max_tokens: PositiveInt32 | None = Field(None, description="Deprecated: use max_completion_tokens")
     max_completion_tokens: PositiveInt32 | None = None
@@ -133,7 +137,6 @@ class ChatCompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[ToolParam], Field(min_length=1, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Accepted and ignored")
     chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="As in vLLM's server")
 
     @model_validator(mode="after")

@@ -6,13 +6,14 @@ builds, for /openapi.json.
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from retain.plugins import parse_spec
 from retain.sampling_params import SamplingParams
+from retain.server import client_fields
+from retain.server.request_model import StrictModel
 
 Json = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -25,49 +26,16 @@ LogitBias = Annotated[
 ]
 
 
-def _exactly(expected: bool | int) -> BeforeValidator:
-    """Accept only a value of the type of `expected`: to pydantic's Literal, 0 is False."""
-
-    def check(value: Any) -> Any:
-        if type(value) is not type(expected):
-            raise ValueError(f"must be {json.dumps(expected)}")
-        return value
-
-    return BeforeValidator(check)
-
-
-Off = Annotated[Literal[False], _exactly(False)]
-On = Annotated[Literal[True], _exactly(True)]
-Zero = Annotated[Literal[0], _exactly(0)]
-
-
-class StrictModel(BaseModel):
-    """Base of request models: strict types, unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _coerce_integers(cls, data: Any) -> Any:
-        """Accept 1.0 as the integer 1: JSON does not distinguish them."""
-        return {k: _coerce_int(v) for k, v in data.items()} if isinstance(data, dict) else data
-
-
-def _coerce_int(x: Any, depth: int = 2) -> Any:
-    if isinstance(x, list) and depth:
-        return [_coerce_int(y, depth - 1) for y in x]
-    return int(x) if isinstance(x, float) and x.is_integer() else x
-
-
 class StreamOptions(StrictModel):
     """Options of a streamed response."""
 
+    other_fields = client_fields.STREAM_OPTIONS
+
     include_usage: bool = False
-    include_obfuscation: bool = Field(False, description="Accepted and ignored")
 
 
 class ExtensionFields(StrictModel):
-    """Fields that OpenAI's API does not have or that are ignored."""
+    """Fields that OpenAI's API does not have."""
 
     kv_policy: str | None = Field(None, description="KV cache policy of this request, see docs/guide/policies.md")
     speculate: str | None = Field(
@@ -95,10 +63,6 @@ class ExtensionFields(StrictModel):
         default_factory=list, description="Token ids that end the output"
     )
     ignore_eos: bool = Field(False, description="Generate up to max_tokens, past the end of text")
-    user: str | None = Field(None, description="Accepted and ignored")
-    safety_identifier: str | None = Field(None, description="Accepted and ignored")
-    metadata: dict[str, str] | None = Field(None, description="Accepted and ignored")
-    store: bool | None = Field(None, description="Accepted and ignored: nothing is stored")
 
     @field_validator("kv_policy")
     @classmethod
@@ -115,31 +79,10 @@ class GenerationFields(ExtensionFields):
     stream: bool | None = None
 
 
-class DialectFields(StrictModel):
-    """Fields of vLLM's and SGLang's APIs, which gateways add to every request: accepted where they change nothing.
-
-    Any other value is an error that names the field.
-    """
-
-    no_stop_trim: Off | None = None
-    skip_special_tokens: On | None = None
-    spaces_between_special_tokens: On | None = None
-    include_stop_str_in_output: Off | None = None
-    continue_final_message: Off | None = None
-    separate_reasoning: On | None = Field(None, description="Reasoning is in `reasoning_content`")
-    stream_reasoning: On | None = None
-    include_reasoning: On | None = None
-    return_hidden_states: Off | None = None
-    return_token_ids: Off | None = None
-    return_tokens_as_token_ids: Off | None = None
-    use_beam_search: Off | None = None
-    min_tokens: Zero | None = None
-    priority: Zero | None = None
-
-
-class SamplingFields(GenerationFields, DialectFields):
+class SamplingFields(GenerationFields):
     """Sampling fields common to both completion endpoints."""
 
+    other_fields = client_fields.SAMPLING
     model: str
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -202,6 +145,8 @@ class GenerationResponseFields(BaseModel):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
+    other_fields = client_fields.COMPLETION
+
     prompt: (
         NonEmptyStr
         | Annotated[list[NonEmptyStr], Field(min_length=1, fail_fast=True)]
@@ -211,7 +156,6 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="Must equal n if given")
-    suffix: None = Field(None, description="Not supported")
 
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionRequest:

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from retain.server.openai.protocol import Json, StrictModel
+from retain.server import client_fields
+from retain.server.openai.protocol import Json
+from retain.server.request_model import StrictModel
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ItemId = Annotated[str, Field(min_length=1, max_length=128)]
@@ -44,10 +46,10 @@ class InputText(StrictModel):
 class OutputText(StrictModel):
     """Text of the model."""
 
+    other_fields = client_fields.RESPONSES_OUTPUT_TEXT
+
     type: Literal["output_text"]
     text: str
-    annotations: list[Any] | None = Field(None, description="Accepted and ignored")
-    logprobs: list[Any] | None = Field(None, description="Accepted and ignored")
 
 
 ContentPart = Annotated[
@@ -110,10 +112,10 @@ class ReasoningText(StrictModel):
 class ReasoningItem(StrictModel):
     """Reasoning before an answer, passed on to the chat template."""
 
+    other_fields = client_fields.RESPONSES_REASONING
+
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
-    summary: list[Any] | None = Field(None, description="Accepted and ignored")
-    encrypted_content: None = Field(None, description="Not supported")
     id: ItemId | None = None
     status: ItemStatus | None = None
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from retain.server import client_fields
 from retain.server.openai.chat_protocol import PositiveInt32
-from retain.server.openai.protocol import GenerationFields, Json, NonEmptyStr, Off, Seed, StrictModel
+from retain.server.openai.protocol import GenerationFields, Json, NonEmptyStr, Seed
 from retain.server.openai.responses_items import InputItem, ItemId, tag_by_type, tag_text_or_list
+from retain.server.request_model import StrictModel
 
 LOGPROBS = "message.output_text.logprobs"
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -80,18 +82,21 @@ OutputFormat = Annotated[
 class TextOptions(StrictModel):
     """Options of the answer's text."""
 
+    other_fields = client_fields.RESPONSES_TEXT
+
     format: OutputFormat | None = None
-    verbosity: Literal["medium"] | None = Field(None, description="Only the default is supported")
 
 
 class ResponsesStreamOptions(StrictModel):
     """Options of a streamed response."""
 
-    include_obfuscation: bool = Field(False, description="Accepted and ignored")
+    other_fields = client_fields.STREAM_OPTIONS
 
 
 class ResponsesRequest(GenerationFields):
     """POST /v1/responses."""
+
+    other_fields = client_fields.RESPONSES
 
     model: str
     input: Annotated[
@@ -110,7 +115,6 @@ class ResponsesRequest(GenerationFields):
     ) = Field(None, description="Returned with the response")
     user: str | None = Field(None, description="Returned with the response")
     safety_identifier: str | None = Field(None, description="Returned with the response")
-    prompt_cache_key: str | None = Field(None, description="Accepted and ignored: equal prefixes are always shared")
     max_output_tokens: PositiveInt32 | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -124,25 +128,8 @@ class ResponsesRequest(GenerationFields):
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Accepted and ignored")
+    parallel_tool_calls: bool | None = Field(None, description="Returned with the response")
     stream_options: ResponsesStreamOptions | None = None
-    truncation: Literal["disabled"] | None = Field(None, description="Only the default is supported")
-    service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted and ignored")
-    background: Off | None = Field(None, description="Not supported")
-    context_management: None = Field(None, description="Not supported")
-    conversation: None = Field(None, description="Not supported: use previous_response_id")
-    max_tool_calls: None = Field(None, description="Not supported: it limits hosted tools")
-    prompt: None = Field(None, description="Not supported")
-    reasoning: None = Field(None, description="Not supported")
-
-    @field_validator(
-        "background", "context_management", "conversation", "max_tool_calls", "prompt", "reasoning", mode="before"
-    )
-    @classmethod
-    def _refuse(cls, value: Any) -> Any:
-        if value is not None and value is not False:
-            raise ValueError("this server does not support the field")
-        return value
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ResponsesRequest:

@@ -7,32 +7,34 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
+from retain.server import client_fields
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_protocol import MessageParam
 from retain.server.openai.errors import ERROR_RESPONSES
 from retain.server.openai.messages import to_template_messages
-from retain.server.openai.protocol import Off, StrictModel, TokenId
+from retain.server.openai.protocol import TokenId
 from retain.server.openai.serving import OpenAIServing
+from retain.server.request_model import StrictModel
 
 
 class TokenizeCompletionRequest(StrictModel):
     """POST /tokenize with a prompt."""
 
+    other_fields = client_fields.TOKENIZE
+
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
-    return_token_strs: Off | None = None
 
 
 class TokenizeChatRequest(StrictModel):
     """POST /tokenize with messages."""
 
+    other_fields = client_fields.TOKENIZE_CHAT
+
     model: str | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1)]
     add_generation_prompt: bool = True
-    add_special_tokens: Off | None = None
-    continue_final_message: Off | None = None
-    return_token_strs: Off | None = None
 
 
 class TokenizeResponse(BaseModel):

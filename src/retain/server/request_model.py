@@ -1,0 +1,112 @@
+"""The base of all objects in requests: strict types, and three kinds of fields.
+
+A model declares the fields that the server honours. Its table of other fields (client_fields.py) has those that are
+accepted without effect and those that are refused for a reason. A field in neither is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+
+log = logging.getLogger(__name__)
+ANNOTATIONS = ("title", "description", "default")  # of a JSON schema: they hold for all its alternatives
+REFUSED_FIELD = "refused_field"  # the type of pydantic's error; its context has the name of the `field`
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A field that is left out, because it changes nothing here. `values`: only these change nothing; None: all."""
+
+    why: str
+    values: tuple[Any, ...] | None = None
+
+    def allows(self, value: Any) -> bool:
+        """Return whether a JSON value is left out. Types count: false is not 0."""
+        return self.values is None or any(type(v) is type(value) and v == value for v in self.values)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field that would change the answer, and that the server cannot honour."""
+
+    why: str
+
+
+FieldTable = Mapping[str, Accepted | Refused]
+
+
+class StrictModel(BaseModel):
+    """Base of the objects in a request: strict types, unknown fields are errors, and null is as good as absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    other_fields: ClassVar[FieldTable] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_honoured_fields(cls, data: Any) -> Any:
+        """Leave out nulls and accepted fields. Raise an error that names the first refused field.
+
+        1.0 becomes the integer 1: JSON does not distinguish them.
+        """
+        if not isinstance(data, dict):
+            return data
+        honoured: dict[Any, Any] = {}
+        accepted = []
+        required = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        for name, value in ((name, _coerce_int(value)) for name, value in data.items()):
+            rule = cls.other_fields.get(name)
+            if value is None and name not in required:
+                continue
+            if rule is None:
+                honoured[name] = value
+            elif isinstance(rule, Accepted) and rule.allows(value):
+                accepted.append(name)
+            else:
+                raise PydanticCustomError(REFUSED_FIELD, "{why}", {"why": refusal(rule), "field": name})
+        if accepted:
+            log.debug("%s: accepted without effect: %s", cls.__name__, ", ".join(accepted))
+        return honoured
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Add the accepted fields and nulls to the model's schema in /openapi.json."""
+        json_schema = handler.resolve_ref_schema(handler(schema))
+        properties = json_schema.setdefault("properties", {})
+        for name, property_schema in properties.items():
+            if name not in json_schema.get("required", ()):
+                properties[name] = _allow_null(property_schema)
+        for name, rule in cls.other_fields.items():
+            if isinstance(rule, Accepted):
+                values = {} if rule.values is None else {"enum": [*rule.values, None]}
+                properties[name] = {**values, "description": rule.why}
+        json_schema["additionalProperties"] = {"type": "null"}
+        return json_schema
+
+
+def refusal(rule: Accepted | Refused) -> str:
+    """Return why a value of a field is refused, in words."""
+    if isinstance(rule, Refused):
+        return f"is not supported: {rule.why}"
+    return f"only {' or '.join(map(json.dumps, rule.values or ()))} is supported: {rule.why}"
+
+
+def _coerce_int(x: Any, depth: int = 2) -> Any:
+    if isinstance(x, list) and depth:
+        return [_coerce_int(y, depth - 1) for y in x]
+    return int(x) if isinstance(x, float) and x.is_integer() else x
+
+
+def _allow_null(schema: JsonSchemaValue) -> JsonSchemaValue:
+    alternatives = schema.get("anyOf") or [{k: v for k, v in schema.items() if k not in ANNOTATIONS}]
+    if {"type": "null"} in alternatives:
+        return schema
+    annotations = {k: v for k, v in schema.items() if k in ANNOTATIONS}
+    return {"anyOf": [*alternatives, {"type": "null"}], **annotations}
