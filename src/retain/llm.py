@@ -295,8 +295,8 @@ class LLM:
         return self.input_processor.encode(prompt)
 
     def max_output_tokens(self, num_prompt_tokens: int) -> int:
-        """Return how many tokens can follow a prompt of that length."""
-        return self.input_processor.max_output_tokens(num_prompt_tokens)
+        """Return how many tokens can follow a prompt of that length, under the engine's own policy; at least 1."""
+        return self.input_processor.max_output_tokens(GenerateRequest(""), num_prompt_tokens)
 
     def _add(self, states: Sequence[RequestOutputState]) -> None:
         for state in states:

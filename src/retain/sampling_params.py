@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
+NUM_SEEDS = 2**63
 MAX_BIAS = 1e4  # of penalties and biases of logits: sums of more would lose the logits' digits
 RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, math.inf),
@@ -15,7 +17,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.01, 100),  # logits are divided by it, in float32
     "presence_penalty": (-MAX_BIAS, MAX_BIAS),
     "frequency_penalty": (-MAX_BIAS, MAX_BIAS),
-    "seed": (0, 2**63 - 1),
+    "seed": (0, NUM_SEEDS - 1),
     "logprobs": (0, 100),
     "n": (1, 1024),
 }
@@ -67,6 +69,10 @@ class SamplingParams:
             raise ValueError(f"a logit_bias must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
         if any(not s for s in self.stop):
             raise ValueError("a stop string must not be empty")
+
+    def for_answer(self, index: int) -> Self:
+        """Return the parameters of one of the `n` answers: each has a seed of its own, the last seed is before 0."""
+        return self if self.seed is None else replace(self, seed=(self.seed + index) % NUM_SEEDS)
 
     @property
     def greedy(self) -> bool:

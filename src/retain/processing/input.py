@@ -100,11 +100,7 @@ class InputProcessor:
         g, limit = generate_request, self.info.max_model_len
         token_ids, params = self.encode(g.prompt), g.params
         self._check_token_ids([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])
-        policy = self.info.policy if g.kv_policy is None else policies.parse(g.kv_policy)
-        if policy.instruction:
-            ids = self._encode_instruction(policy.instruction)
-            policy = policy.with_instruction(ids, self.tokenizer.special_token_ids)
-        self._check_room(policy)
+        policy = self._parse_policy(g.kv_policy)
         room = limit - len(token_ids)
         if room < 1:
             raise ValueError(f"the prompt has {len(token_ids)} tokens and the context {limit}: shorten it")
@@ -115,7 +111,33 @@ class InputProcessor:
             )
         if g.speculate not in (None, NO_SPECULATION):
             self.register_drafter(g.speculate)
-        return [self._create_state(g, token_ids, policy, i, on_logits) for i in range(params.n)]
+        stop_ids = frozenset(params.stop_token_ids)
+        shared = RequestInput(
+            prompt=token_ids,
+            params=params,
+            policy=policy,
+            max_tokens=params.max_tokens or self.max_output_tokens(g, len(token_ids)),
+            stop_ids=stop_ids if params.ignore_eos else stop_ids | self.tokenizer.stop_token_ids,
+            forced_tokens=list(g.forced_tokens),
+            num_system_tokens=g.num_system_tokens,
+            salt=g.salt,
+            drafter_name=g.speculate or "",
+            needs_logits=on_logits is not None,
+            needs_prompt_logits=g.needs_prompt_logprobs,
+            explain_prefix=g.explain_prefix,
+        )
+        seeds = (params.seed if params.seed is None else params.seed + i for i in range(params.n))  # answers differ
+        inputs = (replace(shared, params=replace(params, seed=seed)) for seed in seeds)
+        return [self._create_state(g, input, on_logits) for input in inputs]
+
+    def _parse_policy(self, spec: str | None) -> EvictionPolicy:
+        """Return the policy of requests with this spec, or the engine's own. Raises ValueError."""
+        policy = self.info.policy if spec is None else policies.parse(spec)
+        if policy.instruction:
+            ids = self._encode_instruction(policy.instruction)
+            policy = policy.with_instruction(ids, self.tokenizer.special_token_ids)
+        self._check_room(policy)
+        return policy
 
     def _check_room(self, policy: EvictionPolicy) -> None:
         """Raise ValueError for a policy that the cache was built without room for."""
@@ -133,50 +155,39 @@ class InputProcessor:
             self._instruction_ids[text] = self.tokenizer.encode_next_turn(text)
         return self._instruction_ids[text]
 
-    def max_output_tokens(self, num_prompt_tokens: int, policy: EvictionPolicy | None = None) -> int:
-        """Return how many tokens can follow a prompt, within the context and the empty pool."""
-        effective = self.cache.effective_policy((policy or self.info.policy).resolve(num_prompt_tokens))
+    def protects_system(self, kv_policy: str | None) -> bool:
+        """Return whether a request of this policy, or of the engine's own, keeps its system prompt. Raises ValueError.
+
+        Only then its `num_system_tokens` matter.
+        """
+        return self._parse_policy(kv_policy).protects_system
+
+    def max_output_tokens(self, g: GenerateRequest, num_prompt_tokens: int) -> int:
+        """Return how many tokens can follow a request's prompt, within the context and the empty pool; at least 1.
+
+        The engine refuses a request of more. Raises ValueError for a policy that cannot be carried out.
+        """
+        policy = self._parse_policy(g.kv_policy).resolve(num_prompt_tokens, g.num_system_tokens)
+        policy, total = self.cache.effective_policy(policy), self.cache.total_pages
         lo, hi = 1, max(self.info.max_model_len - num_prompt_tokens, 1)
         while lo < hi:
             mid = (lo + hi + 1) // 2
             length = num_prompt_tokens + mid - 1  # the last token is never written
-            fits = self.cache.pages_needed(effective, length, length) <= self.cache.total_pages
+            fits = self.cache.pages_needed(policy, length, length) <= total
             lo, hi = (mid, hi) if fits else (lo, mid - 1)
         return lo
 
     def _create_state(
-        self,
-        g: GenerateRequest,
-        token_ids: list[int],
-        policy: EvictionPolicy,
-        sample_index: int,
-        on_logits: Callable[[Tensor], None] | None,
+        self, g: GenerateRequest, input: RequestInput, on_logits: Callable[[Tensor], None] | None
     ) -> RequestOutputState:
-        params = g.params
-        if params.seed is not None and sample_index:
-            params = replace(params, seed=params.seed + sample_index)  # n answers must differ
-        stop_ids = frozenset(params.stop_token_ids)
         request = Request(
-            RequestInput(
-                prompt=token_ids,
-                params=params,
-                policy=policy,
-                max_tokens=params.max_tokens or self.max_output_tokens(len(token_ids), policy),
-                stop_ids=stop_ids if params.ignore_eos else stop_ids | self.tokenizer.stop_token_ids,
-                forced_tokens=list(g.forced_tokens),
-                num_system_tokens=g.num_system_tokens,
-                salt=g.salt,
-                drafter_name=g.speculate or "",
-                needs_logits=on_logits is not None,
-                needs_prompt_logits=g.needs_prompt_logprobs,
-                explain_prefix=g.explain_prefix,
-            ),
+            input,
             grammar=self.grammar_compiler.compile(g.grammar) if g.grammar else None,
             max_model_len=self.info.max_model_len,
         )
         request.explains_prefix = g.explain_prefix or is_logging_prefixes()
         drafts = self.info.has_default_drafter if g.speculate is None else g.speculate != NO_SPECULATION
-        return RequestOutputState(request, self.tokenizer.create_detokenizer(params.stop), drafts, on_logits)
+        return RequestOutputState(request, self.tokenizer.create_detokenizer(input.params.stop), drafts, on_logits)
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
         size = self.info.vocab_size

@@ -66,7 +66,7 @@ class BudgetPolicy(EvictionPolicy):
 
     def resolve(self, prompt_len: int, system_len: int = 0) -> Self:
         """See EvictionPolicy.resolve."""
-        sinks = max(self.sinks, system_len if self.protect == "system" else 0)
+        sinks = max(self.sinks, system_len if self.protects_system else 0)
         budget = max(self.budget.resolve(prompt_len), sinks + 1)
         recent = min(max(self.recent.resolve(budget), 1), budget - sinks)
         floor = self.shrink and Amount(tokens=max(self.shrink.resolve(prompt_len), sinks + 1))
@@ -134,6 +134,11 @@ class BudgetPolicy(EvictionPolicy):
     def budget_tokens(self) -> int:
         """The budget in tokens."""
         return self.budget.resolve(self.prompt_len)
+
+    @property
+    def protects_system(self) -> bool:
+        """See EvictionPolicy.protects_system."""
+        return self.protect == "system"
 
     @property
     def demotes(self) -> bool:

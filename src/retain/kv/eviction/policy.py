@@ -127,6 +127,11 @@ class EvictionPolicy:
         return 0
 
     @property
+    def protects_system(self) -> bool:
+        """Whether a system prompt at the beginning of the text is never evicted."""
+        return False
+
+    @property
     def instruction(self) -> str:
         """A user's message that scoring passes begin with, as token ids given to `with_instruction`; "" for none."""
         return ""

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from retain.kv.eviction import policies
 from retain.kv.prefix.block_hash import common_prefix_length
 from retain.processing.input import GenerateRequest
 from retain.server.anthropic.conversion import cut_at_breakpoints, to_chat_request
@@ -20,7 +19,7 @@ from retain.server.request_group import Pin
 def prepare_message(service: OpenAIServing, body: MessagesRequest, key: ApiKey) -> Prepared:
     """Prepare a message. Raises APIError or ValueError."""
     request, (parser,) = service.prepare_chat_request(to_chat_request(body), key)
-    fits = _max_tokens_that_fit(service, request)
+    fits = service.llm.input_processor.max_output_tokens(request, len(request.prompt))
     encoder = MessagesEncoder(
         parser,
         service.llm.output_processor,
@@ -60,11 +59,3 @@ def find_pins(service: OpenAIServing, body: ConversationFields, request: Generat
 def _encode_prompt(service: OpenAIServing, body: ConversationFields) -> list[int]:
     prompt, _ = service.render_chat(to_chat_request(body))
     return service.llm.tokenizer.encode(prompt, add_special_tokens=False)
-
-
-def _max_tokens_that_fit(service: OpenAIServing, request: GenerateRequest) -> int:
-    """Return the output tokens that the context allows: 1 for a prompt that is too long, which is refused later."""
-    num_prompt_tokens, policy = len(request.prompt), policies.parse(request.kv_policy) if request.kv_policy else None
-    if num_prompt_tokens >= service.llm.max_model_len:
-        return 1
-    return service.llm.input_processor.max_output_tokens(num_prompt_tokens, policy)

@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 from starlette.responses import Response
 
 from retain.engine.spec_decode.speculator import NO_SPECULATION
-from retain.kv.eviction import policies
 from retain.llm import LLM
 from retain.processing import grammar
 from retain.processing.input import GenerateRequest
@@ -111,14 +110,13 @@ class OpenAIServing:
         """
         tokenizer, (prompt, tools) = self.llm.tokenizer, self.render_chat(body)
         ids = tokenizer.encode(prompt, add_special_tokens=False)
-        max_tokens = self._resolve_max_tokens(body, body.max_completion_tokens or body.max_tokens, len(ids))
+        request = self._build_base_request(ids, body, key)
+        if self.llm.input_processor.protects_system(body.kv_policy):
+            request = replace(request, num_system_tokens=self._count_system_tokens(body))
+        max_tokens = self._resolve_max_tokens(request, body.max_completion_tokens or body.max_tokens)
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
-        request = replace(
-            self._build_base_request(ids, body, key),
-            params=body.to_sampling_params(max_tokens, logprobs),
-            num_system_tokens=self._count_system_tokens(body) if "protect=system" in (body.kv_policy or "") else 0,
-            grammar=self._build_grammar(body, tools),
-        )
+        params = body.to_sampling_params(max_tokens, logprobs)
+        request = replace(request, params=params, grammar=self._build_grammar(body, tools))
         return request, [self._create_output_parser(prompt, tools) for _ in range(body.n or 1)]
 
     def _count_system_tokens(self, body: ChatCompletionRequest) -> int:
@@ -170,9 +168,10 @@ class OpenAIServing:
         requested = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         requests = []
         for ids in prompts:
-            max_tokens = self._resolve_max_tokens(body, requested, len(ids), is_default=body.max_tokens is None)
+            request = self._build_base_request(ids, body, key)
+            max_tokens = self._resolve_max_tokens(request, requested, is_default=body.max_tokens is None)
             request = replace(
-                self._build_base_request(ids, body, key),
+                request,
                 params=body.to_sampling_params(max_tokens, body.logprobs),
                 needs_prompt_logprobs=echo and body.logprobs is not None,
             )
@@ -208,7 +207,7 @@ class OpenAIServing:
         )
 
     def _resolve_max_tokens(
-        self, body: SamplingFields, requested: int | None, num_prompt_tokens: int, is_default: bool = False
+        self, request: GenerateRequest, requested: int | None, is_default: bool = False
     ) -> int | None:
         """Return the output tokens to allow. A default is lowered to what fits, a requested number never.
 
@@ -219,10 +218,7 @@ class OpenAIServing:
             if limit is not None and requested > limit:
                 raise APIError(400, f"max_tokens is {requested}: at most {limit} on this server", "max_tokens")
             return requested
-        policy = policies.parse(body.kv_policy) if body.kv_policy else None
-        fits = 1  # for a prompt that is too long, which the processor rejects
-        if num_prompt_tokens < self.llm.max_model_len:
-            fits = self.llm.input_processor.max_output_tokens(num_prompt_tokens, policy)
+        fits = self.llm.input_processor.max_output_tokens(request, len(request.prompt))
         return min(x for x in (requested, limit, fits) if x is not None)
 
     # ---- submission ----------------------------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""What is accepted at the door of an engine never fails behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from retain import LLM, SamplingParams
+from retain.kv.eviction import policies
+from retain.processing.input import GenerateRequest
+from retain.processing.output import RequestOutputState
+
+PROMPT = [1] * 200
+NAMES = [name for name in policies.names() if name not in ("full", "ring", "gate", "reread")]
+BUDGETS = [*(f"{name}:budget=128" for name in NAMES), "reread:budget=128,rereads=64,ask=repeat"]
+OPTIONS = ["", ",protect=system", ",protect=system,prefill=stream,chunk=64", ",protect=system,demote=int4"]
+SPECS = ["full", "ring:window=48", *(x + y for x in BUDGETS for y in OPTIONS if "rere" not in x or "stream" not in y)]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """An engine whose pool holds about 480 tokens of its context of 2048."""
+    demoting = ("h2o:budget=128,demote=int4",)
+    options = {"dtype": "float32", "kv_memory": "240KiB", "page_size": 16, "max_running_requests": 4}
+    llm = LLM("random:tiny", allow_policy=demoting, **options)
+    yield llm
+    llm.close()
+
+
+def is_accepted(llm: LLM, states: list[RequestOutputState]) -> bool:
+    """Return whether the engine takes requests that the input processor made."""
+    try:
+        llm.engine.add(*(s.request for s in states))
+    except ValueError:
+        return False
+    finally:
+        for s in states:
+            llm.engine.cancel(s.request)
+    return True
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("num_system_tokens", [0, 180, 200])
+def test_default_output_length_is_the_longest_that_the_engine_accepts(
+    llm: LLM, spec: str, num_system_tokens: int
+) -> None:
+    request = GenerateRequest(PROMPT, kv_policy=spec, num_system_tokens=num_system_tokens)
+    states = llm.input_processor.process(request)
+    n = states[0].request.input.max_tokens
+    assert is_accepted(llm, states)
+    assert n == llm.input_processor.max_output_tokens(request, len(PROMPT))
+    if n < llm.max_model_len - len(PROMPT):
+        more = llm.input_processor.process(replace(request, params=SamplingParams(max_tokens=n + 1)))
+        assert not is_accepted(llm, more)
+
+
+def test_the_longest_output_is_sought_once_for_all_answers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    pages_needed = llm.cache.pages_needed
+    monkeypatch.setattr(llm.cache, "pages_needed", lambda *args: calls.append(args) or pages_needed(*args))
+    counts = []
+    for n in (1, 8):
+        llm.input_processor.process(GenerateRequest(PROMPT, SamplingParams(n=n)))
+        counts.append(len(calls))
+        calls.clear()
+    assert counts[0] == counts[1] > 0
