@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from retain import LLM, SamplingParams
 from retain.kv.eviction import policies
 from retain.processing.input import GenerateRequest
 from retain.processing.output import RequestOutputState
+from retain.sampling_params import RANGES
 
 PROMPT = [1] * 200
 NAMES = [name for name in policies.names() if name not in ("full", "ring", "gate", "reread")]
@@ -66,3 +69,24 @@ def test_the_longest_output_is_sought_once_for_all_answers(llm: LLM, monkeypatch
         counts.append(len(calls))
         calls.clear()
     assert counts[0] == counts[1] > 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.one_of(st.integers(0, 2**63 - 1), st.sampled_from([2**63 - 1, 2**63 - 2, 0])), n=st.integers(1, 8))
+def test_every_answer_has_a_seed_of_its_own_that_is_accepted(seed: int, n: int) -> None:
+    params = SamplingParams(seed=seed, n=n)
+    seeds = [params.for_answer(i).seed for i in range(n)]
+    assert len({*seeds}) == n and seeds[0] == seed
+
+
+@pytest.mark.parametrize("name", [name for name in RANGES if name not in ("max_tokens", "n")])
+@pytest.mark.parametrize("end", [0, 1])
+def test_parameters_at_the_ends_of_their_ranges_are_answered(llm: LLM, name: str, end: int) -> None:
+    value = RANGES[name][end]
+    if value == float("inf"):
+        value = 2**31 - 1 if name == "top_k" else 1e300
+    if name == "top_p" and end == 0:
+        value = 1e-300
+    params = SamplingParams(**{"max_tokens": 3, "n": 2, name: value})  # type: ignore[arg-type]
+    outputs = llm.generate([[1, 2, 3]], params)
+    assert [len(o.token_ids) for o in outputs] == [3, 3] or any(o.finish_reason == "stop" for o in outputs)

@@ -158,7 +158,8 @@ def test_greedy_random_and_penalized_rows_are_sampled_together() -> None:
 
 def test_logprobs_are_those_of_the_whole_distribution() -> None:
     x = torch.randn(50)
-    (found,) = compute_logprobs(x[None], [7], 50)
+    (found,) = compute_logprobs(x[None], [7], 100)  # more than there are tokens
+    assert len(found.top_logprobs) == 50
     assert sum(math.exp(v) for _, v in found.top_logprobs) == pytest.approx(1, abs=1e-5)
     assert dict(found.top_logprobs)[7] == found.logprob
 

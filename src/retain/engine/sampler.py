@@ -177,6 +177,6 @@ def compute_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> lis
     """Return the model's log-probabilities of tokens [T], and the `num_top` likeliest, from raw logits [T, V]."""
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, to_device_like(logprobs, tokens)[:, None])[:, 0].tolist()
-    best, best_tokens = logprobs.topk(num_top)
+    best, best_tokens = logprobs.topk(min(num_top, logprobs.shape[1]))
     tops = [tuple(zip(*pair, strict=True)) for pair in zip(best_tokens.tolist(), best.tolist(), strict=True)]
     return [Logprob(*fields) for fields in zip(tokens, chosen, tops, strict=True)]

@@ -126,8 +126,7 @@ class InputProcessor:
             needs_prompt_logits=g.needs_prompt_logprobs,
             explain_prefix=g.explain_prefix,
         )
-        seeds = (params.seed if params.seed is None else params.seed + i for i in range(params.n))  # answers differ
-        inputs = (replace(shared, params=replace(params, seed=seed)) for seed in seeds)
+        inputs = (replace(shared, params=params.for_answer(i)) for i in range(params.n))
         return [self._create_state(g, input, on_logits) for input in inputs]
 
     def _parse_policy(self, spec: str | None) -> EvictionPolicy:

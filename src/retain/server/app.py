@@ -100,8 +100,8 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
         fields = schemas[name]["properties"]
         fields["model"] = {"type": "string", "enum": [service.model_name]}
         fields["pin"]["anyOf"][0]["maximum"] = service.limits.max_pin_seconds
-        if "n" in fields:
-            fields["n"]["anyOf"][0]["maximum"] = service.limits.max_choices
+        for count in fields.keys() & {"n", "best_of"}:
+            fields[count]["anyOf"][0]["maximum"] = service.limits.max_choices
         fields["kv_policy"]["anyOf"][0]["pattern"] = f"^({'|'.join(policies.names())})(:|$)"
         fields["speculate"]["anyOf"][0]["enum"] = [NO_SPECULATION, *service.drafters]
     if not service.tool_format:  # the model's chat template does not support tools
