@@ -14,6 +14,7 @@ from tests.helpers.marks import slow
 from tests.helpers.tokenizers import BUNDLED, open_tokenizer
 
 KINDS = ["sentencepiece", *slow("bytes", "unspaced", *BUNDLED)]
+EVERY_KIND = ["sentencepiece", "llama-folder", "unigram", "bytes", "unspaced", "smollm2", *slow("gemma3")]
 
 
 @cache
@@ -82,6 +83,38 @@ def test_characters_are_shown_exactly_when_they_are_complete(kind: str, data: st
                 break
         if "\ufffd" not in (expected := complete.decode(errors="replace")):
             assert stream.text == (expected.removeprefix(" ") if kind == "sentencepiece" else expected)
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_prompt_and_answer_are_one_text(kind: str, data: st.DataObject) -> None:
+    """Wherever a text is split into prompt and answer: text(prompt) + answer == text(prompt + answer)."""
+    k, tokens = open_tokenizer(kind), data.draw(token_sequences(kind))
+    cut = data.draw(st.integers(0, len(tokens)))
+    prompt = k.create_detokenizer()
+    complete = "".join(map(prompt.add_token, tokens[:cut]))
+    answer = k.create_detokenizer(preceding=tokens[:cut])
+    chunks = [answer.add_token(i) for i in tokens[cut:]] + [answer.flush()]
+    assert complete + "".join(chunks) == k.decode(tokens)
+    assert answer.text == "".join(chunks)
+    if not prompt.flush():  # the prompt does not end within a character
+        assert k.decode(tokens[:cut]) + answer.text == k.decode(tokens)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "llama-folder", "unigram"])
+def test_only_the_start_of_a_text_loses_its_space(kind: str) -> None:
+    k = open_tokenizer(kind)
+    token = next(i for i in range(k.vocab_size) if k.token_bytes(i) == b" the")
+    bos = next(i for i in k.special_token_ids if k.token_bytes(i) == b"<s>")
+    for preceding, text in (
+        ([], "the the"),
+        ([bos], "the the"),
+        ([bos, token], " the the"),
+        ([token, bos], " the the"),
+    ):
+        stream = k.create_detokenizer(preceding=preceding)
+        assert stream.add_token(token) + stream.add_token(token) + stream.flush() == text
 
 
 def cut_at_stop(text: str, stop: list[str]) -> tuple[str, bool]:

@@ -8,6 +8,7 @@ import torch
 from retain import LLM, SamplingParams
 from retain.config import Config
 from retain.engine.request import Request
+from tests.helpers.tokenizers import SMALL_VOCABULARIES, write_tokenizer_file
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
@@ -209,3 +210,17 @@ def test_ended_requests_are_freed():
     llm.generate(["x"] * 3, SamplingParams(max_tokens=2))
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x) is Request and x.input.prompt == llm.encode("x")]
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "unspaced"])
+def test_answers_go_on_with_the_text_of_the_prompt(kind, tmp_path):
+    """In streams too: only an answer that begins a text loses the first space of SentencePiece."""
+    llm = LLM(str(write_tokenizer_file(tmp_path, SMALL_VOCABULARIES[kind])), kv_memory="16MiB", dtype="float32")
+    k = llm.tokenizer
+    token = next(i for i in range(k.vocab_size) if k.token_bytes(i) == b" the")
+    params = SamplingParams(max_tokens=3, temperature=0, logit_bias=((token, 100.0),))
+    for prompt in ("the cat", "cat sat ", "<s>"):
+        ids = llm.encode(prompt)
+        (output,) = llm.generate([prompt], params)
+        assert k.decode(ids) + output.text == k.decode([*ids, *output.token_ids]) and " the the" in output.text
+        assert "".join(chunk.text for chunk in llm.stream(prompt, params)) == output.text

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer as Core
 
+MAX_CHARACTER_BYTES = 4  # in UTF-8
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -57,9 +58,22 @@ class TokenBytes:
             return text.encode()
 
     def decode(self, data: bytes) -> str:
-        """Return the text of the joined bytes of some tokens."""
+        """Return the text of the joined bytes of some tokens that begin a text."""
         text = replace_invalid(data.decode(errors=self.errors))
         return text[1:] if self.strip_space and text.startswith(" ") else text
+
+    def starts_text(self, preceding: Sequence[int]) -> bool:
+        """Return whether a text begins after these tokens: none of them has any text."""
+        return not any(self[token] for token in preceding)
+
+    def last_bytes(self, tokens: Sequence[int]) -> bytes:
+        """Return the last bytes of some tokens: at least as many as one character has, if there are so many."""
+        data = b""
+        for token in reversed(tokens):
+            if len(data) >= MAX_CHARACTER_BYTES:
+                break
+            data = self[token] + data
+        return data
 
 
 def replace_invalid(text: str) -> str:
@@ -70,11 +84,12 @@ def replace_invalid(text: str) -> str:
 class IncrementalDetokenizer:
     """Decode one answer token by token.
 
-    The joined results of `add_token` and `flush` equal `decode` of all tokens, up to the first stop string. The first
-    stop string is the one that is complete first.
+    The joined results of `add_token` and `flush`, up to the first stop string, are what the answer adds to the text of
+    the `preceding` tokens, its prompt: an answer in the middle of a text keeps its first space, and completes a
+    character that the prompt began. The first stop string is the one that is complete first.
     """
 
-    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = ()):
+    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = (), preceding: Sequence[int] = ()):
         """Raises ValueError for an empty stop string."""
         if not all(stop):
             raise ValueError("a stop string must not be empty")
@@ -83,7 +98,8 @@ class IncrementalDetokenizer:
         self._token_bytes, self._stop_strings = token_bytes, tuple(stop)
         self._max_held_chars = max(map(len, self._stop_strings), default=1) - 1
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(token_bytes.errors)
-        self._strip_space = token_bytes.strip_space
+        self._utf8_decoder.decode(token_bytes.last_bytes(preceding))  # keeps what is incomplete, and no more
+        self._strip_space = token_bytes.strip_space and token_bytes.starts_text(preceding)
         self._held_text = ""  # possibly the start of a stop string
         self._text_parts: list[str] = []
 

@@ -186,7 +186,8 @@ class InputProcessor:
         )
         request.explains_prefix = g.explain_prefix or is_logging_prefixes()
         drafts = self.info.has_default_drafter if g.speculate is None else g.speculate != NO_SPECULATION
-        return RequestOutputState(request, self.tokenizer.create_detokenizer(input.params.stop), drafts, on_logits)
+        detokenizer = self.tokenizer.create_detokenizer(input.params.stop, request.tokens)
+        return RequestOutputState(request, detokenizer, drafts, on_logits)
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
         size = self.info.vocab_size

@@ -90,9 +90,9 @@ class Tokenizer:
         """Return the bytes of one token, special tokens included. They may be part of a character."""
         return self._token_bytes.raw_bytes(token)
 
-    def create_detokenizer(self, stop: Sequence[str] = ()) -> IncrementalDetokenizer:
-        """Create a detokenizer for one answer, which stops at the first of the `stop` strings."""
-        return IncrementalDetokenizer(self._token_bytes, stop)
+    def create_detokenizer(self, stop: Sequence[str] = (), preceding: Sequence[int] = ()) -> IncrementalDetokenizer:
+        """Create a detokenizer of an answer to the tokens `preceding`, which stops at the first of `stop`."""
+        return IncrementalDetokenizer(self._token_bytes, stop, preceding)
 
     def apply_chat_template(
         self,
