@@ -126,6 +126,27 @@ def test_echo_returns_prompt_logprobs(client, llm, max_tokens):
     assert streamed == pytest.approx(logprobs.token_logprobs, abs=1e-4)
 
 
+def test_echo_is_the_prompt_as_it_was_sent(client):
+    """With special tokens and split characters, each prompt of several, full and streamed."""
+    prompts = ["<|im_start|>user\nHello<|im_end|>\n", "日本語 🙂 done"]
+    request = {"model": "smollm2", "prompt": prompts, "temperature": 0, "echo": True, "logprobs": 0}
+    for max_tokens in (0, 2):
+        choices = client.completions.create(**request, max_tokens=max_tokens).choices
+        streamed: dict[int, list] = {0: [], 1: []}
+        for chunk in client.completions.create(**request, max_tokens=max_tokens, stream=True):
+            for c in chunk.choices:
+                streamed[c.index] += list(zip(c.logprobs.tokens, c.logprobs.text_offset, strict=True))
+        for prompt, choice in zip(prompts, choices, strict=True):
+            tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
+            assert choice.text.startswith(prompt) and (max_tokens or choice.text == prompt)
+            assert streamed[choice.index] == list(zip(tokens, offsets, strict=True))
+            parts = [choice.text[a:b] for a, b in zip(offsets, [*offsets[1:], len(choice.text)], strict=True)]
+            assert "".join(parts) == choice.text
+            if max_tokens == 0:
+                assert all(part == token for token, part in zip(tokens, parts, strict=True) if "\ufffd" not in token)
+                assert "🙂" not in prompt or " 🙂" in parts  # of a split character the last token has all
+
+
 def test_echo_logprobs_equal_score(client, server, llm):
     ids = llm.encode(STORY)
     (choice,) = client.completions.create(

@@ -77,6 +77,25 @@ class Tokenizer:
             ids: list[int] = self._core.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return [*self._bos_ids, *ids, *self._eos_ids] if add_special_tokens else ids
 
+    def find_offsets(self, text: str) -> list[int]:
+        """Return for each token of `encode(text)` where its part of the text begins, in characters.
+
+        Each part ends where the next begins. That of a token which `encode` adds is empty. Of a character that is split
+        into several tokens, the last has all.
+        """
+        encoding = self._core.encode_batch([text])[0]
+        spans = [span if span[1] > 0 else None for span in encoding.offsets]  # None: added
+        starts = [span[0] for span in spans if span] + [len(text)]
+        offsets = [0] * len(self._bos_ids)
+        end, num_seen = 0, 0
+        for span in [*spans, *(None for _ in self._eos_ids)]:
+            offsets.append(end)
+            if span:
+                num_seen += 1
+                # A span may lack a space at its beginning, which is the token's all the same.
+                end = max(end, min(span[1], starts[num_seen]))
+        return offsets
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some tokens without special tokens. Broken characters become U+FFFD."""
         return self._token_bytes.decode(b"".join(self._token_bytes[i] for i in ids))

@@ -16,6 +16,7 @@ from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.errors import APIError
 from retain.server.openai.logprobs import to_token_logprob
 from retain.server.openai.streaming import ResponseEncoder
+from retain.server.openai.text_offsets import EchoedPrompt, TextOffsets
 from retain.server.openai.tool_parser import ParsedToolCall
 from retain.server.request_group import OutputDelta, RequestGroup
 from retain.server.usage import build_request_stats, count_tokens
@@ -132,7 +133,7 @@ class ChatCompletionEncoder(CompletionEncoder):
 class CompletionChoiceBuilder(ChoiceBuilder):
     """A choice of /v1/completions.
 
-    `echo_token_ids`: the prompt, if it is to precede the text. `prompt_only` (max_tokens 0): leave out the output.
+    `echo`: the prompt, if it is to precede the text. `prompt_only` (max_tokens 0): leave out the output.
     """
 
     def __init__(
@@ -140,12 +141,15 @@ class CompletionChoiceBuilder(ChoiceBuilder):
         tokenizer: Tokenizer,
         index: int,
         wants_logprobs: bool,
-        echo_token_ids: Sequence[int] | None,
+        prompt_token_ids: Sequence[int],
+        echo: EchoedPrompt | None = None,
         prompt_only: bool = False,
     ):
         super().__init__(tokenizer, index, wants_logprobs)
-        self._text_offset = 0
-        self.echo_token_ids, self.prompt_only = echo_token_ids, prompt_only
+        self.echo, self.prompt_only = echo, prompt_only
+        self._text_length = len(echo.text) if echo else 0  # of what is shown
+        self._offsets = TextOffsets(tokenizer, prompt_token_ids, self._text_length)
+        self._located: list[tuple[Logprob, int]] = []  # with its token's offset; not yet built
         self._prompt_logprobs: Sequence[Logprob] = ()
         self._echoed = False
 
@@ -155,57 +159,62 @@ class CompletionChoiceBuilder(ChoiceBuilder):
         if self.prompt_only:
             delta = OutputDelta(delta.index, "", finish_reason=delta.finish_reason)
         super().update(delta)
+        self._text_length += len(delta.text)
+        if self.wants_logprobs:
+            self._located += [(p, self._offsets.add_token(p.token_id)) for p in delta.logprobs]
 
     def build_chunks(self, delta: OutputDelta) -> list[Json]:
         """Add a delta and build its chunk, after the prompt's chunk at the first delta."""
-        self.update(delta)
         chunks = []
-        if self.echo_token_ids is not None and not self._echoed:
+        if not self._echoed:
+            self._prompt_logprobs = delta.prompt_logprobs
+            chunks = [self._build_echo(self.echo)] if self.echo else []
             self._echoed = True
-            chunks.append(self._build_echo(self.echo_token_ids))
-        text, logprobs = ("", ()) if self.prompt_only else (delta.text, delta.logprobs)
-        if text or delta.finish_reason or logprobs:
+        self.update(delta)
+        text, located = "" if self.prompt_only else delta.text, self._take_located()
+        if text or delta.finish_reason or located:
             chunk = self._choice_json(text, self.finish_reason_str)
             if self.wants_logprobs:
-                chunk["logprobs"] = self._logprobs_json(logprobs, self._text_offset)
-                self._text_offset += sum(map(len, chunk["logprobs"]["tokens"]))
+                chunk["logprobs"] = self._logprobs_json(located)
             chunks.append(chunk)
         return chunks
 
     def build(self) -> Json:
         """Build the choice from all deltas, after the prompt if it is to be echoed."""
-        echo = self._build_echo(self.echo_token_ids) if self.echo_token_ids is not None else None
         choice = self._choice_json("".join(self.text_deltas), self.finish_reason_str)
         if self.wants_logprobs:
-            choice["logprobs"] = self._logprobs_json(self.logprobs, self._text_offset)
-        if echo:
+            choice["logprobs"] = self._logprobs_json(self._take_located())
+        if self.echo:
+            echo = self._build_echo(self.echo)
             choice["text"] = echo["text"] + choice["text"]
             if self.wants_logprobs:
                 choice["logprobs"] = {k: v + choice["logprobs"][k] for k, v in echo["logprobs"].items()}
         return choice
 
-    def _build_echo(self, token_ids: Sequence[int]) -> Json:
+    def _take_located(self) -> list[tuple[Logprob, int]]:
+        """Return tokens whose offset is certain: a stop string may still cut text that is not shown."""
+        if not self.finish_reason:
+            n = sum(offset <= self._text_length for _, offset in self._located)  # offsets ascend
+        else:
+            n = len(self._located)
+        taken, self._located = self._located[:n], self._located[n:]
+        return [(p, min(offset, self._text_length)) for p, offset in taken]
+
+    def _build_echo(self, echo: EchoedPrompt) -> Json:
         """Build a choice of the prompt. Its first token has no log-probability."""
-        text = self.tokenizer.decode(token_ids)
-        chunk = self._choice_json(text, None)
+        chunk = self._choice_json(echo.text, None)
         if self.wants_logprobs:
-            first = self.token_text(token_ids[0])
-            rest = self._logprobs_json(self._prompt_logprobs, len(first))
-            chunk["logprobs"] = {
-                "tokens": [first, *rest["tokens"]],
-                "token_logprobs": [None, *rest["token_logprobs"]],
-                "top_logprobs": [None, *rest["top_logprobs"]],
-                "text_offset": [0, *rest["text_offset"]],
-            }
-        self._text_offset = len(text)
+            rest = self._logprobs_json(list(zip(self._prompt_logprobs, echo.offsets[1:], strict=True)))
+            first = {"tokens": self.token_text(echo.token_ids[0]), "text_offset": echo.offsets[0]}
+            chunk["logprobs"] = {key: [first.get(key), *values] for key, values in rest.items()}
         return chunk
 
     def _choice_json(self, text: str, finish_reason: str | None) -> Json:
         return {"index": self.index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
-    def _logprobs_json(self, logprobs: Sequence[Logprob], offset: int) -> Json:
+    def _logprobs_json(self, located: Sequence[tuple[Logprob, int]]) -> Json:
         out: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for p in logprobs:
+        for p, offset in located:
             token = self.token_text(p.token_id)
             # Reversed, so that of two tokens with the same text the likelier one stays.
             top = {self.token_text(t): logprob for t, logprob in reversed(p.top_logprobs)}
@@ -213,7 +222,6 @@ class CompletionChoiceBuilder(ChoiceBuilder):
             out["token_logprobs"].append(p.logprob)
             out["top_logprobs"].append(top or {token: p.logprob})
             out["text_offset"].append(offset)
-            offset += len(token)
         return out
 
 

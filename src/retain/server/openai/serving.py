@@ -39,6 +39,7 @@ from retain.server.openai.messages import to_template_messages, to_template_tool
 from retain.server.openai.protocol import CompletionRequest, GenerationFields, SamplingFields
 from retain.server.openai.reasoning_parser import BEGIN, ReasoningParser, supports_reasoning
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
+from retain.server.openai.text_offsets import EchoedPrompt, echo_text, echo_tokens
 from retain.server.openai.tool_parser import ToolFormat, ToolParser
 from retain.server.preparation import PreparationPool
 from retain.server.request_group import EngineError, Pin, RequestGroup
@@ -176,13 +177,16 @@ class OpenAIServing:
                 needs_prompt_logprobs=echo and body.logprobs is not None,
             )
             requests.append(request)
+        tokenizer, prompt_only = self.llm.tokenizer, body.max_tokens == 0
+        echoes: list[EchoedPrompt | None] = [None] * len(prompts)
+        if echo:
+            echoes = [
+                echo_text(tokenizer, sent, ids) if isinstance(sent, str) else echo_tokens(tokenizer, ids, prompt_only)
+                for sent, ids in zip(body.prompts, prompts, strict=True)
+            ]
         choices = [
             CompletionChoiceBuilder(
-                self.llm.tokenizer,
-                i,
-                body.logprobs is not None,
-                echo_token_ids=prompts[i // n] if echo else None,
-                prompt_only=body.max_tokens == 0,
+                tokenizer, i, body.logprobs is not None, prompts[i // n], echoes[i // n], prompt_only
             )
             for i in range(len(prompts) * n)
         ]
