@@ -96,7 +96,7 @@ def _default(field: dict[str, Any], is_required: bool) -> str:
 
 def _classes(suffix: str) -> list[type]:
     """Return the classes of the APIs whose names have this suffix."""
-    paths = [path for api in ("openai", "anthropic") for path in sorted((PACKAGE / "server" / api).glob("*.py"))]
+    paths = [path for api in ("openai", "anthropic") for path in sorted((PACKAGE / "server" / api).rglob("*.py"))]
     text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     return [find(name) for name in re.findall(rf"^class (\w+{suffix})\b", text, re.M)]
 

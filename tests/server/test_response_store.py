@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from retain.server.openai.response_store import TURN_OVERHEAD, ResponseStore, StoredTurn
+from retain.server.openai.responses.store import TURN_OVERHEAD, ResponseStore, StoredTurn
 
 
 def build_turn(size: int, previous: StoredTurn | None = None) -> StoredTurn:

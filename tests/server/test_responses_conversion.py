@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retain.server.openai.errors import APIError
-from retain.server.openai.response_store import StoredTurn
-from retain.server.openai.responses_conversion import (
+from retain.server.openai.responses.conversion import (
     ITEMS,
     dump_items,
     iter_stored_items,
@@ -19,7 +18,8 @@ from retain.server.openai.responses_conversion import (
     to_chat_request,
     to_messages,
 )
-from retain.server.openai.responses_protocol import ResponsesRequest
+from retain.server.openai.responses.protocol import ResponsesRequest
+from retain.server.openai.responses.store import StoredTurn
 
 Json = dict[str, Any]
 

@@ -14,12 +14,12 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
 from retain.engine.request import FinishReason, Logprob
-from retain.server.openai import responses_encoder
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.errors import APIError
 from retain.server.openai.reasoning_parser import ReasoningParser
-from retain.server.openai.responses_encoder import ResponsesEncoder
-from retain.server.openai.responses_protocol import ResponsesRequest
+from retain.server.openai.responses import encoder as responses_encoder
+from retain.server.openai.responses.encoder import ResponsesEncoder
+from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.tool_parser import ToolFormat, ToolParser
 from retain.server.request_group import OutputDelta
 from retain.server.usage import TokenCounts

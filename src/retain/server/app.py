@@ -19,9 +19,10 @@ from retain.server.error_format import add_error_handlers
 from retain.server.inspector import routes as inspector_routes
 from retain.server.inspector.recorder import Inspector
 from retain.server.middleware import AuthMiddleware
-from retain.server.openai import rendering, responses_routes, routes, tokenization
+from retain.server.openai import rendering, routes, tokenization
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
-from retain.server.openai.response_store import ResponseStore
+from retain.server.openai.responses import routes as responses_routes
+from retain.server.openai.responses.store import ResponseStore
 from retain.server.openai.serving import OpenAIServing
 
 RenderMetrics = Callable[[], Awaitable[bytes]]  # to Prometheus' text format

@@ -1,4 +1,4 @@
-"""Requests and responses of the Responses API, field by field (see protocol.py and responses_items.py)."""
+"""Requests and responses of the Responses API, field by field (see openai/protocol.py and items.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, mode
 from retain.server import client_fields
 from retain.server.openai.chat_protocol import PositiveInt32
 from retain.server.openai.protocol import GenerationFields, Json, NonEmptyStr, Seed
-from retain.server.openai.responses_items import InputItem, ItemId, tag_by_type, tag_text_or_list
+from retain.server.openai.responses.items import InputItem, ItemId, tag_by_type, tag_text_or_list
 from retain.server.request_model import StrictModel
 
 LOGPROBS = "message.output_text.logprobs"

@@ -30,8 +30,7 @@ from retain.server.openai.chat_protocol import (
 )
 from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import ExtensionFields, Json
-from retain.server.openai.response_store import StoredTurn
-from retain.server.openai.responses_items import (
+from retain.server.openai.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
     InputItem,
@@ -40,7 +39,8 @@ from retain.server.openai.responses_items import (
     dump_item,
     join_content,
 )
-from retain.server.openai.responses_protocol import FunctionChoice, ResponsesRequest, TextJsonSchemaFormat
+from retain.server.openai.responses.protocol import FunctionChoice, ResponsesRequest, TextJsonSchemaFormat
+from retain.server.openai.responses.store import StoredTurn
 
 ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

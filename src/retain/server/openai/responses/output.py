@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from retain.server.openai.chat_output import ChatOutput
 from retain.server.openai.protocol import Json
-from retain.server.openai.responses_conversion import create_id
+from retain.server.openai.responses.conversion import create_id
 from retain.server.openai.tool_parser import ParsedToolCall
 
 

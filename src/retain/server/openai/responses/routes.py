@@ -10,16 +10,16 @@ from fastapi.responses import Response
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.rendering import RenderedRequest, render_one
-from retain.server.openai.response_store import ResponseStore, StoredTurn
-from retain.server.openai.responses_conversion import (
+from retain.server.openai.responses.conversion import (
     dump_items,
     get_input_items,
     iter_stored_items,
     rename_parameter,
     to_chat_request,
 )
-from retain.server.openai.responses_encoder import ResponsesEncoder
-from retain.server.openai.responses_protocol import DeletedResponse, ItemList, ResponseObject, ResponsesRequest
+from retain.server.openai.responses.encoder import ResponsesEncoder
+from retain.server.openai.responses.protocol import DeletedResponse, ItemList, ResponseObject, ResponsesRequest
+from retain.server.openai.responses.store import ResponseStore, StoredTurn
 from retain.server.openai.routes import describe_generation
 from retain.server.openai.serving import OpenAIServing, Prepared
 

@@ -16,9 +16,9 @@ from retain.server.openai.errors import APIError
 from retain.server.openai.logprobs import to_token_logprob
 from retain.server.openai.protocol import Json
 from retain.server.openai.reasoning_parser import END
-from retain.server.openai.responses_conversion import create_id, rename_parameter
-from retain.server.openai.responses_output import OutputItems
-from retain.server.openai.responses_protocol import ResponsesRequest
+from retain.server.openai.responses.conversion import create_id, rename_parameter
+from retain.server.openai.responses.output import OutputItems
+from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.streaming import ResponseEncoder
 from retain.server.request_group import OutputDelta, RequestGroup
 from retain.server.usage import build_request_stats, count_tokens

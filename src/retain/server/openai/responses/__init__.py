@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: items to chat completions, and answers to items."""
