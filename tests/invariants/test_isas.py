@@ -1,4 +1,4 @@
-"""Law 2 on every instruction set in bfloat16: many rows at once, by tiles where there are any, and one row alone."""
+"""Law 2 for bits: many rows at once, by tiles where there are any, and one row alone; and chunks of any size."""
 
 from __future__ import annotations
 
@@ -58,3 +58,24 @@ def test_company_and_chunks_change_no_bit(
         for i, request in enumerate(build_requests()):
             alone = recorded_logits(build_engine(family, page_size, weights, kv_dtype, 65), [request])
             assert torch.equal(alone[0], together[i])
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", *slow("mistral", "llama")])
+@pytest.mark.parametrize("policy", ["ring:window=20", "ring:window=33", *slow("full")])
+def test_chunks_of_any_size_change_no_bit_of_a_ring(family: str, policy: str) -> None:
+    """Also where a chunk begins within a page, so that its last tokens share a page with the first that it sees."""
+    prompt = [7 * i * i % 128 for i in range(100)]
+
+    def logits(max_batched_tokens: int) -> torch.Tensor:
+        engine = make_engine(
+            family,
+            backend="cpu",
+            max_batched_tokens=max_batched_tokens,
+            max_running_requests=1,
+            output_processor=RecordingOutput(),
+        )
+        return recorded_logits(engine, [make_request(prompt, 3, policy, needs_prompt_logits=True)])[0]
+
+    whole = logits(200)
+    for chunk in (5, 13, 17, 31):
+        assert torch.equal(logits(chunk), whole), chunk

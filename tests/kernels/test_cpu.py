@@ -80,6 +80,35 @@ def test_where_a_ring_begins_changes_no_bit(first: int, dead: int, dtype: torch.
             assert torch.equal(attend(pages[dead:]), attend(pages.roll(first))), isa
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int4])
+@pytest.mark.parametrize(("num_pages", "fresh"), [(3, 13), (40, 200)])
+def test_a_page_with_tokens_of_two_laps_changes_no_bit(num_pages: int, fresh: int, dtype: torch.dtype) -> None:
+    """Where the newest tokens are in the page of the oldest that a query sees: as in a table that was never full."""
+    S, D, capacity = 16, 64, 16 * num_pages
+    window, torch_rng = capacity - fresh + 1, torch.Generator().manual_seed(0)
+    for end in range(2 * capacity + 1, 2 * capacity + 18, 4):
+        k, v, q = torch.randn(3, end, 1, D, generator=torch_rng)
+        pos = torch.arange(end, dtype=torch.int32)
+
+        def attend(num_pages: int, end: int = end, k=k, v=v, q=q, pos=pos) -> torch.Tensor:
+            kv, pages = cpu.allocate(1 + num_pages, S, D, dtype), torch.arange(1, 1 + num_pages, dtype=torch.int32)
+            kv.pos[:] = -1
+            kept = slice(max(end - S * num_pages, 0), end)
+            cpu.write(kv, (S + pos[kept] % (S * num_pages))[None].int(), k[kept], v[kept], pos[kept])
+            tables = Tables(
+                pages=pages.view(1, 1, -1),
+                counts=torch.tensor([[num_pages]], dtype=torch.int32),
+                windows=torch.tensor([window], dtype=torch.int32),
+                rows=torch.zeros(1, dtype=torch.int32),
+                query_start_loc=torch.tensor([0, fresh], dtype=torch.int32),
+            )
+            return cpu.attend(3 * q[-fresh:], kv, tables, pos[-fresh:], scale=0.125)
+
+        for isa in ISAS:
+            with use_isa(isa):
+                assert torch.equal(attend(num_pages), attend(-(-end // S))), isa
+
+
 def run_bfloat16_linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     packed, y = pack_weight(weight, Arena()), torch.empty(len(x), len(weight))
     cpu._C.packed_gemm(*packed.c_args, x.data_ptr(), len(x), 0, y.data_ptr(), False)

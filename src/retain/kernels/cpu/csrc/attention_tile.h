@@ -21,8 +21,14 @@ INLINE int32_t last_before_window(int32_t p, int32_t window) {
   int64_t x = int64_t(p) - window;
   return x < INT32_MIN ? INT32_MIN : int32_t(x);
 }
-INLINE I is_visible(I pos, int32_t p, int32_t window) {
-  return (pos >= 0) & (pos <= p) & (pos > last_before_window(p, window));
+// The positions of a page that count; see PageOrder.
+struct Positions {
+  int32_t first = 0, last = INT32_MAX;
+
+  INLINE bool are_all() const { return first == 0 && last == INT32_MAX; }
+};
+INLINE I is_visible(I pos, int32_t p, int32_t window, Positions counted) {
+  return (pos >= counted.first) & (pos <= counted.last) & (pos <= p) & (pos > last_before_window(p, window));
 }
 
 // Classifies a page for queries at positions low .. high. `none` and `all` are exact; `some` needs a mask.
@@ -44,28 +50,41 @@ INLINE Visibility page_visibility(const int32_t* pos, int S, int32_t low, int32_
   return Visibility::all;
 }
 
-// The order in which the n pages of a table are summed, and their blocks. A ring's table begins at another position for
+// The order in which the pages of a table are summed, and their blocks. A ring's table begins at another position for
 // another chunk size or another prefix. So its pages are taken in the order of their positions, and its blocks begin at
 // multiples of a block's positions: then the order of sums depends on positions only.
+//
+// Where several tokens are written at once, the newest page of a ring may hold tokens of the lap before, too, which the
+// first of the queries see. Then that page comes twice: as the oldest one with those tokens, as the newest with others.
 struct PageOrder {
   int n, per_block, oldest = 0, lead = 0;  // index of the first page in the table; how late it is in its block
+  int table_pages;                         // n, or one less where the newest page comes twice
+  int32_t lap_begin = 0;                   // position of the first token of the newest page that is of the newest lap
 
   INLINE PageOrder(const AttentionArgs& args, const QueryTile& tile, const int32_t* table)
-      : n(args.tables.num_pages(tile.b, tile.g)), per_block(pages_per_block(args.kv)) {
+      : n(args.tables.num_pages(tile.b, tile.g)), per_block(pages_per_block(args.kv)), table_pages(n) {
     if (!args.tables.has_window(tile.b)) return;
-    int32_t lowest = INT32_MAX;
+    const int S = args.kv.S;
+    int32_t lowest = INT32_MAX, highest = -1;
+    int newest = 0;
     for (int i = 0; i < n; ++i) {
-      const int32_t position = newest_position(args.kv.pos + int64_t(table[i]) * args.kv.S, args.kv.S);
+      const int32_t position = newest_position(args.kv.pos + int64_t(table[i]) * S, S);
       if (position >= 0 && position < lowest) lowest = position, oldest = i;
+      if (position > highest) highest = position, newest = i;
     }
-    if (lowest < INT32_MAX) lead = lowest / args.kv.S % per_block;
+    if (args.tables.num_fresh(tile.b) > 1 && highest >= 0) {
+      const int32_t begin = highest / S * S;
+      const int32_t before = newest_position(args.kv.pos + int64_t(table[newest]) * S, S, begin);
+      if (before >= 0) lowest = before, oldest = newest, lap_begin = begin, ++n;
+    }
+    if (lowest < INT32_MAX) lead = lowest / S % per_block;
   }
-  // The newest one: a page may begin with holes, or with tokens that are newer than its others.
-  static INLINE int32_t newest_position(const int32_t* pos, int S) {
+  // The newest one below `end`: a page may begin with holes, or with tokens that are newer than its others.
+  static INLINE int32_t newest_position(const int32_t* pos, int S, int32_t end = INT32_MAX) {
     I newest = splat(-1);
     for (int s = 0; s < S; s += WIDTH) {
       const I x = load_ints(pos + s);
-      newest = x > newest ? x : newest;
+      newest = (x > newest) & (x < end) ? x : newest;
     }
     int32_t lanes[WIDTH], result = -1;
     memcpy(lanes, &newest, sizeof newest);
@@ -75,7 +94,14 @@ struct PageOrder {
   // Numbers of pages in this order.
   INLINE int begin(int block) const { return block * per_block > lead ? min(block * per_block - lead, n) : 0; }
   INLINE int end(int block) const { return begin(block + 1); }
-  INLINE int in_table(int i) const { return oldest + i < n ? oldest + i : oldest + i - n; }
+  INLINE int in_table(int i) const {
+    i += oldest;
+    return i < table_pages ? i : i - table_pages;
+  }
+  INLINE Positions counted(int i) const {
+    if (n == table_pages || (i > 0 && i < n - 1)) return {};
+    return i == 0 ? Positions{0, lap_begin - 1} : Positions{lap_begin, INT32_MAX};
+  }
   static INLINE int min(int a, int b) { return a < b ? a : b; }
 };
 
@@ -94,14 +120,14 @@ void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* mem
 
 // Adds the ALiBi bias to the scores of one page and masks hidden slots. `x` points at the first row's scores.
 INLINE void apply_bias_and_mask(const AttentionArgs& args, const QueryTile& tile, const int32_t* pos, bool mask,
-                                float* x) {
+                                Positions counted, float* x) {
   for (int i = tile.begin; i < tile.end; ++i, x += SCORE_STRIDE) {
     const int32_t p = args.q_pos[args.tables.query_start_loc[tile.b] + i / args.R];
     for (int s = 0; s < args.kv.S; s += WIDTH) {
       I slot_pos = load_ints(pos + s);
       F y = load<WIDTH>(x + s);
       if (args.slopes) y += args.slopes[tile.g * args.R + i % args.R] * __builtin_convertvector(slot_pos - p, F);
-      if (mask) y = is_visible(slot_pos, p, args.tables.window_of(tile.b)) ? y : splat(NEG_INF);
+      if (mask) y = is_visible(slot_pos, p, args.tables.window_of(tile.b), counted) ? y : splat(NEG_INF);
       store<WIDTH>(x + s, y);
     }
   }
@@ -196,6 +222,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   int page_index[MAX_BLOCK_PAGES];  // in the page table
   const int32_t* pos[MAX_BLOCK_PAGES];
   bool mask[MAX_BLOCK_PAGES];
+  Positions counted[MAX_BLOCK_PAGES];
   int n = 0;
   for (int k = first; k < last; ++k) {
     const int i = order.in_table(k);
@@ -206,7 +233,8 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
     pos[n] = args.kv.pos + int64_t(table[i]) * S;
     if (mass)
       for (int s = 0; s < args.kv.mass_columns * S; s += 16) __builtin_prefetch(args.kv.mass_page(table[i]) + s, 1);
-    mask[n] = visible == Visibility::some;
+    counted[n] = order.counted(k);
+    mask[n] = visible == Visibility::some || !counted[n].are_all();
     n += visible != Visibility::none;
     if (visible == Visibility::none && mass)
       for (int r = 0; r < rows; ++r)
@@ -227,7 +255,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   Prefetcher<Page> prefetcher(n, pages.values, pages.value_bytes, pages.next_keys, pages.key_bytes);
   score_pages(pages, q, rows, x, prefetcher);
   for (int j = 0; j < n; ++j)
-    if (args.slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], x + j * S);
+    if (args.slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], counted[j], x + j * S);
   const int size = partial_size(D), vectors = rows * S / WIDTH;
   // To prefetch for each vector of weights. Rounding the weights of quantized slots prefetches too.
   const int64_t bytes = kv.is_quantized() ? pages.value_bytes : pages.value_bytes + pages.key_bytes;

@@ -286,9 +286,10 @@ INLINE uint32_t noise_key(int32_t seed, int32_t layer, int32_t head, int32_t ste
 }
 
 INLINE int pages_per_block(const Pool& kv) { return ACC_BLOCK / kv.S > 0 ? ACC_BLOCK / kv.S : 1; }
-// A table with a window may begin its first block late, see PageOrder.
+// A table with a window may begin its first block late, and has one page twice, see PageOrder.
 INLINE int num_blocks(const Pool& kv, const PageTables& tables, const QueryTile& tile) {
-  const int per_block = pages_per_block(kv), first = tables.has_window(tile.b) ? per_block - 1 : 0;
+  const int per_block = pages_per_block(kv);
+  const int first = tables.has_window(tile.b) ? per_block - 1 + (tables.num_fresh(tile.b) > 1) : 0;
   return (first + tables.num_pages(tile.b, tile.g) + per_block - 1) / per_block;
 }
 // The blocks of a head's table, and behind them those of its demoted tokens.
