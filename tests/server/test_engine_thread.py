@@ -178,8 +178,7 @@ def test_incomplete_object_is_never_returned_as_complete(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_grammar_failure_is_an_error(tiny_server, monkeypatch, stream):
-    monkeypatch.setattr(GrammarState, "accept_token", lambda self, token: True)
-    monkeypatch.setattr(GrammarState, "failed", True)
+    monkeypatch.setattr(GrammarState, "accept_token", lambda self, token: False)
     response = request_pattern(tiny_server, "a+", stream=stream)
     error = json.loads(response.text.strip().removeprefix("data: "))["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")

@@ -106,7 +106,8 @@ def test_grammar_generates_one_tool_call(template_name, compiler, closing_tokens
             logits[0, closing_tokens] += 50
         state.mask_logits(logits, [])
         ids.append(int(logits.argmax()))
-        if ids[-1] in compiler.tokenizer.stop_token_ids or state.accept_token(ids[-1]):
+        assert state.accept_token(ids[-1])
+        if ids[-1] in compiler.tokenizer.stop_token_ids or state.is_complete:
             break
     content, calls = parse_chunks(template_name, [compiler.tokenizer.decode(ids)])
     assert not content.strip() and len(calls) == 1 and calls[0][0] in ("find", "now")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from retain.engine.request import FinishReason
 from retain.sampling_params import SamplingParams
@@ -33,6 +35,36 @@ def test_a_request_ends_at_a_stop_token_at_a_stop_string_or_at_its_length() -> N
     assert run_to_completion(engine, requests) == [stopped_answer, stopped_answer, unstopped]
     reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
     assert [r.finish_reason for r in requests] == reasons
+
+
+class DeadEnd:
+    """A grammar that refuses every token after the first few."""
+
+    error, is_complete = "nothing follows", False
+
+    def __init__(self, num_allowed: int):
+        self.num_left = num_allowed
+
+    def mask_logits(self, logits: Tensor, drafts: Sequence[int]) -> None:
+        """Mask nothing."""
+
+    def accept_token(self, token: int) -> bool:
+        self.num_left -= 1
+        return self.num_left >= 0
+
+
+@pytest.mark.parametrize("num_allowed", [0, 3])
+def test_a_request_fails_at_a_dead_end_of_its_grammar(num_allowed: int) -> None:
+    """Also where the end of the text is sampled there: what the grammar refuses is no part of the answer."""
+    prompt, other = random_prompts(2)
+    tokens = run_alone("llama", prompt, 12)
+    failing, beside = make_request(prompt, stop_ids=frozenset({tokens[num_allowed]})), make_request(other, 12)
+    failing.grammar = DeadEnd(num_allowed)
+    engine = make_engine("llama")
+    answers = run_to_completion(engine, [failing, beside])
+    assert answers == [tokens[:num_allowed], run_alone("llama", other, 12)]
+    assert (failing.finish_reason, beside.finish_reason) == (FinishReason.FAILED, FinishReason.LENGTH)
+    assert failing.stats.arrival_time < failing.stats.first_token_time <= failing.stats.finish_time
 
 
 def test_cancelled_request_frees_its_pages_at_once_and_changes_no_other_answer() -> None:

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.processing.grammar import (
+    DEAD_END,
     INVALID_GRAMMAR,
+    MATCHES_NOTHING,
     REASONS,
     GrammarCompiler,
     grammar_from_json_schema,
@@ -44,8 +46,7 @@ def test_mask_after_drafts_equals_mask_after_tokens(compiler, data):
     invalid = data.draw(st.one_of(st.none(), st.integers(0, max(n - 1, 0))))
     grammar, other = (compiler.compile(grammar_from_json_schema(True)) for _ in range(2))
     for token in ids[:start]:
-        assert not grammar.accept_token(token)
-        other.accept_token(token)
+        assert grammar.accept_token(token) and other.accept_token(token) and not grammar.is_complete
     drafts = list(ids[start : start + n])
     if invalid is not None and n:
         drafts[invalid] = compiler.vocab_size - 1  # no token has this id
@@ -64,9 +65,9 @@ def test_complete_object_ends_the_answer(compiler):
     ids = compiler.tokenizer.encode('{"a": 1}', add_special_tokens=False)
     for token in ids:
         assert allowed_tokens(grammar, [], compiler.vocab_size)[0, token]
-        is_complete = grammar.accept_token(token)
+        assert grammar.accept_token(token)
     allowed = allowed_tokens(grammar, [], compiler.vocab_size)[0].nonzero().flatten().tolist()
-    assert is_complete or set(allowed) & compiler.tokenizer.stop_token_ids
+    assert grammar.is_complete or set(allowed) & compiler.tokenizer.stop_token_ids
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,15 @@ def test_complete_object_ends_the_answer(compiler):
         ({"type": "object", "patternProperties": {"(": {}}}, "regular expression"),
         ({"not": {"type": "string"}}, "part of JSON Schema"),
         ({"type": "integer", "minimum": 5, "maximum": 1}, "matches no text"),
+        ({"$ref": "#"}, "matches no text"),
+        ({"$defs": {"A": {"$ref": "#/$defs/A"}}, "$ref": "#/$defs/A"}, "matches no text"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}, "matches no text"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "matches no text"),
+        ({"$anchor": "a", "$ref": "#a"}, "matches no text"),
+        ({"enum": []}, "matches no text"),
+        ({"type": "string", "pattern": "[^\\s\\S]"}, "matches no text"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "matches no text"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "matches no text"),
         ({"type": "array", "items": {"enum": list(range(100_000))}}, "too large"),
     ],
 )
@@ -93,6 +103,43 @@ def test_a_grammar_that_is_invalid_is_refused_in_our_own_words(compiler):
         with pytest.raises(ValueError) as error:
             compiler.compile(grammar_from_lark(text))
         assert str(error.value) == INVALID_GRAMMAR
+
+
+@pytest.mark.parametrize("text", ["start: start", "start: a\na: b\nb: a", r"start: /[^\s\S]/"])
+def test_a_grammar_that_matches_nothing_is_refused(compiler, text):
+    with pytest.raises(ValueError) as error:
+        compiler.compile(grammar_from_lark(text))
+    assert str(error.value) == MATCHES_NOTHING
+
+
+DEAD_END_GRAMMAR = 'start: "a" x | "ab"\nx: "c" y\ny: y'
+
+
+def test_a_dead_end_refuses_whatever_is_sampled(compiler):
+    """The end of the text too; and a draft that leads into one changes nothing."""
+    a, b, c = (compiler.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
+    state = compiler.compile(grammar_from_lark(DEAD_END_GRAMMAR))
+    assert state.accept_token(a)
+    logits = torch.zeros(3, compiler.vocab_size)
+    state.mask_logits(logits, [c, b])
+    assert {b, c} <= set((logits[0] == 0).nonzero().flatten().tolist())
+    assert not logits[1:].isinf().any()  # something must be sampled
+    other = compiler.compile(grammar_from_lark(DEAD_END_GRAMMAR))
+    assert other.accept_token(a) and other.accept_token(c) and not other.is_complete
+    for token in (min(compiler.tokenizer.stop_token_ids), a):
+        assert not other.accept_token(token) and not other.is_complete and other.error == DEAD_END
+    assert state.accept_token(b) and state.is_complete
+
+
+def test_a_row_without_a_possible_token_stays_as_it_is(compiler):
+    """Where something else than the grammar forbids what it allows."""
+    a = compiler.tokenizer.encode("a", add_special_tokens=False)[0]
+    state = compiler.compile(grammar_from_lark('start: "a"'))
+    logits = torch.zeros(1, compiler.vocab_size)
+    logits[0, a] = -torch.inf
+    state.mask_logits(logits, [])
+    assert logits.isinf().sum() == 1
+    assert not state.accept_token(a + 1) and state.error == DEAD_END
 
 
 def test_deeply_nested_schemas_are_refused():

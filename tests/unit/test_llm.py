@@ -8,6 +8,8 @@ import torch
 from retain import LLM, SamplingParams
 from retain.config import Config
 from retain.engine.request import Request
+from retain.processing.grammar import grammar_from_lark
+from retain.processing.input import GenerateRequest
 from tests.helpers.tokenizers import SMALL_VOCABULARIES, write_tokenizer_file
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -210,6 +212,22 @@ def test_ended_requests_are_freed():
     llm.generate(["x"] * 3, SamplingParams(max_tokens=2))
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x) is Request and x.input.prompt == llm.encode("x")]
+
+
+def test_a_dead_end_of_a_grammar_is_a_failure():
+    """Greedy, sampled and speculative. What precedes it is returned, and statistics are those of an answer."""
+    llm = LLM("random:tiny", kv_memory="16MiB", dtype="float32", speculate="suffix")
+    grammar = grammar_from_lark('start: "aaaaaaaa" x\nx: x')
+    for temperature in (0, 1.0):
+        params = SamplingParams(max_tokens=20, temperature=temperature, seed=1)
+        for speculate in ("off", "suffix"):
+            request = GenerateRequest("aaaaaaaa" * 3, params, speculate=speculate, grammar=grammar)
+            (output,) = llm.generate_from_requests([request])
+            assert (output.text, output.finish_reason) == ("a" * 8, "failed")
+            assert output.ttft_s > 0 and output.decode_tok_s >= 0
+    refused = GenerateRequest("x", grammar=grammar_from_lark("start: x\nx: x"))
+    with pytest.raises(ValueError, match="matches no text"):
+        llm.generate_from_requests([refused])
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "unspaced"])

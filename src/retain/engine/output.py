@@ -16,7 +16,8 @@ class OutputProcessor:
     def process_tokens(self, request: Request, tokens: SampledTokens) -> FinishReason | None:
         """Append tokens up to the last one of the answer. Returns why the request ends, or None."""
         for token, logprob in tokens:
-            request.append_token(token, logprob)
+            if not request.append_token(token, logprob):
+                return FinishReason.FAILED
             if token in request.input.stop_ids or self.matches_stop_string(request, token):
                 return FinishReason.STOP
             if reason := request.check_stop():

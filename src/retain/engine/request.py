@@ -30,7 +30,7 @@ class FinishReason(Enum):
     STOP = "stop"  # a stop token, a stop string, the end of text
     LENGTH = "length"
     CANCELLED = "cancelled"
-    FAILED = "failed"  # its grammar allows no token
+    FAILED = "failed"  # its grammar allows no further token
 
 
 @dataclass(frozen=True)
@@ -301,16 +301,19 @@ class Request:
 
     # ---- the answer ----------------------------------------------------------------------------------------------
 
-    def append_token(self, token: int, logprob: Logprob | None) -> None:
-        """Add a sampled token to the answer."""
+    def append_token(self, token: int, logprob: Logprob | None) -> bool:
+        """Add a sampled token to the answer. Returns False, and adds nothing, where the grammar refuses it."""
         if not self.stats.first_token_time:
             self.stats.first_token_time = perf_counter()
+        if self.grammar and not self.grammar.accept_token(token):
+            return False
         self.tokens.append(token)
         if logprob:
             self.logprobs.append(logprob)
+        return True
 
     def check_stop(self) -> FinishReason | None:
         """Return why the request ends with its last token, by its grammar or its length; None if it goes on."""
-        if self.grammar and self.grammar.accept_token(self.tokens[-1]):
-            return FinishReason.FAILED if self.grammar.failed else FinishReason.STOP
+        if self.grammar and self.grammar.is_complete:
+            return FinishReason.STOP
         return FinishReason.LENGTH if len(self.output_tokens) >= self.input.max_tokens else None

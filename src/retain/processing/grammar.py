@@ -6,13 +6,15 @@ The llguidance library computes, after every token, which tokens may follow.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.processing.json_schema import Schema, drop_unmatchable
 from retain.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # an optional dependency
@@ -21,9 +23,13 @@ if TYPE_CHECKING:  # an optional dependency
 MAX_SCHEMA_DEPTH = 64
 INVALID_GRAMMAR = "the grammar is invalid, or uses a feature that is not supported"
 # By what llguidance's message contains. Its own words quote the grammar and name its parts, so no client gets them.
+MATCHES_NOTHING = "the grammar matches no text"
+DEAD_END = "the grammar allows no further token"
+TOO_COMPLEX = "the grammar is too complex: simplify it"
 REASONS = {
     "Unimplemented": "the grammar uses a part of JSON Schema that is not supported",
-    "Unsatisfiable": "the grammar matches no text",
+    "Unsatisfiable": MATCHES_NOTHING,
+    "NoExtension": MATCHES_NOTHING,
     "regex": "the grammar has a regular expression that is invalid or not supported",
     "too big": "the grammar is too large",
     "too large": "the grammar is too large",
@@ -47,55 +53,88 @@ class GrammarCompiler:
         )
 
     def compile(self, grammar: str) -> GrammarState:
-        """Return the start state of a grammar. Raises ValueError when it is invalid or too large."""
+        """Return the start state of a grammar. Raises ValueError when it is invalid, too large or matches no text."""
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(explain_error(matcher.get_error()))
-        return GrammarState(matcher, self.vocab_size)
+        state = GrammarState(matcher, self.vocab_size)
+        can_start = not matcher.is_error() and state.allowed_tokens(matcher).any()
+        if matcher.is_error() or not can_start:
+            raise ValueError(explain_error(matcher.get_error()) if matcher.is_error() else MATCHES_NOTHING)
+        return state
 
 
 class GrammarState:
     """The progress of one answer through a grammar (see retain.engine.grammar)."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int):
-        self._matcher = matcher
+        self._matcher, self._vocab_size = matcher, vocab_size
         self._bitmask = np.empty((1, -(-vocab_size // 32)), np.int32)
 
+    def allowed_tokens(self, matcher: LLMatcher) -> NDArray[np.bool_]:
+        """Return which tokens may follow, [V]. None may after a matcher's error."""
+        matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
+        allowed = np.unpackbits(self._bitmask.view(np.uint8), count=self._vocab_size, bitorder="little") != 0
+        return allowed & (not matcher.is_error())  # llguidance allows the end of the text then
+
     def mask_logits(self, logits: Tensor, drafts: Sequence[int]) -> None:
-        """Set logits [K + 1, V] of tokens that may not follow to -inf, in place; row i is after i of K drafts."""
-        num_accepted = 0
+        """Set logits [K + 1, V] of tokens that may not follow to -inf, in place; row i is after i of K drafts.
+
+        A row of which no token could be sampled stays as it is: `accept_token` refuses whatever is sampled from it.
+        """
+        matcher = self._matcher.deep_copy() if drafts else self._matcher  # errors are final, and drafts may be wrong
         for row, draft in zip(logits, [*drafts, None], strict=True):
-            self._matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
-            allowed = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little")[: len(row)]
-            row.masked_fill_(torch.from_numpy(allowed == 0).to(row.device, non_blocking=True), -torch.inf)
-            if draft is None or not allowed[draft] or not self._matcher.consume_token(draft):
+            allowed = self.allowed_tokens(matcher)
+            masked = row.masked_fill(torch.from_numpy(~allowed).to(row.device, non_blocking=True), -torch.inf)
+            if masked.max() == -torch.inf:
+                break
+            row.copy_(masked)
+            if draft is None or not allowed[draft] or not matcher.consume_token(draft):
                 break  # verification rejects this draft, so it never uses the rows after it
-            num_accepted += 1
-        if num_accepted:
-            self._matcher.rollback(num_accepted)
 
     def accept_token(self, token: int) -> bool:
-        """Advance by a sampled token. Returns whether the answer is complete, so that no token can follow."""
-        return bool(not self._matcher.consume_token(token) or self._matcher.is_stopped())
+        """Advance by a sampled token. Returns whether it may follow."""
+        return bool(self._matcher.consume_token(token))
 
     @property
-    def failed(self) -> bool:
-        """Return whether the matcher gave up, for example at a limit: the answer may not match the grammar."""
-        return bool(self._matcher.is_error())
+    def is_complete(self) -> bool:
+        """Whether the text matches the grammar, and no token can follow."""
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+    @property
+    def error(self) -> str:
+        """Why a token was refused, in words of our own: a dead end, or a limit of the matcher."""
+        message = self._matcher.get_error()
+        is_dead_end = not message or "NoExtension" in message or "doesn't satisfy" in message
+        return DEAD_END if is_dead_end else TOO_COMPLEX
 
 
-def grammar_from_json_schema(schema: Mapping[str, Any] | bool) -> str:
-    """Return the grammar of a JSON schema. Raises ValueError for an invalid or too deeply nested schema."""
+def grammar_from_json_schema(schema: Schema) -> str:
+    """Return the grammar of a JSON schema. Raises ValueError for an invalid, too deep or unmatchable schema."""
     from llguidance import LLMatcher
 
-    if _exceeds_depth(schema):
-        raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+    text = _to_json(schema)
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        return LLMatcher.grammar_from_json_schema(text)
     except ValueError as error:
         raise ValueError(explain_error(str(error))) from None
+
+
+def lark_json_rule(name: str, schema: Schema) -> str:
+    """Return a rule of a Lark grammar for the texts of a JSON schema, which stays a document of its own.
+
+    So its references keep their meaning: they are to its own root. Raises ValueError as `grammar_from_json_schema`.
+    """
+    return f"{name}: %json {_to_json(schema)}"
+
+
+def _to_json(schema: Schema) -> str:
+    if _exceeds_depth(schema):
+        raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+    matchable = drop_unmatchable(schema)
+    if matchable is False:
+        raise ValueError(MATCHES_NOTHING)
+    return json.dumps(matchable)
 
 
 def grammar_from_lark(text: str) -> str:

@@ -104,10 +104,16 @@ class GenerationResponse(Response):
         num_unfinished = len(self.group.request_states)
         while num_unfinished:
             deltas = await self.group.get_deltas()
-            if any(d.finish_reason is FinishReason.FAILED for d in deltas):
-                raise APIError(400, "the response_format grammar is too complex: simplify it", "response_format")
+            for delta in deltas:
+                if delta.finish_reason is FinishReason.FAILED:
+                    raise APIError(400, self._explain_failure(delta.index), "response_format")
             yield deltas
             num_unfinished -= sum(d.finish_reason is not None for d in deltas)
+
+    def _explain_failure(self, index: int) -> str:
+        """Return why a choice cannot follow its grammar."""
+        grammar = self.group.requests[index].grammar
+        return f"the answer cannot follow response_format or tool_choice: {grammar.error if grammar else ''}"
 
     async def _send_full(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
