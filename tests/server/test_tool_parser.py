@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from retain.models.resolve import resolve_model
 from retain.processing.chat_template import ChatTemplate
-from retain.processing.grammar import GrammarCompiler, grammar_from_lark
+from retain.processing.grammar import GrammarCompiler, grammar_from_json_schema, grammar_from_lark
 from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.tool_parser import ToolParser, detect_tool_format
 
@@ -111,6 +111,56 @@ def test_grammar_generates_one_tool_call(template_name, compiler, closing_tokens
             break
     content, calls = parse_chunks(template_name, [compiler.tokenizer.decode(ids)])
     assert not content.strip() and len(calls) == 1 and calls[0][0] in ("find", "now")
+
+
+def unit_of(*values):
+    return {"enum": list(values)}
+
+
+UNIT = {"unit": {"$ref": "#/$defs/Unit"}}
+CLOSED = {"type": "object", "additionalProperties": False}
+REFERRING = {  # to their own root, each in another way; `Unit` is another thing in each
+    "defs": {**CLOSED, "$defs": {"Unit": unit_of("c", "f")}, "properties": UNIT, "required": ["unit"]},
+    "same_name": {**CLOSED, "$defs": {"Unit": unit_of("x")}, "properties": UNIT, "required": ["unit"]},
+    "root": {**CLOSED, "properties": {"next": {"$ref": "#"}}},
+    "id": {**CLOSED, "$id": "http://x/y", "$defs": {"Unit": unit_of("i")}, "properties": UNIT},
+    "anchor": {**CLOSED, "$defs": {"Unit": {"$anchor": "u", **unit_of("a")}}, "properties": {"unit": {"$ref": "#u"}}},
+    "definitions": {
+        **CLOSED,
+        "definitions": {"Unit": unit_of("d"), "Two": {"$ref": "#/definitions/Unit"}},
+        "properties": {"unit": {"$ref": "#/definitions/Two"}},
+    },
+    "const": {**CLOSED, "properties": {"unit": {"const": "#/$defs/Unit"}}},
+    "referred": {"$ref": "#/$defs/All", "$defs": {"All": {**CLOSED, "properties": UNIT}, "Unit": unit_of("r")}},
+}
+ARGUMENTS = [{}, {"next": {"next": {}}}, {"next": 1}, *({"unit": u} for u in [*"cfxiadr", "#/$defs/Unit"])]
+
+
+def accepts(compiler, grammar, text):
+    state = compiler.compile(grammar)
+    ids = compiler.tokenizer.encode(text, add_special_tokens=False)
+    return all(map(state.accept_token, [*ids, *([] if state.is_complete else compiler.tokenizer.stop_token_ids)]))
+
+
+@pytest.mark.parametrize("template_name", TEMPLATES)
+def test_a_call_accepts_the_arguments_that_the_tools_own_schema_does(template_name, compiler):
+    """Whatever its references: they are to its own root, also beside other tools."""
+    tool_format = detect_tool_format(TEMPLATES[template_name])
+    tools = [{"name": name, "parameters": parameters} for name, parameters in REFERRING.items()]
+    grammar = grammar_from_lark(tool_format.build_grammar(tools))
+    for name, parameters in REFERRING.items():
+        for arguments in ARGUMENTS if template_name == "hermes" or name == "defs" else ARGUMENTS[:4]:
+            text = json.dumps({"name": name, tool_format.arguments_key: arguments})
+            call = tool_format.begin + (f"[{text}]" if tool_format.is_list else text) + tool_format.end
+            alone = accepts(compiler, grammar_from_json_schema(parameters), json.dumps(arguments))
+            assert accepts(compiler, grammar, call) == alone, call
+    assert accepts(compiler, grammar, call.replace("referred", "unknown")) is False
+
+
+def test_a_call_that_no_arguments_fit_is_refused(compiler):
+    dead = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    with pytest.raises(ValueError, match="matches no text"):
+        detect_tool_format(HERMES).build_grammar([FIND_TOOL, {"name": "f", "parameters": dead}])
 
 
 @pytest.mark.parametrize("arguments", [r'{"q": "\ud800 é"}', r'"{\"q\": \"\ud800 é\"}"'])

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from retain.processing.grammar import lark_json_rule
+
 
 @dataclass(frozen=True)
 class ParsedToolCall:
@@ -30,23 +32,28 @@ class ToolFormat:
     is_list: bool = False  # a list of calls between the markers
 
     def build_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return llguidance's Lark grammar of one call of one of these functions, [{"name", "parameters"}]."""
-        rules = []
+        """Return llguidance's Lark grammar of one call of one of these functions, [{"name", "parameters"}].
+
+        The parameters are rules of their own rather than parts of a larger schema, where their references to their
+        root would lead elsewhere. Raises ValueError for a schema that is too deep or that no value matches.
+        """
+        begin, end = (json.dumps(marker) if marker else "" for marker in (self.begin, self.end))
+        names = " | ".join(f"call{i}" for i in range(len(tools)))
+        calls = '"[" ws? call ws? "]"' if self.is_list else "call"
+        between = f"ws? {calls} ws?" if end else f"ws? {calls}" if begin else calls
+        rules = [f"start: {begin} {between} {end}", f"call: {names}", r"ws: /[ \t\r\n]+/"]
         for i, tool in enumerate(tools):
-            call = {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool["name"]},
-                    self.arguments_key: tool.get("parameters") or {"type": "object"},
-                },
-                "required": ["name", self.arguments_key],
-                "additionalProperties": False,
-            }
-            schema = {"type": "array", "items": call, "minItems": 1, "maxItems": 1} if self.is_list else call
-            rules.append(f"call{i}: %json {json.dumps(schema)}")
-        names = " | ".join(f"call{i}" for i in range(len(rules)))
-        begin, end = (f"{json.dumps(marker)} " if marker else "" for marker in (self.begin, self.end))
-        return "\n".join([f"start: {begin}calls {end}", f"calls: {names}", *rules])
+            members = f'{self._lark_key("name")} name{i} ws? "," ws? {self._lark_key(self.arguments_key)} arguments{i}'
+            rules += [
+                f'call{i}: "{{" ws? {members} ws? "}}"',
+                lark_json_rule(f"name{i}", {"const": tool["name"]}),
+                lark_json_rule(f"arguments{i}", tool.get("parameters") or {"type": "object"}),
+            ]
+        return "\n".join(rules)
+
+    @staticmethod
+    def _lark_key(key: str) -> str:
+        return f'{json.dumps(json.dumps(key))} ws? ":" ws?'
 
     def parse(self, text: str) -> list[ParsedToolCall] | None:
         """Parse the text between the markers. Returns None if it is no tool call."""
