@@ -14,6 +14,7 @@ import pytest
 
 import retain.kv.offload.loader
 from retain.kv.prefix.attach import attach_pages
+from tests.helpers.disk_faults import FAULTS, Fault
 from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_prompts, related_requests, run_disturbed
@@ -187,6 +188,19 @@ def test_a_failing_disk_costs_only_time(
     store.sync()
     assert store.verify() == 0
     engine.cache.prefix_cache.close_offloader()
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_engine_starts_on_a_disk_that_cannot_be_written(fault: Fault, fill_store: FillStore, tmp_path: Path) -> None:
+    """It reads what the disk has, and its answers are those of an engine without tiers."""
+    prompts, answers = fill_store(tmp_path)
+    with fault(tmp_path):
+        engine = make_engine("llama", backend="cpu", prefix_cache="exact", tiers=[disk_spec(tmp_path)])
+        offloader_of(engine).cost_model = AlwaysLoad()
+        requests = [make_request(t) for t in prompts]
+        assert [run_to_completion(engine, [r])[0] for r in requests] == answers
+        assert disk_store_of(engine).counts["read"] > 0 and sum(r.stats.num_cached_tokens for r in requests) > 0
+        engine.cache.prefix_cache.close_offloader()
 
 
 def test_another_model_salt_or_window_reads_nothing(fill_store: FillStore, tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def test_folders_named_like_spans_are_ignored(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_an_index_that_is_no_file_is_refused(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
     make(tmp_path / name)
-    with pytest.raises(OSError, match=f"^{name} in the store .* is no file"):
+    with pytest.raises(ValueError, match=f"^{name} in the store .* is no file"):
         open_disk_store(tmp_path)
 
 
@@ -333,7 +333,7 @@ def test_a_store_that_others_can_read_is_tightened(tmp_path: Path, caplog: pytes
 def test_a_folder_that_holds_other_files_is_not_tightened_but_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("")
     tmp_path.chmod(0o755)
-    with pytest.raises(OSError, match=r"mode 755.*'thesis\.txt'.*folder of its own"):
+    with pytest.raises(ValueError, match=r"mode 755.*'thesis\.txt'.*folder of its own"):
         open_disk_store(tmp_path)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755 and os.listdir(tmp_path) == ["thesis.txt"]
     open_disk_store(tmp_path / "retain").close()
@@ -341,6 +341,7 @@ def test_a_folder_that_holds_other_files_is_not_tightened_but_refused(tmp_path: 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError):
-        open_disk_store(tmp_path / "file")
+    for path in (tmp_path / "file", tmp_path / "file" / "store"):
+        with pytest.raises(ValueError, match="no folder"):
+            open_disk_store(path)
     assert os.listdir(tmp_path) == ["file"]

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retain.kv.offload.circuit_breaker import CircuitBreaker
 from retain.kv.offload.remote import reader
 from retain.kv.offload.remote.bucket import ObjectInfo
-from retain.kv.offload.remote.circuit_breaker import CircuitBreaker
 from retain.kv.offload.remote.object_format import decode_header, encode_header, header_size, object_name
 from retain.kv.offload.span import CorruptionError, Span, SpanFormat
 from retain.kv.offload.tiers import parse

@@ -62,12 +62,13 @@ def list_store(path: Path, as_json: bool) -> int:
 
 
 def verify_store(path: Path) -> int:
-    """Read every span and remove the damaged ones. The exit code is 1 where there were any."""
+    """Read every span and remove the damaged ones. The exit code is 1 where there were any. Raises OSError."""
     store = _open_store(path)
     num_spans, size = len(store.span_index.spans), store.span_index.used_bytes
     store.verify()
     damaged = store.counts["damaged"]
     store.close()
+    _check_removed(store)
     result = f"{damaged} were damaged, and are removed" if damaged else "all intact"
     print(f"{num_spans} spans, {size / 2**20:.1f} MiB: {result}")
     return 1 if damaged else 0
@@ -76,12 +77,17 @@ def verify_store(path: Path) -> int:
 def clear_store(path: Path) -> int:
     """Remove every span. Raises OSError where a file cannot be removed."""
     store = _open_store(path)
-    print(f"removed {len(store.span_index.spans)} spans, {store.span_index.used_bytes / 2**20:.1f} MiB")
+    num_spans, size = len(store.span_index.spans), store.span_index.used_bytes
     store.clear()
     store.close()
-    if failed := store.counts["failed"]:
-        raise OSError(f"{failed} of them could not be removed")
+    _check_removed(store)
+    print(f"removed {num_spans} spans, {size / 2**20:.1f} MiB")
     return 0
+
+
+def _check_removed(store: DiskStore) -> None:
+    if failed := store.counts["failed"] + store.counts["skipped"]:
+        raise OSError(f"{failed} of them could not be removed")
 
 
 def _open_store(path: Path) -> DiskStore:

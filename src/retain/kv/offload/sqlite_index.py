@@ -15,7 +15,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
@@ -23,7 +23,7 @@ from typing import Any
 
 from retain.kv.offload.checksums import checksum
 from retain.kv.offload.span import Span
-from retain.kv.offload.store_folder import INDEX_FILES, is_complete, prepare_folder, remove_file
+from retain.kv.offload.store_folder import INDEX_FILES, is_complete, prepare_folder, remove_file, span_file
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,8 @@ class StoredSpan(Span):
 class StoreIndex:
     """The index of the store in a folder, owned by this process until `close`.
 
-    Raises ValueError if another process owns the store or its format differs, and OSError if it cannot be opened.
+    Raises ValueError if another process owns the store, its format differs or the folder must not be used, and OSError
+    if it cannot be written.
     """
 
     def __init__(self, path: Path):
@@ -109,13 +110,17 @@ class StoreIndex:
             except OSError:
                 raise ValueError(f"the store {path} is in use by another engine: give each its own") from None
             self.db = _open_database(path)
+            self._identity = _identify(path)
         except BaseException:
             os.close(self.lock_fd)
             raise
 
-    def file_path(self, file_number: int) -> Path:
-        """Return the path of a span's file."""
-        return self.path / f"{file_number}.kv"
+    def is_in_place(self) -> bool:
+        """Whether the folder still has the files that this index has open; without them nothing is found later."""
+        try:
+            return _identify(self.path) == self._identity
+        except OSError:
+            return False
 
     def load_spans(self) -> Iterator[StoredSpan | None]:
         """Yield every published span whose file is complete, the last used first, and None for each damaged one.
@@ -125,8 +130,8 @@ class StoreIndex:
         complete, damaged = set(), []
         for row in self.db.execute("select * from spans order by used desc").fetchall():
             number, span = row["number"], _span_from_row(row)
-            if span and is_complete(self.file_path(number), span.size):
-                complete.add(self.file_path(number))
+            if span and is_complete(span_file(self.path, number), span.size):
+                complete.add(span_file(self.path, number))
                 yield span
                 continue
             damaged.append(number)
@@ -140,14 +145,16 @@ class StoreIndex:
         """Remember what the keys and values of a fingerprint are. Returns all that are known, for diagnoses only."""
         found = {}
         try:
-            with self.db:
-                row = fingerprint, json.dumps(description)
-                self.db.execute("insert or replace into formats values (?, ?)", row)
             for name, text in self.db.execute("select * from formats").fetchall():
                 if isinstance(known := json.loads(text), dict):
                     found[name] = known
+            if found.get(fingerprint) != description:
+                found[fingerprint] = description
+                with self.db:
+                    row = fingerprint, json.dumps(description)
+                    self.db.execute("insert or replace into formats values (?, ?)", row)
         except (sqlite3.Error, TypeError, ValueError) as error:
-            log.warning("the formats of the store %s cannot be read: %s", self.path, error)
+            log.warning("the formats of the store %s cannot be read or written: %s", self.path, error)
         return found
 
     def add(self, span: StoredSpan, replaces: int | None = None) -> None:
@@ -163,7 +170,7 @@ class StoreIndex:
             self.db.execute(f"insert into spans ({', '.join(row)}) values ({values})", row)
             self.db.execute("delete from spans where number = ?", (replaces,))
         if replaces is not None:
-            remove_file(self.file_path(replaces))
+            remove_file(span_file(self.path, replaces))
 
     def delete(self, file_numbers: Sequence[int]) -> None:
         """Delete rows, then files: a file without a row is ignored, a row without its file counts as damage."""
@@ -172,7 +179,7 @@ class StoreIndex:
                 self.db.executemany("delete from spans where number = ?", [(n,) for n in file_numbers])
         finally:  # a full disk has room for the rows' changes only after a file is deleted
             for n in file_numbers:
-                remove_file(self.file_path(n))
+                remove_file(span_file(self.path, n))
 
     def update_usage(self, spans: Sequence[StoredSpan]) -> None:
         """Save how often and when spans were last used."""
@@ -190,13 +197,33 @@ class StoreIndex:
 
 def list_spans(path: Path) -> list[StoredSpan]:
     """List the published spans of a store, the last used first, even while an engine uses it. Raises OSError."""
-    try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}/index.db?mode=ro", uri=True)) as db:
-            db.row_factory = sqlite3.Row
-            rows = db.execute("select * from spans order by used desc").fetchall()
-            return [span for span in map(_span_from_row, rows) if span]
-    except sqlite3.Error as error:
-        raise OSError(f"the index of the store {path} cannot be read: {error}") from None
+    problem = sqlite3.Error()
+    # On a disk without room SQLite reads its log only alone, and on one that is read-only only without its log.
+    for mode, locking in (("ro", "normal"), ("rw", "exclusive"), ("ro&immutable=1", "normal")):
+        uri = f"{path.resolve().as_uri()}/index.db?mode={mode}"
+        try:
+            with closing(sqlite3.connect(uri, uri=True, timeout=1)) as db:
+                db.row_factory = sqlite3.Row
+                db.execute(f"pragma locking_mode = {locking}")
+                rows = db.execute("select * from spans order by used desc").fetchall()
+                return [span for span in map(_span_from_row, rows) if span]
+        except sqlite3.Error as error:
+            problem = error
+    raise OSError(f"the index of the store {path} cannot be read: {problem}")
+
+
+def find_spans(path: Path) -> list[StoredSpan]:
+    """Return the spans whose files can be read in a folder that cannot be written; none without an index."""
+    spans: list[StoredSpan] = []
+    with suppress(OSError):
+        spans = list_spans(path)
+    return [span for span in spans if is_complete(span_file(path, span.file_number), span.size)]
+
+
+def _identify(path: Path) -> list[tuple[int, int]]:
+    """Return what the files of an index are, whatever their names are. Raises OSError."""
+    found = [os.stat(path / name) for name in ("lock", "index.db")]
+    return [(stat.st_dev, stat.st_ino) for stat in found]
 
 
 def _span_from_row(row: sqlite3.Row) -> StoredSpan | None:

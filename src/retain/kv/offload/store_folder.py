@@ -6,6 +6,7 @@ a store that others can read is tightened when it is opened.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -23,10 +24,13 @@ FILE_NAME = re.compile(r"lock|index\.db(-wal|-shm|-journal)?|\d+\.(kv|tmp)")  # 
 def prepare_folder(path: Path) -> None:
     """Create the folder of a store, or tighten its mode and that of its index.
 
-    Raises OSError, in one line, where others can read it and it holds other files too, or belongs to somebody else;
-    and where the index is no file.
+    Raises ValueError, in one line, for a folder that must not be used: others can read it and it holds other files too,
+    or belongs to somebody else; or it or the index is of another kind. Raises OSError for one that cannot be written.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"the store {path} is no folder: choose another path") from None
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         _tighten_folder(path)
     for name in ("lock", *INDEX_FILES):
@@ -36,7 +40,7 @@ def prepare_folder(path: Path) -> None:
         except FileNotFoundError:
             continue
         if not stat.S_ISREG(mode):  # opening a pipe would wait for its other end
-            raise OSError(f"{name} in the store {path} is no file: remove it, or choose another folder")
+            raise ValueError(f"{name} in the store {path} is no file: remove it, or choose another folder")
         if stat.S_IMODE(mode) & 0o177:
             _change_mode(file, 0o600)
     # SQLite would create it with the mode that the umask leaves; it gives this file's mode to its other files.
@@ -49,7 +53,7 @@ def _tighten_folder(path: Path) -> None:
         foreign = next((entry.name for entry in entries if not FILE_NAME.fullmatch(entry.name)), None)
     if foreign is not None:
         mode = stat.S_IMODE(path.stat().st_mode)
-        raise OSError(
+        raise ValueError(
             f"others can read the folder {path} (mode {mode:o}), and {quote(foreign)} in it is no file of a store: "
             f"give the store a folder of its own, such as {path / 'retain'}"
         )
@@ -61,11 +65,28 @@ def _change_mode(path: Path, mode: int) -> None:
     try:
         path.chmod(mode)
     except OSError as error:
-        raise OSError(
+        if error.errno != errno.EPERM:  # its owner may not be able to write it now
+            raise
+        raise ValueError(
             f"others can read {path} (mode {old:o}), which cannot be changed to {mode:o}: {error.strerror}: "
             "give the store a folder of its own"
         ) from None
     log.warning("others could use %s (mode %o): its mode is now %o", path, old, mode)
+
+
+def file_system(path: Path) -> int:
+    """Return the number of the file system that a folder is on, or would be created on. Raises OSError."""
+    return next(p for p in (path, *path.absolute().parents) if p.exists()).stat().st_dev
+
+
+def is_store(path: Path) -> bool:
+    """Whether a folder holds a store."""
+    return (path / "lock").is_file()
+
+
+def span_file(path: Path, file_number: int) -> Path:
+    """Return the path of a span's file in the folder of a store."""
+    return path / f"{file_number}.kv"
 
 
 def is_complete(file: Path, size: int) -> bool:

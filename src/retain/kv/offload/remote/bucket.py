@@ -6,9 +6,10 @@ Every call has a time limit and is tried twice at most. Errors are OSError; a mi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,16 +46,29 @@ class Bucket:
         except ModuleNotFoundError:
             raise ValueError("the remote tier needs obstore: pip install 'retain[remote]'") from None
         self.url, self._api, self._exists, self._error = url, obstore, AlreadyExistsError, BaseError
-        self._store = self._open(scheme, endpoint, region, timeout)
+        self._scheme, self._options = scheme, self._client_options(scheme, endpoint, region, timeout)
+        with suppress(OSError):  # a folder that cannot be made now is a store that is away
+            _ = self._store
 
-    def _open(self, scheme: str, endpoint: str | None, region: str | None, timeout: float) -> Any:
+    @cached_property
+    def _store(self) -> Any:
+        """The library's client. Raises OSError while a folder cannot be made."""
         from obstore.store import from_url
 
+        if self._scheme == "file":
+            try:
+                Path(self.url.removeprefix("file://")).mkdir(mode=0o700, parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError):
+                raise ValueError(f"remote: url={self.url} is no folder: choose another") from None
+        try:
+            return from_url(self.url, **self._options)
+        except self._error as error:
+            raise ValueError(f"remote: url={self.url}: {_first_line(error)}") from None
+
+    def _client_options(self, scheme: str, endpoint: str | None, region: str | None, timeout: float) -> dict[str, Any]:
         config = {key: text for key, text in (("endpoint", endpoint), ("region", region)) if text}
         if config and scheme != "s3":
             raise ValueError(f"remote: endpoint and region are options of s3://, not of {self.url}")
-        if scheme == "file":
-            Path(self.url.removeprefix("file://")).mkdir(mode=0o700, parents=True, exist_ok=True)
         options: dict[str, Any] = {}
         if scheme not in ("file", "memory"):
             seconds = timedelta(seconds=timeout)
@@ -66,10 +80,7 @@ class Bucket:
             waits = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=200), "base": 2}
             options["retry_config"] = {"max_retries": 1, "retry_timeout": seconds, "backoff": waits}
             options["config"] = config
-        try:
-            return from_url(self.url, **options)
-        except self._error as error:
-            raise ValueError(f"remote: url={self.url}: {_first_line(error)}") from None
+        return options
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

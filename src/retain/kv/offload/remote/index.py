@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from heapq import nlargest
 from time import monotonic
 
+from retain.kv.offload.circuit_breaker import CircuitBreaker
 from retain.kv.offload.index import SpanIndex
 from retain.kv.offload.remote.bucket import Bucket, ObjectInfo
-from retain.kv.offload.remote.circuit_breaker import CircuitBreaker
 from retain.kv.offload.remote.object_format import FIRST_READ, RemoteSpan, decode_header, header_size
 from retain.kv.offload.span import CorruptionError, Span
 from retain.kv.offload.warning_log import WarningLog

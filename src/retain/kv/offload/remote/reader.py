@@ -9,7 +9,7 @@ from itertools import accumulate
 from time import monotonic
 
 from retain.kv.offload.checksums import verify_blocks
-from retain.kv.offload.remote.circuit_breaker import CircuitBreaker
+from retain.kv.offload.circuit_breaker import CircuitBreaker
 from retain.kv.offload.remote.object_format import RemoteSpan
 from retain.types import Bytes
 

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import logging
 import os
-import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from retain.kv.offload.checksums import span_checksums, verify_blocks
+from retain.kv.offload.checksums import span_checksums
 from retain.kv.offload.direct_io import open_direct, sync_folder, write_and_sync
+from retain.kv.offload.disk_reader import DiskReader
 from retain.kv.offload.index import SpanIndex
-from retain.kv.offload.span import IO_ALIGNMENT, UNKNOWN_FORMAT, CorruptionError, Span, SpanFormat, alloc_aligned
+from retain.kv.offload.span import UNKNOWN_FORMAT, Span, SpanFormat
 from retain.kv.offload.sqlite_index import StoredSpan, StoreIndex
+from retain.kv.offload.store_connection import StoreConnection
+from retain.kv.offload.store_folder import remove_file, span_file
 from retain.kv.offload.throttle import Throttle
 from retain.kv.offload.warning_log import WarningLog
 from retain.plugins import Size, check_choice
@@ -51,11 +52,11 @@ class Tier:
             raise ValueError("read is at least 1 byte a second")
 
     def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> DiskStore:
-        """Open the store in the folder, which is created if needed, and remember the format there."""
-        store = DiskStore(self)
-        if span_format.description:
-            store.formats = store.store_index.register_format(span_format.fingerprint, span_format.description)
-        return store
+        """Open the store in the folder, which is created if needed, and remember the format there.
+
+        Raises ValueError for a folder that must not be used; one that cannot be written is used as far as it can be.
+        """
+        return DiskStore(self, span_format)
 
 
 class DiskStore:
@@ -63,41 +64,47 @@ class DiskStore:
 
     name, max_keys, write_through, distance, latency = "disk", 16, True, 1, 0.0
 
-    def __init__(self, options: Tier):
-        self.options, self.span_index = options, SpanIndex(options.capacity, options.evict)
+    def __init__(self, options: Tier, span_format: SpanFormat):
+        self.options = options
+        self.path, self.span_index = expand_path(options.path), SpanIndex(options.capacity, options.evict)
         self.counts = dict.fromkeys(("written", "read", "evicted", "damaged", "failed", "skipped"), 0)
         self.warnings, self.throttle = WarningLog(log), Throttle(options.read)
-        self.formats: dict[bytes, dict[str, Any]] = {}  # of all engines that used the folder
         self._lock = threading.Lock()  # for the span index and for all that follows
         self._queued_bytes, self._in_flight_keys, self._touched_spans = 0, set[bytes](), set[StoredSpan]()
-        self.store_index = StoreIndex(Path(options.path).expanduser())
         self._last_file_number = 0
-        try:
-            self._recover()
-        except sqlite3.Error as error:
-            self.store_index.close()
-            raise OSError(f"the store {self.store_index.path} cannot be opened: {error}") from None
+        self.connection = StoreConnection(self.path, span_format, self._adopt, self.warnings)
+        self.formats = self.connection.formats
         self.writer = ThreadPoolExecutor(1, "retain-disk", _init_writer_thread)
 
-    def _recover(self) -> None:
-        """Index the published spans, the last used first, up to the capacity. Delete the rest."""
-        excess = []
-        for span in self.store_index.load_spans():
-            if span and self.span_index.used_bytes + span.size <= self.options.capacity:
-                self.span_index.add(span)
-            elif span:
-                excess.append(span.file_number)
-            self._last_file_number = max(self._last_file_number, span.file_number if span else 0)
-            self.counts["damaged"] += span is None
-        self.store_index.delete(excess)
+    def _adopt(self, spans: Sequence[StoredSpan | None]) -> list[int]:
+        """Index what the folder has, the last used first, and forget other spans.
+
+        Returns the file numbers of those beyond the capacity.
+        """
+        found, excess = {span.file_number: span for span in spans if span}, []
+        with self._lock:
+            for span in self.span_index:
+                assert isinstance(span, StoredSpan)
+                known = found.get(span.file_number)
+                if known and known.row_checksum == span.row_checksum:
+                    del found[span.file_number]  # readers may hold the one that is indexed
+                else:
+                    self.span_index.remove(span)
+            for number, stored in found.items():
+                self._last_file_number = max(self._last_file_number, number)
+                if self.span_index.used_bytes + stored.size <= self.options.capacity:
+                    self.span_index.add(stored)
+                else:
+                    excess.append(number)
+            self.counts["damaged"] += (num_damaged := spans.count(None))
         self._log_event("opened")
-        if excess or self.counts["damaged"]:
-            damaged = self.counts["damaged"]
-            log.info("tier disk: dropped %d damaged spans, and %d beyond the capacity", damaged, len(excess))
+        if excess or num_damaged:
+            log.info("tier disk: dropped %d damaged spans, and %d beyond the capacity", num_damaged, len(excess))
+        return excess
 
     def _log_event(self, event: str) -> None:
         spans, size = len(self.span_index.spans), self.span_index.used_bytes / 2**20
-        log.info("tier disk: %s %s, %d spans, %.1f MiB; %s", event, self.store_index.path, spans, size, self.counts)
+        log.info("tier disk: %s %s, %d spans, %.1f MiB; %s", event, self.path, spans, size, self.counts)
 
     # ---- called by the engine ------------------------------------------------------------------------------------
 
@@ -120,8 +127,11 @@ class DiskStore:
         return key in self._in_flight_keys or self.span_index.find(key) is not None
 
     def accepts(self, size: int) -> bool:
-        """Whether a span of this many bytes fits, and not too much waits to be written."""
+        """Whether a span of this many bytes fits, the folder can be written, and not too much waits for that."""
         if size > self.span_index.capacity:
+            return False
+        if not self.connection.is_writable:
+            self.counts["skipped"] += 1
             return False
         is_full = self._queued_bytes + size > MAX_QUEUED_BYTES
         if is_full:
@@ -139,7 +149,7 @@ class DiskStore:
     def open(self, span: Span, deadline: float = inf) -> DiskReader:
         """Open a span's file for reading. Raises OSError."""
         assert isinstance(span, StoredSpan)
-        return DiskReader(self, span, open_direct(self.store_index.file_path(span.file_number), os.O_RDONLY))
+        return DiskReader(span, open_direct(span_file(self.path, span.file_number), os.O_RDONLY), self.begin_read)
 
     def delete(self, span: Span, is_corrupted: bool = False) -> None:
         """Remove a span from the index at once, and its file in the background."""
@@ -148,7 +158,7 @@ class DiskStore:
             was_indexed = self.span_index.remove(span)
             self.counts["damaged"] += is_corrupted and was_indexed
         if was_indexed:
-            self.writer.submit(self._run_logged, "delete a span", lambda: self.store_index.delete([span.file_number]))
+            self.writer.submit(self._run_logged, "delete a span", lambda index: index.delete([span.file_number]))
 
     def begin_read(self, num_bytes: int) -> None:
         """Count a read, and wait until the limit on reads allows it."""
@@ -176,49 +186,64 @@ class DiskStore:
             except OSError:
                 self.delete(span, is_corrupted=True)
                 num_damaged += 1
-        log.info("tier disk: verified %s; dropped %d damaged spans", self.store_index.path, num_damaged)
+        log.info("tier disk: verified %s; dropped %d damaged spans", self.path, num_damaged)
         return num_damaged
 
     def clear(self) -> None:
         """Delete every span."""
         spans = list(self.span_index)
         for span in spans:
+            if not self.connection.is_writable:  # a full disk can be written again once files are gone
+                self._remove_unindexed(span)
             self.delete(span)
-        log.info("tier disk: cleared %s; dropped %d spans", self.store_index.path, len(spans))
+        log.info("tier disk: cleared %s; dropped %d spans", self.path, len(spans))
+
+    def _remove_unindexed(self, span: Span) -> None:
+        """Remove the file of a span whose row cannot be removed. The row counts as damage later."""
+        assert isinstance(span, StoredSpan)
+        with suppress(OSError):
+            remove_file(span_file(self.path, span.file_number))
+            self.connection.breaker.close()
 
     def close(self) -> None:
         """Finish pending writes, and let other processes use the folder."""
-        self.writer.submit(self._run_logged, "save when spans were used", self._update_usage)
+        self.writer.submit(self._save_usage)
         try:
             self.writer.shutdown()
         finally:
-            self.store_index.close()
+            self.connection.close()
             self.warnings.close()
             self._log_event("closed")
 
     # ---- run by the writer thread --------------------------------------------------------------------------------
 
     def _write(self, span: Span, data: Bytes, replaces: Span | None) -> None:
-        self._run_logged("write a span", lambda: self._publish(span, data, replaces))
+        self._run_logged("write a span", lambda index: self._publish(index, span, data, replaces))
         with self._lock:
             self._queued_bytes -= span.size
             self._in_flight_keys -= set(span.keys)
-        self._run_logged("save when spans were used", self._update_usage)
+        self._save_usage()
 
-    def _update_usage(self) -> None:
+    def _save_usage(self) -> None:
         with self._lock:
             spans, self._touched_spans = self._touched_spans, set()
-        self.store_index.update_usage(list(spans))
+        if spans:
+            self._run_logged("save when spans were used", lambda index: index.update_usage(list(spans)))
 
-    def _run_logged(self, action: str, task: Callable[[], None]) -> None:
+    def _run_logged(self, action: str, task: Callable[[StoreIndex], None]) -> None:
         """Run a task. If it fails, as on a full disk, count and log that; requests go on without the span."""
+        index = self.connection.get_index()
+        if not index:
+            self.counts["skipped"] += 1
+            return
         try:
-            task()
+            task(index)
         except Exception as error:
             self.counts["failed"] += 1
-            self.warnings.warn(f"tier disk: cannot {action} in {self.store_index.path}", error)
+            self.warnings.warn(f"tier disk: cannot {action} in {self.path}", error)
+            self.connection.on_error(error)
 
-    def _publish(self, span: Span, data: Bytes, replaces: Span | None) -> None:
+    def _publish(self, index: StoreIndex, span: Span, data: Bytes, replaces: Span | None) -> None:
         with self._lock:
             if replaces and replaces not in self.span_index.spans:
                 return  # it was deleted, or replaced already
@@ -226,16 +251,16 @@ class DiskStore:
         if victims is None:
             return
         self.counts["evicted"] += len(victims)
-        self.store_index.delete([s.file_number for s in victims if isinstance(s, StoredSpan)])
+        index.delete([s.file_number for s in victims if isinstance(s, StoredSpan)])
         self._last_file_number += 1
         stored = StoredSpan.from_span(span, self._last_file_number, span_checksums(span, data))
-        file = self.store_index.file_path(stored.file_number)
+        file = span_file(self.path, stored.file_number)
         draft = file.with_suffix(".tmp")
         try:
             write_and_sync(draft, data)
             draft.rename(file)
             sync_folder(file.parent)
-            self.store_index.add(stored, replaces.file_number if isinstance(replaces, StoredSpan) else None)
+            index.add(stored, replaces.file_number if isinstance(replaces, StoredSpan) else None)
         except BaseException:
             for path in (draft, file):
                 with suppress(OSError):
@@ -248,49 +273,16 @@ class DiskStore:
                 self.span_index.remove(replaces)
 
 
-class DiskReader:
-    """Reads a span's file, and compares each block with its checksum."""
-
-    thread_local = threading.local()  # a buffer for each thread
-
-    def __init__(self, store: DiskStore, span: StoredSpan, fd: int):
-        self.store, self.span, self.fd = store, span, fd
-        self.checksum_offsets = [0, *accumulate(span.num_blocks)]
-
-    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
-        """Read blocks of a layer, [end - begin, block_bytes]. They are valid until this thread reads again."""
-        size, first = self.span.block_bytes, self.checksum_offsets[layer]
-        blocks = self._read(self.span.offsets[layer] + begin * size, (end - begin) * size).reshape(-1, size)
-        return self._verify(blocks, first + begin)
-
-    def read_metadata(self) -> Bytes:
-        """Read the metadata. It is valid until this thread reads again."""
-        data = self._read(self.span.offsets[-2], self.span.metadata_bytes)
-        metadata: Bytes = self._verify(data[None], self.checksum_offsets[-1])[0]
-        return metadata
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self.fd)
-
-    def _read(self, offset: int, size: int) -> Bytes:
-        skipped = offset % IO_ALIGNMENT  # direct reads start and end at multiples of it
-        aligned = -(-(skipped + size) // IO_ALIGNMENT) * IO_ALIGNMENT
-        if len(getattr(self.thread_local, "buffer", ())) < aligned:
-            self.thread_local.buffer = alloc_aligned(aligned)
-        buffer: Bytes = self.thread_local.buffer
-        self.store.begin_read(aligned)
-        if os.preadv(self.fd, [buffer[:aligned].data], offset - skipped) < skipped + size:
-            raise CorruptionError(f"file {self.span.file_number} is shorter than it was written")
-        return buffer[skipped : skipped + size]
-
-    def _verify(self, blocks: Bytes, first_checksum: int) -> Bytes:
-        """Return the blocks if their checksums match. Raises CorruptionError."""
-        return verify_blocks(self.span.checksums, first_checksum, blocks, f"file {self.span.file_number}")
-
-
 def _init_writer_thread() -> None:
     """Let the writer run on any core, and below the priority of threads that compute."""
     reset_cpu_affinity()
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def expand_path(path: str) -> Path:
+    """Return a path with `~` replaced. Raises ValueError."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"disk: path={path}: there is no such user") from None

@@ -18,8 +18,8 @@ from math import inf
 from time import monotonic
 from typing import Any
 
+from retain.kv.offload.circuit_breaker import CircuitBreaker
 from retain.kv.offload.remote.bucket import Bucket, ObjectInfo
-from retain.kv.offload.remote.circuit_breaker import CircuitBreaker
 from retain.kv.offload.remote.index import RemoteIndex
 from retain.kv.offload.remote.object_format import RemoteSpan, decode_header, encode_header, object_name
 from retain.kv.offload.remote.reader import RANGE_BYTES, RemoteReader
