@@ -399,7 +399,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"system": [{"type": "text", "text": "a", "cache_control": EPHEMERAL}] * 5}, "5 blocks have cache_control"),
         ({"kv_policy": "x"}, "unknown KV policy"),
         ({"kv_policy": "gate:budget=9,file=/etc/passwd"}, "cannot name a file"),
-        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "context"),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "prompt is too long"),
     ],
 )
 def test_invalid_request_names_the_field(agent_server, fields, field):

@@ -266,7 +266,6 @@ def image(url):
         ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "required"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "medium"),
-        ({"max_output_tokens": 10**6}, "max_output_tokens", "at most 250"),
         ({"max_tokens": 5}, "max_tokens", "unknown field"),
         ({"temperature": 3}, "temperature", "2"),
         ({"metadata": {"k": "v" * 513}}, "metadata.k", "512"),

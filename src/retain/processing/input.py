@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +41,19 @@ class GenerateRequest:
     needs_prompt_logprobs: bool = False
     forced_tokens: tuple[int, ...] = ()  # the answer begins with these, whatever the model predicts
     explain_prefix: bool = False  # find out why the prompt began with no more cached tokens
+
+
+class PromptTooLongError(ValueError):
+    """A prompt leaves no room for an answer.
+
+    `num_tokens` are the prompt's, at least. `max_context` are the tokens of a prompt and its answer, at most: what the
+    model allows, or what the empty pool holds under the request's policy.
+    """
+
+    def __init__(self, num_tokens: int, max_context: int, limit: str, remedy: str = "shorten it"):
+        """`limit`: what allows no more, in words."""
+        super().__init__(f"the prompt has {num_tokens} tokens and {limit} {max_context}: {remedy}")
+        self.num_tokens, self.max_context = num_tokens, max_context
 
 
 @dataclass(frozen=True)
@@ -87,11 +101,11 @@ class InputProcessor:
         return token_ids
 
     def check_length(self, text: str) -> None:
-        """Raise ValueError for a text that cannot fit the context, before it is tokenized."""
+        """Raise PromptTooLongError for a text that cannot fit the context, before it is tokenized."""
         limit = self.info.max_model_len
         # max_token_bytes takes a while to find, so texts of ordinary length do not ask for it.
         if len(text) > 4 * limit and len(text) > limit * self.tokenizer.max_token_bytes:
-            raise ValueError(f"a text of {len(text)} characters exceeds the context of {limit}: shorten it")
+            raise PromptTooLongError(-(-len(text) // self.tokenizer.max_token_bytes), limit, "the context")
 
     def process(
         self, generate_request: GenerateRequest, on_logits: Callable[[Tensor], None] | None = None
@@ -101,9 +115,8 @@ class InputProcessor:
         token_ids, params = self.encode(g.prompt), g.params
         self._check_token_ids([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])
         policy = self._parse_policy(g.kv_policy)
+        self._check_prompt_length(len(token_ids), g.num_system_tokens, policy)
         room = limit - len(token_ids)
-        if room < 1:
-            raise ValueError(f"the prompt has {len(token_ids)} tokens and the context {limit}: shorten it")
         if params.max_tokens and params.max_tokens > room:
             raise ValueError(
                 f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} exceed the context of {limit}: "
@@ -137,6 +150,20 @@ class InputProcessor:
             policy = policy.with_instruction(ids, self.tokenizer.special_token_ids)
         self._check_room(policy)
         return policy
+
+    def _check_prompt_length(self, num_tokens: int, num_system_tokens: int, policy: EvictionPolicy) -> None:
+        """Raise PromptTooLongError for a prompt after which not one token fits the context or the empty pool."""
+
+        if num_tokens >= self.info.max_model_len:
+            raise PromptTooLongError(num_tokens, self.info.max_model_len, "the context")
+        effective = self.cache.effective_policy(policy.resolve(num_tokens, num_system_tokens))
+
+        def exceeds_pool(length: int) -> bool:
+            return self.cache.pages_needed(effective, length, length) > self.cache.total_pages
+
+        if exceeds_pool(num_tokens):  # the last token is never written
+            first = 1 + bisect_left(range(1, num_tokens), True, key=exceeds_pool)
+            raise PromptTooLongError(num_tokens, first, "the KV memory holds", "raise kv_memory, or shorten it")
 
     def _check_room(self, policy: EvictionPolicy) -> None:
         """Raise ValueError for a policy that the cache was built without room for."""

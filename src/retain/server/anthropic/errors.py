@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from retain.files import shorten
 from retain.server.openai.errors import ERROR_RESPONSES as OPENAI_ERROR_RESPONSES
-from retain.server.openai.errors import APIError
+from retain.server.openai.errors import APIError, ContextLengthError
 
 PATH = "/v1/messages"
 ERROR_TYPES = {
@@ -51,7 +51,10 @@ def has_anthropic_errors(path: str) -> bool:
 def to_error_json(error: APIError) -> dict[str, Any]:
     """Return the JSON object of an error."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    message = error.message
+    if isinstance(error, ContextLengthError):  # the words that agents look for
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_context - 1} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def to_error_response(error: APIError) -> JSONResponse:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from retain.kv.prefix.block_hash import common_prefix_length
@@ -25,11 +23,9 @@ def prepare_message(service: OpenAIServing, body: MessagesRequest, key: ApiKey) 
         service.llm.output_processor,
         service.model_name,
         prompt_only=body.max_tokens == 0,
-        fills_context=body.max_tokens > fits,
+        fills_context=body.max_tokens > fits == request.params.max_tokens,
     )
-    # Agents ask for tens of thousands of tokens in every request, whatever the context of the model.
-    params = replace(request.params, max_tokens=min(max(body.max_tokens, 1), fits))
-    return Prepared([replace(request, params=params)], encoder, find_pins(service, body, request))
+    return Prepared([request], encoder, find_pins(service, body, request))
 
 
 def count_prompt_tokens(service: OpenAIServing, body: ConversationFields) -> int:

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from retain.files import shorten
+from retain.processing.input import PromptTooLongError
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -82,8 +83,26 @@ class APIError(Exception):
         return JSONResponse(self.to_dict(), self.status, dict(self.headers or {}))
 
 
-def invalid_request(error: Exception) -> APIError:
-    """Convert an exception to a 400 with a one-line message."""
+class ContextLengthError(APIError):
+    """A prompt leaves no room for an answer. Agents that see this error shorten the conversation and ask again.
+
+    The wording is OpenAI's, because many look for it. Other APIs have their own.
+    """
+
+    def __init__(self, error: PromptTooLongError, field: str):
+        """`field`: of the request, that the prompt is in."""
+        message = (
+            f"This model's maximum context length is {error.max_context} tokens. However, your {field} resulted in "
+            f"{error.num_tokens} tokens, and the answer needs at least one. Please reduce the length of the {field}."
+        )
+        super().__init__(400, message, field, "context_length_exceeded")
+        self.num_tokens, self.max_context = error.num_tokens, error.max_context
+
+
+def invalid_request(error: Exception, prompt_field: str = "messages") -> APIError:
+    """Convert an exception to a 400 with a one-line message. `prompt_field` is what a prompt that is too long is in."""
+    if isinstance(error, PromptTooLongError):
+        return ContextLengthError(error, prompt_field)
     if isinstance(error, RecursionError):
         return APIError(400, "the request body is nested too deeply")
     return APIError(400, " ".join(str(error).split()))

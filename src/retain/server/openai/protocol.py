@@ -6,7 +6,7 @@ builds, for /openapi.json.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -75,6 +75,8 @@ class ExtensionFields(StrictModel):
 
 class GenerationFields(ExtensionFields):
     """Fields common to all requests that generate."""
+
+    prompt_field: ClassVar[str] = "messages"  # what errors about the prompt name
 
     stream: bool | None = None
 
@@ -146,6 +148,7 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     other_fields = client_fields.COMPLETION
+    prompt_field = "prompt"
 
     prompt: (
         NonEmptyStr

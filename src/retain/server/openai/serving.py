@@ -170,7 +170,7 @@ class OpenAIServing:
         requests = []
         for ids in prompts:
             request = self._build_base_request(ids, body, key)
-            max_tokens = self._resolve_max_tokens(request, requested, is_default=body.max_tokens is None)
+            max_tokens = self._resolve_max_tokens(request, requested)
             request = replace(
                 request,
                 params=body.to_sampling_params(max_tokens, body.logprobs),
@@ -210,20 +210,13 @@ class OpenAIServing:
             explain_prefix=body.explain_prefix,
         )
 
-    def _resolve_max_tokens(
-        self, request: GenerateRequest, requested: int | None, is_default: bool = False
-    ) -> int | None:
-        """Return the output tokens to allow. A default is lowered to what fits, a requested number never.
+    def _resolve_max_tokens(self, request: GenerateRequest, requested: int | None) -> int | None:
+        """Return the output tokens to allow: those requested, as far as the server's limit, context and pool go.
 
-        Raises APIError if the request exceeds the server's limit.
+        Agents ask for tens of thousands of tokens in every request, whatever the context of the model.
         """
-        limit = self.limits.max_output_tokens
-        if requested is not None and not is_default:
-            if limit is not None and requested > limit:
-                raise APIError(400, f"max_tokens is {requested}: at most {limit} on this server", "max_tokens")
-            return requested
         fits = self.llm.input_processor.max_output_tokens(request, len(request.prompt))
-        return min(x for x in (requested, limit, fits) if x is not None)
+        return min(x for x in (requested, self.limits.max_output_tokens, fits) if x is not None)
 
     # ---- submission ----------------------------------------------------------------------------------------------
 
@@ -243,7 +236,7 @@ class OpenAIServing:
                     group = RequestGroup(request_states, key.name, pins, self.stream_interval if body.stream else None)
                     await self.engine_thread.submit(group)
             except (ValueError, RecursionError) as error:
-                raise invalid_request(error) from None
+                raise invalid_request(error, body.prompt_field) from None
             except EngineError as error:
                 raise APIError(error.status, str(error)) from None
             except BaseException as error:  # the deadline passed, or the coroutine was cancelled
