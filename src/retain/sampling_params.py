@@ -10,6 +10,7 @@ NUM_SEEDS = 2**63
 MAX_BIAS = 1e4  # of penalties and biases of logits: sums of more would lose the logits' digits
 RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, math.inf),
+    "min_tokens": (0, math.inf),
     "temperature": (0, math.inf),
     "top_k": (0, math.inf),
     "top_p": (0, 1),
@@ -32,6 +33,9 @@ class SamplingParams:
         metadata={
             "help": "output tokens at most (default: up to the end of the context; on the command line at most 512)"
         },
+    )
+    min_tokens: int = field(
+        default=0, metadata={"help": "output tokens at least, before an end token, a stop token or a stop string"}
     )
     temperature: float = field(default=1.0, metadata={"help": "softmax temperature; 0 is greedy"})
     top_k: int = field(default=0, metadata={"help": "sample from the K likeliest tokens; 0 is all"})
@@ -63,6 +67,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not (lo <= value <= hi and math.isfinite(value)):
                 raise ValueError(f"{name} must be from {lo:g} to {hi:g}, not {value}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}: at most max_tokens, which is {self.max_tokens}")
         if self.top_p == 0:
             raise ValueError("top_p must be above 0")
         if not all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias):  # NaN is refused, too

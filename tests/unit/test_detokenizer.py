@@ -117,9 +117,9 @@ def test_only_the_start_of_a_text_loses_its_space(kind: str) -> None:
         assert stream.add_token(token) + stream.add_token(token) + stream.flush() == text
 
 
-def cut_at_stop(text: str, stop: list[str]) -> tuple[str, bool]:
-    """Cut a text before the stop string that is complete first; of several, the longest."""
-    for end in range(len(text) + 1):
+def cut_at_stop(text: str, stop: list[str], min_chars: int = 0) -> tuple[str, bool]:
+    """Cut a text before the stop string that is complete first, after `min_chars`; of several, the longest."""
+    for end in range(min_chars, len(text) + 1):
         if hits := [s for s in stop if text[:end].endswith(s)]:
             return text[: end - max(map(len, hits))], True
     return text, False
@@ -141,6 +141,23 @@ def test_stop_strings_are_never_shown_and_never_late(kind: str, data: st.DataObj
         assert stream.stopped or not held or any(s.startswith(held) for s in stop)  # nothing else is held back
     stream.flush()
     assert (stream.text, stream.stopped) == (expected, stopped)
+
+
+@for_each_tokenizer(300)
+def test_stop_strings_end_no_text_within_min_tokens(kind: str, data: st.DataObject) -> None:
+    k, tokens = open_tokenizer(kind), data.draw(token_sequences(kind))
+    text, min_tokens = k.decode(tokens), data.draw(st.integers(0, 8))
+    spans = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 6)).map(lambda s: text[s[0] : s[0] + s[1]])
+    stop = [s for s in data.draw(st.lists(spans | st.text("the cat\n", min_size=1, max_size=3), max_size=3)) if s]
+    plain = k.create_detokenizer()
+    num_chars = sum(len(plain.add_token(i)) for i in tokens[:min_tokens])
+    stream = k.create_detokenizer(stop, min_tokens=min_tokens)
+    for i in tokens:
+        stream.add_token(i)
+    stream.flush()
+    may_stop = len(tokens) > min_tokens
+    expected = cut_at_stop(text, stop, num_chars + 1 if min_tokens else 0) if may_stop else (text, False)
+    assert (stream.text, stream.stopped) == expected
 
 
 def test_stop_string_examples() -> None:

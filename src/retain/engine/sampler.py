@@ -39,6 +39,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledTokens]:
     row_drafts = [r.drafts[:i] for r in requests for i in range(len(r.drafts) + 1)]  # [N]: those before the row
     adjusted = apply_penalties(logits, row_requests, row_drafts)
     adjusted = apply_grammars(adjusted, logits, requests, starts)
+    adjusted = mask_stop_tokens(adjusted, logits, row_requests, row_drafts)
     tokens = argmax_tokens(adjusted)  # [N]
     random_rows = [i for i, r in enumerate(row_requests) if not r.params.greedy]
     probs = adjusted[:0]  # [n, V], of the random rows
@@ -123,6 +124,27 @@ def apply_grammars(logits: Tensor, raw: Tensor, requests: Sequence[Request], sta
     for start, end, request in zip(starts, starts[1:], requests, strict=False):
         if request.grammar:
             request.grammar.mask_logits(logits[start:end], request.drafts)
+    return logits
+
+
+def mask_stop_tokens(
+    logits: Tensor, raw: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
+) -> Tensor:
+    """Mask the tokens that would end an answer before its `min_tokens`, in each row of logits [N, V].
+
+    A row where nothing else is left stays: its grammar ends the answer. `raw` is not changed.
+    """
+    rows = [
+        i
+        for i, (request, before) in enumerate(zip(requests, drafts, strict=True))
+        if request.input.stop_ids and len(request.output_tokens) + len(before) < request.params.min_tokens
+    ]
+    if not rows:
+        return logits
+    logits = logits.clone() if logits is raw else logits
+    for i in rows:
+        masked = logits[i].index_fill(0, to_device_like(logits, sorted(requests[i].input.stop_ids)), -torch.inf)
+        logits[i] = torch.where(masked.isneginf().all(), logits[i], masked)
     return logits
 
 

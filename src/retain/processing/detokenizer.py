@@ -86,16 +86,20 @@ class IncrementalDetokenizer:
 
     The joined results of `add_token` and `flush`, up to the first stop string, are what the answer adds to the text of
     the `preceding` tokens, its prompt: an answer in the middle of a text keeps its first space, and completes a
-    character that the prompt began. The first stop string is the one that is complete first.
+    character that the prompt began. The first stop string is the one that is complete first, of those that the first
+    `min_tokens` tokens do not complete.
     """
 
-    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = (), preceding: Sequence[int] = ()):
+    def __init__(
+        self, token_bytes: TokenBytes, stop: Sequence[str] = (), preceding: Sequence[int] = (), min_tokens: int = 0
+    ):
         """Raises ValueError for an empty stop string."""
         if not all(stop):
             raise ValueError("a stop string must not be empty")
         self.stopped = False
         self.stop_string: str | None = None  # the one that stopped the answer
         self._token_bytes, self._stop_strings = token_bytes, tuple(stop)
+        self._num_tokens_before_stop = min_tokens  # that are still to come
         self._max_held_chars = max(map(len, self._stop_strings), default=1) - 1
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(token_bytes.errors)
         self._utf8_decoder.decode(token_bytes.last_bytes(preceding))  # keeps what is incomplete, and no more
@@ -111,7 +115,11 @@ class IncrementalDetokenizer:
 
     def add_token(self, token: int) -> str:
         """Add a token, and return the new text that may be shown; after a stop string, nothing."""
-        return "" if self.stopped else self._append_text(self._utf8_decoder.decode(self._token_bytes[token]))
+        if self.stopped:
+            return ""
+        text = self._append_text(self._utf8_decoder.decode(self._token_bytes[token]))
+        self._num_tokens_before_stop -= 1
+        return text
 
     def flush(self) -> str:
         """End the answer, and return the text that was held back."""
@@ -128,13 +136,19 @@ class IncrementalDetokenizer:
             self._strip_space = False
             text = text.removeprefix(" ")
         if self._stop_strings:
-            text = self._cut_at_stop(self._held_text + text)
+            text = self._cut_at_stop(text)
         self._text_parts.append(text)
         return text
 
-    def _cut_at_stop(self, text: str) -> str:
+    def _cut_at_stop(self, new: str) -> str:
         """Return the text that precedes any stop string. Hold back a possible start of one; drop a complete one."""
-        if hits := [(start + len(s), start, s) for s in self._stop_strings if (start := text.find(s)) >= 0]:
+        text = self._held_text + new
+        hits = []
+        for s in self._stop_strings:
+            start = text.find(s, max(0, len(self._held_text) - len(s) + 1))  # a match that ends in the new text
+            if start >= 0 and self._num_tokens_before_stop <= 0:
+                hits.append((start + len(s), start, s))
+        if hits:
             self.stopped = True
             self._held_text = ""
             _, start, self.stop_string = min(hits)

@@ -213,7 +213,8 @@ class InputProcessor:
         )
         request.explains_prefix = g.explain_prefix or is_logging_prefixes()
         drafts = self.info.has_default_drafter if g.speculate is None else g.speculate != NO_SPECULATION
-        detokenizer = self.tokenizer.create_detokenizer(input.params.stop, request.tokens)
+        stop, min_tokens = input.params.stop, input.params.min_tokens
+        detokenizer = self.tokenizer.create_detokenizer(stop, request.tokens, min_tokens)
         return RequestOutputState(request, detokenizer, drafts, on_logits)
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:

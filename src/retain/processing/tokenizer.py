@@ -109,9 +109,14 @@ class Tokenizer:
         """Return the bytes of one token, special tokens included. They may be part of a character."""
         return self._token_bytes.raw_bytes(token)
 
-    def create_detokenizer(self, stop: Sequence[str] = (), preceding: Sequence[int] = ()) -> IncrementalDetokenizer:
-        """Create a detokenizer of an answer to the tokens `preceding`, which stops at the first of `stop`."""
-        return IncrementalDetokenizer(self._token_bytes, stop, preceding)
+    def create_detokenizer(
+        self, stop: Sequence[str] = (), preceding: Sequence[int] = (), min_tokens: int = 0
+    ) -> IncrementalDetokenizer:
+        """Create a detokenizer of an answer to the tokens `preceding`.
+
+        It stops at the first of the `stop` strings that is complete after the first `min_tokens` tokens.
+        """
+        return IncrementalDetokenizer(self._token_bytes, stop, preceding, min_tokens)
 
     def apply_chat_template(
         self,

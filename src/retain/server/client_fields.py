@@ -39,7 +39,6 @@ SAMPLING: FieldTable = {
     "return_token_ids": only(False),
     "return_tokens_as_token_ids": only(False),
     "use_beam_search": only(False),
-    "min_tokens": only(0),
     "priority": only(0),
 }
 COMPLETION: FieldTable = {

@@ -62,6 +62,9 @@ class ExtensionFields(StrictModel):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(
         default_factory=list, description="Token ids that end the output"
     )
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="Output tokens at least, before an end token, a stop token or a stop string"
+    )
     ignore_eos: bool = Field(False, description="Generate up to max_tokens, past the end of text")
 
     @field_validator("kv_policy")
@@ -107,6 +110,7 @@ class SamplingFields(GenerationFields):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
+            min_tokens=min(self.min_tokens, max_tokens or self.min_tokens),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,

@@ -114,7 +114,7 @@ class OpenAIServing:
         request = self._build_base_request(ids, body, key)
         if self.llm.input_processor.protects_system(body.kv_policy):
             request = replace(request, num_system_tokens=self._count_system_tokens(body))
-        max_tokens = self._resolve_max_tokens(request, body.max_completion_tokens or body.max_tokens)
+        max_tokens = self._resolve_max_tokens(body, request, body.max_completion_tokens or body.max_tokens)
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
         params = body.to_sampling_params(max_tokens, logprobs)
         request = replace(request, params=params, grammar=self._build_grammar(body, tools))
@@ -166,11 +166,12 @@ class OpenAIServing:
     def prepare_completion(self, body: CompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a completion of each prompt. Raises APIError or ValueError."""
         prompts, n, echo = [self.llm.encode(p) for p in body.prompts], body.n or 1, bool(body.echo)
-        requested = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+        default = max(DEFAULT_MAX_TOKENS, body.min_tokens)
+        requested = default if body.max_tokens is None else max(body.max_tokens, 1)
         requests = []
         for ids in prompts:
             request = self._build_base_request(ids, body, key)
-            max_tokens = self._resolve_max_tokens(request, requested)
+            max_tokens = self._resolve_max_tokens(body, request, requested)
             request = replace(
                 request,
                 params=body.to_sampling_params(max_tokens, body.logprobs),
@@ -210,11 +211,14 @@ class OpenAIServing:
             explain_prefix=body.explain_prefix,
         )
 
-    def _resolve_max_tokens(self, request: GenerateRequest, requested: int | None) -> int | None:
+    def _resolve_max_tokens(self, body: SamplingFields, request: GenerateRequest, requested: int | None) -> int | None:
         """Return the output tokens to allow: those requested, as far as the server's limit, context and pool go.
 
-        Agents ask for tens of thousands of tokens in every request, whatever the context of the model.
+        Agents ask for tens of thousands of tokens in every request, whatever the context of the model. Raises APIError
+        if fewer are requested than `min_tokens`.
         """
+        if requested is not None and body.min_tokens > requested:
+            raise APIError(400, f"min_tokens is {body.min_tokens}: at most max_tokens, {requested}", "min_tokens")
         fits = self.llm.input_processor.max_output_tokens(request, len(request.prompt))
         return min(x for x in (requested, self.limits.max_output_tokens, fits) if x is not None)
 
