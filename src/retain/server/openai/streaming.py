@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 
 from starlette.responses import Response
@@ -27,6 +27,8 @@ class ClientDisconnected(Exception):
 
 class ResponseEncoder(ABC):
     """Encodes the answer to one request in the format of one API: as a JSON object, or as server-sent events."""
+
+    headers: Mapping[str, str] = {}  # of the response, beside those of its format
 
     @abstractmethod
     def update(self, delta: OutputDelta) -> None:
@@ -124,10 +126,11 @@ class GenerationResponse(Response):
             await self.encoder.to_error_response(_to_api_error(error))(scope, receive, send)
             return
         data = self.encoder.encode_full(self.group)
-        await Response(data, media_type="application/json")(scope, receive, send)
+        await Response(data, headers=self.encoder.headers, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        headers += [(name.encode(), value.encode()) for name, value in self.encoder.headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         encoder = self.encoder
         try:
