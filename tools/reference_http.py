@@ -52,13 +52,15 @@ def http_page() -> str:
 
 
 def _other_fields(models: Sequence[Any]) -> str:
-    """Return a table of the fields that these models accept without effect, or refuse."""
-    rows = [
-        (f"`{cls.__name__}`", *row) if len(models) > 1 else row
-        for cls in models
-        for row in _describe_rules(cls.other_fields)
-    ]
-    return table([*(["object"] if len(models) > 1 else []), "other field", "accepted", "why"], rows)
+    """Return a table of the fields that these models accept without effect, or refuse. Equal rows are one."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for cls in models:
+        for row in _describe_rules(cls.other_fields):
+            rows.setdefault(row, []).append(code(cls.__name__))
+    if len(models) == 1:
+        return table(["other field", "accepted", "why"], list(rows))
+    listed = sorted((", ".join(names), *row) for row, names in rows.items())
+    return table(["objects", "other field", "accepted", "why"], listed)
 
 
 def _describe_rules(rules: FieldTable) -> Iterator[tuple[str, str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -9,14 +10,14 @@ import pytest
 from retain.server.openai.responses.store import TURN_OVERHEAD, ResponseStore, StoredTurn
 
 
-def build_turn(size: int, previous: StoredTurn | None = None) -> StoredTurn:
-    return StoredTurn(b"r" * size, b"", previous)
+def build_turn(size: int, previous: StoredTurn | None = None, item_ids: Sequence[str] = ()) -> StoredTurn:
+    return StoredTurn(b"r" * size, b"", previous, item_ids)
 
 
-def count_reachable_bytes(store: ResponseStore) -> int:
-    """Count every turn once that an id leads to."""
-    turns = {id(t): t for by_id in store._turns_by_key.values() for end in by_id.values() for t in end.conversation()}
-    return sum(turn.num_bytes for turn in turns.values())
+def find_reachable_turns(store: ResponseStore) -> set[tuple[str, StoredTurn]]:
+    """Return the turns that an id leads to, with their keys."""
+    turns_by_key = store._turns_by_key.items()
+    return {(key, turn) for key, by_id in turns_by_key for end in by_id.values() for turn in end.conversation()}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -30,14 +31,27 @@ def test_bytes_add_up_and_stay_below_the_bound(seed: int) -> None:
             if previous and random.random() < 0.2:
                 store.delete(key, next(i for i, t in store._turns_by_key[key].items() if t is previous))
             ids.append(f"resp_{step}")
-            store.put(key, ids[-1], build_turn(random.randrange(3000), previous))
+            store.put(key, ids[-1], build_turn(random.randrange(3000), previous, [f"msg_{step}", f"fc_{step}"]))
         elif ids:
             store.delete(key, random.choice(ids))
-        assert store.num_bytes == count_reachable_bytes(store) <= store.max_bytes
+        reachable = find_reachable_turns(store)
+        assert store.num_bytes == sum(turn.num_bytes for _, turn in reachable) <= store.max_bytes
+        assert store._turns_by_item == {(key, item_id): turn for key, turn in reachable for item_id in turn.item_ids}
     for key in ("ann", "bob", "carol"):
         for response_id in ids:
             store.delete(key, response_id)
-    assert not store.num_bytes and not store._turns_by_key and not store.num_bytes_by_key
+    assert not store.num_bytes and not store._turns_by_key and not store.num_bytes_by_key and not store._turns_by_item
+
+
+def test_the_newest_turn_with_an_item_is_found() -> None:
+    """Clients send items back with their ids, so several turns have them."""
+    store = ResponseStore(10_000)
+    first, second = build_turn(10, None, ["msg_1"]), build_turn(10, None, ["msg_1"])
+    store.put("ann", "first", first)
+    store.put("ann", "second", second)
+    assert store.find_item("ann", "msg_1") is second and store.find_item("bob", "msg_1") is None
+    store.delete("ann", "first")
+    assert store.find_item("ann", "msg_1") is second
 
 
 def test_least_recently_used_is_evicted() -> None:

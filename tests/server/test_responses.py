@@ -237,6 +237,9 @@ def test_store_is_bounded_and_keys_are_apart():
         assert ann.responses.retrieve(first.id).id == first.id, "a key below its share loses nothing to another"
 
 
+NAMED = {"type": "function", "name": "f"}
+
+
 def image(url):
     return [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
 
@@ -246,26 +249,29 @@ def image(url):
     [
         ({"input": image("https://example.org/a.png")}, "input.0.content.0", "images"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0", "files"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", "items"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item not found"),
+        ({"input": [{"type": "compaction_trigger"}]}, "input.0", "items"),
         ({"input": [{"role": "user"}]}, "input.0.content", "required"),
-        ({"input": []}, "input", "at least 1"),
         ({"input": 3}, "input", "list"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content", "text here"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input", "call_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "web_search"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0.type", "mcp"),
+        ({"input": [{"type": "function_call_output", "output": ""}]}, "input.0.call_id", "required"),
+        ({"input": "x", "tools": [{"type": "telepathy"}]}, "tools.0", "local_shell"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools.0.tools.0", "custom"),
+        ({"tools": [NAMED, {**NAMED, "type": "custom"}]}, "tools", "two tools have the name f"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "does not run web_search"),
         ({"tools": [{"type": "function", "name": "f", "parameters": {}}]}, "tools", "tools"),
-        ({"tool_choice": {"type": "function", "name": "f"}}, None, "without tools"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "function"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "without tools"),
+        ({"tools": [NAMED], "tool_choice": {"type": "custom", "name": "f"}}, "tool_choice", "unknown tool"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "client runs"),
         ({"background": True}, "background", "support"),
         ({"conversation": "conv_1"}, "conversation", "support"),
-        ({"reasoning": {"effort": "high"}}, "reasoning", "support"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "high"),
         ({"prompt": {"id": "p"}}, "prompt", "support"),
-        ({"truncation": "auto"}, "truncation", "disabled"),
-        ({"include": ["web_search_call.results"]}, "include.0", LOGPROBS),
+        ({"truncation": "middle"}, "truncation", "disabled"),
+        ({"include": ["everything"]}, "include.0", LOGPROBS),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "required"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "medium"),
+        ({"text": {"verbosity": "none"}}, "text.verbosity", "medium"),
         ({"max_tokens": 5}, "max_tokens", "unknown field"),
         ({"temperature": 3}, "temperature", "2"),
         ({"metadata": {"k": "v" * 513}}, "metadata.k", "512"),

@@ -9,15 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.errors import APIError
 from retain.server.openai.responses.conversion import (
     ITEMS,
+    build_turn,
+    convert_request,
     dump_items,
+    get_input_items,
     iter_stored_items,
     rename_parameter,
-    to_chat_request,
+    resolve_references,
     to_messages,
 )
+from retain.server.openai.responses.items import encode_reasoning
 from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.store import StoredTurn
 
@@ -94,28 +99,156 @@ def test_result_without_its_call_is_refused() -> None:
         convert([call("f"), result("g")])
 
 
+def custom_call(name: str, text: str) -> Json:
+    fields = {"call_id": f"call_{name}", "name": name, "input": text, "status": "completed"}
+    return {"type": "custom_tool_call", "namespace": "ns", **fields}
+
+
+def other_call(kind: str, text: str) -> Json:
+    fields: Json = {
+        "local_shell_call": {"action": {"type": "exec", "command": [text], "env": {}, "timeout_ms": None}},
+        "shell_call": {"action": {"commands": [text], "timeout_ms": 5}, "environment": {"type": "local"}},
+        "apply_patch_call": {"operation": {"type": "create_file", "path": "a", "diff": text}},
+        "web_search_call": {"action": {"type": "search", "query": text}, "status": "completed"},
+        "compaction": {"encrypted_content": text},
+    }
+    return {"type": kind, "call_id": f"call_{kind}", **fields[kind]}
+
+
+TOOLS = [{"type": "function", "name": "f"}]
+OTHER_CALLS = ["local_shell_call", "shell_call", "apply_patch_call", "web_search_call", "compaction"]
 ITEM = st.one_of(
     st.builds(message, st.sampled_from(["user", "assistant", "system", "developer"]), st.text(max_size=4)),
     st.builds(reasoning, st.text(max_size=4)),
     st.builds(call, st.sampled_from("fg")),
+    st.builds(custom_call, st.sampled_from("fg"), st.text(max_size=4)),
+    st.builds(other_call, st.sampled_from(OTHER_CALLS), st.text(max_size=4)),
 )
+
+
+def store(asked: list[Json], answered: list[Json]) -> StoredTurn:
+    """Return a stored turn with these items; answers have ids as the server's have."""
+    response = {"output": [{"id": f"out_{i}", **item} for i, item in enumerate(answered)]}
+    return build_turn(dump_items(ITEMS.validate_python(asked)), response, orjson.dumps(response), None)
 
 
 @given(st.lists(ITEM, max_size=6), st.lists(ITEM, max_size=4), st.lists(ITEM, min_size=1, max_size=4))
 def test_stored_turn_and_whole_history_are_the_same_messages(
     asked: list[Json], answered: list[Json], added: list[Json]
 ) -> None:
-    first = StoredTurn(orjson.dumps({"output": answered}), dump_items(ITEMS.validate_python(asked)))
-    continued = to_chat_request(ResponsesRequest(model="m", input=added), first)
-    whole = to_chat_request(ResponsesRequest(model="m", input=[*asked, *answered, *added]), None)
-    assert continued.messages == whole.messages
+    first = store(asked, answered)
+    body = ResponsesRequest(model="m", input=added, tools=TOOLS)
+    continued = convert_request(body, body.input, first)  # type: ignore[arg-type]
+    body = ResponsesRequest(model="m", input=[*asked, *answered, *added], tools=TOOLS)
+    whole = convert_request(body, body.input, None)  # type: ignore[arg-type]
+    assert continued.chat == whole.chat and continued.warnings == whole.warnings
     stored = list(iter_stored_items(first, with_output=True))
     assert len(stored) == len(asked) + len(answered) and all("id" in item for item in stored[: len(asked)])
 
 
+@pytest.mark.parametrize(
+    ("called", "output", "text"),
+    [
+        (call("f"), {"type": "function_call_output", "output": [{"type": "input_text", "text": "x"}]}, "x"),
+        (custom_call("f", "+a"), {"type": "custom_tool_call_output", "output": "x", "name": "f"}, "x"),
+        (other_call("local_shell_call", "ls"), {"type": "function_call_output", "output": "x"}, "x"),
+        (other_call("local_shell_call", "ls"), {"type": "local_shell_call_output", "output": "x"}, "x"),
+        (
+            other_call("shell_call", "ls"),
+            {
+                "type": "shell_call_output",
+                "max_output_length": 9,
+                "output": [{"stdout": "x", "stderr": "", "outcome": {"type": "exit", "exit_code": 1}}],
+            },
+            '[{"stdout": "x", "stderr": "", "outcome": {"type": "exit", "exit_code": 1}}]',
+        ),
+        (other_call("apply_patch_call", "+a"), {"type": "apply_patch_call_output", "status": "failed"}, "failed"),
+        (other_call("apply_patch_call", "+a"), {"type": "apply_patch_call_output", "output": "x"}, "x"),
+    ],
+)
+def test_outputs_of_every_kind_of_call(called: Json, output: Json, text: str) -> None:
+    asked, answered = convert([called, {**output, "call_id": called["call_id"]}])
+    assert answered == {"role": "tool", "tool_call_id": called["call_id"], "content": text}
+    assert len(asked["tool_calls"]) == 1
+    with pytest.raises(APIError, match="call_id"):
+        convert([{**output, "call_id": called["call_id"]}])
+
+
+def test_output_of_a_shell_names_the_call_by_its_id() -> None:
+    called = {**other_call("local_shell_call", "ls"), "id": "lsh_1"}
+    converted = convert([called, {"type": "local_shell_call_output", "id": "lsh_1", "output": "x"}])
+    assert converted[1]["tool_call_id"] == called["call_id"]
+
+
+def test_items_of_other_servers() -> None:
+    """Their marks change nothing; what cannot be read is left out."""
+    plain = [message("user", "x"), message("assistant", "no"), call("f"), result("f")]
+    marks = {"id": "i" * 500, "status": "done", "phase": "commentary", "created_by": "y", "unknown": None}
+    marked: list[Json] = [{**item, **marks} for item in plain]
+    marked[1]["content"] = [{"type": "refusal", "refusal": "no"}]
+    marked[1:1] = [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "gAAAA"},
+        {"type": "web_search_call", "id": "ws_1", "action": {"type": "search", "query": "q"}},
+    ]
+    assert convert(marked) == convert(plain)
+    body = ResponsesRequest(model="m", input=marked)
+    assert convert_request(body, ITEMS.validate_python(marked), None).warnings == ["items left out: web_search_call"]
+
+
+@given(st.text(min_size=1))
+def test_reasoning_comes_back_in_either_field(text: str) -> None:
+    """Some clients keep the text of an item, others only its `encrypted_content`."""
+    encrypted = {"type": "reasoning", "summary": [], "content": None, "encrypted_content": encode_reasoning(text)}
+    assert convert([encrypted]) == convert([reasoning(text)])
+
+
+@pytest.mark.parametrize("encoded", ["", "retain:", "retain:x", "retain:/w==", "gAAAA"])
+def test_reasoning_that_cannot_be_read_is_ignored(encoded: str) -> None:
+    assert convert([{"type": "reasoning", "summary": [], "encrypted_content": encoded}]) == []
+
+
+def to_chat(**fields: Any) -> ChatCompletionRequest:
+    body = ResponsesRequest(**{"model": "m", "input": "x", **fields})
+    return convert_request(body, get_input_items(body), None).chat
+
+
+@pytest.mark.parametrize("nothing", ["", []])
+def test_an_empty_input_is_an_empty_message(nothing: Any) -> None:
+    messages = to_chat(input=nothing, instructions="Be brief.").messages
+    assert [(m.role, m.content) for m in messages] == [("system", "Be brief."), ("user", "")]
+    body = ResponsesRequest(model="m", input=nothing)
+    stored = store([message("user", "a")], [message("assistant", "b")])
+    assert len(convert_request(body, [], stored).chat.messages) == 2, "a stored conversation is answered as it is"
+
+
+def test_a_prompt_that_is_only_computed() -> None:
+    assert to_chat(max_output_tokens=9).max_completion_tokens == 9
+    for fields in ({"generate": False}, {"prompt_cache_options": {"prewarm": True, "ttl": "30m"}}):
+        assert to_chat(max_output_tokens=9, **fields).max_completion_tokens == 1
+
+
+def test_effort_decides_whether_the_model_reasons() -> None:
+    def thinks(**fields: Any) -> bool | None:
+        options = to_chat(**fields).chat_template_kwargs
+        return options.enable_thinking if options else None
+
+    assert thinks() is None and thinks(reasoning={"effort": None, "summary": "auto"}) is None
+    assert thinks(reasoning={"effort": "none"}) is False
+    assert thinks(reasoning={"effort": "xhigh", "summary": "auto"}) is True
+
+
+def test_references_become_the_items_of_stored_turns() -> None:
+    turn = store([{**message("user", "a"), "id": "msg_1"}], [message("assistant", "b"), call("f")])
+    turns = {"out_1": turn, "msg_1": turn}
+    items = ITEMS.validate_python([{"type": "item_reference", "id": "msg_1"}, {"id": "out_1"}, message("user", "c")])
+    resolved = resolve_references(items, turns)
+    assert [item.type for item in resolved] == ["message", "function_call", "message"]
+    assert len(to_messages(resolved)) == 3
+
+
 def test_stored_items_keep_their_ids() -> None:
     items = ITEMS.validate_python([{**message("user", "x"), "id": "msg_1"}, message("user", "y")])
-    ids = [item["id"] for item in orjson.loads(dump_items(items))]
+    ids = [item["id"] for item in dump_items(items)]
     assert ids[0] == "msg_1" and ids[1].startswith("msg_")
 
 

@@ -18,8 +18,12 @@ from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.errors import APIError
 from retain.server.openai.reasoning_parser import ReasoningParser
 from retain.server.openai.responses import encoder as responses_encoder
+from retain.server.openai.responses.client_tools import ClientTools, expand_tools
+from retain.server.openai.responses.conversion import ITEMS
 from retain.server.openai.responses.encoder import ResponsesEncoder
+from retain.server.openai.responses.items import decode_reasoning
 from retain.server.openai.responses.protocol import ResponsesRequest
+from retain.server.openai.responses.tools import FunctionTool
 from retain.server.openai.tool_parser import ToolFormat, ToolParser
 from retain.server.request_group import OutputDelta
 from retain.server.usage import TokenCounts
@@ -53,9 +57,13 @@ def encode(pieces: Sequence[str], end: FinishReason = FinishReason.STOP, **field
     """Encode an answer of these pieces, a token each, as a stream and in full. Returns events and full response."""
     body = ResponsesRequest(model="m", input="x", **fields)
 
+    tools = expand_tools(body.tools or [FunctionTool(type="function", name="f")])
+    names = [tool.function.name for tool in tools.to_params() or ()]
+
     def create_encoder() -> ResponsesEncoder:
-        parser = ChatOutputParser(ToolParser(ToolFormat("<tool_call>", "</tool_call>"), ["f"]), ReasoningParser(False))
-        return ResponsesEncoder(body, parser, PieceTokenizer(pieces), None)  # type: ignore[arg-type]
+        tool_parser = ToolParser(ToolFormat("<tool_call>", "</tool_call>"), names)
+        parser = ChatOutputParser(tool_parser, ReasoningParser(False))
+        return ResponsesEncoder(body, parser, PieceTokenizer(pieces), None, tools)  # type: ignore[arg-type]
 
     group = SimpleNamespace()
     deltas = [OutputDelta(0, text, [i], [Logprob(i, -0.5, ())]) for i, text in enumerate(pieces, 1)]
@@ -148,6 +156,89 @@ def test_order_of_events() -> None:
     ]
 
 
+TOOLS = [
+    {"type": "custom", "name": "edit"},
+    {"type": "local_shell"},
+    {"type": "namespace", "name": "ns", "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}]},
+]
+
+
+def call_of(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected", "events"),
+    [
+        (
+            "edit",
+            {"input": "+é\n"},
+            {"type": "custom_tool_call", "name": "edit", "input": "+é\n"},
+            ["custom_tool_call_input.delta", "custom_tool_call_input.done"],
+        ),
+        (
+            "ns__g",
+            {"input": "x"},
+            {"type": "custom_tool_call", "name": "g", "namespace": "ns", "input": "x"},
+            ["custom_tool_call_input.delta", "custom_tool_call_input.done"],
+        ),
+        (
+            "ns__f",
+            {"x": 1},
+            {"type": "function_call", "name": "f", "namespace": "ns", "arguments": '{"x": 1}'},
+            ["function_call_arguments.delta", "function_call_arguments.done"],
+        ),
+        (
+            "local_shell",
+            {"command": ["ls"]},
+            {
+                "type": "local_shell_call",
+                "action": {
+                    "type": "exec",
+                    "command": ["ls"],
+                    "env": {},
+                    "working_directory": None,
+                    "timeout_ms": None,
+                    "user": None,
+                },
+            },
+            [],
+        ),
+    ],
+)
+def test_calls_of_every_kind(name: str, arguments: Any, expected: Any, events: list[str]) -> None:
+    stream, full = encode(["So. ", call_of(name, arguments)], tools=TOOLS)
+    item = full["output"][1]
+    assert without_ids(item) == {**expected, "status": "completed"} and item["call_id"] and item["id"]
+    assert without_ids(stream[-1]["response"]) == without_ids(full)
+    about = [event for event in stream if event.get("output_index") == 1]
+    names = ["output_item.added", *events, "output_item.done"]
+    assert [event["type"].removeprefix("response.") for event in about] == names
+    assert about[0]["item"]["status"] == "in_progress" and without_ids(about[-1]["item"]) == without_ids(item)
+    for event in about:
+        construct_type_unchecked(type_=ResponseStreamEvent, value=event)  # type: ignore[arg-type]
+    if events:
+        text = item.get("input") or item.get("arguments")
+        assert about[1]["delta"] == text == about[2].get("input", about[2].get("arguments"))
+        assert about[0]["item"].get("input", about[0]["item"].get("arguments")) == ""
+    ITEMS.validate_python(full["output"])  # the client sends it back
+
+
+def test_reasoning_is_also_encoded_where_the_client_asks() -> None:
+    events, full = encode(REASONED, include=["reasoning.encrypted_content"])
+    assert decode_reasoning(full["output"][0]["encrypted_content"]) == "\nwhy not"
+    done = next(e["item"] for e in events if e["type"] == "response.output_item.done")
+    assert done["encrypted_content"] == full["output"][0]["encrypted_content"]
+    assert "encrypted_content" not in encode(REASONED)[1]["output"][0]
+
+
+def test_prompt_that_is_only_computed_has_no_output() -> None:
+    events, full = encode(["Hi"], FinishReason.LENGTH, generate=False)
+    assert (full["status"], full["output"], full["usage"]["output_tokens"]) == ("completed", [], 0)
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert names == ["created", "in_progress", "completed"] and full["usage"]["total_tokens"] == 9
+
+
 def test_reasoning_is_an_item_and_its_tokens_are_counted() -> None:
     _, full = encode(REASONED)
     reasoning, message = full["output"]
@@ -183,7 +274,7 @@ def test_logprobs_are_those_of_the_text() -> None:
 def test_logprobs_leave_out_a_special_token_that_comes_with_text() -> None:
     """With speculation a delta has several tokens, the end of text among them."""
     body = ResponsesRequest(model="m", input="x", include=["message.output_text.logprobs"])
-    encoder = ResponsesEncoder(body, ChatOutputParser(), PieceTokenizer(["Hi"]), None)  # type: ignore[arg-type]
+    encoder = ResponsesEncoder(body, ChatOutputParser(), PieceTokenizer(["Hi"]), None, ClientTools())  # type: ignore[arg-type]
     logprobs = [Logprob(1, -0.5, ()), Logprob(EOS, -0.1, ())]
     encoder.update(OutputDelta(0, "Hi", [1, EOS], logprobs, FinishReason.STOP))
     (item,) = json.loads(encoder.encode_full(SimpleNamespace()))["output"]  # type: ignore[arg-type]
@@ -199,7 +290,7 @@ def test_blank_text_around_calls_is_no_item() -> None:
 
 def test_failed_stream_ends_with_error_and_failed_response() -> None:
     body = ResponsesRequest(model="m", input="x")
-    encoder = ResponsesEncoder(body, ChatOutputParser(), PieceTokenizer(["Hi"]), None)  # type: ignore[arg-type]
+    encoder = ResponsesEncoder(body, ChatOutputParser(), PieceTokenizer(["Hi"]), None, ClientTools())  # type: ignore[arg-type]
     data = encoder.encode_start(SimpleNamespace()) + encoder.encode_delta(OutputDelta(0, "Hi", [1]))  # type: ignore
     error, failed = read_events(data + encoder.encode_stream_error(APIError(400, "bad", "response_format")))[-2:]
     assert (error["type"], error["message"], error["param"]) == ("error", "bad", "text.format")
@@ -217,7 +308,8 @@ def test_finished_response_is_kept_before_it_is_sent() -> None:
         ChatOutputParser(),
         PieceTokenizer(["Hi"]),  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
-        on_finish=lambda response_id, response: kept.update({response_id: response}),
+        ClientTools(),
+        on_finish=lambda response, encoded: kept.update({response["id"]: encoded}),
     )
     encoder.update(OutputDelta(0, "Hi", [1], (), FinishReason.STOP))
     full = encoder.encode_full(SimpleNamespace())  # type: ignore[arg-type]

@@ -51,26 +51,84 @@ CHAT: FieldTable = {
 }
 STREAM_OPTIONS: FieldTable = {"include_obfuscation": Accepted("the stream has no padding")}
 
+MODEL_SEES_TEXT = Accepted("the model sees the text only")
 RESPONSES: FieldTable = {
+    "client_metadata": NO_ACCOUNTS,
     "prompt_cache_key": Accepted("equal prefixes are always shared"),
-    "service_tier": Accepted("there is one tier", ("auto", "default")),
-    "truncation": only("disabled"),
+    "prompt_cache_retention": Accepted("prefixes stay as long as there is room"),
+    "service_tier": Accepted("there is one tier"),
+    "truncation": only("disabled", "auto", why="a conversation is never shortened: one that is too long is an error"),
+    "context_management": Accepted("a conversation is never shortened: one that is too long is an error"),
     "background": only(False),
-    "context_management": Refused("the conversation is never shortened"),
+    "background_options": Accepted("nothing runs in the background"),
+    "max_tool_calls": Accepted("it limits hosted tools"),
+    "access_programs": HINT,
     "conversation": Refused("use previous_response_id"),
-    "max_tool_calls": Refused("it limits hosted tools"),
+    "moderation": Refused("there is no moderation"),
     "prompt": Refused("there are no stored prompts"),
-    "reasoning": Refused("the model cannot be told how much to reason"),
+}
+RESPONSES_STREAM_OPTIONS: FieldTable = {
+    **STREAM_OPTIONS,
+    "include_usage": Accepted("the last event always has the usage"),
+    "reasoning_summary_delivery": Accepted("reasoning is never summarized"),
+}
+RESPONSES_PROMPT_CACHE: FieldTable = {
+    "mode": Accepted("equal prefixes are always shared"),
+    "ttl": Accepted("prefixes stay as long as there is room; `pin` keeps them"),
+    "comparison_response_id": Accepted("`explain_prefix` says why a prefix was not found"),
+}
+RESPONSES_REASONING_OPTIONS: FieldTable = {
+    "summary": Accepted("reasoning is returned whole"),
+    "generate_summary": Accepted("reasoning is returned whole"),
+    "context": Accepted("the chat template decides which reasoning it shows"),
+    "mode": HINT,
+}
+RESPONSES_TEXT: FieldTable = {"verbosity": only("low", "medium", "high", why="a hint to hosted models")}
+RESPONSES_TOOL: FieldTable = {
+    "async": HINT,
+    "allowed_callers": HINT,
+    "defer_loading": Accepted("the model sees every tool from the beginning"),
+    "output_schema": HINT,
+}
+RESPONSES_ENVIRONMENT: FieldTable = {
+    "skills": Accepted("what the model should know belongs to the instructions", ([],)),
+}
+RESPONSES_ITEM: FieldTable = {
+    "phase": MODEL_SEES_TEXT,
+    "async": HINT,
+    "caller": HINT,
+    "created_by": NO_ACCOUNTS,
+    "metadata": NO_ACCOUNTS,
+    "internal_chat_message_metadata_passthrough": NO_ACCOUNTS,
+}
+RESPONSES_INPUT_TEXT: FieldTable = {
+    "annotations": MODEL_SEES_TEXT,
+    "logprobs": MODEL_SEES_TEXT,
+    "prompt_cache_breakpoint": Accepted("equal prefixes are always shared"),
 }
 RESPONSES_OUTPUT_TEXT: FieldTable = {
-    "annotations": Accepted("the model sees the text only"),
-    "logprobs": Accepted("the model sees the text only"),
+    "annotations": MODEL_SEES_TEXT,
+    "logprobs": MODEL_SEES_TEXT,
 }
 RESPONSES_REASONING: FieldTable = {
+    **RESPONSES_ITEM,
     "summary": Accepted("the model sees the reasoning itself"),
-    "encrypted_content": Refused("reasoning is text here"),
+    "format": Accepted("a mark of other servers"),
+    "signature": Accepted("a mark of other servers"),
 }
-RESPONSES_TEXT: FieldTable = {"verbosity": only("medium")}
+RESPONSES_OUTPUT_ITEM: FieldTable = {
+    **RESPONSES_ITEM,
+    "name": Accepted("the call has it"),
+    "namespace": Accepted("the call has it"),
+    "max_output_length": Accepted("outputs are not shortened"),
+}
+RESPONSES_COMMAND_OUTPUT: FieldTable = {"created_by": NO_ACCOUNTS}
+RESPONSES_TOOLS_ITEM: FieldTable = {
+    **RESPONSES_ITEM,
+    "role": Accepted("tools are shown at the beginning"),
+    "call_id": Accepted("tools are shown at the beginning"),
+    "execution": Accepted("tools are shown at the beginning"),
+}
 
 MESSAGES: FieldTable = {
     "metadata": NO_ACCOUNTS,

@@ -44,7 +44,10 @@ FieldTable = Mapping[str, Accepted | Refused]
 
 
 class StrictModel(BaseModel):
-    """Base of the objects in a request: strict types, unknown fields are errors, and null is as good as absent."""
+    """Base of the objects in a request: strict types, unknown fields are errors, and null is as good as absent.
+
+    A model of objects that are left out whole, whatever they have, allows extra fields.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     other_fields: ClassVar[FieldTable] = {}
@@ -87,7 +90,8 @@ class StrictModel(BaseModel):
             if isinstance(rule, Accepted):
                 values = {} if rule.values is None else {"enum": [*rule.values, None]}
                 properties[name] = {**values, "description": rule.why}
-        json_schema["additionalProperties"] = {"type": "null"}
+        if cls.model_config.get("extra") == "forbid":
+            json_schema["additionalProperties"] = {"type": "null"}
         return json_schema
 
 

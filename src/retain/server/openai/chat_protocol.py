@@ -135,7 +135,7 @@ class ChatCompletionRequest(SamplingFields):
         None, description="Number of most likely tokens to return per position; implies logprobs"
     )
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[ToolParam], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[list[ToolParam], Field(min_length=1, max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="As in vLLM's server")
 

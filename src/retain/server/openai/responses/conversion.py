@@ -6,7 +6,9 @@ same whether the server stored them or the client sends all of them, and so are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 from uuid import uuid4
 
 import orjson
@@ -15,8 +17,8 @@ from pydantic import TypeAdapter
 from retain.server.openai.chat_protocol import (
     AssistantMessageParam,
     ChatCompletionRequest,
+    ChatTemplateKwargs,
     FunctionCall,
-    FunctionDefinition,
     InputMessageParam,
     JsonSchema,
     JsonSchemaFormat,
@@ -26,24 +28,36 @@ from retain.server.openai.chat_protocol import (
     ResponseFormat,
     TextOrJsonObjectFormat,
     ToolCall,
-    ToolParam,
 )
 from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import ExtensionFields, Json
+from retain.server.openai.responses.calls import CallItem, LocalShellCallOutputItem, OutputItem
+from retain.server.openai.responses.client_tools import ClientTools, expand_tools
 from retain.server.openai.responses.items import (
-    FunctionCallItem,
-    FunctionCallOutputItem,
     InputItem,
+    ItemReference,
     MessageItem,
+    OtherItem,
     ReasoningItem,
+    ToolsItem,
     dump_item,
-    join_content,
 )
-from retain.server.openai.responses.protocol import FunctionChoice, ResponsesRequest, TextJsonSchemaFormat
+from retain.server.openai.responses.protocol import ResponsesRequest, TextJsonSchemaFormat
 from retain.server.openai.responses.store import StoredTurn
+from retain.server.openai.responses.tools import AllowedTools
 
 ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
-ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "local_shell_call": "lsh",
+    "shell_call": "sh",
+    "apply_patch_call": "apc",
+}
 CHAT_PARAMETERS = {  # as errors of chat completions name them
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -58,12 +72,19 @@ def create_id(prefix: str) -> str:
 
 def get_input_items(body: ResponsesRequest) -> list[InputItem]:
     """Return the input of a request as items."""
-    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    if not isinstance(body.input, str):
+        return body.input
+    return [MessageItem(role="user", content=body.input)] if body.input else []
 
 
-def dump_items(items: Sequence[InputItem]) -> bytes:
-    """Encode items for the store. Those without an id get one."""
-    return orjson.dumps([dump_item(item, create_id(ID_PREFIXES[item.type])) for item in items])
+def dump_items(items: Sequence[InputItem]) -> list[Json]:
+    """Return items as the store keeps them. Those without an id get one."""
+    return [dump_item(item, create_id(ID_PREFIXES.get(item.type, "item"))) for item in items]
+
+
+def build_turn(items: Sequence[Json], response: Json, encoded: bytes, previous: StoredTurn | None) -> StoredTurn:
+    """Return what the store keeps of a response, its JSON, and the items that it answers."""
+    return StoredTurn(encoded, orjson.dumps(items), previous, [item["id"] for item in (*items, *response["output"])])
 
 
 def iter_stored_items(turn: StoredTurn, with_output: bool) -> Iterator[Json]:
@@ -74,18 +95,47 @@ def iter_stored_items(turn: StoredTurn, with_output: bool) -> Iterator[Json]:
             yield from orjson.loads(one.response)["output"]
 
 
-def to_chat_request(body: ResponsesRequest, previous: StoredTurn | None) -> ChatCompletionRequest:
-    """Convert a request that continues a stored turn, if any. Raises APIError."""
+def iter_own_items(turn: StoredTurn) -> Iterator[Json]:
+    """Yield the items of one stored turn: its input, and its output."""
+    yield from orjson.loads(turn.input_items)
+    yield from orjson.loads(turn.response)["output"]
+
+
+def resolve_references(items: Sequence[InputItem], turns: Mapping[str, StoredTurn]) -> list[InputItem]:
+    """Return the items with those of stored turns in place of references to them. `turns`: by the items' ids."""
+    if not turns:
+        return list(items)
+    found = {item["id"]: item for turn in set(turns.values()) for item in iter_own_items(turn)}
+    stored = dict(zip(turns, ITEMS.validate_python([found[name] for name in turns]), strict=True))
+    return [stored[item.id] if isinstance(item, ItemReference) else item for item in items]
+
+
+@dataclass(frozen=True)
+class ConvertedRequest:
+    """A request as a chat completion. `tools`: those that the client runs. `warnings`: what was left out."""
+
+    chat: ChatCompletionRequest
+    tools: ClientTools
+    warnings: Sequence[str]
+
+
+def convert_request(
+    body: ResponsesRequest, items: Sequence[InputItem], previous: StoredTurn | None
+) -> ConvertedRequest:
+    """Convert a request with these input items that continues a stored turn, if any. Raises APIError."""
     history = ITEMS.validate_python(list(iter_stored_items(previous, with_output=True))) if previous else []
-    messages = to_messages([*history, *get_input_items(body)])
+    items = [*history, *items]
+    # Chat templates need a message to answer: clients that only want instructions computed send none.
+    messages = to_messages(items) or [InputMessageParam(role="user", content="")]
     if body.instructions:
         messages.insert(0, InputMessageParam(role="system", content=body.instructions))
-    choice = body.tool_choice
-    return ChatCompletionRequest(
+    added = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
+    tools, choice = _choose_tools(body, expand_tools([*(body.tools or ()), *added]))
+    chat = ChatCompletionRequest(
         **{name: getattr(body, name) for name in ExtensionFields.model_fields},
         model=body.model,
         messages=messages,
-        max_completion_tokens=body.max_output_tokens,
+        max_completion_tokens=body.max_output_tokens if body.generates else 1,
         temperature=body.temperature,
         top_p=body.top_p,
         seed=body.seed,
@@ -93,18 +143,49 @@ def to_chat_request(body: ResponsesRequest, previous: StoredTurn | None) -> Chat
         logprobs=body.wants_logprobs,
         top_logprobs=body.top_logprobs if body.wants_logprobs else None,
         response_format=_to_response_format(body),
-        tools=[_to_tool(tool.model_dump(exclude={"type"})) for tool in body.tools or ()] or None,
-        tool_choice=NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
-        if isinstance(choice, FunctionChoice)
-        else choice,
+        tools=tools.to_params(),
+        tool_choice=choice,
+        chat_template_kwargs=_to_template_kwargs(body),
     )
+    left_out = dict.fromkeys(item.type for item in items if isinstance(item, OtherItem))
+    return ConvertedRequest(chat, tools, [*_warn("tools", tools.left_out), *_warn("items", left_out)])
+
+
+def _warn(kind: str, left_out: Iterable[str]) -> list[str]:
+    names = ", ".join(left_out)
+    return [f"{kind} left out: {names}"] if names else []
+
+
+def _choose_tools(
+    body: ResponsesRequest, tools: ClientTools
+) -> tuple[ClientTools, Literal["none", "auto", "required"] | NamedToolChoice | None]:
+    """Return the tools that the model sees, and which it has to call."""
+    choice = body.tool_choice
+    if isinstance(choice, AllowedTools):
+        tools = tools.select(choice)
+        choice = choice.mode
+    if choice in (None, "none", "auto"):
+        return tools, choice if tools else None
+    if not tools:
+        why = f": the server does not run {', '.join(tools.left_out)}" if tools.left_out else ""
+        raise APIError(400, f"tool_choice without tools{why}", "tool_choice")
+    if isinstance(choice, str):
+        return tools, choice
+    assert choice is not None
+    return tools, NamedToolChoice(type="function", function=NamedFunction(name=tools.find(choice).function.name))
+
+
+def _to_template_kwargs(body: ResponsesRequest) -> ChatTemplateKwargs | None:
+    """Return the template's variables for a reasoning effort: whether the model reasons at all."""
+    effort = body.reasoning.effort if body.reasoning else None
+    return ChatTemplateKwargs(enable_thinking=effort != "none") if effort else None
 
 
 def to_messages(items: Sequence[InputItem]) -> list[MessageParam]:
     """Convert items to messages: reasoning, text and calls of one assistant turn become one message."""
     messages: list[MessageParam] = []
     turn: AssistantMessageParam | None = None  # that later items may still add to
-    call_ids = set()
+    call_ids: dict[str, str] = {}  # by what an output may name: the call's call_id, or its id
 
     def start_turn() -> AssistantMessageParam:
         message = AssistantMessageParam(role="assistant", reasoning_content=None)
@@ -113,13 +194,15 @@ def to_messages(items: Sequence[InputItem]) -> list[MessageParam]:
 
     for item in items:
         if isinstance(item, ReasoningItem):
+            if not item.text:
+                continue  # only another server can read it
             turn = turn if turn and turn.content is None and not turn.tool_calls else start_turn()
             turn.reasoning_content = (turn.reasoning_content or "") + item.text
-        elif isinstance(item, FunctionCallItem):
+        elif isinstance(item, CallItem):
             turn = turn or start_turn()
-            function = FunctionCall(name=item.name, arguments=item.arguments)
+            function = FunctionCall(name=item.function_name, arguments=item.function_arguments)
             turn.tool_calls = [*(turn.tool_calls or []), ToolCall(id=item.call_id, function=function)]
-            call_ids.add(item.call_id)
+            call_ids |= {item.id or item.call_id: item.call_id, item.call_id: item.call_id}
         elif isinstance(item, MessageItem) and item.role == "assistant":
             # A text after a call belongs to the call's turn; after a text it is a message of its own.
             turn = turn if turn and (turn.content is None or turn.tool_calls) else start_turn()
@@ -127,18 +210,21 @@ def to_messages(items: Sequence[InputItem]) -> list[MessageParam]:
         elif isinstance(item, MessageItem):
             turn = None
             messages.append(InputMessageParam(role=item.role, content=item.text))  # type: ignore[arg-type]
-        elif isinstance(item, FunctionCallOutputItem):
+        elif isinstance(item, OutputItem):
             turn = None
-            if item.call_id not in call_ids:
-                raise APIError(400, "function_call_output: no function_call before it has its call_id", "input")
-            messages.append(
-                InputMessageParam(role="tool", content=join_content(item.output), tool_call_id=item.call_id)
-            )
+            call_id = _find_call(item, call_ids)
+            messages.append(InputMessageParam(role="tool", content=item.text, tool_call_id=call_id))
     return messages
 
 
-def _to_tool(function: Json) -> ToolParam:
-    return ToolParam(type="function", function=FunctionDefinition(**function))
+def _find_call(item: OutputItem, call_ids: dict[str, str]) -> str:
+    """Return the call_id of the call that an output belongs to. Raises APIError if there is none."""
+    name = item.call_id
+    if name is None and isinstance(item, LocalShellCallOutputItem):
+        name = item.id
+    if name not in call_ids:
+        raise APIError(400, f"{item.type}: no call before it has its call_id", "input")
+    return call_ids[name]
 
 
 def _to_response_format(body: ResponsesRequest) -> ResponseFormat | None:

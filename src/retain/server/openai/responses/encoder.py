@@ -16,16 +16,23 @@ from retain.server.openai.errors import APIError
 from retain.server.openai.logprobs import to_token_logprob
 from retain.server.openai.protocol import Json
 from retain.server.openai.reasoning_parser import END
+from retain.server.openai.responses.client_tools import ClientTools
 from retain.server.openai.responses.conversion import create_id, rename_parameter
 from retain.server.openai.responses.output import OutputItems
 from retain.server.openai.responses.protocol import ResponsesRequest
+from retain.server.openai.responses.tools import HostedTool
 from retain.server.openai.streaming import ResponseEncoder
 from retain.server.request_group import OutputDelta, RequestGroup
 from retain.server.usage import build_request_stats, count_tokens
 
+WARNING_HEADER = "x-retain-warning"
+
 
 class ResponsesEncoder(ResponseEncoder):
-    """Encodes the answer to one request. Calls `on_finish` with the response before it is sent."""
+    """Encodes the answer to one request. Calls `on_finish` with the response, also as JSON, before it is sent.
+
+    `tools`: those that the model may call. `warnings`: what of the request was left out.
+    """
 
     def __init__(
         self,
@@ -33,12 +40,16 @@ class ResponsesEncoder(ResponseEncoder):
         parser: ChatOutputParser,
         tokenizer: Tokenizer,
         output_processor: OutputProcessor,
-        on_finish: Callable[[str, bytes], None] = lambda response_id, response: None,
+        tools: ClientTools,
+        warnings: Sequence[str] = (),
+        on_finish: Callable[[Json, bytes], None] = lambda response, encoded: None,
     ):
         self.response = build_response(body)
+        self.headers = {WARNING_HEADER: "; ".join(warnings)} if warnings else {}
         self._parser, self._tokenizer, self._output_processor = parser, tokenizer, output_processor
         self._wants_logprobs, self._on_finish = body.wants_logprobs, on_finish
-        self._output, self._finish_reason = OutputItems(), FinishReason.STOP
+        self._output, self._finish_reason = OutputItems(tools, body.wants_encrypted_reasoning), FinishReason.STOP
+        self._generates = body.generates
         self._token_ids: list[int] = []
         self._logprobs: list[Logprob] = []  # of tokens whose text may still become content
         self._has_reasoning = self._is_past_reasoning = False
@@ -94,6 +105,8 @@ class ResponsesEncoder(ResponseEncoder):
         return encoded
 
     def _add(self, delta: OutputDelta) -> list[Json]:
+        if not self._generates:
+            return []  # the one token that comes with a prompt is nobody's
         self._finish_reason = delta.finish_reason or FinishReason.STOP
         self._token_ids += delta.token_ids
         output = self._parser.feed(delta.text, delta.finish_reason is not None)
@@ -120,6 +133,9 @@ class ResponsesEncoder(ResponseEncoder):
         return [to_token_logprob(self._tokenizer, p) for p in logprobs if p.token_id not in special]
 
     def _finish_items(self) -> list[Json]:
+        if not self._generates:
+            self.response["status"] = "completed"
+            return []
         self._end_reasoning()
         is_cut = self._finish_reason is FinishReason.LENGTH
         self.response["status"] = "incomplete" if is_cut else "completed"
@@ -135,20 +151,21 @@ class ResponsesEncoder(ResponseEncoder):
             "retain": build_request_stats(self._output_processor, group)[0],
         }
         encoded = orjson.dumps(self.response)
-        self._on_finish(self.response["id"], encoded)
+        self._on_finish(self.response, encoded)
         return encoded
 
     def _build_usage(self, group: RequestGroup) -> Json:
         counts = count_tokens(group)
+        num_output_tokens = counts.output if self._generates else 0
         details = {"cached_tokens": counts.cached}
         if counts.pinned:
             details["pinned_tokens"] = counts.pinned
         return {
             "input_tokens": counts.prompt,
             "input_tokens_details": details,
-            "output_tokens": counts.output,
+            "output_tokens": num_output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
-            "total_tokens": counts.prompt + counts.output,
+            "total_tokens": counts.prompt + num_output_tokens,
         }
 
 
@@ -171,7 +188,7 @@ def build_response(body: ResponsesRequest) -> Json:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
@@ -180,7 +197,7 @@ def build_response(body: ResponsesRequest) -> Json:
         "tool_choice": body.tool_choice.model_dump()
         if body.tool_choice and not isinstance(body.tool_choice, str)
         else body.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tools": [tool.model_dump() for tool in body.tools or () if not isinstance(tool, HostedTool)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",

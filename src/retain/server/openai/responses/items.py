@@ -1,79 +1,66 @@
-"""Input items of the Responses API: messages, function calls and their outputs, and reasoning.
+"""Input items of the Responses API: messages, reasoning, calls and their outputs, and what is left out.
 
 The output items of a response are valid input items, so that a client can send them back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import binascii
+from base64 import b64decode, b64encode
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from retain.server import client_fields
 from retain.server.openai.protocol import Json
+from retain.server.openai.responses.calls import (
+    ApplyPatchCallItem,
+    ApplyPatchCallOutputItem,
+    CallOutputItem,
+    CustomToolCallItem,
+    FunctionCallItem,
+    Item,
+    LocalShellCallItem,
+    LocalShellCallOutputItem,
+    ShellCallItem,
+    ShellCallOutputItem,
+)
+from retain.server.openai.responses.content import Content, join_content
+from retain.server.openai.responses.tools import Tool
+from retain.server.openai.responses.unions import get_type
 from retain.server.request_model import StrictModel
 
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-ItemId = Annotated[str, Field(min_length=1, max_length=128)]
+ENCODED_REASONING = "retain:"  # what `encrypted_content` of this server begins with
+OTHER_ITEMS = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "computer_call",
+    "computer_call_output",
+    "image_generation_call",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "tool_search_call",
+    "program",
+    "program_output",
+    "compaction",
+    "compaction_summary",
+    "context_compaction",
+    "configuration_update",
+    "agent_message",
+    "ghost_snapshot",
+    "other",
+)
 
 
-def tag_by_type(default: str | None = None) -> Callable[[Any], str | None]:
-    """Return a function that selects the member of a union by the value's `type`.
-
-    Tags are written in angle brackets, because error messages leave such parts out of a field's name.
-    """
-
-    def get_tag(value: Any) -> str | None:
-        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-        return f"<{kind}>" if isinstance(kind, str) else None
-
-    return get_tag
-
-
-def tag_text_or_list(value: Any) -> str:
-    """Select the text or the list of a union of both."""
-    return "<text>" if isinstance(value, str) else "<list>"
-
-
-class InputText(StrictModel):
-    """Text of a user, a system message or a function's output."""
-
-    type: Literal["input_text"]
-    text: str
-
-
-class OutputText(StrictModel):
-    """Text of the model."""
-
-    other_fields = client_fields.RESPONSES_OUTPUT_TEXT
-
-    type: Literal["output_text"]
-    text: str
-
-
-ContentPart = Annotated[
-    Annotated[InputText, Tag("<input_text>")] | Annotated[OutputText, Tag("<output_text>")],
-    Discriminator(
-        tag_by_type(),
-        custom_error_type="content_type",
-        custom_error_message="only input_text and output_text are supported: no images, files or audio",
-    ),
-]
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("<list>")],
-    Discriminator(tag_text_or_list),
-]
-
-
-class MessageItem(StrictModel):
+class MessageItem(Item):
     """Message of any role."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: ItemId | None = None
-    status: ItemStatus | None = None
 
     @property
     def text(self) -> str:
@@ -81,71 +68,112 @@ class MessageItem(StrictModel):
         return join_content(self.content)
 
 
-class FunctionCallItem(StrictModel):
-    """Function call by the model."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    id: ItemId | None = None
-    status: ItemStatus | None = None
-
-
-class FunctionCallOutputItem(StrictModel):
-    """Result of a function call."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Content
-    id: ItemId | None = None
-    status: ItemStatus | None = None
-
-
 class ReasoningText(StrictModel):
     """Reasoning of the model."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
-class ReasoningItem(StrictModel):
+class ReasoningItem(Item):
     """Reasoning before an answer, passed on to the chat template."""
 
     other_fields = client_fields.RESPONSES_REASONING
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
-    id: ItemId | None = None
-    status: ItemStatus | None = None
+    encrypted_content: str | None = Field(
+        None, description="Read where this server made it and there is no content; else ignored"
+    )
 
     @property
     def text(self) -> str:
-        """The whole reasoning."""
-        return "".join(part.text for part in self.content or ())
+        """The whole reasoning; empty where only another server can read it."""
+        if self.content:
+            return "".join(part.text for part in self.content)
+        return decode_reasoning(self.encrypted_content or "")
+
+
+class ToolsItem(Item):
+    """Tools that a conversation adds to those of its request."""
+
+    other_fields = client_fields.RESPONSES_TOOLS_ITEM
+
+    type: Literal["additional_tools", "tool_search_output"]
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)]
+
+
+class ItemReference(StrictModel):
+    """An item of a stored response, or of its input, by its id."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: str
+
+
+class OtherItem(StrictModel):
+    """Item that only other servers understand. It is left out, and the header `x-retain-warning` names its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+SHARED_TAGS = {  # of types that have one model
+    "custom_tool_call_output": "<function_call_output>",
+    "tool_search_output": "<additional_tools>",
+    **dict.fromkeys(OTHER_ITEMS, "<other>"),
+}
+
+
+def _tag_item(value: Any) -> str | None:
+    is_reference = isinstance(value, dict) and "role" not in value and "id" in value
+    kind = get_type(value, "item_reference" if is_reference else "message")
+    return None if kind is None else SHARED_TAGS.get(kind, f"<{kind}>")
 
 
 InputItem = Annotated[
     Annotated[MessageItem, Tag("<message>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
-    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    | Annotated[CustomToolCallItem, Tag("<custom_tool_call>")]
+    | Annotated[LocalShellCallItem, Tag("<local_shell_call>")]
+    | Annotated[ShellCallItem, Tag("<shell_call>")]
+    | Annotated[ApplyPatchCallItem, Tag("<apply_patch_call>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")]
+    | Annotated[LocalShellCallOutputItem, Tag("<local_shell_call_output>")]
+    | Annotated[ShellCallOutputItem, Tag("<shell_call_output>")]
+    | Annotated[ApplyPatchCallOutputItem, Tag("<apply_patch_call_output>")]
+    | Annotated[ToolsItem, Tag("<additional_tools>")]
+    | Annotated[ItemReference, Tag("<item_reference>")]
+    | Annotated[OtherItem, Tag("<other>")],
     Discriminator(
-        tag_by_type(default="message"),
+        _tag_item,
         custom_error_type="item_type",
-        custom_error_message="only message, function_call, function_call_output and reasoning items are supported",
+        custom_error_message="only items of messages, reasoning, tool calls, their outputs and references to stored "
+        "items are supported",
     ),
 ]
 
 
-def join_content(content: str | list[InputText | OutputText]) -> str:
-    """Return the text of a content."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def encode_reasoning(text: str) -> str:
+    """Return `encrypted_content` of a reasoning item: its text, for clients that send back nothing else."""
+    return ENCODED_REASONING + b64encode(text.encode()).decode()
+
+
+def decode_reasoning(encoded: str) -> str:
+    """Return the text of `encrypted_content`; empty if another server made it."""
+    if not encoded.startswith(ENCODED_REASONING):
+        return ""
+    try:
+        return b64decode(encoded.removeprefix(ENCODED_REASONING), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
 
 
 def dump_item(item: InputItem, default_id: str) -> Json:
     """Return an item as JSON of a fixed form: with an id, and texts as lists of parts."""
-    dumped: Json = {"id": default_id, "status": "completed", **item.model_dump(exclude_none=True)}
+    dumped: Json = {"id": default_id, "status": "completed", **item.model_dump(exclude_none=True, by_alias=True)}
+    dumped["id"] = dumped["id"] or default_id
     if isinstance(dumped.get("content"), str):
         kind = "output_text" if dumped["role"] == "assistant" else "input_text"
         dumped["content"] = [{"type": kind, "text": dumped["content"]}]

@@ -10,15 +10,24 @@ from collections.abc import Sequence
 
 from retain.server.openai.chat_output import ChatOutput
 from retain.server.openai.protocol import Json
-from retain.server.openai.responses.conversion import create_id
+from retain.server.openai.responses.client_tools import ClientTools
+from retain.server.openai.responses.conversion import ID_PREFIXES, create_id
+from retain.server.openai.responses.items import encode_reasoning
 from retain.server.openai.tool_parser import ParsedToolCall
+
+STREAMED_FIELDS = {  # of calls: the field that is streamed, and how its events are named
+    "function_call": ("arguments", "response.function_call_arguments"),
+    "custom_tool_call": ("input", "response.custom_tool_call_input"),
+}
 
 
 class OutputItems:
     """The items of an answer. Every method returns the events of what it changed, without sequence numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: ClientTools, encrypts_reasoning: bool = False):
+        """`encrypts_reasoning`: items of reasoning have `encrypted_content`, too."""
         self.items: list[Json] = []
+        self._tools, self._encrypts_reasoning = tools, encrypts_reasoning
         self._is_open = False  # whether the last item may still grow
         self._blank = {"message": "", "reasoning": ""}  # text that waits for other text
 
@@ -33,7 +42,7 @@ class OutputItems:
     def finish(self, status: str) -> list[Json]:
         """End the last item. An answer without any text is a message without text."""
         blank = self._blank["message"]
-        has_calls = any(item["type"] == "function_call" for item in self.items)
+        has_calls = any("call_id" in item for item in self.items)
         events = self._append("message", blank, ()) if not self.items or (blank and not has_calls) else []
         return events + self.close(status)
 
@@ -45,6 +54,8 @@ class OutputItems:
         item = self.items[-1]
         (part,) = item["content"]
         item["status"] = status
+        if item["type"] == "reasoning" and self._encrypts_reasoning:
+            item["encrypted_content"] = encode_reasoning(part["text"])
         done = self._event(_text_event(item) + ".done", content_index=0, text=part["text"])
         if item["type"] == "message":
             done["logprobs"] = part["logprobs"]
@@ -90,21 +101,25 @@ class OutputItems:
         return [added, self._event("response.content_part.added", content_index=0, part=_copy_part(part))]
 
     def _add_call(self, call: ParsedToolCall) -> list[Json]:
-        """Add a function call, which is always complete."""
+        """Add a call of a tool, which is always complete."""
         events = self.close("completed")
         self._blank["message"] = ""
-        item = {"id": create_id("fc"), "type": "function_call", "status": "in_progress"}
-        item |= {"call_id": create_id("call"), "name": call.name, "arguments": ""}
+        fields = self._tools.to_item(call)
+        kind = fields["type"]
+        item = {"id": create_id(ID_PREFIXES[kind]), "status": "in_progress", "call_id": create_id("call"), **fields}
         self.items.append(item)
+        streamed, name = STREAMED_FIELDS.get(kind, ("", ""))
+        text = item.get(streamed)
+        if streamed:
+            item[streamed] = ""
         events.append(self._item_event("response.output_item.added"))
-        item |= {"status": "completed", "arguments": call.arguments}
-        name = "response.function_call_arguments"
-        return [
-            *events,
-            self._event(f"{name}.delta", delta=call.arguments),
-            self._event(f"{name}.done", name=call.name, arguments=call.arguments),
-            self._item_event("response.output_item.done"),
-        ]
+        if streamed:
+            item[streamed] = text
+            names = {"name": item["name"]} if kind == "function_call" else {}
+            events.append(self._event(f"{name}.delta", delta=text))
+            events.append(self._event(f"{name}.done", **names, **{streamed: text}))
+        item["status"] = "completed"
+        return [*events, self._item_event("response.output_item.done")]
 
     def _event(self, type_: str, **fields: object) -> Json:
         """Build an event about the last item."""

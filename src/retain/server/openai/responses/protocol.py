@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from retain.server import client_fields
 from retain.server.openai.chat_protocol import PositiveInt32
-from retain.server.openai.protocol import GenerationFields, Json, NonEmptyStr, Seed
-from retain.server.openai.responses.items import InputItem, ItemId, tag_by_type, tag_text_or_list
+from retain.server.openai.protocol import GenerationFields, Json, Seed
+from retain.server.openai.responses.items import InputItem
+from retain.server.openai.responses.tools import FunctionName, Tool, ToolChoice
+from retain.server.openai.responses.unions import tag_by_type, tag_text_or_list
 from retain.server.request_model import StrictModel
 
 LOGPROBS = "message.output_text.logprobs"
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-
-
-def _check_tool_type(kind: Any) -> Any:
-    if isinstance(kind, str) and kind != "function":
-        raise ValueError(f"only tools of type function are supported, not {kind[:40]}")
-    return kind
-
-
-class FunctionTool(StrictModel):
-    """Function that the model may call."""
-
-    type: Annotated[Literal["function"], BeforeValidator(_check_tool_type)]
-    name: FunctionName
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
-
-
-class FunctionChoice(StrictModel):
-    """Forces a call of one function."""
-
-    type: Literal["function"]
-    name: str
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[FunctionChoice, Tag("<list>")],
-    Discriminator(tag_text_or_list),
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
 ]
 
 
@@ -90,7 +73,25 @@ class TextOptions(StrictModel):
 class ResponsesStreamOptions(StrictModel):
     """Options of a streamed response."""
 
-    other_fields = client_fields.STREAM_OPTIONS
+    other_fields = client_fields.RESPONSES_STREAM_OPTIONS
+
+
+class ReasoningOptions(StrictModel):
+    """How the model reasons."""
+
+    other_fields = client_fields.RESPONSES_REASONING_OPTIONS
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="none: without reasoning, where the chat template has a variable for that; others: with it"
+    )
+
+
+class PromptCacheOptions(StrictModel):
+    """Options of the prefix cache."""
+
+    other_fields = client_fields.RESPONSES_PROMPT_CACHE
+
+    prewarm: bool | None = None
 
 
 class ResponsesRequest(GenerationFields):
@@ -100,12 +101,13 @@ class ResponsesRequest(GenerationFields):
 
     model: str
     input: Annotated[
-        Annotated[NonEmptyStr, Tag("<text>")]
-        | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<list>")],
+        Annotated[str, Tag("<text>")] | Annotated[list[InputItem], Field(fail_fast=True), Tag("<list>")],
         Discriminator(tag_text_or_list),
-    ]
+    ] = Field(description="May be empty: then the instructions, or the stored conversation, are answered")
     instructions: str | None = Field(None, description="System message; a later response does not inherit it")
-    previous_response_id: ItemId | None = Field(None, description="Stored response that the input continues")
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+        None, description="Stored response that the input continues"
+    )
     store: bool | None = Field(None, description="Store the response, in bounded memory; default true")
     metadata: (
         Annotated[
@@ -119,28 +121,40 @@ class ResponsesRequest(GenerationFields):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Seed | None = Field(None, description="As in chat completions; OpenAI's Responses API has no seed")
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
-        None, description="What to add to the output; reasoning is always returned as text, never encrypted"
+    include: list[Includable] | None = Field(
+        None,
+        description="What to add to the output; `reasoning.encrypted_content` is the reasoning's text, encoded, for "
+        "clients that send nothing else back. Items of hosted tools never occur",
     )
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description=f"Number of most likely tokens to return per position; above 0 implies {LOGPROBS}"
     )
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024)] | None = Field(
+        None, description="Those that only OpenAI's servers run are left out; `x-retain-warning` names their types"
+    )
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Returned with the response")
     stream_options: ResponsesStreamOptions | None = None
-
-    @model_validator(mode="after")
-    def _check_tool_choice(self) -> ResponsesRequest:
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise ValueError("tool_choice without tools")
-        return self
+    generate: bool | None = Field(None, description="false: compute the prompt, and answer with no output")
+    prompt_cache_options: PromptCacheOptions | None = Field(None, description="`prewarm`: as `generate: false`")
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether the answer has log-probabilities."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    @property
+    def wants_encrypted_reasoning(self) -> bool:
+        """Whether reasoning items have `encrypted_content`."""
+        return ENCRYPTED_REASONING in (self.include or ())
+
+    @property
+    def generates(self) -> bool:
+        """Whether the answer has any output. Clients that begin a session only want its prompt to be computed."""
+        options = self.prompt_cache_options
+        return self.generate is not False and not (options is not None and options.prewarm)
 
 
 class ResponseUsage(BaseModel):
@@ -170,7 +184,7 @@ class ResponseObject(BaseModel):
     error: Json | None
     incomplete_details: IncompleteDetails | None
     model: str
-    output: list[Json] = Field(description="Items of type reasoning, message and function_call")
+    output: list[Json] = Field(description="Items of reasoning, messages and calls of tools")
     previous_response_id: str | None
     store: bool
     usage: ResponseUsage | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -9,15 +10,19 @@ from fastapi.responses import Response
 
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
+from retain.server.openai.protocol import Json
 from retain.server.openai.rendering import RenderedRequest, render_one
 from retain.server.openai.responses.conversion import (
+    build_turn,
+    convert_request,
     dump_items,
     get_input_items,
     iter_stored_items,
     rename_parameter,
-    to_chat_request,
+    resolve_references,
 )
 from retain.server.openai.responses.encoder import ResponsesEncoder
+from retain.server.openai.responses.items import InputItem, ItemReference
 from retain.server.openai.responses.protocol import DeletedResponse, ItemList, ResponseObject, ResponsesRequest
 from retain.server.openai.responses.store import ResponseStore, StoredTurn
 from retain.server.openai.routes import describe_generation
@@ -35,17 +40,27 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
         """Create a response to a text or to items."""
         service.check_model(body.model)
         key, is_stored = request.state.key, body.store is not False
-        previous = find_previous(key.name, body.previous_response_id) if body.previous_response_id else None
+        find_items = find_inputs(body, key.name)
 
         def prepare() -> Prepared:
-            items = dump_items(get_input_items(body)) if is_stored else b""
+            items, previous = find_items()
+            dumped = dump_items(items) if is_stored else []
 
-            def keep(response_id: str, response: bytes) -> None:
+            def keep(response: Json, encoded: bytes) -> None:
                 if is_stored:
-                    store.put(key.name, response_id, StoredTurn(response, items, previous))
+                    store.put(key.name, response["id"], build_turn(dumped, response, encoded, previous))
 
-            generated, (parser,) = service.prepare_chat_request(to_chat_request(body, previous), key)
-            encoder = ResponsesEncoder(body, parser, service.llm.tokenizer, service.llm.output_processor, keep)
+            converted = convert_request(body, items, previous)
+            generated, (parser,) = service.prepare_chat_request(converted.chat, key)
+            encoder = ResponsesEncoder(
+                body,
+                parser,
+                service.llm.tokenizer,
+                service.llm.output_processor,
+                converted.tools,
+                converted.warnings,
+                keep,
+            )
             return Prepared([generated], encoder)
 
         try:
@@ -58,10 +73,10 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
         """Return the token ids of the prompt that a response has."""
         service.check_model(body.model)
         key = request.state.key
-        previous = find_previous(key.name, body.previous_response_id) if body.previous_response_id else None
+        find_items = find_inputs(body, key.name)
 
         def render() -> Response:
-            return render_one(service, service.prepare_chat_request(to_chat_request(body, previous), key)[0])
+            return render_one(service, service.prepare_chat_request(convert_request(body, *find_items()).chat, key)[0])
 
         try:
             return await service.run_admitted(key, render)
@@ -72,6 +87,25 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
     async def refuse_method_of_render() -> None:
         """Refuse every other method: `render` is no id of a response."""
         raise APIError(405, "Method Not Allowed", headers={"Allow": "POST"})
+
+    def find_inputs(body: ResponsesRequest, key_name: str) -> Callable[[], tuple[list[InputItem], StoredTurn | None]]:
+        """Look up what a request names in the store; the items are read from it where the result is called."""
+        items = get_input_items(body)
+        previous = find_previous(key_name, body.previous_response_id) if body.previous_response_id else None
+        referenced = find_referenced(key_name, items)
+        return lambda: (resolve_references(items, referenced), previous)
+
+    def find_referenced(key_name: str, items: Sequence[InputItem]) -> dict[str, StoredTurn]:
+        """Return the turn of each item that is referenced, by the item's id."""
+        turns = {}
+        for item in items:
+            if isinstance(item, ItemReference):
+                turn = store.find_item(key_name, item.id)
+                if turn is None:
+                    message = "item not found: its response was never stored, deleted, or evicted; send the item"
+                    raise APIError(400, message, "input", "item_not_found")
+                turns[item.id] = turn
+        return turns
 
     def find_previous(key_name: str, response_id: str) -> StoredTurn:
         if turn := store.get(key_name, response_id):

@@ -1,4 +1,4 @@
-"""A bounded store of responses: what previous_response_id and GET /v1/responses/{id} find again.
+"""A bounded store of responses: what previous_response_id, references to items and GET /v1/responses/{id} find again.
 
 A stored turn is a response with the input items that led to it, and a link to the turn before it. The turns of one
 conversation share their history, so a long conversation costs each of its bytes once. A turn stays as long as its id
@@ -8,24 +8,28 @@ is known or a later turn continues it.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 TURN_OVERHEAD = 512  # bytes of a turn's Python objects, about
+ITEM_OVERHEAD = 256  # and of an item's id where it is found by it
 
 
 @dataclass(eq=False)
 class StoredTurn:
-    """A response and its input items, both as JSON. `previous`: the turn that it continues."""
+    """A response and its input items, both as JSON. `previous`: the turn that it continues. `item_ids`: of both."""
 
     response: bytes
     input_items: bytes
     previous: StoredTurn | None = None
+    item_ids: Sequence[str] = ()
     num_bytes: int = field(init=False)
     num_conversation_bytes: int = field(init=False)
     num_references: int = field(init=False, default=0)  # its id, and the turns that continue it
 
     def __post_init__(self) -> None:
-        self.num_bytes = TURN_OVERHEAD + len(self.response) + len(self.input_items)
+        self.num_bytes = TURN_OVERHEAD + ITEM_OVERHEAD * len(self.item_ids)
+        self.num_bytes += len(self.response) + len(self.input_items)
         self.num_conversation_bytes = self.num_bytes + (self.previous.num_conversation_bytes if self.previous else 0)
 
     def conversation(self) -> list[StoredTurn]:
@@ -48,6 +52,7 @@ class ResponseStore:
         self.max_bytes = max_bytes
         self.num_bytes_by_key: Counter[str] = Counter()
         self._turns_by_key: defaultdict[str, OrderedDict[str, StoredTurn]] = defaultdict(OrderedDict)
+        self._turns_by_item: dict[tuple[str, str], StoredTurn] = {}  # by key and item id, the newest
 
     @property
     def num_bytes(self) -> int:
@@ -61,6 +66,10 @@ class ResponseStore:
             return None
         turns.move_to_end(response_id)
         return turns[response_id]
+
+    def find_item(self, key_name: str, item_id: str) -> StoredTurn | None:
+        """Return the newest turn of a key that has an item with this id, or None."""
+        return self._turns_by_item.get((key_name, item_id))
 
     def put(self, key_name: str, response_id: str, turn: StoredTurn) -> None:
         """Store a response, and evict others as necessary. A conversation larger than the store is not stored."""
@@ -89,6 +98,8 @@ class ResponseStore:
             if turn.num_references > 1:
                 return
             self.num_bytes_by_key[key_name] += turn.num_bytes
+            for item_id in turn.item_ids:
+                self._turns_by_item[key_name, item_id] = turn
             turn = turn.previous
 
     def _remove_reference(self, key_name: str, turn: StoredTurn | None) -> None:
@@ -97,4 +108,7 @@ class ResponseStore:
             if turn.num_references:
                 return
             self.num_bytes_by_key[key_name] -= turn.num_bytes
+            for item_id in turn.item_ids:
+                if self._turns_by_item.get((key_name, item_id)) is turn:
+                    del self._turns_by_item[key_name, item_id]
             turn = turn.previous

@@ -1,0 +1,240 @@
+"""Input items about tool calls: calls by the model, and the outputs that the client sends back.
+
+The model sees every call as one of a function, with JSON arguments.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from retain.server import client_fields
+from retain.server.openai.protocol import Json
+from retain.server.openai.responses.content import Content, join_content
+from retain.server.openai.responses.unions import tag_by_type
+from retain.server.request_model import StrictModel
+
+
+class Item(StrictModel):
+    """Base of items. Clients send back what they were given, so ids have any length."""
+
+    other_fields = client_fields.RESPONSES_ITEM
+
+    id: str | None = None
+    status: str | None = None
+
+
+class NamedCallItem(Item):
+    """Base of calls of tools that the client named."""
+
+    call_id: str
+    name: str
+    namespace: str | None = None
+
+    @property
+    def function_name(self) -> str:
+        """The name of the function as the model sees it."""
+        return join_namespace(self.namespace, self.name)
+
+
+class FunctionCallItem(NamedCallItem):
+    """Function call by the model."""
+
+    type: Literal["function_call"]
+    arguments: str
+
+    @property
+    def function_arguments(self) -> str:
+        """The arguments as the model sees them, JSON."""
+        return self.arguments
+
+
+class CustomToolCallItem(NamedCallItem):
+    """Call of a custom tool by the model."""
+
+    type: Literal["custom_tool_call"]
+    input: str
+
+    @property
+    def function_arguments(self) -> str:
+        """The arguments as the model sees them, JSON."""
+        return _dump({"input": self.input})
+
+
+class LocalShellAction(StrictModel):
+    """A command with its arguments."""
+
+    type: Literal["exec"]
+    command: list[str]
+    working_directory: str | None = None
+    timeout_ms: int | None = None
+    env: dict[str, str] | None = None
+    user: str | None = None
+
+
+class LocalShellCallItem(Item):
+    """Call of the client's shell."""
+
+    function_name: ClassVar[str] = "local_shell"
+
+    type: Literal["local_shell_call"]
+    call_id: str
+    action: LocalShellAction
+
+    @property
+    def function_arguments(self) -> str:
+        """The arguments as the model sees them, JSON."""
+        fields = self.action.model_dump(exclude_none=True, exclude={"type"})
+        return _dump({name: value for name, value in fields.items() if value != {}})
+
+
+class ShellAction(StrictModel):
+    """Commands for a shell."""
+
+    commands: list[str]
+    timeout_ms: int | None = None
+    max_output_length: int | None = None
+
+
+class ShellCallItem(Item):
+    """Call of the client's shell with several commands."""
+
+    function_name: ClassVar[str] = "shell"
+
+    type: Literal["shell_call"]
+    call_id: str
+    action: ShellAction
+    environment: Json | None = None
+
+    @property
+    def function_arguments(self) -> str:
+        """The arguments as the model sees them, JSON."""
+        return _dump(self.action.model_dump(exclude_none=True))
+
+
+class PatchOperation(StrictModel):
+    """A change of one file."""
+
+    type: Literal["create_file", "update_file", "delete_file"]
+    path: str
+    diff: str | None = None
+
+
+class ApplyPatchCallItem(Item):
+    """Change of a file by the model."""
+
+    function_name: ClassVar[str] = "apply_patch"
+
+    type: Literal["apply_patch_call"]
+    call_id: str
+    operation: PatchOperation
+
+    @property
+    def function_arguments(self) -> str:
+        """The arguments as the model sees them, JSON."""
+        return _dump(self.operation.model_dump(exclude_none=True))
+
+
+CallItem = FunctionCallItem | CustomToolCallItem | LocalShellCallItem | ShellCallItem | ApplyPatchCallItem
+
+
+class CallOutputItem(Item):
+    """Result of a function call or of a call of a custom tool."""
+
+    other_fields = client_fields.RESPONSES_OUTPUT_ITEM
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Content
+
+    @property
+    def text(self) -> str:
+        """The result as the model sees it."""
+        return join_content(self.output)
+
+
+class LocalShellCallOutputItem(Item):
+    """Result of a call of the client's shell. Its id is that of the call, unless it has a call_id."""
+
+    type: Literal["local_shell_call_output"]
+    call_id: str | None = None
+    output: str
+
+    @property
+    def text(self) -> str:
+        """The result as the model sees it."""
+        return self.output
+
+
+class ExitOutcome(StrictModel):
+    """A command ended."""
+
+    type: Literal["exit"]
+    exit_code: int
+
+
+class TimeoutOutcome(StrictModel):
+    """A command took too long."""
+
+    type: Literal["timeout"]
+
+
+class CommandOutput(StrictModel):
+    """What a command wrote, and how it ended."""
+
+    other_fields = client_fields.RESPONSES_COMMAND_OUTPUT
+
+    stdout: str
+    stderr: str
+    outcome: Annotated[
+        Annotated[ExitOutcome, Tag("<exit>")] | Annotated[TimeoutOutcome, Tag("<timeout>")],
+        Discriminator(
+            tag_by_type(), custom_error_type="outcome", custom_error_message="the type is one of exit and timeout"
+        ),
+    ]
+
+
+class ShellCallOutputItem(Item):
+    """Results of the commands of a shell call."""
+
+    other_fields = client_fields.RESPONSES_OUTPUT_ITEM
+
+    type: Literal["shell_call_output"]
+    call_id: str
+    output: Annotated[list[CommandOutput], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """The results as the model sees them, JSON."""
+        return json.dumps([one.model_dump() for one in self.output], ensure_ascii=False)
+
+
+class ApplyPatchCallOutputItem(Item):
+    """Result of a change of a file."""
+
+    other_fields = client_fields.RESPONSES_OUTPUT_ITEM
+
+    type: Literal["apply_patch_call_output"]
+    call_id: str
+    output: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The result as the model sees it."""
+        return self.output if self.output is not None else self.status or ""
+
+
+OutputItem = CallOutputItem | LocalShellCallOutputItem | ShellCallOutputItem | ApplyPatchCallOutputItem
+
+
+def join_namespace(namespace: str | None, name: str) -> str:
+    """Return the name of a function as the model sees it: behind its namespace, as MCP clients write it."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def _dump(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,242 @@
+"""The tools of a request as functions that the model may call, and the model's calls as items that the client expects.
+
+A custom tool is a function with one string. A tool of a namespace has both names. Shells and patches have the schemas
+below.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from retain.server.openai.chat_protocol import FunctionDefinition, ToolParam
+from retain.server.openai.errors import APIError
+from retain.server.openai.protocol import Json
+from retain.server.openai.responses.calls import LocalShellAction, PatchOperation, ShellAction, join_namespace
+from retain.server.openai.responses.tools import (
+    AllowedTools,
+    CustomTool,
+    FunctionTool,
+    GrammarInputFormat,
+    HostedTool,
+    KindChoice,
+    NamedChoice,
+    NamespaceTool,
+    Tool,
+)
+from retain.server.openai.tool_parser import ParsedToolCall
+
+MAX_FUNCTIONS = 1024
+MAX_NAME_LENGTH = 128
+
+
+def _object(required: Sequence[str], **properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
+
+
+TEXT: Json = {"type": "string"}
+TEXTS: Json = {"type": "array", "items": TEXT}
+MILLISECONDS: Json = {"type": "integer", "description": "Milliseconds after which a command is stopped"}
+BUILT_IN_FUNCTIONS = {
+    "local_shell": FunctionDefinition(
+        name="local_shell",
+        description="Run a command on the user's machine.",
+        parameters=_object(
+            ["command"],
+            command={**TEXTS, "description": "The program and its arguments"},
+            working_directory=TEXT,
+            timeout_ms=MILLISECONDS,
+        ),
+    ),
+    "shell": FunctionDefinition(
+        name="shell",
+        description="Run shell commands on the user's machine.",
+        parameters=_object(
+            ["commands"], commands=TEXTS, timeout_ms=MILLISECONDS, max_output_length={"type": "integer"}
+        ),
+    ),
+    "apply_patch": FunctionDefinition(
+        name="apply_patch",
+        description="Create, update or delete a file.",
+        parameters=_object(
+            ["type", "path"],
+            type={"enum": ["create_file", "update_file", "delete_file"]},
+            path=TEXT,
+            diff={**TEXT, "description": "V4A diff; of a new file: its lines, each behind a +"},
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ClientTool:
+    """A tool that the client runs. `kind` is its type; the model sees `function`."""
+
+    kind: str
+    name: str
+    function: FunctionDefinition
+    namespace: str | None = None
+
+    def to_item(self, arguments: str) -> Json:
+        """Return the item of a call, without ids. Arguments that the tool cannot have make a function call."""
+        if self.kind == "custom":
+            return {"type": "custom_tool_call", **self._names, "input": _find_input(arguments)}
+        if self.kind != "function" and (fields := _to_built_in_call(self.kind, arguments)):
+            return {"type": f"{self.kind}_call", **fields}
+        return {"type": "function_call", **self._names, "arguments": arguments}
+
+    @property
+    def _names(self) -> Json:
+        return {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
+
+
+class ClientTools:
+    """The tools of a request, by their functions' names. `left_out`: types of tools that the server cannot run."""
+
+    def __init__(self, tools: Iterable[ClientTool] = (), left_out: Sequence[str] = ()):
+        """Raises APIError if two tools have the same name for the model, or if there are too many."""
+        self.left_out = left_out
+        self._by_name: dict[str, ClientTool] = {}
+        for tool in tools:
+            name = tool.function.name
+            if self._by_name.setdefault(name, tool) != tool:
+                raise APIError(400, f"tools: two tools have the name {name}", "tools")
+        if len(self._by_name) > MAX_FUNCTIONS:
+            raise APIError(400, f"tools: at most {MAX_FUNCTIONS} functions, with those of namespaces", "tools")
+
+    def __bool__(self) -> bool:
+        return bool(self._by_name)
+
+    def to_params(self) -> list[ToolParam] | None:
+        """Return the tools of a chat completion, or None if there are none."""
+        return [ToolParam(type="function", function=tool.function) for tool in self._by_name.values()] or None
+
+    def to_item(self, call: ParsedToolCall) -> Json:
+        """Return the item of a call by the model, without ids."""
+        return self._by_name[call.name].to_item(call.arguments)
+
+    def find(self, choice: NamedChoice | KindChoice) -> ClientTool:
+        """Return the tool that a choice names. Raises APIError if there is none, or more than one."""
+        found = [tool for tool in self._by_name.values() if _matches(choice, tool)]
+        if len(found) > 1:
+            found = [tool for tool in found if not tool.namespace] or found
+        if len(found) != 1:
+            problem = "an unknown tool" if not found else "a tool that several namespaces have"
+            raise APIError(400, f"tool_choice names {problem}", "tool_choice")
+        return found[0]
+
+    def select(self, allowed: AllowedTools) -> ClientTools:
+        """Return only the allowed tools."""
+        choices = [_to_choice(one) for one in allowed.tools]
+        tools = [t for t in self._by_name.values() if any(choice and _matches(choice, t) for choice in choices)]
+        return ClientTools(tools, self.left_out)
+
+
+def expand_tools(tools: Iterable[Tool]) -> ClientTools:
+    """Return the tools that the client runs, those of namespaces too. Raises APIError."""
+    found: list[ClientTool] = []
+    left_out = []
+    for tool in tools:
+        if isinstance(tool, HostedTool):
+            left_out.append(tool.type)
+        elif isinstance(tool, NamespaceTool):
+            found += _expand_namespace(tool)
+        elif isinstance(tool, FunctionTool | CustomTool):
+            found.append(_to_client_tool(tool))
+        else:
+            found.append(ClientTool(tool.type, tool.type, BUILT_IN_FUNCTIONS[tool.type]))
+    return ClientTools(found, list(dict.fromkeys(left_out)))
+
+
+def _expand_namespace(namespace: NamespaceTool) -> list[ClientTool]:
+    """Return a namespace's tools. The first has the description of the namespace in front of its own."""
+    found = []
+    about = namespace.description
+    for tool in namespace.tools:
+        if about:
+            tool = tool.model_copy(update={"description": "\n\n".join(filter(None, [about, tool.description]))})
+        found.append(_to_client_tool(tool, namespace.name))
+        about = None
+    return found
+
+
+def _to_client_tool(tool: FunctionTool | CustomTool, namespace: str | None = None) -> ClientTool:
+    name = join_namespace(namespace, tool.name)
+    if len(name) > MAX_NAME_LENGTH:
+        raise APIError(400, f"tools: {name[:40]}... has more than {MAX_NAME_LENGTH} characters", "tools")
+    if isinstance(tool, FunctionTool):
+        function = FunctionDefinition(
+            name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+        )
+        return ClientTool("function", tool.name, function, namespace)
+    text: Json = {**TEXT, "description": "The whole input of the tool"}
+    description = tool.description
+    if isinstance(tool.format, GrammarInputFormat):
+        # JSON escapes the text, so only a regex, which JSON schemas know, can hold for it.
+        if tool.format.syntax == "regex":
+            text["pattern"] = f"^(?:{tool.format.definition})$"
+        else:
+            rule = f"The input follows this Lark grammar:\n{tool.format.definition}"
+            description = "\n\n".join(filter(None, [description, rule]))
+    function = FunctionDefinition(name=name, description=description, parameters=_object(["input"], input=text))
+    return ClientTool("custom", tool.name, function, namespace)
+
+
+def _find_input(arguments: str) -> str:
+    """Return the text of a custom tool's call. Models that name it differently are understood."""
+    parsed = _parse_object(arguments)
+    if isinstance(text := parsed.get("input"), str):
+        return text
+    texts = [value for value in parsed.values() if isinstance(value, str)]
+    return texts[0] if len(texts) == len(parsed) == 1 else arguments
+
+
+def _to_built_in_call(kind: str, arguments: str) -> Json | None:
+    """Return the fields of a call of a shell or a patch, or None if the arguments are not valid."""
+    parsed = _parse_object(arguments)
+    try:
+        if kind == "local_shell":
+            if isinstance(command := parsed.get("command"), str):
+                parsed["command"] = ["bash", "-lc", command]
+            action = LocalShellAction(**{**parsed, "type": "exec"})
+            return {"action": {**action.model_dump(), "env": action.env or {}}}
+        if kind == "shell":
+            return {"action": ShellAction(**parsed).model_dump()}
+        operation = PatchOperation(**parsed)
+        if operation.diff is None and operation.type != "delete_file":
+            return None
+        return {"operation": operation.model_dump(exclude_none=True)}
+    except (ValidationError, TypeError):
+        return None
+
+
+def _parse_object(text: str) -> Json:
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _to_choice(tool: Json) -> NamedChoice | KindChoice | None:
+    """Return the choice of a tool among the allowed ones, or None if the server cannot run it."""
+    for model in (NamedChoice, KindChoice):
+        try:
+            return model.model_validate(tool)
+        except ValidationError:
+            continue
+    return None
+
+
+def _matches(choice: NamedChoice | KindChoice, tool: ClientTool) -> bool:
+    if tool.kind != choice.type:
+        return False
+    if isinstance(choice, KindChoice):
+        return True
+    if choice.namespace is not None:
+        return (tool.namespace, tool.name) == (choice.namespace, choice.name)
+    return choice.name in (tool.name, tool.function.name)

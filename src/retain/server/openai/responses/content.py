@@ -1,0 +1,63 @@
+"""Contents of items: a text, or parts that have text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from retain.server import client_fields
+from retain.server.openai.responses.unions import tag_by_type, tag_text_or_list
+from retain.server.request_model import StrictModel
+
+
+class InputText(StrictModel):
+    """Text of a user, a system message or a tool's output."""
+
+    other_fields = client_fields.RESPONSES_INPUT_TEXT
+
+    type: Literal["input_text", "text"]
+    text: str
+
+
+class OutputText(StrictModel):
+    """Text of the model."""
+
+    other_fields = client_fields.RESPONSES_OUTPUT_TEXT
+
+    type: Literal["output_text"]
+    text: str
+
+
+class Refusal(StrictModel):
+    """Refusal of a model, which other servers tell apart from text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The refusal."""
+        return self.refusal
+
+
+ContentPart = Annotated[
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[InputText, Tag("<text>")]
+    | Annotated[OutputText, Tag("<output_text>")]
+    | Annotated[Refusal, Tag("<refusal>")],
+    Discriminator(
+        tag_by_type(),
+        custom_error_type="content_type",
+        custom_error_message="only input_text, output_text and refusal are supported: no images, files or audio",
+    ),
+]
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("<list>")],
+    Discriminator(tag_text_or_list),
+]
+
+
+def join_content(content: str | list[InputText | OutputText | Refusal]) -> str:
+    """Return the text of a content."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,219 @@
+"""Tools and tool choices in requests of the Responses API.
+
+The client runs functions, custom tools, those of namespaces, shells and patches. Hosted tools run on OpenAI's servers;
+here they are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from retain.server import client_fields
+from retain.server.openai.protocol import Json
+from retain.server.openai.responses.unions import get_type, tag_by_type, tag_text_or_list
+from retain.server.request_model import StrictModel
+
+HOSTED_TOOLS = (
+    "web_search",
+    "file_search",
+    "code_interpreter",
+    "computer",
+    "image_generation",
+    "mcp",
+    "tool_search",
+    "programmatic_tool_calling",
+)
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class FunctionTool(StrictModel):
+    """Function that the model may call."""
+
+    other_fields = client_fields.RESPONSES_TOOL
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class TextInputFormat(StrictModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class GrammarInputFormat(StrictModel):
+    """Text that follows a grammar."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+InputFormat = Annotated[
+    Annotated[TextInputFormat, Tag("<text>")] | Annotated[GrammarInputFormat, Tag("<grammar>")],
+    Discriminator(
+        tag_by_type(), custom_error_type="input_format", custom_error_message="the type is one of text and grammar"
+    ),
+]
+
+
+class CustomTool(StrictModel):
+    """Tool whose input is a text. The model sees a function with one string, `input`."""
+
+    other_fields = client_fields.RESPONSES_TOOL
+
+    type: Literal["custom"]
+    name: FunctionName
+    description: str | None = None
+    format: InputFormat | None = Field(
+        None, description="A regex holds for forced calls; the model reads a Lark grammar in the tool's description"
+    )
+
+
+class NamespaceTool(StrictModel):
+    """Tools of one namespace, such as those of an MCP server. The model sees each as a function."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
+                Discriminator(
+                    tag_by_type(),
+                    custom_error_type="namespace_tool",
+                    custom_error_message="a namespace has tools of type function and custom",
+                ),
+            ]
+        ],
+        Field(max_length=128),
+    ]
+
+
+class LocalShellTool(StrictModel):
+    """Shell of the client, for one command a call."""
+
+    type: Literal["local_shell"]
+
+
+class LocalEnvironment(StrictModel):
+    """The client's machine."""
+
+    other_fields = client_fields.RESPONSES_ENVIRONMENT
+
+    type: Literal["local"]
+
+
+class ShellTool(StrictModel):
+    """Shell of the client, for several commands a call."""
+
+    other_fields = client_fields.RESPONSES_TOOL
+
+    type: Literal["shell"]
+    environment: LocalEnvironment | None = None
+
+
+class ApplyPatchTool(StrictModel):
+    """Changes of files by the client."""
+
+    other_fields = client_fields.RESPONSES_TOOL
+
+    type: Literal["apply_patch"]
+
+
+class HostedTool(StrictModel):
+    """Tool that only OpenAI's servers run. It is left out, and the header `x-retain-warning` names it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, Field(pattern="^[a-z0-9_]{1,64}$")]
+
+
+def is_hosted(kind: str | None) -> bool:
+    """Return whether a type of tools is hosted. Some have a version behind their name."""
+    return kind is not None and (kind in HOSTED_TOOLS or kind.startswith(("web_search_", "computer_")))
+
+
+def _tag_tool(value: Any) -> str | None:
+    kind = get_type(value)
+    if kind == "shell" and isinstance(value, dict) and get_type(value.get("environment"), "local") != "local":
+        return "<hosted>"  # in a container
+    if is_hosted(kind) or isinstance(value, HostedTool):
+        return "<hosted>"
+    return None if kind is None else f"<{kind}>"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[LocalShellTool, Tag("<local_shell>")]
+    | Annotated[ShellTool, Tag("<shell>")]
+    | Annotated[ApplyPatchTool, Tag("<apply_patch>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    Discriminator(
+        _tag_tool,
+        custom_error_type="tool_type",
+        custom_error_message="the type is one of function, custom, namespace, local_shell, shell and apply_patch",
+    ),
+]
+
+
+class NamedChoice(StrictModel):
+    """Forces a call of one function or custom tool."""
+
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+class KindChoice(StrictModel):
+    """Forces a call of a tool that has no name of its own."""
+
+    type: Literal["local_shell", "shell", "apply_patch"]
+
+
+class AllowedTools(StrictModel):
+    """Only these tools are shown to the model, as though the request had no others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Json], Field(max_length=1024)]
+
+
+def _tag_choice(value: Any) -> str | None:
+    kind = get_type(value)
+    return {
+        "function": "<named>",
+        "custom": "<named>",
+        "local_shell": "<kind>",
+        "shell": "<kind>",
+        "apply_patch": "<kind>",
+        "allowed_tools": "<allowed_tools>",
+    }.get(kind or "")
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")]
+    | Annotated[
+        Annotated[
+            Annotated[NamedChoice, Tag("<named>")]
+            | Annotated[KindChoice, Tag("<kind>")]
+            | Annotated[AllowedTools, Tag("<allowed_tools>")],
+            Discriminator(
+                _tag_choice,
+                custom_error_type="tool_choice",
+                custom_error_message="only a tool that the client runs can be forced: function, custom, local_shell, "
+                "shell and apply_patch, or a choice of allowed_tools",
+            ),
+        ],
+        Tag("<list>"),
+    ],
+    Discriminator(tag_text_or_list),
+]
