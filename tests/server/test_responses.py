@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from retain.server.auth import ApiKeys
 from retain.server.config import Limits
+from retain.server.openai.errors import APIError
 from tests.server.conftest import API_KEYS, HTTP, chat_template_replaced, run_tiny_server
 from tests.server.test_tool_calls import CITY_SCHEMA, HERMES
 
@@ -286,6 +287,23 @@ def test_refused_field_is_named(client, fields, param, expected):
     error = raised.value.body
     assert error["param"] == param and expected in error["message"] and "\n" not in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_prompt_that_is_too_long(tiny_server, tiny_client):
+    """Agents shorten a conversation for this code: in a stream they find it in the last event only."""
+    words = "maximum context length is 9 tokens, reduce the length of the messages"
+    overflow = APIError(400, words, "messages", "context_length_exceeded")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_server.service, "prepare_chat_request", lambda *_: (_ for _ in ()).throw(overflow))
+        with pytest.raises(openai.BadRequestError) as raised:
+            tiny_client.responses.create(**build_request())
+        events = list(tiny_client.responses.create(**build_request(), stream=True))
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "input")
+    assert [event.type for event in events] == ["response.created", "response.in_progress", "error", "response.failed"]
+    failed = events[-1].response
+    assert (failed.status, failed.error.code) == ("failed", "context_length_exceeded")
+    assert failed.error.message == words.replace("messages", "input")
+    assert [event.sequence_number for event in events] == [0, 1, 2, 3]
 
 
 def test_errors_of_the_other_routes(tiny_server, tiny_client):

@@ -66,8 +66,11 @@ class ResponsesEncoder(ResponseEncoder):
 
     def encode_start(self, group: RequestGroup) -> bytes:
         """See ResponseEncoder."""
-        names = ("response.created", "response.in_progress")
-        return self._encode_events([{"type": name, "response": self.response} for name in names])
+        return self._encode_created()
+
+    def encode_failed_stream(self, error: APIError) -> bytes:
+        """Encode a whole stream for a request that failed before its stream began."""
+        return self._encode_created() + self.encode_stream_error(error)
 
     def encode_delta(self, delta: OutputDelta) -> bytes:
         """See ResponseEncoder."""
@@ -95,6 +98,10 @@ class ResponsesEncoder(ResponseEncoder):
     def to_error_response(self, error: APIError) -> Response:
         """See ResponseEncoder."""
         return rename_parameter(error).to_response()
+
+    def _encode_created(self) -> bytes:
+        names = ("response.created", "response.in_progress")
+        return self._encode_events([{"type": name, "response": self.response} for name in names])
 
     def _encode_events(self, events: Sequence[Json]) -> bytes:
         encoded = b""

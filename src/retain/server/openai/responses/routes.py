@@ -9,9 +9,11 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from retain.server.openai.body import BodyRoute
+from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.protocol import Json
 from retain.server.openai.rendering import RenderedRequest, render_one
+from retain.server.openai.responses.client_tools import ClientTools
 from retain.server.openai.responses.conversion import (
     build_turn,
     convert_request,
@@ -66,7 +68,15 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
         try:
             return await service.handle(body, 1, key, prepare)
         except APIError as error:
+            if body.stream and error.code == "context_length_exceeded":
+                return fail_stream(body, error)
             raise rename_parameter(error) from None
+
+    def fail_stream(body: ResponsesRequest, error: APIError) -> Response:
+        """Return a stream that only fails. OpenAI's server does so, and Codex CLI finds this error nowhere else."""
+        llm = service.llm
+        encoder = ResponsesEncoder(body, ChatOutputParser(), llm.tokenizer, llm.output_processor, ClientTools())
+        return Response(encoder.encode_failed_stream(error), media_type="text/event-stream")
 
     @router.post("/responses/render", response_model=None, responses={200: {"model": RenderedRequest}})
     async def render_response(body: ResponsesRequest, request: Request) -> Response:
