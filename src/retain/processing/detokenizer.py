@@ -99,7 +99,7 @@ class IncrementalDetokenizer:
         self.stopped = False
         self.stop_string: str | None = None  # the one that stopped the answer
         self._token_bytes, self._stop_strings = token_bytes, tuple(stop)
-        self._num_tokens_before_stop = min_tokens  # that are still to come
+        self._num_tokens, self._min_tokens = 0, min_tokens
         self._max_held_chars = max(map(len, self._stop_strings), default=1) - 1
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(token_bytes.errors)
         self._utf8_decoder.decode(token_bytes.last_bytes(preceding))  # keeps what is incomplete, and no more
@@ -117,9 +117,8 @@ class IncrementalDetokenizer:
         """Add a token, and return the new text that may be shown; after a stop string, nothing."""
         if self.stopped:
             return ""
-        text = self._append_text(self._utf8_decoder.decode(self._token_bytes[token]))
-        self._num_tokens_before_stop -= 1
-        return text
+        self._num_tokens += 1
+        return self._append_text(self._utf8_decoder.decode(self._token_bytes[token]))
 
     def flush(self) -> str:
         """End the answer, and return the text that was held back."""
@@ -146,7 +145,7 @@ class IncrementalDetokenizer:
         hits = []
         for s in self._stop_strings:
             start = text.find(s, max(0, len(self._held_text) - len(s) + 1))  # a match that ends in the new text
-            if start >= 0 and self._num_tokens_before_stop <= 0:
+            if start >= 0 and self._num_tokens > self._min_tokens:
                 hits.append((start + len(s), start, s))
         if hits:
             self.stopped = True
