@@ -19,6 +19,7 @@ from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
 from retain.processing.chat_template import ChatTemplate, Messages, TemplateRenderer, Tools
 from retain.processing.detokenizer import IncrementalDetokenizer, TokenBytes
+from retain.processing.final_message import render_unfinished
 from retain.processing.gguf_tokenizer import LLAMA3_PATTERN, PRE_TOKENIZER_PATTERNS, build_tokenizer
 
 # Tokens that end a turn of a chat; GGUF files do not always list them.
@@ -124,12 +125,17 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
         enable_thinking: bool | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """Return a conversation, [{"role": "user", "content": "..."}, ...], as prompt text.
 
-        Raises ValueError when the model has no template, or the template fails.
+        `continue_final_message`: end inside of the last message instead of beginning an answer. Raises ValueError when
+        the model has no template, or the template fails.
         """
-        return self._compiled_template.render(messages, add_generation_prompt, tools, enable_thinking)
+        template = self._compiled_template
+        if continue_final_message:
+            return render_unfinished(lambda begun: template.render(begun, False, tools, enable_thinking), messages)
+        return template.render(messages, add_generation_prompt, tools, enable_thinking)
 
     def set_template_renderer(self, template: TemplateRenderer) -> None:
         """Let another object render the chat template, for example in another process."""

@@ -31,7 +31,6 @@ SAMPLING: FieldTable = {
     "skip_special_tokens": only(True),
     "spaces_between_special_tokens": only(True),
     "include_stop_str_in_output": only(False),
-    "continue_final_message": only(False),
     "separate_reasoning": only(True, why="reasoning is in `reasoning_content`"),
     "stream_reasoning": only(True),
     "include_reasoning": only(True),
@@ -43,6 +42,7 @@ SAMPLING: FieldTable = {
 }
 COMPLETION: FieldTable = {
     **SAMPLING,
+    "continue_final_message": only(False),
     "suffix": Refused("the prompt has to say where the middle is, with the model's own tokens"),
 }
 CHAT: FieldTable = {
@@ -157,4 +157,4 @@ MESSAGES_THINKING: FieldTable = {
 }
 MESSAGES_OUTPUT: FieldTable = {"effort": Accepted("a hint to hosted models", ("low", "medium", "high", "xhigh", "max"))}
 TOKENIZE: FieldTable = {"return_token_strs": only(False)}
-TOKENIZE_CHAT: FieldTable = {**TOKENIZE, "add_special_tokens": only(False), "continue_final_message": only(False)}
+TOKENIZE_CHAT: FieldTable = {**TOKENIZE, "add_special_tokens": only(False)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import NamedTuple
 
 from retain.server.openai.reasoning_parser import ReasoningParser
@@ -21,9 +22,24 @@ class ChatOutputParser:
 
     def __init__(self, tool_parser: ToolParser | None = None, reasoning_parser: ReasoningParser | None = None):
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
+        self._skipped = ChatOutput("", "", [])  # text of the prompt that the parsers may still return
+
+    def skip(self, text: str) -> None:
+        """Take text of the prompt as the beginning of the answer: only what follows is returned."""
+        self._separate(text, finished=False)
+        self._skipped = deepcopy(self)._separate("", finished=True)
 
     def feed(self, text: str, finished: bool) -> ChatOutput:
         """Add generated text. Returns the parts that are certain; all of them once the choice has finished."""
+        output, skipped = self._separate(text, finished), self._skipped
+        if not any(skipped) or not any(output):
+            return output
+        reasoning, skipped_reasoning = _drop_skipped(output.reasoning, skipped.reasoning)
+        content, skipped_content = _drop_skipped(output.content, skipped.content)
+        self._skipped = ChatOutput(skipped_reasoning, skipped_content, [])
+        return ChatOutput(reasoning, content, output.tool_calls)
+
+    def _separate(self, text: str, finished: bool) -> ChatOutput:
         reasoning, content = "", text
         calls: list[ParsedToolCall] = []
         if self._reasoning_parser:
@@ -34,3 +50,13 @@ class ChatOutputParser:
                 rest, more = self._tool_parser.close()
                 content, calls = content + rest, calls + more
         return ChatOutput(reasoning, content, calls)
+
+
+def _drop_skipped(text: str, skipped: str) -> tuple[str, str]:
+    """Return text without what its beginning shares with skipped text, and what is still to skip.
+
+    Nothing is, where the text begins otherwise: skipped text has become part of a marker or of a call.
+    """
+    pairs = enumerate(zip(text, skipped, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(text), len(skipped)))
+    return text[shared:], skipped[shared:] if shared else ""

@@ -138,11 +138,22 @@ class ChatCompletionRequest(SamplingFields):
     tools: Annotated[list[ToolParam], Field(min_length=1, max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="As in vLLM's server")
+    add_generation_prompt: bool = Field(True, description="Begin an answer; false for a prompt that does not")
+    continue_final_message: bool = Field(
+        False,
+        description="Continue the last message instead of beginning an answer; add_generation_prompt is then false",
+    )
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatCompletionRequest:
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice without tools")
+        return self
+
+    @model_validator(mode="after")
+    def _check_continuation(self) -> ChatCompletionRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=false")
         return self
 
 

@@ -118,7 +118,10 @@ class OpenAIServing:
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
         params = body.to_sampling_params(max_tokens, logprobs)
         request = replace(request, params=params, grammar=self._build_grammar(body, tools))
-        return request, [self._create_output_parser(prompt, tools) for _ in range(body.n or 1)]
+        if request.grammar and body.continue_final_message:
+            raise APIError(400, "the answer continues a message: it cannot be forced into a format or a tool call")
+        begun = to_template_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
+        return request, [self._create_output_parser(prompt, tools, begun) for _ in range(body.n or 1)]
 
     def _count_system_tokens(self, body: ChatCompletionRequest) -> int:
         return self.llm.tokenizer.count_system_tokens(to_template_messages(body.messages))
@@ -131,20 +134,25 @@ class OpenAIServing:
         options = body.chat_template_kwargs
         prompt = self.llm.tokenizer.apply_chat_template(
             to_template_messages(body.messages),
+            body.add_generation_prompt,
             tools=tools or None,
             enable_thinking=options.enable_thinking if options else None,
+            continue_final_message=body.continue_final_message,
         )
         self.llm.input_processor.check_length(prompt)
         return prompt, tools
 
-    def _create_output_parser(self, prompt: str, tools: Sequence[Json]) -> ChatOutputParser:
-        """Create a parser of the answer to a prompt text."""
+    def _create_output_parser(self, prompt: str, tools: Sequence[Json], begun: str) -> ChatOutputParser:
+        """Create a parser of the answer to a prompt text. `begun`: the message in the prompt that it continues."""
         names = {t["function"]["name"] for t in tools}
         reasoning = supports_reasoning(self.llm.tokenizer.chat_template or "")
-        return ChatOutputParser(
+        start = prompt.rindex(begun.strip()) if begun.strip() else len(prompt)
+        parser = ChatOutputParser(
             ToolParser(self.tool_format, names) if tools and self.tool_format else None,
-            ReasoningParser(prompt.rstrip().endswith(BEGIN)) if reasoning else None,
+            ReasoningParser(prompt[:start].rstrip().endswith(BEGIN)) if reasoning else None,
         )
+        parser.skip(prompt[start:])
+        return parser
 
     def _build_grammar(self, body: ChatCompletionRequest, tools: Sequence[Json]) -> str | None:
         """Return the grammar that tool_choice or response_format demands, or None for free text."""

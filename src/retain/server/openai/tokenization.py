@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from retain.server import client_fields
 from retain.server.openai.body import BodyRoute
@@ -35,6 +35,13 @@ class TokenizeChatRequest(StrictModel):
     model: str | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1)]
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _check_continuation(self) -> TokenizeChatRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=false")
+        return self
 
 
 class TokenizeResponse(BaseModel):
@@ -81,7 +88,9 @@ def create_router(service: OpenAIServing) -> APIRouter:
                 text, add_special_tokens = body.prompt, body.add_special_tokens
             else:
                 messages, add_special_tokens = to_template_messages(body.messages), False
-                text = tokenizer.apply_chat_template(messages, body.add_generation_prompt)
+                text = tokenizer.apply_chat_template(
+                    messages, body.add_generation_prompt, continue_final_message=body.continue_final_message
+                )
             service.llm.input_processor.check_length(text)
             return tokenizer.encode(text, add_special_tokens)
 
