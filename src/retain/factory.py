@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
-from retain import models
+from retain import kernels, models
 from retain.config import Config, default_kv_memory
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.gates.loader import GateLoader
@@ -74,6 +74,7 @@ def load_model(
 
     Where a program computes, nothing of the file outlives this call: the cache may take the memory.
     """
+    kernels.check_dtype(backend, dtype)
     program = backend.program(dtype, device)
     # torch wants biases and norms in its input's dtype. A program computes them in float32, and converts blocks itself.
     vector_dtype = torch.float32 if program else None

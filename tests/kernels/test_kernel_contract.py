@@ -30,7 +30,7 @@ def members(protocol: type) -> list[str]:
 @pytest.mark.parametrize("name", kernels.backend_names())
 def test_backend_implements_the_contract(name: str) -> None:
     backend = kernels.import_backend(name)
-    assert set(backend.DEVICES) <= {"cpu", "cuda"}
+    assert set(backend.DEVICES) <= {"cpu", "cuda"} and {torch.float32, torch.bfloat16} <= set(backend.DTYPES)
     for function in members(Backend):
         assert parameters(getattr(backend, function)) == parameters(getattr(Backend, function)), function
 

@@ -141,6 +141,7 @@ def bad_inputs(tmp_path):
     yield (*TINY_RUN_ARGS, "--kv-memory", "1KiB", hello), "kv_memory"
     yield (*RUN_ARGS, "--max-running-requests", "0", hello), "at least 1"
     yield (*RUN_ARGS, "--dtype", "float8", hello), "bfloat16"
+    yield (*TINY_RUN_ARGS, "--backend", "cpu", "--dtype", "float16", hello), "choose dtype float32 or bfloat16"
     yield (*RUN_ARGS, "--kv-dtype", "float8", hello), "int8"
     yield (*RUN_ARGS, "--weights", "int3", hello), "auto, bf16, int8 or int4"
     yield (*RUN_ARGS, "--weights", "int8", "--dtype", "float32", hello), "float32 everywhere"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from retain import LLM, SamplingParams
-from retain.config import Config
+from retain.config import DTYPES, Config
 from retain.engine.request import Request
 from retain.processing.grammar import grammar_from_lark
 from retain.processing.input import GenerateRequest
@@ -106,6 +106,20 @@ def test_invalid_options_raise_one_line_errors(options):
     with pytest.raises(ValueError) as error:
         LLM("smollm2", **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_every_dtype_is_computed_in_or_refused_with_those_that_are(backend, dtype):
+    for weights, kv_dtype in (("auto", "auto"), ("int4", "int8"), ("bf16", "int4")):
+        options = {"weights": weights if dtype != "float32" else "auto", "kv_dtype": kv_dtype, "kv_memory": "4MiB"}
+        try:
+            tiny = LLM("random:tiny", backend=backend, dtype=dtype, **options)
+        except ValueError as error:
+            assert str(error) == f"the {backend} backend does not compute in {dtype}: choose dtype float32 or bfloat16"
+            assert (backend, dtype) == ("cpu", "float16")
+        else:
+            assert len(tiny.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
 @pytest.mark.slow

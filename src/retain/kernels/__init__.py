@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from retain.kernels.api import CPU, Backend
+from retain.kernels.pool_dtypes import dtype_name
 from retain.plugins import load_module, plugin_names
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,14 @@ def load(name: str, device: torch.device = CPU) -> Backend:
     if reason:
         raise ValueError(f"backend {name!r} cannot run here: {reason}")
     return backend
+
+
+def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
+    """Raise ValueError, with the dtypes to choose from, for a dtype that a backend does not compute in."""
+    if dtype not in backend.DTYPES:
+        name = backend.__name__.rpartition(".")[2]
+        supported = " or ".join(dtype_name(d) for d in backend.DTYPES)
+        raise ValueError(f"the {name} backend does not compute in {dtype_name(dtype)}: choose dtype {supported}")
 
 
 def resolve_device(name: str) -> torch.device:

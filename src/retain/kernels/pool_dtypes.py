@@ -21,6 +21,11 @@ def pool_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a pool's dtype, which `pool_dtype` reads."""
+    return "k8v4" if dtype == K8V4 else str(dtype).removeprefix("torch.")
+
+
 def tensor_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of the tensors of K and V in a pool: slots of 8 bits are int8, of 4 bits uint8."""
     by_pool = {K8V4: (torch.int8, torch.uint8), INT4: (torch.uint8, torch.uint8)}

@@ -17,6 +17,7 @@ from retain.kernels.reference.noise import noise_key, sample_noise
 from retain.kernels.reinterpret import reinterpret_bytes
 from retain.kernels.scoring import NO_NOISE, AttentionScoring
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES: tuple[str, ...] = ("cpu",)
 
 
