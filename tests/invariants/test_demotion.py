@@ -210,6 +210,29 @@ def test_a_request_owns_no_more_pages_than_planned(policy: str, prompt_len: int)
         assert owned <= engine.cache.pages_needed(request.policy, length, prompt_len)
 
 
+@pytest.mark.parametrize("policy", [*POLICIES[:-1], "reread:budget=83%,share=layer,demote=int4:42"])
+@pytest.mark.parametrize("prompt_len", [48, *slow(30, 100, 210)])
+def test_a_request_ends_in_a_pool_of_the_planned_pages(policy: str, prompt_len: int) -> None:
+    """Also where it reads its prompt again between the prompt's last step and the first demotion."""
+    options = OPTIONS | {"dtype": torch.float32}
+    sizes, prompt = make_engine("llama", **options).cache, [7 * i % 50 for i in range(prompt_len)]
+    request = make_request(prompt, 20, policy)
+    length = prompt_len + 19
+    engine = make_engine(
+        "llama",
+        num_pages=sizes.pages_needed(sizes.effective_policy(request.policy), length, length),
+        max_running_requests=1,
+        max_batched_tokens=61,
+        **options,
+    )
+    engine.add(request)
+    for _ in range(100):
+        engine.step()
+        engine.cache.check()
+    assert not engine.has_unfinished_requests and not request.stats.num_preemptions
+    assert request.output_tokens == run_alone("llama", prompt, 20, policy, **options)
+
+
 @pytest.mark.parametrize("policy", ["knorm:budget=100,demote=int4:150", "knorm:budget=60%,demote=int4:80%"])
 def test_tune_knows_the_pages_of_a_policy_that_demotes(policy: str) -> None:
     prompt = [i % 50 for i in range(300)]

@@ -139,7 +139,7 @@ class KVCacheManager:
             if not self.pool.ensure_free(RingSnapshot.num_pages(self.tables, row)):
                 return False
             self.snapshots[row] = RingSnapshot(self.tables, row)
-        if evictor and evictor.layerwise and not evictor.layerwise.allocate():
+        if evictor and not evictor.begin_reserve():
             return False
         if not self.slots.reserve(row, end_position):
             return False

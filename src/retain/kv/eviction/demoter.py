@@ -69,6 +69,11 @@ class Demoter:
         kv, pages = self.tables.store.kv, self.tables.page_list(self.row)
         return int((kv.pos[kv.to_index(pages)] >= 0).sum())
 
+    def release(self) -> None:
+        """Free the pages that `reserve` took."""
+        self.tables.store.pool.free(self.spare)
+        self.spare = self.spare[:0]
+
     def reserve(self, num_computed_tokens: int, num_pages: int) -> bool:
         """Own the pages that an eviction at so many tokens will take, beyond those it frees. False if there are none.
 
@@ -165,8 +170,7 @@ class Demoter:
         self.num_computed_tokens = num_computed_tokens
         if (counts == self.tables.counts[self.row, self.layers]).all():
             return
-        store.pool.free(self.spare)
-        self.spare = self.spare[:0]
+        self.release()
         store.pool.ensure_free(int((counts - self.tables.counts[self.row, self.layers]).sum()))
         self.tables.allocate(self.row, self.layers, counts)
         if self.scores is not None:

@@ -56,6 +56,15 @@ class BudgetEvictor:
         """Slots of all heads that were evicted so far. Where tokens are demoted, the host waits for the device."""
         return self._num_left - (self.demoter.num_tokens if self.demoter else 0)
 
+    def begin_reserve(self) -> bool:
+        """Take scratch pages where the prompt goes layer by layer. False if there are too few.
+
+        Pages for demoted tokens are free until they are reserved again: a second reading of the prompt needs them first.
+        """
+        if self.demoter:
+            self.demoter.release()
+        return self.layerwise is None or self.layerwise.allocate()
+
     def demotes_by(self, num_computed_tokens: int) -> bool:
         """Return whether tokens are demoted when so many are computed."""
         return num_computed_tokens >= self.next_eviction and self.policy.demoted_slots(num_computed_tokens) > 0
