@@ -1,14 +1,18 @@
-"""The cpu backend leaves the masses that the reference leaves, on every instruction set."""
+"""The cpu backend leaves the masses that the reference leaves, on every instruction set, however a text is divided."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from retain.kernels import cpu, reference
+from retain.kernels.api import KV
 from retain.kernels.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
-from tests.helpers.attention_case import AttentionCase, assert_close, cpu_tolerance
+from tests.helpers.attention_case import AttentionCase, assert_close, cpu_tolerance, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
+from tests.helpers.marks import slow
 
 BF16 = torch.bfloat16
 needs_cpu = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
@@ -55,3 +59,29 @@ def test_mass_matches_reference(name: str, kind: str, columns: str) -> None:
         assert_close(o, expected, tolerance, isa)
         assert_close(kv.mass, expected_kv.mass, tolerance, isa)
         assert torch.equal(o, unscored), f"{isa}: scoring changes the output"
+
+
+@needs_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(BF16, torch.int8, torch.int4)])
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("kind", ["h2o", "keyformer"])
+@pytest.mark.parametrize("chunk", [3, 70])
+def test_chunk_size_changes_no_bit_of_a_mass(chunk: int, kind: str, columns: int, dtype: torch.dtype) -> None:
+    """140 tokens at once by three threads, or chunk by chunk by one: queries add their weights in their order."""
+    case = AttentionCase((140,), ((50, 40),), dtype=dtype, shared_pages=False)
+    (q, q_pos), t, scoring = case.build_queries(), case.build_tables(), case.build_scoring(*SCORING_KINDS[kind])
+
+    def attend(kv: KV, part: slice) -> None:
+        tables = replace(t, query_start_loc=torch.tensor([0, part.stop - part.start], dtype=torch.int32))
+        own = replace(scoring, weights=scoring.weights[part], temperature=scoring.temperature[part])
+        cpu.attend(q[part], kv, tables, q_pos[part], scale=0.125, scoring=own)
+
+    for isa in ISAS:
+        with use_isa(isa):
+            whole, parts = (case.build_cache(cpu, score_columns=columns) for _ in range(2))
+            with torch_threads(3):
+                attend(whole, slice(0, 140))
+            with torch_threads(1):
+                for at in range(0, 140, chunk):
+                    attend(parts, slice(at, min(at + chunk, 140)))
+        assert torch.equal(whole.mass, parts.mass), isa

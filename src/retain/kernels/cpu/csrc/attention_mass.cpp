@@ -1,5 +1,5 @@
-// Updates masses. A head's tiles are summed in the order of the plan, so the result does not depend on which thread
-// computed which tile.
+// Updates masses. A head's tiles are added one after the other, in the order of their queries, and so are the rows of a
+// tile. So the bits of a mass depend neither on the threads, nor on how the queries are divided into steps.
 #include <cmath>
 #include <limits>
 
@@ -7,7 +7,7 @@
 
 namespace retain {
 
-static bool is_request_scored(const AttentionArgs& args, int b) {
+bool is_request_scored(const AttentionArgs& args, int b) {
   const AttentionScoring& scoring = args.scoring;
   if (!scoring.weights || args.tables.window_of(b) != std::numeric_limits<int32_t>::max()) return false;
   const int32_t* start = args.tables.query_start_loc;
@@ -38,30 +38,24 @@ static int64_t weight_bytes(const AttentionArgs& args, const QueryTile& tile) {
 }
 
 void MassAccumulator::build(const AttentionArgs& args, const AttentionPlan& plan, int threads) {
-  sum_offsets_.clear();
+  ordinals_.clear();
   if (!args.scoring.weights) return;
   num_heads_ = args.tables.G;
   std::vector<char> is_scored(args.tables.B);
   for (int b = 0; b < args.tables.B; ++b) is_scored[b] = is_request_scored(args, b);
-  tiles_left_.reset(new std::atomic<int>[args.tables.B * num_heads_]());
-  first_tile_.assign(args.tables.B * num_heads_, -1);
-  next_tile_.assign(plan.tiles.size(), -1);
+  tiles_done_.reset(new std::atomic<int>[args.tables.B * num_heads_]());
+  std::vector<int> num_tiles(args.tables.B * num_heads_);
   buffer_offsets_.assign(plan.tiles.size(), 0);
-  int64_t sums = 0, split_bytes = 0;
+  int64_t split_bytes = 0;
   thread_bytes_ = 0;
   for (size_t i = 0; i < plan.tiles.size(); ++i) {
     const QueryTile& tile = plan.tiles[i];
-    sum_offsets_.push_back(is_scored[tile.b] ? sums : -1);
+    ordinals_.push_back(is_scored[tile.b] ? num_tiles[tile.b * num_heads_ + tile.g]++ : -1);
     if (!is_scored[tile.b]) continue;
-    ++tiles_left_[tile.b * num_heads_ + tile.g];
-    next_tile_[i] = first_tile_[tile.b * num_heads_ + tile.g];
-    first_tile_[tile.b * num_heads_ + tile.g] = int(i);
-    sums += args.kv.mass_columns * (own_slots(args, tile) + demoted_slots(args, tile));
     const int64_t size = weight_bytes(args, tile) + round_up(2 * tile.num_rows() * num_blocks(args, tile) * 4, 64);
     buffer_offsets_[i] = split_bytes;
     plan.is_split[i] ? split_bytes += size : thread_bytes_ = std::max(thread_bytes_, size);
   }
-  if (int64_t(sums_.size()) < sums) sums_.resize(sums);
   if (int64_t(memory_.size()) < threads * thread_bytes_ + split_bytes)
     memory_.resize(threads * thread_bytes_ + split_bytes);
   for (int64_t& offset : buffer_offsets_) offset += threads * thread_bytes_;
@@ -78,24 +72,6 @@ TableMasses MassAccumulator::buffers(const AttentionArgs& args, const AttentionP
                       demoted_slots(args, t), blocks}};
 }
 
-// Adds what all tiles of a head have summed to the masses of a table. Sums of tile k begin at first_sum(k).
-template <class FirstSum>
-static void add_sums(const AttentionArgs& args, const QueryTile& t, int first_tile, const std::vector<int>& next_tile,
-                     const FirstSum& first_sum) {
-  const int S = args.kv.S, columns = args.kv.mass_columns;
-  const int64_t slots = own_slots(args, t);
-  const float decay = args.scoring.decay[t.b];
-  for (int i = 0; i < args.tables.num_pages(t.b, t.g); ++i) {
-    float* slot_mass = args.kv.mass_page(args.tables.page_table(t.b, t.g)[i]);
-    for (int s = 0; s < columns * S; ++s) slot_mass[s] *= decay;
-    for (int k = first_tile; k >= 0; k = next_tile[k]) {
-      const float* sums = first_sum(k);
-      for (int c = 0; c < columns; ++c)
-        for (int s = 0; s < S; ++s) slot_mass[c * S + s] += sums[c * slots + int64_t(i) * S + s];
-    }
-  }
-}
-
 void MassAccumulator::finish_tile(const AttentionArgs& args, const AttentionPlan& plan, int tile,
                                   const TableMasses& masses) {
   const QueryTile& t = plan.tiles[tile];
@@ -110,23 +86,15 @@ void MassAccumulator::finish_tile(const AttentionArgs& args, const AttentionPlan
     for (int i = 0; i < mass.num_blocks; ++i)
       maxima[i] = maxima[i] == NEG_INF ? 0 : weight * std::exp(maxima[i] - top) / sum;
   }
+  // Jobs start in the order of a head's tiles, so another thread works on the tile before, if it is not done.
+  std::atomic<int>& done = tiles_done_[t.b * num_heads_ + t.g];
+  const int ordinal = ordinals_[tile];
+  wait_until([&] { return done.load(std::memory_order_acquire) == ordinal; });
+  const float decay = ordinal == 0 ? args.scoring.decay[t.b] : 1.0f;
   const IsaKernels& isa = selected_isa();
-  const AttentionArgs demoted = args.demoted();
-  const int first_tile = first_tile_[t.b * num_heads_ + t.g];
-  if (next_tile_[first_tile] < 0) {  // the head's only tile
-    isa.reduce_mass(args, t, masses[0], masses[0].maxima, nullptr);
-    if (args.has_demoted()) isa.reduce_mass(demoted, t, masses[1], masses[1].maxima, nullptr);
-    return;
-  }
-  float* const own_sums = sums_.data();
-  float* const demoted_sums = own_sums + args.kv.mass_columns * own_slots(args, t);
-  isa.reduce_mass(args, t, masses[0], masses[0].maxima, own_sums + sum_offsets_[tile]);
-  if (args.has_demoted()) isa.reduce_mass(demoted, t, masses[1], masses[1].maxima, demoted_sums + sum_offsets_[tile]);
-  if (--tiles_left_[t.b * num_heads_ + t.g] > 0) return;
-
-  add_sums(args, t, first_tile, next_tile_, [&](int k) { return own_sums + sum_offsets_[k]; });
-  if (args.has_demoted())
-    add_sums(demoted, t, first_tile, next_tile_, [&](int k) { return demoted_sums + sum_offsets_[k]; });
+  isa.reduce_mass(args, t, masses[0], masses[0].maxima, decay);
+  if (args.has_demoted()) isa.reduce_mass(args.demoted(), t, masses[1], masses[1].maxima, decay);
+  done.store(ordinal + 1, std::memory_order_release);
 }
 
 }  // namespace retain

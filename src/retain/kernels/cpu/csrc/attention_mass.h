@@ -90,15 +90,14 @@ void draw_noise(const AttentionArgs& args, const QueryTile& tile, int token, flo
     }
 }
 
-// Sums factor * weight over a tile's rows, into sums [columns, slots]. If `sums` is null, updates the masses of the
-// tile's pages instead. A row whose factor is 0 has no valid weights in that block.
+// Multiplies the masses of a tile's pages by `decay`, and adds factor * weight of each row, one row after the other. A row
+// whose factor is 0 has no valid weights in that block.
 template <class T>
 void reduce_mass_impl(const AttentionArgs& args, const QueryTile& tile, const MassBuffers& mass, const float* factors,
-                      float* sums) {
+                      float decay) {
   const int columns = args.kv.mass_columns, rows = tile.num_rows(), S = args.kv.S;
   const int per_block = pages_per_block(args.kv);
   const int32_t* table = args.tables.page_table(tile.b, tile.g);
-  const float decay = args.scoring.decay[tile.b];
   const int pages = args.tables.num_pages(tile.b, tile.g);
   for (int c = 0; c < columns; ++c)
     for (int block = 0; block < num_blocks(args.kv, args.tables, tile); ++block) {
@@ -116,12 +115,9 @@ void reduce_mass_impl(const AttentionArgs& args, const QueryTile& tile, const Ma
         const int64_t offset = int64_t(i) * S;
         float* slot_mass = args.kv.mass_page(table[i]) + c * S;
         for (int s = 0; s < S; s += WIDTH) {
-          F sum = {};
+          F sum = load<WIDTH>(slot_mass + s) * decay;
           for (int r = 0; r < n; ++r) sum += factor[r] * load<WIDTH>(row[r] + offset + s);
-          if (sums)
-            store<WIDTH>(sums + c * mass.num_slots + offset + s, sum);
-          else
-            store<WIDTH>(slot_mass + s, load<WIDTH>(slot_mass + s) * decay + sum);
+          store<WIDTH>(slot_mass + s, sum);
         }
       }
     }

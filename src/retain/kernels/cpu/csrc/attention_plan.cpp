@@ -42,14 +42,19 @@ void AttentionPlan::build(const AttentionArgs& args, int threads) {
   tiles.clear(), is_split.clear(), partial_offsets.clear(), jobs.clear(), split_jobs.clear();
   num_partial_floats = 0, multiply_adds = 0;
   int64_t split_blocks = 0;  // blocks of all tiles that may be split
-  for (int b = tables.B - 1; b >= 0; --b)
-    for (int end = tables.num_fresh(b) * args.R; end > 0; end -= tile_rows)  // last rows first: they take longest
+  for (int b = tables.B - 1; b >= 0; --b) {
+    const int rows = tables.num_fresh(b) * args.R, n = (rows + tile_rows - 1) / tile_rows;
+    const bool in_order = is_request_scored(args, b);  // see MassAccumulator
+    for (int i = 0; i < n; ++i) {
+      const int end = rows - (in_order ? n - 1 - i : i) * tile_rows;  // else last rows first: they take longest
       for (int g = 0; g < tables.G; ++g) {
         tiles.push_back({b, g, std::max(0, end - tile_rows), end});
         const QueryTile& tile = tiles.back();
         if (tables.num_fresh(b) <= MAX_SPLIT_TOKENS) split_blocks += num_blocks(args, tile);
         multiply_adds += 2.0 * tile.num_rows() * tables.num_pages(b, g) * args.kv.S * args.kv.D;
       }
+    }
+  }
 
   const int job_blocks = int(std::max<int64_t>(1, split_blocks / (JOBS_PER_THREAD * threads)));
   for (int i = 0; i < int(tiles.size()); ++i) {

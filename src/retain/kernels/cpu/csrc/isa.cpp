@@ -23,7 +23,7 @@ namespace retain {
   bool attend_tile(const AttentionArgs&, const QueryTile&, int block, float* scratch, float* partials,                \
                    const MassBuffers*);                                                                               \
   void merge_partials(float* total, const float* next, int rows, int D);                                              \
-  void reduce_mass(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float* sums);    \
+  void reduce_mass(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);    \
   void write(const WriteArgs&, int g, int begin, int end);                                                            \
   void read_slots(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);                                  \
   void requantize(const RequantizeArgs&, int64_t begin, int64_t end);                                                 \

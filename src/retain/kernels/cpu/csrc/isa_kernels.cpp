@@ -36,9 +36,9 @@ bool attend_tile(const AttentionArgs& args, const QueryTile& tile, int block, fl
 void merge_partials(float* total, const float* next, int rows, int D) { merge_partials_impl(total, next, rows, D); }
 
 void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuffers& mass, const float* factors,
-                 float* sums) {
-  args.kv.dtype == DType::float32 ? reduce_mass_impl<Weight<float>>(args, tile, mass, factors, sums)
-                                  : reduce_mass_impl<Weight<bf16>>(args, tile, mass, factors, sums);
+                 float decay) {
+  args.kv.dtype == DType::float32 ? reduce_mass_impl<Weight<float>>(args, tile, mass, factors, decay)
+                                  : reduce_mass_impl<Weight<bf16>>(args, tile, mass, factors, decay);
 }
 
 template <class From>

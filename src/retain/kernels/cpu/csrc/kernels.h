@@ -37,24 +37,25 @@ void check(const WriteArgs&);
 
 using TableMasses = std::array<MassBuffers, 2>;  // of a head's table, and of its demoted tokens
 
-// Sums the mass weights of scored tiles and updates the masses of their slots (attention_mass.cpp).
+// Whether the queries of request b change masses.
+bool is_request_scored(const AttentionArgs&, int b);
+
+// Adds the mass weights of scored tiles to the masses of their slots (attention_mass.cpp).
 class MassAccumulator {
  public:
   void build(const AttentionArgs&, const AttentionPlan&, int threads);
-  bool is_scored(int tile) const { return !sum_offsets_.empty() && sum_offsets_[tile] >= 0; }
+  bool is_scored(int tile) const { return !ordinals_.empty() && ordinals_[tile] >= 0; }
   // The buffers of a tile: memory of the thread, or memory of the tile if it is split.
   TableMasses buffers(const AttentionArgs&, const AttentionPlan&, int tile, int thread);
-  // Takes a tile whose blocks are all computed. The last tile of a head updates the masses of that head.
+  // Adds a tile whose blocks are all computed to the masses of its head, once all tiles before it are added.
   void finish_tile(const AttentionArgs&, const AttentionPlan&, int tile, const TableMasses&);
 
  private:
-  std::vector<int64_t> sum_offsets_;         // for each tile: where its sums begin, or -1 if it is not scored
-  std::vector<int> first_tile_, next_tile_;  // a linked list of tiles for each request and head; -1 ends it
-  std::vector<int64_t> buffer_offsets_;      // for each split tile: where its buffers begin
-  std::vector<float> sums_;
-  std::vector<char> memory_;  // buffers of threads, then buffers of split tiles
-  int64_t thread_bytes_ = 0;  // buffer size of one thread
-  std::unique_ptr<std::atomic<int>[]> tiles_left_;  // for each request and head
+  std::vector<int> ordinals_;                       // of each tile among those of its head; -1 if it is not scored
+  std::vector<int64_t> buffer_offsets_;             // for each split tile: where its buffers begin
+  std::vector<char> memory_;                        // buffers of threads, then buffers of split tiles
+  int64_t thread_bytes_ = 0;                        // buffer size of one thread
+  std::unique_ptr<std::atomic<int>[]> tiles_done_;  // for each request and head
   int num_heads_ = 0;
 };
 

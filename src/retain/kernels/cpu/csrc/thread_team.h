@@ -21,6 +21,20 @@ INLINE int max_threads() {
 #endif
 }
 
+// Waits until another thread makes `is_done` true.
+template <class F>
+void wait_until(F is_done) {
+  for (int spins = 0; !is_done(); ++spins) {
+    if (spins >= 20000) {
+      std::this_thread::yield();  // the core of a late thread is probably busy with another program
+      continue;
+    }
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
 class ThreadTeam {
  public:
   // Runs f(member) on every thread of OpenMP's pool, or only on the calling thread.
@@ -72,21 +86,10 @@ class ThreadTeam::Member {
       team_.generation_.store(now + 1, std::memory_order_release);
       return;
     }
-    for (int spins = 0; team_.generation_.load(std::memory_order_acquire) == now; ++spins) {
-      if (spins < 20000)
-        pause();
-      else
-        std::this_thread::yield();  // the core of a late thread is probably busy with another program
-    }
+    wait_until([&] { return team_.generation_.load(std::memory_order_acquire) != now; });
   }
 
  private:
-  static void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
-
   ThreadTeam& team_;
   int phase_ = 0;
 };

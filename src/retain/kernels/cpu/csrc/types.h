@@ -313,7 +313,7 @@ struct IsaKernels {
   void (*merge_partials)(float* total, const float* next, int rows, int D);
   // Sums factor [rows, blocks] * weight over a tile's rows, into sums [columns, slots]. If `sums` is null, updates the
   // masses of the pages instead.
-  void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float* sums);
+  void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);
   // Writes fresh tokens begin .. end - 1 of kv head g into their slots.
   void (*write)(const WriteArgs&, int g, int begin, int end);
   // Reads K and V of n slots, both [n, D].
