@@ -89,7 +89,7 @@ static void run_job(const AttentionArgs& args, AttentionWorkspace& work, const A
       isa.merge_partials(total, block_partials + block * size, tile.num_rows(), D);
   }
   store_output(args, tile, total);
-  if (is_scored) work.mass.finish_tile(args, work.plan, job.tile, mass);
+  if (is_scored) work.mass.finish_tile(args, work.plan, job.tile, thread);
 }
 
 void attend(const AttentionArgs& args, AttentionWorkspace& work, ThreadTeam::Member& member) {

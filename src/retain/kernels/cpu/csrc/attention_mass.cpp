@@ -37,33 +37,8 @@ static int64_t weight_bytes(const AttentionArgs& args, const QueryTile& tile) {
   return own_weight_bytes(args, tile) + round_up(tile.num_rows() * demoted_slots(args, tile) * 2, 64);
 }
 
-void MassAccumulator::build(const AttentionArgs& args, const AttentionPlan& plan, int threads) {
-  ordinals_.clear();
-  if (!args.scoring.weights) return;
-  num_heads_ = args.tables.G;
-  std::vector<char> is_scored(args.tables.B);
-  for (int b = 0; b < args.tables.B; ++b) is_scored[b] = is_request_scored(args, b);
-  tiles_done_.reset(new std::atomic<int>[args.tables.B * num_heads_]());
-  std::vector<int> num_tiles(args.tables.B * num_heads_);
-  buffer_offsets_.assign(plan.tiles.size(), 0);
-  int64_t split_bytes = 0;
-  thread_bytes_ = 0;
-  for (size_t i = 0; i < plan.tiles.size(); ++i) {
-    const QueryTile& tile = plan.tiles[i];
-    ordinals_.push_back(is_scored[tile.b] ? num_tiles[tile.b * num_heads_ + tile.g]++ : -1);
-    if (!is_scored[tile.b]) continue;
-    const int64_t size = weight_bytes(args, tile) + round_up(2 * tile.num_rows() * num_blocks(args, tile) * 4, 64);
-    buffer_offsets_[i] = split_bytes;
-    plan.is_split[i] ? split_bytes += size : thread_bytes_ = std::max(thread_bytes_, size);
-  }
-  if (int64_t(memory_.size()) < threads * thread_bytes_ + split_bytes)
-    memory_.resize(threads * thread_bytes_ + split_bytes);
-  for (int64_t& offset : buffer_offsets_) offset += threads * thread_bytes_;
-}
-
-TableMasses MassAccumulator::buffers(const AttentionArgs& args, const AttentionPlan& plan, int tile, int thread) {
-  const QueryTile& t = plan.tiles[tile];
-  char* weights = memory_.data() + (plan.is_split[tile] ? buffer_offsets_[tile] : thread * thread_bytes_);
+// The buffers of a tile, one behind the other.
+static TableMasses buffers_at(char* weights, const AttentionArgs& args, const QueryTile& t) {
   float* maxima = reinterpret_cast<float*>(weights + weight_bytes(args, t));
   const int blocks = num_blocks(args, t), own_blocks = num_blocks(args.kv, args.tables, t);
   float* sums = maxima + t.num_rows() * blocks;
@@ -72,11 +47,42 @@ TableMasses MassAccumulator::buffers(const AttentionArgs& args, const AttentionP
                       demoted_slots(args, t), blocks}};
 }
 
-void MassAccumulator::finish_tile(const AttentionArgs& args, const AttentionPlan& plan, int tile,
-                                  const TableMasses& masses) {
-  const QueryTile& t = plan.tiles[tile];
-  const MassBuffers& mass = masses[0];  // its blocks are followed by those of the other table
-  // Replace each row's maxima by factors: token weight / sum over all blocks, relative to the block's maximum.
+constexpr int SPARE_BUFFERS = 2;  // for each thread
+
+void MassAccumulator::build(const AttentionArgs& args, const AttentionPlan& plan, int threads) {
+  is_scored_.clear();
+  if (!args.scoring.weights) return;
+  num_heads_ = args.tables.G;
+  heads_.assign(args.tables.B * num_heads_, {-1, -1, false});
+  buffer_offsets_.assign(plan.tiles.size(), 0);
+  finished_.assign(plan.tiles.size(), nullptr);
+  int64_t split_bytes = 0, thread_bytes = 0;
+  for (size_t i = 0; i < plan.tiles.size(); ++i) {
+    const QueryTile& tile = plan.tiles[i];
+    is_scored_.push_back(is_request_scored(args, tile.b));
+    if (!is_scored_.back()) continue;
+    Head& head = heads_[tile.b * num_heads_ + tile.g];
+    if (head.first_tile < 0) head.first_tile = head.next_tile = int(i);
+    const int64_t size = weight_bytes(args, tile) + round_up(2 * tile.num_rows() * num_blocks(args, tile) * 4, 64);
+    buffer_offsets_[i] = split_bytes;
+    plan.is_split[i] ? split_bytes += size : thread_bytes = std::max(thread_bytes, size);
+  }
+  const int buffers = threads == 1 ? 1 : threads * (1 + SPARE_BUFFERS);
+  if (int64_t(memory_.size()) < buffers * thread_bytes + split_bytes)
+    memory_.resize(buffers * thread_bytes + split_bytes);
+  thread_buffers_.clear(), spare_buffers_.clear();
+  for (int i = 0; i < buffers; ++i)
+    (i < threads ? thread_buffers_ : spare_buffers_).push_back(memory_.data() + i * thread_bytes);
+  for (int64_t& offset : buffer_offsets_) offset += buffers * thread_bytes;
+}
+
+TableMasses MassAccumulator::buffers(const AttentionArgs& args, const AttentionPlan& plan, int tile, int thread) {
+  char* memory = plan.is_split[tile] ? memory_.data() + buffer_offsets_[tile] : thread_buffers_[thread];
+  return buffers_at(memory, args, plan.tiles[tile]);
+}
+
+// Replaces each row's maxima by factors: token weight / sum over all blocks, relative to the block's maximum.
+static void normalize(const AttentionArgs& args, const QueryTile& t, const MassBuffers& mass) {
   for (int r = 0; r < t.num_rows(); ++r) {
     float *maxima = mass.maxima + r * mass.num_blocks, *sums = mass.sums + r * mass.num_blocks;
     float top = NEG_INF, sum = 0;
@@ -86,15 +92,45 @@ void MassAccumulator::finish_tile(const AttentionArgs& args, const AttentionPlan
     for (int i = 0; i < mass.num_blocks; ++i)
       maxima[i] = maxima[i] == NEG_INF ? 0 : weight * std::exp(maxima[i] - top) / sum;
   }
-  // Jobs start in the order of a head's tiles, so another thread works on the tile before, if it is not done.
-  std::atomic<int>& done = tiles_done_[t.b * num_heads_ + t.g];
-  const int ordinal = ordinals_[tile];
-  wait_until([&] { return done.load(std::memory_order_acquire) == ordinal; });
-  const float decay = ordinal == 0 ? args.scoring.decay[t.b] : 1.0f;
-  const IsaKernels& isa = selected_isa();
-  isa.reduce_mass(args, t, masses[0], masses[0].maxima, decay);
-  if (args.has_demoted()) isa.reduce_mass(args.demoted(), t, masses[1], masses[1].maxima, decay);
-  done.store(ordinal + 1, std::memory_order_release);
+}
+
+void MassAccumulator::finish_tile(const AttentionArgs& args, const AttentionPlan& plan, int tile, int thread) {
+  const QueryTile& t = plan.tiles[tile];
+  const TableMasses masses = buffers(args, plan, tile, thread);
+  normalize(args, t, masses[0]);  // its blocks are followed by those of the other table
+  std::unique_lock<std::mutex> lock(mutex_);
+  Head& head = heads_[t.b * num_heads_ + t.g];
+  finished_[tile] = masses[0].weights;
+  if (head.is_busy || head.next_tile != tile) {
+    lock.unlock();
+    if (!plan.is_split[tile]) take_spare_buffer(thread);
+    return;
+  }
+  head.is_busy = true;
+  const int end = int(plan.tiles.size());
+  for (int i = tile; i < end && plan.tiles[i].b == t.b && finished_[i]; i = head.next_tile += num_heads_) {
+    const TableMasses part = buffers_at(finished_[i], args, plan.tiles[i]);
+    lock.unlock();
+    const float decay = i == head.first_tile ? args.scoring.decay[t.b] : 1.0f;
+    selected_isa().reduce_mass(args, plan.tiles[i], part[0], part[0].maxima, decay);
+    if (args.has_demoted())
+      selected_isa().reduce_mass(args.demoted(), plan.tiles[i], part[1], part[1].maxima, decay);
+    lock.lock();
+    if (i != tile && !plan.is_split[i]) spare_buffers_.push_back(finished_[i]);
+  }
+  head.is_busy = false;
+}
+
+// Gives a thread buffers in place of those that it left to a finished tile. Never waits for ever: a tile that others wait
+// for has buffers, because jobs start in the order of a head's tiles.
+void MassAccumulator::take_spare_buffer(int thread) {
+  wait_until([&] {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (spare_buffers_.empty()) return false;
+    thread_buffers_[thread] = spare_buffers_.back();
+    spare_buffers_.pop_back();
+    return true;
+  });
 }
 
 }  // namespace retain

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -44,19 +45,28 @@ bool is_request_scored(const AttentionArgs&, int b);
 class MassAccumulator {
  public:
   void build(const AttentionArgs&, const AttentionPlan&, int threads);
-  bool is_scored(int tile) const { return !ordinals_.empty() && ordinals_[tile] >= 0; }
+  bool is_scored(int tile) const { return !is_scored_.empty() && is_scored_[tile]; }
   // The buffers of a tile: memory of the thread, or memory of the tile if it is split.
   TableMasses buffers(const AttentionArgs&, const AttentionPlan&, int tile, int thread);
-  // Adds a tile whose blocks are all computed to the masses of its head, once all tiles before it are added.
-  void finish_tile(const AttentionArgs&, const AttentionPlan&, int tile, const TableMasses&);
+  // Takes a tile whose blocks are all computed. If all tiles of its head before it are added, adds it and those that wait
+  // for it; else the thread that adds the tile before it will do so.
+  void finish_tile(const AttentionArgs&, const AttentionPlan&, int tile, int thread);
 
  private:
-  std::vector<int> ordinals_;                       // of each tile among those of its head; -1 if it is not scored
-  std::vector<int64_t> buffer_offsets_;             // for each split tile: where its buffers begin
-  std::vector<char> memory_;                        // buffers of threads, then buffers of split tiles
-  int64_t thread_bytes_ = 0;                        // buffer size of one thread
-  std::unique_ptr<std::atomic<int>[]> tiles_done_;  // for each request and head
+  struct Head {
+    int first_tile, next_tile;  // of the plan; the next one to be added. The tiles of a head are num_heads_ apart
+    bool is_busy;               // a thread adds tiles
+  };
+  void take_spare_buffer(int thread);
+
   int num_heads_ = 0;
+  std::vector<char> is_scored_;                         // for each tile
+  std::vector<Head> heads_;                             // for each request and head
+  std::vector<int64_t> buffer_offsets_;                 // for each split tile: where its buffers begin
+  std::vector<char*> finished_;                         // for each tile: its buffers, while it waits to be added
+  std::vector<char*> thread_buffers_, spare_buffers_;   // each for one tile
+  std::vector<char> memory_;                            // of all buffers
+  std::mutex mutex_;                                    // of heads_, finished_ and spare_buffers_
 };
 
 // Memory of the `attend` kernel. Callers reuse it between calls.
