@@ -170,13 +170,20 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
     [
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "config.json lacks 'low_freq_factor'"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope parameters for 'full_attention'"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 is not supported",
+        ),
         ("llama", {"hidden_act": "quick_gelu"}, "activation 'quick_gelu' is not supported"),
-        ("llama", {"hidden_size": None}, "config.json lacks 'hidden_size'"),
+        ("llama", {"hidden_size": None}, "the tensors of the model do not fit its config"),  # 4096 is the default
+        ("llama", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config={'0': {'head_dim': 8}} is not"),
+        ("llama", {"model_type": None}, "config.json lacks 'model_type'"),
         ("llama", {"num_attention_heads": 3}, "do not fit its config"),
         ("llama", {"num_key_value_heads": 4}, "do not fit its config"),
         ("llama", {"num_attention_heads": 0}, "do not fit its config"),
-        ("llama", {"num_attention_heads": "many"}, "do not fit its config"),
+        ("llama", {"num_attention_heads": "many"}, "config.json has a value that cannot be used"),
         ("llama", {"vocab_size": 127}, "128 logits for a vocabulary of 127"),
         ("llama", {"vocab_size": 129}, "do not fit its config"),
         ("llama", {"num_hidden_layers": 4}, "no tensor 'model.layers.3."),
@@ -189,6 +196,7 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma3", {"text_config": {**CONFIGS["gemma3_text"], **SOFTCAP}}, "final_logit_softcapping=30.0"),
         ("gemma3", {"text_config": None}, "config.json lacks 'text_config'"),
+        ("mpt", {"n_heads": 0}, "config.json has a value that cannot be used"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("gpt2", {"n_positions": 513}, "do not fit its config"),
         ("gptj", {"rotary_dim": 24}, "do not fit its config"),
@@ -214,5 +222,5 @@ def test_unsupported_configs_raise_one_line_errors(family: str, changes: Changes
 def test_biases_of_only_some_projections_are_refused() -> None:
     checkpoint = tiny_checkpoint("qwen2")
     del checkpoint.shapes["model.layers.1.self_attn.k_proj.bias"]
-    with pytest.raises(ValueError, match="some but not all of q_proj, k_proj, v_proj have a bias"):
+    with pytest.raises(ValueError, match=r"no tensor 'model\.layers\.1\.self_attn\.k_proj\.bias'"):
         models.build(Weights(checkpoint, torch.float32))

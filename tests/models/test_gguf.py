@@ -214,6 +214,28 @@ def test_gemma_files_may_list_the_sliding_layers(tmp_path: Path) -> None:
         read_config(tmp_path, "gemma3_text", attention__sliding_window_pattern=is_sliding[:2])
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma3_text"])
+def test_a_window_counts_in_the_families_that_have_one(tmp_path: Path, model_type: str) -> None:
+    config = read_config(tmp_path, model_type, attention__sliding_window=8)
+    windows = models.load_family(model_type).spec_from_config(config).windows
+    assert set(windows) == ({8, None} if model_type == "gemma3_text" else {None})
+    without = models.load_family(model_type).spec_from_config(
+        read_config(tmp_path, model_type, attention__sliding_window=None)
+    )
+    assert set(without.windows) == {None}
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"mlp_bias": True}])
+def test_the_tensors_of_a_file_say_whether_there_are_biases(tmp_path: Path, changes: dict[str, Any]) -> None:
+    checkpoint = tiny_checkpoint("llama", **changes)
+    ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint))
+    assert (ours.config["attention_bias"], ours.config["mlp_bias"]) == (
+        "attention_bias" in changes,
+        "mlp_bias" in changes,
+    )
+    models.build(Weights(ours, torch.float32))
+
+
 def test_values_listed_by_layer_must_be_equal(tmp_path: Path) -> None:
     assert read_config(tmp_path, attention__head_count_kv=[2, 2, 2])["num_key_value_heads"] == 2
     with pytest.raises(ValueError, match="differs between layers"):

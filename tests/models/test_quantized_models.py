@@ -35,9 +35,6 @@ class DequantizedWeights(Weights):
         m = super().load_matrix(name, embedding, transposed)
         return m if isinstance(m, Tensor) else m.dequantize(self.dtype)
 
-    def scope(self, prefix: str) -> Weights:
-        return DequantizedWeights(self.checkpoint, self.dtype, self.quantization, self.prefix + prefix)
-
 
 @each_variant
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

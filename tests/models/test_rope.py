@@ -87,21 +87,16 @@ def test_frequencies_equal_transformers(style: str, scaling: dict[str, Any], the
     assert ours.attention_factor == pytest.approx(theirs.attention_scaling)
 
 
-def test_each_layer_type_has_its_own_parameters() -> None:
-    by_layer_type = {
-        "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
-        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
-    }
-    config = {"rope_parameters": by_layer_type, "max_position_embeddings": 64}
-    for layer_type, expected in by_layer_type.items():
-        assert expected.items() <= get_rope_parameters(config, layer_type).items()
-
-
 def test_default_parameters_and_theta() -> None:
     assert DEFAULT_PARAMETERS.items() <= get_rope_parameters({}).items()
-    assert get_rope_parameters({"rope_scaling": None, "rope_theta": None}, default_theta=7.0)["rope_theta"] == 7.0
-    without_parameters = {"rope_parameters": {"full_attention": None}}
-    assert get_rope_parameters(without_parameters, "full_attention", default_theta=7.0)["rope_theta"] == 7.0
+    config = {"rope_scaling": None, "rope_theta": None}
+    assert get_rope_parameters(config, defaults={"rope_theta": 7.0})["rope_theta"] == 7.0
+
+
+def test_missing_options_are_named() -> None:
+    scaled = get_rope_parameters({"rope_scaling": {"type": "linear"}})
+    with pytest.raises(ValueError, match=r"config\.json lacks 'factor'"):
+        get_rope(D, scaled)
 
 
 def test_unknown_rope_types_are_refused() -> None:

@@ -40,10 +40,11 @@ def test_only_the_language_model_of_a_multimodal_model_is_read(tmp_path: Path, p
     save_model_folder(tmp_path, text)
     tensors = {n.replace("model.", prefix, 1) if "vis" not in n and "multi" not in n else n: n for n in text.names()}
     save_file({new: text.read(old) for new, old in tensors.items()}, tmp_path / "model.safetensors")
-    config = {"model_type": "gemma3", "text_config": text.config, "eos_token_id": [1, 106]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    beside = {"eos_token_id": [1, 106], "tie_word_embeddings": True}  # they count there
+    inside = text.config | {"tie_word_embeddings": False, "eos_token_id": 7}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": inside, **beside}))
     ours = SafetensorsCheckpoint(tmp_path)
-    assert ours.config == {**text.config, "eos_token_id": [1, 106]}
+    assert ours.config == text.config | beside
     assert ours.names() == tiny_checkpoint("gemma3_text").names()
     assert torch.equal(ours.read("model.norm.weight"), text.read("model.norm.weight"))
     models.build(open_weights(tmp_path, torch.float32))

@@ -19,7 +19,6 @@ SIZES = {
     "hidden_size": MAX_WIDTH,
     "n_embd": MAX_WIDTH,
     "d_model": MAX_WIDTH,
-    "word_embed_proj_dim": MAX_WIDTH,
     "intermediate_size": 2**24,
     "num_attention_heads": MAX_HEADS,
     "n_head": MAX_HEADS,
@@ -31,6 +30,7 @@ SIZES = {
 }
 # The same, and null, which is the family's default.
 OPTIONAL_SIZES = {
+    "word_embed_proj_dim": MAX_WIDTH,
     "num_key_value_heads": MAX_HEADS,
     "head_dim": 2**16,
     "rotary_dim": 2**16,

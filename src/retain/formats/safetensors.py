@@ -16,6 +16,7 @@ from retain.formats.config_limits import check_config_file
 
 # Prefixes of the language model in a multimodal model, and in the model alone. The second is that of older files.
 MULTIMODAL_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+SHARED_KEYS = ("eos_token_id", "tie_word_embeddings")  # of a multimodal config; they count there, not in text_config
 
 
 class SafetensorsCheckpoint:
@@ -26,7 +27,8 @@ class SafetensorsCheckpoint:
         config = read_json_object(path / "config.json")
         self.config = config
         if is_multimodal := isinstance(text_config := config.get("text_config"), dict):
-            self.config = {**text_config, "eos_token_id": config.get("eos_token_id")}
+            self.config = {key: value for key, value in text_config.items() if key not in SHARED_KEYS}
+            self.config |= {key: config[key] for key in SHARED_KEYS if key in config}
         check_config_file(self.config, path / "config.json")
         if quantization := config.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization

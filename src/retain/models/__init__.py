@@ -7,6 +7,8 @@ Does not depend on: requests, the cache, sampling, text.
 from __future__ import annotations
 
 import importlib
+import logging
+import re
 from types import ModuleType
 
 import torch
@@ -15,10 +17,14 @@ from torch import Tensor
 from retain.files import quote, shorten
 from retain.kernels.api import Program
 from retain.models.decoder import Decoder
+from retain.models.family_config import check_supported
 from retain.models.weights import Weights
 from retain.plugins import plugin_names
 
-SHAPE_ERRORS = (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError)  # raised by sizes that disagree
+logger = logging.getLogger(__name__)
+VALUE_ERRORS = (ArithmeticError, AttributeError, TypeError)  # raised by a value of the config of another type
+SHAPE_ERRORS = (IndexError, RuntimeError)  # raised by tensors whose sizes disagree
+IGNORED_TENSORS = (r"rotary_emb\.inv_freq",)  # written by old versions of transformers; each family may have more
 
 
 def list_families() -> list[str]:
@@ -38,15 +44,20 @@ def build(weights: Weights, program: Program | None = None) -> Decoder:
 
     A program checks every shape. Without one, a forward pass over two tokens checks them (see check_shapes).
     Raises ValueError when the config lacks a key, asks for a feature that the family does not compute, or does not
-    match the tensors.
+    match the tensors, and for a tensor that the family does not use.
     """
+    family = load_family(weights.config["model_type"])
+    check_supported(weights.config, per_layer_config=None)  # of transformers, in every family
     try:
-        decoder = load_family(weights.config["model_type"]).build(weights)
+        decoder: Decoder = family.build(weights)
         decoder.emit(program) if program else check_shapes(decoder)
-    except KeyError as e:
-        raise ValueError(f"config.json lacks {shorten(e)}") from e
+    except torch.OutOfMemoryError as e:
+        raise ValueError(f"the model does not fit the memory of the device: {shorten(e)}") from e
+    except VALUE_ERRORS as e:
+        raise ValueError(f"config.json has a value that cannot be used: {shorten(e)}") from e
     except SHAPE_ERRORS as e:
         raise ValueError(f"the tensors of the model do not fit its config: {shorten(e)}") from e
+    check_all_tensors_used(weights, getattr(family, "IGNORED_TENSORS", ()))
     return decoder
 
 
@@ -61,6 +72,33 @@ def check_shapes(decoder: Decoder) -> None:
             raise RuntimeError(f"layer {layer} has heads q {q.shape[1:]}, k {k.shape[1:]}, v {v.shape[1:]}")
         return q
 
-    logits = decoder.compute_logits(decoder.forward(ids, pos, attend))
+    x = decoder.forward(ids, pos, attend)
+    if x.shape[1] != s.hidden_size:
+        raise RuntimeError(f"hidden states of {x.shape[1]} numbers where hidden_size is {s.hidden_size}")
+    logits = decoder.compute_logits(x)
     if logits.shape[1] != s.vocab_size:
         raise RuntimeError(f"{logits.shape[1]} logits for a vocabulary of {s.vocab_size}")
+
+
+def check_all_tensors_used(weights: Weights, ignored: tuple[str, ...]) -> None:
+    """Raise ValueError for a tensor of the checkpoint that the model does not use: its answers would be other ones.
+
+    Not for those of known names that mean nothing (`ignored`, regular expressions of their ends). Biases of modules
+    whose family or config says that they have none are left out with a warning, as in transformers and vLLM: exports
+    from quantized weights have such biases, of zeros.
+    """
+    meaningless = re.compile(rf"(^|.*\.)({'|'.join([*IGNORED_TENSORS, *ignored])})")
+    unused = [name for name in weights.unused_names() if not meaningless.fullmatch(name)]
+    denied = [name for name in unused if weights.uses(f"{name.removesuffix('bias')}weight")]
+    model_type = weights.config["model_type"]
+    if unknown := sorted(set(unused) - set(denied)):
+        raise ValueError(f"{describe_tensors(unknown)} that a {model_type} model with this config does not use")
+    if denied:
+        found = describe_tensors(denied)
+        logger.warning("%s that a %s model with this config does not have: they are left out", found, model_type)
+
+
+def describe_tensors(names: list[str]) -> str:
+    """Return the beginning of a sentence: the first of these tensors of the file, and how many more there are."""
+    others = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+    return f"the model file has {quote(names[0])}{others}"

@@ -20,7 +20,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from retain.files import quote
 from retain.kernels.api import Program
 from retain.models.layers import Embedding, Layer, Linear
 from retain.models.qk_balance import find_qk_factors
@@ -286,24 +285,3 @@ def scope_base_model(w: Weights, name: str, *prefixes: str) -> Weights:
     The file of a base model lacks the prefix of the causal language model.
     """
     return next((w.scope(p) for p in prefixes if p + name in w), w.scope(prefixes[0]))
-
-
-def get_layer_windows(config: dict[str, Any], layer_types: Sequence[str]) -> tuple[int | None, ...]:
-    """Return each layer's sliding window. `layer_types` applies to configs that list none. Raises ValueError."""
-    layer_types = config.get("layer_types") or layer_types
-    windows = {"full_attention": None, "sliding_attention": config["sliding_window"]}
-    if len(layer_types) != config["num_hidden_layers"] or not set(layer_types) <= set(windows):
-        raise ValueError(
-            f"layer_types {quote(layer_types)} is not supported: one of {', '.join(windows)} for every layer"
-        )
-    return tuple(windows[layer_type] for layer_type in layer_types)
-
-
-def check_supported(config: dict[str, Any], **supported: Any) -> None:
-    """Raise ValueError for a config that asks for an unsupported feature.
-
-    `supported` maps each key to its only supported value; a key that is missing or None is supported too.
-    """
-    for key, value in supported.items():
-        if config.get(key) not in (None, value):
-            raise ValueError(f"a model with {key}={quote(config[key])} is not supported (only {value!r})")

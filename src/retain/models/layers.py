@@ -55,23 +55,13 @@ class Linear:
         program.linear(x, out, self.weight, self.bias, add)
 
 
-def load_optional(w: Weights, name: str) -> Tensor | None:
-    """Load a tensor, or return None where the checkpoint has none of that name."""
-    if name not in w:
-        return None
-    return w[name]
-
-
-def load_linear(w: Weights, *names: str, transposed: bool = False) -> Linear:
+def load_linear(w: Weights, *names: str, bias: bool, transposed: bool = False) -> Linear:
     """Load linear layers, stacked into one (for example q over k over v). `transposed`: the file stores [in, out].
 
-    Raises ValueError where only some of them have a bias.
+    Whether they have biases is the family's word, or its config's, not the file's.
     """
     weights = [w.load_matrix(f"{n}.weight", transposed=transposed) for n in names]
-    biases = [w[f"{n}.bias"] for n in names if f"{n}.bias" in w]
-    if biases and len(biases) != len(names):
-        raise ValueError(f"some but not all of {', '.join(names)} have a bias")
-    return Linear(concat_rows(weights), torch.cat(biases) if biases else None)
+    return Linear(concat_rows(weights), torch.cat([w[f"{n}.bias"] for n in names]) if bias else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,9 +169,9 @@ class LayerNorm:
         program.norm(x, out, self.weight, self.bias, self.eps, subtract_mean=True, add=add)
 
 
-def load_layer_norm(w: Weights, name: str, eps: float) -> LayerNorm:
-    """Load a layer norm, with a bias where the checkpoint has one."""
-    return LayerNorm(w[f"{name}.weight"], load_optional(w, f"{name}.bias"), eps)
+def load_layer_norm(w: Weights, name: str, eps: float, bias: bool = True) -> LayerNorm:
+    """Load a layer norm."""
+    return LayerNorm(w[f"{name}.weight"], w[f"{name}.bias"] if bias else None, eps)
 
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -245,7 +235,11 @@ class GatedMLP:
         self.down_proj.emit(program, wide, out, add)
 
 
-def load_lm_head(w: Weights, name: str, table: Weight, tied: bool) -> Linear:
-    """Load the output layer. A tied one uses the embedding table itself, not a copy."""
-    weight = table if tied else w.load_matrix(f"{name}.weight", embedding=True)
-    return Linear(weight, load_optional(w, f"{name}.bias"))
+def load_lm_head(w: Weights, name: str, table: Weight, tied_to: str | None, bias: bool = False) -> Linear:
+    """Load the output layer. `tied_to` is the full name of the embedding `table` that a tied one uses.
+
+    As in transformers, a head that is in the file and differs from the embedding counts, even where they are tied.
+    """
+    is_tied = tied_to is not None and (f"{name}.weight" not in w or w.equal(f"{name}.weight", tied_to))
+    weight = table if is_tied else w.load_matrix(f"{name}.weight", embedding=True)
+    return Linear(weight, w[f"{name}.bias"] if bias else None)

@@ -8,6 +8,7 @@ Keys are rotated before they are cached, so a slot's key contains its position.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from retain.files import quote
+from retain.models.family_config import FamilyConfig, check_supported
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, n] each
+ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 10000.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,26 +54,36 @@ class Rope:
 
 
 def get_rope_parameters(
-    config: dict[str, Any], layer_type: str | None = None, default_theta: float = 10000.0
-) -> dict[str, Any]:
+    config: Mapping[str, Any],
+    theta_key: str = "rope_theta",
+    share_key: str = "partial_rotary_factor",
+    defaults: Mapping[str, Any] = ROPE_DEFAULTS,
+) -> FamilyConfig:
     """Return a config's RoPE parameters: `rope_theta`, `rope_type` and the options of that type.
 
-    Reads both styles. `rope_parameters` is that of transformers 5, where some families have one for each `layer_type`.
-    The older style has `rope_theta` and `partial_rotary_factor` beside `rope_scaling`, whose type may be named `type`.
+    Reads both styles as transformers does. `rope_scaling` is the older one, whose type may be named `type`, with two
+    parameters beside it in the config (named by the keys). It replaces `rope_parameters`, the style of transformers 5.
     """
-    old = {k: config[k] for k in ("rope_theta", "partial_rotary_factor") if config.get(k) is not None}
-    new = config.get("rope_parameters") or {}
-    p = {"rope_theta": default_theta, **old, **(config.get("rope_scaling") or {}), **(new.get(layer_type, new) or {})}
-    p["rope_type"] = p.get("rope_type") or p.get("type") or "default"
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if nested := [key for key, value in given.items() if isinstance(value, Mapping)]:
+        raise ValueError(f"rope parameters for {quote(nested[0])} alone are not supported in this family")
+    beside = {"rope_theta": config.get(theta_key), "partial_rotary_factor": config.get(share_key)}
+    beside = {key: value for key, value in beside.items() if value is not None}
+    return complete_rope_parameters({**defaults, **beside, **given}, config)
+
+
+def complete_rope_parameters(params: Mapping[str, Any], config: Mapping[str, Any]) -> FamilyConfig:
+    """Return RoPE parameters with `rope_type` and the original context, which are often left to a default."""
     original = "original_max_position_embeddings"
-    p[original] = config.get(original) or p.get(original) or config.get("max_position_embeddings")
-    return p
+    context = config.get(original) or params.get(original) or config.get("max_position_embeddings")
+    rope_type = params.get("rope_type") or params.get("type") or "default"
+    return FamilyConfig({**params, "rope_type": rope_type, original: context})
 
 
-def get_rope(dim: int, params: dict[str, Any], interleaved: bool = False) -> Rope:
+def get_rope(dim: int, params: Mapping[str, Any], interleaved: bool = False) -> Rope:
     """Return the Rope of the first `dim` elements of a head (see get_rope_parameters).
 
-    Raises ValueError for an unknown `rope_type`.
+    Raises ValueError for an unknown `rope_type`, or where an option of it is missing.
     """
     theta, rope_type = params["rope_theta"], params["rope_type"]
     freqs = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [n/2]
@@ -85,7 +98,7 @@ def get_rope(dim: int, params: dict[str, Any], interleaved: bool = False) -> Rop
     raise ValueError(f"rope type {quote(rope_type)} is not supported: one of default, linear, llama3, yarn")
 
 
-def _llama3_freqs(freqs: Tensor, params: dict[str, Any]) -> Tensor:
+def _llama3_freqs(freqs: Tensor, params: Mapping[str, Any]) -> Tensor:
     """Scale as Llama 3.1: divide low frequencies by the factor, keep high ones, blend those between."""
     turns = params["original_max_position_embeddings"] * freqs / (2 * math.pi)  # turns over the original context
     lo, hi = params["low_freq_factor"], params["high_freq_factor"]
@@ -93,7 +106,7 @@ def _llama3_freqs(freqs: Tensor, params: dict[str, Any]) -> Tensor:
     return keep * freqs + (1 - keep) * freqs / params["factor"]
 
 
-def _yarn_freqs(freqs: Tensor, dim: int, params: dict[str, Any]) -> Tensor:
+def _yarn_freqs(freqs: Tensor, dim: int, params: Mapping[str, Any]) -> Tensor:
     """Scale as YaRN (arXiv 2309.00071): a blend as in Llama 3, but linear in the dimension."""
 
     def dimension(turns: float) -> float:
@@ -109,7 +122,7 @@ def _yarn_freqs(freqs: Tensor, dim: int, params: dict[str, Any]) -> Tensor:
     return (1 - ramp) * freqs + ramp * freqs / params["factor"]
 
 
-def _yarn_attention_factor(params: dict[str, Any]) -> float:
+def _yarn_attention_factor(params: Mapping[str, Any]) -> float:
     """Return YaRN's factor on cos and sin; its square sharpens the softmax over q.k."""
 
     def gain(m: float) -> float:
@@ -119,3 +132,14 @@ def _yarn_attention_factor(params: dict[str, Any]) -> float:
         return float(params["attention_factor"])
     m, all_dim = params.get("mscale"), params.get("mscale_all_dim")
     return gain(m) / gain(all_dim) if m and all_dim else gain(1.0)
+
+
+def get_whole_head_rope(head_dim: int, config: Mapping[str, Any]) -> Rope:
+    """Return the Rope of a family that rotates whole heads.
+
+    As in transformers, such a family ignores `partial_rotary_factor`; but scaled types would use it. Raises ValueError.
+    """
+    params = get_rope_parameters(config)
+    if params["rope_type"] != "default":
+        check_supported(params, partial_rotary_factor=1.0)
+    return get_rope(head_dim, params)

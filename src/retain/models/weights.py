@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from retain.files import quote
 from retain.formats.checkpoint import Checkpoint, open_checkpoint
 from retain.kernels.quantized import Int4, Int8, Kind, is_quantizable, to_kind
 from retain.kernels.weight import Weight
+from retain.models.family_config import FamilyConfig, add_defaults
 
 
 class Weights:
@@ -41,14 +43,15 @@ class Weights:
         """
         self.checkpoint, self.dtype, self.quantization, self.prefix = checkpoint, dtype, quantization, prefix
         self.vector_dtype, self.keep_blocks = vector_dtype or dtype, keep_blocks
-        self.config = checkpoint.config
+        self.config = FamilyConfig(checkpoint.config)
         self._on_read, self._names = on_read, checkpoint.names()
+        self._used: set[str] = set()  # full names; shared by all scopes
 
     def __contains__(self, name: str) -> bool:
         return self.prefix + name in self._names
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self.checkpoint.read(self._full_name(name)).to(self.vector_dtype)
+        tensor = self.checkpoint.read(self.full_name(name)).to(self.vector_dtype)
         self._on_read(tensor.numel())
         return tensor
 
@@ -58,7 +61,7 @@ class Weights:
         A matrix that the file does not store in the chosen kind is quantized here. It stays dense when its rows do
         not divide into whole groups.
         """
-        matrix = self._read_matrix(self._full_name(name), embedding, transposed)
+        matrix = self._read_matrix(self.full_name(name), embedding, transposed)
         self._on_read(matrix.shape.numel())
         return matrix
 
@@ -68,13 +71,38 @@ class Weights:
         scoped.prefix = self.prefix + prefix
         return scoped
 
-    def _full_name(self, name: str) -> str:
-        """Return the name in the checkpoint. Raises ValueError where there is no such tensor."""
+    def with_config(self, config: FamilyConfig) -> Weights:
+        """Return the same weights with another config."""
+        changed = copy(self)
+        changed.config = config
+        return changed
+
+    def with_defaults(self, defaults: Mapping[str, Any], other_names: Mapping[str, str] | None = None) -> Weights:
+        """Return the same weights with the defaults of a family in their config (see add_defaults)."""
+        return self.with_config(add_defaults(self.config, defaults, other_names))
+
+    def full_name(self, name: str) -> str:
+        """Return the name in the checkpoint of a tensor to be used. Raises ValueError where there is no such tensor."""
         full = self.prefix + name
         if full not in self._names:
             model = quote(self.config.get("model_type"))
             raise ValueError(f"the model file has no tensor {full!r}: it is damaged, or not a {model} model")
+        self._used.add(full)
         return full
+
+    def equal(self, name: str, other: str) -> bool:
+        """Return whether two tensors hold the same numbers. Raises ValueError where one is missing."""
+        a, b = (self.checkpoint.read(self.full_name(n)) for n in (name, other))
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        return torch.equal(a.to(dtype), b.to(dtype))
+
+    def uses(self, name: str) -> bool:
+        """Return whether the checkpoint has a tensor of this full name, and somebody has asked for it."""
+        return name in self._used
+
+    def unused_names(self) -> list[str]:
+        """Return the full names of the checkpoint's tensors that nobody has asked for until now, sorted."""
+        return sorted(self._names - self._used)
 
     def _read_matrix(self, name: str, embedding: bool, transposed: bool) -> Weight:
         if (blocks := self.checkpoint.read_blocks(name, transposed)) is not None:

@@ -75,7 +75,10 @@ def _common_config(meta: GGUFMetadata) -> HFConfig:
 
 
 def llama_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
-    """Return the config of Llama and the families like it."""
+    """Return the config of Llama and the families like it. The file has no flags: tensors say whether there are biases.
+
+    `attention.sliding_window` is left to the families that have one: llama.cpp and transformers read it in no other.
+    """
     c = _common_config(meta)
     heads, hidden = c["num_attention_heads"], c["hidden_size"]
     dim = meta.get_positive("attention.key_length", max(1, hidden // heads))
@@ -89,7 +92,8 @@ def llama_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
         "rope_theta": meta.get("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(meta),
         "hidden_act": "silu",
-        "sliding_window": meta.get("attention.sliding_window", 0) or None,
+        "attention_bias": "blk.0.attn_q.bias" in meta.tensor_shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in meta.tensor_shapes,
     }
 
 
@@ -111,8 +115,8 @@ def _rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
 
 
 def gemma3_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the config of Gemma 3's text model. By default every sixth layer has full attention."""
-    c = llama_config(meta, "gemma3_text")
+    """Return the config of Gemma 3's text model. Every sixth layer is full by default; without a window all are."""
+    c, window = llama_config(meta, "gemma3_text"), meta.get("attention.sliding_window", 0) or None
     layers, heads, dim = c["num_hidden_layers"], c["num_attention_heads"], c["head_dim"]
     pattern: Any = meta.entries.get("gemma3.attention.sliding_window_pattern")
     if hasattr(pattern, "tolist"):  # whether each layer is sliding
@@ -126,7 +130,8 @@ def gemma3_config(meta: GGUFMetadata) -> HFConfig:
     return c | {
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0),
-        "layer_types": ["sliding_attention" if x else "full_attention" for x in is_sliding],
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if x and window else "full_attention" for x in is_sliding],
         # Not in the file. Gemma scales by the head dim, except in the 27B model, the only one with 62 layers.
         "query_pre_attn_scalar": c["hidden_size"] // heads if layers == 62 else dim,
         "attn_logit_softcapping": meta.get("attn_logit_softcapping", 0.0) or None,

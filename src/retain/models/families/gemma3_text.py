@@ -6,6 +6,7 @@ tied to the head.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,21 +14,14 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import Program
-from retain.models.decoder import (
-    Attend,
-    Attention,
-    Decoder,
-    ModelSpec,
-    check_supported,
-    get_layer_windows,
-    scope_base_model,
-)
+from retain.models.decoder import Attend, Attention, Decoder, ModelSpec, scope_base_model
 from retain.models.families import llama
+from retain.models.family_config import add_defaults, check_supported, get_layer_types, get_windows
 from retain.models.layers import Embedding, GatedMLP, Layer, RMSNorm, load_linear, load_lm_head
-from retain.models.rope import Angles, Rope, get_rope, get_rope_parameters
+from retain.models.rope import Angles, Rope, complete_rope_parameters, get_rope
 from retain.models.weights import Weights
 
-DEFAULTS = {  # of transformers; published configs leave out equal values
+DEFAULTS: Mapping[str, Any] = {  # of transformers; published configs leave out equal values
     "vocab_size": 262208,
     "hidden_size": 2304,
     "num_hidden_layers": 26,
@@ -40,17 +34,24 @@ DEFAULTS = {  # of transformers; published configs leave out equal values
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "sliding_window_pattern": 6,
+    "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
 }
 
 
-def spec_from_config(c: dict[str, Any]) -> ModelSpec:
+def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
-    c = {**DEFAULTS, **c}
+    c = add_defaults(c, DEFAULTS)
+    windows = get_windows(read_layer_types(c), c["sliding_window"])
+    return replace(llama.make_spec(c, windows), scale=c["query_pre_attn_scalar"] ** -0.5)
+
+
+def read_layer_types(c: Mapping[str, Any]) -> list[str]:
+    """Return the type of each layer, from a config with the defaults. Old configs have a pattern only."""
     every, layers = c["sliding_window_pattern"], range(1, c["num_hidden_layers"] + 1)
-    layer_types = ["full_attention" if i % every == 0 else "sliding_attention" for i in layers]
-    windows = get_layer_windows(c, layer_types)
-    return replace(llama.spec_from_config(c), windows=windows, scale=c["query_pre_attn_scalar"] ** -0.5)
+    return get_layer_types(c, ["full_attention" if i % every == 0 else "sliding_attention" for i in layers])
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,49 +86,45 @@ def load_norm(w: Weights, name: str, eps: float) -> RMSNorm:
     return RMSNorm(1 + w[f"{name}.weight"].float(), eps)
 
 
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, eps: float, act: str) -> SandwichNormLayer:
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> SandwichNormLayer:
     """Build one layer from the weights in layers.<i>."""
+    c, eps = w.config, w.config["rms_norm_eps"]
+    tensors = llama.OptionalTensors(qkv_bias=c["attention_bias"], o_bias=c["attention_bias"], qk_norm=True)
+    gate_up = load_linear(w, "mlp.gate_proj", "mlp.up_proj", bias=False)
     return SandwichNormLayer(
         load_norm(w, "input_layernorm", eps),
-        llama.build_attention(w.scope("self_attn."), i, s, rope, eps, norm_offset=1),
+        llama.build_attention(w.scope("self_attn."), i, s, rope, tensors, norm_offset=1),
         load_norm(w, "post_attention_layernorm", eps),
         load_norm(w, "pre_feedforward_layernorm", eps),
-        GatedMLP(load_linear(w, "mlp.gate_proj", "mlp.up_proj"), load_linear(w, "mlp.down_proj"), act),
+        GatedMLP(gate_up, load_linear(w, "mlp.down_proj", bias=False), c["hidden_activation"]),
         load_norm(w, "post_feedforward_layernorm", eps),
     )
 
 
-def get_ropes(c: dict[str, Any], dim: int) -> tuple[Rope, Rope]:
-    """Return the Ropes of full and of sliding layers.
-
-    In an old config, `rope_theta` and `rope_scaling` are those of the full layers.
-    """
-    local = {"rope_theta": c["rope_local_base_freq"], "rope_parameters": c.get("rope_parameters")}
-    full = get_rope_parameters(c, "full_attention", default_theta=1_000_000.0)
-    return get_rope(dim, full), get_rope(dim, get_rope_parameters(local, "sliding_attention"))
+def get_ropes(c: Mapping[str, Any], dim: int) -> dict[str, Rope]:
+    """Return the Rope of each type of layers. `rope_theta` and `rope_scaling` of an old config are of the full ones."""
+    given = c.get("rope_parameters") or {}
+    sliding = {"rope_theta": c["rope_local_base_freq"], **(given.get("sliding_attention") or {})}
+    full = {"rope_theta": c["rope_theta"], **(given.get("full_attention") or {}), **(c.get("rope_scaling") or {})}
+    by_type = {"full_attention": full, "sliding_attention": sliding}
+    return {layer_type: get_rope(dim, complete_rope_parameters(p, c)) for layer_type, p in by_type.items()}
 
 
 def build(w: Weights) -> Decoder:
-    """Build the decoder from weights with Hugging Face's names."""
-    return build_text_decoder(w, w.config)
-
-
-def build_text_decoder(w: Weights, config: dict[str, Any]) -> Decoder:
-    """Build the decoder from a text model's config. A file with vision has one of two other prefixes."""
-    check_supported(
-        config, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False
-    )
-    c, s = {**DEFAULTS, **config}, spec_from_config(config)
-    eps, act = c["rms_norm_eps"], c["hidden_activation"]
-    full_rope, sliding_rope = get_ropes(c, s.head_dim)
+    """Build the decoder from weights with Hugging Face's names. A file with vision has one of two other prefixes."""
+    w = w.with_defaults(DEFAULTS)
+    c = w.config
+    check_supported(c, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False)
+    s, layer_types = spec_from_config(c), read_layer_types(c)
+    ropes = get_ropes(c, s.head_dim)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
     # Rounded to dtype as in training: in bfloat16 25.25, not 25.3.
     scale = torch.tensor(s.hidden_size**0.5, dtype=m.dtype).item()
     embed = Embedding(m.load_matrix("embed_tokens.weight", embedding=True), scale, dtype=m.dtype)
-    output = load_lm_head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True))
+    tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
+    output = load_lm_head(w, "lm_head", embed.table, tied_to)
 
     def load_layer(i: int) -> SandwichNormLayer:
-        rope = sliding_rope if s.windows[i] else full_rope
-        return build_layer(m.scope(f"layers.{i}."), i, s, rope, eps, act)
+        return build_layer(m.scope(f"layers.{i}."), i, s, ropes[layer_types[i]])
 
-    return Decoder(s, embed, load_layer, load_norm(m, "norm", eps), output, [full_rope, sliding_rope])
+    return Decoder(s, embed, load_layer, load_norm(m, "norm", c["rms_norm_eps"]), output, list(ropes.values()))

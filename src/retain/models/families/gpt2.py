@@ -5,41 +5,56 @@ Cerebras-GPT has the same architecture (arXiv 2304.03208).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from retain.kernels.weight import scale_rows
-from retain.models.decoder import (
-    Attention,
-    Decoder,
-    ModelSpec,
-    PreNormLayer,
-    check_supported,
-    multi_head_spec,
-    scope_base_model,
-)
+from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, multi_head_spec, scope_base_model
+from retain.models.family_config import add_defaults, check_supported
 from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear, load_lm_head
 from retain.models.weights import Weights
 
+DEFAULTS: Mapping[str, Any] = {  # of transformers
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+}
+OTHER_NAMES: Mapping[str, str] = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+IGNORED_TENSORS = (r"attn\.bias", r"attn\.masked_bias")  # causal masks
 
-def spec_from_config(c: dict[str, Any]) -> ModelSpec:
+
+def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
+    c = add_defaults(c, DEFAULTS, OTHER_NAMES)
     s = multi_head_spec(c["vocab_size"], c["n_embd"], c["n_head"], c["n_layer"], c["n_positions"])
-    return s if c.get("scale_attn_weights", True) else replace(s, scale=1.0)
+    return s if c["scale_attn_weights"] else replace(s, scale=1.0)
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec) -> PreNormLayer:
     """Build one layer from the weights in h.<i>, whose matrices are stored [in, out]."""
     c = w.config
-    qkv = load_linear(w, "attn.c_attn", transposed=True)
-    if c.get("scale_attn_by_inverse_layer_idx"):
+    qkv = load_linear(w, "attn.c_attn", bias=True, transposed=True)
+    if c["scale_attn_by_inverse_layer_idx"]:
         qkv = scale_q(qkv, s, 1 / (i + 1))
-    attention = Attention(i, s, qkv, load_linear(w, "attn.c_proj", transposed=True))
-    up, down = (load_linear(w, f"mlp.{n}", transposed=True) for n in ("c_fc", "c_proj"))
+    attention = Attention(i, s, qkv, load_linear(w, "attn.c_proj", bias=True, transposed=True))
+    up, down = (load_linear(w, f"mlp.{n}", bias=True, transposed=True) for n in ("c_fc", "c_proj"))
     norm1, norm2 = (load_layer_norm(w, n, c["layer_norm_epsilon"]) for n in ("ln_1", "ln_2"))
-    return PreNormLayer(norm1, attention, norm2, MLP(up, down, c.get("activation_function", "gelu_new")))
+    return PreNormLayer(norm1, attention, norm2, MLP(up, down, c["activation_function"]))
 
 
 def scale_q(qkv: Linear, s: ModelSpec, factor: float) -> Linear:
@@ -52,10 +67,12 @@ def scale_q(qkv: Linear, s: ModelSpec, factor: float) -> Linear:
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names. The first GPT-2 files lack the prefix."""
+    w = w.with_defaults(DEFAULTS, OTHER_NAMES)
     c, s = w.config, spec_from_config(w.config)
     check_supported(c, add_cross_attention=False)
     m = scope_base_model(w, "wte.weight", "transformer.", "")
     embed = Embedding(m.load_matrix("wte.weight", embedding=True), position_table=m["wpe.weight"], dtype=m.dtype)
     norm = load_layer_norm(m, "ln_f", c["layer_norm_epsilon"])
-    output = load_lm_head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True))
+    tied_to = m.full_name("wte.weight") if c["tie_word_embeddings"] else None
+    output = load_lm_head(w, "lm_head", embed.table, tied_to)
     return Decoder(s, embed, lambda i: build_layer(m.scope(f"h.{i}."), i, s), norm, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,13 +17,30 @@ from retain.models.decoder import (
     multi_head_spec,
     scope_base_model,
 )
+from retain.models.family_config import add_defaults
 from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear, load_lm_head
 from retain.models.rope import Rope, get_rope, get_rope_parameters
 from retain.models.weights import Weights
 
+DEFAULTS: Mapping[str, Any] = {  # of transformers
+    "vocab_size": 50432,
+    "hidden_size": 6144,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 64,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 2048,
+    "layer_norm_eps": 1e-5,
+    "use_parallel_residual": True,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
+ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+IGNORED_TENSORS = (r"attention\.bias", r"attention\.masked_bias")  # causal masks
 
-def spec_from_config(c: dict[str, Any]) -> ModelSpec:
+
+def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
+    c = add_defaults(c, DEFAULTS)
     layers, context = c["num_hidden_layers"], c["max_position_embeddings"]
     return multi_head_spec(c["vocab_size"], c["hidden_size"], c["num_attention_heads"], layers, context)
 
@@ -35,25 +53,25 @@ def regroup_qkv(qkv: Linear, s: ModelSpec) -> Linear:
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer | PreNormLayer:
     """Build one layer from the weights in layers.<i>."""
-    c = w.config
-    qkv = regroup_qkv(load_linear(w, "attention.query_key_value"), s)
+    c, has_bias = w.config, w.config["attention_bias"]
+    qkv = regroup_qkv(load_linear(w, "attention.query_key_value", bias=has_bias), s)
+    attention = Attention(i, s, qkv, load_linear(w, "attention.dense", bias=has_bias), rope)
     norm1, norm2 = (load_layer_norm(w, n, c["layer_norm_eps"]) for n in ("input_layernorm", "post_attention_layernorm"))
-    mlp = MLP(load_linear(w, "mlp.dense_h_to_4h"), load_linear(w, "mlp.dense_4h_to_h"), c["hidden_act"])
-    layer = ParallelLayer if c.get("use_parallel_residual", True) else PreNormLayer
-    return layer(norm1, Attention(i, s, qkv, load_linear(w, "attention.dense"), rope), norm2, mlp)
+    up, down = (load_linear(w, f"mlp.{n}", bias=True) for n in ("dense_h_to_4h", "dense_4h_to_h"))
+    layer = ParallelLayer if c["use_parallel_residual"] else PreNormLayer
+    return layer(norm1, attention, norm2, MLP(up, down, c["hidden_act"]))
 
 
 def build(w: Weights) -> Decoder:
-    """Build the decoder from weights with Hugging Face's names. Old configs name rope's options differently."""
+    """Build the decoder from weights with Hugging Face's names. Old configs name rope's options in their own way."""
+    w = w.with_defaults(DEFAULTS)
     c, s = w.config, spec_from_config(w.config)
-    p = {
-        "partial_rotary_factor": c.get("rotary_pct", 0.25),
-        **get_rope_parameters(c, default_theta=c.get("rotary_emb_base", 10000.0)),
-    }
+    p = get_rope_parameters(c, "rotary_emb_base", "rotary_pct", ROPE_DEFAULTS)
     rope = get_rope(int(s.head_dim * p["partial_rotary_factor"]), p)
     m = scope_base_model(w, "embed_in.weight", "gpt_neox.", "")
     embed = Embedding(m.load_matrix("embed_in.weight", embedding=True), dtype=m.dtype)
     name = "embed_out" if "embed_out.weight" in w else "lm_head"
     norm = load_layer_norm(m, "final_layer_norm", c["layer_norm_eps"])
-    output = load_lm_head(w, name, embed.table, c.get("tie_word_embeddings", False))
+    tied_to = m.full_name("embed_in.weight") if c["tie_word_embeddings"] else None
+    output = load_lm_head(w, name, embed.table, tied_to)
     return Decoder(s, embed, lambda i: build_layer(m.scope(f"layers.{i}."), i, s, rope), norm, output, [rope])

@@ -5,36 +5,58 @@ Wang and Komatsuzaki, 2021: github.com/kingoflolz/mesh-transformer-jax.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from retain.models.decoder import Attention, Decoder, ModelSpec, ParallelLayer, multi_head_spec, scope_base_model
+from retain.models.family_config import add_defaults
 from retain.models.layers import MLP, Embedding, load_layer_norm, load_linear, load_lm_head
 from retain.models.rope import Rope, get_rope
 from retain.models.weights import Weights
 
+DEFAULTS: Mapping[str, Any] = {  # of transformers
+    "vocab_size": 50400,
+    "n_positions": 2048,
+    "n_embd": 4096,
+    "n_layer": 28,
+    "n_head": 16,
+    "rotary_dim": 64,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": False,
+}
+OTHER_NAMES: Mapping[str, str] = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+IGNORED_TENSORS = (r"attn\.bias", r"attn\.masked_bias")  # causal masks
 
-def spec_from_config(c: dict[str, Any]) -> ModelSpec:
+
+def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
+    c = add_defaults(c, DEFAULTS, OTHER_NAMES)
     return multi_head_spec(c["vocab_size"], c["n_embd"], c["n_head"], c["n_layer"], c["n_positions"])
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer:
     """Build one layer from the weights in h.<i>."""
-    qkv, out = load_linear(w, "attn.q_proj", "attn.k_proj", "attn.v_proj"), load_linear(w, "attn.out_proj")
-    mlp = MLP(
-        load_linear(w, "mlp.fc_in"), load_linear(w, "mlp.fc_out"), w.config.get("activation_function", "gelu_new")
-    )
-    return ParallelLayer(
-        load_layer_norm(w, "ln_1", w.config["layer_norm_epsilon"]), Attention(i, s, qkv, out, rope), None, mlp
-    )
+    qkv = load_linear(w, "attn.q_proj", "attn.k_proj", "attn.v_proj", bias=False)
+    attention = Attention(i, s, qkv, load_linear(w, "attn.out_proj", bias=False), rope)
+    up, down = (load_linear(w, f"mlp.{n}", bias=True) for n in ("fc_in", "fc_out"))
+    norm = load_layer_norm(w, "ln_1", w.config["layer_norm_epsilon"])
+    return ParallelLayer(norm, attention, None, MLP(up, down, w.config["activation_function"]))
 
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
+    w = w.with_defaults(DEFAULTS, OTHER_NAMES)
     c, s = w.config, spec_from_config(w.config)
     rope = get_rope(c["rotary_dim"], {"rope_theta": 10000.0, "rope_type": "default"}, interleaved=True)
     m = scope_base_model(w, "wte.weight", "transformer.", "")
     embed = Embedding(m.load_matrix("wte.weight", embedding=True), dtype=m.dtype)
     norm = load_layer_norm(m, "ln_f", c["layer_norm_epsilon"])
-    output = load_lm_head(w, "lm_head", embed.table, c.get("tie_word_embeddings", False))
+    tied_to = m.full_name("wte.weight") if c["tie_word_embeddings"] else None
+    output = load_lm_head(w, "lm_head", embed.table, tied_to, bias=True)
     return Decoder(s, embed, lambda i: build_layer(m.scope(f"h.{i}."), i, s, rope), norm, output, [rope])

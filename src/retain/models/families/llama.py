@@ -1,64 +1,111 @@
-"""Llama: RMS norms, rope, grouped query heads, a gated MLP (arXiv 2302.13971, 2307.09288).
-
-Many families reuse it. Biases and norms of q and k heads are used where the checkpoint has them, a sliding window where
-the config has one.
-"""
+"""Llama: RMS norms, rope, grouped query heads, a gated MLP (arXiv 2302.13971, 2307.09288). Many families reuse it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, check_supported, scope_base_model
+from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, scope_base_model
+from retain.models.family_config import add_defaults
 from retain.models.layers import Embedding, GatedMLP, RMSNorm, load_linear, load_lm_head
-from retain.models.rope import Rope, get_rope, get_rope_parameters
+from retain.models.rope import Rope, get_whole_head_rope
 from retain.models.weights import Weights
 
+SHARED_DEFAULTS: Mapping[str, Any] = {  # of the families that are built here; each has more
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+DEFAULTS: Mapping[str, Any] = {  # of transformers
+    **SHARED_DEFAULTS,
+    "vocab_size": 32000,
+    "num_key_value_heads": None,  # num_attention_heads
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
-def spec_from_config(c: dict[str, Any]) -> ModelSpec:
-    """Read the spec from config.json. A `sliding_window` applies to all layers."""
+
+@dataclass(frozen=True)
+class OptionalTensors:
+    """The tensors that only some families have, or some models of a family."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
+    """Read the spec from config.json. All layers have full attention."""
+    c = add_defaults(c, DEFAULTS)
+    return make_spec(c, (None,) * c["num_hidden_layers"])
+
+
+def make_spec(c: Mapping[str, Any], windows: tuple[int | None, ...]) -> ModelSpec:
+    """Read the spec from a config with its family's defaults."""
     heads = c["num_attention_heads"]
-    head_dim = c.get("head_dim") or c["hidden_size"] // heads
+    head_dim = c["head_dim"] or c["hidden_size"] // heads
     return ModelSpec(
         vocab_size=c["vocab_size"],
         hidden_size=c["hidden_size"],
         num_heads=heads,
-        num_kv_heads=c.get("num_key_value_heads") or heads,
+        num_kv_heads=c["num_key_value_heads"] or heads,
         head_dim=head_dim,
         max_position_embeddings=c["max_position_embeddings"],
-        windows=(c.get("sliding_window"),) * c["num_hidden_layers"],
+        windows=windows,
         scale=head_dim**-0.5,
     )
 
 
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> PreNormLayer:
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: OptionalTensors) -> PreNormLayer:
     """Build one layer from the weights in layers.<i>."""
-    eps, act = w.config["rms_norm_eps"], w.config.get("hidden_act", "silu")
+    eps, bias = w.config["rms_norm_eps"], tensors.mlp_bias
     norm1, norm2 = (RMSNorm(w[f"{n}.weight"], eps) for n in ("input_layernorm", "post_attention_layernorm"))
-    mlp = GatedMLP(load_linear(w, "mlp.gate_proj", "mlp.up_proj"), load_linear(w, "mlp.down_proj"), act)
-    return PreNormLayer(norm1, build_attention(w.scope("self_attn."), i, s, rope, eps), norm2, mlp)
+    gate_up = load_linear(w, "mlp.gate_proj", "mlp.up_proj", bias=bias)
+    mlp = GatedMLP(gate_up, load_linear(w, "mlp.down_proj", bias=bias), w.config["hidden_act"])
+    return PreNormLayer(norm1, build_attention(w.scope("self_attn."), i, s, rope, tensors), norm2, mlp)
 
 
-def build_attention(w: Weights, i: int, s: ModelSpec, rope: Rope, eps: float, norm_offset: float = 0.0) -> Attention:
+def build_attention(
+    w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: OptionalTensors, norm_offset: float = 0.0
+) -> Attention:
     """Build the attention of one layer. Norms of q and k heads, if any, multiply by w + `norm_offset`."""
     norm = None
-    if "q_norm.weight" in w:
+    if tensors.qk_norm:
         q = w["q_norm.weight"].float().expand(s.num_heads, -1)
         k = w["k_norm.weight"].float().expand(s.num_kv_heads, -1)
-        norm = RMSNorm(torch.cat((q, k)) + norm_offset, eps)  # [H + G, D]
-    return Attention(i, s, load_linear(w, "q_proj", "k_proj", "v_proj"), load_linear(w, "o_proj"), rope, norm)
+        norm = RMSNorm(torch.cat((q, k)) + norm_offset, w.config["rms_norm_eps"])  # [H + G, D]
+    qkv = load_linear(w, "q_proj", "k_proj", "v_proj", bias=tensors.qkv_bias)
+    return Attention(i, s, qkv, load_linear(w, "o_proj", bias=tensors.o_bias), rope, norm)
 
 
-def build(w: Weights, get_spec: Callable[[dict[str, Any]], ModelSpec] = spec_from_config) -> Decoder:
-    """Build the decoder from weights with Hugging Face's names. `get_spec` is the family's spec_from_config."""
-    c, s = w.config, get_spec(w.config)
-    p = get_rope_parameters(c)
-    check_supported(p, partial_rotary_factor=1.0)
-    rope = get_rope(s.head_dim, p)
+def build(w: Weights) -> Decoder:
+    """Build the decoder from weights with Hugging Face's names."""
+    w = w.with_defaults(DEFAULTS)
+    has_bias = w.config["attention_bias"]
+    tensors = OptionalTensors(qkv_bias=has_bias, o_bias=has_bias, mlp_bias=w.config["mlp_bias"])
+    return build_decoder(w, spec_from_config(w.config), tensors)
+
+
+def build_decoder(w: Weights, s: ModelSpec, tensors: OptionalTensors) -> Decoder:
+    """Build a decoder of such layers from weights whose config has its family's defaults."""
+    rope = get_whole_head_rope(s.head_dim, w.config)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "")
-    embed = Embedding(m.load_matrix("embed_tokens.weight", embedding=True), dtype=m.dtype)
-    norm = RMSNorm(m["norm.weight"], c["rms_norm_eps"])
-    output = load_lm_head(w, "lm_head", embed.table, c.get("tie_word_embeddings", False))
-    return Decoder(s, embed, lambda i: build_layer(m.scope(f"layers.{i}."), i, s, rope), norm, output, [rope])
+    table = m.load_matrix("embed_tokens.weight", embedding=True)
+    tied_to = m.full_name("embed_tokens.weight") if w.config["tie_word_embeddings"] else None
+    return Decoder(
+        s,
+        Embedding(table, dtype=m.dtype),
+        lambda i: build_layer(m.scope(f"layers.{i}."), i, s, rope, tensors),
+        RMSNorm(m["norm.weight"], w.config["rms_norm_eps"]),
+        load_lm_head(w, "lm_head", table, tied_to),
+        [rope],
+    )

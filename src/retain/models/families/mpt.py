@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from retain.models.decoder import (
-    Attention,
-    Decoder,
-    ModelSpec,
-    PreNormLayer,
-    check_supported,
-    multi_head_spec,
-    scope_base_model,
-)
+from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, multi_head_spec, scope_base_model
+from retain.models.family_config import FamilyConfig, add_defaults, check_supported
 from retain.models.layers import MLP, ClippedLinear, Embedding, load_layer_norm, load_linear, load_lm_head
 from retain.models.weights import Weights
 
+DEFAULTS: Mapping[str, Any] = {  # of transformers
+    "vocab_size": 50368,
+    "d_model": 2048,
+    "n_heads": 16,
+    "n_layers": 24,
+    "max_seq_len": 2048,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
+ATTENTION_DEFAULTS: Mapping[str, Any] = {"clip_qkv": None, "softmax_scale": None, "alibi_bias_max": 8}
+OTHER_NAMES: Mapping[str, str] = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+}
 
-def spec_from_config(c: dict[str, Any]) -> ModelSpec:
+
+def get_attention_config(c: Mapping[str, Any]) -> FamilyConfig:
+    """Return the config of attention, an object of its own."""
+    return add_defaults(c.get("attn_config") or {}, ATTENTION_DEFAULTS)
+
+
+def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
+    c = add_defaults(c, DEFAULTS, OTHER_NAMES)
     s = multi_head_spec(c["vocab_size"], c["d_model"], c["n_heads"], c["n_layers"], c["max_seq_len"])
-    a = c.get("attn_config") or {}
-    return replace(
-        s,
-        scale=a.get("softmax_scale") or s.scale,
-        alibi_slopes=get_alibi_slopes(s.num_heads, a.get("alibi_bias_max", 8)),
-    )
+    a = get_attention_config(c)
+    slopes = get_alibi_slopes(s.num_heads, a["alibi_bias_max"])
+    return replace(s, scale=a["softmax_scale"] or s.scale, alibi_slopes=slopes)
 
 
 def get_alibi_slopes(num_heads: int, alibi_bias_max: float) -> tuple[float, ...]:
@@ -42,21 +55,25 @@ def get_alibi_slopes(num_heads: int, alibi_bias_max: float) -> tuple[float, ...]
 
 def build_layer(w: Weights, i: int, s: ModelSpec) -> PreNormLayer:
     """Build one layer from the weights in blocks.<i>."""
-    qkv, limit = load_linear(w, "attn.Wqkv"), (w.config.get("attn_config") or {}).get("clip_qkv")
-    attention = Attention(i, s, ClippedLinear(qkv, limit) if limit else qkv, load_linear(w, "attn.out_proj"))
-    norm1, norm2 = (load_layer_norm(w, n, w.config.get("layer_norm_epsilon", 1e-5)) for n in ("norm_1", "norm_2"))
-    mlp = MLP(load_linear(w, "ffn.up_proj"), load_linear(w, "ffn.down_proj"), "gelu")
-    return PreNormLayer(norm1, attention, norm2, mlp)
+    qkv, limit = load_linear(w, "attn.Wqkv", bias=False), get_attention_config(w.config)["clip_qkv"]
+    out = load_linear(w, "attn.out_proj", bias=False)
+    attention = Attention(i, s, ClippedLinear(qkv, limit) if limit else qkv, out)
+    eps = w.config["layer_norm_epsilon"]
+    norm1, norm2 = (load_layer_norm(w, n, eps, bias=False) for n in ("norm_1", "norm_2"))
+    up, down = (load_linear(w, f"ffn.{n}", bias=False) for n in ("up_proj", "down_proj"))
+    return PreNormLayer(norm1, attention, norm2, MLP(up, down, "gelu"))
 
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
-    c, s = w.config, spec_from_config(w.config)
+    w = w.with_defaults(DEFAULTS, OTHER_NAMES)
+    c, s, a = w.config, spec_from_config(w.config), get_attention_config(w.config)
     check_supported(c, no_bias=True, logit_scale=None)
-    check_supported(a := c.get("attn_config") or {}, alibi=True, qk_ln=False, prefix_lm=False)
+    check_supported(a, alibi=True, qk_ln=False, prefix_lm=False)
     check_supported(a, attn_type="multihead_attention", kv_n_heads=s.num_heads)
     m = scope_base_model(w, "wte.weight", "transformer.", "")
     embed = Embedding(m.load_matrix("wte.weight", embedding=True), dtype=m.dtype)
-    norm = load_layer_norm(m, "norm_f", c.get("layer_norm_epsilon", 1e-5))
-    output = load_lm_head(w, "lm_head", embed.table, c.get("tie_word_embeddings", True))
+    norm = load_layer_norm(m, "norm_f", c["layer_norm_epsilon"], bias=False)
+    tied_to = m.full_name("wte.weight") if c["tie_word_embeddings"] else None
+    output = load_lm_head(w, "lm_head", embed.table, tied_to)
     return Decoder(s, embed, lambda i: build_layer(m.scope(f"blocks.{i}."), i, s), norm, output)

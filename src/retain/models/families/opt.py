@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,32 @@ from retain.models.decoder import (
     DecoderLayer,
     ModelSpec,
     PreNormLayer,
-    check_supported,
     multi_head_spec,
     scope_base_model,
 )
+from retain.models.family_config import add_defaults, check_supported
 from retain.models.layers import MLP, Embedding, Layer, Sequential, load_layer_norm, load_linear, load_lm_head
 from retain.models.rope import Angles, Rope
 from retain.models.weights import Weights
 
+DEFAULTS: Mapping[str, Any] = {  # of transformers
+    "vocab_size": 50272,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 2048,
+    "activation_function": "relu",
+    "enable_bias": True,
+    "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False,
+    "word_embed_proj_dim": None,  # hidden_size
+    "tie_word_embeddings": True,
+}
 
-def spec_from_config(c: dict[str, Any]) -> ModelSpec:
+
+def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
+    c = add_defaults(c, DEFAULTS)
     layers, context = c["num_hidden_layers"], c["max_position_embeddings"]
     return multi_head_spec(c["vocab_size"], c["hidden_size"], c["num_attention_heads"], layers, context)
 
@@ -54,25 +70,29 @@ class PostNormLayer:
 
 def build_layer(w: Weights, i: int, s: ModelSpec) -> DecoderLayer:
     """Build one layer from the weights in layers.<i>."""
-    c, a = w.config, w.scope("self_attn.")
-    attention = Attention(i, s, load_linear(a, "q_proj", "k_proj", "v_proj"), load_linear(a, "out_proj"))
+    c, a, bias = w.config, w.scope("self_attn."), w.config["enable_bias"]
+    qkv = load_linear(a, "q_proj", "k_proj", "v_proj", bias=bias)
+    attention = Attention(i, s, qkv, load_linear(a, "out_proj", bias=bias))
     norm1, norm2 = (load_layer_norm(w, n, 1e-5) for n in ("self_attn_layer_norm", "final_layer_norm"))
-    mlp = MLP(load_linear(w, "fc1"), load_linear(w, "fc2"), c.get("activation_function", "relu"))
-    layer = PreNormLayer if c.get("do_layer_norm_before", True) else PostNormLayer
+    up, down = (load_linear(w, n, bias=bias) for n in ("fc1", "fc2"))
+    mlp = MLP(up, down, c["activation_function"])
+    layer = PreNormLayer if c["do_layer_norm_before"] else PostNormLayer
     return layer(norm1, attention, norm2, mlp)
 
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
+    w = w.with_defaults(DEFAULTS)
     c, s = w.config, spec_from_config(w.config)
     check_supported(c, layer_norm_elementwise_affine=True)
     m = scope_base_model(w, "embed_tokens.weight", "model.decoder.", "decoder.")
-    is_narrow = c.get("word_embed_proj_dim") not in (None, s.hidden_size)  # E' < E: projected on the way in and out
+    is_narrow = c["word_embed_proj_dim"] not in (None, s.hidden_size)  # E' < E: projected on the way in and out
     table, positions = m.load_matrix("embed_tokens.weight", embedding=True), m["embed_positions.weight"]
-    projection = load_linear(m, "project_in") if is_narrow else None
+    projection = load_linear(m, "project_in", bias=False) if is_narrow else None
     embed = Embedding(table, position_table=positions, position_offset=2, projection=projection, dtype=m.dtype)
-    lm_head = load_lm_head(w, "lm_head", table, c.get("tie_word_embeddings", True))
-    output = Sequential((load_linear(m, "project_out"), lm_head)) if is_narrow else lm_head
-    has_norm = c.get("do_layer_norm_before", True) and not c.get("_remove_final_layer_norm", False)
+    tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
+    lm_head = load_lm_head(w, "lm_head", table, tied_to)
+    output = Sequential((load_linear(m, "project_out", bias=False), lm_head)) if is_narrow else lm_head
+    has_norm = c["do_layer_norm_before"] and not c["_remove_final_layer_norm"]
     norm = load_layer_norm(m, "final_layer_norm", 1e-5) if has_norm else None
     return Decoder(s, embed, lambda i: build_layer(m.scope(f"layers.{i}."), i, s), norm, output)

@@ -1,0 +1,62 @@
+"""The config of a model, read as its family reads it.
+
+Equal keys mean different things in different families: a `sliding_window` counts in Mistral, in Qwen 2 only beside
+`use_sliding_window`, and in Llama never. So each family lists the keys that it reads with the defaults of its config
+class in transformers, and reads no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from retain.files import quote
+
+
+class FamilyConfig(dict[str, Any]):
+    """A config with the defaults of a family. A key that is missing, and has no default, raises ValueError."""
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"config.json lacks {quote(key)}")
+
+
+def add_defaults(
+    config: Mapping[str, Any], defaults: Mapping[str, Any], other_names: Mapping[str, str] | None = None
+) -> FamilyConfig:
+    """Return a config with defaults for the keys that it lacks. `other_names` maps further names of keys to keys.
+
+    A key under another name counts more, as in transformers. Adding the same defaults twice changes nothing.
+    """
+    renamed = {key: config[name] for name, key in (other_names or {}).items() if name in config}
+    return FamilyConfig({**defaults, **config, **renamed})
+
+
+def check_supported(config: Mapping[str, Any], **supported: Any) -> None:
+    """Raise ValueError for a config that asks for an unsupported feature.
+
+    `supported` maps each key to its only supported value; a key that is missing or None is supported too.
+    """
+    for key, value in supported.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(f"a model with {key}={quote(config[key])} is not supported (only {value!r})")
+
+
+def get_layer_types(config: Mapping[str, Any], default: Sequence[str]) -> list[str]:
+    """Return whether each layer has "full_attention" or "sliding_attention". Raises ValueError for other kinds.
+
+    `default` is for configs that list no `layer_types`.
+    """
+    layer_types = config.get("layer_types")
+    layer_types = list(default) if layer_types is None else layer_types
+    known = ("full_attention", "sliding_attention")
+    is_list = isinstance(layer_types, list) and len(layer_types) == config["num_hidden_layers"]
+    if not is_list or not all(layer_type in known for layer_type in layer_types):
+        raise ValueError(
+            f"layer_types {quote(layer_types)} is not supported: one of {', '.join(known)} for every layer"
+        )
+    return list(layer_types)
+
+
+def get_windows(layer_types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, in tokens; None is full attention."""
+    return tuple((window or None) if layer_type == "sliding_attention" else None for layer_type in layer_types)
