@@ -78,8 +78,13 @@ def main() -> int:
         text = take_prompt(tokenizer, candidates, length)
         ids = reference_tokenizer(text, return_tensors="pt").input_ids
         with torch.inference_mode():
+            ends = sorted(tokenizer.stop_token_ids)  # the file names fewer of them to transformers
             output = reference.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.output_len, do_sample=False
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=args.output_len,
+                do_sample=False,
+                eos_token_id=ends,
             )
         expected = output[0, ids.shape[1] :].tolist()
         answer = run_retain(text, args.model, args.output_len)

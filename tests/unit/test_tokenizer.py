@@ -81,7 +81,7 @@ def test_bundled_tokenizers_equal_transformers(name: str, tmp_path: Path) -> Non
     saved = Tokenizer.open(tmp_path)
     for text in sample_texts()[::20]:
         assert saved.encode(text) == ours.encode(text)
-    assert saved.stop_token_ids <= ours.stop_token_ids and saved.stop_token_ids
+    assert saved.stop_token_ids == ours.stop_token_ids
     if ours.chat_template is None:
         with pytest.raises(ValueError, match="no chat template"):
             ours.apply_chat_template(CONVERSATION)
@@ -99,7 +99,8 @@ def test_texts_begin_with_bos_where_the_model_has_one() -> None:
 
 
 def test_stop_tokens_of_bundled_models() -> None:
-    assert open_tokenizer("smollm2").stop_token_ids == {2}  # <|im_end|>
+    # <|endoftext|>, <|im_end|>, <repo_name>, <reponame>, <file_sep>
+    assert open_tokenizer("smollm2").stop_token_ids == {0, 2, 3, 4, 5}
     assert open_tokenizer("gemma3").stop_token_ids == {1, 106}  # <eos>, <end_of_turn>
 
 

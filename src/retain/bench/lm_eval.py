@@ -53,7 +53,8 @@ class RetainLM(LM):  # type: ignore[misc]
         """Return prompt and continuation as ids. Blanks between them belong to the continuation, as in lm-eval."""
         stripped = context.rstrip()
         tokenizer = self.llm.tokenizer
-        empty_prompt = tokenizer.encode("") or [min(tokenizer.stop_token_ids)]
+        eos = tokenizer.special_tokens_map.get("eos_token", "")
+        empty_prompt = tokenizer.encode("") or tokenizer.encode(eos, add_special_tokens=False)
         prompt = self.llm.encode(stripped) if stripped else empty_prompt
         answer = tokenizer.encode(context[len(stripped) :] + continuation, add_special_tokens=False)
         return prompt[len(answer) - self.llm.max_model_len :], answer

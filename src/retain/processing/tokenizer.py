@@ -19,11 +19,9 @@ from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
 from retain.processing.chat_template import ChatTemplate, Messages, TemplateRenderer, Tools
 from retain.processing.detokenizer import IncrementalDetokenizer, TokenBytes
+from retain.processing.end_tokens import GGUF_END_KEYS, find_end_tokens
 from retain.processing.final_message import render_unfinished
 from retain.processing.gguf_tokenizer import LLAMA3_PATTERN, PRE_TOKENIZER_PATTERNS, build_tokenizer
-
-# Tokens that end a turn of a chat; GGUF files do not always list them.
-END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 
 
 class Tokenizer:
@@ -44,11 +42,14 @@ class Tokenizer:
     ):
         """`path` is for error messages. `special_tokens_map` maps bos_token and the like to their texts.
 
-        `encode` puts `bos_ids` before and `eos_ids` after a text.
+        `stop_token_ids` are those that the files name. Added tokens whose names say so end an answer too, and count
+        as special. `encode` puts `bos_ids` before and `eos_ids` after a text.
         """
-        self.path, self.stop_token_ids, self.chat_template = path, stop_token_ids, chat_template
+        added = core.get_added_tokens_decoder()
+        ends = find_end_tokens({token.content: i for i, token in added.items()})
+        self.path, self.stop_token_ids, self.chat_template = path, stop_token_ids | ends, chat_template
         self.special_tokens_map = dict(special_tokens_map or {})
-        self.special_token_ids = frozenset(i for i, t in core.get_added_tokens_decoder().items() if t.special)
+        self.special_token_ids = ends | {i for i, token in added.items() if token.special}
         self._core, self._bos_ids, self._eos_ids = core, list(bos_ids), list(eos_ids)
         self._token_bytes = _create_token_bytes(core, self.special_token_ids)
 
@@ -223,10 +224,8 @@ def _from_gguf(path: Path) -> Tokenizer:
             raise ValueError(f"the {name} token is {quote(token_id)}, of {len(tokens)} tokens")
         return token_id
 
-    names = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
+    names = {"bos": "bos", "unk": "unknown", "pad": "padding", **{key: key for key in GGUF_END_KEYS}}
     ids = {name: token_id for name, key in names.items() if (token_id := get_token_id(key)) is not None}
-    end_of_turn = {core.token_to_id(token) for token in END_OF_TURN_TOKENS}
-    special = {i for i, token in core.get_added_tokens_decoder().items() if token.special}
     # By default, SentencePiece models and Llama 3 begin with bos.
     default_add_bos = (
         meta["tokenizer.ggml.model"] == "llama"
@@ -240,7 +239,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     return Tokenizer(
         core,
         path,
-        stop_token_ids=frozenset((special & end_of_turn) | {ids[n] for n in ("eos", "eot", "eom") if n in ids}),
+        stop_token_ids=frozenset(ids[key] for key in GGUF_END_KEYS if key in ids),
         chat_template=template,
         special_tokens_map={f"{name}_token": tokens[i] for name, i in ids.items()},
         bos_ids=[ids["bos"]] if add_bos and "bos" in ids else [],
@@ -261,8 +260,9 @@ def _from_folder(path: Path) -> Tokenizer:
         if isinstance(token, str):
             special_tokens[name] = token
     stop_ids = [core.token_to_id(special_tokens["eos_token"])] if "eos_token" in special_tokens else []
-    for name in ("generation_config.json", "config.json"):
-        eos = _read_json(path / name).get("eos_token_id")
+    model_config = _read_json(path / "config.json")
+    for source in (_read_json(path / "generation_config.json"), model_config, model_config.get("text_config")):
+        eos = source.get("eos_token_id") if isinstance(source, dict) else None
         stop_ids += eos if isinstance(eos, list) else [eos]
     return Tokenizer(
         core,
