@@ -27,6 +27,13 @@ class Config:
     model: str = field(
         metadata={"help": "smollm2, gemma3, a .gguf file, a Hugging Face folder, a hub id, or random:SHAPE"}
     )
+    chat_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "chat template: a file, or the name of one of the model's (default: `default`, and `tool_use` for "
+            "conversations with tools)"
+        },
+    )
     dtype: str = field(
         default="bfloat16",
         metadata={"help": "bfloat16, float32 (float32 everywhere, from dequantized weights), or float16 on a GPU"},

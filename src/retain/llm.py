@@ -31,6 +31,7 @@ from retain.kv.prefix.cache import PrefixCache
 from retain.models.resolve import resolve_model
 from retain.outputs import RequestOutput, StreamChunk
 from retain.plugins import parse_size
+from retain.processing.chat_template_files import read_chat_template
 from retain.processing.input import EngineInfo, GenerateRequest, InputProcessor, Prompt
 from retain.processing.output import OutputProcessor, RequestOutputState
 from retain.processing.tokenizer import Tokenizer
@@ -55,12 +56,14 @@ class LLM:
         if tier_configs and not prefix_config:
             raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
         drafter = drafters.parse(c.speculate) if c.speculate else None
+        chat_template = read_chat_template(c.chat_template)
         self.device = kernels.resolve_device(c.device)
         self.dtype, self.kv_dtype = pool_dtype(c.dtype), pool_dtype(c.slot_dtype)
         backend = kernels.load(c.backend, self.device)
         loaded = factory.load_model(resolve_model(model), backend, self.dtype, c.weights, progress, self.device)
         self.spec, self.weight_bytes = loaded.spec, loaded.weight_bytes
         self.tokenizer = Tokenizer.open(loaded.path)
+        self.tokenizer.choose_chat_template(chat_template, name=c.chat_template)
         self.max_model_len = self._resolve_max_model_len()
         query_heads = self.spec.num_heads // self.spec.num_kv_heads  # of a kv head
         cache_config = self._cache_config(query_heads if any(p.per_query_head for p in self.allowed_policies) else 1)

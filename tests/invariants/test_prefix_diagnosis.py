@@ -46,8 +46,7 @@ def chat(
     """Return a prompt that is encoded by a chat template."""
 
     def encode(llm: LLM) -> list[int]:
-        llm.tokenizer.__dict__.pop("_compiled_template", None)
-        llm.tokenizer.chat_template = template
+        llm.tokenizer.choose_chat_template(template)
         return llm.tokenizer.encode_chat(messages, tools=tools)
 
     return encode

@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from retain import LLM
-from retain.processing.chat_template import ChatTemplate
 from retain.server.auth import ApiKeys
 from retain.server.config import Limits, ServerConfig
 from retain.server.launch import GracefulServer, serve
@@ -45,9 +44,7 @@ def run_server(
         listening.set()
 
     def load_llm() -> LLM:
-        llm = LLM(model, **engine_options)
-        llm.tokenizer.chat_template = chat_template or llm.tokenizer.chat_template
-        return llm
+        return LLM(model, **{"chat_template": chat_template, **engine_options})
 
     options = {"port": 0, "served_model_name": "smollm2", "allowed_drafters": ("ngram", "self"), **server_options}
     thread = threading.Thread(target=serve, args=(load_llm, ServerConfig(**options), on_ready), daemon=True)
@@ -112,8 +109,7 @@ def chat_template_replaced(server: GracefulServer, template: str) -> Iterator[No
     """Serve the same model with another chat template until the block ends."""
     service, tokenizer = server.service, server.service.llm.tokenizer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "chat_template", template)
-        patch.setitem(vars(tokenizer), "_compiled_template", ChatTemplate(template, tokenizer.special_tokens_map))
+        patch.setattr(tokenizer, "chat_templates", tokenizer.chat_templates.choose(template))
         patch.setattr(service, "tool_format", service._detect_tool_format())
         yield
 

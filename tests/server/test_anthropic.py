@@ -7,7 +7,6 @@ from time import monotonic
 import anthropic
 import pytest
 
-from retain.processing.chat_template import ChatTemplate
 from retain.server.anthropic.content_blocks import ContentBlocks
 from retain.server.anthropic.conversion import to_chat_request
 from retain.server.anthropic.protocol import MessagesRequest
@@ -167,9 +166,7 @@ def test_json_schema_forces_the_format(agent):
 def test_tool_choice_forces_a_call(client, server, tool_choice, monkeypatch):
     """SmolLM2, because a random model would write blanks into the JSON for ever."""
     service, tokenizer = server.service, server.service.llm.tokenizer
-    monkeypatch.setattr(tokenizer, "chat_template", HERMES)
-    template = ChatTemplate(HERMES, tokenizer.special_tokens_map)
-    monkeypatch.setitem(vars(tokenizer), "_compiled_template", template)
+    monkeypatch.setattr(tokenizer, "chat_templates", tokenizer.chat_templates.choose(HERMES))
     monkeypatch.setattr(service, "tool_format", service._detect_tool_format())
     fields = {"tools": TOOLS, "tool_choice": tool_choice, "max_tokens": 80}
     message = ask(client, **fields)

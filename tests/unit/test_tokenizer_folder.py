@@ -29,7 +29,12 @@ def test_stop_tokens_and_templates_are_read_from_every_file(tmp_path: Path) -> N
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     assert Tokenizer.open(tmp_path).apply_chat_template([]) == "default"
     (tmp_path / "chat_template.jinja").write_text("from a file")
-    assert Tokenizer.open(tmp_path).apply_chat_template([]) == "from a file"
+    assert Tokenizer.open(tmp_path).chat_templates.sources == {"default": "from a file"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/rag.jinja").write_text("rag")
+    assert Tokenizer.open(tmp_path).chat_templates.sources == {"default": "from a file", "rag": "rag"}
+    (tmp_path / "chat_template.jinja").unlink()
+    assert Tokenizer.open(tmp_path).chat_templates.sources == {"default": "default", "rag": "rag"}
 
 
 @pytest.mark.slow

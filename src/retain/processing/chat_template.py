@@ -1,26 +1,15 @@
-"""Render the jinja chat template of a model file in a sandbox.
-
-Templates are untrusted: the sandbox hides Python's internals, and every error of a template becomes a ValueError.
-"""
+"""Render the jinja chat templates of a model in a sandbox: every error of a template becomes a ValueError."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+from retain.processing.template_environment import create_environment
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's format: {"type": "function", "function": {...}}
-
-
-MAX_BUILT_CHARACTERS = 2**20  # by one operator; longer texts than messages are no prompts
-MAX_DATE_FORMAT = 100  # characters
-WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{4,}|\*)")  # a width or a precision of a % format, given or as an argument
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 
 
 class TemplateRenderer(Protocol):
@@ -28,15 +17,14 @@ class TemplateRenderer(Protocol):
 
     def render(
         self,
+        source: str,
+        special_tokens: Mapping[str, str],
         messages: Messages,
         add_generation_prompt: bool,
-        tools: Tools | None = None,
-        enable_thinking: bool | None = None,
+        tools: Tools | None,
+        variables: Mapping[str, Any],
     ) -> str:
-        """Return the messages as prompt text. Raises ValueError when the template fails or does not support tools.
-
-        `enable_thinking`: whether the model is to reason; None leaves that to the template.
-        """
+        """Return the messages as prompt text by the template `source`. Raises ValueError as `ChatTemplate` does."""
         ...
 
 
@@ -47,10 +35,8 @@ class ChatTemplate:
         """`special_tokens` maps bos_token and the like to their texts."""
         from jinja2 import meta
 
-        env = _create_environment()
-        env.filters["tojson"] = tojson
-        builtins = {name: env.globals[name] for name in ("range", "dict", "namespace")}
-        env.globals = {**builtins, "raise_exception": raise_exception, "strftime_now": strftime_now, **special_tokens}
+        env = create_environment()
+        env.globals.update(special_tokens)
         try:
             self.can_use_tools = "tools" in meta.find_undeclared_variables(env.parse(source))
             self._template = env.from_string(source)
@@ -62,63 +48,81 @@ class ChatTemplate:
         messages: Messages,
         add_generation_prompt: bool,
         tools: Tools | None = None,
-        enable_thinking: bool | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """See TemplateRenderer."""
+        """Return the messages as prompt text. Raises ValueError when the template fails or does not support tools.
+
+        `variables` are others that the template reads, such as `documents` and `enable_thinking`.
+        """
         if tools and not self.can_use_tools:
             raise ValueError("the model's chat template does not support tools")
+        given: dict[str, Any] = {"messages": [_normalize(m) for m in messages], "tools": tools, "documents": None}
+        given["add_generation_prompt"] = add_generation_prompt
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                documents=None,
-                **({} if enable_thinking is None else {"enable_thinking": enable_thinking}),
-            )
+            return self._template.render(**given | dict(variables or {}))
         except Exception as e:  # a template can raise any exception
             raise ValueError(f"the model's chat template fails: {_first_line(e)}") from e
 
 
-def _create_environment() -> ImmutableSandboxedEnvironment:
-    """Return a sandbox in which no operator builds a huge text. Other costs are for the caller to bound."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+class ChatTemplates:
+    """The chat templates of a model, by name.
 
-    class Environment(ImmutableSandboxedEnvironment):
-        """Checks the operators that turn a short source into a long text."""
+    A conversation with tools is rendered by the one named `tool_use`, where there is one, others by `default`.
+    """
 
-        intercepted_binops = frozenset(("*", "%", "**"))
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]):
+        self.sources, self.special_tokens = dict(sources), dict(special_tokens)
+        self.renderer: TemplateRenderer | None = None  # None: this process
+        self._compiled: dict[str, ChatTemplate] = {}
 
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            """Apply a checked operator. Raises ValueError."""
-            sizes = [len(x) for x in (left, right) if isinstance(x, str | list | tuple)]
-            counts = [x for x in (left, right) if isinstance(x, int)]
-            if operator == "*" and sizes and counts and sizes[0] * counts[0] > MAX_BUILT_CHARACTERS:
-                raise ValueError("a product is too long")
-            if operator == "%" and isinstance(left, str) and WIDE_FORMAT.search(left):
-                raise ValueError("a format is too wide")
-            if operator == "**" and (abs(left) > 10**6 or abs(right) > 64):
-                raise ValueError("a power is too large")
-            return super().call_binop(context, operator, left, right)
+    def choose(self, source: str | None = None, name: str | None = None) -> ChatTemplates:
+        """Return these with another template for all conversations: a source, or else one of them by its name.
 
-    # Without the optimizer, which would compute constant expressions before they are checked.
-    return Environment(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=["jinja2.ext.loopcontrols"])
+        Those that may be rendered are compiled now. Raises ValueError.
+        """
+        chosen = self
+        if source is None and name is not None:
+            source = self.sources.get(name)
+            if source is None:
+                known = f"the model's are {', '.join(sorted(self.sources))}" if self.sources else "the model has none"
+                raise ValueError(f"chat template {name!r} is neither a file nor a name: {known}")
+        if source is not None:
+            chosen = ChatTemplates({DEFAULT: source}, self.special_tokens)
+        for key in (DEFAULT, TOOL_USE):
+            if key in chosen.sources:
+                chosen._compile(chosen.sources[key])
+        return chosen
+
+    def find(self, has_tools: bool) -> str | None:
+        """Return the source of the template for a conversation; None where there is none."""
+        default = self.sources.get(DEFAULT)
+        return self.sources.get(TOOL_USE, default) if has_tools else default
+
+    def render(
+        self, messages: Messages, add_generation_prompt: bool, tools: Tools | None, variables: Mapping[str, Any]
+    ) -> str:
+        """Return the messages as prompt text. Raises ValueError where no template can."""
+        source = self.find(has_tools=bool(tools))
+        if source is None and self.sources:
+            known = ", ".join(sorted(self.sources))
+            raise ValueError(f"none of the model's chat templates is the default: choose {known} (--chat-template)")
+        if source is None:
+            raise ValueError("this model has no chat template: give it raw text")
+        if self.renderer:
+            return self.renderer.render(source, self.special_tokens, messages, add_generation_prompt, tools, variables)
+        return self._compile(source).render(messages, add_generation_prompt, tools, variables)
+
+    def _compile(self, source: str) -> ChatTemplate:
+        if source not in self._compiled:
+            self._compiled[source] = ChatTemplate(source, self.special_tokens)
+        return self._compiled[source]
 
 
-def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    """Return JSON without escapes for HTML, unlike Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
-
-
-def raise_exception(message: str) -> NoReturn:
-    """Raise the error with which a template rejects messages."""
-    raise ValueError(message)
-
-
-def strftime_now(format: str) -> str:
-    """Return the current time, for templates that include the date. Raises ValueError for a long format."""
-    if len(format) > MAX_DATE_FORMAT:
-        raise ValueError("the format of a date is too long")
-    return datetime.now().strftime(format)
+def _normalize(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without null fields, as transformers does, its reasoning under each name that templates read."""
+    found = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((found[key] for key in ("reasoning_content", "thinking", "reasoning") if key in found), None)
+    return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
 
 
 def _first_line(e: Exception) -> str:

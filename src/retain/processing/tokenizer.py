@@ -17,7 +17,8 @@ from tokenizers import Tokenizer as Core
 from retain.files import quote, read_json_object, shorten
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
-from retain.processing.chat_template import ChatTemplate, Messages, TemplateRenderer, Tools
+from retain.processing.chat_template import DEFAULT, ChatTemplates, Messages, Tools
+from retain.processing.chat_template_files import find_chat_templates, read_chat_templates
 from retain.processing.detokenizer import IncrementalDetokenizer, TokenBytes
 from retain.processing.end_tokens import GGUF_END_KEYS, find_end_tokens
 from retain.processing.final_message import render_unfinished
@@ -27,7 +28,7 @@ from retain.processing.gguf_tokenizer import LLAMA3_PATTERN, PRE_TOKENIZER_PATTE
 class Tokenizer:
     """Encode and decode text.
 
-    `stop_token_ids` end an answer. `chat_template` is the template's source, or None where the model has none.
+    `stop_token_ids` end an answer. `chat_templates` are the model's own, or those that were chosen instead.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Tokenizer:
         core: Core,
         path: Path,
         stop_token_ids: frozenset[int] = frozenset(),
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
         special_tokens_map: Mapping[str, str] | None = None,
         bos_ids: Sequence[int] = (),
         eos_ids: Sequence[int] = (),
@@ -43,13 +44,15 @@ class Tokenizer:
         """`path` is for error messages. `special_tokens_map` maps bos_token and the like to their texts.
 
         `stop_token_ids` are those that the files name. Added tokens whose names say so end an answer too, and count
-        as special. `encode` puts `bos_ids` before and `eos_ids` after a text.
+        as special. `chat_templates` are sources by name (see ChatTemplates). `encode` puts `bos_ids` before and
+        `eos_ids` after a text.
         """
         added = core.get_added_tokens_decoder()
         ends = find_end_tokens({token.content: i for i, token in added.items()})
-        self.path, self.stop_token_ids, self.chat_template = path, stop_token_ids | ends, chat_template
+        self.path, self.stop_token_ids = path, stop_token_ids | ends
         self.special_tokens_map = dict(special_tokens_map or {})
         self.special_token_ids = ends | {i for i, token in added.items() if token.special}
+        self.chat_templates = ChatTemplates(chat_templates or {}, self.special_tokens_map)
         self._core, self._bos_ids, self._eos_ids = core, list(bos_ids), list(eos_ids)
         self._token_bytes = _create_token_bytes(core, self.special_token_ids)
 
@@ -120,33 +123,38 @@ class Tokenizer:
         """
         return IncrementalDetokenizer(self._token_bytes, stop, preceding, min_tokens)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template for conversations without tools; None where there is none."""
+        return self.chat_templates.sources.get(DEFAULT)
+
+    def choose_chat_template(self, source: str | None = None, name: str | None = None) -> None:
+        """Compile the chat templates; a given one, or one of them by its name, replaces all. Raises ValueError."""
+        try:
+            self.chat_templates = self.chat_templates.choose(source, name)
+        except ValueError as e:
+            hint = " (--chat-template gives another)" if source is None and name is None else ""
+            raise ValueError(f"{self.path}: {e}{hint}") from e
+
     def apply_chat_template(
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
-        enable_thinking: bool | None = None,
         continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
         """Return a conversation, [{"role": "user", "content": "..."}, ...], as prompt text.
 
-        `continue_final_message`: end inside of the last message instead of beginning an answer. Raises ValueError when
-        the model has no template, or the template fails.
+        `continue_final_message`: end inside of the last message instead of beginning an answer. `variables` are others
+        that the template reads, such as `enable_thinking`; None leaves one to the template. Raises ValueError when the
+        model has no template, or the template fails.
         """
-        template = self._compiled_template
+        given = {name: value for name, value in variables.items() if value is not None}
+        templates = self.chat_templates
         if continue_final_message:
-            return render_unfinished(lambda begun: template.render(begun, False, tools, enable_thinking), messages)
-        return template.render(messages, add_generation_prompt, tools, enable_thinking)
-
-    def set_template_renderer(self, template: TemplateRenderer) -> None:
-        """Let another object render the chat template, for example in another process."""
-        self._compiled_template = template
-
-    @cached_property
-    def _compiled_template(self) -> TemplateRenderer:
-        if self.chat_template is None:
-            raise ValueError("this model has no chat template: give it raw text")
-        return ChatTemplate(self.chat_template, self.special_tokens_map)
+            return render_unfinished(lambda begun: templates.render(begun, False, tools, given), messages)
+        return templates.render(messages, add_generation_prompt, tools, given)
 
     def encode_chat(
         self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
@@ -233,14 +241,11 @@ def _from_gguf(path: Path) -> Tokenizer:
     )
     add_bos = meta.get("tokenizer.ggml.add_bos_token", default_add_bos)
     add_eos = meta.get("tokenizer.ggml.add_eos_token", False)
-    template = meta.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise ValueError("the chat template is not a text")
     return Tokenizer(
         core,
         path,
         stop_token_ids=frozenset(ids[key] for key in GGUF_END_KEYS if key in ids),
-        chat_template=template,
+        chat_templates=find_chat_templates(meta),
         special_tokens_map={f"{name}_token": tokens[i] for name, i in ids.items()},
         bos_ids=[ids["bos"]] if add_bos and "bos" in ids else [],
         eos_ids=[ids["eos"]] if add_eos and "eos" in ids else [],
@@ -254,7 +259,7 @@ def _from_folder(path: Path) -> Tokenizer:
     core.no_padding()
     config = _read_json(path / "special_tokens_map.json") | _read_json(path / "tokenizer_config.json")
     special_tokens = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
         token = config.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
@@ -268,18 +273,9 @@ def _from_folder(path: Path) -> Tokenizer:
         core,
         path,
         stop_token_ids=frozenset(i for i in stop_ids if isinstance(i, int)),
-        chat_template=_read_chat_template(path, config),
+        chat_templates=read_chat_templates(path, config),
         special_tokens_map=special_tokens,
     )
-
-
-def _read_chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several templates with names
-        template = next((t["template"] for t in template if t["name"] == "default"), None)
-    return template if isinstance(template, str) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -83,27 +84,29 @@ class Sandbox:
         )
 
 
-class SandboxedChatTemplate:
-    """Renders a chat template in a sandbox (see TemplateRenderer)."""
+class SandboxedRenderer:
+    """Renders chat templates in a sandbox (see TemplateRenderer)."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str], sandbox: Sandbox):
-        self.source, self.special_tokens, self.sandbox = source, special_tokens, sandbox
+    def __init__(self, sandbox: Sandbox):
+        self.sandbox = sandbox
 
     def render(
         self,
+        source: str,
+        special_tokens: Mapping[str, str],
         messages: Messages,
         add_generation_prompt: bool,
-        tools: Tools | None = None,
-        enable_thinking: bool | None = None,
+        tools: Tools | None,
+        variables: Mapping[str, Any],
     ) -> str:
         """Return the messages as prompt text. Raises ValueError."""
         return self.sandbox.render_chat(
-            self.source,
-            self.special_tokens,
+            source,
+            dict(special_tokens),
             messages=list(messages),
             add_generation_prompt=add_generation_prompt,
             tools=tools and list(tools),
-            enable_thinking=enable_thinking,
+            variables=dict(variables),
         )
 
 

@@ -43,7 +43,7 @@ from retain.server.openai.text_offsets import EchoedPrompt, echo_text, echo_toke
 from retain.server.openai.tool_parser import ToolFormat, ToolParser
 from retain.server.preparation import PreparationPool
 from retain.server.request_group import EngineError, Pin, RequestGroup
-from retain.server.sandbox import Sandbox, SandboxedChatTemplate
+from retain.server.sandbox import Sandbox, SandboxedRenderer
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 T = TypeVar("T")
@@ -70,15 +70,12 @@ class OpenAIServing:
         self.admission = AdmissionControl(self.limits, llm.config.max_running_requests, num_keys)
         self.preparation = PreparationPool()
         self.created = int(time())
-        tokenizer = llm.tokenizer
-        if tokenizer.chat_template is not None:
-            template = SandboxedChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map, sandbox)
-            tokenizer.set_template_renderer(template)
+        llm.tokenizer.chat_templates.renderer = SandboxedRenderer(sandbox)
         self.tool_format = self._detect_tool_format()
 
     def _detect_tool_format(self) -> ToolFormat | None:
         tokenizer = self.llm.tokenizer
-        found = tool_parser.detect_tool_format(tokenizer.chat_template or "")
+        found = tool_parser.detect_tool_format(tokenizer.chat_templates.find(has_tools=True) or "")
         if not found or not found.begin:
             return found
         markers = tokenizer.encode(found.begin, add_special_tokens=False)
@@ -145,7 +142,7 @@ class OpenAIServing:
     def _create_output_parser(self, prompt: str, tools: Sequence[Json], begun: str) -> ChatOutputParser:
         """Create a parser of the answer to a prompt text. `begun`: the message in the prompt that it continues."""
         names = {t["function"]["name"] for t in tools}
-        reasoning = supports_reasoning(self.llm.tokenizer.chat_template or "")
+        reasoning = supports_reasoning(self.llm.tokenizer.chat_templates.find(has_tools=bool(tools)) or "")
         start = prompt.rindex(begun.strip()) if begun.strip() else len(prompt)
         parser = ChatOutputParser(
             ToolParser(self.tool_format, names) if tools and self.tool_format else None,
