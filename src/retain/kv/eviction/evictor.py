@@ -59,7 +59,7 @@ class BudgetEvictor:
     def begin_reserve(self) -> bool:
         """Take scratch pages where the prompt goes layer by layer. False if there are too few.
 
-        Pages for demoted tokens are free until they are reserved again: a second reading of the prompt needs them first.
+        Pages for demoted tokens are free until they are reserved again: a second reading of the prompt comes first.
         """
         if self.demoter:
             self.demoter.release()
