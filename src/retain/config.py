@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from retain.plugins import Size
+from retain.options import PositiveInt, Size, check_bounds
 
 DTYPES = ("bfloat16", "float32", "float16")
 KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4", "int4")
@@ -78,12 +78,14 @@ class Config:
             "k8v4 (8 bits for K, 4 for V: 2.5 times), or int4 (3.5 times)"
         },
     )
-    page_size: int = field(
+    page_size: PositiveInt = field(
         default=64, metadata={"help": "slots of a page of 16 bits, a multiple of 16; int8, k8v4 and int4 have more"}
     )
-    max_running_requests: int = field(default=64, metadata={"help": "requests that run at the same time, at most"})
-    max_batched_tokens: int = field(default=512, metadata={"help": "fresh tokens of a step, at most"})
-    max_model_len: int | None = field(
+    max_running_requests: PositiveInt = field(
+        default=64, metadata={"help": "requests that run at the same time, at most"}
+    )
+    max_batched_tokens: PositiveInt = field(default=512, metadata={"help": "fresh tokens of a step, at most"})
+    max_model_len: PositiveInt | None = field(
         default=None, metadata={"help": "tokens of a prompt with its output, at most (default: the model's own limit)"}
     )
     backend: str = field(default="auto", metadata={"help": "kernels: auto, cpu, triton or reference"})
@@ -98,10 +100,7 @@ class Config:
         check_weights(self.weights, self.dtype)
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype {self.kv_dtype!r} is not supported: choose {', '.join(KV_DTYPES)}")
-        for name in ("page_size", "max_running_requests", "max_batched_tokens", "kv_memory", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+        check_bounds(self)
         if self.page_size % 16:
             raise ValueError(f"page_size must be a multiple of 16, not {self.page_size}")
         if self.max_batched_tokens <= self.max_running_requests:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import pkgutil
 import re
 import types
-import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
+
+from retain.files import quote
+from retain.options import Bounds, ByteCount, field_types, split_bounds
 
 UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
 UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
-MAX_COUNT = 2**28  # sums of a few counts stay within 32 bits
-
-Size = Annotated[int, "bytes"]  # written with a unit: 512MiB, 2GB
+AMOUNT = Bounds(1)
+PERCENTAGE = Bounds(0, 100, above=True)
 
 
 def check_choice(name: str, value: str, *allowed: str) -> None:
@@ -32,10 +33,10 @@ def check_choice(name: str, value: str, *allowed: str) -> None:
 
 def parse_size(text: str | int) -> int:
     """Return the bytes of 1048576, "512MiB" or "2GB". Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)\s*", str(text).lower())
     if not match or match[2] not in UNITS:
-        raise ValueError(f"{text!r} is not a size: write it like 512MiB or 2GB")
-    return int(float(match[1]) * UNITS[match[2]])
+        raise ValueError(f"{quote(text, 40)} is not a size: write it like 512MiB or 2GB")
+    return int((float if "." in match[1] else int)(match[1]) * UNITS[match[2]])
 
 
 def format_size(size: int) -> str:
@@ -75,47 +76,32 @@ class Amount:
 
 def parse_amount(text: str) -> Amount:
     """Return the amount that "1024" or "50%" means. Raises ValueError."""
-    if text.endswith("%"):
-        share = float(text[:-1]) / 100
-        if not 0 < share <= 1:
-            raise ValueError(f"{text} is not between 0 and 100%")
-        return Amount(fraction=share)
-    if not 1 <= int(text) <= MAX_COUNT:
-        raise ValueError(f"{text} is not from 1 to {MAX_COUNT}")
-    return Amount(tokens=int(text))
+    is_share = text.endswith("%")
+    try:
+        number = float(text[:-1]) if is_share else int(text)
+    except ValueError:
+        raise ValueError(f"{quote(text, 40)} should be a number or a percentage") from None
+    if is_share and PERCENTAGE.find_problem(number):
+        raise ValueError(f"must be above 0% and at most 100%, not {text}")
+    if not is_share and (problem := AMOUNT.find_problem(number)):
+        raise ValueError(problem)
+    return Amount(fraction=number / 100) if is_share else Amount(tokens=int(number))
 
 
-def _parse_bounded_int(text: str) -> int:
-    if not -MAX_COUNT <= int(text) <= MAX_COUNT:
-        raise ValueError(text)
-    return int(text)
-
-
-def _parse_finite_float(text: str) -> float:
-    if not math.isfinite(float(text)):
-        raise ValueError(text)
-    return float(text)
+def parse_number(kind: type[int] | type[float], text: str) -> Any:
+    """Return a number. Raises ValueError."""
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{quote(text, 40)} should be {'an integer' if kind is int else 'a number'}") from None
 
 
 PARSERS: dict[Any, Callable[[str], Any]] = {  # of a spec's options; every other type takes the text as it is
-    int: _parse_bounded_int,
-    float: _parse_finite_float,
+    int: partial(parse_number, int),
+    float: partial(parse_number, float),
     Amount: parse_amount,
-    Size: parse_size,
+    ByteCount: parse_size,
 }
-
-
-def field_types(cls: type) -> dict[str, Any]:
-    """Return the type of each field that a dataclass is built from; `X | None` counts as X."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: _without_none(hints[f.name]) for f in dataclasses.fields(cls) if f.init}
-
-
-def _without_none(hint: Any) -> Any:
-    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
-        return hint
-    members = [member for member in typing.get_args(hint) if member is not types.NoneType]
-    return members[0] if len(members) == 1 else hint
 
 
 def from_strings(cls: type, name: str, strings: dict[str, str]) -> Any:
@@ -126,14 +112,13 @@ def from_strings(cls: type, name: str, strings: dict[str, str]) -> Any:
     for key, text in strings.items():
         if key not in field_by_name:
             raise ValueError(f"{name} has no option {key!r}: it takes {', '.join(field_by_name) or 'none'}")
-        parse = PARSERS.get(types_by_name[key], getattr(types_by_name[key], "parse", str))
+        kind, bounds = split_bounds(types_by_name[key])
         try:
-            values[key] = parse(text)
+            values[key] = PARSERS.get(kind, getattr(kind, "parse", str))(text)
         except ValueError as error:
-            if parse is parse_size or parse not in PARSERS.values():
-                raise ValueError(f"{name}: {key}={error}") from None
-            expected = "a number or a percentage" if parse is parse_amount else "a number"
-            raise ValueError(f"{name}: {key}={text!r} should be {expected}") from None
+            raise ValueError(f"{name}: {key} {error}") from None
+        if bounds and (problem := bounds.find_problem(values[key])):
+            raise ValueError(f"{name}: {key} {problem}")
     missing = [
         f.name
         for f in field_by_name.values()

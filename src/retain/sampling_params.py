@@ -2,75 +2,67 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Annotated, Self
+
+from retain.options import Bounds, Fraction, NonNegativeInt, Probability, Seed, check_bounds
 
 NUM_SEEDS = 2**63
 MAX_BIAS = 1e4  # of penalties and biases of logits: sums of more would lose the logits' digits
-RANGES: dict[str, tuple[float, float]] = {
-    "max_tokens": (1, math.inf),
-    "min_tokens": (0, math.inf),
-    "temperature": (0, math.inf),
-    "top_k": (0, math.inf),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),  # logits are divided by it, in float32
-    "presence_penalty": (-MAX_BIAS, MAX_BIAS),
-    "frequency_penalty": (-MAX_BIAS, MAX_BIAS),
-    "seed": (0, NUM_SEEDS - 1),
-    "logprobs": (0, 100),
-    "n": (1, 1024),
-}
+Penalty = Annotated[float, Bounds(-MAX_BIAS, MAX_BIAS)]
+Length = Annotated[int, Bounds(1, 2**31 - 1)]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample the tokens of an answer, and when to stop. Raises ValueError for a value out of range."""
 
-    max_tokens: int | None = field(
+    max_tokens: Length | None = field(
         default=None,
         metadata={
             "help": "output tokens at most (default: up to the end of the context; on the command line at most 512)"
         },
     )
-    min_tokens: int = field(
+    min_tokens: NonNegativeInt = field(
         default=0, metadata={"help": "output tokens at least, before an end token, a stop token or a stop string"}
     )
-    temperature: float = field(default=1.0, metadata={"help": "softmax temperature; 0 is greedy"})
-    top_k: int = field(default=0, metadata={"help": "sample from the K likeliest tokens; 0 is all"})
-    top_p: float = field(default=1.0, metadata={"help": "sample from the likeliest tokens of total probability P"})
-    min_p: float = field(default=0.0, metadata={"help": "least probability, as a share of the likeliest token's"})
+    temperature: Annotated[float, Bounds(0, 1e30)] = field(
+        default=1.0, metadata={"help": "softmax temperature; 0 is greedy"}
+    )
+    top_k: Annotated[int, Bounds(0, 2**31 - 1)] = field(
+        default=0, metadata={"help": "sample from the K likeliest tokens; 0 is all"}
+    )
+    top_p: Fraction = field(default=1.0, metadata={"help": "sample from the likeliest tokens of total probability P"})
+    min_p: Probability = field(default=0.0, metadata={"help": "least probability, as a share of the likeliest token's"})
     # CTRL, arXiv 1909.05858
-    repetition_penalty: float = field(default=1.0, metadata={"help": "penalizes tokens of prompt and output"})
-    presence_penalty: float = field(default=0.0, metadata={"help": "subtracted once for each token of the output"})
-    frequency_penalty: float = field(default=0.0, metadata={"help": "subtracted for each occurrence in the output"})
+    repetition_penalty: Annotated[float, Bounds(0.01, 100)] = field(
+        default=1.0, metadata={"help": "penalizes tokens of prompt and output"}
+    )
+    presence_penalty: Penalty = field(default=0.0, metadata={"help": "subtracted once for each token of the output"})
+    frequency_penalty: Penalty = field(default=0.0, metadata={"help": "subtracted for each occurrence in the output"})
     logit_bias: tuple[tuple[int, float], ...] = field(
         default=(), metadata={"help": "pairs (token id, number added to its logit)"}
     )
-    seed: int | None = field(default=None, metadata={"help": "seed of the random numbers (default: a random one)"})
+    seed: Seed | None = field(default=None, metadata={"help": "seed of the random numbers (default: a random one)"})
     stop: tuple[str, ...] = field(default=(), metadata={"help": "end the output before this text (may be repeated)"})
-    stop_token_ids: tuple[int, ...] = field(default=(), metadata={"help": "end the output with one of these tokens"})
+    stop_token_ids: tuple[NonNegativeInt, ...] = field(
+        default=(), metadata={"help": "end the output with one of these tokens"}
+    )
     ignore_eos: bool = field(default=False, metadata={"help": "do not stop at the end-of-text token"})
-    logprobs: int | None = field(
+    logprobs: Annotated[int, Bounds(0, 100)] | None = field(
         default=None,
         metadata={"help": "log-probabilities of the sampled tokens and the N likeliest (run: with --json)"},
     )
-    n: int = field(default=1, metadata={"help": "answers to each prompt"})
+    n: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata={"help": "answers to each prompt"})
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name, (lo, hi) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not (lo <= value <= hi and math.isfinite(value)):
-                raise ValueError(f"{name} must be from {lo:g} to {hi:g}, not {value}")
+        check_bounds(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}: at most max_tokens, which is {self.max_tokens}")
-        if self.top_p == 0:
-            raise ValueError("top_p must be above 0")
         if not all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias):  # NaN is refused, too
             raise ValueError(f"a logit_bias must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
         if any(not s for s in self.stop):

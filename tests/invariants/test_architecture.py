@@ -36,8 +36,8 @@ LAYERS = [
     {"formats"},
     {"kernels"},
     {"config", "sampling_params"},
-    {"plugins", "files", "threads", "kv"},
-    {"types"},
+    {"plugins", "threads", "kv"},
+    {"types", "options", "files"},
 ]
 # Rooms of the server, and which of the others each may import.
 SERVER_ROOMS = {"openai": set(), "anthropic": {"openai"}, "inspector": {"openai"}}

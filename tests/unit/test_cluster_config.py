@@ -271,7 +271,7 @@ def test_each_replica_has_a_disk_store_of_its_own():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--replicas", "0"), "replicas must be at least 1"),
+        (("--replicas", "0"), "replicas: must be at least 1"),
         (("--affinity", "ip"), "affinity is session or prefix"),
         (("--min-replicas", "2"), "max_replicas"),
         (("--replicas", "4", "--max-replicas", "3"), "max_replicas (3)"),

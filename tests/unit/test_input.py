@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from retain import LLM, SamplingParams
 from retain.kv.eviction import policies
+from retain.options import bounds_of
 from retain.processing.input import GenerateRequest
 from retain.processing.output import RequestOutputState
-from retain.sampling_params import RANGES
 
 PROMPT = [1] * 200
 NAMES = [name for name in policies.names() if name not in ("full", "ring", "gate", "reread")]
@@ -79,14 +79,14 @@ def test_every_answer_has_a_seed_of_its_own_that_is_accepted(seed: int, n: int) 
     assert len({*seeds}) == n and seeds[0] == seed
 
 
-@pytest.mark.parametrize("name", [name for name in RANGES if name not in ("max_tokens", "min_tokens", "n")])
+NOT_AT_BOTH_ENDS = ("max_tokens", "min_tokens", "n", "stop_token_ids")  # an answer of 3 tokens lies between
+
+
+@pytest.mark.parametrize("name", [x for x in bounds_of(SamplingParams) if x not in NOT_AT_BOTH_ENDS])
 @pytest.mark.parametrize("end", [0, 1])
 def test_parameters_at_the_ends_of_their_ranges_are_answered(llm: LLM, name: str, end: int) -> None:
-    value = RANGES[name][end]
-    if value == float("inf"):
-        value = 2**31 - 1 if name == "top_k" else 1e300
-    if name == "top_p" and end == 0:
-        value = 1e-300
+    bounds = bounds_of(SamplingParams)[name]
+    value = bounds.high if end else bounds.low + 1e-300 if bounds.above else bounds.low
     params = SamplingParams(**{"max_tokens": 3, "n": 2, name: value})  # type: ignore[arg-type]
     outputs = llm.generate([[1, 2, 3]], params)
     assert [len(o.token_ids) for o in outputs] == [3, 3] or any(o.finish_reason == "stop" for o in outputs)

@@ -152,8 +152,8 @@ def test_cache_commands_list_verify_and_sweep_a_bucket(tmp_path: Path, capsys: p
         ("remote:url=nothing", "should begin with s3://"),
         ("remote:capacity=1GB", "remote has no option 'capacity'"),
         ("remote", "remote needs url=..."),
-        ("remote:url=memory:///,timeout=0", "timeout is above 0"),
-        ("remote:url=memory:///,read=0", "read is at least 1 byte"),
+        ("remote:url=memory:///,timeout=0", "remote: timeout must be above 0 and at most 3600"),
+        ("remote:url=memory:///,read=0", "remote: read must be at least 1"),
         ("remote:url=memory:///,region=x", "options of s3://"),
     ],
 )

@@ -142,7 +142,7 @@ def test_answers_of_the_model_itself_are_compared_by_rouge(data: Path, capsys: p
         (("--within", "kl=0.1", "--kv-policy", "h2o:budget=9"), "--policies"),
         (("--within", "kl=0.1", "--policies", "lru"), "unknown KV policy"),
         (("--within", "kl=0.1", "--budgets", "x"), "percentage"),
-        (("--within", "kl=0.1", "--num-items", "2"), "num_items >= 4"),
+        (("--within", "kl=0.1", "--num-items", "2"), "--num-items: must be at least 4"),
         (("--within", "kl=0.1", "--data", "nowhere.jsonl"), "no such file"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from retain.plugins import Size
+from retain.options import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Seed, Size, check_bounds
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,18 @@ class PrecisionBenchConfig:
         default=("prefill", "decode", "requests"),
         metadata={"help": "of prefill, decode and requests, comma-separated", "separator": ","},
     )
-    prompt_len: int = field(default=7000, metadata={"help": "tokens that each request of decode attends to"})
-    batch_size: int = field(default=8, metadata={"help": "requests of decode"})
-    num_repeats: int = field(default=5, metadata={"help": "prefills, and eighths of the decode steps, of each dtype"})
+    prompt_len: PositiveInt = field(default=7000, metadata={"help": "tokens that each request of decode attends to"})
+    batch_size: PositiveInt = field(default=8, metadata={"help": "requests of decode"})
+    num_repeats: PositiveInt = field(
+        default=5, metadata={"help": "prefills, and eighths of the decode steps, of each dtype"}
+    )
 
     def __post_init__(self) -> None:
         if not self.kv_dtypes:
             raise ValueError("--kv-dtypes names no dtype")
         if not self.policies:
             raise ValueError("--policies names no policy")
-        _check_at_least_1(prompt_len=self.prompt_len, batch_size=self.batch_size, num_repeats=self.num_repeats)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,15 @@ class QualityBenchConfig:
             "separator": ",",
         },
     )
-    num_prompts: int = field(default=20, metadata={"help": "items of each task"})
-    max_prompt_len: int = field(default=900, metadata={"help": "tokens of a prompt, at most"})
+    num_prompts: PositiveInt = field(default=20, metadata={"help": "items of each task"})
+    max_prompt_len: PositiveInt = field(default=900, metadata={"help": "tokens of a prompt, at most"})
     output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON, and plots as PNG"})
     plot_kept: bool = field(
         default=False, metadata={"help": "with --output-dir: plot the positions that each policy keeps"}
     )
 
     def __post_init__(self) -> None:
-        _check_at_least_1(num_prompts=self.num_prompts, max_prompt_len=self.max_prompt_len)
+        check_bounds(self)
         if self.plot_kept and not self.output_dir:
             raise ValueError("--plot-kept writes plots: name their folder by --output-dir")
 
@@ -109,17 +111,18 @@ class SpeculateBenchConfig:
         default=("ngram", "suffix", "draft:weights=int4", "self"),
         metadata={"help": "drafters, separated by spaces", "separator": " "},
     )
-    num_prompts: int = field(default=8, metadata={"help": "prompts of each workload"})
-    batch_size: int = field(default=1, metadata={"help": "prompts that run together"})
-    output_len: int = field(default=128, metadata={"help": "output tokens of each prompt"})
-    context_lens: tuple[int, ...] = field(
+    num_prompts: PositiveInt = field(default=8, metadata={"help": "prompts of each workload"})
+    batch_size: PositiveInt = field(default=1, metadata={"help": "prompts that run together"})
+    output_len: PositiveInt = field(default=128, metadata={"help": "output tokens of each prompt"})
+    context_lens: tuple[PositiveInt, ...] = field(
         default=(4000,), metadata={"help": "tokens of each prompt of books, comma-separated", "separator": ","}
     )
     output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON, and plots as PNG"})
 
     def __post_init__(self) -> None:
-        _check_at_least_1(num_prompts=self.num_prompts, batch_size=self.batch_size, output_len=self.output_len)
-        _check_at_least_1(context_lens=min(self.context_lens, default=0))
+        check_bounds(self)
+        if not self.context_lens:
+            raise ValueError("--context-lens names no length")
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class PrefixBenchConfig:
         default=("recompute", "memory", "ram", "ssd", "ssd-200", "selective-200"),
         metadata={"help": "where prefixes are found, comma-separated", "separator": ","},
     )
-    selective_ratio: float = field(
+    selective_ratio: Fraction = field(
         default=0.25, metadata={"help": "share of the tokens that the selective methods load"}
     )
     ram_capacity: Size = field(
@@ -149,14 +152,14 @@ class PrefixBenchConfig:
     )
     measure_accuracy: bool = field(default=False, metadata={"help": "choose the answers of tasks too"})
     store_dir: Path | None = field(default=None, metadata={"help": "folder for temporary stores (default: /tmp)"})
-    num_prompts: int = field(default=20, metadata={"help": "requests of each workload"})
-    shared_prefix_len: int = field(default=4000, metadata={"help": "tokens that the prompts of a workload share"})
+    num_prompts: PositiveInt = field(default=20, metadata={"help": "requests of each workload"})
+    shared_prefix_len: PositiveInt = field(
+        default=4000, metadata={"help": "tokens that the prompts of a workload share"}
+    )
     output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
 
     def __post_init__(self) -> None:
-        _check_at_least_1(num_prompts=self.num_prompts, shared_prefix_len=self.shared_prefix_len)
-        if not 0 < self.selective_ratio <= 1:
-            raise ValueError(f"--selective-ratio is above 0 and at most 1, not {self.selective_ratio:g}")
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -167,36 +170,36 @@ class ServeBenchConfig:
     url: str = field(
         default="http://127.0.0.1:8000/v1", metadata={"help": "base URL of the server (key: $OPENAI_API_KEY)"}
     )
-    num_prompts: int = field(default=100, metadata={"help": "requests"})
-    request_rate: float | None = field(
+    num_prompts: PositiveInt = field(default=100, metadata={"help": "requests"})
+    request_rate: PositiveFloat | None = field(
         default=None, metadata={"help": "requests per second, Poisson (default: all at once)"}
     )
-    max_concurrency: int | None = field(
+    max_concurrency: PositiveInt | None = field(
         default=None, metadata={"help": "concurrent requests at most: measures throughput, not waiting times"}
     )
-    input_len: int = field(default=128, metadata={"help": "words of a prompt"})
-    output_len: int = field(default=64, metadata={"help": "output tokens of a request"})
-    seed: int = field(default=0, metadata={"help": "seed of prompts and arrival times"})
+    input_len: PositiveInt = field(default=128, metadata={"help": "words of a prompt"})
+    output_len: PositiveInt = field(default=64, metadata={"help": "output tokens of a request"})
+    seed: Seed = field(default=0, metadata={"help": "seed of prompts and arrival times"})
     trace: Path | None = field(
         default=None,
         metadata={"help": "JSON lines of timestamp (ms), lengths and hash_ids, as Mooncake publishes them"},
     )
-    trace_speedup: float = field(default=1.0, metadata={"help": "replay the trace this many times faster"})
-    trace_length_divisor: float = field(default=1.0, metadata={"help": "divide the lengths of the trace by this"})
-    ttft_slo: float = field(default=1000.0, metadata={"help": "goodput: time to first token at most, in milliseconds"})
-    tpot_slo: float = field(default=100.0, metadata={"help": "goodput: time per output token at most, in milliseconds"})
+    trace_speedup: PositiveFloat = field(default=1.0, metadata={"help": "replay the trace this many times faster"})
+    trace_length_divisor: PositiveFloat = field(
+        default=1.0, metadata={"help": "divide the lengths of the trace by this"}
+    )
+    ttft_slo: NonNegativeFloat = field(
+        default=1000.0, metadata={"help": "goodput: time to first token at most, in milliseconds"}
+    )
+    tpot_slo: NonNegativeFloat = field(
+        default=100.0, metadata={"help": "goodput: time per output token at most, in milliseconds"}
+    )
     output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
 
     def __post_init__(self) -> None:
         if self.trace and self.request_rate:
             raise ValueError("--trace has arrival times of its own: it cannot be combined with --request-rate")
-        for name in (
-            *("num_prompts", "request_rate", "max_concurrency", "input_len", "output_len"),
-            *("trace_speedup", "trace_length_divisor"),
-        ):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -218,13 +221,15 @@ class ClusterBenchConfig:
         default=None,
         metadata={"help": "folder with mooncake_conversation_trace.jsonl (default: generated conversations)"},
     )
-    num_prompts: int | None = field(default=None, metadata={"help": "requests (default: 4000, with --validate 40)"})
-    length_divisor: int = field(default=8, metadata={"help": "divide the lengths of the trace by this"})
-    load: float = field(
+    num_prompts: PositiveInt | None = field(
+        default=None, metadata={"help": "requests (default: 4000, with --validate 40)"}
+    )
+    length_divisor: PositiveInt = field(default=8, metadata={"help": "divide the lengths of the trace by this"})
+    load: PositiveFloat = field(
         default=0.8,
         metadata={"help": "scale arrival times so that requests, one by one and uncached, take this share of all time"},
     )
-    replicas: tuple[int, ...] = field(
+    replicas: tuple[PositiveInt, ...] = field(
         default=(1, 2, 4, 8, 16, 32, 64, 128, 256),
         metadata={"help": "numbers of replicas, comma-separated", "separator": ","},
     )
@@ -244,20 +249,12 @@ class ClusterBenchConfig:
             "separator": " ",
         },
     )
-    seed: int = field(default=0, metadata={"help": "seed of generated conversations and of routing"})
+    seed: Seed = field(default=0, metadata={"help": "seed of generated conversations and of routing"})
     output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON, and a plot as PNG"})
 
     def __post_init__(self) -> None:
         if self.simulate + self.validate + (self.calibrate is not None) != 1:
             raise ValueError("bench cluster needs one of --simulate, --validate and --calibrate FILE")
-        _check_at_least_1(length_divisor=self.length_divisor, replicas=min(self.replicas, default=0))
-        if self.num_prompts is not None:
-            _check_at_least_1(num_prompts=self.num_prompts)
-        if self.load <= 0:
-            raise ValueError(f"--load must be above 0, not {self.load:g}")
-
-
-def _check_at_least_1(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {count}")
+        check_bounds(self)
+        if not self.replicas:
+            raise ValueError("--replicas names no number")

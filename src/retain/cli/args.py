@@ -18,7 +18,8 @@ from retain.bench import config as bench_config
 from retain.cluster.config import PROXY_LIMITS, ClusterConfig
 from retain.config import Config
 from retain.fit.config import FitConfig
-from retain.plugins import Size, field_types, format_size, parse_size
+from retain.options import ByteCount, NonNegativeFloat, Size, field_types, split_bounds
+from retain.plugins import PARSERS, format_size
 from retain.sampling_params import SamplingParams
 from retain.server.config import Limits, ServerConfig
 from retain.tune.config import TuneConfig
@@ -122,8 +123,16 @@ def _add_cache_actions(cache: CommandParser, quiet: CommandParser) -> None:
         if name == "ls":
             action.add_argument("--json", action="store_true", help="a JSON line for each span")
         if name == "sweep":
-            action.add_argument("--max-bytes", type=parse_size, default=2**62, help="keep the newest, up to this size")
-            action.add_argument("--max-age", type=float, default=math.inf, metavar="DAYS", help="remove what is older")
+            action.add_argument(
+                "--max-bytes", type=_number_parser(Size), default=2**62, help="keep the newest, up to this size"
+            )
+            action.add_argument(
+                "--max-age",
+                type=_number_parser(NonNegativeFloat),
+                default=math.inf,
+                metavar="DAYS",
+                help="remove what is older",
+            )
     why = actions.add_parser("why", parents=[quiet], help="say what a cache would have of recorded requests, and why")
     why.add_argument(
         "files", nargs="+", metavar="FILE", help="JSON bodies of requests, one or one a line, in order; or a text"
@@ -217,32 +226,40 @@ def _argument_settings(kind: Any, option: str, separator: str = "") -> dict[str,
         return {"action": "append", **_argument_settings(item, option)}
     settings: dict[Any, dict[str, Any]] = {
         str: {"metavar": name},
-        int: {"type": int, "metavar": "N"},
-        float: {"type": float, "metavar": "X"},
+        int: {"type": _number_parser(kind), "metavar": "N"},
+        float: {"type": _number_parser(kind), "metavar": "X"},
         Path: {"type": Path, "metavar": "PATH"},
-        Size: {"type": _parse_size, "metavar": "SIZE"},
+        ByteCount: {"type": _number_parser(kind), "metavar": "SIZE"},
     }
-    return settings[kind]
+    return settings[split_bounds(kind)[0]]
 
 
-def _split_parser(item: type, separator: str) -> Callable[[str], tuple[Any, ...]]:
-    def parse(text: str) -> tuple[Any, ...]:
-        parts = [part.strip() for part in text.split(separator) if part.strip()]
-        if not parts:
-            raise argparse.ArgumentTypeError("name at least one")
+def _number_parser(kind: Any) -> Callable[[str], Any]:
+    """Return a parser of numbers of a type, within its bounds."""
+    base, bounds = split_bounds(kind)
+
+    def parse(text: str) -> Any:
         try:
-            return tuple(map(item, parts))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers") from None
+            value = PARSERS[base](text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if bounds and (problem := bounds.find_problem(value)):
+            raise argparse.ArgumentTypeError(problem)
+        return value
 
     return parse
 
 
-def _parse_size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _split_parser(item: Any, separator: str) -> Callable[[str], tuple[Any, ...]]:
+    parse_item = str if item is str else _number_parser(item)
+
+    def parse(text: str) -> tuple[Any, ...]:
+        parts = [part.strip() for part in text.split(separator) if part.strip()]
+        if not parts:
+            raise argparse.ArgumentTypeError("name at least one")
+        return tuple(map(parse_item, parts))
+
+    return parse
 
 
 def _format_default(field: dataclasses.Field[Any], kind: Any) -> str:
@@ -252,7 +269,8 @@ def _format_default(field: dataclasses.Field[Any], kind: Any) -> str:
         return ""
     if isinstance(default, tuple):
         return field.metadata.get("separator", " ").join(map(str, default))
-    return format_size(default) if kind == Size else f"{default:g}" if kind is float else str(default)
+    base, _ = split_bounds(kind)
+    return format_size(default) if base == ByteCount else f"{default:g}" if base is float else str(default)
 
 
 def given_args(args: Namespace, cls: type) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from retain.cluster.config import PROXY_LIMITS, ClusterConfig, ClusterSettings
 from retain.config import Config
-from retain.plugins import PARSERS, Size, field_types
+from retain.options import ByteCount, field_types, split_bounds
+from retain.plugins import PARSERS
 from retain.server import auth
 from retain.server.config import Limits, ServerConfig
 
@@ -55,6 +56,7 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
     """Return a value of a field. Raises ValueError."""
     if value is None:
         return None
+    kind, _ = split_bounds(kind)  # the dataclass checks them
     if typing.get_origin(kind) is tuple:
         return (value,) if isinstance(value, str) else tuple(value)
     if isinstance(value, str):
@@ -64,6 +66,6 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
             raise ValueError(f"{name}={value!r} should be {'true or false' if kind is bool else 'a number'}") from None
     if kind is float and type(value) is int:
         return float(value)
-    if type(value) is not (int if kind == Size else kind):
+    if type(value) is not (int if kind == ByteCount else kind):
         raise ValueError(f"{name}={value!r} should be of type {getattr(kind, '__name__', 'size')}")
     return value

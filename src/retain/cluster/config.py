@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from retain.config import Config
+from retain.options import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 from retain.plugins import check_choice, parse_spec
 from retain.server.config import ServerConfig
 
@@ -21,23 +22,25 @@ SPARE_REQUESTS = 128  # of a replica: requests that it refuses, and those that n
 class ClusterConfig:
     """Number, place and routing of replicas. Raises ValueError for numbers that contradict each other."""
 
-    replicas: int = field(default=1, metadata={"help": "replicas of the engine, each with its own cache"})
-    min_replicas: int | None = field(default=None, metadata={"help": "autoscaling: replicas at least (default: 1)"})
-    max_replicas: int | None = field(
+    replicas: PositiveInt = field(default=1, metadata={"help": "replicas of the engine, each with its own cache"})
+    min_replicas: PositiveInt | None = field(
+        default=None, metadata={"help": "autoscaling: replicas at least (default: 1)"}
+    )
+    max_replicas: PositiveInt | None = field(
         default=None, metadata={"help": "autoscaling: replicas at most (default: no autoscaling)"}
     )
-    target_ongoing_requests: float | None = field(
+    target_ongoing_requests: PositiveFloat | None = field(
         default=None,
         metadata={"help": "autoscaling: requests in flight on a replica (default: half of --max-running-requests)"},
     )
-    replicas_per_machine: int | None = field(
+    replicas_per_machine: PositiveInt | None = field(
         default=None,
         metadata={"help": "replicas on one machine at most; they divide its cores (default: all replicas)"},
     )
-    cpus: float = field(
+    cpus: NonNegativeFloat = field(
         default=0.0, metadata={"help": "cores that Ray reserves for a replica, to place it; 0: it may run anywhere"}
     )
-    gpus: float = field(default=0.0, metadata={"help": "GPUs of a replica"})
+    gpus: NonNegativeFloat = field(default=0.0, metadata={"help": "GPUs of a replica"})
     affinity: str = field(
         default="session",
         metadata={
@@ -45,10 +48,10 @@ class ClusterConfig:
             "equal beginning)"
         },
     )
-    affinity_chars: int = field(
+    affinity_chars: PositiveInt = field(
         default=2048, metadata={"help": "characters of a text's beginning that choose its replica, with prefix"}
     )
-    affinity_spread: int = field(
+    affinity_spread: NonNegativeInt = field(
         default=8,
         metadata={"help": "requests that a text's replica may have more than the least loaded one, with prefix"},
     )
@@ -58,14 +61,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_choice("affinity", self.affinity, "session", "prefix")
-        for name in ("replicas", "min_replicas", "max_replicas", "replicas_per_machine", "affinity_chars"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if min(self.cpus, self.gpus, self.affinity_spread) < 0:
-            raise ValueError("cpus, gpus and affinity_spread must not be negative")
-        if self.target_ongoing_requests is not None and self.target_ongoing_requests <= 0:
-            raise ValueError("target_ongoing_requests must be positive")
+        check_bounds(self)
         if self.max_replicas is None and (self.min_replicas or self.target_ongoing_requests):
             raise ValueError("min_replicas and target_ongoing_requests need max_replicas: it switches autoscaling on")
         if self.max_replicas is not None and not self.num_replicas_at_least <= self.replicas <= self.max_replicas:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from retain.options import Bounds, NonNegativeInt, check_bounds
 from retain.plugins import check_choice
 
 
@@ -18,12 +20,15 @@ class FitConfig:
         default="both",
         metadata={"help": "what to fit: reread (attention of a second reading), answers (what they need), or both"},
     )
-    first: int = field(default=0, metadata={"help": "records to skip at the start of the data"})
-    num_items: int = field(default=40, metadata={"help": "records at most; every seventh tests the gate"})
-    max_prompt_len: int = field(default=750, metadata={"help": "tokens of a prompt, at most; memory is quadratic"})
+    first: NonNegativeInt = field(default=0, metadata={"help": "records to skip at the start of the data"})
+    num_items: Annotated[int, Bounds(7)] = field(
+        default=40, metadata={"help": "records at most; every seventh tests the gate"}
+    )
+    max_prompt_len: Annotated[int, Bounds(64)] = field(
+        default=750, metadata={"help": "tokens of a prompt, at most; memory is quadratic"}
+    )
     plot: Path | None = field(default=None, metadata={"help": "draw R2 by layer and KL by budget, as PNG"})
 
     def __post_init__(self) -> None:
         check_choice("target", self.target, "reread", "answers", "both")
-        if self.num_items < 7 or self.max_prompt_len < 64 or self.first < 0:
-            raise ValueError("fit needs num_items >= 7, max_prompt_len >= 64 and first >= 0")
+        check_bounds(self)

@@ -7,9 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from retain.plugins import Size
+from retain.options import (
+    MAX_SIZE,
+    Bounds,
+    ByteCount,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    check_bounds,
+)
 from retain.server.auth import ApiKeys
 
 DRAFTERS = ("ngram", "self", "suffix")  # every server offers these
@@ -17,39 +28,51 @@ DRAFTERS = ("ngram", "self", "suffix")  # every server offers these
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests. None disables a limit. Limits count choices: a request with n=4 counts as 4."""
+    """Limits of requests. None disables a limit. Limits count choices: a request with n=4 counts as 4.
 
-    max_queued_requests: int = field(default=256, metadata={"help": "waiting requests at most, besides running ones"})
-    max_requests_per_key: int | None = field(
+    Raises ValueError for a number out of its bounds.
+    """
+
+    max_queued_requests: NonNegativeInt = field(
+        default=256, metadata={"help": "waiting requests at most, besides running ones"}
+    )
+    max_requests_per_key: PositiveInt | None = field(
         default=None, metadata={"help": "concurrent requests of one API key at most"}
     )
-    max_output_tokens: int | None = field(default=None, metadata={"help": "output tokens of a request at most"})
-    max_choices: int = field(default=16, metadata={"help": "choices of one request at most: prompts times n"})
+    max_output_tokens: PositiveInt | None = field(default=None, metadata={"help": "output tokens of a request at most"})
+    max_choices: PositiveInt = field(default=16, metadata={"help": "choices of one request at most: prompts times n"})
     max_body_size: Size = field(default=8 * 2**20, metadata={"help": "size of a request body at most"})
-    upload_timeout: float = field(default=30.0, metadata={"help": "seconds to receive a request body"})
+    upload_timeout: PositiveFloat = field(default=30.0, metadata={"help": "seconds to receive a request body"})
     max_header_size: Size = field(default=64 * 2**10, metadata={"help": "size of a request's line and headers at most"})
-    header_timeout: float = field(
+    header_timeout: PositiveFloat = field(
         default=10.0, metadata={"help": "seconds to receive the headers of a request, and the rest of a refused body"}
     )
-    max_connections: int = field(default=512, metadata={"help": "open connections at most; others are closed at once"})
-    request_timeout: float = field(
+    max_connections: PositiveInt = field(
+        default=512, metadata={"help": "open connections at most; others are closed at once"}
+    )
+    request_timeout: PositiveFloat = field(
         default=600.0, metadata={"help": "seconds from the arrival of a request to the end of its response"}
     )
-    sandbox_timeout: float = field(
+    sandbox_timeout: PositiveFloat = field(
         default=5.0, metadata={"help": "seconds to compile a grammar or to render a chat template"}
     )
-    max_stored_bytes: Size = field(
+    max_stored_bytes: Annotated[ByteCount, Bounds(0, MAX_SIZE)] = field(
         default=64 * 2**20, metadata={"help": "bytes of stored responses at most; 0 stores none"}
     )
-    max_pin_seconds: float = field(default=3600.0, metadata={"help": "longest time a prompt may be pinned, in seconds"})
+    max_pin_seconds: NonNegativeFloat = field(
+        default=3600.0, metadata={"help": "longest time a prompt may be pinned, in seconds"}
+    )
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Address, model name, API keys and features of a server."""
+    """Address, model name, API keys and features of a server. Raises ValueError for a number out of its bounds."""
 
     host: str = field(default="127.0.0.1", metadata={"help": "address to bind"})
-    port: int = field(default=8000, metadata={"help": "port to bind; 0 picks a free one"})
+    port: Port = field(default=8000, metadata={"help": "port to bind; 0 picks a free one"})
     served_model_name: str = field(default="model", metadata={"help": "model name that clients use"})
     api_keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
     insecure_no_api_key: bool = field(
@@ -77,19 +100,19 @@ class ServerConfig:
             "port); elsewhere everybody who reaches the address can read all prompts: add ,insecure=yes"
         },
     )
-    stream_interval: int = field(
+    stream_interval: PositiveInt = field(
         default=1,
         metadata={
             "help": "tokens of a streamed chunk, at least, except for the first and the last: more tokens cost the "
             "processor less"
         },
     )
-    drain_timeout: int = field(default=300, metadata={"help": "seconds that running requests get after SIGTERM"})
+    drain_timeout: NonNegativeInt = field(
+        default=300, metadata={"help": "seconds that running requests get after SIGTERM"}
+    )
 
     def __post_init__(self) -> None:
-        """Raise ValueError where an option is out of range."""
-        if self.stream_interval < 1:
-            raise ValueError(f"--stream-interval {self.stream_interval}: at least 1 token")
+        check_bounds(self)
 
     @classmethod
     def for_model(cls, model: str, **given: Any) -> ServerConfig:

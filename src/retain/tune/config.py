@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from retain.options import Bounds, NonNegativeInt, check_bounds
 
 
 @dataclass(frozen=True)
@@ -33,17 +36,20 @@ class TuneConfig:
         default=("75%", "60%", "50%", "40%", "30%", "20%", "12%", "8%"),
         metadata={"help": "budgets of each policy that names none, comma-separated", "separator": ","},
     )
-    first: int = field(default=0, metadata={"help": "records to skip at the start of the data"})
-    num_items: int = field(default=32, metadata={"help": "prompts at most; few policies are measured on all of them"})
-    max_prompt_len: int = field(default=2000, metadata={"help": "tokens of a prompt, at most"})
-    output_len: int = field(default=64, metadata={"help": "tokens of the model's own answers, where the data has none"})
+    first: NonNegativeInt = field(default=0, metadata={"help": "records to skip at the start of the data"})
+    num_items: Annotated[int, Bounds(4)] = field(
+        default=32, metadata={"help": "prompts at most; few policies are measured on all of them"}
+    )
+    max_prompt_len: Annotated[int, Bounds(64)] = field(default=2000, metadata={"help": "tokens of a prompt, at most"})
+    output_len: Annotated[int, Bounds(2)] = field(
+        default=64, metadata={"help": "tokens of the model's own answers, where the data has none"}
+    )
     journal: Path | None = field(
         default=None, metadata={"help": "file of the measurements: a run that was stopped continues from it"}
     )
     plot: Path | None = field(default=None, metadata={"help": "draw quality against memory, as PNG"})
 
     def __post_init__(self) -> None:
-        if self.num_items < 4 or self.max_prompt_len < 64 or self.first < 0 or self.output_len < 2:
-            raise ValueError("tune needs num_items >= 4, max_prompt_len >= 64, first >= 0 and output_len >= 2")
+        check_bounds(self)
         if not self.policies or not self.budgets:
             raise ValueError("tune needs at least one policy and one budget")

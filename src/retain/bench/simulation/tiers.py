@@ -15,7 +15,8 @@ from math import inf
 from typing import Protocol
 
 from retain.kv.offload.tiers.remote import load_time_limit
-from retain.plugins import Size, from_strings, parse_spec
+from retain.options import NonNegativeFloat, Size, check_bounds
+from retain.plugins import from_strings, parse_spec
 
 KINDS = ("local", "shared")
 
@@ -25,12 +26,11 @@ class TierConfig:
     """Options of a simulated tier. Raises ValueError."""
 
     read: Size  # bytes per second
-    latency: float = 0.0  # seconds before the first byte of a read
+    latency: NonNegativeFloat = 0.0  # seconds before the first byte of a read
     capacity: Size | None = None  # None: unlimited
 
     def __post_init__(self) -> None:
-        if self.read < 1 or self.latency < 0:
-            raise ValueError("a tier reads at least 1 byte a second, and its latency is not below 0")
+        check_bounds(self)
 
 
 def parse_setting(setting: str) -> dict[str, TierConfig]:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
+from retain.options import PositiveInt, check_bounds
 
 
 @dataclass
@@ -26,13 +27,14 @@ class Drafter:
     """Look up the longest n-gram that ends the text and occurred before, from `max` tokens down to `min`."""
 
     k: str = "auto"
-    min: int = 2
-    max: int = 4
+    min: PositiveInt = 2
+    max: PositiveInt = 4
     _indexes: WeakKeyDictionary[Request, NgramIndex] = field(default_factory=WeakKeyDictionary, init=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min <= self.max:
-            raise ValueError(f"ngram: min must be at least 1 and at most max, not min={self.min}, max={self.max}")
+        check_bounds(self)
+        if self.min > self.max:
+            raise ValueError(f"ngram: min must be at most max, which is {self.max}, not {self.min}")
 
     @property
     def max_draft_tokens(self) -> int:

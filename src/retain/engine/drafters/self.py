@@ -29,6 +29,7 @@ from retain.engine.spec_decode.draft_loop import draft_autoregressive
 from retain.kernels.pool_dtypes import pool_dtype, slots_in_page
 from retain.kv.memory.demoted_tables import DemotedTables
 from retain.kv.memory.device_tables import DeviceTables
+from retain.options import Fraction, PositiveInt, check_bounds
 from retain.plugins import check_choice
 from retain.types import Ints
 
@@ -42,10 +43,10 @@ class Drafter:
     """
 
     k: str = "auto"
-    budget: int = 256
+    budget: PositiveInt = 256
     weights: str = "auto"
-    refresh: int = 8
-    decay: float = 0.9
+    refresh: PositiveInt = 8
+    decay: Fraction = 0.9
     dtype: str = "auto"
     _copy_dtype: torch.dtype | None = field(default=None, init=False)
     _target: TargetModel | None = field(default=None, init=False)
@@ -54,8 +55,7 @@ class Drafter:
     _top_pages: dict[Request, NDArray[np.int64]] = field(default_factory=dict, init=False)  # [M, G, m], table indices
 
     def __post_init__(self) -> None:
-        if self.budget < 1 or self.refresh < 1 or not 0 < self.decay <= 1:
-            raise ValueError("self: budget and refresh must be at least 1, decay above 0 and at most 1")
+        check_bounds(self)
         check_choice("self: dtype", self.dtype, "auto", "int4", "k8v4", "int8")
 
     @property

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
+from retain.options import NonNegativeInt, PositiveFloat, PositiveInt, Probability, check_bounds
 
 MAX_PLACES = 32  # of one n-gram that are compared, the latest ones
 MAX_MATCH = 64  # longer matches count as equal
@@ -98,16 +99,15 @@ class Drafter:
     """
 
     k: str = "auto"
-    min: int = 2
-    factor: float = 2.0
-    probability: float = 0.3
-    memory: int = 65536
+    min: PositiveInt = 2
+    factor: PositiveFloat = 2.0
+    probability: Probability = 0.3
+    memory: NonNegativeInt = 65536
     _indexes: WeakKeyDictionary[Request, PlaceIndex] = field(default_factory=WeakKeyDictionary, init=False)
     _num_indexed: WeakKeyDictionary[Request, int] = field(default_factory=WeakKeyDictionary, init=False)
 
     def __post_init__(self) -> None:
-        if self.min < 1 or self.factor <= 0 or not 0 <= self.probability <= 1 or self.memory < 0:
-            raise ValueError("suffix: min must be at least 1, factor above 0, probability 0 to 1, memory 0 or more")
+        check_bounds(self)
         self.answers = RecentAnswers(self.min, self.memory)
 
     @property

@@ -20,6 +20,7 @@ from torch import Tensor
 from retain.kv.eviction.demotion import Demotion
 from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
 from retain.kv.eviction.view import CacheView
+from retain.options import NonNegativeInt, PositiveInt, check_bounds
 from retain.plugins import Amount, check_choice
 
 DEFAULT_RECENT = Amount(fraction=0.3)
@@ -35,10 +36,12 @@ class BudgetPolicy(EvictionPolicy):
     has_budget = True
     budget: Amount  # tokens that a head keeps, or a percentage of the prompt
     recent: Amount = DEFAULT_RECENT  # of them the newest, in tokens or as a percentage of the budget
-    sinks: int = 0  # of them the first of the text
-    interval: int = 16
+    sinks: NonNegativeInt = 0  # of them the first of the text
+    interval: PositiveInt = 16
     prefill: str = "exact"  # or stream; `fit` turns exact into layers where that takes less memory
-    chunk: int = 448  # of a streamed prompt: evict after as many tokens; a step has room for it beside 64 answers
+    chunk: PositiveInt = (
+        448  # of a streamed prompt: evict after as many tokens; a step has room for it beside 64 answers
+    )
     share: str = "none"  # or layer, or all: heads that divide the sum of their budgets, by priority
     positions: str = "original"  # or new: kept tokens are numbered from 0, keys shifted (an ablation, and slow)
     protect: str = "none"  # or system: the system prompt is among the sinks
@@ -49,8 +52,7 @@ class BudgetPolicy(EvictionPolicy):
     special_ids: frozenset[int] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
-        if self.interval < 1 or self.sinks < 0 or self.chunk < 1:
-            raise ValueError("interval and chunk must be at least 1, sinks 0")
+        check_bounds(self)
         check_choice("prefill", self.prefill, "exact", "stream", "layers")
         check_choice("share", self.share, "none", "layer", "all")
         check_choice("protect", self.protect, "none", "system")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from retain.options import Fraction, check_bounds
 from retain.plugins import check_choice, from_strings, parse_spec
 
 
@@ -21,12 +22,11 @@ class PrefixConfig:
 class SelectiveConfig(PrefixConfig):
     """Load from tiers only the share `ratio` of the tokens, those with the most attention. Raises ValueError."""
 
-    ratio: float = 0.25
+    ratio: Fraction = 0.25
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"selective: ratio is above 0 and at most 1, not {self.ratio:g}")
+        check_bounds(self)
 
 
 def parse(spec: str) -> PrefixConfig | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from retain.options import Port, PositiveInt, check_bounds
 from retain.plugins import check_choice, from_strings, parse_spec
 from retain.server import hosts
 
@@ -21,17 +22,14 @@ SCHEME = "tcp"
 class KVEventsOptions:
     """What follows the address in a spec. Raises ValueError."""
 
-    replay: int = 0  # port of the socket that repeats events; 0 is the port behind that of the events
-    buffer: int = 10_000  # batches of events that can be repeated
+    replay: Port = 0  # port of the socket that repeats events; 0 is the port behind that of the events
+    buffer: PositiveInt = 10_000  # batches of events that can be repeated
     topic: str = ""  # first frame of a batch; vllm-router wants none, llm-d kv@HOST:PORT@MODEL
     insecure: str = "no"  # or yes: publish beyond this machine
 
     def __post_init__(self) -> None:
         check_choice("--kv-events: insecure", self.insecure, "yes", "no")
-        if not 0 <= self.replay < 2**16:
-            raise ValueError(f"--kv-events: replay is a port, not {self.replay}")
-        if self.buffer < 1:
-            raise ValueError(f"--kv-events: buffer is at least 1, not {self.buffer}")
+        check_bounds(self)
 
 
 @dataclass(frozen=True)

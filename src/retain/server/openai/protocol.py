@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from retain.plugins import parse_spec
-from retain.sampling_params import RANGES, SamplingParams
+from retain.sampling_params import SamplingParams
 from retain.server import client_fields
 from retain.server.request_model import StrictModel
 
@@ -56,7 +56,7 @@ class ExtensionFields(StrictModel):
     min_p: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="Exclude tokens below this share of the highest probability"
     )
-    repetition_penalty: Annotated[float, Field(ge=RANGES["repetition_penalty"][0], le=10)] = Field(
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = Field(
         1.0, description="Penalty of tokens in prompt or output; 1: none"
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(

@@ -11,18 +11,14 @@ from torch import Tensor
 
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView
+from retain.options import PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(BudgetPolicy):
     """Keep every `stride`-th token and the newest."""
 
-    stride: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.stride < 1:
-            raise ValueError(f"dilated: stride must be at least 1, not {self.stride}")
+    stride: PositiveInt = 2
 
     def priority(self, view: CacheView) -> Tensor:
         """Rank by position; tokens between strides rank below all others."""

@@ -13,18 +13,14 @@ from numpy.typing import NDArray
 
 from retain.kv.eviction.budget import AttentionScoredPolicy
 from retain.kv.eviction.policy import QueryWeights
+from retain.options import Fraction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(AttentionScoredPolicy):
     """Rank by accumulated attention."""
 
-    damping: float = 1.0  # for each query
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.damping <= 1:
-            raise ValueError(f"h2o: damping must be above 0 and at most 1, not {self.damping}")
+    damping: Fraction = 1.0  # for each query
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Weigh every query, later ones more where damping is below 1."""

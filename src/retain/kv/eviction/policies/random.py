@@ -9,6 +9,7 @@ from torch import Tensor
 
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView
+from retain.options import Seed
 from retain.plugins import check_choice
 
 
@@ -16,7 +17,7 @@ from retain.plugins import check_choice
 class Policy(BudgetPolicy):
     """Evict any token; with `keep=prompt` those of the answer first."""
 
-    seed: int = 0
+    seed: Seed = 0
     keep: str = "any"  # or prompt: its tokens go last
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from retain.kv.eviction.budget import AttentionScoredPolicy
 from retain.kv.eviction.policy import QueryWeights, ScoringPass, split_messages
 from retain.kv.eviction.view import CacheView
+from retain.options import NonNegativeInt, PositiveInt
 from retain.plugins import check_choice
 
 REPEAT = "Repeat the previous context exactly."
@@ -30,20 +31,18 @@ class Policy(AttentionScoredPolicy):
     """Rank by the attention of the prompt read again."""
 
     mix: str = "none"  # or h2o
-    rereads: int = 1024  # tokens at a time; a head needs as many more slots for a moment
+    rereads: PositiveInt = 1024  # tokens at a time; a head needs as many more slots for a moment
     ask: str = "none"  # or repeat: in the model's own chat form
-    first: int = 0  # tokens of the answer before anything is evicted; what they attend to counts, too
+    first: NonNegativeInt = 0  # tokens of the answer before anything is evicted; what they attend to counts, too
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("mix", self.mix, "none", "h2o")
         check_choice("ask", self.ask, "none", "repeat")
-        if self.prefill == "stream" or self.rereads < 1:
-            raise ValueError("reread reads the whole prompt again, rereads >= 1 at a time; not with prefill=stream")
-        if self.first < 0 or (
-            self.first and (self.heads, self.scope, self.positions) != ("kv-sum", "layer", "original")
-        ):
-            raise ValueError("first is at least 0, and goes with heads=kv-sum, scope=layer and positions=original")
+        if self.prefill == "stream":
+            raise ValueError("reread reads the whole prompt again: it does not go with prefill=stream")
+        if self.first and (self.heads, self.scope, self.positions) != ("kv-sum", "layer", "original"):
+            raise ValueError("first goes with heads=kv-sum, scope=layer and positions=original")
 
     @property
     def instruction(self) -> str:

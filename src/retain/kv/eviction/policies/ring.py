@@ -12,17 +12,17 @@ from torch import Tensor
 
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import CacheView
+from retain.options import PositiveInt, check_bounds
 
 
 @dataclass(frozen=True)
 class Policy(EvictionPolicy):
     """Keep the last `window` tokens."""
 
-    window: int
+    window: PositiveInt
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"ring: window must be at least 1, not {self.window}")
+        check_bounds(self)
 
     @property
     def ring_window(self) -> int:

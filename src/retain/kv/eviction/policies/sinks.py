@@ -11,13 +11,14 @@ from torch import Tensor
 
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView
+from retain.options import NonNegativeInt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(BudgetPolicy):
     """Keep attention sinks and the newest tokens."""
 
-    sinks: int = 4
+    sinks: NonNegativeInt = 4
 
     def priority(self, view: CacheView) -> Tensor:
         """Rank by position; sinks are protected."""

@@ -12,18 +12,14 @@ from numpy.typing import NDArray
 
 from retain.kv.eviction.budget import AttentionScoredPolicy
 from retain.kv.eviction.policy import QueryWeights
+from retain.options import PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(AttentionScoredPolicy):
     """Rank by the attention of the last queries of the prompt."""
 
-    queries: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.queries < 1:
-            raise ValueError(f"snapkv: queries must be at least 1, not {self.queries}")
+    queries: PositiveInt = 32
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Weigh the last `queries` of the prompt and everything behind them."""

@@ -28,7 +28,8 @@ from retain.kv.offload.store_connection import StoreConnection
 from retain.kv.offload.store_folder import remove_file, span_file
 from retain.kv.offload.throttle import Throttle
 from retain.kv.offload.warning_log import WarningLog
-from retain.plugins import Size, check_choice
+from retain.options import Size, check_bounds
+from retain.plugins import check_choice
 from retain.threads import reset_cpu_affinity
 from retain.types import Bytes
 
@@ -47,9 +48,8 @@ class Tier:
     read: Size | None = None  # most bytes read per second
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         check_choice("evict", self.evict, "lru", "lfu")
-        if self.read is not None and self.read < 1:
-            raise ValueError("read is at least 1 byte a second")
 
     def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> DiskStore:
         """Open the store in the folder, which is created if needed, and remember the format there.

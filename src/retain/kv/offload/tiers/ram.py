@@ -14,7 +14,8 @@ from typing import Any
 
 from retain.kv.offload.index import SpanIndex
 from retain.kv.offload.span import UNKNOWN_FORMAT, MemoryReader, Span, SpanFormat, SpanReader
-from retain.plugins import Size, check_choice
+from retain.options import Size, check_bounds
+from retain.plugins import check_choice
 from retain.types import Bytes
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class Tier:
     evict: str = "lru"  # or lfu; or importance, with selective loading
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         check_choice("evict", self.evict, "lru", "lfu", "importance")
 
     def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> RamStore:

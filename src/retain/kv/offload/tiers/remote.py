@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any
 
 from retain.kv.offload.circuit_breaker import CircuitBreaker
 from retain.kv.offload.remote.bucket import Bucket, ObjectInfo
@@ -26,7 +26,7 @@ from retain.kv.offload.remote.reader import RANGE_BYTES, RemoteReader
 from retain.kv.offload.span import UNKNOWN_FORMAT, CorruptionError, Span, SpanFormat
 from retain.kv.offload.throttle import Throttle
 from retain.kv.offload.warning_log import WarningLog
-from retain.plugins import Size
+from retain.options import Bounds, Size, check_bounds
 from retain.threads import reset_cpu_affinity
 from retain.types import Bytes
 
@@ -46,15 +46,12 @@ class Tier:
     url: str  # s3://bucket/folder, gs://, az://, file:///folder
     endpoint: str | None = None  # of a store that speaks S3: http://127.0.0.1:8333
     region: str | None = None  # of S3
-    timeout: float = 10.0  # seconds that one answer may take
-    refresh: float = 5.0  # seconds between two listings, at least
+    timeout: Annotated[float, Bounds(0, 3600, above=True)] = 10.0  # seconds that one answer may take
+    refresh: Annotated[float, Bounds(0, 86400, above=True)] = 5.0  # seconds between two listings, at least
     read: Size | None = None  # most bytes read per second
 
     def __post_init__(self) -> None:
-        if not (0 < self.timeout <= 3600 and 0 < self.refresh <= 86400):
-            raise ValueError("remote: timeout is above 0 and at most 3600 seconds, and refresh at most a day")
-        if self.read is not None and self.read < 1:
-            raise ValueError("read is at least 1 byte a second")
+        check_bounds(self)
 
     def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> RemoteStore:
         """Open the store. It waits a second at most for the first listing, and for nothing afterwards."""

@@ -1,0 +1,89 @@
+"""Options as fields of dataclasses: their types, and the bounds of numbers.
+
+The bounds of a number are part of its type, where the option is defined: `port: Port = 8000`. They are checked wherever
+the option is given: by `check_bounds` in Python, by the command line, and in specs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any
+
+MAX_NUMBER = 2**28  # sums of a few such numbers stay within 32 bits
+MAX_SIZE = 2**62  # bytes
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The least and the largest value of a number; `above`: the least one itself is too low."""
+
+    low: float
+    high: float = MAX_NUMBER
+    above: bool = False
+
+    def __str__(self) -> str:
+        return f"{'above' if self.above else 'at least'} {self.low} and at most {self.high}"
+
+    def find_problem(self, value: float) -> str | None:
+        """Say what a number out of bounds must be, NaN included; None for one within them."""
+        is_enough = value > self.low if self.above else value >= self.low
+        return None if is_enough and value <= self.high else f"must be {self}, not {value}"
+
+
+PositiveInt = Annotated[int, Bounds(1)]
+NonNegativeInt = Annotated[int, Bounds(0)]
+PositiveFloat = Annotated[float, Bounds(0, above=True)]
+NonNegativeFloat = Annotated[float, Bounds(0)]
+Fraction = Annotated[float, Bounds(0, 1, above=True)]
+Probability = Annotated[float, Bounds(0, 1)]
+Port = Annotated[int, Bounds(0, 2**16 - 1)]
+Seed = Annotated[int, Bounds(0, 2**63 - 1)]
+ByteCount = Annotated[int, "bytes"]  # written with a unit: 512MiB, 2GB
+Size = Annotated[ByteCount, Bounds(1, MAX_SIZE)]
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """Return the type of each field that a dataclass is built from; `X | None` counts as X."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: _without_none(hints[f.name]) for f in dataclasses.fields(cls) if f.init}
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint
+    members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+    return members[0] if len(members) == 1 else hint
+
+
+def split_bounds(kind: Any) -> tuple[Any, Bounds | None]:
+    """Return the type of a field without its bounds, and these."""
+    if typing.get_origin(kind) is not Annotated:
+        return kind, None
+    base, *notes = typing.get_args(kind)
+    bounds = next((note for note in notes if isinstance(note, Bounds)), None)
+    others = tuple(note for note in notes if note is not bounds)
+    return (Annotated[(base, *others)] if others else base), bounds
+
+
+@cache
+def bounds_of(cls: type) -> dict[str, Bounds]:
+    """Return the bounds of each field of a dataclass that has some; those of a tuple are its items'."""
+    found = {}
+    for name, kind in field_types(cls).items():
+        item = typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
+        if bounds := split_bounds(item)[1]:
+            found[name] = bounds
+    return found
+
+
+def check_bounds(options: Any) -> None:
+    """Raise ValueError where a field of a dataclass is out of its bounds; None is within them."""
+    for name, bounds in bounds_of(options.__class__).items():
+        value = getattr(options, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and (problem := bounds.find_problem(number)):
+                raise ValueError(f"{name} {problem}")
