@@ -240,7 +240,8 @@ def assert_malformed_bodies_are_rejected(server, max_examples):
         assert response.status_code in (200, 400, 404), (response.status_code, response.text)
         if response.status_code != 200:
             message = response.json()["error"]["message"]
-            assert message and "\n" not in message and "/" not in message.replace("/v1/models", "")
+            words = message.partition(": ")[2] or message  # behind the name of a field, which the client chose
+            assert message and "\n" not in message and "/" not in words.replace("/v1/models", "")
 
     with httpx.Client(base_url=server.url.removesuffix("/v1"), timeout=120) as client:
         check()

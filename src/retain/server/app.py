@@ -18,7 +18,7 @@ from retain.server.config import ServerConfig
 from retain.server.error_format import add_error_handlers
 from retain.server.inspector import routes as inspector_routes
 from retain.server.inspector.recorder import Inspector
-from retain.server.middleware import AuthMiddleware
+from retain.server.middleware import AuthMiddleware, HeadMiddleware
 from retain.server.openai import rendering, routes, tokenization
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.responses import routes as responses_routes
@@ -47,6 +47,7 @@ def create_app(
     if inspector:
         inspector_routes.add_routes(app, service.engine_thread, inspector)
     add_error_handlers(app)
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(AuthMiddleware, config=config)
     if config.allowed_origins:  # outermost, so that web pages can read the errors of AuthMiddleware
         app.add_middleware(

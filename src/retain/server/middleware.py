@@ -1,6 +1,7 @@
 """ASGI middleware: authenticates every request, checks its Host, and bounds the size and upload time of its body.
 
-It is plain ASGI because Starlette's BaseHTTPMiddleware would buffer streamed responses.
+HEAD is answered as GET, without the body. All is plain ASGI, because Starlette's BaseHTTPMiddleware would buffer
+streamed responses.
 """
 
 from __future__ import annotations
@@ -109,3 +110,20 @@ class AuthMiddleware:
     def _body_too_large_error(self) -> APIError:
         log.warning("request rejected by max_body_size, %d bytes", self.limits.max_body_size)
         return APIError(413, f"the request body exceeds {self.limits.max_body_size} bytes: send less")
+
+
+class HeadMiddleware:
+    """Answers HEAD as GET is answered, without the body: probes and monitors send it."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            return await self.app(scope, receive, send)
+
+        async def send_without_body(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self.app({**scope, "method": "GET"}, receive, send_without_body)

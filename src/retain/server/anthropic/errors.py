@@ -65,8 +65,6 @@ def to_error_response(error: APIError) -> JSONResponse:
 def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError:
     """Convert pydantic's list of errors to a 400 that names the first invalid field of the body."""
     first = errors[0]
-    if first.get("type") == "json_invalid":
-        return APIError(400, "the request body is not valid JSON")
     param = shorten(".".join(_field_path(first.get("loc", ()), body)))  # keys come from the client
     message = str(first.get("msg", "not valid")).removeprefix("Value error, ")
     if first.get("type") == "extra_forbidden":

@@ -1,11 +1,15 @@
 """Parsing of request bodies: in a thread, within bounds that are checked before any field is, up to the first error.
 
+A body is read as JSON whatever its content-type says: `curl -d` calls it a form. Only a browser's request must say that
+it is JSON, because then the browser asks this server before it lets a page of another origin send it.
+
 A server that is full reads no body: gateways repeat a refused request several times within a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
@@ -14,10 +18,15 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from retain.files import shorten
 from retain.server.admission import AdmissionControl
+from retain.server.openai.errors import APIError
 from retain.server.request_model import REFUSED_FIELD
+
+JSON_TYPE, CONTENT_TYPE = "application/json", b"content-type"
 
 MAX_VALUES = 2**20  # in all lists and objects of a body: the token ids of the longest prompts
 MAX_ITEMS = 2**14  # of a list that has more than numbers
@@ -41,22 +50,32 @@ class BodyRoute(APIRoute):
         async def handle_validated(request: Request) -> Response:
             admission: AdmissionControl = request.app.state.admission
             admission.check(request.state.key.name, 1)
-            if data := await request.body():
-                # FastAPI asks the request for its JSON, which Starlette keeps here.
-                request._json = await asyncio.to_thread(parse_body, data, adapter)
+            check_headers(Headers(scope=request.scope))
+            # FastAPI asks the request for its JSON, which Starlette keeps here, if the content-type is JSON's.
+            request._json = await asyncio.to_thread(parse_body, await request.body(), adapter)
+            headers = [(name, value) for name, value in request.scope["headers"] if name != CONTENT_TYPE]
+            request.scope["headers"] = [*headers, (CONTENT_TYPE, JSON_TYPE.encode())]
             return await handle(request)
 
         return handle_validated
 
 
+def check_headers(headers: Headers) -> None:
+    """Raise APIError for a body that is compressed, or that a page of another origin may send unasked."""
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        message = f"content-encoding {shorten(encoding, 40)} is not supported: send the body uncompressed"
+        raise APIError(415, message, headers={"Accept-Encoding": "identity"})
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if "origin" in headers and media_type != JSON_TYPE:
+        raise APIError(415, f"a browser must send content-type: {JSON_TYPE}")
+
+
 def parse_body(data: bytes, adapter: TypeAdapter[Any]) -> Any:
     """Return the validated body. Raises RequestValidationError with one error."""
-    try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        raise RequestValidationError([{"type": "json_invalid", "loc": ()}]) from None
+    value = parse_json_object(data)
     if problem := find_excess(value):
-        raise RequestValidationError([{"type": "too_long", "loc": (), "msg": f"the request body has {problem}"}])
+        raise _invalid(f"the request body has {problem}")
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
@@ -64,6 +83,27 @@ def parse_body(data: bytes, adapter: TypeAdapter[Any]) -> Any:
         if first["type"] == REFUSED_FIELD:  # an error of the object: only its context names the field
             first["loc"] = (*first["loc"], first["ctx"]["field"])
         raise RequestValidationError([first], body=value) from None
+
+
+def parse_json_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body, which may begin with a byte order mark. Raises RequestValidationError."""
+    if not data:
+        raise _invalid("the request body is empty: send a JSON object")
+    try:
+        value = orjson.loads(data.removeprefix(codecs.BOM_UTF8))
+    except orjson.JSONDecodeError:
+        try:
+            data.decode()
+        except UnicodeDecodeError as error:
+            raise _invalid(f"the request body is not UTF-8 text: byte {error.start} is not") from None
+        raise _invalid("the request body is not valid JSON") from None
+    if not isinstance(value, dict):
+        raise _invalid("the request body is JSON, but no object: send {...}")
+    return value
+
+
+def _invalid(message: str) -> RequestValidationError:
+    return RequestValidationError([{"type": "value_error", "loc": (), "msg": message}])
 
 
 def find_excess(value: Any) -> str | None:

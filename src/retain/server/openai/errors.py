@@ -20,6 +20,7 @@ ERROR_TYPES = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     421: "invalid_request_error",
     431: "invalid_request_error",
     429: "rate_limit_error",
@@ -52,6 +53,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         (404, "Model or path not found"),
         (408, "Request timeout"),
         (413, "Request body too large"),
+        (415, "Request body compressed, or not declared as JSON by a browser"),
         (429, "Too many requests: retry after Retry-After seconds"),
         (500, "Internal server error"),
         (503, "The server is shutting down"),
@@ -111,8 +113,6 @@ def invalid_request(error: Exception, prompt_field: str = "messages") -> APIErro
 def to_validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """Convert pydantic's list of errors to a 400 that names the first invalid field."""
     first = errors[0]
-    if first.get("type") == "json_invalid":
-        return APIError(400, "the request body is not valid JSON")
     # Pydantic puts the class names and the tags of a union's members into the location.
     location = [str(part) for part in first.get("loc", ()) if part not in ("body", "query")]
     location = [part for part in location if not part.endswith("Request") and not re.fullmatch("<[a-z_]+>", part)]
