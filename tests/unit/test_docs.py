@@ -54,6 +54,18 @@ def test_named_tests_exist() -> None:
     assert len(named) > 10 and not [n for n in named if f"def {n}(" not in tests]
 
 
+SPECULATION = re.compile(r"specul|drafter|tokens a step", re.I)
+EXACT = re.compile(r"\bexact(ly)?\b|equals greedy|target's distribution", re.I)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p != CHANGES and "log" not in p.parts], ids=name)
+def test_speculation_is_claimed_to_be_exact_only_beside_its_limit(page: Path) -> None:
+    """Policies that score attention may keep other tokens under speculation."""
+    blocks = re.split(r"\n\n+|\n(?=[|*#] ?|\d+\. )", page.read_text(encoding="utf-8"))
+    claims = [b for b in blocks if SPECULATION.search(b) and EXACT.search(b)]
+    assert not [b for b in claims if not re.search(r"scores?\s+attention", b)]
+
+
 def test_named_documents_exist() -> None:
     """Paths of documents in the sources."""
     for folder in ("src", "tests", "tools", "deploy", "examples"):
