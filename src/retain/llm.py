@@ -297,9 +297,10 @@ class LLM:
         """Return the token ids of a prompt; given ids are checked. Raises ValueError."""
         return self.input_processor.encode(prompt)
 
-    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+    def max_output_tokens(self, num_prompt_tokens: int, num_system_tokens: int = 0) -> int:
         """Return how many tokens can follow a prompt of that length, under the engine's own policy; at least 1."""
-        return self.input_processor.max_output_tokens(GenerateRequest(""), num_prompt_tokens)
+        g = GenerateRequest("", num_system_tokens=num_system_tokens)
+        return self.input_processor.max_output_tokens(g, num_prompt_tokens)
 
     def _add(self, states: Sequence[RequestOutputState]) -> None:
         for state in states:

@@ -9,6 +9,7 @@ from retain import LLM
 from retain.cli import prefill_progress
 from retain.cli.chat import chat_loop, deferred_interrupts
 from retain.cli.prefill_progress import ERASE_LINE, PrefillProgress
+from tests.helpers.cli import run_cli
 from tests.helpers.engines import GREEDY
 
 
@@ -124,3 +125,17 @@ def test_interrupt_waits_for_the_end_of_a_step():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_chat_protects_the_system_message(monkeypatch, capsys):
+    """The policy of the command line knows how much of a conversation the system message is."""
+    llm = LLM("random:tiny", kv_memory="16MiB", kv_policy="window:budget=64,protect=system")
+    llm.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    monkeypatch.setattr("retain.cli.loading.load_llm", lambda config: llm)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    requests = []
+    process = llm.input_processor.process
+    monkeypatch.setattr(llm.input_processor, "process", lambda g: requests.append(g) or process(g))
+    text = "Be brief. " * 20
+    assert run_cli(capsys, "chat", "--model", "random:tiny", "--system", text, "--max-tokens", "4").code == 0
+    assert [g.num_system_tokens > len(text) for g in requests] == [True]

@@ -36,9 +36,10 @@ def chat_with_engine(args: Namespace) -> int:
     with closing(loading.load_llm(config)) as llm:
 
         def generate_reply(messages: list[Message]) -> str:
-            ids = llm.tokenizer.encode_chat(messages)
+            ids, num_system = llm.tokenizer.encode_chat(messages), llm.tokenizer.count_system_tokens(messages)
+            limited = limit_max_tokens(llm, params, len(ids), num_system)
             with deferred_interrupts() as check_interrupt:
-                output = stream_to_stdout(llm, ids, limit_max_tokens(llm, params, len(ids)), check_interrupt)
+                output = stream_to_stdout(llm, ids, limited, check_interrupt, num_system)
             print_stats(output)
             return output.text
 

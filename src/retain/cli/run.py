@@ -51,20 +51,27 @@ def read_prompt(args: Namespace) -> str:
         raise ValueError(f"{name} is not UTF-8 text: byte {error.start} is not") from None
 
 
-def limit_max_tokens(llm: LLM, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+def limit_max_tokens(
+    llm: LLM, params: SamplingParams, num_prompt_tokens: int, num_system_tokens: int = 0
+) -> SamplingParams:
     """Return the parameters with `max_tokens` set; the default is 512, or fewer if fewer fit."""
     if params.max_tokens is not None:
         return params
-    room = llm.max_output_tokens(num_prompt_tokens)
-    return replace(params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
+    room = llm.max_output_tokens(num_prompt_tokens, num_system_tokens)
+    return replace(params, max_tokens=min(DEFAULT_MAX_TOKENS, room))
 
 
 def stream_to_stdout(
-    llm: LLM, ids: list[int], params: SamplingParams, check_interrupt: Callable[[], None] = lambda: None
+    llm: LLM,
+    ids: list[int],
+    params: SamplingParams,
+    check_interrupt: Callable[[], None] = lambda: None,
+    num_system_tokens: int = 0,
 ) -> RequestOutput:
     """Print an answer as it is generated; until then, a terminal shows how far the prompt is computed.
 
-    `check_interrupt` is called between steps; an error of it cancels the request.
+    `check_interrupt` is called between steps; an error of it cancels the request. The first `num_system_tokens` are a
+    system prompt.
     """
     progress = PrefillProgress()
 
@@ -73,7 +80,7 @@ def stream_to_stdout(
         progress.update(num_computed, num_tokens)
 
     try:
-        for chunk in llm.stream(ids, params, prefill_callback=on_prefill):
+        for chunk in llm.stream(ids, params, num_system_tokens=num_system_tokens, prefill_callback=on_prefill):
             check_interrupt()
             progress.erase()
             print(chunk.text, end="", flush=True)
