@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from retain import LLM, SamplingParams
 from retain.kv.eviction import policies
-from retain.options import bounds_of
+from retain.options import bounds_of, field_types
 from retain.processing.input import GenerateRequest
 from retain.processing.output import RequestOutputState
 
@@ -90,3 +91,24 @@ def test_parameters_at_the_ends_of_their_ranges_are_answered(llm: LLM, name: str
     params = SamplingParams(**{"max_tokens": 3, "n": 2, name: value})  # type: ignore[arg-type]
     outputs = llm.generate([[1, 2, 3]], params)
     assert [len(o.token_ids) for o in outputs] == [3, 3] or any(o.finish_reason == "stop" for o in outputs)
+
+
+def specs_at_bounds() -> Iterator[str]:
+    """Yield a spec for each number of each policy, at both ends of its bounds."""
+    for name in policies.names():
+        cls = import_module(f"retain.kv.eviction.policies.{name}").Policy
+        needed = "budget=64," if "budget" in field_types(cls) else ""
+        for option, bounds in bounds_of(cls).items():
+            ends = (bounds.low + 1e-9 if bounds.above else bounds.low, bounds.high)
+            yield from (f"{name}:{needed}{option}={end}" for end in ends)
+        if needed:
+            yield from (f"{name}:budget={amount}" for amount in (1, 2**28, "1e-9%", "100%"))
+            yield from (f"{name}:{needed}recent={amount}" for amount in (1, 2**28, "1e-9%", "100%"))
+
+
+@pytest.mark.parametrize("spec", [spec for spec in specs_at_bounds() if not spec.startswith("gate")])
+def test_a_policy_at_the_ends_of_its_bounds_is_answered_or_refused_at_the_door(llm: LLM, spec: str) -> None:
+    request = GenerateRequest(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True, seed=1), kv_policy=spec)
+    states = llm.input_processor.process(request)
+    if is_accepted(llm, states):
+        assert [len(o.token_ids) for o in llm.generate_from_requests([request])] == [4]
