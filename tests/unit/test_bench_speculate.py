@@ -78,7 +78,7 @@ def test_output_has_speculation_stats(load_shared_llm: Callable[[Config], LLM]) 
     ("target", "option", "message"),
     [
         ("random:tiny", "guess", "unknown drafter 'guess': choose one of draft, ngram, self, suffix"),
-        ("random:tiny", "ngram:k=0", "k is auto or a number"),
+        ("random:tiny", "ngram:k=0", "k must be auto, or at least 1"),
         ("random:tiny", "ngram:min=3,max=2", "min must be at most max"),
         ("random:tiny", "self:budget=0", "budget"),
         ("random:tiny", "draft", "which model="),

@@ -6,14 +6,19 @@ drafts are worth their time (see spec_decode).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from retain.engine.request import Request
 from retain.engine.runner import Runner
+from retain.files import quote
 from retain.kv.manager import KVCacheManager
+from retain.options import Bounds
 from retain.plugins import load_plugin, plugin_names
+
+DRAFT_LENGTH = Bounds(1)
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ def parse_draft_length(drafter: Drafter) -> int | None:
     """Return the fixed number of drafts, or None for auto. Raises ValueError."""
     if drafter.k == "auto":
         return None
-    if not drafter.k.isdigit() or not int(drafter.k):
-        raise ValueError(f"k is auto or a number of tokens, not {drafter.k!r}")
-    return int(drafter.k)
+    number = int(drafter.k) if re.fullmatch("[0-9]{1,20}", drafter.k) else 0
+    if DRAFT_LENGTH.find_problem(number):
+        raise ValueError(f"k must be auto, or {DRAFT_LENGTH}, not {quote(drafter.k)}")
+    return number
