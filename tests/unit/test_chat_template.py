@@ -100,7 +100,8 @@ def test_null_fields_are_absent_and_reasoning_has_every_name() -> None:
         "role": "assistant",
         **dict.fromkeys(("thinking", "reasoning", "reasoning_content"), "r"),
     }
-    assert tokenizer_with_template("{{ x }}{{ y is defined }}").apply_chat_template(MESSAGES, x=1, y=None) == "1False"
+    tokenizer = tokenizer_with_template("{{ x }}{{ y is defined }}")
+    assert tokenizer.apply_chat_template(MESSAGES, variables={"x": 1, "y": None}) == "1False"
 
 
 def test_conversations_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from retain.processing.template_environment import create_environment
 
 Messages = Sequence[Mapping[str, Any]]
+Variables = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's format: {"type": "function", "function": {...}}
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 
@@ -22,7 +23,7 @@ class TemplateRenderer(Protocol):
         messages: Messages,
         add_generation_prompt: bool,
         tools: Tools | None,
-        variables: Mapping[str, Any],
+        variables: Variables,
     ) -> str:
         """Return the messages as prompt text by the template `source`. Raises ValueError as `ChatTemplate` does."""
         ...
@@ -48,7 +49,7 @@ class ChatTemplate:
         messages: Messages,
         add_generation_prompt: bool,
         tools: Tools | None = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Variables | None = None,
     ) -> str:
         """Return the messages as prompt text. Raises ValueError when the template fails or does not support tools.
 
@@ -56,10 +57,13 @@ class ChatTemplate:
         """
         if tools and not self.can_use_tools:
             raise ValueError("the model's chat template does not support tools")
-        given: dict[str, Any] = {"messages": [_normalize(m) for m in messages], "tools": tools, "documents": None}
+        given: dict[str, Any] = {"messages": [_normalize(m) for m in messages], "tools": tools}
         given["add_generation_prompt"] = add_generation_prompt
+        variables = variables or {}
+        if taken := sorted(variables.keys() & (given.keys() | self._template.globals.keys())):
+            raise ValueError(f"the variable {taken[0]} of the chat template cannot be set")
         try:
-            return self._template.render(**given | dict(variables or {}))
+            return self._template.render({"documents": None, **variables, **given})
         except Exception as e:  # a template can raise any exception
             raise ValueError(f"the model's chat template fails: {_first_line(e)}") from e
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Core
 from retain.files import quote, read_json_object, shorten
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
-from retain.processing.chat_template import DEFAULT, ChatTemplates, Messages, Tools
+from retain.processing.chat_template import DEFAULT, ChatTemplates, Messages, Tools, Variables
 from retain.processing.chat_template_files import find_chat_templates, read_chat_templates
 from retain.processing.detokenizer import IncrementalDetokenizer, TokenBytes
 from retain.processing.end_tokens import GGUF_END_KEYS, find_end_tokens
@@ -142,7 +142,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
         continue_final_message: bool = False,
-        **variables: Any,
+        variables: Variables | None = None,
     ) -> str:
         """Return a conversation, [{"role": "user", "content": "..."}, ...], as prompt text.
 
@@ -150,7 +150,7 @@ class Tokenizer:
         that the template reads, such as `enable_thinking`; None leaves one to the template. Raises ValueError when the
         model has no template, or the template fails.
         """
-        given = {name: value for name, value in variables.items() if value is not None}
+        given = {name: value for name, value in (variables or {}).items() if value is not None}
         templates = self.chat_templates
         if continue_final_message:
             return render_unfinished(lambda begun: templates.render(begun, False, tools, given), messages)

@@ -6,48 +6,83 @@ docs/reference/http.md.
 
 from __future__ import annotations
 
-from retain.server.request_model import Accepted, FieldTable, Refused
+from retain.server.engine_fields import ENGINES, NO_TRACING, VLLM_CHAT
+from retain.server.request_model import Accepted, FieldTable, Refused, only
 
 NO_ACCOUNTS = Accepted("nothing is counted or stored by user")
 HINT = Accepted("a hint to hosted models")
-ONLY_DEFAULT = "another value would change the answer"
-
-
-def only(*values: bool | int | float | str, why: str = ONLY_DEFAULT) -> Accepted:
-    """Accept these values only: those that ask for what the server does anyway."""
-    return Accepted(why, values)
-
+SHARED = Accepted("equal prefixes are always shared")
 
 EXTENSIONS: FieldTable = {}
 SAMPLING: FieldTable = {
     **EXTENSIONS,
-    # OpenAI
     "user": NO_ACCOUNTS,
     "safety_identifier": NO_ACCOUNTS,
     "metadata": NO_ACCOUNTS,
-    "store": Accepted("nothing is stored"),
-    # vLLM and SGLang; gateways add them to every request
-    "no_stop_trim": only(False),
-    "skip_special_tokens": only(True),
-    "spaces_between_special_tokens": only(True),
-    "include_stop_str_in_output": only(False),
-    "separate_reasoning": only(True, why="reasoning is in `reasoning_content`"),
-    "stream_reasoning": only(True),
-    "include_reasoning": only(True),
-    "return_hidden_states": only(False),
-    "return_token_ids": only(False),
-    "return_tokens_as_token_ids": only(False),
-    "use_beam_search": only(False),
-    "priority": only(0),
+    "store": Accepted("nothing is stored: use /v1/responses"),
+    "service_tier": Accepted("there is one tier"),
+    "prompt_cache_key": SHARED,
+    "prompt_cache_retention": Accepted("use pin"),
+    "prompt_cache_options": SHARED,
+    **ENGINES,
 }
 COMPLETION: FieldTable = {
     **SAMPLING,
     "continue_final_message": only(False),
     "suffix": Refused("the prompt has to say where the middle is, with the model's own tokens"),
+    "add_special_tokens": only(True),
 }
 CHAT: FieldTable = {
     **SAMPLING,
+    **VLLM_CHAT,
     "parallel_tool_calls": Accepted("the model decides how many tools it calls"),
+    "verbosity": HINT,
+    "prediction": Accepted("a hint that changes the speed only: see speculate"),
+    "modalities": only(["text"], why="the model writes text"),
+    "audio": Refused("the model writes text"),
+    "web_search_options": Refused("the server searches nothing"),
+    "moderation": Refused("nothing is moderated"),
+    "functions": only([], why="deprecated: use tools"),
+    "function_call": only("none", "auto", why="deprecated: use tool_choice"),
+    "best_of": only(1),
+}
+CHAT_REASONING: FieldTable = {
+    "max_tokens": HINT,
+    "exclude": only(False),
+    "summary": Accepted("the answer has the reasoning itself"),
+}
+CACHE_CONTROL = Accepted("every prompt is cached: to keep one, use pin")
+CHAT_MESSAGE: FieldTable = {
+    "cache_control": CACHE_CONTROL,
+    "id": NO_TRACING,
+    "metadata": NO_ACCOUNTS,
+}
+CHAT_INPUT_MESSAGE: FieldTable = {
+    **CHAT_MESSAGE,
+    "tool_calls": only([]),
+}
+CHAT_ASSISTANT_MESSAGE: FieldTable = {  # clients send the answers back as they came
+    **CHAT_MESSAGE,
+    "annotations": Accepted("the model sees the text only"),
+    "images": only([], why="the model reads text"),
+    "audio": Refused("the model reads text"),
+    "function_call": Refused("deprecated: use tool_calls"),
+    "reasoning_details": Accepted("the text is in `reasoning`"),
+    "thinking_blocks": Accepted("the text is in `reasoning_content`"),
+    "provider_specific_fields": Accepted("they are of another server"),
+    "tool_call_id": Accepted("it belongs to messages of tools"),
+    "prefix": only(False),
+    "partial": only(False),
+}
+CHAT_TEXT_PART: FieldTable = {
+    "cache_control": CACHE_CONTROL,
+    "annotations": Accepted("the model sees the text only"),
+    "index": NO_TRACING,
+}
+CHAT_TOOL: FieldTable = {"cache_control": CACHE_CONTROL, "defer_loading": HINT, "strict": HINT}
+CHAT_TOOL_CALL: FieldTable = {
+    "index": Accepted("calls are in the order of the list"),
+    "provider_specific_fields": Accepted("they are of another server"),
 }
 STREAM_OPTIONS: FieldTable = {"include_obfuscation": Accepted("the stream has no padding")}
 

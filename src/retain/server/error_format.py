@@ -22,7 +22,7 @@ def to_invalid_body_response(error: RequestValidationError, path: str) -> JSONRe
     """Return the response to a request for this address whose body is not valid."""
     if anthropic_errors.has_anthropic_errors(path):
         return anthropic_errors.to_error_response(anthropic_errors.to_validation_error(error.errors(), error.body))
-    return to_validation_error(error.errors()).to_response()
+    return to_validation_error(error.errors(), error.body).to_response()
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -41,6 +41,12 @@ class Refused:
 
 
 FieldTable = Mapping[str, Accepted | Refused]
+ONLY_DEFAULT = "another value would change the answer"
+
+
+def only(*values: Any, why: str = ONLY_DEFAULT) -> Accepted:
+    """Accept these values only: those that ask for what the server does anyway."""
+    return Accepted(why, values)
 
 
 class StrictModel(BaseModel):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from retain.processing.chat_template import Messages, Tools
+from retain.processing.chat_template import Messages, Tools, Variables
 from retain.server.sandbox_worker import read_frame, write_frame
 
 NUM_WORKERS = 2
@@ -97,7 +97,7 @@ class SandboxedRenderer:
         messages: Messages,
         add_generation_prompt: bool,
         tools: Tools | None,
-        variables: Mapping[str, Any],
+        variables: Variables,
     ) -> str:
         """Return the messages as prompt text. Raises ValueError."""
         return self.sandbox.render_chat(

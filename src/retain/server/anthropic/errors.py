@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from retain.files import shorten
 from retain.server.openai.errors import ERROR_RESPONSES as OPENAI_ERROR_RESPONSES
-from retain.server.openai.errors import APIError, ContextLengthError
+from retain.server.openai.errors import APIError, ContextLengthError, field_path
 
 PATH = "/v1/messages"
 ERROR_TYPES = {
@@ -65,20 +65,10 @@ def to_error_response(error: APIError) -> JSONResponse:
 def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError:
     """Convert pydantic's list of errors to a 400 that names the first invalid field of the body."""
     first = errors[0]
-    param = shorten(".".join(_field_path(first.get("loc", ()), body)))  # keys come from the client
+    param = shorten(".".join(field_path(first.get("loc", ()), body)))  # keys come from the client
     message = str(first.get("msg", "not valid")).removeprefix("Value error, ")
     if first.get("type") == "extra_forbidden":
         message = "unknown field"
     elif first.get("type") == "union_tag_invalid":  # a type of block, such as an image
         message = message.replace("Input tag", "the type").partition(" found using")[0] + " is not supported here"
     return APIError(400, f"{param}: {message}" if param else message, param)
-
-
-def _field_path(location: Sequence[int | str], body: Any) -> Iterator[str]:
-    """Yield the part of pydantic's location that leads through the body: it also has the tags of unions."""
-    for i, part in enumerate(location):
-        is_inside = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
-        if is_inside:
-            body = body[part]
-        if is_inside or i + 1 == len(location):
-            yield str(part)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from retain.server import client_fields
 from retain.server.openai.protocol import GenerationResponseFields, SamplingFields
 from retain.server.request_model import StrictModel
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TemplateVariables = Annotated[
+    dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")], Any], Field(max_length=64)
+]
 PositiveInt32 = Annotated[int, Field(ge=1, lt=2**31)]
+OutputLimit = Annotated[int, Field(ge=-1, lt=2**31)]
 
 
 class FunctionDefinition(StrictModel):
@@ -24,6 +29,8 @@ class FunctionDefinition(StrictModel):
 
 class ToolParam(StrictModel):
     """Tool that the model may call."""
+
+    other_fields = client_fields.CHAT_TOOL
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -39,23 +46,65 @@ class FunctionCall(StrictModel):
 class ToolCall(StrictModel):
     """Tool call of an assistant message."""
 
+    other_fields = client_fields.CHAT_TOOL_CALL
+
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class TextContentPart(StrictModel):
-    """Text content part. Other types are not supported."""
+    """Text content part."""
+
+    other_fields = client_fields.CHAT_TEXT_PART
 
     type: Literal["text"]
     text: str
 
 
+class RefusalContentPart(StrictModel):
+    """Refusal of the assistant: a text like any other."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The text of the refusal."""
+        return self.refusal
+
+
+def _tag_part(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else value.type
+    return f"<{kind}>" if kind in ("text", "refusal") else None
+
+
+def _tag_content(value: Any) -> str:
+    return "<list>" if isinstance(value, list) else "<text>"
+
+
+# Tags are in angle brackets, because error messages leave such parts out of a field's name.
+ContentPart = Annotated[
+    Annotated[TextContentPart, Tag("<text>")] | Annotated[RefusalContentPart, Tag("<refusal>")],
+    Discriminator(
+        _tag_part,
+        custom_error_type="content_type",
+        custom_error_message="only text is supported: no images, audio or files",
+    ),
+]
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("<list>")],
+    Discriminator(_tag_content),
+]
+
+
 class InputMessageParam(StrictModel):
     """System, developer, user or tool message."""
 
+    other_fields = client_fields.CHAT_INPUT_MESSAGE
+
     role: Literal["system", "developer", "user", "tool"]
-    content: str | list[TextContentPart]
+    content: Content
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -63,12 +112,15 @@ class InputMessageParam(StrictModel):
 class AssistantMessageParam(StrictModel):
     """Assistant message."""
 
+    other_fields = client_fields.CHAT_ASSISTANT_MESSAGE
+
     role: Literal["assistant"]
-    content: str | list[TextContentPart] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    refusal: None = None
+    refusal: str | None = None  # stands for the content where there is none
     reasoning_content: str | None = Field(None, description="Passed on to the chat template")
+    reasoning: str | None = None  # another name of reasoning_content
 
 
 MessageParam = Annotated[
@@ -116,10 +168,13 @@ class JsonSchemaFormat(StrictModel):
 ResponseFormat = Annotated[TextOrJsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class ChatTemplateKwargs(StrictModel):
-    """Variables of the chat template."""
+class Reasoning(StrictModel):
+    """How much the model is to reason, as OpenRouter's API has it."""
 
-    enable_thinking: bool | None = Field(None, description="Whether the model reasons before it answers")
+    other_fields = client_fields.CHAT_REASONING
+
+    effort: ReasoningEffort | None = None
+    enabled: bool | None = None
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -128,8 +183,7 @@ class ChatCompletionRequest(SamplingFields):
     other_fields = client_fields.CHAT
 
     messages: Annotated[list[MessageParam], Field(min_length=1, fail_fast=True)]
-    max_tokens: PositiveInt32 | None = Field(None, description="Deprecated: use max_completion_tokens")
-    max_completion_tokens: PositiveInt32 | None = None
+    max_completion_tokens: OutputLimit | None = Field(None, description="Like max_tokens, which it replaces")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description="Number of most likely tokens to return per position; implies logprobs"
@@ -137,17 +191,43 @@ class ChatCompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[ToolParam], Field(min_length=1, max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="As in vLLM's server")
+    chat_template_kwargs: TemplateVariables | None = Field(
+        None, description="Variables of the chat template, such as `enable_thinking`"
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="For chat templates with this variable; `enable_thinking` and `thinking` follow it"
+    )
+    reasoning: Reasoning | None = Field(None, description="`reasoning_effort` in OpenRouter's form")
     add_generation_prompt: bool = Field(True, description="Begin an answer; false for a prompt that does not")
     continue_final_message: bool = Field(
         False,
         description="Continue the last message instead of beginning an answer; add_generation_prompt is then false",
     )
 
+    @property
+    def requested_tokens(self) -> int | None:
+        """See SamplingFields."""
+        return super().requested_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template: those given, and those that the effort stands for.
+
+        A template ignores what it does not know, so a model that cannot be told how much to reason is not.
+        """
+        asked = self.reasoning or Reasoning()
+        effort = self.reasoning_effort or asked.effort
+        thinks = effort != "none" if effort else asked.enabled
+        variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+        variables |= self.chat_template_kwargs or {}
+        return {k: v for k, v in variables.items() if v is not None}
+
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatCompletionRequest:
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice without tools")
+        if self.requested_tokens == 0:
+            raise ValueError("max_tokens is 0: at least 1")
         return self
 
     @model_validator(mode="after")

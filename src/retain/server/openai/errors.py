@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -110,14 +110,22 @@ def invalid_request(error: Exception, prompt_field: str = "messages") -> APIErro
     return APIError(400, " ".join(str(error).split()))
 
 
-def to_validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """Convert pydantic's list of errors to a 400 that names the first invalid field."""
+def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any = None) -> APIError:
+    """Convert pydantic's list of errors to a 400 that names the first invalid field of the body."""
     first = errors[0]
-    # Pydantic puts the class names and the tags of a union's members into the location.
-    location = [str(part) for part in first.get("loc", ()) if part not in ("body", "query")]
-    location = [part for part in location if not part.endswith("Request") and not re.fullmatch("<[a-z_]+>", part)]
-    param = shorten(" ".join(".".join(location).split())) or None  # keys come from the client
+    param = shorten(" ".join(".".join(field_path(first.get("loc", ()), body)).split())) or None  # keys of the client
     if first.get("type") == "extra_forbidden":
         return APIError(400, f"unknown field {param!r}", param)
     message = str(first.get("msg", "not valid")).removeprefix("Value error, ")
     return APIError(400, f"{param}: {message}" if param else message, param)
+
+
+def field_path(location: Sequence[int | str], body: Any) -> Iterator[str]:
+    """Yield the part of pydantic's location that leads through the body: it also has class names and tags of unions."""
+    for i, part in enumerate(location):
+        is_inside = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
+        if is_inside:
+            body = body[part]
+        is_tag = isinstance(part, str) and (part.endswith("Request") or re.fullmatch("<[a-z_]+>", part))
+        if is_inside or (i + 1 == len(location) and not is_tag):
+            yield str(part)

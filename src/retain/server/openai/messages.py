@@ -20,15 +20,25 @@ def to_template_messages(messages: Sequence[InputMessageParam | AssistantMessage
             "role": "system" if m.role == "developer" else m.role,
             "content": "".join(p.text for p in parts) if parts else m.content or "",
         }
-        for field in ("name", "tool_call_id", "reasoning_content"):
+        for field in ("name", "tool_call_id"):
             if (value := getattr(m, field, None)) is not None:
                 message[field] = value
-        if isinstance(m, AssistantMessageParam) and m.tool_calls:
-            message["tool_calls"] = calls = [call.model_dump() for call in m.tool_calls]
-            for call in calls:
-                call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
+        if isinstance(m, AssistantMessageParam):
+            message |= _convert_answer(m)
         out.append(message)
     return out
+
+
+def _convert_answer(m: AssistantMessageParam) -> Json:
+    """Return the fields that only an assistant message has."""
+    fields: Json = {} if m.content or m.refusal is None else {"content": m.refusal}
+    if (reasoning := m.reasoning if m.reasoning_content is None else m.reasoning_content) is not None:
+        fields["reasoning_content"] = reasoning
+    if m.tool_calls:
+        fields["tool_calls"] = calls = [call.model_dump() for call in m.tool_calls]
+        for call in calls:
+            call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
+    return fields
 
 
 def to_template_tools(body: ChatCompletionRequest) -> list[Json]:

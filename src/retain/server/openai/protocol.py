@@ -32,6 +32,7 @@ class StreamOptions(StrictModel):
     other_fields = client_fields.STREAM_OPTIONS
 
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="With include_usage: the usage until now in every chunk")
 
 
 class ExtensionFields(StrictModel):
@@ -50,8 +51,8 @@ class ExtensionFields(StrictModel):
     explain_prefix: bool = Field(
         False, description="Say why no more of the prompt was cached: `retain.prefix` of each choice"
     )
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        0, description="Sample from the most likely tokens; 0: from all"
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = Field(
+        0, description="Sample from the most likely tokens; 0 or -1: from all"
     )
     min_p: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="Exclude tokens below this share of the highest probability"
@@ -89,7 +90,10 @@ class SamplingFields(GenerationFields):
 
     other_fields = client_fields.SAMPLING
     model: str
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        None, description="Cut to what the context leaves; -1: all of that"
+    )
+    n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="llama.cpp's max_tokens")
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -99,6 +103,20 @@ class SamplingFields(GenerationFields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = Field(None, description="Bias by token id")
+    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(
+        None, description="llama.cpp's repetition_penalty, over the whole text"
+    )
+    return_token_ids: bool = Field(False, description="Return the ids of prompt and answer, as in vLLM's server")
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """The output tokens that are asked for; None: no number, -1: as many as fit."""
+        return self.n_predict if self.max_tokens is None else self.max_tokens
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage until now."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def include_usage(self) -> bool:
@@ -108,14 +126,17 @@ class SamplingFields(GenerationFields):
     def to_sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Convert the fields to the engine's parameters. Raises ValueError for a value out of range."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        penalty = self.repetition_penalty
+        if self.repeat_penalty is not None and "repetition_penalty" not in self.model_fields_set:
+            penalty = self.repeat_penalty
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min(self.min_tokens, max_tokens or self.min_tokens),
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k,
+            top_k=max(self.top_k, 0),
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=penalty,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),

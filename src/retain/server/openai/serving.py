@@ -27,13 +27,8 @@ from retain.server.openai.chat_protocol import (
     JsonSchemaFormat,
     NamedToolChoice,
 )
-from retain.server.openai.completion_encoder import (
-    ChatChoiceBuilder,
-    ChatCompletionEncoder,
-    CompletionChoiceBuilder,
-    CompletionEncoder,
-    Json,
-)
+from retain.server.openai.choice_builders import ChatChoiceBuilder, CompletionChoiceBuilder, Json
+from retain.server.openai.completions_encoder import ChatCompletionEncoder, CompletionEncoder
 from retain.server.openai.errors import APIError, invalid_request
 from retain.server.openai.messages import to_template_messages, to_template_tools
 from retain.server.openai.protocol import CompletionRequest, GenerationFields, SamplingFields
@@ -46,6 +41,7 @@ from retain.server.request_group import EngineError, Pin, RequestGroup
 from retain.server.sandbox import Sandbox, SandboxedRenderer
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
+AS_MANY_AS_FIT = -1  # of max_tokens, as in llama.cpp's server
 T = TypeVar("T")
 
 
@@ -94,10 +90,7 @@ class OpenAIServing:
         request, parsers = self.prepare_chat_request(body, key)
         wants_logprobs = request.params.logprobs is not None
         choices = [ChatChoiceBuilder(self.llm.tokenizer, i, wants_logprobs, parser) for i, parser in enumerate(parsers)]
-        encoder = ChatCompletionEncoder(
-            choices, self.llm.output_processor, self.model_name, bool(body.stream), body.include_usage
-        )
-        return Prepared([request], encoder)
+        return Prepared([request], ChatCompletionEncoder(choices, self.llm.output_processor, body))
 
     def prepare_chat_request(
         self, body: ChatCompletionRequest, key: ApiKey
@@ -111,7 +104,7 @@ class OpenAIServing:
         request = self._build_base_request(ids, body, key)
         if self.llm.input_processor.protects_system(body.kv_policy):
             request = replace(request, num_system_tokens=self._count_system_tokens(body))
-        max_tokens = self._resolve_max_tokens(body, request, body.max_completion_tokens or body.max_tokens)
+        max_tokens = self._resolve_max_tokens(body, request, body.requested_tokens)
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
         params = body.to_sampling_params(max_tokens, logprobs)
         request = replace(request, params=params, grammar=self._build_grammar(body, tools))
@@ -128,13 +121,12 @@ class OpenAIServing:
         tools = to_template_tools(body)
         if tools and not self.tool_format:
             raise APIError(400, "this model's chat template does not support tools", "tools")
-        options = body.chat_template_kwargs
         prompt = self.llm.tokenizer.apply_chat_template(
             to_template_messages(body.messages),
             body.add_generation_prompt,
             tools=tools or None,
-            enable_thinking=options.enable_thinking if options else None,
             continue_final_message=body.continue_final_message,
+            variables=body.template_variables,
         )
         self.llm.input_processor.check_length(prompt)
         return prompt, tools
@@ -172,18 +164,18 @@ class OpenAIServing:
         """Prepare a completion of each prompt. Raises APIError or ValueError."""
         prompts, n, echo = [self.llm.encode(p) for p in body.prompts], body.n or 1, bool(body.echo)
         default = max(DEFAULT_MAX_TOKENS, body.min_tokens)
-        requested = default if body.max_tokens is None else max(body.max_tokens, 1)
+        requested = default if body.requested_tokens is None else body.requested_tokens
         requests = []
         for ids in prompts:
             request = self._build_base_request(ids, body, key)
-            max_tokens = self._resolve_max_tokens(body, request, requested)
+            max_tokens = self._resolve_max_tokens(body, request, requested or 1)
             request = replace(
                 request,
                 params=body.to_sampling_params(max_tokens, body.logprobs),
                 needs_prompt_logprobs=echo and body.logprobs is not None,
             )
             requests.append(request)
-        tokenizer, prompt_only = self.llm.tokenizer, body.max_tokens == 0
+        tokenizer, prompt_only = self.llm.tokenizer, body.requested_tokens == 0
         echoes: list[EchoedPrompt | None] = [None] * len(prompts)
         if echo:
             echoes = [
@@ -196,10 +188,7 @@ class OpenAIServing:
             )
             for i in range(len(prompts) * n)
         ]
-        encoder = CompletionEncoder(
-            choices, self.llm.output_processor, self.model_name, bool(body.stream), body.include_usage
-        )
-        return Prepared(requests, encoder)
+        return Prepared(requests, CompletionEncoder(choices, self.llm.output_processor, body))
 
     def _build_base_request(self, token_ids: list[int], body: SamplingFields, key: ApiKey) -> GenerateRequest:
         """Build what both endpoints have in common. Raises APIError."""
@@ -222,6 +211,7 @@ class OpenAIServing:
         Agents ask for tens of thousands of tokens in every request, whatever the context of the model. Raises APIError
         if fewer are requested than `min_tokens`.
         """
+        requested = None if requested == AS_MANY_AS_FIT else requested
         if requested is not None and body.min_tokens > requested:
             raise APIError(400, f"min_tokens is {body.min_tokens}: at most max_tokens, {requested}", "min_tokens")
         fits = self.llm.input_processor.max_output_tokens(request, len(request.prompt))

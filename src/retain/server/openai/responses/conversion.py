@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 from retain.server.openai.chat_protocol import (
     AssistantMessageParam,
     ChatCompletionRequest,
-    ChatTemplateKwargs,
     FunctionCall,
     InputMessageParam,
     JsonSchema,
@@ -145,7 +144,7 @@ def convert_request(
         response_format=_to_response_format(body),
         tools=tools.to_params(),
         tool_choice=choice,
-        chat_template_kwargs=_to_template_kwargs(body),
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
     left_out = dict.fromkeys(item.type for item in items if isinstance(item, OtherItem))
     return ConvertedRequest(chat, tools, [*_warn("tools", tools.left_out), *_warn("items", left_out)])
@@ -173,12 +172,6 @@ def _choose_tools(
         return tools, choice
     assert choice is not None
     return tools, NamedToolChoice(type="function", function=NamedFunction(name=tools.find(choice).function.name))
-
-
-def _to_template_kwargs(body: ResponsesRequest) -> ChatTemplateKwargs | None:
-    """Return the template's variables for a reasoning effort: whether the model reasons at all."""
-    effort = body.reasoning.effort if body.reasoning else None
-    return ChatTemplateKwargs(enable_thinking=effort != "none") if effort else None
 
 
 def to_messages(items: Sequence[InputItem]) -> list[MessageParam]:

@@ -1,25 +1,18 @@
-"""Encode the answers of completions and chat completions: one builder for each choice, full or in chunks."""
+"""Build the choices of completions and chat completions: one builder for each choice, full or in chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import time
 from typing import Any
 from uuid import uuid4
 
-import orjson
-
 from retain.engine.request import FinishReason, Logprob
-from retain.processing.output import OutputProcessor
 from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.chat_output import ChatOutputParser
-from retain.server.openai.errors import APIError
 from retain.server.openai.logprobs import to_token_logprob
-from retain.server.openai.streaming import ResponseEncoder
 from retain.server.openai.text_offsets import EchoedPrompt, TextOffsets
 from retain.server.openai.tool_parser import ParsedToolCall
-from retain.server.request_group import OutputDelta, RequestGroup
-from retain.server.usage import build_request_stats, count_tokens
+from retain.server.request_group import OutputDelta
 
 Json = dict[str, Any]
 
@@ -57,77 +50,6 @@ class ChoiceBuilder:
     def token_text(self, token_id: int) -> str:
         """Decode one token, with replacement characters for incomplete UTF-8."""
         return self.tokenizer.token_bytes(token_id).decode(errors="replace")
-
-
-class CompletionEncoder(ResponseEncoder):
-    """Encodes the answers of /v1/completions and /v1/chat/completions.
-
-    `include_usage`: end a stream with the usage.
-    """
-
-    id_prefix, object_name, chunk_object_name = "cmpl-", "text_completion", "text_completion"
-
-    def __init__(
-        self,
-        choices: Sequence[ChoiceBuilder],
-        output_processor: OutputProcessor,
-        model_name: str,
-        stream: bool,
-        include_usage: bool,
-    ):
-        self.choices, self.output_processor, self.include_usage = choices, output_processor, include_usage
-        self.envelope = {
-            "id": f"{self.id_prefix}{uuid4().hex}",
-            "object": self.chunk_object_name if stream else self.object_name,
-            "created": int(time()),
-            "model": model_name,
-        }
-
-    def update(self, delta: OutputDelta) -> None:
-        """See ResponseEncoder."""
-        self.choices[delta.index].update(delta)
-
-    def encode_full(self, group: RequestGroup) -> bytes:
-        """See ResponseEncoder."""
-        choices = [choice.build() for choice in self.choices]
-        return orjson.dumps({**self.envelope, "choices": choices, **self._usage_fields(group)})
-
-    def encode_delta(self, delta: OutputDelta) -> bytes:
-        """See ResponseEncoder."""
-        return b"".join(self._encode_event([chunk]) for chunk in self.choices[delta.index].build_chunks(delta))
-
-    def encode_end(self, group: RequestGroup) -> bytes:
-        """See ResponseEncoder."""
-        usage = self._encode_event([], **self._usage_fields(group)) if self.include_usage else b""
-        return usage + b"data: [DONE]\n\n"
-
-    def encode_stream_error(self, error: APIError) -> bytes:
-        """See ResponseEncoder."""
-        return b"data: " + orjson.dumps(error.to_dict()) + b"\n\n"
-
-    def _encode_event(self, choices: list[Json], **fields: Any) -> bytes:
-        if self.include_usage and not fields:
-            fields = {"usage": None}
-        return b"data: " + orjson.dumps({**self.envelope, "choices": choices, **fields}) + b"\n\n"
-
-    def _usage_fields(self, group: RequestGroup) -> Json:
-        counts = count_tokens(group)
-        num_output = sum(choice.num_tokens for choice in self.choices)  # 0 where only the prompt is wanted
-        usage: Json = {
-            "prompt_tokens": counts.prompt,
-            "completion_tokens": num_output,
-            "total_tokens": counts.prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": counts.cached},
-        }
-        if counts.pinned:
-            usage["prompt_tokens_details"]["pinned_tokens"] = counts.pinned
-        return {"usage": usage, "retain": build_request_stats(self.output_processor, group)}
-
-
-class ChatCompletionEncoder(CompletionEncoder):
-    """Encodes the answers of /v1/chat/completions."""
-
-    id_prefix, object_name, chunk_object_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
 
 class CompletionChoiceBuilder(ChoiceBuilder):

@@ -1,0 +1,150 @@
+"""Laws of all objects in requests: null is absence, and each field is honoured, accepted or refused by its name."""
+
+import json
+from itertools import product
+
+import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter, ValidationError
+
+from retain.server.anthropic.protocol import MessagesRequest
+from retain.server.openai.body import parse_body
+from retain.server.openai.chat_protocol import AssistantMessageParam, ChatCompletionRequest, TextContentPart
+from retain.server.openai.errors import to_validation_error
+from retain.server.openai.protocol import CompletionRequest, StreamOptions
+from retain.server.openai.responses.protocol import ResponsesRequest
+from retain.server.openai.tokenization import TokenizeChatRequest
+from retain.server.request_model import REFUSED_FIELD, Accepted, StrictModel
+
+ANYTHING = [True, 0, 7, "x", ["x"], {"x": 1}]
+
+
+def list_models(base=StrictModel):
+    """Return the classes of all objects in requests."""
+    return [model for cls in base.__subclasses__() for model in (cls, *list_models(cls))]
+
+
+def build_value(schema, definitions):
+    """Return a value that a JSON schema of a required field allows."""
+    if "$ref" in schema:
+        return build_value(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    if "const" in schema:
+        return schema["const"]
+    if "enum" in schema:
+        return schema["enum"][0]
+    if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+        return build_value(alternatives[0], definitions)
+    kind = schema.get("type", "object")
+    if kind == "object":
+        properties = schema.get("properties", {})
+        return {name: build_value(properties[name], definitions) for name in schema.get("required", ())}
+    if kind == "array":
+        return [build_value(schema["items"], definitions)]
+    return {"string": "x", "integer": schema.get("minimum", 1), "boolean": True, "number": 1.5}[kind]
+
+
+def build_body(model):
+    schema = model.model_json_schema()
+    return build_value(schema, schema.get("$defs", {}))
+
+
+MODELS = sorted(list_models(), key=lambda m: f"{m.__module__}.{m.__name__}")
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
+def test_null_and_accepted_values_are_as_good_as_absent(model):
+    body = build_body(model)
+    parsed = model.model_validate(body)
+    optional = [f.alias or name for name, f in model.model_fields.items() if not f.is_required()]
+    for name in [*optional, *model.other_fields, "no_such_field"]:
+        assert model.model_validate({**body, name: None}) == parsed, name
+    for name, rule in model.other_fields.items():
+        for value in (rule.values if rule.values is not None else ANYTHING) if isinstance(rule, Accepted) else ():
+            assert model.model_validate({**body, name: value}) == parsed, name
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
+def test_other_values_are_errors_that_name_the_field(model):
+    body = build_body(model)
+    with pytest.raises(ValidationError) as raised:
+        model.model_validate({**body, "no_such_field": 1})
+    assert raised.value.errors()[0]["loc"][-1] == "no_such_field"
+    for (name, rule), value in product(model.other_fields.items(), ANYTHING):
+        if isinstance(rule, Accepted) and rule.allows(value):
+            continue
+        with pytest.raises(ValidationError) as raised:
+            model.model_validate({**body, name: value})
+        (error,) = raised.value.errors()
+        assert error["type"] == REFUSED_FIELD and error["ctx"]["field"] == name and error["msg"].endswith(rule.why)
+
+
+def test_no_field_is_both_honoured_and_in_a_table():
+    for model in MODELS:
+        assert not model.model_fields.keys() & model.other_fields.keys(), model
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+KNOWN = [  # what clients send today, at values that must work
+    (
+        ChatCompletionRequest,
+        {"model": "m", "messages": MESSAGES},
+        {
+            "top_k": -1,
+            "best_of": 1,
+            "reasoning_effort": "high",
+            "verbosity": "low",
+            "service_tier": "flex",
+            "prompt_cache_key": "k",
+            "prompt_cache_retention": "24h",
+            "prompt_cache_options": {"mode": "implicit"},
+            "safety_identifier": "s",
+            "store": True,
+            "skip_special_tokens": True,
+            "return_token_ids": True,
+            "typical_p": 1.0,
+            "repeat_penalty": 1.1,
+            "min_tokens": 3,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "chat_template_kwargs": {"enable_thinking": True, "any": [1, {"x": None}]},
+        },
+    ),
+    (
+        AssistantMessageParam,
+        {"role": "assistant"},
+        {"annotations": [{}], "audio": None, "function_call": None, "refusal": "No.", "reasoning": "r"}
+        | {"reasoning_content": "r", "cache_control": {"type": "ephemeral"}},
+    ),
+    (TextContentPart, {"type": "text", "text": "x"}, {"cache_control": {"type": "ephemeral", "ttl": "1h"}}),
+    (StreamOptions, {}, {"continuous_usage_stats": True, "include_obfuscation": False}),
+    (CompletionRequest, {"model": "m", "prompt": "x"}, {"best_of": 1, "n_predict": 5, "top_k": -1, "min_tokens": 2}),
+    (MessagesRequest, {"model": "m", "messages": MESSAGES, "max_tokens": 1}, {"top_k": -1, "min_tokens": 1}),
+    (TokenizeChatRequest, {"messages": MESSAGES}, {"add_generation_prompt": False, "add_special_tokens": False}),
+    (ResponsesRequest, {"model": "m", "input": "x"}, {"top_k": -1, "min_tokens": 2, "prompt_cache_key": "k"}),
+]
+
+
+@pytest.mark.parametrize(("model", "body", "fields"), KNOWN, ids=[m.__name__ for m, _, _ in KNOWN])
+def test_fields_of_clients_are_known(model, body, fields):
+    for name, value in fields.items():
+        model.model_validate({**body, name: value})
+    model.model_validate({**body, **fields})
+
+
+def test_an_accepted_value_keeps_its_type():
+    """False is not 0, and 1.0 is 1, in JSON."""
+    body = {"model": "m", "messages": MESSAGES}
+    for accepted in ({"priority": 0}, {"typical_p": 1.0}, {"mirostat": 0.0}):
+        ChatCompletionRequest.model_validate(body | accepted)
+    for refused in ({"priority": False}, {"typical_p": True}, {"skip_special_tokens": 1}):
+        with pytest.raises(ValidationError):
+            ChatCompletionRequest.model_validate(body | refused)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url", None, 5])
+def test_content_that_is_no_text_is_refused_in_words(kind):
+    content = [{"type": "text", "text": "x"}, {"type": kind, "image_url": {"url": "data:"}}]
+    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    with pytest.raises(RequestValidationError) as raised:
+        parse_body(json.dumps(body).encode(), TypeAdapter(ChatCompletionRequest))
+    error = to_validation_error(raised.value.errors(), raised.value.body)
+    assert error.param == "messages.0.content.1" and "only text is supported" in error.message
