@@ -63,7 +63,9 @@ def transformers_prompt(template: str, messages: list[dict], tools: list[dict] |
 
 def our_prompt(template: str, messages: list[dict], tools: list[dict] | None) -> str | None:
     core = open_tokenizer("gemma3")._core
-    tokenizer = Tokenizer(core, Path("x"), chat_template=template, special_tokens_map={"bos_token": "<bos>"})
+    tokenizer = Tokenizer(
+        core, Path("x"), chat_templates={"default": template}, special_tokens_map={"bos_token": "<bos>"}
+    )
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, continue_final_message=True)
     except ValueError as error:
