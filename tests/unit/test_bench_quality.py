@@ -208,7 +208,8 @@ def test_lm_eval_adapter_equals_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
         assert total == pytest.approx(sum(llm.score([text.rstrip()], [ids], policy)[0]), abs=0.05)
     assert [greedy for _, greedy in found] == [False, False, False, True]
     (whole,) = harness.loglikelihood_rolling([types.SimpleNamespace(args=(STORY,))])
-    ids, start = llm.tokenizer.encode(STORY, add_special_tokens=False), min(llm.tokenizer.stop_token_ids)
+    ids = llm.tokenizer.encode(STORY, add_special_tokens=False)
+    (start,) = llm.tokenizer.encode(llm.tokenizer.special_tokens_map["eos_token"], add_special_tokens=False)
     assert whole == pytest.approx(sum(llm.score([[start]], [ids], policy)[0]), abs=0.05)
     (text,) = harness.generate_until([types.SimpleNamespace(args=(STORY, {"max_gen_toks": 5, "until": []}))])
     assert text == llm.generate(STORY, greedy, policy)[0].text
