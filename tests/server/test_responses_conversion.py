@@ -109,6 +109,7 @@ def other_call(kind: str, text: str) -> Json:
         "local_shell_call": {"action": {"type": "exec", "command": [text], "env": {}, "timeout_ms": None}},
         "shell_call": {"action": {"commands": [text], "timeout_ms": 5}, "environment": {"type": "local"}},
         "apply_patch_call": {"operation": {"type": "create_file", "path": "a", "diff": text}},
+        "tool_search_call": {"execution": "client", "arguments": {"query": text}},
         "web_search_call": {"action": {"type": "search", "query": text}, "status": "completed"},
         "compaction": {"encrypted_content": text},
     }
@@ -116,7 +117,14 @@ def other_call(kind: str, text: str) -> Json:
 
 
 TOOLS = [{"type": "function", "name": "f"}]
-OTHER_CALLS = ["local_shell_call", "shell_call", "apply_patch_call", "web_search_call", "compaction"]
+OTHER_CALLS = [
+    "tool_search_call",
+    "local_shell_call",
+    "shell_call",
+    "apply_patch_call",
+    "web_search_call",
+    "compaction",
+]
 ITEM = st.one_of(
     st.builds(message, st.sampled_from(["user", "assistant", "system", "developer"]), st.text(max_size=4)),
     st.builds(reasoning, st.text(max_size=4)),

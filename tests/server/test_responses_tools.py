@@ -38,6 +38,7 @@ ALL_KINDS = [
     {"type": "local_shell"},
     {"type": "shell", "environment": {"type": "local"}},
     {"type": "apply_patch"},
+    {"type": "tool_search", "execution": "client", "description": "Finds tools."},
 ]
 
 
@@ -64,6 +65,7 @@ def test_every_kind_is_a_function() -> None:
         "local_shell",
         "shell",
         "apply_patch",
+        "tool_search",
     ]
     assert functions["mcp__files__find"].description == "Files on a server.\n\nFinds."
     assert functions["mcp__files__patch"].description is None, "a namespace is described once"
@@ -74,7 +76,9 @@ def test_a_namespace_that_ends_with_its_separator() -> None:
     assert names_of(expand({**NAMESPACE, "name": "mcp__files__"})) == names_of(expand(NAMESPACE))
 
 
-@pytest.mark.parametrize("kind", [*HOSTED_TOOLS, "web_search_preview", "web_search_2025_08_26", "computer_use_preview"])
+@pytest.mark.parametrize(
+    "kind", [*HOSTED_TOOLS, "tool_search", "web_search_preview", "web_search_2025_08_26", "computer_use_preview"]
+)
 def test_hosted_tools_are_left_out(kind: str) -> None:
     hosted = {"type": kind, "server_label": "x", "filters": {"allowed_domains": ["a"]}, "size": None}
     tools = expand(hosted, FUNCTION, hosted)
@@ -108,6 +112,7 @@ CALLS: list[tuple[str, Json, str]] = [
     ("shell", {"commands": ["ls", "pwd"], "timeout_ms": 5}, "shell_call"),
     ("apply_patch", {"type": "update_file", "path": "a", "diff": "+b\n"}, "apply_patch_call"),
     ("apply_patch", {"type": "delete_file", "path": "a"}, "apply_patch_call"),
+    ("tool_search", {"query": "tickets"}, "tool_search_call"),
 ]
 
 
@@ -230,3 +235,24 @@ def test_tools_that_a_conversation_adds() -> None:
         "mcp__files__patch",
     ]
     assert len(chat.messages) == 1
+
+
+def test_tools_that_the_client_found() -> None:
+    items: list[Json] = [
+        {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"query": "files"}},
+        {
+            "type": "tool_search_output",
+            "call_id": "c",
+            "execution": "client",
+            "status": "completed",
+            "tools": [NAMESPACE],
+        },
+    ]
+    asked, found = to_messages(ITEMS.validate_python(items))
+    assert asked.tool_calls[0].function.name == "tool_search"  # type: ignore[union-attr, index]
+    assert (found.role, found.content) == ("tool", '{"tools": ["mcp__files__find", "mcp__files__patch"]}')
+    body = ResponsesRequest(model="m", input=items)
+    assert len(convert_request(body, ITEMS.validate_python(items), None).chat.tools or ()) == 2
+    by_server = [{**item, "execution": "server", "call_id": None} for item in items]
+    converted = convert_request(body, ITEMS.validate_python(by_server), None)
+    assert len(converted.chat.tools or ()) == 2 and converted.warnings == ["items left out: tool_search_call"]

@@ -161,7 +161,6 @@ RESPONSES_COMMAND_OUTPUT: FieldTable = {"created_by": NO_ACCOUNTS}
 RESPONSES_TOOLS_ITEM: FieldTable = {
     **RESPONSES_ITEM,
     "role": Accepted("tools are shown at the beginning"),
-    "call_id": Accepted("tools are shown at the beginning"),
     "execution": Accepted("tools are shown at the beginning"),
 }
 

@@ -137,7 +137,25 @@ class ApplyPatchCallItem(Item):
         return _dump(self.operation.model_dump(exclude_none=True))
 
 
-CallItem = FunctionCallItem | CustomToolCallItem | LocalShellCallItem | ShellCallItem | ApplyPatchCallItem
+class ToolSearchCallItem(Item):
+    """Search for more tools by the model, for the client to run."""
+
+    function_name: ClassVar[str] = "tool_search"
+
+    type: Literal["tool_search_call"]
+    call_id: str
+    execution: Literal["client"]
+    arguments: Json
+
+    @property
+    def function_arguments(self) -> str:
+        """The arguments as the model sees them, JSON."""
+        return _dump(self.arguments)
+
+
+CallItem = (
+    FunctionCallItem | CustomToolCallItem | LocalShellCallItem | ShellCallItem | ApplyPatchCallItem | ToolSearchCallItem
+)
 
 
 class CallOutputItem(Item):

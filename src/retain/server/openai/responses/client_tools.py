@@ -27,6 +27,7 @@ from retain.server.openai.responses.tools import (
     NamedChoice,
     NamespaceTool,
     Tool,
+    ToolSearchTool,
 )
 from retain.server.openai.tool_parser import ParsedToolCall
 
@@ -41,6 +42,7 @@ def _object(required: Sequence[str], **properties: Json) -> Json:
 TEXT: Json = {"type": "string"}
 TEXTS: Json = {"type": "array", "items": TEXT}
 MILLISECONDS: Json = {"type": "integer", "description": "Milliseconds after which a command is stopped"}
+SEARCH_SCHEMA = _object(["query"], query=TEXT)
 BUILT_IN_FUNCTIONS = {
     "local_shell": FunctionDefinition(
         name="local_shell",
@@ -85,6 +87,8 @@ class ClientTool:
         """Return the item of a call, without ids. Arguments that the tool cannot have make a function call."""
         if self.kind == "custom":
             return {"type": "custom_tool_call", **self._names, "input": _find_input(arguments)}
+        if self.kind == "tool_search":
+            return {"type": "tool_search_call", "execution": "client", "arguments": _parse_object(arguments)}
         if self.kind != "function" and (fields := _to_built_in_call(self.kind, arguments)):
             return {"type": f"{self.kind}_call", **fields}
         return {"type": "function_call", **self._names, "arguments": arguments}
@@ -114,6 +118,11 @@ class ClientTools:
     def to_params(self) -> list[ToolParam] | None:
         """Return the tools of a chat completion, or None if there are none."""
         return [ToolParam(type="function", function=tool.function) for tool in self._by_name.values()] or None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the functions."""
+        return list(self._by_name)
 
     def to_item(self, call: ParsedToolCall) -> Json:
         """Return the item of a call by the model, without ids."""
@@ -147,6 +156,11 @@ def expand_tools(tools: Iterable[Tool]) -> ClientTools:
             found += _expand_namespace(tool)
         elif isinstance(tool, FunctionTool | CustomTool):
             found.append(_to_client_tool(tool))
+        elif isinstance(tool, ToolSearchTool):
+            function = FunctionDefinition(
+                name=tool.type, description=tool.description, parameters=tool.parameters or SEARCH_SCHEMA
+            )
+            found.append(ClientTool(tool.type, tool.type, function))
         else:
             found.append(ClientTool(tool.type, tool.type, BUILT_IN_FUNCTIONS[tool.type]))
     return ClientTools(found, list(dict.fromkeys(left_out)))

@@ -6,6 +6,7 @@ same whether the server stored them or the client sends all of them, and so are 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -56,6 +57,7 @@ ID_PREFIXES = {
     "local_shell_call": "lsh",
     "shell_call": "sh",
     "apply_patch_call": "apc",
+    "tool_search_call": "tsc",
 }
 CHAT_PARAMETERS = {  # as errors of chat completions name them
     "messages": "input",
@@ -207,6 +209,10 @@ def to_messages(items: Sequence[InputItem]) -> list[MessageParam]:
             turn = None
             call_id = _find_call(item, call_ids)
             messages.append(InputMessageParam(role="tool", content=item.text, tool_call_id=call_id))
+        elif isinstance(item, ToolsItem) and item.call_id in call_ids:
+            turn = None
+            found = json.dumps({"tools": expand_tools(item.tools).names})
+            messages.append(InputMessageParam(role="tool", content=found, tool_call_id=item.call_id))
     return messages
 
 

@@ -24,6 +24,7 @@ from retain.server.openai.responses.calls import (
     LocalShellCallOutputItem,
     ShellCallItem,
     ShellCallOutputItem,
+    ToolSearchCallItem,
 )
 from retain.server.openai.responses.content import Content, join_content
 from retain.server.openai.responses.tools import Tool
@@ -42,7 +43,6 @@ OTHER_ITEMS = (
     "mcp_approval_request",
     "mcp_approval_response",
     "mcp_call",
-    "tool_search_call",
     "program",
     "program_output",
     "compaction",
@@ -100,6 +100,7 @@ class ToolsItem(Item):
     other_fields = client_fields.RESPONSES_TOOLS_ITEM
 
     type: Literal["additional_tools", "tool_search_output"]
+    call_id: str | None = Field(None, description="The search that found them")
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)]
 
 
@@ -128,6 +129,8 @@ SHARED_TAGS = {  # of types that have one model
 def _tag_item(value: Any) -> str | None:
     is_reference = isinstance(value, dict) and "role" not in value and "id" in value
     kind = get_type(value, "item_reference" if is_reference else "message")
+    if kind == "tool_search_call" and isinstance(value, dict) and value.get("execution") != "client":
+        return "<other>"
     return None if kind is None else SHARED_TAGS.get(kind, f"<{kind}>")
 
 
@@ -139,6 +142,7 @@ InputItem = Annotated[
     | Annotated[LocalShellCallItem, Tag("<local_shell_call>")]
     | Annotated[ShellCallItem, Tag("<shell_call>")]
     | Annotated[ApplyPatchCallItem, Tag("<apply_patch_call>")]
+    | Annotated[ToolSearchCallItem, Tag("<tool_search_call>")]
     | Annotated[CallOutputItem, Tag("<function_call_output>")]
     | Annotated[LocalShellCallOutputItem, Tag("<local_shell_call_output>")]
     | Annotated[ShellCallOutputItem, Tag("<shell_call_output>")]

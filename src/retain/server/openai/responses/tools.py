@@ -1,7 +1,7 @@
 """Tools and tool choices in requests of the Responses API.
 
-The client runs functions, custom tools, those of namespaces, shells and patches. Hosted tools run on OpenAI's servers;
-here they are left out.
+The client runs functions, custom tools, those of namespaces, shells, patches and its own tool search. Hosted tools run
+on OpenAI's servers; here they are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ HOSTED_TOOLS = (
     "computer",
     "image_generation",
     "mcp",
-    "tool_search",
     "programmatic_tool_calling",
 )
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -127,6 +126,15 @@ class ApplyPatchTool(StrictModel):
     type: Literal["apply_patch"]
 
 
+class ToolSearchTool(StrictModel):
+    """Search for more tools by the client, which adds those that it found to the conversation."""
+
+    type: Literal["tool_search"]
+    execution: Literal["client"]
+    description: str | None = None
+    parameters: Json | None = None
+
+
 class HostedTool(StrictModel):
     """Tool that only OpenAI's servers run. It is left out, and the header `x-retain-warning` names it."""
 
@@ -135,16 +143,18 @@ class HostedTool(StrictModel):
     type: Annotated[str, Field(pattern="^[a-z0-9_]{1,64}$")]
 
 
-def is_hosted(kind: str | None) -> bool:
-    """Return whether a type of tools is hosted. Some have a version behind their name."""
+def _is_hosted(tool: Json, kind: str | None) -> bool:
+    """Return whether only OpenAI's servers run a tool of a request. Some types have a version behind their name."""
+    if kind == "shell":
+        return get_type(tool.get("environment"), "local") != "local"  # in a container
+    if kind == "tool_search":
+        return tool.get("execution") != "client"
     return kind is not None and (kind in HOSTED_TOOLS or kind.startswith(("web_search_", "computer_")))
 
 
 def _tag_tool(value: Any) -> str | None:
     kind = get_type(value)
-    if kind == "shell" and isinstance(value, dict) and get_type(value.get("environment"), "local") != "local":
-        return "<hosted>"  # in a container
-    if is_hosted(kind) or isinstance(value, HostedTool):
+    if _is_hosted(value, kind) if isinstance(value, dict) else isinstance(value, HostedTool):
         return "<hosted>"
     return None if kind is None else f"<{kind}>"
 
@@ -156,11 +166,13 @@ Tool = Annotated[
     | Annotated[LocalShellTool, Tag("<local_shell>")]
     | Annotated[ShellTool, Tag("<shell>")]
     | Annotated[ApplyPatchTool, Tag("<apply_patch>")]
+    | Annotated[ToolSearchTool, Tag("<tool_search>")]
     | Annotated[HostedTool, Tag("<hosted>")],
     Discriminator(
         _tag_tool,
         custom_error_type="tool_type",
-        custom_error_message="the type is one of function, custom, namespace, local_shell, shell and apply_patch",
+        custom_error_message="the type is one of function, custom, namespace, local_shell, shell, apply_patch and "
+        "tool_search",
     ),
 ]
 
