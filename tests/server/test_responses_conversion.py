@@ -237,8 +237,8 @@ def test_a_prompt_that_is_only_computed() -> None:
 
 def test_effort_decides_whether_the_model_reasons() -> None:
     def thinks(**fields: Any) -> bool | None:
-        options = to_chat(**fields).chat_template_kwargs
-        return options.enable_thinking if options else None
+        options = to_chat(**fields).model_dump()["chat_template_kwargs"]
+        return options["enable_thinking"] if options else None
 
     assert thinks() is None and thinks(reasoning={"effort": None, "summary": "auto"}) is None
     assert thinks(reasoning={"effort": "none"}) is False
