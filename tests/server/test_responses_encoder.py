@@ -193,14 +193,7 @@ def call_of(name: str, arguments: dict[str, Any]) -> str:
             {"command": ["ls"]},
             {
                 "type": "local_shell_call",
-                "action": {
-                    "type": "exec",
-                    "command": ["ls"],
-                    "env": {},
-                    "working_directory": None,
-                    "timeout_ms": None,
-                    "user": None,
-                },
+                "action": {"type": "exec", "command": ["ls"], "env": {}},
             },
             [],
         ),

@@ -210,16 +210,19 @@ def _find_input(arguments: str) -> str:
 
 
 def _to_built_in_call(kind: str, arguments: str) -> Json | None:
-    """Return the fields of a call of a shell or a patch, or None if the arguments are not valid."""
+    """Return the fields of a call of a shell or a patch, or None if the arguments are not valid.
+
+    Fields that the model left out are absent: the AI SDK refuses null.
+    """
     parsed = _parse_object(arguments)
     try:
         if kind == "local_shell":
             if isinstance(command := parsed.get("command"), str):
                 parsed["command"] = ["bash", "-lc", command]
             action = LocalShellAction(**{**parsed, "type": "exec"})
-            return {"action": {**action.model_dump(), "env": action.env or {}}}
+            return {"action": {"env": {}, **action.model_dump(exclude_none=True)}}
         if kind == "shell":
-            return {"action": ShellAction(**parsed).model_dump()}
+            return {"action": ShellAction(**parsed).model_dump(exclude_none=True)}
         operation = PatchOperation(**parsed)
         if operation.diff is None and operation.type != "delete_file":
             return None
