@@ -50,10 +50,7 @@ def only(*values: Any, why: str = ONLY_DEFAULT) -> Accepted:
 
 
 class StrictModel(BaseModel):
-    """Base of the objects in a request: strict types, unknown fields are errors, and null is as good as absent.
-
-    A model of objects that are left out whole, whatever they have, allows extra fields.
-    """
+    """Base of the objects in a request: strict types, unknown fields are errors, and null is as good as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     other_fields: ClassVar[FieldTable] = {}
@@ -99,6 +96,13 @@ class StrictModel(BaseModel):
         if cls.model_config.get("extra") == "forbid":
             json_schema["additionalProperties"] = {"type": "null"}
         return json_schema
+
+
+class LeftOutModel(BaseModel):
+    """Base of objects in a request that are left out whole, whatever fields they have."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    other_fields: ClassVar[FieldTable] = {}
 
 
 def refusal(rule: Accepted | Refused) -> str:

@@ -9,7 +9,7 @@ import binascii
 from base64 import b64decode, b64encode
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from retain.server import client_fields
 from retain.server.openai.protocol import Json
@@ -29,7 +29,7 @@ from retain.server.openai.responses.calls import (
 from retain.server.openai.responses.content import Content, join_content
 from retain.server.openai.responses.tools import Tool
 from retain.server.openai.responses.unions import get_type
-from retain.server.request_model import StrictModel
+from retain.server.request_model import LeftOutModel, StrictModel
 
 ENCODED_REASONING = "retain:"  # what `encrypted_content` of this server begins with
 OTHER_ITEMS = (
@@ -111,10 +111,8 @@ class ItemReference(StrictModel):
     id: str
 
 
-class OtherItem(StrictModel):
+class OtherItem(LeftOutModel):
     """Item that only other servers understand. It is left out, and the header `x-retain-warning` names its type."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str
 

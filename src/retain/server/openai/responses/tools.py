@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from retain.server import client_fields
 from retain.server.openai.protocol import Json
 from retain.server.openai.responses.unions import get_type, tag_by_type, tag_text_or_list
-from retain.server.request_model import StrictModel
+from retain.server.request_model import LeftOutModel, StrictModel
 
 HOSTED_TOOLS = (
     "web_search",
@@ -135,10 +135,8 @@ class ToolSearchTool(StrictModel):
     parameters: Json | None = None
 
 
-class HostedTool(StrictModel):
+class HostedTool(LeftOutModel):
     """Tool that only OpenAI's servers run. It is left out, and the header `x-retain-warning` names it."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Annotated[str, Field(pattern="^[a-z0-9_]{1,64}$")]
 
