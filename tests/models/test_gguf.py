@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,23 @@ def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"blk\.0\.attn_sinks"):
         tensors = {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}
         GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), tensors=tensors))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("llama", "blk.0.attn_norm.bias"),
+        ("llama", "output.bias"),
+        ("qwen2", "blk.0.attn_output.bias"),
+        ("qwen3", "blk.0.ffn_up.bias"),
+        ("gemma3_text", "blk.0.ffn_down.bias"),
+    ],
+)
+def test_biases_that_a_family_does_not_have_are_refused(tmp_path: Path, model_type: str, name: str) -> None:
+    """The file has no flag that denies them: they are part of the model."""
+    with pytest.raises(ValueError, match=re.escape(f"the tensor {name!r} is not known in a {model_type} model")):
+        tensors = {name: np.ones(64, np.float32)}
+        GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf(model_type), tensors=tensors))
 
 
 # Weights

@@ -34,6 +34,7 @@ class Architecture:
     global_tensors: Mapping[str, str]
     layer_prefix: str
     layer_tensors: Mapping[str, str]
+    biases: frozenset[str] | None = None  # tensors that may have a bias; None: all
     norm_offset: float = 0.0  # added to the weights of norms by the converter
     transposed: frozenset[str] = frozenset()  # matrices [in, out] in Hugging Face, [out, in] in llama.cpp
     row_order: Callable[[str, int, HFConfig], Tensor | None] = lambda stem, rows, config: None  # see _llama_row_order
@@ -41,6 +42,8 @@ class Architecture:
     def to_hf_name(self, name: str, num_layers: int) -> str | None:
         """Translate `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; None for an unknown name."""
         stem, _, leaf = name.rpartition(".")
+        if leaf == "bias" and self.biases is not None and stem.split(".")[-1] not in self.biases:
+            return None
         if stem in self.global_tensors:
             return f"{self.global_tensors[stem]}.{leaf}"
         blk, _, rest = stem.partition(".")
@@ -89,6 +92,8 @@ LLAMA_LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+QKV_BIASES = frozenset(("attn_q", "attn_k", "attn_v"))
+ATTENTION_BIASES = QKV_BIASES | {"attn_output"}
 QK_NORM_TENSORS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 GEMMA_NORM_TENSORS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -102,22 +107,29 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         LLAMA_GLOBAL_TENSORS,
         "model.layers.{}",
         LLAMA_LAYER_TENSORS,
+        biases=ATTENTION_BIASES | {"ffn_gate", "ffn_up", "ffn_down"},
         row_order=_llama_row_order,
     ),
     "qwen2": Architecture(
-        lambda f: llama_config(f, "qwen2"), LLAMA_GLOBAL_TENSORS, "model.layers.{}", LLAMA_LAYER_TENSORS
+        lambda f: llama_config(f, "qwen2"),
+        LLAMA_GLOBAL_TENSORS,
+        "model.layers.{}",
+        LLAMA_LAYER_TENSORS,
+        biases=QKV_BIASES,
     ),
     "qwen3": Architecture(
         lambda f: llama_config(f, "qwen3"),
         LLAMA_GLOBAL_TENSORS,
         "model.layers.{}",
         LLAMA_LAYER_TENSORS | QK_NORM_TENSORS,
+        biases=ATTENTION_BIASES,
     ),
     "gemma3": Architecture(
         gemma3_config,
         LLAMA_GLOBAL_TENSORS,
         "model.layers.{}",
         LLAMA_LAYER_TENSORS | QK_NORM_TENSORS | GEMMA_NORM_TENSORS,
+        biases=ATTENTION_BIASES,
         norm_offset=1.0,
     ),
     "gpt2": Architecture(
