@@ -75,7 +75,7 @@ class RefusalContentPart(StrictModel):
 
 
 def _tag_part(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else value.type
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"<{kind}>" if kind in ("text", "refusal") else None
 
 
