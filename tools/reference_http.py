@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from retain.server.client_fields import MESSAGES_REFUSED_TYPES
 from retain.server.request_model import FieldTable, Refused
 from tools.reference_text import NOTE, PACKAGE, code, find, sentence, table
 
@@ -44,6 +45,8 @@ def http_page() -> str:
     objects = {cls for request in requests for cls in _models_in(request)} - {*requests}
     text += "\n## Objects in requests\n\nFields beside those of their models that are accepted or refused.\n\n"
     text += _other_fields(sorted((cls for cls in objects if cls.other_fields), key=lambda cls: cls.__name__))
+    text += "\nTypes of blocks and of sources in Anthropic's format that are refused.\n\n"
+    text += table(["type", "why"], [(code(kind), rule.why) for kind, rule in MESSAGES_REFUSED_TYPES.items()])
     text += (
         "\n## Metrics\n\nOf `GET /metrics`, without their prefix (`--metrics-prefix`). A counter ends in `_total`.\n\n"
     )

@@ -158,6 +158,31 @@ def test_json_schema_forces_the_format(agent):
     assert json.loads(message.content[0].text) in ("yes", "no")
 
 
+def test_a_last_message_of_the_assistant_is_continued(client):
+    """The answer is the rest of what the model says alone, with the same prompt and the tokens after it."""
+    whole = ask(client)
+    (block,) = whole.content
+    begun = block.text[: block.text.index(" is")]
+    _, message = stream(client, messages=[*QUESTION, {"role": "assistant", "content": begun}])
+    assert begun + message.content[0].text == block.text
+    total = num_prompt_tokens(whole.usage) + whole.usage.output_tokens
+    assert num_prompt_tokens(message.usage) + message.usage.output_tokens == total
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_listed_in_the_format_of_the_client(client, server):
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name) == ("smollm2", "model", "smollm2")
+    assert model.created_at.timestamp() == server.service.created
+    assert client.models.retrieve("smollm2") == model
+    assert HTTP.get(f"{server.url}/models").json()["object"] == "list", "OpenAI's format without the header"
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.models.retrieve("claude-sonnet-5")
+    assert missing.value.type == "not_found_error" and missing.value.request_id
+
+
 # ---- tools -----------------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +404,9 @@ def test_conversation_becomes_a_chat_completion():
 
 TEXT = {"type": "text", "text": "a"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+TOOL_USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+PREFILL = {"role": "assistant", "content": "{"}
+ENUM = {"format": {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}}
 
 
 @pytest.mark.parametrize(
@@ -389,11 +417,11 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"x": 1}, "x: unknown"),
         ({"messages": [{"role": "user", "content": [TEXT, IMAGE]}]}, "messages.0.content.1: the type 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: Field required"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "prefill"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type:"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": [TOOL_USE]}]}, "the last message calls a tool"),
+        ({"tools": [{"type": "telepathy_20270101", "name": "t"}]}, "tools.0.type: 'telepathy_20270101'"),
+        ({"messages": [*QUESTION, PREFILL], "output_config": ENUM}, "the answer continues a message"),
         ({"tool_choice": {"type": "any"}}, "tool_choice without tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice names an unknown tool"),
-        ({"system": [{"type": "text", "text": "a", "cache_control": EPHEMERAL}] * 5}, "5 blocks have cache_control"),
         ({"kv_policy": "x"}, "unknown KV policy"),
         ({"kv_policy": "gate:budget=9,file=/etc/passwd"}, "cannot name a file"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, "prompt is too long"),

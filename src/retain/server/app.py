@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from retain import __version__
 from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.kv.eviction import policies
+from retain.server.anthropic import models as anthropic_models
 from retain.server.anthropic import routes as anthropic_routes
 from retain.server.config import ServerConfig
 from retain.server.error_format import add_error_handlers
@@ -38,6 +39,7 @@ def create_app(
     """Create the application for one served model."""
     app = FastAPI(title="retain", version=__version__, description=DESCRIPTION, redoc_url=None, docs_url=None)
     app.state.admission = service.admission  # see BodyRoute
+    app.include_router(anthropic_models.create_router(service))
     app.include_router(routes.create_router(service))
     app.include_router(responses_routes.create_router(service, ResponseStore(service.limits.max_stored_bytes)))
     app.include_router(rendering.create_router(service))

@@ -6,6 +6,8 @@ docs/reference/http.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from retain.server.engine_fields import ENGINES, NO_TRACING, VLLM_CHAT
 from retain.server.request_model import Accepted, FieldTable, Refused, only
 
@@ -164,21 +166,47 @@ RESPONSES_TOOLS_ITEM: FieldTable = {
     "execution": Accepted("tools are shown at the beginning"),
 }
 
+ONE_MODEL = Accepted("there is one model")
+READ_BY_HOSTS = Accepted("hosted tools are left out")
 MESSAGES: FieldTable = {
     "metadata": NO_ACCOUNTS,
+    "user_profile_id": NO_ACCOUNTS,
+    "workspace_id": NO_ACCOUNTS,
+    "billing_policy": NO_ACCOUNTS,
+    "betas": Accepted("every field is known without"),
+    "anthropic_beta": Accepted("every field is known without"),
+    "anthropic_version": Accepted("there is one version"),
+    "diagnostics": Accepted("`explain_prefix` says why a prompt was computed again"),
+    "fallbacks": ONE_MODEL,
+    "fallback_credit_token": ONE_MODEL,
     "context_management": Accepted("the conversation is never shortened"),
+    "compaction": Refused("the conversation is never shortened: ask for a summary in words"),
+    "thread": Refused("send the whole conversation"),
     "service_tier": Accepted("there is one tier", ("auto", "standard_only")),
     "inference_geo": HINT,
     "speed": Accepted("there is one speed", ("standard", "fast")),
-    "container": Refused("there are no server tools"),
-    "mcp_servers": Accepted("the server calls no other servers", ([],)),
+    "container": READ_BY_HOSTS,
 }
-MESSAGES_TEXT_BLOCK: FieldTable = {"citations": HINT}
-MESSAGES_TOOL_USE: FieldTable = {"caller": HINT}
+NOT_GENERATED = Accepted("nothing is generated")
+COUNT_TOKENS: FieldTable = {
+    **MESSAGES,
+    **dict.fromkeys(("max_tokens", "stream", "temperature", "top_p", "stop_sequences"), NOT_GENERATED),
+}
+MESSAGES_CACHE_CONTROL: FieldTable = {"scope": Accepted("prefixes are shared by requests of one key and salt")}
+MESSAGES_CITED_BLOCK: FieldTable = {"citations": Accepted("the model sees the text only")}
+MESSAGES_TEXT_SOURCE: FieldTable = {"media_type": only("text/plain")}
+MESSAGES_TOOL_USE: FieldTable = {"caller": READ_BY_HOSTS, "toolset_name": READ_BY_HOSTS}
+MESSAGES_TOOL_RESULT: FieldTable = {"toolset_name": READ_BY_HOSTS}
+MESSAGES_COMPACTION: FieldTable = {
+    "encrypted_content": Accepted("the model sees the summary"),
+    "signature": Accepted("nothing is checked"),
+    "tool_changes": Accepted("all tools are in the prompt"),
+}
+MESSAGES_SYSTEM_MESSAGE: FieldTable = {"output_config": HINT}
 MESSAGES_TOOL: FieldTable = {
     "strict": HINT,
     "allowed_callers": HINT,
-    "defer_loading": HINT,
+    "defer_loading": Accepted("all tools are in the prompt"),
     "eager_input_streaming": HINT,
     "input_examples": HINT,
 }
@@ -187,8 +215,22 @@ MESSAGES_TOOL_CHOICE: FieldTable = {
 }
 MESSAGES_THINKING: FieldTable = {
     "budget_tokens": HINT,
-    "display": Accepted("reasoning is always shown", ("summarized", "omitted")),
+    "block_binding": Accepted("signatures are not checked"),
+    "display": Accepted("reasoning is always shown", ("summarized", "omitted", "updates")),
 }
-MESSAGES_OUTPUT: FieldTable = {"effort": Accepted("a hint to hosted models", ("low", "medium", "high", "xhigh", "max"))}
+MESSAGES_OUTPUT: FieldTable = {
+    "effort": Accepted("a hint to hosted models", ("low", "medium", "high", "xhigh", "max")),
+    "task_budget": HINT,
+}
+# Types of blocks, and of the sources of documents.
+MESSAGES_REFUSED_TYPES: Mapping[str, Refused] = {
+    "image": Refused("the model reads text only"),
+    "container_upload": Refused("there are no hosted tools"),
+    "tool_addition": Refused("tools do not change inside of a conversation: send them in `tools`"),
+    "tool_removal": Refused("tools do not change inside of a conversation: leave them out of `tools`"),
+    "base64": Refused("send a document as text"),
+    "url": Refused("send a document as text"),
+    "file": Refused("send a document as text"),
+}
 TOKENIZE: FieldTable = {"return_token_strs": only(False)}
 TOKENIZE_CHAT: FieldTable = {**TOKENIZE, "add_special_tokens": only(False)}

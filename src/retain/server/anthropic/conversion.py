@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
+from retain.server.anthropic.blocks import (
+    SEPARATOR,
+    CacheableBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    iter_texts,
+)
 from retain.server.anthropic.protocol import (
-    Block,
     ConversationFields,
     Message,
     MessagesRequest,
     NamedToolChoice,
-    TextBlock,
-    ThinkingBlock,
-    Tool,
-    ToolResultBlock,
-    ToolUseBlock,
+    SystemMessage,
     UserMessage,
 )
 from retain.server.openai.chat_protocol import ChatCompletionRequest
@@ -25,7 +28,6 @@ from retain.server.openai.protocol import ExtensionFields, Json
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 SHARED_FIELDS = [name for name in ExtensionFields.model_fields if name != "metadata"]
-SEPARATOR = "\n\n"  # between turns of the same role, which become one
 PROBE = UserMessage(role="user", content="0")  # follows a system prompt that is rendered alone
 
 
@@ -33,8 +35,10 @@ def to_chat_request(body: ConversationFields) -> ChatCompletionRequest:
     """Convert a request, or the conversation of one whose tokens are only counted."""
     fields: Json = {name: getattr(body, name) for name in ["model", *SHARED_FIELDS]}
     fields["messages"] = convert_messages(body)
-    if body.tools:
-        fields["tools"] = [_convert_tool(tool) for tool in body.tools]
+    if body.functions:
+        fields["tools"] = [{"type": "function", "function": function} for function in body.functions]
+    if body.continues_answer:
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(body.tool_choice, NamedToolChoice):
         fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
     elif body.tool_choice:
@@ -54,9 +58,9 @@ def convert_messages(body: ConversationFields) -> list[Json]:
     """Return a conversation as messages of chat completions. Turns of the same role in a row become one."""
     converted: list[Json] = []
     if body.system:
-        parts = body.system if isinstance(body.system, str) else [_to_part(block) for block in body.system]
+        parts = body.system if isinstance(body.system, str) else _to_parts(body.system)
         converted.append({"role": "system", "content": parts})
-    for role, turns in groupby(body.messages, lambda message: message.role):
+    for role, turns in groupby(_shown_messages(body.messages), lambda message: message.role):
         blocks = list(_join_turns(list(turns)))
         if role == "assistant":
             converted.append(_convert_assistant_blocks(blocks))
@@ -79,16 +83,16 @@ def cut_at_breakpoints(body: ConversationFields) -> dict[float, ConversationFiel
 def _iter_cuts(body: ConversationFields) -> Iterator[tuple[float, ConversationFields | None]]:
     """Yield the lifetime of each breakpoint, in the order of the prompt, with the conversation up to it."""
     cut: Json
-    leading: dict[str, Sequence[Tool | TextBlock]] = {"tools": body.tools or ()}
+    leading: dict[str, Sequence[CacheableBlock]] = {"tools": body.tools or ()}
     leading["system"] = body.system if isinstance(body.system, list) else ()
     for field, blocks in leading.items():
         for i, block in enumerate(blocks):
-            if block.cache_control:
+            for cache_control in block.iter_breakpoints():
                 cut = {field: blocks[: i + 1], "messages": [PROBE]}
-                yield block.cache_control.seconds, body.model_copy(update=cut)
+                yield cache_control.seconds, body.model_copy(update=cut)
     for i, message in enumerate(body.messages):
-        for j, part in enumerate(_blocks(message)):
-            if cache_control := getattr(part, "cache_control", None):
+        for j, block in enumerate(_blocks(message)):
+            for cache_control in block.iter_breakpoints():
                 begun = message.model_copy(update={"content": message.content[: j + 1]})
                 is_whole = i + 1 == len(body.messages) and j + 1 == len(message.content)
                 cut = {"messages": [*body.messages[:i], begun]}
@@ -97,12 +101,20 @@ def _iter_cuts(body: ConversationFields) -> Iterator[tuple[float, ConversationFi
         yield body.cache_control.seconds, None
 
 
-def _blocks(message: Message) -> Sequence[Block]:
+def _blocks(message: Message) -> Sequence[CacheableBlock]:
     content = message.content
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
-def _join_turns(turns: Sequence[Message]) -> Iterator[Block]:
+def _shown_messages(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield the messages without those that a later user message clears."""
+    last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
+    for i, message in enumerate(messages):
+        if not (isinstance(message, SystemMessage) and message.clear_at == "next_user_message" and i < last_user):
+            yield message
+
+
+def _join_turns(turns: Sequence[Message]) -> Iterator[CacheableBlock]:
     for i, turn in enumerate(turns):
         blocks = _blocks(turn)
         if i and _meet_in_text(_blocks(turns[i - 1]), blocks):
@@ -110,25 +122,26 @@ def _join_turns(turns: Sequence[Message]) -> Iterator[Block]:
         yield from blocks
 
 
-def _meet_in_text(before: Sequence[Block], after: Sequence[Block]) -> bool:
+def _meet_in_text(before: Sequence[CacheableBlock], after: Sequence[CacheableBlock]) -> bool:
     return bool(before and after) and isinstance(before[-1], TextBlock) and isinstance(after[0], TextBlock)
 
 
-def _convert_blocks(role: str, blocks: Sequence[Block]) -> Iterator[Json]:
-    """Yield a message of the role for text in a row, and a tool message for each result of a tool."""
-    if not blocks:
-        yield {"role": role, "content": ""}
-    for is_text, group in groupby(blocks, lambda block: isinstance(block, TextBlock)):
-        if is_text:
-            yield {"role": role, "content": [_to_part(block) for block in group]}
+def _convert_blocks(role: str, blocks: Sequence[CacheableBlock]) -> list[Json]:
+    """Return a message of the role for text in a row, and a tool message for each result of a tool."""
+    converted: list[Json] = []
+    for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):
+        if not is_result:
+            if parts := _to_parts(list(group)):
+                converted.append({"role": role, "content": parts})
             continue
         for block in group:
             assert isinstance(block, ToolResultBlock)
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _tool_result_text(block)}
+            converted.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.prompt_text})
+    return converted or [{"role": role, "content": ""}]
 
 
-def _convert_assistant_blocks(blocks: Sequence[Block]) -> Json:
-    message: Json = {"role": "assistant", "content": [_to_part(b) for b in blocks if isinstance(b, TextBlock)] or None}
+def _convert_assistant_blocks(blocks: Sequence[CacheableBlock]) -> Json:
+    message: Json = {"role": "assistant", "content": _to_parts(blocks) or None}
     if calls := [_convert_call(block) for block in blocks if isinstance(block, ToolUseBlock)]:
         message["tool_calls"] = calls
     if reasoning := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
@@ -141,18 +154,5 @@ def _convert_call(block: ToolUseBlock) -> Json:
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _convert_tool(tool: Tool) -> Json:
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    return {"type": "function", "function": function}
-
-
-def _tool_result_text(block: ToolResultBlock) -> str:
-    text = block.content if isinstance(block.content, str) else "".join(part.text for part in block.content)
-    return f"Error: {text}" if block.is_error else text
-
-
-def _to_part(block: Block) -> Json:
-    assert isinstance(block, TextBlock)
-    return {"type": "text", "text": block.text}
+def _to_parts(blocks: Sequence[CacheableBlock]) -> list[Json]:
+    return [{"type": "text", "text": text} for text in iter_texts(blocks)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from uuid import uuid4
 
 import orjson
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from retain.engine.request import FinishReason
 from retain.processing.output import OutputProcessor
 from retain.server.anthropic.content_blocks import ContentBlocks
-from retain.server.anthropic.errors import to_error_json, to_error_response
+from retain.server.anthropic.errors import create_request_id_header, to_error_json, to_error_response
 from retain.server.openai.chat_output import ChatOutput, ChatOutputParser
 from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import Json
@@ -18,11 +19,14 @@ from retain.server.openai.streaming import ResponseEncoder
 from retain.server.request_group import OutputDelta, RequestGroup
 from retain.server.usage import build_request_stats, count_tokens
 
+WARNING_HEADER = "x-retain-warning"
+
 
 class MessagesEncoder(ResponseEncoder):
     """Encodes the answer of /v1/messages.
 
     `prompt_only` (max_tokens 0): leave out the output. `fills_context`: max_tokens was lowered to what fits.
+    `left_out`: what of the request cannot be used here, named in a header.
     """
 
     def __init__(
@@ -32,8 +36,11 @@ class MessagesEncoder(ResponseEncoder):
         model_name: str,
         prompt_only: bool = False,
         fills_context: bool = False,
+        left_out: Sequence[str] = (),
     ):
         self.output_processor, self.prompt_only, self.fills_context = output_processor, prompt_only, fills_context
+        warnings = {WARNING_HEADER: f"tools left out: {', '.join(left_out)}"} if left_out else {}
+        self.headers = create_request_id_header() | warnings
         self._parser, self._content = parser, ContentBlocks()
         self._envelope: Json = {
             "id": f"msg_{uuid4().hex[:24]}",
@@ -92,7 +99,7 @@ class MessagesEncoder(ResponseEncoder):
         usage = self._usage_json(self._group) | {"output_tokens": 0}
         message = self._envelope | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         self._group = None
-        return [{"type": "message_start", "message": message}]
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def _stop_fields(self, group: RequestGroup) -> Json:
         stop_string = group.request_states[0].detokenizer.stop_string

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from retain.files import shorten
+from retain.server.client_fields import MESSAGES_REFUSED_TYPES
 from retain.server.openai.errors import ERROR_RESPONSES as OPENAI_ERROR_RESPONSES
 from retain.server.openai.errors import APIError, ContextLengthError, field_path
 
@@ -59,7 +61,12 @@ def to_error_json(error: APIError) -> dict[str, Any]:
 
 def to_error_response(error: APIError) -> JSONResponse:
     """Return the HTTP response of an error."""
-    return JSONResponse(to_error_json(error), error.status, dict(error.headers or {}))
+    return JSONResponse(to_error_json(error), error.status, {**create_request_id_header(), **(error.headers or {})})
+
+
+def create_request_id_header() -> dict[str, str]:
+    """Return the header by which clients name a request in their logs."""
+    return {"request-id": f"req_{uuid4().hex[:24]}"}
 
 
 def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError:
@@ -71,4 +78,6 @@ def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIEr
         message = "unknown field"
     elif first.get("type") == "union_tag_invalid":  # a type of block, such as an image
         message = message.replace("Input tag", "the type").partition(" found using")[0] + " is not supported here"
+        if refused := MESSAGES_REFUSED_TYPES.get(first.get("ctx", {}).get("tag")):
+            message += f": {refused.why}"
     return APIError(400, f"{param}: {message}" if param else message, param)

@@ -6,94 +6,26 @@ builds, for /openapi.json.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from retain.files import quote
 from retain.server import client_fields
+from retain.server.anthropic.blocks import (
+    AssistantBlock,
+    CacheControl,
+    TextContent,
+    ToolUseBlock,
+    UserBlock,
+    content_kind,
+)
+from retain.server.anthropic.tools import AnyTool, TypedTool
 from retain.server.openai.protocol import ExtensionFields, GenerationFields, Json, NonEmptyStr
 from retain.server.request_model import StrictModel
 
-MAX_BREAKPOINTS = 4
-
-
-class CacheControl(StrictModel):
-    """Breakpoint: the prompt up to this block stays in the prefix cache for some time."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-    @property
-    def seconds(self) -> float:
-        """How long the prefix is to stay."""
-        return 3600.0 if self.ttl == "1h" else 300.0
-
-
-class CacheableBlock(StrictModel):
-    """Base of blocks that may be breakpoints."""
-
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(CacheableBlock):
-    """Text."""
-
-    other_fields = client_fields.MESSAGES_TEXT_BLOCK
-
-    type: Literal["text"]
-    text: str
-
-
-def _content_kind(content: Any) -> str:
-    return "text" if isinstance(content, str) else "blocks"
-
-
-class ToolUseBlock(CacheableBlock):
-    """Tool call of an assistant message."""
-
-    other_fields = client_fields.MESSAGES_TOOL_USE
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-TextContent = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[TextBlock], Tag("blocks")], Discriminator(_content_kind)
-]
-
-
-class ToolResultBlock(CacheableBlock):
-    """Result of a tool call, in a user message."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: TextContent = ""
-    is_error: bool = Field(False, description="The content then begins with `Error: ` in the prompt")
-
-
-class ThinkingBlock(StrictModel):
-    """Reasoning of an assistant message, passed on to the chat template. Its signature is not checked."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str = ""
-
-
-class RedactedThinkingBlock(StrictModel):
-    """Reasoning that only its author can read. Ignored."""
-
-    type: Literal["redacted_thinking"]
-    data: str
-
-
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
-AssistantBlock = Annotated[
-    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
-]
-Block = TextBlock | ToolResultBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock
+MAX_TOOLS = 1024  # agents with several servers of tools have a few hundred
 
 
 class UserMessage(StrictModel):
@@ -101,7 +33,7 @@ class UserMessage(StrictModel):
 
     role: Literal["user"]
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[UserBlock], Tag("blocks")], Discriminator(_content_kind)
+        Annotated[str, Tag("text")] | Annotated[list[UserBlock], Tag("blocks")], Discriminator(content_kind)
     ]
 
 
@@ -110,29 +42,23 @@ class AssistantMessage(StrictModel):
 
     role: Literal["assistant"]
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[AssistantBlock], Tag("blocks")], Discriminator(_content_kind)
+        Annotated[str, Tag("text")] | Annotated[list[AssistantBlock], Tag("blocks")], Discriminator(content_kind)
     ]
 
 
 class SystemMessage(StrictModel):
     """System message inside a conversation, where the chat template has such messages."""
 
+    other_fields = client_fields.MESSAGES_SYSTEM_MESSAGE
+
     role: Literal["system"]
-    content: TextContent
+    content: TextContent = ""
+    clear_at: Literal["never", "next_user_message"] = Field(
+        "never", description="Whether the message leaves the prompt when a user message follows it"
+    )
 
 
 Message = UserMessage | AssistantMessage | SystemMessage
-
-
-class Tool(CacheableBlock):
-    """Tool that the model may call. Server tools are not supported."""
-
-    other_fields = client_fields.MESSAGES_TOOL
-
-    type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-    description: str | None = None
-    input_schema: dict[str, Any]
 
 
 class ToolChoice(StrictModel):
@@ -175,6 +101,14 @@ class OutputConfig(StrictModel):
     format: JsonOutputFormat | None = None
 
 
+class MCPServer(StrictModel):
+    """Server whose tools Anthropic would call."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+
+
 class ConversationFields(ExtensionFields):
     """Fields that the prompt is made of, common to both addresses."""
 
@@ -186,7 +120,8 @@ class ConversationFields(ExtensionFields):
         Field(min_length=1, fail_fast=True, description="Oldest first"),
     ]
     system: TextContent | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    mcp_servers: list[MCPServer] | None = Field(None, description="Left out, with a warning in a header")
     tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -194,26 +129,45 @@ class ConversationFields(ExtensionFields):
 
     @model_validator(mode="after")
     def _check_conversation(self) -> ConversationFields:
-        if self.messages[-1].role == "assistant":
-            raise ValueError("the last message is the assistant's: continuing an answer (prefill) is not supported")
-        if self.tool_choice and self.tool_choice.type in ("any", "tool") and not self.tools:
-            raise ValueError("tool_choice without tools")
-        if (n := sum(1 for _ in self.iter_breakpoints())) > MAX_BREAKPOINTS:
-            raise ValueError(f"{n} blocks have cache_control: at most {MAX_BREAKPOINTS} may")
+        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.name in self.left_out_tools.values():
+            raise ValueError(f"tool_choice names {quote(self.tool_choice.name)}, which cannot be called here")
+        if self.tool_choice and self.tool_choice.type in ("any", "tool") and not self.functions:
+            raise ValueError("tool_choice without tools" + (" that can be called here" if self.tools else ""))
+        if self.last_turn_calls_tool:
+            raise ValueError("the last message calls a tool: the result must follow")
         return self
 
-    def iter_breakpoints(self) -> Iterator[CacheControl]:
-        """Yield the breakpoints in the order of the prompt."""
-        blocks: list[Any] = [*(self.tools or ()), *(self.system if isinstance(self.system, list) else ())]
-        for message in self.messages:
-            blocks += message.content if isinstance(message.content, list) else ()
-        yield from (block.cache_control for block in blocks if getattr(block, "cache_control", None))
-        if self.cache_control:
-            yield self.cache_control
+    @property
+    def functions(self) -> list[Json]:
+        """The tools that can be called, as functions of chat completions."""
+        return [function for tool in self.tools or () if (function := tool.to_function())]
+
+    @property
+    def left_out_tools(self) -> dict[str, str | None]:
+        """The kinds of the tools that cannot be called here, with their names."""
+        return {
+            tool.kind: tool.name
+            for tool in self.tools or ()
+            if isinstance(tool, TypedTool) and tool.to_function() is None
+        }
+
+    @property
+    def last_turn_calls_tool(self) -> bool:
+        """Whether the conversation ends with a call of a tool."""
+        last_turn = takewhile(lambda message: message.role == "assistant", reversed(self.messages))
+        contents = (message.content for message in last_turn if isinstance(message.content, list))
+        return any(isinstance(block, ToolUseBlock) for content in contents for block in content)
+
+    @property
+    def continues_answer(self) -> bool:
+        """Whether the conversation ends inside of an answer."""
+        return self.messages[-1].role == "assistant" and not self.last_turn_calls_tool
 
 
 class CountTokensRequest(ConversationFields):
     """POST /v1/messages/count_tokens."""
+
+    other_fields = client_fields.COUNT_TOKENS
 
 
 class MessagesRequest(ConversationFields, GenerationFields):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from retain.server.anthropic.errors import ERROR_RESPONSES
+from retain.server.anthropic.errors import ERROR_RESPONSES, create_request_id_header
 from retain.server.anthropic.protocol import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from retain.server.anthropic.serving import count_prompt_tokens, prepare_message
 from retain.server.openai.body import BodyRoute
@@ -31,9 +31,10 @@ def create_router(service: OpenAIServing) -> APIRouter:
         return await service.handle(body, 1, key, lambda: prepare_message(service, body, key))
 
     @router.post("/messages/count_tokens")
-    async def count_tokens(body: CountTokensRequest, request: Request) -> TokenCount:
+    async def count_tokens(body: CountTokensRequest, request: Request, response: Response) -> TokenCount:
         """Count the tokens of the prompt that a message request has."""
         service.check_model(body.model)
+        response.headers.update(create_request_id_header())
         key = request.state.key
         num_tokens = await service.run_admitted(key, lambda: count_prompt_tokens(service, body))
         return TokenCount(input_tokens=num_tokens)

@@ -24,6 +24,7 @@ def prepare_message(service: OpenAIServing, body: MessagesRequest, key: ApiKey) 
         service.model_name,
         prompt_only=body.max_tokens == 0,
         fills_context=body.max_tokens > fits == request.params.max_tokens,
+        left_out=[*body.left_out_tools, *(["mcp_servers"] if body.mcp_servers else [])],
     )
     return Prepared([request], encoder, find_pins(service, body, request))
 

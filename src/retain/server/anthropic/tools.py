@@ -1,0 +1,73 @@
+"""Tools of requests in Anthropic's format: functions, and tools that Anthropic's API knows by their type.
+
+Of those, the ones that the client runs become functions with the documented input; the others are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+
+from retain.files import quote
+from retain.server import client_fields
+from retain.server.anthropic.blocks import CacheableBlock
+from retain.server.anthropic.client_tools import describe_client_tool
+from retain.server.openai.protocol import Json
+
+# What needs the servers of Anthropic, or pictures of a screen. The date of a type is its version.
+HOSTED_TOOLS = re.compile(
+    r"(web_search|web_fetch|code_execution|advisor|tool_search_tool\w*?|mcp_toolset|computer|\w+_toolset)(_\d{8})?",
+    re.ASCII,
+)
+
+
+class Tool(CacheableBlock):
+    """Function that the model may call."""
+
+    other_fields = client_fields.MESSAGES_TOOL
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+    def to_function(self) -> Json:
+        """Return the tool as a function of chat completions."""
+        function: Json = {"name": self.name, "parameters": self.input_schema}
+        return function if self.description is None else function | {"description": self.description}
+
+
+class TypedTool(CacheableBlock):
+    """Tool whose input follows from its type. Its options are for whoever runs it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+    name: str | None = None
+
+    @field_validator("type")
+    @classmethod
+    def _check_type(cls, kind: str) -> str:
+        if HOSTED_TOOLS.fullmatch(kind) or describe_client_tool(kind):
+            return kind
+        raise ValueError(f"{quote(kind)} is not supported here: functions have the type custom")
+
+    def to_function(self) -> Json | None:
+        """Return the tool as a function of chat completions; None: it cannot be called here."""
+        return describe_client_tool(self.type)
+
+    @property
+    def kind(self) -> str:
+        """The type without its version."""
+        found = HOSTED_TOOLS.fullmatch(self.type)
+        return found[1] if found else self.type
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "function" if kind in (None, "custom") else "typed"
+
+
+AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[TypedTool, Tag("typed")], Discriminator(_tool_kind)]
