@@ -15,6 +15,7 @@ from retain.processing.grammar import (
     GrammarCompiler,
     grammar_from_json_schema,
     grammar_from_lark,
+    lark_json_rule,
 )
 from tests.helpers.marks import slow
 from tests.helpers.tokenizers import open_tokenizer
@@ -131,6 +132,19 @@ def test_a_dead_end_refuses_whatever_is_sampled(compiler):
     assert state.accept_token(b) and state.is_complete
 
 
+def test_a_text_that_no_token_writes_is_a_dead_end():
+    """The vocabulary has no brace: refused where the text begins with one, else where it comes."""
+    tokenizer = open_tokenizer("bytes")
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    with pytest.raises(ValueError) as error:
+        compiler.compile(grammar_from_lark('start: "{" "a"'))
+    assert str(error.value) == MATCHES_NOTHING
+    state = compiler.compile(grammar_from_lark('start: "a" "{"'))
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    assert state.accept_token(a) and not state.is_complete
+    assert not state.accept_token(min(tokenizer.stop_token_ids)) and state.error == DEAD_END
+
+
 def test_a_row_without_a_possible_token_stays_as_it_is(compiler):
     """Where something else than the grammar forbids what it allows."""
     a = compiler.tokenizer.encode("a", add_special_tokens=False)[0]
@@ -146,5 +160,6 @@ def test_deeply_nested_schemas_are_refused():
     deep: dict = {}
     for _ in range(70):
         deep = {"properties": {"a": deep}}
-    with pytest.raises(ValueError, match="deep"):
-        grammar_from_json_schema(deep)
+    for build in (grammar_from_json_schema, lambda schema: lark_json_rule("rule", schema)):
+        with pytest.raises(ValueError, match="deep"):
+            build(deep)
