@@ -145,6 +145,27 @@ def test_a_text_that_no_token_writes_is_a_dead_end():
     assert not state.accept_token(min(tokenizer.stop_token_ids)) and state.error == DEAD_END
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "llama-folder", "unigram", "unspaced", "bytes"])
+@pytest.mark.parametrize("text", ["the cat sat", " the cat", "cat", "é the", '{"the": [1]}'])
+def test_a_grammar_of_one_text_gives_that_text(kind, text):
+    """With every kind of tokenizer: none puts a space before what continues a text. Or else it is refused."""
+    tokenizer = open_tokenizer(kind)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    written = {tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)} - {b"<unk>"}
+    if not all(bytes([byte]) in written or char.encode() in written for char in text for byte in char.encode()):
+        with pytest.raises(ValueError, match=MATCHES_NOTHING):
+            compiler.compile(grammar_from_lark(f"start: {json.dumps(text)}"))
+        return
+    state, tokens = compiler.compile(grammar_from_lark(f"start: {json.dumps(text)}")), []
+    while not state.is_complete:
+        allowed = allowed_tokens(state, [], tokenizer.vocab_size)[0].nonzero().flatten().tolist()
+        tokens.append(max(allowed, key=lambda i: len(tokenizer.token_bytes(i))))
+        assert state.accept_token(tokens[-1])
+    prompt = tokenizer.encode("a")
+    answer = tokenizer.create_detokenizer(preceding=prompt)
+    assert "".join(map(answer.add_token, tokens)) + answer.flush() == text
+
+
 def test_a_row_without_a_possible_token_stays_as_it_is(compiler):
     """Where something else than the grammar forbids what it allows."""
     a = compiler.tokenizer.encode("a", add_special_tokens=False)[0]

@@ -19,7 +19,13 @@ from retain.models.resolve import resolve_model
 from retain.processing.gguf_tokenizer import _build_sentencepiece
 from retain.processing.tokenizer import Tokenizer, wrap_errors
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY
-from tests.helpers.tokenizers import BUNDLED, SMALL_VOCABULARIES, open_tokenizer, write_tokenizer_file
+from tests.helpers.tokenizers import (
+    BUNDLED,
+    FOLDER_TOKENIZERS,
+    SMALL_VOCABULARIES,
+    open_tokenizer,
+    write_tokenizer_file,
+)
 from tests.helpers.transformers_gguf import load_transformers_tokenizer
 
 CONVERSATION = [
@@ -146,6 +152,15 @@ def test_small_tokenizers_equal_transformers(tmp_path: Path, name: str) -> None:
         keeps_spaces = not text.startswith(" ") and "<tag>" not in text
         if name != "bytes" and "</s>" not in text and (keeps_spaces or name == "unspaced"):
             assert ours.decode(ids) == text
+
+
+@pytest.mark.parametrize("name", [*SMALL_VOCABULARIES, *FOLDER_TOKENIZERS])
+def test_a_text_that_continues_another_gets_no_space(name: str) -> None:
+    k = open_tokenizer(name)
+    for text in ("the cat", " the cat", "cat sat", "the"):
+        ids = k.encode_continuation(text)
+        assert b"".join(map(k.token_bytes, ids)) == text.encode()
+        assert k.decode([*k.encode("the"), *ids]) == f"the{text}"
 
 
 EXPECTED_WORDS = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,9 +162,31 @@ class _TokenizerAdapter:
         self.special_token_ids = sorted(tokenizer.special_token_ids)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(
-            text if isinstance(text, str) else text.decode(errors="replace"), add_special_tokens=False
-        )
+        """Return tokens that write a text in the middle of an answer, byte for byte; up to a byte that none writes."""
+        data = text if isinstance(text, bytes) else text.encode()
+        ids = self._tokenizer.encode_continuation(data.decode(errors="replace"))
+        return ids if b"".join(self.tokens[i] for i in ids) == data else self._match_longest(data)
+
+    def _match_longest(self, data: bytes) -> list[int]:
+        ids: list[int] = []
+        begin = 0
+        while begin < len(data):
+            ends = range(min(len(data), begin + self._max_length), begin, -1)
+            end = next((end for end in ends if data[begin:end] in self._ids_by_bytes), None)
+            if end is None:
+                break
+            ids.append(self._ids_by_bytes[data[begin:end]])
+            begin = end
+        return ids
+
+    @cached_property
+    def _ids_by_bytes(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {token: i for i, token in enumerate(self.tokens) if token and i not in special}
+
+    @cached_property
+    def _max_length(self) -> int:
+        return max(map(len, self._ids_by_bytes), default=0)
 
 
 def _exceeds_depth(x: Any, max_depth: int = MAX_SCHEMA_DEPTH) -> bool:

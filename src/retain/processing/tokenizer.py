@@ -82,6 +82,14 @@ class Tokenizer:
             ids: list[int] = self._core.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return [*self._bos_ids, *ids, *self._eos_ids] if add_special_tokens else ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the token ids of a text that continues another: unlike a text's start, it gets no space before it."""
+        ids = self.encode(text, add_special_tokens=False)
+        if not self._token_bytes.strip_space:
+            return ids
+        line, after_line = (self.encode(t, add_special_tokens=False) for t in ("\n", f"\n{text}"))
+        return after_line[len(line) :] if after_line[: len(line)] == line else ids
+
     def find_offsets(self, text: str) -> list[int]:
         """Return for each token of `encode(text)` where its part of the text begins, in characters.
 
@@ -172,8 +180,8 @@ class Tokenizer:
             turn = [{"role": "assistant", "content": "B"}, {"role": "user", "content": content}]
             before, after = self.apply_chat_template(start), self.apply_chat_template([*start, *turn])
             if after.startswith(f"{before}B"):
-                return self.encode(after[len(before) + 1 :], add_special_tokens=False)
-        return self.encode(f"\n\n{content}\n\n", add_special_tokens=False)
+                return self.encode_continuation(after[len(before) + 1 :])
+        return self.encode_continuation(f"\n\n{content}\n\n")
 
     def count_system_tokens(self, messages: Messages) -> int:
         """Return how many leading tokens of `encode_chat(messages)` belong to the system prompt; 0 without one.
