@@ -31,6 +31,7 @@ WARNINGS = {
     "codex_middle_turn": "tools left out: web_search; items left out: web_search_call, ghost_snapshot",
     "codex_compaction_turn": "items left out: web_search_call, ghost_snapshot",
     "codex_after_compaction": "tools left out: web_search; items left out: compaction",
+    "codex_tool_search": "tools left out: web_search",
     "codex_prewarm": "tools left out: web_search",
     "langchain": "tools left out: web_search_preview, code_interpreter",
 }
@@ -52,6 +53,11 @@ ANSWERS: dict[str, tuple[str, list[str]]] = {  # what the model writes, and the 
     ),
     "codex_compaction_turn": ("total is sum(cart) now.", ["message"]),
     "codex_after_compaction": (call("tool_search", query="close"), ["tool_search_call"]),
+    "codex_tool_search": (call("mcp__tickets__get_ticket", id=7), ["function_call"]),
+    "openai_agents_shell": (
+        call("shell", commands=["cat a.py"]) + call("apply_patch", type="delete_file", path="a.py"),
+        ["shell_call", "apply_patch_call"],
+    ),
     "codex_probe": ("a", ["message"]),
     "codex_prewarm": ("a", []),
     "openai_agents": (call("transfer_to_travel_agent"), ["function_call"]),

@@ -92,6 +92,11 @@ def test_a_shell_in_a_container_is_hosted() -> None:
     assert names_of(expand({"type": "shell"})) == ["shell"]
 
 
+def test_a_warning_is_short() -> None:
+    (warning,) = convert([{"type": f"web_search_{i}"} for i in range(1000)]).warnings
+    assert warning.endswith("web_search_15, and 984 more")
+
+
 def test_a_type_cannot_write_headers() -> None:
     with pytest.raises(ValidationError):
         expand({"type": "web_search_\r\nx: y"})

@@ -59,6 +59,7 @@ ID_PREFIXES = {
     "apply_patch_call": "apc",
     "tool_search_call": "tsc",
 }
+MAX_NAMES_IN_WARNING = 16
 CHAT_PARAMETERS = {  # as errors of chat completions name them
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -153,8 +154,11 @@ def convert_request(
 
 
 def _warn(kind: str, left_out: Iterable[str]) -> list[str]:
-    names = ", ".join(left_out)
-    return [f"{kind} left out: {names}"] if names else []
+    """Return a warning that fits into a header, or none if nothing was left out."""
+    names = list(left_out)
+    if len(names) > MAX_NAMES_IN_WARNING:
+        names = [*names[:MAX_NAMES_IN_WARNING], f"and {len(names) - MAX_NAMES_IN_WARNING} more"]
+    return [f"{kind} left out: {', '.join(names)}"] if names else []
 
 
 def _choose_tools(
