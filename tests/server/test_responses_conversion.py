@@ -116,6 +116,11 @@ def other_call(kind: str, text: str) -> Json:
     return {"type": kind, "call_id": f"call_{kind}", **fields[kind]}
 
 
+def added_tool(name: str) -> Json:
+    tool = {"type": "custom", "name": name, "format": {"type": "text"}}
+    return {"type": "additional_tools", "role": "developer", "tools": [tool, {"type": "web_search"}]}
+
+
 TOOLS = [{"type": "function", "name": "f"}]
 OTHER_CALLS = [
     "tool_search_call",
@@ -131,6 +136,7 @@ ITEM = st.one_of(
     st.builds(call, st.sampled_from("fg")),
     st.builds(custom_call, st.sampled_from("fg"), st.text(max_size=4)),
     st.builds(other_call, st.sampled_from(OTHER_CALLS), st.text(max_size=4)),
+    st.builds(added_tool, st.sampled_from("gh")),
 )
 
 

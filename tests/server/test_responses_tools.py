@@ -242,6 +242,19 @@ def test_tools_that_a_conversation_adds() -> None:
     assert len(chat.messages) == 1
 
 
+def test_tools_that_are_found_again() -> None:
+    """The first description stays, so the prompt does not change."""
+    again = {**NAMESPACE, "tools": [CUSTOM, *reversed(NAMESPACE["tools"])]}  # type: ignore[call-overload]
+    outputs: list[Json] = [
+        {"type": "tool_search_output", "tools": tools} for tools in ([NAMESPACE], [again], [FUNCTION])
+    ]
+    body = ResponsesRequest(model="m", input=outputs, tools=[FUNCTION])
+    tools = convert_request(body, ITEMS.validate_python(outputs), None).chat.tools or []
+    names = ["read", "mcp__files__find", "mcp__files__patch", "mcp__files__edit"]
+    assert [tool.function.name for tool in tools] == names
+    assert tools[1].function.description == "Files on a server.\n\nFinds."
+
+
 def test_tools_that_the_client_found() -> None:
     items: list[Json] = [
         {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"query": "files"}},

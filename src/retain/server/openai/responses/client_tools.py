@@ -145,10 +145,23 @@ class ClientTools:
         return ClientTools(tools, self.left_out)
 
 
-def expand_tools(tools: Iterable[Tool]) -> ClientTools:
-    """Return the tools that the client runs, those of namespaces too. Raises APIError."""
+def expand_tools(tools: Iterable[Tool], added: Iterable[Tool] = ()) -> ClientTools:
+    """Return the tools that the client runs, those of namespaces too. Raises APIError.
+
+    `added`: by the conversation. Searches find tools again, so those that are known already change nothing.
+    """
+    expanded, left_out = _expand(tools)
+    known = {tool.function.name: tool for tool in expanded}
+    found, more_left_out = _expand(added)
+    for tool in found:
+        known.setdefault(tool.function.name, tool)
+    return ClientTools([*expanded, *known.values()], list(dict.fromkeys([*left_out, *more_left_out])))
+
+
+def _expand(tools: Iterable[Tool]) -> tuple[list[ClientTool], list[str]]:
+    """Return the tools that the client runs, and the types of the others."""
     found: list[ClientTool] = []
-    left_out = []
+    left_out: list[str] = []
     for tool in tools:
         if isinstance(tool, HostedTool):
             left_out.append(tool.type)
@@ -163,7 +176,7 @@ def expand_tools(tools: Iterable[Tool]) -> ClientTools:
             found.append(ClientTool(tool.type, tool.type, function))
         else:
             found.append(ClientTool(tool.type, tool.type, BUILT_IN_FUNCTIONS[tool.type]))
-    return ClientTools(found, list(dict.fromkeys(left_out)))
+    return found, left_out
 
 
 def _expand_namespace(namespace: NamespaceTool) -> list[ClientTool]:

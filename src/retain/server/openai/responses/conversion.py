@@ -132,7 +132,7 @@ def convert_request(
     if body.instructions:
         messages.insert(0, InputMessageParam(role="system", content=body.instructions))
     added = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
-    tools, choice = _choose_tools(body, expand_tools([*(body.tools or ()), *added]))
+    tools, choice = _choose_tools(body, expand_tools(body.tools or (), added))
     chat = ChatCompletionRequest(
         **{name: getattr(body, name) for name in ExtensionFields.model_fields},
         model=body.model,
