@@ -279,6 +279,8 @@ def test_blank_text_around_calls_is_no_item() -> None:
     assert [item["type"] for item in full["output"]] == ["function_call", "function_call"]
     assert len({item["call_id"] for item in full["output"]}) == 2
     assert json.loads(full["output"][0]["arguments"]) == {"x": 1}
+    _, full = encode(["\n", call_of("edit", {"input": "x"}), "\n"], tools=TOOLS)
+    assert [item["type"] for item in full["output"]] == ["custom_tool_call"]
 
 
 def test_failed_stream_ends_with_error_and_failed_response() -> None:
