@@ -137,6 +137,35 @@ def test_smollm2_answers(server, name):
         _, streamed = read_stream(post(server, request, stream=True, **fields))
     assert shown(streamed) == shown(full) and full["content"]
     text = "".join(block.get("text", "") for block in full["content"])
-    assert "Paris" in text or request["body"]["max_tokens"] == 1
+    assert request.get("smollm2_says", "Paris") in text
     if name == "claude_code_title":  # the answer continues an object
         assert "title" in json.loads(f"{{{text}")
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+)
+
+
+def test_system_messages_inside_of_a_conversation_fit_every_template(server):
+    """A template that knows one at the start gets them as text of the user: Claude Code sends one in each request."""
+    messages = [
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "system", "content": "Agents: none."},
+        {"role": "assistant", "content": "It is"},
+    ]
+    request = {
+        "headers": {},
+        "body": {"messages": messages, "system": "Be brief."},
+        "path": "/v1/messages/count_tokens",
+    }
+    encode = server.service.llm.tokenizer.encode
+    joined = (
+        "<|system|>Be brief.<|end|><|user|>What is the capital of France?\n\nAgents: none.<|end|><|assistant|>It is"
+    )
+    with chat_template_replaced(server, STRICT):
+        count = post(server, request).json()["input_tokens"]
+        answer = post(server, request, "/v1/messages", max_tokens=2, temperature=0).json()
+    assert count == len(encode(joined, add_special_tokens=False)) == num_prompt_tokens(answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 from retain.server.anthropic.blocks import (
     SEPARATOR,
@@ -26,6 +27,7 @@ from retain.server.anthropic.protocol import (
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.protocol import ExtensionFields, Json
 
+C = TypeVar("C", bound=ConversationFields)
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 SHARED_FIELDS = [name for name in ExtensionFields.model_fields if name != "metadata"]
 PROBE = UserMessage(role="user", content="0")  # follows a system prompt that is rendered alone
@@ -52,6 +54,18 @@ def to_chat_request(body: ConversationFields) -> ChatCompletionRequest:
         fields |= {"temperature": body.temperature, "top_p": body.top_p, "stop": body.stop_sequences}
         fields |= {"stream": body.stream, "max_completion_tokens": max(body.max_tokens, 1)}
     return ChatCompletionRequest(**fields)
+
+
+def system_messages_as_user(body: C) -> C:
+    """Return a conversation whose later system messages are text of the user, for templates that know one at the start.
+
+    Claude Code describes its agents and skills in such messages.
+    """
+    messages: list[Message] = []
+    for message in _shown_messages(body.messages):
+        is_later = isinstance(message, SystemMessage) and (messages or body.system)
+        messages.append(UserMessage(role="user", content=message.content) if is_later else message)  # type: ignore[arg-type]
+    return body.model_copy(update={"messages": messages})
 
 
 def convert_messages(body: ConversationFields) -> list[Json]:
