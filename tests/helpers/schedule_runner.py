@@ -1,0 +1,271 @@
+"""Run random schedules, and compare each request with the same request alone in an engine of its own.
+
+What may differ is documented: a budget that shrank keeps less (docs/guide/policies.md); accepted drafts add no mass,
+and `draft` and `self` sample with other random numbers (docs/guide/speculation.md). Until then nothing may.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retain.engine import drafters
+from retain.engine.drafters import Drafter, TargetModel
+from retain.engine.engine import Engine
+from retain.engine.request import FinishReason, Logprob, Request
+from retain.engine.spec_decode.draft_length import DraftLengthController
+from tests.helpers.backend_variants import use_isa
+from tests.helpers.engines import make_engine
+from tests.helpers.schedules import PlannedRequest, Schedule
+
+MAX_STEPS = 2000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tokens of an answer, and the log-probabilities of those that were asked for."""
+
+    tokens: list[int]
+    logprobs: list[Logprob]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What is not as it should be: of request `index`, or of the whole schedule where it is None."""
+
+    index: int | None
+    description: str
+
+
+@dataclass
+class RandomLengths(DraftLengthController):
+    """Draft lengths that depend on a seed and not on the time that steps take."""
+
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def choose_lengths(self, draft_limits: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Draw a length for all requests of the round."""
+        length = self.rng.choice([0, 1, 2, 3, self.max_draft_tokens])
+        return [(r, min(n, length)) for r, n in draft_limits]
+
+
+@dataclass
+class WatchedDrafter:
+    """Another drafter; `drafted` collects the requests that it drafted for.
+
+    Of drafts for greedy requests a share `error_rate` is replaced by random tokens.
+    """
+
+    drafter: Drafter
+    error_rate: float
+    drafted: set[Request] = field(default_factory=set)
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    @property
+    def k(self) -> str:
+        """See Drafter."""
+        return self.drafter.k
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """See Drafter."""
+        return self.drafter.max_draft_tokens
+
+    def attach(self, target: TargetModel) -> None:
+        """See Drafter."""
+        self.drafter.attach(target)
+
+    def remove_request(self, request: Request) -> None:
+        """See Drafter."""
+        self.drafter.remove_request(request)
+
+    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
+        """See Drafter."""
+        self.drafter.propose(draft_limits)
+        for request, _ in draft_limits:
+            if request.drafts:
+                self.drafted.add(request)
+            if request.draft_probs is None:
+                request.drafts = [
+                    self.rng.randrange(128) if self.rng.random() < self.error_rate else t for t in request.drafts
+                ]
+
+
+class ScheduleRun:
+    """One run of a schedule: its requests, and how many tokens of each must be those of the request alone."""
+
+    def __init__(self, schedule: Schedule, path: Path):
+        self.schedule, self.path = schedule, path
+        self.requests = {i: r.build() for i, r in enumerate(schedule.requests)}
+        self.comparable: dict[Request, int] = defaultdict(lambda: 10**9)
+        self.refused: set[int] = set()
+        self.num_preemptions = self.num_loaded = self.num_accepted = self.num_reused = 0
+
+    def run(self) -> None:
+        """Run all engines, one after the other. Raises AssertionError where the accountant does not balance."""
+        with use_isa(self.schedule.isa):
+            for number in range(len(self.schedule.restarts) + 1):
+                self._run_engine(number)
+
+    def _run_engine(self, number: int) -> None:
+        s = self.schedule
+        engine = self._make_engine()
+        todo = {i: r for i, r in enumerate(s.requests) if r.engine == number}
+        arrivals: dict[int, list[int]] = defaultdict(list)
+        for i, planned in todo.items():
+            arrivals[planned.arrives_at].append(i)
+        last_step = s.restarts[number] if number < len(s.restarts) else MAX_STEPS
+        rng = random.Random(s.seed)
+        for step in range(last_step):
+            if step in arrivals:
+                self._add(engine, arrivals.pop(step))
+            for i, planned in todo.items():
+                if planned.cancelled_at == step and i not in self.refused:
+                    engine.cancel(self.requests[i])
+            if step in s.preemptions and engine.scheduler.running:
+                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+            if engine.has_unfinished_requests:
+                self._step(engine)
+            elif not arrivals:
+                break
+        else:
+            assert number < len(s.restarts), f"after {MAX_STEPS} steps some requests have not ended"
+        for i in todo:
+            if not self.requests[i].finish_reason and i not in self.refused:
+                engine.cancel(self.requests[i])
+        engine.cache.check()
+        assert engine.cache.free_pages == engine.cache.total_pages, "pages are lost"
+        prefix = engine.cache.prefix_cache
+        self.num_reused += getattr(prefix, "num_reused_tokens", 0)
+        self.num_loaded += sum(n for store, n in prefix.hits_by_source().items() if store != "pool")
+        prefix.close_offloader()
+
+    def _make_engine(self) -> Engine:
+        s = self.schedule
+        limits: dict[str, Any] = {
+            "max_batched_tokens": s.max_batched_tokens,
+            "max_running_requests": s.max_running_requests,
+        }
+        sizes = make_engine(**s.engine_options, **limits, num_pages=1).cache
+        needed = [1]
+        for request in self.requests.values():
+            policy = sizes.effective_policy(request.policy)
+            length = len(request.prompt) + request.input.max_tokens - 1
+            needed.append(sizes.pages_needed(policy, length, length))
+        drafter = WatchedDrafter(drafters.parse(s.drafter), s.draft_error_rate) if s.drafter else None
+        engine = make_engine(
+            **s.engine_options,
+            **limits,
+            num_pages=int(max(needed) * s.pool_factor),
+            drafter=drafter,
+            prefix_cache=s.prefix_cache,
+            tiers=[spec.format(path=self.path) for spec in s.tiers],
+        )
+        if drafter and drafter.k == "auto":
+            lengths = RandomLengths(drafter.max_draft_tokens, rng=random.Random(s.seed))
+            engine.speculator.length_controllers[""] = lengths
+        return engine
+
+    def _add(self, engine: Engine, indices: Sequence[int]) -> None:
+        try:
+            engine.add(*(self.requests[i] for i in indices))
+        except ValueError:
+            self.refused.update(indices)
+
+    def _step(self, engine: Engine) -> None:
+        running = list(engine.scheduler.running)
+        before = {r: (len(r.output_tokens), num_drafts(r)[1]) for r in running}
+        evictors = {r: e for r in running if r.row is not None and (e := engine.cache.evictors.get(r.row))}
+        engine.step()
+        engine.cache.check()
+        drafter = engine.speculator.default
+        drafted = drafter.drafted if isinstance(drafter, WatchedDrafter) else set()
+        for request, (num_tokens, num_accepted) in before.items():
+            accepted = num_drafts(request)[1]
+            if accepted > num_accepted and is_scored(request):
+                self._compare_up_to(request, num_tokens + accepted - num_accepted + 1)
+            if request in drafted and not request.params.greedy and self.schedule.drafter.startswith(("draft", "self")):
+                self._compare_up_to(request, num_tokens)
+            if request in evictors and evictors[request].policy.budget_tokens < request.policy.budget_tokens:
+                self._compare_up_to(request, num_tokens)
+
+    def _compare_up_to(self, request: Request, num_tokens: int) -> None:
+        self.comparable[request] = min(self.comparable[request], num_tokens)
+
+    # ---- comparing -----------------------------------------------------------------------------------------------
+
+    def differences(self) -> Iterator[Difference]:
+        """Yield the requests that differ from themselves alone."""
+        for i, request in self.requests.items():
+            if i in self.refused:
+                continue
+            alone = run_alone(self.schedule, self.schedule.requests[i])
+            n = min(self.comparable[request], len(request.output_tokens))
+            ended = request.finish_reason is FinishReason.LENGTH
+            if ended != (len(request.output_tokens) == len(alone.tokens)) and not self.schedule.restarts:
+                yield Difference(i, f"ended with {len(request.output_tokens)} of {len(alone.tokens)} tokens")
+            found, expected = request.output_tokens[:n], alone.tokens[:n]
+            if found != expected:
+                at = next(k for k in range(n) if found[k] != expected[k])
+                yield Difference(i, f"token {at} is {found[at]}, not {expected[at]}{describe_gap(alone, at)}")
+            elif request.logprobs and not self._agree(request.logprobs[:n], alone.logprobs[:n]):
+                yield Difference(i, describe_logprobs(request.logprobs[:n], alone.logprobs[:n]))
+
+    def _agree(self, found: Sequence[Logprob], expected: Sequence[Logprob]) -> bool:
+        if self.schedule.backend != "reference":
+            return found == expected
+        return all(abs(a.logprob - b.logprob) < 1e-3 for a, b in zip(found, expected, strict=True))
+
+
+def is_scored(request: Request) -> bool:
+    """Return whether the policy ranks by mass."""
+    return request.policy.query_weights(np.array([10**6], np.int32), 1) is not None
+
+
+def num_drafts(request: Request) -> tuple[int, int]:
+    """Return how many drafts a request has had, and how many of them were accepted."""
+    stats = request.stats.spec_decode
+    return sum(stats.num_drafted_per_position), sum(stats.num_accepted_per_position)
+
+
+def describe_gap(alone: Answer, at: int) -> str:
+    """Say how near the two likeliest tokens were."""
+    if not alone.logprobs:
+        return ""
+    (_, first), (_, second) = alone.logprobs[at].top_logprobs[:2]
+    return f" (the likeliest are {first - second:.2g} nats apart)"
+
+
+def describe_logprobs(found: Sequence[Logprob], expected: Sequence[Logprob]) -> str:
+    """Say where log-probabilities differ first, and by how much at most."""
+    gaps = [abs(a.logprob - b.logprob) for a, b in zip(found, expected, strict=True)]
+    at = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+    return f"logprobs differ from token {at} on, by {max(gaps):.2g} at most"
+
+
+_ALONE: dict[Any, Answer] = {}
+
+
+def run_alone(schedule: Schedule, planned: PlannedRequest) -> Answer:
+    """Return the answer to a request alone in an engine with pages for all of it, without prefixes and drafts."""
+    options = schedule.engine_options
+    alone = replace(planned, salt="", engine=0, arrives_at=0, cancelled_at=None, drafter_name="")
+    key = (schedule.isa, tuple(options.items()), alone)
+    if key not in _ALONE:
+        with use_isa(schedule.isa):
+            engine = make_engine(**options, num_pages=4000, max_batched_tokens=600)
+            request = alone.build()
+            engine.add(request)
+            while engine.has_unfinished_requests:
+                engine.step()
+                engine.cache.check()
+        if len(_ALONE) > 500:
+            _ALONE.clear()
+        _ALONE[key] = Answer(request.output_tokens, request.logprobs)
+    return _ALONE[key]

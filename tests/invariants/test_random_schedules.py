@@ -1,0 +1,28 @@
+"""Laws 2, 3, 4 and 6 together: in a random schedule every request gets what it gets alone.
+
+Schedules (tests/helpers/schedules.py) mix policies, drafters, prefixes, tiers with restarts, and pools down to
+preemption.
+`python -m tools.fuzz` runs as many as one likes, and makes those that fail smaller.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from retain.kernels import cpu
+from tests.helpers.attention_case import torch_threads
+from tests.helpers.marks import slow
+from tests.helpers.schedule_runner import ScheduleRun
+from tests.helpers.schedules import draw_schedule
+
+BACKENDS = ["cpu", "reference"] if cpu.unavailable_reason() is None else ["reference"]
+
+
+@pytest.mark.parametrize("seed", [*range(4), *slow(*range(4, 60))])
+def test_every_request_of_a_random_schedule_equals_itself_alone(seed: int, tmp_path: Path) -> None:
+    run = ScheduleRun(draw_schedule(seed, BACKENDS), tmp_path)
+    with torch_threads(1):
+        run.run()
+        assert not list(run.differences())

@@ -1,0 +1,179 @@
+"""Run random schedules of requests, and print each difference from the same requests alone with a smaller schedule.
+
+    python -m tools.fuzz --schedules 2000 --seed 0 [--backends cpu,reference]
+
+A schedule (tests/helpers/schedules.py) mixes policies, drafters, prefixes, tiers with restarts, cancellations, and
+pools down to preemption. Of each difference one line is printed, then a schedule from which requests and options were
+taken away while a difference remains. The last line is a summary; the exit status is 1 if there was a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.helpers.schedule_runner import Difference, ScheduleRun, num_drafts
+from tests.helpers.schedules import PlannedRequest, Schedule, draw_schedule
+
+PLAIN_REQUEST = {"cancelled_at": None, "salt": "", "drafter_name": "", "num_system_tokens": 0, "arrives_at": 0}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the differences of some schedules and a summary; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule; the next ones count up")
+    parser.add_argument("--backends", default="cpu,reference")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    counts, backends, num_differing = Counter[str](), args.backends.split(","), 0
+    for seed in range(args.seed, args.seed + args.schedules):
+        if (seed - args.seed) % 100 == 99:
+            print(f"{seed - args.seed + 1} schedules", file=sys.stderr, flush=True)
+        schedule = draw_schedule(seed, backends)
+        found = run_schedule(schedule, counts)
+        num_differing += bool(found)
+        for difference in found:
+            print(f"seed {seed}: {describe(schedule, difference)}", flush=True)
+        if found:
+            smaller = minimise(schedule)
+            print(f"  smaller: {describe_schedule(smaller)}", flush=True)
+            for difference in run_schedule(smaller):
+                print(f"    {describe(smaller, difference)}", flush=True)
+    summary = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
+    print(f"{args.schedules} schedules from seed {args.seed}, {num_differing} with differences: {summary}")
+    return int(num_differing > 0)
+
+
+def run_schedule(schedule: Schedule, counts: Counter[str] | None = None) -> list[Difference]:
+    """Run a schedule in an empty folder. Returns its differences, exceptions among them."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = ScheduleRun(schedule, Path(folder))
+        try:
+            run.run()
+            found = list(run.differences())
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}:{place.lineno}"
+            found = [Difference(None, f"{type(error).__name__} in {where}: {error}")]
+    if counts is not None:
+        counts.update(requests=len(run.requests), reused_tokens=run.num_reused, loaded_tokens=run.num_loaded)
+        counts["refused"] += len(run.refused)
+        for request in run.requests.values():
+            counts["preemptions"] += request.stats.num_preemptions
+            counts["accepted_drafts"] += num_drafts(request)[1]
+            counts["tokens"] += len(request.output_tokens)
+            counts["tokens_compared"] += min(len(request.output_tokens), run.comparable[request])
+    return found
+
+
+# ---- smaller schedules -----------------------------------------------------------------------------------------------
+
+
+def minimise(schedule: Schedule) -> Schedule:
+    """Take requests and options away, one after the other, as long as a difference remains."""
+    was_smaller = True
+    while was_smaller:
+        was_smaller = False
+        for smaller in smaller_schedules(schedule):
+            if run_schedule(smaller):
+                schedule, was_smaller = smaller, True
+                break
+    return schedule
+
+
+def smaller_schedules(s: Schedule) -> Iterator[Schedule]:
+    """Yield schedules that lack something, those that lack most first."""
+    requests = s.requests
+    n = len(requests)
+    for size in (n // 2, n // 4, 1):
+        for begin in range(0, n, size) if size and n > 1 else ():
+            yield replace(s, requests=requests[:begin] + requests[begin + size :])
+    plain = {
+        "drafter": "",
+        "draft_error_rate": 0.0,
+        "preemptions": (),
+        "tiers": (),
+        "prefix_cache": "off",
+        "kv_dtype": None,
+        "dtype": torch.float32,
+        "pool_factor": 20.0,
+        "max_running_requests": 8,
+        "max_batched_tokens": 258,
+        "page_size": 16,
+    }
+    for name, value in plain.items():
+        is_needed = (name == "tiers" and s.restarts) or (name == "prefix_cache" and s.tiers)
+        if getattr(s, name) != value and not is_needed:
+            yield replace(s, **{name: value})
+    for i in range(len(s.preemptions)):
+        yield replace(s, preemptions=s.preemptions[:i] + s.preemptions[i + 1 :])
+    if s.restarts:
+        fewer = tuple(replace(r, engine=min(r.engine, len(s.restarts) - 1)) for r in requests)
+        yield replace(s, restarts=s.restarts[:-1], requests=fewer)
+    for i, request in enumerate(requests):
+        for shorter in smaller_requests(request):
+            yield replace(s, requests=(*requests[:i], shorter, *requests[i + 1 :]))
+
+
+def smaller_requests(r: PlannedRequest) -> Iterator[PlannedRequest]:
+    """Yield requests that lack something."""
+    for name, value in PLAIN_REQUEST.items():
+        if getattr(r, name) != value:
+            yield replace(r, **{name: value})
+    for name, value in (("temperature", 0.0), ("top_k", 0), ("top_p", 1.0), ("repetition_penalty", 1.0)):
+        if getattr(r.params, name) != value:
+            yield replace(r, params=replace(r.params, **{name: value}))
+    name, _, options = r.policy.partition(":")
+    parts = options.split(",") if options else []
+    for k, part in enumerate(parts):
+        if not part.startswith(("budget=", "window=")):
+            yield replace(r, policy=f"{name}:{','.join(parts[:k] + parts[k + 1 :])}")
+    for max_tokens in {r.max_tokens // 2, r.max_tokens - 1} - {0}:
+        if max_tokens < r.max_tokens:
+            yield replace(r, max_tokens=max_tokens)
+    for k in {len(r.prompt) // 2, len(r.prompt) - 1} - {0}:
+        if k < len(r.prompt):
+            yield replace(r, prompt=r.prompt[:k])
+
+
+# ---- descriptions ----------------------------------------------------------------------------------------------------
+
+
+def describe(schedule: Schedule, difference: Difference) -> str:
+    """Describe a difference in one line."""
+    s = schedule
+    engine = " ".join(filter(None, [s.family, s.backend, s.isa, str(s.dtype)[6:], s.kv_dtype and str(s.kv_dtype)[6:]]))
+    if difference.index is None:
+        return f"{engine}: {difference.description}"
+    planned = s.requests[difference.index]
+    return f"{engine}: request {difference.index} ({planned.policy}): {difference.description}"
+
+
+def describe_schedule(schedule: Schedule) -> str:
+    """Describe a schedule in one line, without what is at its default."""
+    s = schedule
+    fields = {f.name: getattr(s, f.name) for f in dataclasses.fields(s) if f.name not in ("requests", "seed")}
+    requests = [
+        f"[{len(r.prompt)}+{r.max_tokens} {r.policy} t={r.params.temperature} at {r.arrives_at}"
+        + (f" engine {r.engine}" if r.engine else "")
+        + (f" cancelled at {r.cancelled_at}" if r.cancelled_at is not None else "")
+        + (f" salt {r.salt}" if r.salt else "")
+        + "]"
+        for r in s.requests
+    ]
+    return " ".join([*(f"{k}={v}" for k, v in fields.items() if v not in ("", (), None, 0.0)), *requests])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
