@@ -14,7 +14,7 @@ from retain.engine.request import Request
 from retain.kv.eviction import policies
 from retain.sampling_params import SamplingParams
 from tests.helpers.attention_case import assert_close
-from tests.helpers.engines import make_engine, make_request, random_prompts, run_to_completion
+from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import every_third, slow
 from tests.helpers.slots import read_pages
@@ -292,3 +292,18 @@ def test_texts_may_fill_the_context(family: str, policy: str) -> None:
         request = make_request([i % 128 for i in range(prompt_len)], 513 - prompt_len, f"{policy},interval={interval}")
         (answer,) = run_to_completion(make_engine(family, backend="cpu"), [request])
         assert len(answer) == 513 - prompt_len
+
+
+@pytest.mark.parametrize("prompt_len", [10, 17, *slow(33, 60)])
+def test_a_second_reading_ends_in_a_pool_of_the_planned_pages(prompt_len: int) -> None:
+    """Also in a model with rings, whose copies take whole pages."""
+    prompt, policy = [7 * i % 50 for i in range(prompt_len)], "reread:budget=8"
+    sizes, request = make_engine("gemma3_text").cache, make_request(prompt, 2, policy)
+    num_pages = sizes.pages_needed(sizes.effective_policy(request.policy), prompt_len + 1, prompt_len + 1)
+    engine = make_engine("gemma3_text", num_pages=num_pages)
+    engine.add(request)
+    for _ in range(50):
+        engine.step()
+        engine.cache.check()
+    assert not engine.has_unfinished_requests and not request.stats.num_preemptions
+    assert request.output_tokens == run_alone("gemma3_text", prompt, 2, policy)

@@ -96,20 +96,25 @@ class CapacityPlanner:
         """
         S, windows = self.config.page_size, self.windows(policy)
         fresh = min(policy.fresh_tokens(num_uncomputed_tokens), self.config.max_batched_tokens)
-        rings = np.minimum(length, ring_capacities(windows, fresh, S)) * (1 + (policy.scoring_chunk > 0))
+        ring_pages = self._ring_pages(policy, length, ring_capacities(windows, fresh, S))
         full = policy.peak_slots(length)
         if policy.has_budget:
             full = min(full, self.max_pages_per_head * S)
-        slots = np.where(windows == NO_WINDOW, full, rings)
         scratch = -(-policy.scratch_slots(length) // S)
-        before = int((-(-slots // S)).sum() + scratch)
+        before = int(np.where(windows == NO_WINDOW, -(-full // S), ring_pages).sum() + scratch)
         if not policy.demoted_slots(length):
             return before * self.spec.kv_heads
         num_full = int((windows == NO_WINDOW).sum())
         if policy.prefill == "stream":  # the demoted tokens of the prompt are beside its last chunk
             before += num_full * self._demoted_pages(policy, min(length, cast(BudgetPolicy, policy).prompt_len))
-        after = int((-(-rings // S))[windows < NO_WINDOW].sum()) + num_full * self.pages_after_demotion(policy, length)
+        after = int(ring_pages[windows < NO_WINDOW].sum()) + num_full * self.pages_after_demotion(policy, length)
         return max(before, after) * self.spec.kv_heads
+
+    def _ring_pages(self, policy: EvictionPolicy, length: int, capacities: Ints) -> Ints:
+        """Return the most pages of a head in each layer [L] if that is a ring; in a scoring pass with its copy."""
+        S, behind = self.config.page_size, policy.scoring_tokens
+        pages: Ints = -(-np.minimum(length + behind, capacities) // S)
+        return pages - (-np.minimum(length, capacities) // S) * (behind > 0)
 
     def pages_after_demotion(self, policy: EvictionPolicy, length: int) -> int:
         """Return the most pages that a head of an unwindowed layer owns at `length` tokens, once it demotes; resolved.

@@ -183,7 +183,7 @@ class BudgetPolicy(EvictionPolicy):
 
     @property
     def scoring_tokens(self) -> int:
-        """Tokens of a scoring pass that are in the cache at a time, at most."""
+        """See EvictionPolicy.scoring_tokens."""
         return min(self.scoring_chunk, len(self.instruction_ids) + self.prompt_len)
 
     def fresh_tokens(self, num_uncomputed_tokens: int) -> int:

@@ -86,6 +86,11 @@ class EvictionPolicy:
         return 0
 
     @property
+    def scoring_tokens(self) -> int:
+        """Tokens of a scoring pass that are in the cache at a time, at most; resolved."""
+        return 0
+
+    @property
     def max_skippable_tokens(self) -> int | None:
         """First tokens of the prompt that a prefix hit may supply, because no mass of their queries is needed.
 
