@@ -72,6 +72,20 @@ def test_next_turn_resumes_in_the_last_page_of_an_evicted_answer(
     engine.cache.prefix_cache.close_offloader()
 
 
+@pytest.mark.parametrize("window", [1, 2, *slow(16, 17)])
+@pytest.mark.parametrize("prompt_len", [17, 33, *slow(32)])
+def test_windows_of_any_length_go_to_a_tier_and_back(window: int, prompt_len: int) -> None:
+    """A window of one token has no pages where a page begins."""
+    engine = make_engine("llama", backend="cpu", prefix_cache="exact", tiers=["ram:capacity=10MB"])
+    prompt, policy = [5 + i % 20 for i in range(prompt_len)], f"ring:window={window}"
+    expected = run_to_completion(make_engine("llama", backend="cpu"), [make_request(prompt, 9, policy)])
+    for _ in range(3):
+        assert run_to_completion(engine, [make_request(prompt, 9, policy)]) == expected
+        tree = engine.cache.prefix_cache.tree
+        tree.evict(tree.num_evictable_pages)
+    engine.cache.prefix_cache.close_offloader()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tier", ["both", *slow("ram", "disk")])
 def test_requests_together_with_too_few_pages(family: str, tier: str, tmp_path: Path) -> None:

@@ -185,6 +185,8 @@ class Offloader:
             self.warnings.warn(f"tier {store.name}: no host memory for a span, which is not kept", error)
             return
         for layer, pages in enumerate(layer_pages):
+            if not pages.size:
+                continue  # the window of one token has none at a page's begin
             self.transfer.download(pages, span.view_layer(data, layer).reshape(*pages.shape, -1))
         if probes:
             span.view_metadata(data)[:] = probes.initial_metadata(self.kv, layer_pages).serialized
