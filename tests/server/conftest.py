@@ -46,7 +46,7 @@ def run_server(
     def load_llm() -> LLM:
         return LLM(model, **{"chat_template": chat_template, **engine_options})
 
-    options = {"port": 0, "served_model_name": "smollm2", "allowed_drafters": ("ngram", "self"), **server_options}
+    options = {"port": 0, "served_model_name": ("smollm2",), "allowed_drafters": ("ngram", "self"), **server_options}
     thread = threading.Thread(target=serve, args=(load_llm, ServerConfig(**options), on_ready), daemon=True)
     thread.start()
     wait_until(lambda: listening.is_set() or not thread.is_alive(), 120)

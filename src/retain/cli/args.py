@@ -195,9 +195,9 @@ def add_arguments(
 ) -> None:
     """Add an option for each field of a dataclass, or for those of `include`; `--max-tokens` sets `max_tokens`.
 
-    The field's type chooses the parser, its metadata hold `help` and, for a tuple given at once, its `separator`;
-    a tuple without one is an option that may be repeated. `names` are options that are not named as their field,
-    `shown_defaults` replace the field's default in the help.
+    The field's type chooses the parser, its metadata hold `help` and, for a tuple given at once, its `separator`
+    or `nargs`; a tuple without them is an option that may be repeated. `names` are options that are not named as
+    their field, `shown_defaults` replace the field's default in the help.
     """
     types = field_types(cls)
     for field in dataclasses.fields(cls):
@@ -211,18 +211,21 @@ def add_arguments(
             dest=field.name,
             default=SUPPRESS,
             help=text.replace("%", "%%"),
-            **_argument_settings(types[field.name], option, field.metadata.get("separator", "")),
+            **_argument_settings(types[field.name], option, field.metadata),
         )
 
 
-def _argument_settings(kind: Any, option: str, separator: str = "") -> dict[str, Any]:
+def _argument_settings(kind: Any, option: str, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
     if kind is bool:
         return {"action": "store_true"}
     name = option.lstrip("-").replace("-", "_").upper()
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
-        if separator:
+        metadata = metadata or {}
+        if separator := metadata.get("separator", ""):
             return {"type": _split_parser(item, separator), "metavar": name}
+        if nargs := metadata.get("nargs"):
+            return {"nargs": nargs, **_argument_settings(item, option)}
         return {"action": "append", **_argument_settings(item, option)}
     settings: dict[Any, dict[str, Any]] = {
         str: {"metavar": name},

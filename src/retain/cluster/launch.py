@@ -46,7 +46,9 @@ def up(settings: ClusterSettings) -> None:
                 _run_application(settings)
                 host = f"[{server.host}]" if ":" in server.host else server.host
                 url = f"http://{host}:{settings.server.port}/v1"
-                log.info("serving %s at %s with %d replicas", server.served_model_name, url, settings.cluster.replicas)
+                log.info(
+                    "serving %s at %s with %d replicas", server.served_model_name[0], url, settings.cluster.replicas
+                )
                 threading.Event().wait()
         except KeyboardInterrupt:
             log.info("draining")

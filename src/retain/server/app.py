@@ -99,10 +99,11 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
     schemas = doc["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    schemas["CountTokensRequest"]["properties"]["model"] = {"type": "string", "enum": [service.model_name]}
+    model_schema = {"type": "string"} if service.any_model_name else {"type": "string", "enum": [*service.model_names]}
+    schemas["CountTokensRequest"]["properties"]["model"] = model_schema
     for name in ("ChatCompletionRequest", "CompletionRequest", "MessagesRequest", "ResponsesRequest"):
         fields = schemas[name]["properties"]
-        fields["model"] = {"type": "string", "enum": [service.model_name]}
+        fields["model"] = model_schema
         fields["pin"]["anyOf"][0]["maximum"] = service.limits.max_pin_seconds
         for count in fields.keys() & {"n", "best_of"}:
             fields[count]["anyOf"][0]["maximum"] = service.limits.max_choices

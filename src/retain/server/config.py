@@ -73,7 +73,13 @@ class ServerConfig:
 
     host: str = field(default="127.0.0.1", metadata={"help": "address to bind"})
     port: Port = field(default=8000, metadata={"help": "port to bind; 0 picks a free one"})
-    served_model_name: str = field(default="model", metadata={"help": "model name that clients use"})
+    served_model_name: tuple[str, ...] = field(
+        default=("model",),
+        metadata={"help": "model names that clients may use, the first of them in logs", "nargs": "+"},
+    )
+    any_model_name: bool = field(
+        default=False, metadata={"help": "answer requests whatever model they name: it is always the same one"}
+    )
     api_keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
     insecure_no_api_key: bool = field(
         default=False, metadata={"help": "listen beyond this machine even without API keys, for everybody"}
@@ -112,11 +118,15 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.served_model_name, str):
+            object.__setattr__(self, "served_model_name", (self.served_model_name,))
+        if not self.served_model_name or not all(self.served_model_name):
+            raise ValueError("--served-model-name: a name must not be empty")
         check_bounds(self)
 
     @classmethod
     def for_model(cls, model: str, **given: Any) -> ServerConfig:
         """Return the configuration of a server that is named after its model, unless told, and offers `DRAFTERS`."""
-        name = given.pop("served_model_name", None) or Path(model).stem
+        names = tuple(given.pop("served_model_name", ())) or (Path(model).stem,)
         drafters = tuple(dict.fromkeys([*given.pop("allowed_drafters", ()), *DRAFTERS]))
-        return cls(served_model_name=name, allowed_drafters=drafters, **given)
+        return cls(served_model_name=names, allowed_drafters=drafters, **given)

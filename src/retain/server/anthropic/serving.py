@@ -26,7 +26,7 @@ def prepare_message(service: OpenAIServing, body: MessagesRequest, key: ApiKey) 
     encoder = MessagesEncoder(
         parser,
         service.llm.output_processor,
-        service.model_name,
+        body.model,
         prompt_only=body.max_tokens == 0,
         fills_context=body.max_tokens > fits == request.params.max_tokens,
         left_out=[*body.left_out_tools, *(["mcp_servers"] if body.mcp_servers else [])],

@@ -33,25 +33,23 @@ def create_router(service: OpenAIServing) -> APIRouter:
         key, num_choices = request.state.key, len(body.prompts) * (body.n or 1)
         return await service.handle(body, num_choices, key, lambda: service.prepare_completion(body, key))
 
-    def build_model_card() -> ModelCard:
+    def build_model_card(name: str) -> ModelCard:
         llm = service.llm
         options = ModelOptions(
             kv_policy=policies.to_spec(llm.policy), speculate=llm.config.speculate, drafters=service.drafters
         )
-        return ModelCard(
-            id=service.model_name, created=service.created, max_model_len=llm.max_model_len, retain=options
-        )
+        return ModelCard(id=name, created=service.created, max_model_len=llm.max_model_len, retain=options)
 
     @router.get("/models")
     async def list_models() -> ModelList:
-        """List the served models."""
-        return ModelList(data=[build_model_card()])
+        """List the names of the served model."""
+        return ModelList(data=[build_model_card(name) for name in service.model_names])
 
     @router.get("/models/{model:path}")
     async def get_model(model: str) -> ModelCard:
-        """Get one model."""
+        """Get the model by one of its names."""
         service.check_model(model)
-        return build_model_card()
+        return build_model_card(model)
 
     return router
 

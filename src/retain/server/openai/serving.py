@@ -54,12 +54,13 @@ class Prepared(NamedTuple):
 
 
 class OpenAIServing:
-    """Serves one model under one name."""
+    """Serves one model, under one or several names."""
 
     def __init__(self, llm: LLM, engine_thread: EngineThread, server_config: ServerConfig, sandbox: Sandbox):
         """The model's chat template is rendered in the sandbox from now on."""
         self.llm, self.engine_thread, self.sandbox = llm, engine_thread, sandbox
-        self.limits, self.model_name = server_config.limits, server_config.served_model_name
+        self.limits, self.model_names = server_config.limits, server_config.served_model_name
+        self.any_model_name = server_config.any_model_name
         self.drafters = list(server_config.allowed_drafters)  # those that requests may select
         self.stream_interval = server_config.stream_interval
         num_keys = len(server_config.api_keys)
@@ -78,11 +79,16 @@ class OpenAIServing:
         # Special tokens are left out of the text, so the parser would never see the markers.
         return replace(found, begin="", end="") if set(markers) <= tokenizer.special_token_ids else found
 
+    @property
+    def model_name(self) -> str:
+        """The model's first name, for logs."""
+        return self.model_names[0]
+
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def check_model(self, model: str | None) -> None:
-        """Raise APIError unless this is the served model. Nothing is ever loaded because a request names it."""
-        if model not in (None, self.model_name):
+        """Raise APIError unless this names the served model. Nothing is ever loaded because a request names it."""
+        if not self.any_model_name and model not in (None, *self.model_names):
             raise APIError(404, "model not found: see /v1/models", "model", "model_not_found")
 
     def prepare_chat(self, body: ChatCompletionRequest, key: ApiKey) -> Prepared:
