@@ -18,7 +18,7 @@ ROUTES = {
     "messages": ("MessagesRequest", {"messages": MESSAGES, "max_tokens": 2}),
     "responses": ("ResponsesRequest", {"input": "Hello", "max_output_tokens": 2}),
 }
-LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # the context bounds these
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")  # the context bounds these
 
 
 @pytest.fixture(scope="module")

@@ -300,7 +300,7 @@ def test_fields_that_gateways_add_change_nothing(client, server):
     assert tokens[0] == tokens[1] and tokens[0]["tokens"]
 
 
-@pytest.mark.parametrize("field", [*GATEWAY_FIELDS, "continue_final_message", "separate_reasoning", "stream_reasoning"])
+@pytest.mark.parametrize("field", [*GATEWAY_FIELDS, "separate_reasoning", "stream_reasoning"])
 def test_other_values_of_such_fields_are_errors(client, field):
     value = not GATEWAY_CHAT_FIELDS[field]
     body = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 4, field: value}

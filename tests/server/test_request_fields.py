@@ -48,7 +48,9 @@ def build_body(model):
     return build_value(schema, schema.get("$defs", {}))
 
 
-MODELS = sorted(list_models(), key=lambda m: f"{m.__module__}.{m.__name__}")
+# Others are left out whole, whatever fields they have.
+STRICT = (model for model in list_models() if model.model_config["extra"] == "forbid")
+MODELS = sorted(STRICT, key=lambda m: f"{m.__module__}.{m.__name__}")
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)

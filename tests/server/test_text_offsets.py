@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from retain.engine.request import FinishReason, Logprob
 from retain.processing.tokenizer import Tokenizer
-from retain.server.openai.completion_encoder import CompletionChoiceBuilder
+from retain.server.openai.choice_builders import CompletionChoiceBuilder
 from retain.server.openai.text_offsets import EchoedPrompt, echo_text, echo_tokens
 from retain.server.request_group import OutputDelta
 from tests.helpers.marks import slow

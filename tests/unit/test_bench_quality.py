@@ -150,7 +150,7 @@ def test_json_and_plots_are_written(data: Path, tmp_path: Path, capsys: pytest.C
 )
 def test_bad_input_prints_one_line(data: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     result = run_cli(capsys, "bench", "quality", "--model", "random:tiny", "--data-dir", data, *options)
-    assert result.code == 2 and result.err.strip().splitlines()[-1].startswith("retain: ")
+    assert result.code == 2 and result.err.strip().splitlines()[-1].startswith("retain")
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=40))

@@ -130,7 +130,7 @@ def test_interrupt_waits_for_the_end_of_a_step():
 def test_chat_protects_the_system_message(monkeypatch, capsys):
     """The policy of the command line knows how much of a conversation the system message is."""
     llm = LLM("random:tiny", kv_memory="16MiB", kv_policy="window:budget=64,protect=system")
-    llm.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    llm.tokenizer.choose_chat_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     monkeypatch.setattr("retain.cli.loading.load_llm", lambda config: llm)
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     requests = []

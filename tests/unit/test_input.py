@@ -109,6 +109,9 @@ def specs_at_bounds() -> Iterator[str]:
 @pytest.mark.parametrize("spec", [spec for spec in specs_at_bounds() if not spec.startswith("gate")])
 def test_a_policy_at_the_ends_of_its_bounds_is_answered_or_refused_at_the_door(llm: LLM, spec: str) -> None:
     request = GenerateRequest(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True, seed=1), kv_policy=spec)
-    states = llm.input_processor.process(request)
+    try:
+        states = llm.input_processor.process(request)
+    except ValueError:
+        return
     if is_accepted(llm, states):
         assert [len(o.token_ids) for o in llm.generate_from_requests([request])] == [4]

@@ -80,8 +80,8 @@ def test_a_top_p_too_small_for_float32_keeps_the_likeliest_token(options: dict[s
     assert probs.tolist() == [[0.0, 1.0, 0.0]]
 
 
-def test_a_temperature_too_large_for_float32_is_uniform_over_allowed_tokens() -> None:
-    probs = compute_probs(torch.tensor([[0.0, 2.0, -math.inf, 1.0]]), [SamplingParams(temperature=1e300)])
+def test_the_highest_temperature_is_uniform_over_allowed_tokens() -> None:
+    probs = compute_probs(torch.tensor([[0.0, 2.0, -math.inf, 1.0]]), [SamplingParams(temperature=1e30)])
     assert probs.tolist() == [pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])]
 
 

@@ -105,8 +105,9 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
         fields = schemas[name]["properties"]
         fields["model"] = model_schema
         fields["pin"]["anyOf"][0]["maximum"] = service.limits.max_pin_seconds
-        for count in fields.keys() & {"n", "best_of"}:
-            fields[count]["anyOf"][0]["maximum"] = service.limits.max_choices
+        for count in ("n", "best_of"):
+            if "anyOf" in fields.get(count, {}):  # else it is accepted at one value
+                fields[count]["anyOf"][0]["maximum"] = service.limits.max_choices
         fields["kv_policy"]["anyOf"][0]["pattern"] = f"^({'|'.join(policies.names())})(:|$)"
         fields["speculate"]["anyOf"][0]["enum"] = [NO_SPECULATION, *service.drafters]
     if not service.tool_format:  # the model's chat template does not support tools

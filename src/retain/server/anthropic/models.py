@@ -49,7 +49,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
     @router.get("/models", include_in_schema=False)
     async def list_models() -> JSONResponse:
         """List the served models in Anthropic's format, for requests with the header anthropic-version."""
-        models = [describe_model(service.model_name)]
+        models = [describe_model(name) for name in service.model_names]
         page = {"data": models, "has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
         return JSONResponse(page, headers=create_request_id_header())
 
