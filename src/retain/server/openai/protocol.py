@@ -103,7 +103,7 @@ class SamplingFields(GenerationFields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = Field(None, description="Bias by token id")
-    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = Field(
         None, description="llama.cpp's repetition_penalty, over the whole text"
     )
     return_token_ids: bool = Field(False, description="Return the ids of prompt and answer, as in vLLM's server")
