@@ -51,6 +51,12 @@ def count_prompt_tokens(api, answer):
 
 def read_overflow(api, answer):
     """Return the prompt's tokens and the context that an error names, after checking what else agents look at."""
+    if answer.headers["content-type"].startswith("text/event-stream"):  # where Codex CLI looks for it
+        *_, failed = (json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {"))
+        error = failed["response"]["error"]
+        assert failed["type"] == "response.failed" and error["code"] == "context_length_exceeded"
+        found = re.search(PATTERNS["others"], error["message"])
+        return int(found["tokens"]), int(found["context"])
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error" and "\n" not in error["message"]
     if api == "messages":
@@ -129,3 +135,15 @@ def test_max_tokens_is_cut_to_the_limit_of_the_server(small_pool_server, api):
         body = build_body(api, "Hello", max_tokens=max_tokens, ignore_eos=True)
         expected = {"messages": "max_tokens", "responses": "max_output_tokens"}
         assert read_end(api, post(small_pool_server, api, body)) == (expected.get(api, "length"), 4)
+
+
+@pytest.mark.parametrize("path", ["completions/render", "responses/render", "chat/completions/render", "../tokenize"])
+def test_a_prompt_that_is_only_rendered_is_refused_in_the_same_words(short_server, path):
+    body = build_body(path.partition("/")[0], "x" * 10**6)
+    if path == "../tokenize":
+        body = {"prompt": "x" * 10**6}
+    answer = HTTP.post(f"{short_server.url}/{path}", json=body)
+    field = {"completions/render": "prompt", "responses/render": "input", "../tokenize": "prompt"}.get(path, "messages")
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == field and f"your {field} resulted" in error["message"]
+    assert error["code"] == "context_length_exceeded"

@@ -110,8 +110,13 @@ def test_failing_observer_is_ignored(tiny_server, monkeypatch):
 def test_rejected_requests_are_not_tracked(tiny_server, monkeypatch):
     inspector = Inspector(tiny_server.service.llm)
     monkeypatch.setattr(tiny_server.service.engine_thread, "observers", [inspector])
+
+    def refuse(request):
+        raise ValueError("too large")
+
+    monkeypatch.setattr(tiny_server.service.llm.engine.scheduler, "check_fits", refuse)
     for _ in range(3):
-        assert post(tiny_server, max_tokens=100_000).status_code == 400
+        assert post(tiny_server).status_code == 400
     run_in_engine_thread(tiny_server, lambda: None).result(60)
     assert not inspector.live
 

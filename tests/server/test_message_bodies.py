@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from retain.server.anthropic.blocks import AssistantBlock, CacheableBlock, UserBlock
 from retain.server.anthropic.conversion import cut_at_breakpoints, to_chat_request
@@ -73,7 +73,7 @@ def test_every_type_of_a_block_is_known(kind: str) -> None:
 @pytest.mark.parametrize("kind", FIELDS["tools"])
 def test_every_type_of_a_tool_is_a_function_or_left_out(kind: str) -> None:
     fields = FIELDS["tools"][kind]
-    given = {"type": kind, "name": "n"} if kind != "custom" else FUNCTION | {"type": kind}
+    given = {"type": kind, "name": "n"} if kind != "custom" else FUNCTION | {"type": kind, "name": "n"}
     (tool,) = build_body(tools=[given | {"cache_control": EPHEMERAL}]).tools or []
     assert [field for field in fields if not knows(type(tool), field)] == []
     assert isinstance(tool, Tool if kind == "custom" else TypedTool)
@@ -85,7 +85,7 @@ def test_every_type_of_a_tool_is_a_function_or_left_out(kind: str) -> None:
         assert schema["type"] == "object" and set(schema.get("required", ())) <= set(schema["properties"])
     elif kind != "custom":
         assert [function["name"] for function in body.functions] == ["f"]
-        assert list(body.left_out_tools) == [family or kind]
+        assert [tool.kind for tool in body.left_out_tools] == [family or kind]
 
 
 def test_an_unknown_type_of_a_tool_is_refused() -> None:
@@ -175,7 +175,8 @@ def test_breakpoints_are_found_wherever_clients_put_them() -> None:
         {"role": "assistant", "content": [thinking, call]},
         {"role": "user", "content": [result, text]},
     ]
-    body = build_body(system=[text | marked] * 3, tools=[FUNCTION | marked] * 3, messages=messages)
+    tools = [FUNCTION | marked | {"name": name} for name in "fgh"]
+    body = build_body(system=[text | marked] * 3, tools=tools, messages=messages)
     cuts = cut_at_breakpoints(body)
     assert list(cuts) == [3600, 300]
     hour, minutes = cuts[3600], cuts[300]
@@ -279,3 +280,21 @@ def test_a_last_message_of_the_assistant_is_continued(content: Any, continues: b
 def test_no_block_is_both_a_breakpoint_and_unknown() -> None:
     """Every block may be a breakpoint: a client that marks one that Anthropic does not allow gets its answer."""
     assert all(issubclass(model, CacheableBlock) for model in BLOCKS.values())
+
+
+@pytest.mark.parametrize("kind", [["x"], {"x": 1}, 7, None, True])
+def test_a_result_of_a_hosted_tool_may_hold_anything(kind: Any) -> None:
+    block = {"type": "web_search_tool_result", "tool_use_id": "a", "content": {"type": kind, "text": "t"}}
+    assert TypeAdapter(UserBlock).validate_python(block).prompt_text == "t"
+
+
+def test_tools_of_one_kind_are_told_apart_and_names_are_distinct() -> None:
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    searches = [{"type": f"web_search_{date}", "name": f"search_{date}"} for date in (20250305, 20260209)]
+    for tool in searches:
+        choice = {"type": "tool", "name": tool["name"]}
+        with pytest.raises(ValidationError, match="cannot be called here"):
+            MessagesRequest.model_validate({**body, "tools": searches, "tool_choice": choice})
+    twice = [{"type": "bash_20250124", "name": "bash"}, {"name": "bash", "input_schema": {"type": "object"}}]
+    with pytest.raises(ValidationError, match="two tools have the same name"):
+        MessagesRequest.model_validate({**body, "tools": twice})

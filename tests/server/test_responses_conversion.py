@@ -8,6 +8,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.errors import APIError
@@ -22,7 +23,7 @@ from retain.server.openai.responses.conversion import (
     resolve_references,
     to_messages,
 )
-from retain.server.openai.responses.items import encode_reasoning
+from retain.server.openai.responses.items import OTHER_ITEMS, encode_reasoning
 from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.store import StoredTurn
 
@@ -243,8 +244,7 @@ def test_a_prompt_that_is_only_computed() -> None:
 
 def test_effort_decides_whether_the_model_reasons() -> None:
     def thinks(**fields: Any) -> bool | None:
-        options = to_chat(**fields).model_dump()["chat_template_kwargs"]
-        return options["enable_thinking"] if options else None
+        return to_chat(**fields).template_variables.get("enable_thinking")
 
     assert thinks() is None and thinks(reasoning={"effort": None, "summary": "auto"}) is None
     assert thinks(reasoning={"effort": "none"}) is False
@@ -260,6 +260,17 @@ def test_references_become_the_items_of_stored_turns() -> None:
     assert len(to_messages(resolved)) == 3
 
 
+def test_a_reference_is_to_the_turn_that_was_found() -> None:
+    """Two turns may have items of one id."""
+    turns = [
+        store([{**message("user", text), "id": "same"}, {**message("user", "x"), "id": text}], []) for text in "ab"
+    ]
+    for found in turns:
+        named = {"same": found, "a": turns[0], "b": turns[1]}
+        (first, *_) = resolve_references(ITEMS.validate_python([{"id": name} for name in named]), named)
+        assert first.text == ("a" if found is turns[0] else "b")
+
+
 def test_stored_items_keep_their_ids() -> None:
     items = ITEMS.validate_python([{**message("user", "x"), "id": "msg_1"}, message("user", "y")])
     ids = [item["id"] for item in dump_items(items)]
@@ -271,3 +282,12 @@ def test_fields_of_chat_completions_are_renamed_in_errors() -> None:
     assert (error.param, error.message) == ("max_output_tokens", "max_output_tokens is 9: at most 8")
     other = APIError(400, "x", "tools")
     assert rename_parameter(other) is other
+
+
+@pytest.mark.parametrize("kind", OTHER_ITEMS)
+def test_an_item_that_is_left_out_is_stored_as_it_came(kind: str) -> None:
+    item = {"type": kind, "content": "x", "any": [1]}
+    (dumped,) = dump_items(ITEMS.validate_python([item]))
+    assert item.items() <= dumped.items() and isinstance(dumped["id"], str)
+    with pytest.raises(ValidationError):
+        ITEMS.validate_python([{**item, "id": ["no", "text"]}])

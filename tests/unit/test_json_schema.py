@@ -133,3 +133,9 @@ def test_a_grammar_of_a_schema_has_no_dead_end(compiler: GrammarCompiler, docume
         if state.is_complete or tokens[-1] in compiler.tokenizer.stop_token_ids:
             jsonschema.validate(json.loads(compiler.tokenizer.decode(tokens)), document)
             break
+
+
+@pytest.mark.parametrize("kind", [5, 1.5, True, None, [{}], [5, "object"], {}])
+def test_a_type_that_is_none_is_left_to_the_compiler(kind: Any) -> None:
+    for schema in ({"type": kind}, {"type": "object", "properties": {"a": {"type": kind}}}):
+        assert drop_unmatchable(schema) == schema

@@ -60,7 +60,8 @@ class ChatTemplate:
         given: dict[str, Any] = {"messages": [_normalize(m) for m in messages], "tools": tools}
         given["add_generation_prompt"] = add_generation_prompt
         variables = variables or {}
-        if taken := sorted(variables.keys() & (given.keys() | self._template.globals.keys())):
+        functions = {name for name, value in self._template.globals.items() if not isinstance(value, str)}
+        if taken := sorted(variables.keys() & (given.keys() | functions)):
             raise ValueError(f"the variable {taken[0]} of the chat template cannot be set")
         try:
             return self._template.render({"documents": None, **variables, **given})

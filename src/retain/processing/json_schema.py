@@ -68,6 +68,8 @@ class MatchableParts:
                 needed.append(self._any_of([self._add_part(p, root) for p in _schemas(part[name])]))
         object_condition, array_condition = self._object(part, root), self._array(part, root)
         types = part.get("type", TYPES)
+        if not isinstance(types, str | list) or not all(isinstance(t, str) for t in types):
+            types = TYPES  # the compiler refuses it
         special = {"object": object_condition, "array": array_condition}
         by_type = [special.get(t, self._always) for t in ([types] if isinstance(types, str) else types)]
         needed.append(self._any_of(by_type))

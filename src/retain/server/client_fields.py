@@ -15,9 +15,7 @@ NO_ACCOUNTS = Accepted("nothing is counted or stored by user")
 HINT = Accepted("a hint to hosted models")
 SHARED = Accepted("equal prefixes are always shared")
 
-EXTENSIONS: FieldTable = {}
 SAMPLING: FieldTable = {
-    **EXTENSIONS,
     "user": NO_ACCOUNTS,
     "safety_identifier": NO_ACCOUNTS,
     "metadata": NO_ACCOUNTS,
@@ -75,7 +73,9 @@ CHAT_ASSISTANT_MESSAGE: FieldTable = {  # clients send the answers back as they 
     "tool_call_id": Accepted("it belongs to messages of tools"),
     "prefix": only(False),
     "partial": only(False),
+    "parsed": Accepted("the text is in `content`"),
 }
+CHAT_FUNCTION_CALL: FieldTable = {"parsed_arguments": Accepted("the text is in `arguments`")}
 CHAT_TEXT_PART: FieldTable = {
     "cache_control": CACHE_CONTROL,
     "annotations": Accepted("the model sees the text only"),

@@ -286,6 +286,6 @@ def _iter_readable(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _iter_readable(item)
-    elif isinstance(value, dict) and value.get("type") not in client_fields.MESSAGES_REFUSED_TYPES:
+    elif isinstance(value, dict) and str(value.get("type")) not in client_fields.MESSAGES_REFUSED_TYPES:
         for name in READABLE_MEMBERS:
             yield from _iter_readable(value.get(name))

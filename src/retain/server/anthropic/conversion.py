@@ -29,7 +29,7 @@ from retain.server.openai.protocol import ExtensionFields, Json
 
 C = TypeVar("C", bound=ConversationFields)
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-SHARED_FIELDS = [name for name in ExtensionFields.model_fields if name != "metadata"]
+SHARED_FIELDS = list(ExtensionFields.model_fields)
 PROBE = UserMessage(role="user", content="0")  # follows a system prompt that is rendered alone
 
 
@@ -53,19 +53,8 @@ def to_chat_request(body: ConversationFields) -> ChatCompletionRequest:
     if isinstance(body, MessagesRequest):
         fields |= {"temperature": body.temperature, "top_p": body.top_p, "stop": body.stop_sequences}
         fields |= {"stream": body.stream, "max_completion_tokens": max(body.max_tokens, 1)}
+        fields |= {} if body.max_tokens else {"min_tokens": 0}
     return ChatCompletionRequest(**fields)
-
-
-def system_messages_as_user(body: C) -> C:
-    """Return a conversation whose later system messages are text of the user, for templates that know one at the start.
-
-    Claude Code describes its agents and skills in such messages.
-    """
-    messages: list[Message] = []
-    for message in _shown_messages(body.messages):
-        is_later = isinstance(message, SystemMessage) and (messages or body.system)
-        messages.append(UserMessage(role="user", content=message.content) if is_later else message)  # type: ignore[arg-type]
-    return body.model_copy(update={"messages": messages})
 
 
 def convert_messages(body: ConversationFields) -> list[Json]:

@@ -18,15 +18,14 @@ from retain.server.openai.protocol import Json
 from retain.server.openai.streaming import ResponseEncoder
 from retain.server.request_group import OutputDelta, RequestGroup
 from retain.server.usage import build_request_stats, count_tokens
-
-WARNING_HEADER = "x-retain-warning"
+from retain.server.warning_header import build_warning_header
 
 
 class MessagesEncoder(ResponseEncoder):
     """Encodes the answer of /v1/messages.
 
     `prompt_only` (max_tokens 0): leave out the output. `fills_context`: max_tokens was lowered to what fits.
-    `left_out`: what of the request cannot be used here, named in a header.
+    `warnings`: what of the request was left out.
     """
 
     def __init__(
@@ -36,11 +35,10 @@ class MessagesEncoder(ResponseEncoder):
         model_name: str,
         prompt_only: bool = False,
         fills_context: bool = False,
-        left_out: Sequence[str] = (),
+        warnings: Sequence[str] = (),
     ):
         self.output_processor, self.prompt_only, self.fills_context = output_processor, prompt_only, fills_context
-        warnings = {WARNING_HEADER: f"tools left out: {', '.join(left_out)}"} if left_out else {}
-        self.headers = create_request_id_header() | warnings
+        self.headers = create_request_id_header() | build_warning_header(warnings)
         self._parser, self._content = parser, ContentBlocks()
         self._envelope: Json = {
             "id": f"msg_{uuid4().hex[:24]}",

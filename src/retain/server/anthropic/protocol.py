@@ -129,9 +129,14 @@ class ConversationFields(ExtensionFields):
 
     @model_validator(mode="after")
     def _check_conversation(self) -> ConversationFields:
-        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.name in self.left_out_tools.values():
+        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.name in {
+            tool.name for tool in self.left_out_tools
+        }:
             raise ValueError(f"tool_choice names {quote(self.tool_choice.name)}, which cannot be called here")
-        if self.tool_choice and self.tool_choice.type in ("any", "tool") and not self.functions:
+        names = [function["name"] for function in self.functions]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name")
+        if self.tool_choice and self.tool_choice.type in ("any", "tool") and not names:
             raise ValueError("tool_choice without tools" + (" that can be called here" if self.tools else ""))
         if self.last_turn_calls_tool:
             raise ValueError("the last message calls a tool: the result must follow")
@@ -143,13 +148,9 @@ class ConversationFields(ExtensionFields):
         return [function for tool in self.tools or () if (function := tool.to_function())]
 
     @property
-    def left_out_tools(self) -> dict[str, str | None]:
-        """The kinds of the tools that cannot be called here, with their names."""
-        return {
-            tool.kind: tool.name
-            for tool in self.tools or ()
-            if isinstance(tool, TypedTool) and tool.to_function() is None
-        }
+    def left_out_tools(self) -> list[TypedTool]:
+        """The tools that cannot be called here."""
+        return [tool for tool in self.tools or () if isinstance(tool, TypedTool) and tool.to_function() is None]
 
     @property
     def last_turn_calls_tool(self) -> bool:

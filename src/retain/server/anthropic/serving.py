@@ -8,19 +8,19 @@ import numpy as np
 
 from retain.kv.prefix.block_hash import common_prefix_length
 from retain.processing.input import GenerateRequest
-from retain.server.anthropic.conversion import cut_at_breakpoints, system_messages_as_user, to_chat_request
+from retain.server.anthropic.conversion import cut_at_breakpoints, to_chat_request
 from retain.server.anthropic.encoder import MessagesEncoder
 from retain.server.anthropic.protocol import ConversationFields, MessagesRequest
 from retain.server.auth import ApiKey
 from retain.server.openai.serving import OpenAIServing, Prepared
 from retain.server.request_group import Pin
+from retain.server.warning_header import warn_of
 
 C = TypeVar("C", bound=ConversationFields)
 
 
 def prepare_message(service: OpenAIServing, body: MessagesRequest, key: ApiKey) -> Prepared:
     """Prepare a message. Raises APIError or ValueError."""
-    body = _adapt_to_template(service, body)
     request, (parser,) = service.prepare_chat_request(to_chat_request(body), key)
     fits = service.llm.input_processor.max_output_tokens(request, len(request.prompt))
     encoder = MessagesEncoder(
@@ -29,14 +29,17 @@ def prepare_message(service: OpenAIServing, body: MessagesRequest, key: ApiKey) 
         body.model,
         prompt_only=body.max_tokens == 0,
         fills_context=body.max_tokens > fits == request.params.max_tokens,
-        left_out=[*body.left_out_tools, *(["mcp_servers"] if body.mcp_servers else [])],
+        warnings=[
+            *warn_of("tools", (tool.kind for tool in body.left_out_tools)),
+            *warn_of("MCP servers", (server.name for server in body.mcp_servers or ())),
+        ],
     )
     return Prepared([request], encoder, find_pins(service, body, request))
 
 
 def count_prompt_tokens(service: OpenAIServing, body: ConversationFields) -> int:
     """Count the tokens of a conversation as a prompt. Raises APIError or ValueError."""
-    return len(_encode_prompt(service, _adapt_to_template(service, body)))
+    return len(_encode_prompt(service, body))
 
 
 def find_pins(service: OpenAIServing, body: ConversationFields, request: GenerateRequest) -> list[Pin]:
@@ -56,17 +59,6 @@ def find_pins(service: OpenAIServing, body: ConversationFields, request: Generat
             num_tokens = common_prefix_length(np.asarray(begun), np.asarray(request.prompt))
         pins.append(Pin(min(seconds, service.limits.max_pin_seconds), num_tokens))
     return pins
-
-
-def _adapt_to_template(service: OpenAIServing, body: C) -> C:
-    """Return the conversation without system messages behind its start, where the chat template refuses them."""
-    if not any(message.role == "system" for message in body.messages):
-        return body
-    try:
-        service.llm.tokenizer.apply_chat_template([{"role": role, "content": "0"} for role in ("user", "system")])
-    except ValueError:
-        return system_messages_as_user(body)
-    return body
 
 
 def _encode_prompt(service: OpenAIServing, body: ConversationFields) -> list[int]:

@@ -31,6 +31,7 @@ JSON_TYPE, CONTENT_TYPE = "application/json", b"content-type"
 MAX_VALUES = 2**20  # in all lists and objects of a body: the token ids of the longest prompts
 MAX_ITEMS = 2**14  # of a list that has more than numbers
 MAX_KEYS = 2**12  # of an object
+MAX_DEPTH = 200  # of lists and objects in each other: the JSON writer goes little deeper
 
 
 class BodyRoute(APIRoute):
@@ -109,9 +110,11 @@ def _invalid(message: str) -> RequestValidationError:
 def find_excess(value: Any) -> str | None:
     """Return which bound a JSON value exceeds, in words; None if none."""
     items: Collection[Any]
-    containers, num_values = [value], 0
+    containers, num_values = [(value, 1)], 0
     while containers:
-        x = containers.pop()
+        x, depth = containers.pop()
+        if depth > MAX_DEPTH:
+            return f"lists and objects nested more than {MAX_DEPTH} deep"
         if isinstance(x, dict):
             if len(x) > MAX_KEYS:
                 return f"an object of {len(x)} keys: at most {MAX_KEYS}"
@@ -125,5 +128,5 @@ def find_excess(value: Any) -> str | None:
         num_values += len(x)
         if num_values > MAX_VALUES:
             return f"more than {MAX_VALUES} values"
-        containers += [item for item in items if isinstance(item, dict | list)]
+        containers += [(item, depth + 1) for item in items if isinstance(item, dict | list)]
     return None

@@ -39,6 +39,8 @@ class ToolParam(StrictModel):
 class FunctionCall(StrictModel):
     """Name and JSON-encoded arguments of a function call."""
 
+    other_fields = client_fields.CHAT_FUNCTION_CALL
+
     name: str
     arguments: str
 
@@ -189,7 +191,7 @@ class ChatCompletionRequest(SamplingFields):
         None, description="Number of most likely tokens to return per position; implies logprobs"
     )
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[ToolParam], Field(min_length=1, max_length=1024)] | None = None
+    tools: Annotated[list[ToolParam], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     chat_template_kwargs: TemplateVariables | None = Field(
         None, description="Variables of the chat template, such as `enable_thinking`"

@@ -29,6 +29,26 @@ def to_template_messages(messages: Sequence[InputMessageParam | AssistantMessage
     return out
 
 
+def join_system_messages(messages: Sequence[Json]) -> list[Json]:
+    """Return messages of which only the first may be a system message, for chat templates that refuse others.
+
+    System messages at the start become one. A later one becomes text of the user, in the message of the user beside it:
+    templates refuse two of them in a row, too.
+    """
+    joined: list[Json] = []
+    is_joined = False  # whether the last one has text of a later system message
+    for message in messages:
+        is_later = message["role"] == "system" and any(m["role"] != "system" for m in joined)
+        role = "user" if is_later else message["role"]
+        if joined and role == joined[-1]["role"] and (role == "system" or is_later or is_joined):
+            joined[-1]["content"] = f"{joined[-1]['content']}\n\n{message['content']}"
+            is_joined = True
+        else:
+            joined.append({**message, "role": role})
+            is_joined = is_later
+    return joined
+
+
 def _convert_answer(m: AssistantMessageParam) -> Json:
     """Return the fields that only an assistant message has."""
     fields: Json = {} if m.content or m.refusal is None else {"content": m.refusal}

@@ -40,7 +40,9 @@ def create_router(service: OpenAIServing) -> APIRouter:
         """Return the token ids of the prompt that a chat completion has."""
         service.check_model(body.model)
         key = request.state.key
-        return await service.run_admitted(key, lambda: render_one(service, service.prepare_chat_request(body, key)[0]))
+        return await service.run_admitted(
+            key, lambda: render_one(service, body.model, service.prepare_chat_request(body, key)[0])
+        )
 
     @router.post("/completions/render", response_model=None, responses={200: {"model": list[RenderedRequest]}})
     async def render_completion(body: CompletionRequest, request: Request) -> Response:
@@ -48,28 +50,30 @@ def create_router(service: OpenAIServing) -> APIRouter:
         service.check_model(body.model)
         key = request.state.key
         return await service.run_admitted(
-            key, lambda: render_all(service, service.prepare_completion(body, key).requests)
+            key,
+            lambda: render_all(service, body.model, service.prepare_completion(body, key).requests),
+            body.prompt_field,
         )
 
     return router
 
 
-def render_one(service: OpenAIServing, generated: GenerateRequest) -> Response:
+def render_one(service: OpenAIServing, model: str, generated: GenerateRequest) -> Response:
     """Return the response for a request that has one prompt. Raises ValueError if it could not be generated."""
     service.process([generated])
-    return _to_response(_describe(service, generated))
+    return _to_response(_describe(model, generated))
 
 
-def render_all(service: OpenAIServing, generated: Sequence[GenerateRequest]) -> Response:
+def render_all(service: OpenAIServing, model: str, generated: Sequence[GenerateRequest]) -> Response:
     """Return the response for a request that may have several prompts. Raises ValueError as `render_one`."""
     service.process(generated)
-    return _to_response([_describe(service, one) for one in generated])
+    return _to_response([_describe(model, one) for one in generated])
 
 
-def _describe(service: OpenAIServing, generated: GenerateRequest) -> Json:
+def _describe(model: str, generated: GenerateRequest) -> Json:
     return {
         "request_id": f"render-{uuid4().hex}",
-        "model": service.model_name,
+        "model": model,
         "token_ids": generated.prompt,
         "sampling_params": asdict(generated.params),
     }

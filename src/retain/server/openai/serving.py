@@ -30,7 +30,7 @@ from retain.server.openai.chat_protocol import (
 from retain.server.openai.choice_builders import ChatChoiceBuilder, CompletionChoiceBuilder, Json
 from retain.server.openai.completions_encoder import ChatCompletionEncoder, CompletionEncoder
 from retain.server.openai.errors import APIError, invalid_request
-from retain.server.openai.messages import to_template_messages, to_template_tools
+from retain.server.openai.messages import join_system_messages, to_template_messages, to_template_tools
 from retain.server.openai.protocol import CompletionRequest, GenerationFields, SamplingFields
 from retain.server.openai.reasoning_parser import BEGIN, ReasoningParser, supports_reasoning
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
@@ -120,7 +120,20 @@ class OpenAIServing:
         return request, [self._create_output_parser(prompt, tools, begun) for _ in range(body.n or 1)]
 
     def _count_system_tokens(self, body: ChatCompletionRequest) -> int:
-        return self.llm.tokenizer.count_system_tokens(to_template_messages(body.messages))
+        return self.llm.tokenizer.count_system_tokens(self.convert_messages(body))
+
+    def convert_messages(self, body: ChatCompletionRequest) -> list[Json]:
+        """Return messages as the chat template takes them: with one system message, where it refuses others."""
+        messages = to_template_messages(body.messages)
+        joined = join_system_messages(messages)
+        if joined == messages:
+            return messages
+        try:
+            probe = [{"role": role, "content": "0"} for role in ("system", "system", "user", "system")]
+            self.llm.tokenizer.apply_chat_template(probe)
+        except ValueError:
+            return joined
+        return messages
 
     def render_chat(self, body: ChatCompletionRequest) -> tuple[str, list[Json]]:
         """Return the prompt text of a conversation, and its tools. Raises APIError or ValueError."""
@@ -128,7 +141,7 @@ class OpenAIServing:
         if tools and not self.tool_format:
             raise APIError(400, "this model's chat template does not support tools", "tools")
         prompt = self.llm.tokenizer.apply_chat_template(
-            to_template_messages(body.messages),
+            self.convert_messages(body),
             body.add_generation_prompt,
             tools=tools or None,
             continue_final_message=body.continue_final_message,
@@ -219,7 +232,8 @@ class OpenAIServing:
         """
         requested = None if requested == AS_MANY_AS_FIT else requested
         if requested is not None and body.min_tokens > requested:
-            raise APIError(400, f"min_tokens is {body.min_tokens}: at most max_tokens, {requested}", "min_tokens")
+            message = f"min_tokens is {body.min_tokens}: at most the {requested} output tokens that are asked for"
+            raise APIError(400, message, "min_tokens")
         fits = self.llm.input_processor.max_output_tokens(request, len(request.prompt))
         return min(x for x in (requested, self.limits.max_output_tokens, fits) if x is not None)
 
@@ -265,13 +279,16 @@ class OpenAIServing:
             self.sandbox.check_grammar(checked)
         return [state for request in requests for state in self.llm.input_processor.process(request)]
 
-    async def run_admitted(self, key: ApiKey, function: Callable[[], T]) -> T:
-        """Run a function for a request as a generation is prepared: admitted, in a thread of its key, in time."""
+    async def run_admitted(self, key: ApiKey, function: Callable[[], T], prompt_field: str = "messages") -> T:
+        """Run a function for a request as a generation is prepared: admitted, in a thread of its key, in time.
+
+        `prompt_field`: the field that has the prompt. Raises APIError.
+        """
         with self.admission.admit(key.name, 1):
             try:
                 async with asyncio.timeout(self.limits.request_timeout):
                     return await self.preparation.run(key.name, function)
             except TimeoutError:
                 raise APIError(408, "the request timed out") from None
-            except RecursionError as error:
-                raise invalid_request(error) from None
+            except (ValueError, RecursionError) as error:
+                raise invalid_request(error, prompt_field) from None

@@ -115,7 +115,7 @@ class GenerationResponse(Response):
     def _explain_failure(self, index: int) -> str:
         """Return why a choice cannot follow its grammar."""
         grammar = self.group.requests[index].grammar
-        return f"the answer cannot follow response_format or tool_choice: {grammar.error if grammar else ''}"
+        return f"the answer cannot follow the requested format or tool call: {grammar.error if grammar else ''}"
 
     async def _send_full(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

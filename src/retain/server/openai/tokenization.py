@@ -94,7 +94,8 @@ def create_router(service: OpenAIServing) -> APIRouter:
             service.llm.input_processor.check_length(text)
             return tokenizer.encode(text, add_special_tokens)
 
-        token_ids = await service.run_admitted(request.state.key, encode_body)
+        prompt_field = "prompt" if isinstance(body, TokenizeCompletionRequest) else "messages"
+        token_ids = await service.run_admitted(request.state.key, encode_body, prompt_field)
         return TokenizeResponse(tokens=token_ids, count=len(token_ids), max_model_len=service.llm.max_model_len)
 
     @router.post("/detokenize")

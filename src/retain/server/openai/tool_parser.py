@@ -41,7 +41,11 @@ class ToolFormat:
         names = " | ".join(f"call{i}" for i in range(len(tools)))
         calls = '"[" ws? call ws? "]"' if self.is_list else "call"
         between = f"ws? {calls} ws?" if end else f"ws? {calls}" if begin else calls
-        rules = [f"start: {begin} {between} {end}", f"call: {names}", r"ws: /[ \t\r\n]+/"]
+        rules = [
+            f"start: {begin} {between} {end}",
+            f"call: {names}",
+            r"ws: /[ \t\r\n]{1,8}/",  # bounded: small models would write blanks for ever
+        ]
         for i, tool in enumerate(tools):
             members = f'{self._lark_key("name")} name{i} ws? "," ws? {self._lark_key(self.arguments_key)} arguments{i}'
             rules += [

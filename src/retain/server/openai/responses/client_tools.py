@@ -41,7 +41,12 @@ def _object(required: Sequence[str], **properties: Json) -> Json:
 
 TEXT: Json = {"type": "string"}
 TEXTS: Json = {"type": "array", "items": TEXT}
-MILLISECONDS: Json = {"type": "integer", "description": "Milliseconds after which a command is stopped"}
+MILLISECONDS: Json = {
+    "type": "integer",
+    "minimum": 0,
+    "maximum": 86_400_000,
+    "description": "Milliseconds after which a command is stopped",
+}
 SEARCH_SCHEMA = _object(["query"], query=TEXT)
 BUILT_IN_FUNCTIONS = {
     "local_shell": FunctionDefinition(
@@ -58,7 +63,10 @@ BUILT_IN_FUNCTIONS = {
         name="shell",
         description="Run shell commands on the user's machine.",
         parameters=_object(
-            ["commands"], commands=TEXTS, timeout_ms=MILLISECONDS, max_output_length={"type": "integer"}
+            ["commands"],
+            commands=TEXTS,
+            timeout_ms=MILLISECONDS,
+            max_output_length={"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
         ),
     ),
     "apply_patch": FunctionDefinition(

@@ -7,7 +7,7 @@ same whether the server stored them or the client sends all of them, and so are 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
@@ -45,6 +45,7 @@ from retain.server.openai.responses.items import (
 from retain.server.openai.responses.protocol import ResponsesRequest, TextJsonSchemaFormat
 from retain.server.openai.responses.store import StoredTurn
 from retain.server.openai.responses.tools import AllowedTools
+from retain.server.warning_header import warn_of
 
 ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 ID_PREFIXES = {
@@ -59,7 +60,6 @@ ID_PREFIXES = {
     "apply_patch_call": "apc",
     "tool_search_call": "tsc",
 }
-MAX_NAMES_IN_WARNING = 16
 CHAT_PARAMETERS = {  # as errors of chat completions name them
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -107,8 +107,8 @@ def resolve_references(items: Sequence[InputItem], turns: Mapping[str, StoredTur
     """Return the items with those of stored turns in place of references to them. `turns`: by the items' ids."""
     if not turns:
         return list(items)
-    found = {item["id"]: item for turn in set(turns.values()) for item in iter_own_items(turn)}
-    stored = dict(zip(turns, ITEMS.validate_python([found[name] for name in turns]), strict=True))
+    found = [next(item for item in iter_own_items(turn) if item["id"] == name) for name, turn in turns.items()]
+    stored = dict(zip(turns, ITEMS.validate_python(found), strict=True))
     return [stored[item.id] if isinstance(item, ItemReference) else item for item in items]
 
 
@@ -133,8 +133,9 @@ def convert_request(
         messages.insert(0, InputMessageParam(role="system", content=body.instructions))
     added = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
     tools, choice = _choose_tools(body, expand_tools(body.tools or (), added))
+    shared = {name: getattr(body, name) for name in ExtensionFields.model_fields}
     chat = ChatCompletionRequest(
-        **{name: getattr(body, name) for name in ExtensionFields.model_fields},
+        **(shared if body.generates else {**shared, "min_tokens": 0}),
         model=body.model,
         messages=messages,
         max_completion_tokens=body.max_output_tokens if body.generates else 1,
@@ -149,16 +150,8 @@ def convert_request(
         tool_choice=choice,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
-    left_out = dict.fromkeys(item.type for item in items if isinstance(item, OtherItem))
-    return ConvertedRequest(chat, tools, [*_warn("tools", tools.left_out), *_warn("items", left_out)])
-
-
-def _warn(kind: str, left_out: Iterable[str]) -> list[str]:
-    """Return a warning that fits into a header, or none if nothing was left out."""
-    names = list(left_out)
-    if len(names) > MAX_NAMES_IN_WARNING:
-        names = [*names[:MAX_NAMES_IN_WARNING], f"and {len(names) - MAX_NAMES_IN_WARNING} more"]
-    return [f"{kind} left out: {', '.join(names)}"] if names else []
+    left_out = [item.type for item in items if isinstance(item, OtherItem)]
+    return ConvertedRequest(chat, tools, [*warn_of("tools", tools.left_out), *warn_of("items", left_out)])
 
 
 def _choose_tools(
@@ -215,7 +208,7 @@ def to_messages(items: Sequence[InputItem]) -> list[MessageParam]:
             messages.append(InputMessageParam(role="tool", content=item.text, tool_call_id=call_id))
         elif isinstance(item, ToolsItem) and item.call_id in call_ids:
             turn = None
-            found = json.dumps({"tools": expand_tools(item.tools).names})
+            found = json.dumps({"tools": expand_tools((), item.tools).names})
             messages.append(InputMessageParam(role="tool", content=found, tool_call_id=item.call_id))
     return messages
 

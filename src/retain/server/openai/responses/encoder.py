@@ -24,8 +24,7 @@ from retain.server.openai.responses.tools import HostedTool
 from retain.server.openai.streaming import ResponseEncoder
 from retain.server.request_group import OutputDelta, RequestGroup
 from retain.server.usage import build_request_stats, count_tokens
-
-WARNING_HEADER = "x-retain-warning"
+from retain.server.warning_header import build_warning_header
 
 
 class ResponsesEncoder(ResponseEncoder):
@@ -45,7 +44,7 @@ class ResponsesEncoder(ResponseEncoder):
         on_finish: Callable[[Json, bytes], None] = lambda response, encoded: None,
     ):
         self.response = build_response(body)
-        self.headers = {WARNING_HEADER: "; ".join(warnings)} if warnings else {}
+        self.headers = build_warning_header(warnings)
         self._parser, self._tokenizer, self._output_processor = parser, tokenizer, output_processor
         self._wants_logprobs, self._on_finish = body.wants_logprobs, on_finish
         self._output, self._finish_reason = OutputItems(tools, body.wants_encrypted_reasoning), FinishReason.STOP

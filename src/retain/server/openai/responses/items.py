@@ -115,6 +115,7 @@ class OtherItem(LeftOutModel):
     """Item that only other servers understand. It is left out, and the header `x-retain-warning` names its type."""
 
     type: str
+    id: str | None = None
 
 
 SHARED_TAGS = {  # of types that have one model
@@ -176,7 +177,7 @@ def dump_item(item: InputItem, default_id: str) -> Json:
     """Return an item as JSON of a fixed form: with an id, and texts as lists of parts."""
     dumped: Json = {"id": default_id, "status": "completed", **item.model_dump(exclude_none=True, by_alias=True)}
     dumped["id"] = dumped["id"] or default_id
-    if isinstance(dumped.get("content"), str):
-        kind = "output_text" if dumped["role"] == "assistant" else "input_text"
-        dumped["content"] = [{"type": kind, "text": dumped["content"]}]
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        dumped["content"] = [{"type": kind, "text": item.content}]
     return dumped

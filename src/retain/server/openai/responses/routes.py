@@ -86,7 +86,8 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
         find_items = find_inputs(body, key.name)
 
         def render() -> Response:
-            return render_one(service, service.prepare_chat_request(convert_request(body, *find_items()).chat, key)[0])
+            chat = convert_request(body, *find_items()).chat
+            return render_one(service, body.model, service.prepare_chat_request(chat, key)[0])
 
         try:
             return await service.run_admitted(key, render)
