@@ -182,7 +182,9 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None
+    echo: bool | None = Field(
+        None, description="Return the prompt too: a text as it was sent, token ids as the text that they show"
+    )
     best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="Must equal n if given")
 
     @model_validator(mode="after")

@@ -121,8 +121,9 @@ void MassAccumulator::finish_tile(const AttentionArgs& args, const AttentionPlan
   head.is_busy = false;
 }
 
-// Gives a thread buffers in place of those that it left to a finished tile. Never waits for ever: a tile that others wait
-// for has buffers, because jobs start in the order of a head's tiles.
+// Gives a thread buffers in place of those that it left to a finished tile. Never waits for ever: a tile that others
+// wait for has buffers, because jobs start in the order of a head's tiles. This needs that all tiles of a head are split
+// or none is: jobs of split tiles start after all others. So it is, because a request's tokens and a head's pages decide.
 void MassAccumulator::take_spare_buffer(int thread) {
   wait_until([&] {
     std::lock_guard<std::mutex> lock(mutex_);

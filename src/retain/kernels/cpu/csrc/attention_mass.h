@@ -90,8 +90,8 @@ void draw_noise(const AttentionArgs& args, const QueryTile& tile, int token, flo
     }
 }
 
-// Multiplies the masses of a tile's pages by `decay`, and adds factor * weight of each row, one row after the other. A row
-// whose factor is 0 has no valid weights in that block.
+// Multiplies the masses of a tile's pages by `decay`, and adds factor * weight of each row, one row after the other. A
+// row whose factor is 0 has no valid weights in that block.
 template <class T>
 void reduce_mass_impl(const AttentionArgs& args, const QueryTile& tile, const MassBuffers& mass, const float* factors,
                       float decay) {

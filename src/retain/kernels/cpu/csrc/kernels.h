@@ -48,8 +48,8 @@ class MassAccumulator {
   bool is_scored(int tile) const { return !is_scored_.empty() && is_scored_[tile]; }
   // The buffers of a tile: memory of the thread, or memory of the tile if it is split.
   TableMasses buffers(const AttentionArgs&, const AttentionPlan&, int tile, int thread);
-  // Takes a tile whose blocks are all computed. If all tiles of its head before it are added, adds it and those that wait
-  // for it; else the thread that adds the tile before it will do so.
+  // Takes a tile whose blocks are all computed. If all tiles of its head before it are added, adds it and those that
+  // wait for it; else the thread that adds the tile before it will do so.
   void finish_tile(const AttentionArgs&, const AttentionPlan&, int tile, int thread);
 
  private:
