@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TypeVar
 
 from retain.server.anthropic.blocks import (
     SEPARATOR,
@@ -27,7 +26,6 @@ from retain.server.anthropic.protocol import (
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.protocol import ExtensionFields, Json
 
-C = TypeVar("C", bound=ConversationFields)
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 SHARED_FIELDS = list(ExtensionFields.model_fields)
 PROBE = UserMessage(role="user", content="0")  # follows a system prompt that is rendered alone

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
 
 from retain.kv.prefix.block_hash import common_prefix_length
@@ -15,8 +13,6 @@ from retain.server.auth import ApiKey
 from retain.server.openai.serving import OpenAIServing, Prepared
 from retain.server.request_group import Pin
 from retain.server.warning_header import warn_of
-
-C = TypeVar("C", bound=ConversationFields)
 
 
 def prepare_message(service: OpenAIServing, body: MessagesRequest, key: ApiKey) -> Prepared:

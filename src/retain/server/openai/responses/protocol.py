@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from retain.server import client_fields
-from retain.server.openai.chat_protocol import PositiveInt32
+from retain.server.openai.chat_protocol import PositiveInt32, ReasoningEffort
 from retain.server.openai.protocol import GenerationFields, Json, Seed
 from retain.server.openai.responses.items import InputItem
 from retain.server.openai.responses.tools import FunctionName, Tool, ToolChoice
@@ -81,7 +81,7 @@ class ReasoningOptions(StrictModel):
 
     other_fields = client_fields.RESPONSES_REASONING_OPTIONS
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+    effort: ReasoningEffort | None = Field(
         None, description="none: without reasoning, where the chat template has a variable for that; others: with it"
     )
 
