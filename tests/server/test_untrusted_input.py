@@ -91,15 +91,6 @@ def test_template_in_a_sandbox_renders_as_elsewhere(sandbox):
     assert sandbox.render_chat(source, {"bos_token": "<s>"}, **NO_MESSAGES | {"messages": messages}) == rendered
 
 
-def test_killed_idle_worker_is_replaced(sandbox):
-    sandbox.render_chat("a", {}, **NO_MESSAGES)
-    for worker in list(sandbox._idle.queue):
-        if worker:
-            worker.kill()
-            worker.wait()
-    assert sandbox.render_chat("a", {}, **NO_MESSAGES) == "a"
-
-
 def test_template_that_loops_stops_neither_other_requests_nor_the_shutdown():
     limits = Limits(sandbox_timeout=2.0)
     with run_server("random:tiny", {"kv_memory": "64MiB", "dtype": "float32"}, LOOP, limits=limits) as server:

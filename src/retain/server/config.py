@@ -54,7 +54,7 @@ class Limits:
         default=600.0, metadata={"help": "seconds from the arrival of a request to the end of its response"}
     )
     sandbox_timeout: PositiveFloat = field(
-        default=5.0, metadata={"help": "seconds to compile a grammar or to render a chat template"}
+        default=5.0, metadata={"help": "seconds of a processor to compile a grammar or to render a chat template"}
     )
     max_stored_bytes: Annotated[ByteCount, Bounds(0, MAX_SIZE)] = field(
         default=64 * 2**20, metadata={"help": "bytes of stored responses at most; 0 stores none"}

@@ -26,7 +26,7 @@ from retain.server.inspector.recorder import Inspector
 from retain.server.kv_events import config as kv_events_config
 from retain.server.metrics import Metrics
 from retain.server.openai.serving import OpenAIServing
-from retain.server.sandbox import Sandbox
+from retain.server.sandbox import MAX_CHARACTERS, Sandbox
 from retain.threads import reset_cpu_affinity
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig)
         publisher = _open_publisher(server_config.kv_events, stack) if server_config.kv_events else None
         engine_thread = EngineThread(load_llm)
         llm = await engine_thread.start()
-        sandbox = Sandbox(server_config.limits.sandbox_timeout)
+        limits = server_config.limits
+        sandbox = Sandbox(limits.sandbox_timeout, max_characters=max(MAX_CHARACTERS, 2 * limits.max_body_size))
         try:
             for drafter in server_config.allowed_drafters:
                 await engine_thread.call(partial(llm.add_drafter, drafter))

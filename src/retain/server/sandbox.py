@@ -1,87 +1,147 @@
-"""Run work on untrusted input in processes that may be killed: chat templates of models, grammars of requests."""
+"""Run work on untrusted input in processes that may be killed: chat templates of models, grammars of requests.
+
+How a worker ends says whose fault it was:
+
+| what the parent sees | whose it is | what follows |
+|---|---|---|
+| a reply with an error: of the template, of a deep input, of a long output | the input's | ValueError |
+| exit code 65: no memory, by Python's MemoryError | the input's | ValueError |
+| SIGABRT: no memory, for a library | the input's | ValueError |
+| SIGSEGV, SIGBUS: no stack, or no memory for a library | the input's | ValueError |
+| SIGPROF: too much time of the processor | the input's | ValueError |
+| any other signal, such as SIGKILL and SIGTERM, and any other exit code | not the input's | a fresh worker, once |
+| stopped by a signal, or no reply in `PATIENCE` times the limit of time | not the input's | a fresh worker, once |
+| bytes that are no reply | not the input's | a fresh worker, once |
+| a process that cannot be started | not the input's | a fresh worker, once |
+| a reply with a failure: an error of our own | ours | RuntimeError |
+
+Where the fresh worker is lost too, the request fails with 503. A signal of the first group that somebody else sends
+cannot be told from the process's own.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import queue
+import logging
 import signal
-import subprocess
-import sys
+import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from retain.processing.chat_template import Messages, Tools, Variables
-from retain.server.sandbox_worker import read_frame, write_frame
+from retain.server.openai.errors import APIError
+from retain.server.sandbox_worker import ERROR, EXIT_OUT_OF_MEMORY, RESULT
+from retain.server.worker_process import Reply, WorkerLost, WorkerProcess
 
-NUM_WORKERS = 2
 MEMORY_BYTES = 2**29  # of one request, beyond what an idle worker has
+MAX_CHARACTERS = 2**24  # that a template may write
+PATIENCE = 10  # times the limit of processor time, on the clock
+RETRY_AFTER_S = 1
+DEEP = "needs too much memory or nests too deeply"
+LARGE = "needs too much memory"
+log = logging.getLogger(__name__)
 
 
 class Sandbox:
-    """Runs operations in worker processes, each under a limit of time and memory. Threads may share a sandbox."""
+    """Runs operations in worker processes, each under a limit of processor time and memory.
 
-    def __init__(self, timeout_s: float, num_workers: int = NUM_WORKERS, memory_bytes: int = MEMORY_BYTES):
-        """`timeout_s`: seconds that one operation may take."""
-        self.timeout_s, self.memory_bytes = timeout_s, memory_bytes
+    Threads may share a sandbox. It has as many workers as threads call it at once; templates and grammars have workers
+    of their own, which wait for the next call.
+    """
+
+    def __init__(self, timeout_s: float, memory_bytes: int = MEMORY_BYTES, max_characters: int = MAX_CHARACTERS):
+        """`timeout_s`: seconds of a processor that one operation may take. `max_characters`: of a rendered prompt."""
+        self.timeout_s, self.memory_bytes, self.max_characters = timeout_s, memory_bytes, max_characters
+        self._lock = threading.Lock()  # of the two below
         self._closed = False
-        # Places of workers. A worker that was killed leaves None, which the next operation replaces.
-        self._idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
-        for i in range(num_workers):
-            self._idle.put(self._start_worker() if i == num_workers - 1 else None)  # one is ready for the first request
+        self._idle: defaultdict[str, list[WorkerProcess]] = defaultdict(list)  # by operation, the newest last
+        with suppress(WorkerLost):  # the first request tries again, and says so
+            self._idle["render_chat"].append(self._start_worker())
 
     def render_chat(self, source: str, special_tokens: dict[str, str], **arguments: Any) -> str:
-        """Render a chat template (see ChatTemplate). Raises ValueError, also where it takes too long."""
-        subject = "the chat template"
-        return str(self._call(subject, "render_chat", source=source, special_tokens=special_tokens, **arguments))
+        """Render a chat template (see ChatTemplate). Raises ValueError, also where it takes too long, and APIError."""
+        arguments |= {"source": source, "special_tokens": special_tokens, "max_characters": self.max_characters}
+        return self._call("the chat template", "render_chat", **arguments)
 
     def check_grammar(self, grammar: str) -> None:
-        """Raise ValueError if compiling a grammar takes too much time, memory or stack."""
+        """Raise ValueError if compiling a grammar takes too much time, memory or stack. Raises APIError."""
         self._call("the grammar", "check_grammar", grammar=grammar)
 
     def close(self) -> None:
         """End the idle workers; others end with their operation."""
-        self._closed = True
-        with suppress(queue.Empty):
-            while True:
-                _end(self._idle.get_nowait())
+        with self._lock:
+            self._closed = True
+            idle = [worker for workers in self._idle.values() for worker in workers]
+            self._idle.clear()
+        for worker in idle:
+            worker.end()
 
-    def _call(self, subject: str, operation: str, **arguments: Any) -> Any:
-        """Run an operation in a worker. Raises ValueError with a line about the subject."""
-        worker, frame = self._idle.get(), None
-        if worker and worker.poll() is not None:  # it was killed from outside
-            _end(worker)
-            worker = None
+    def _call(self, subject: str, operation: str, **arguments: Any) -> str:
+        """Run an operation in a worker. Raises ValueError with a line about the subject, or APIError."""
+        request = json.dumps((operation, arguments)).encode()
         try:
-            worker = worker or self._start_worker()
-            assert worker.stdin and worker.stdout
-            with suppress(BrokenPipeError):  # the worker died
-                write_frame(worker.stdin, json.dumps((operation, arguments)).encode())
-                frame = read_frame(worker.stdout)
-        finally:
-            if frame is None or self._closed:
-                _end(worker)
-            self._idle.put(None if frame is None or self._closed else worker)
-        if frame is None:
-            timed_out = worker.returncode == -signal.SIGALRM
-            reason = (
-                f"takes longer than {self.timeout_s:g} s" if timed_out else "needs too much memory or nests too deeply"
-            )
-            raise ValueError(f"{subject} {reason}: simplify it")
-        reply = json.loads(frame)
-        if "error" in reply:
-            raise ValueError(reply["error"])
-        return reply["result"]
+            reply = self._call_worker(operation, request)
+        except WorkerLost as lost:
+            if reason := self._blame_input(lost):
+                raise ValueError(f"{subject} {reason}: simplify it") from None
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            raise APIError(503, "a process of the server was lost: retry", headers=headers) from None
+        if reply.kind == ERROR:
+            raise ValueError(reply.text)
+        if reply.kind != RESULT:
+            raise RuntimeError(f"{operation} failed in its process: {reply.text}")
+        return reply.text
 
-    def _start_worker(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "retain.server.sandbox_worker", str(self.timeout_s), str(self.memory_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
+    def _call_worker(self, operation: str, request: bytes) -> Reply:
+        """Send a request to a worker, and again to a fresh one if that is lost by nothing the input did.
+
+        Raises WorkerLost.
+        """
+        try:
+            return self._use(self._take_idle(operation) or self._start_worker(), operation, request)
+        except WorkerLost as lost:
+            if self._blame_input(lost):
+                raise
+            log.warning("a process of the sandbox was lost: %s", lost)
+        return self._use(self._start_worker(), operation, request)
+
+    def _use(self, worker: WorkerProcess, operation: str, request: bytes) -> Reply:
+        reply = worker.call(request, PATIENCE * self.timeout_s)
+        with self._lock:
+            if not self._closed:
+                self._idle[operation].append(worker)
+                return reply
+        worker.end()
+        return reply
+
+    def _blame_input(self, lost: WorkerLost) -> str | None:
+        """Return what the input did to a worker; None where it did nothing."""
+        blamed = {
+            EXIT_OUT_OF_MEMORY: LARGE,
+            -signal.SIGABRT: LARGE,
+            -signal.SIGSEGV: DEEP,
+            -signal.SIGBUS: DEEP,
+            -signal.SIGPROF: f"takes longer than {self.timeout_s:g} s",
+        }
+        return None if lost.exit_code is None else blamed.get(lost.exit_code)
+
+    def _take_idle(self, operation: str) -> WorkerProcess | None:
+        """Return an idle worker of an operation, if there is one. Those that somebody killed are forgotten."""
+        with self._lock:
+            ended = []
+            for name, workers in self._idle.items():
+                ended += [worker for worker in workers if worker.has_ended]
+                self._idle[name] = [worker for worker in workers if worker not in ended]
+            worker = self._idle[operation].pop() if self._idle[operation] else None
+        for gone in ended:
+            gone.end()
+        return worker
+
+    def _start_worker(self) -> WorkerProcess:
+        arguments = ["-m", "retain.server.sandbox_worker", str(self.timeout_s), str(self.memory_bytes)]
+        return WorkerProcess(arguments)
 
 
 class SandboxedRenderer:
@@ -99,7 +159,7 @@ class SandboxedRenderer:
         tools: Tools | None,
         variables: Variables,
     ) -> str:
-        """Return the messages as prompt text. Raises ValueError."""
+        """Return the messages as prompt text. Raises ValueError and APIError."""
         return self.sandbox.render_chat(
             source,
             dict(special_tokens),
@@ -108,14 +168,3 @@ class SandboxedRenderer:
             tools=tools and list(tools),
             variables=dict(variables),
         )
-
-
-def _end(worker: subprocess.Popen[bytes] | None) -> None:
-    """Kill a worker and wait for it, so that no process is left behind."""
-    if worker:
-        worker.kill()
-        worker.wait()
-        for pipe in (worker.stdin, worker.stdout):
-            with suppress(OSError):
-                if pipe:
-                    pipe.close()

@@ -1,7 +1,10 @@
 """The process behind a sandbox: renders chat templates and compiles grammars under limits that may end it.
 
-Reads requests from stdin and writes replies to stdout, each a JSON text after its length in four bytes. It imports
+Reads requests from stdin, each a JSON text, and writes replies to stdout, each a kind and a text. Requests and replies
+come after their length in four bytes. The first reply, of kind READY, says that the process has started. It imports
 neither torch nor the engine, so that a new process is ready in a fraction of a second.
+
+What a request does to the process shows in how that ends, so that nothing else is taken for it: see `Sandbox`.
 """
 
 from __future__ import annotations
@@ -16,10 +19,15 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import IO, Any
 
+from retain.files import shorten
 from retain.processing.chat_template import ChatTemplate
 
 # Far less than the server's threads have: a grammar that compiles here never overflows a stack there.
 STACK_BYTES = 2**20
+EXIT_OUT_OF_MEMORY = 65
+READY, RESULT, ERROR, FAILURE = b"S", b"R", b"E", b"F"  # kinds of replies; an error is the input's, a failure is ours
+MAX_ERROR_LENGTH = 1000
+ENCODING_ERRORS = "surrogatepass"  # templates may write half of a surrogate pair
 
 
 def read_frame(file: IO[bytes]) -> bytes | None:
@@ -28,9 +36,11 @@ def read_frame(file: IO[bytes]) -> bytes | None:
     return file.read(int.from_bytes(header, "big")) if len(header) == 4 else None
 
 
-def write_frame(file: IO[bytes], data: bytes) -> None:
-    """Write a frame."""
-    file.write(len(data).to_bytes(4, "big") + data)
+def write_reply(file: IO[bytes], kind: bytes, text: str = "") -> None:
+    """Write a reply."""
+    data = text.encode(errors=ENCODING_ERRORS)
+    file.write((len(kind) + len(data)).to_bytes(4, "big") + kind)
+    file.write(data)
     file.flush()
 
 
@@ -40,37 +50,54 @@ def compile_template(source: str, special_tokens: tuple[tuple[str, str], ...]) -
     return ChatTemplate(source, dict(special_tokens))
 
 
-def render_chat(source: str, special_tokens: Mapping[str, str], **arguments: Any) -> str:
-    """Render a chat template. Raises ValueError."""
-    return compile_template(source, tuple(special_tokens.items())).render(**arguments)
+def render_chat(source: str, special_tokens: Mapping[str, str], max_characters: int, **arguments: Any) -> str:
+    """Render a chat template. Raises ValueError, also where it writes more than it may."""
+    text = compile_template(source, tuple(special_tokens.items())).render(**arguments)
+    if len(text) > max_characters:
+        raise ValueError(f"the chat template writes more than {max_characters} characters: shorten the conversation")
+    return text
 
 
-def check_grammar(grammar: str) -> None:
+def check_grammar(grammar: str) -> str:
     """Compile a grammar over bytes: what is slow or large about it does not depend on the vocabulary.
 
-    A grammar with an error passes, because the server reports it better.
+    A grammar with an error passes, because the server reports it better. Returns no text.
     """
     from llguidance import LLMatcher, LLTokenizer
 
     LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    return ""
 
 
-OPERATIONS: Mapping[str, Callable[..., Any]] = {"render_chat": render_chat, "check_grammar": check_grammar}
+OPERATIONS: Mapping[str, Callable[..., str]] = {"render_chat": render_chat, "check_grammar": check_grammar}
 
 
 def serve(requests: IO[bytes], replies: IO[bytes], timeout_s: float) -> None:
-    """Answer requests until the parent closes the pipe. A request that takes too long ends the process."""
-    while (frame := read_frame(requests)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        try:
-            operation, arguments = json.loads(frame)
-            reply = {"result": OPERATIONS[operation](**arguments)}
-        except MemoryError:
-            os._exit(1)
-        except Exception as error:
-            reply = {"error": str(error)}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        write_frame(replies, json.dumps(reply).encode())
+    """Answer requests until the parent closes the pipe. One that takes too much memory or time ends the process."""
+    write_reply(replies, READY)
+    try:
+        while (frame := read_frame(requests)) is not None:
+            signal.setitimer(signal.ITIMER_PROF, timeout_s)  # of the processor: a busy machine is nobody's fault
+            kind, text = answer(frame)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            write_reply(replies, kind, text)
+    except MemoryError:
+        os._exit(EXIT_OUT_OF_MEMORY)
+
+
+def answer(frame: bytes) -> tuple[bytes, str]:
+    """Return kind and text of the reply to a request. Raises MemoryError."""
+    try:
+        operation, arguments = json.loads(frame)
+        return RESULT, OPERATIONS[operation](**arguments)
+    except MemoryError:
+        raise
+    except RecursionError:
+        return ERROR, "the request is nested too deeply"
+    except ValueError as error:
+        return ERROR, shorten(error, MAX_ERROR_LENGTH)
+    except BaseException as error:  # also a panic of a library in Rust
+        return FAILURE, shorten(f"{type(error).__name__}: {error}", MAX_ERROR_LENGTH)
 
 
 def limit_memory(num_bytes: int) -> None:
