@@ -128,7 +128,7 @@ async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig)
             engine_thread.observers += [metrics, inspector] if inspector else [metrics]
             service = OpenAIServing(llm, engine_thread, server_config, sandbox)
             yield OpenedService(service, metrics, inspector)
-            service.preparation.close()
+            service.close()
         finally:
             sandbox.close()
             await engine_thread.stop()

@@ -1,34 +1,53 @@
-"""Preparation of requests off the event loop: rendering, tokenizing and grammars, a few at a time for each key."""
+"""Preparation of requests off the event loop: in threads that keys share, a few at a time for each key."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
+
+from retain.server.fair_queue import FairQueue
 
 T = TypeVar("T")
 NUM_THREADS = 8
-THREADS_PER_KEY = 2
+THREADS_PER_KEY = 2  # also of a lone key: what the threads run holds the interpreter, so more would gain it nothing
 
 
 class PreparationPool:
-    """Threads that prepare requests. One key occupies a few of them at most, so that others need not wait for it."""
+    """Threads that run functions of requests. A key occupies few of them, and waiting keys take turns (FairQueue)."""
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="retain-prepare")
-        self._places: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(THREADS_PER_KEY))
+    def __init__(self, num_threads: int = NUM_THREADS, threads_per_key: int = THREADS_PER_KEY):
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="retain-prepare")
+        self._queue = FairQueue(num_threads, threads_per_key)
 
     async def run(self, key_name: str, function: Callable[[], T]) -> T:
         """Run a function in a thread of the key and return its result.
 
-        A caller that is cancelled does not wait, but the thread counts for its key until it ends.
+        A caller that is cancelled does not wait: it leaves the queue. A function that has begun goes on, and counts for
+        its key until it ends.
         """
-        place, loop = self._places[key_name], asyncio.get_running_loop()
-        await place.acquire()
-        future = self._executor.submit(function)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(place.release))
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+
+        def begin_turn() -> None:
+            if not turn.done():  # the caller may just have been cancelled
+                turn.set_result(None)
+
+        ticket = self._queue.enter(key_name, begin_turn)
+        try:
+            await turn
+            future = self._executor.submit(function)
+        except BaseException:
+            self._queue.leave(ticket)  # also a place that came after the cancellation
+            raise
+
+        def give_back(_: object) -> None:
+            with suppress(RuntimeError):  # the event loop is closed, and nobody waits any more
+                loop.call_soon_threadsafe(self._queue.leave, ticket)
+
+        future.add_done_callback(give_back)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:

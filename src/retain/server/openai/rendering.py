@@ -5,7 +5,7 @@ Gateways that know what replicas have cached ask for the token ids of a request 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from uuid import uuid4
 
@@ -15,11 +15,12 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from retain.processing.input import GenerateRequest
+from retain.server.auth import ApiKey
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.errors import ERROR_RESPONSES
 from retain.server.openai.protocol import CompletionRequest, Json
-from retain.server.openai.serving import OpenAIServing
+from retain.server.openai.serving import OpenAIServing, Prepared
 
 
 class RenderedRequest(BaseModel):
@@ -40,34 +41,25 @@ def create_router(service: OpenAIServing) -> APIRouter:
         """Return the token ids of the prompt that a chat completion has."""
         service.check_model(body.model)
         key = request.state.key
-        return await service.run_admitted(
-            key, lambda: render_one(service, body.model, service.prepare_chat_request(body, key)[0])
-        )
+        return await render_one(service, key, body.model, lambda: service.prepare_chat(body, key))
 
     @router.post("/completions/render", response_model=None, responses={200: {"model": list[RenderedRequest]}})
     async def render_completion(body: CompletionRequest, request: Request) -> Response:
         """Return the token ids of each prompt of a completion."""
         service.check_model(body.model)
         key = request.state.key
-        return await service.run_admitted(
-            key,
-            lambda: render_all(service, body.model, service.prepare_completion(body, key).requests),
-            body.prompt_field,
-        )
+        async with service.admit(key, body.prompt_field):
+            prepared, _ = await service.prepare(key, lambda: service.prepare_completion(body, key))
+        return _to_response([_describe(body.model, request) for request in prepared.requests])
 
     return router
 
 
-def render_one(service: OpenAIServing, model: str, generated: GenerateRequest) -> Response:
-    """Return the response for a request that has one prompt. Raises ValueError if it could not be generated."""
-    service.process([generated])
-    return _to_response(_describe(model, generated))
-
-
-def render_all(service: OpenAIServing, model: str, generated: Sequence[GenerateRequest]) -> Response:
-    """Return the response for a request that may have several prompts. Raises ValueError as `render_one`."""
-    service.process(generated)
-    return _to_response([_describe(model, one) for one in generated])
+async def render_one(service: OpenAIServing, key: ApiKey, model: str, prepare: Callable[[], Prepared]) -> Response:
+    """Return the response for a request that has one prompt. Raises APIError if it could not be generated."""
+    async with service.admit(key):
+        prepared, _ = await service.prepare(key, prepare)
+    return _to_response(_describe(model, prepared.requests[0]))
 
 
 def _describe(model: str, generated: GenerateRequest) -> Json:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from time import time
 from typing import NamedTuple, TypeVar
@@ -20,6 +20,7 @@ from retain.server.admission import AdmissionControl
 from retain.server.auth import ApiKey
 from retain.server.config import ServerConfig
 from retain.server.engine_thread import EngineThread
+from retain.server.grammar_trials import GrammarTrials
 from retain.server.openai import tool_parser
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.chat_protocol import (
@@ -58,14 +59,14 @@ class OpenAIServing:
 
     def __init__(self, llm: LLM, engine_thread: EngineThread, server_config: ServerConfig, sandbox: Sandbox):
         """The model's chat template is rendered in the sandbox from now on."""
-        self.llm, self.engine_thread, self.sandbox = llm, engine_thread, sandbox
+        self.llm, self.engine_thread = llm, engine_thread
         self.limits, self.model_names = server_config.limits, server_config.served_model_name
         self.any_model_name = server_config.any_model_name
         self.drafters = list(server_config.allowed_drafters)  # those that requests may select
         self.stream_interval = server_config.stream_interval
         num_keys = len(server_config.api_keys)
         self.admission = AdmissionControl(self.limits, llm.config.max_running_requests, num_keys)
-        self.preparation = PreparationPool()
+        self.preparation, self.grammar_trials = PreparationPool(), GrammarTrials(sandbox, num_keys)
         self.created = int(time())
         llm.tokenizer.chat_templates.renderer = SandboxedRenderer(sandbox)
         self.tool_format = self._detect_tool_format()
@@ -249,8 +250,7 @@ class OpenAIServing:
             admission.enter_context(self.admission.admit(key.name, num_choices))
             try:
                 async with asyncio.timeout_at(deadline):
-                    # In another thread: tokenizing a long text takes a while, and streams must not wait for it.
-                    request_states, prepared = await self.preparation.run(key.name, lambda: self._prepare(prepare))
+                    prepared, request_states = await self.prepare(key, prepare)
                     pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
                     group = RequestGroup(request_states, key.name, pins, self.stream_interval if body.stream else None)
                     await self.engine_thread.submit(group)
@@ -269,14 +269,26 @@ class OpenAIServing:
                 self.engine_thread, deadline, group, prepared.encoder, bool(body.stream), admission.pop_all()
             )
 
-    def _prepare(self, prepare: Callable[[], Prepared]) -> tuple[list[RequestOutputState], Prepared]:
-        prepared = prepare()
-        return self.process(prepared.requests), prepared
+    async def prepare(self, key: ApiKey, prepare: Callable[[], Prepared]) -> tuple[Prepared, list[RequestOutputState]]:
+        """Prepare requests and return the engine's, too. Raises ValueError and APIError.
+
+        In threads of the key, because tokenizing a long text takes a while. No thread waits for the trial of a grammar.
+        """
+
+        def prepare_plain() -> tuple[Prepared, list[RequestOutputState] | None]:
+            prepared = prepare()
+            has_grammar = any(request.grammar for request in prepared.requests)
+            return prepared, None if has_grammar else self.process(prepared.requests)
+
+        prepared, states = await self.preparation.run(key.name, prepare_plain)
+        if states is None:
+            for source in {request.grammar for request in prepared.requests if request.grammar}:
+                await self.grammar_trials.check(key.name, source)
+            states = await self.preparation.run(key.name, lambda: self.process(prepared.requests))
+        return prepared, states
 
     def process(self, requests: Sequence[GenerateRequest]) -> list[RequestOutputState]:
-        """Check requests, and return the engine's requests for them. Raises ValueError."""
-        for checked in {request.grammar for request in requests if request.grammar}:
-            self.sandbox.check_grammar(checked)
+        """Return the engine's requests, whose grammars have passed their trial. Raises ValueError."""
         return [state for request in requests for state in self.llm.input_processor.process(request)]
 
     async def run_admitted(self, key: ApiKey, function: Callable[[], T], prompt_field: str = "messages") -> T:
@@ -284,11 +296,22 @@ class OpenAIServing:
 
         `prompt_field`: the field that has the prompt. Raises APIError.
         """
+        async with self.admit(key, prompt_field):
+            return await self.preparation.run(key.name, function)
+
+    @asynccontextmanager
+    async def admit(self, key: ApiKey, prompt_field: str = "messages") -> AsyncIterator[None]:
+        """Admit a request that is not generated, for the time of the context. Raises APIError, also for its errors."""
         with self.admission.admit(key.name, 1):
             try:
                 async with asyncio.timeout(self.limits.request_timeout):
-                    return await self.preparation.run(key.name, function)
+                    yield
             except TimeoutError:
                 raise APIError(408, "the request timed out") from None
             except (ValueError, RecursionError) as error:
                 raise invalid_request(error, prompt_field) from None
+
+    def close(self) -> None:
+        """Prepare no more requests."""
+        self.preparation.close()
+        self.grammar_trials.close()

@@ -85,12 +85,11 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
         key = request.state.key
         find_items = find_inputs(body, key.name)
 
-        def render() -> Response:
-            chat = convert_request(body, *find_items()).chat
-            return render_one(service, body.model, service.prepare_chat_request(chat, key)[0])
+        def prepare() -> Prepared:
+            return service.prepare_chat(convert_request(body, *find_items()).chat, key)
 
         try:
-            return await service.run_admitted(key, render)
+            return await render_one(service, key, body.model, prepare)
         except APIError as error:
             raise rename_parameter(error) from None
 
