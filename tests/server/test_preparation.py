@@ -1,8 +1,9 @@
-"""Requests on their way to the engine: grammars stop nobody else's requests."""
+"""Requests on their way to the engine: grammars stop nobody else's requests, and who hangs up leaves the queue."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from retain.server.grammar_trials import MAX_KNOWN, MAX_KNOWN_SIZE, GrammarTrial
 from retain.server.launch import GracefulServer
 from retain.server.sandbox import Sandbox
 from tests.server.conftest import API_KEYS, HTTP, run_tiny_server, wait_until
+from tests.server.test_connections import connect, head_of
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -123,3 +125,22 @@ def test_no_chat_waits_for_grammars(blocked: tuple[GracefulServer, FakeSandbox])
         assert len(sandbox.tried) == 1
         sandbox.release.set()
         assert [request.result() for request in waiting] == [200] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["chat/completions", "chat/completions/render"])
+def test_who_hangs_up_leaves_the_queue(path: str, blocked: tuple[GracefulServer, FakeSandbox]) -> None:
+    server, sandbox = blocked
+    key = f"Authorization: Bearer {API_KEYS['ann']}\r\n"
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(post, server, "ann", path, **with_schema(0))
+        wait_until(lambda: sandbox.tried)
+        for i in range(1, 4):
+            body = json.dumps({"model": "smollm2", "messages": MESSAGES, "max_tokens": 2, **with_schema(i)}).encode()
+            with connect(server) as connection:
+                connection.sendall(head_of(path, body, extra=key) + body)
+                wait_until(lambda: server.service.admission.num_in_flight == 2)
+            wait_until(lambda: server.service.admission.num_in_flight == 1)
+        sandbox.release.set()
+        assert first.result() == 200
+    assert len(sandbox.tried) == 1

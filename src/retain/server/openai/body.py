@@ -23,6 +23,7 @@ from starlette.responses import Response
 
 from retain.files import shorten
 from retain.server.admission import AdmissionControl
+from retain.server.disconnects import run_while_connected
 from retain.server.openai.errors import APIError
 from retain.server.request_model import REFUSED_FIELD
 
@@ -56,7 +57,7 @@ class BodyRoute(APIRoute):
             request._json = await asyncio.to_thread(parse_body, await request.body(), adapter)
             headers = [(name, value) for name, value in request.scope["headers"] if name != CONTENT_TYPE]
             request.scope["headers"] = [*headers, (CONTENT_TYPE, JSON_TYPE.encode())]
-            return await handle(request)
+            return await run_while_connected(request.receive, handle(request))
 
         return handle_validated
 
