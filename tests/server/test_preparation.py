@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from retain.server.auth import ApiKeys
+from retain.server.auth import ANONYMOUS, ApiKeys
 from retain.server.grammar_trials import MAX_KNOWN, MAX_KNOWN_SIZE, GrammarTrials
 from retain.server.launch import GracefulServer
+from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.sandbox import Sandbox
 from tests.server.conftest import API_KEYS, HTTP, run_tiny_server, wait_until
 from tests.server.test_connections import connect, head_of
@@ -125,6 +126,18 @@ def test_no_chat_waits_for_grammars(blocked: tuple[GracefulServer, FakeSandbox])
         assert len(sandbox.tried) == 1
         sandbox.release.set()
         assert [request.result() for request in waiting] == [200] * 8
+
+
+def test_a_grammar_is_compiled_once_for_all_choices(
+    tiny_server: GracefulServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, compiled = tiny_server.service, []
+    compiler = service.llm.input_processor.grammar_compiler
+    compile_grammar = compiler.compile
+    monkeypatch.setattr(compiler, "compile", lambda grammar: compiled.append(grammar) or compile_grammar(grammar))
+    body = ChatCompletionRequest.model_validate({"model": "smollm2", "messages": MESSAGES, "n": 4, **with_schema(0)})
+    states = service.process(service.prepare_chat(body, ANONYMOUS).requests)
+    assert len(compiled) == 1 and len({id(state.request.grammar) for state in states}) == 4
 
 
 @pytest.mark.slow

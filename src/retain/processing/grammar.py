@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.processing.json_schema import Schema, drop_unmatchable
+from retain.processing.schema_width import MAX_WIDTH, WAYS_PER_OPTIONAL_PROPERTY, find_width
 from retain.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # an optional dependency
@@ -27,6 +28,10 @@ INVALID_GRAMMAR = "the grammar is invalid, or uses a feature that is not support
 MATCHES_NOTHING = "the grammar matches no text"
 DEAD_END = "the grammar allows no further token"
 TOO_COMPLEX = "the grammar is too complex: simplify it"
+TOO_WIDE = (
+    f"the schema has an object with more than {MAX_WIDTH // WAYS_PER_OPTIONAL_PROPERTY - 1} optional properties, or a "
+    f"choice of more than {MAX_WIDTH - 1}: simplify it"
+)
 REASONS = {
     "Unimplemented": "the grammar uses a part of JSON Schema that is not supported",
     "Unsatisfiable": MATCHES_NOTHING,
@@ -71,6 +76,10 @@ class GrammarState:
     def __init__(self, matcher: LLMatcher, vocab_size: int):
         self._matcher, self._vocab_size = matcher, vocab_size
         self._bitmask = np.empty((1, -(-vocab_size // 32)), np.int32)
+
+    def copy(self) -> GrammarState:
+        """Return the same state for another answer. Compiling the grammar again may take seconds."""
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size)
 
     def allowed_tokens(self, matcher: LLMatcher) -> NDArray[np.bool_]:
         """Return which tokens may follow, [V]. None may after a matcher's error."""
@@ -132,6 +141,8 @@ def lark_json_rule(name: str, schema: Schema) -> str:
 def _to_json(schema: Schema) -> str:
     if _exceeds_depth(schema):
         raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+    if find_width(schema) > MAX_WIDTH:
+        raise ValueError(TOO_WIDE)
     matchable = drop_unmatchable(schema)
     if matchable is False:
         raise ValueError(MATCHES_NOTHING)

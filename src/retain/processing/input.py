@@ -14,7 +14,7 @@ from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.kv.eviction import policies
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
-from retain.processing.grammar import GrammarCompiler
+from retain.processing.grammar import GrammarCompiler, GrammarState
 from retain.processing.output import RequestOutputState, is_logging_prefixes
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
@@ -140,7 +140,8 @@ class InputProcessor:
             explain_prefix=g.explain_prefix,
         )
         inputs = (replace(shared, params=params.for_answer(i)) for i in range(params.n))
-        return [self._create_state(g, input, on_logits) for input in inputs]
+        grammar = self.grammar_compiler.compile(g.grammar) if g.grammar else None
+        return [self._create_state(g, input, grammar.copy() if grammar else None, on_logits) for input in inputs]
 
     def _parse_policy(self, spec: str | None) -> EvictionPolicy:
         """Return the policy of requests with this spec, or the engine's own. Raises ValueError."""
@@ -204,13 +205,13 @@ class InputProcessor:
         return lo
 
     def _create_state(
-        self, g: GenerateRequest, input: RequestInput, on_logits: Callable[[Tensor], None] | None
+        self,
+        g: GenerateRequest,
+        input: RequestInput,
+        grammar: GrammarState | None,
+        on_logits: Callable[[Tensor], None] | None,
     ) -> RequestOutputState:
-        request = Request(
-            input,
-            grammar=self.grammar_compiler.compile(g.grammar) if g.grammar else None,
-            max_model_len=self.info.max_model_len,
-        )
+        request = Request(input, grammar=grammar, max_model_len=self.info.max_model_len)
         request.explains_prefix = g.explain_prefix or is_logging_prefixes()
         drafts = self.info.has_default_drafter if g.speculate is None else g.speculate != NO_SPECULATION
         stop, min_tokens = input.params.stop, input.params.min_tokens

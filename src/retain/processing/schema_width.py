@@ -1,0 +1,74 @@
+"""How many ways to go on a JSON schema offers at one place of a text: its width.
+
+The work of a matcher for one token grows with the square of the width, and it is done in the step of all requests.
+llguidance refuses more than 2000 ways too, but after that work, and for each answer again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from retain.processing.json_schema import Schema, resolve
+
+MAX_WIDTH = 2000
+WAYS_PER_OPTIONAL_PROPERTY = 4  # in llguidance's parser; any other alternative is one
+SCALARS = ("null", "boolean", "number", "integer", "string")
+VALUES = ("const", "default", "enum", "examples")  # keywords that hold no schemas
+
+Part = tuple[Any, Any]  # of a schema, with its root
+
+
+def find_width(schema: Schema) -> int:
+    """Return the width of the widest part of a schema, in time linear in its size. Beyond `MAX_WIDTH` it is a bound."""
+    widths: dict[int, int] = {}  # by the id of a part, which the schema keeps alive
+    parts: list[Part] = [(schema, schema)]
+    while parts:
+        part, root = parts.pop()
+        if isinstance(part, dict):
+            root = _root_of(part, root)
+            _measure((part, root), widths)
+            parts += [(value, root) for key, value in part.items() if key not in VALUES]
+        elif isinstance(part, list):
+            parts += [(value, root) for value in part]
+    return max(widths.values(), default=0)
+
+
+def _measure(part: Part, widths: dict[int, int]) -> None:
+    """Find the width of a part, and first those of the parts that are at the same place of a text."""
+    stack = [part]
+    while stack:
+        current, beside = stack[-1][0], _beside(*stack[-1])
+        if id(current) not in widths:
+            widths[id(current)] = 0  # a reference that leads back adds nothing
+            stack += [other for other in beside if id(other[0]) not in widths]
+        else:
+            stack.pop()
+            width = _own_width(current) + sum(widths[id(other)] for other, _ in beside)
+            widths[id(current)] = min(width, MAX_WIDTH + 1)
+
+
+def _beside(part: dict[str, Any], root: Any) -> list[Part]:
+    """Return the parts whose ways to go on are also those of a part."""
+    others = [(other, root) for name in ("anyOf", "oneOf", "allOf") for other in _list(part.get(name))]
+    if isinstance(part.get("$ref"), str):
+        others.append(resolve(part["$ref"], root))
+    return [(other, _root_of(other, there)) for other, there in others if isinstance(other, dict)]
+
+
+def _own_width(part: dict[str, Any]) -> int:
+    """Count the ways to go on that are of a part itself. Texts, numbers and the like are found together, as one."""
+    required = {name for name in _list(part.get("required")) if isinstance(name, str)}
+    properties = part.get("properties")
+    num_optional = len(properties.keys() - required) if isinstance(properties, dict) else 0
+    num_values = sum(isinstance(value, list | dict) for value in _list(part.get("enum")))
+    is_scalar = str(part.get("type")) in SCALARS or not isinstance(part.get("const", []), list | dict) or "enum" in part
+    return WAYS_PER_OPTIONAL_PROPERTY * num_optional + num_values + (not is_scalar)
+
+
+def _root_of(part: dict[str, Any], root: Any) -> Any:
+    has_own = isinstance(part.get("$id"), str) and not part["$id"].startswith("#")
+    return part if has_own else root
+
+
+def _list(x: Any) -> list[Any]:
+    return x if isinstance(x, list) else []
