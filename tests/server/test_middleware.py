@@ -97,16 +97,18 @@ def test_admission_control_limits():
     admission = AdmissionControl(
         Limits(max_queued_requests=2, max_requests_per_key=3, max_choices=3), max_running_requests=2
     )
-    with admission.admit("a", 3):
+    with admission.open("a") as three:
+        three.admit(3)
         with pytest.raises(APIError) as per_key:
-            admission.admit("a", 1).__enter__()
+            admission.open("a").admit(1)
         assert per_key.value.status == 429 and int(per_key.value.headers["Retry-After"]) >= 1
-        with admission.admit("b", 1), pytest.raises(APIError) as full:
-            admission.admit("c", 1).__enter__()
+        with admission.open("b") as one, pytest.raises(APIError) as full:
+            one.admit(1)
+            admission.open("c").admit(1)
         assert full.value.status == 429 and "queue" in full.value.message
     assert admission.num_in_flight == 0
     with pytest.raises(APIError) as too_many:
-        admission.admit("a", 4).__enter__()
+        admission.open("a").admit(4)
     assert too_many.value.status == 400
 
 
@@ -114,7 +116,7 @@ def test_rejections_are_logged_as_counts(caplog):
     admission = AdmissionControl(Limits(max_choices=3), max_running_requests=2)
     for _ in range(102):
         with pytest.raises(APIError):
-            admission.admit("a-name-of-a-key", 4).__enter__()
+            admission.open("a-name-of-a-key").admit(4)
     first, last = (r.getMessage() for r in caplog.records if r.name == "retain.server.admission")
     assert "max_choices (1 in total)" in first and "max_choices (101 in total)" in last
     assert "a-name-of-a-key" not in caplog.text

@@ -178,19 +178,19 @@ def test_busy_keys_leave_room_for_another(num_busy_keys: int) -> None:
         for key in map(str, range(num_busy_keys)):
             with pytest.raises(APIError) as error:
                 for _ in range(24):
-                    admitted.enter_context(admission.admit(key, 16))
+                    admitted.enter_context(admission.open(key)).admit(16)
             assert error.value.status == 429
         for _ in range(2):
-            admitted.enter_context(admission.admit("new", 4))
+            admitted.enter_context(admission.open("new")).admit(4)
 
 
 def test_one_key_alone_has_all_the_room() -> None:
     admission = AdmissionControl(Limits(max_queued_requests=30), 2, num_keys=len(ApiKeys({"ann": "sk-0123456789"})))
     with ExitStack() as admitted:
         for _ in range(2):
-            admitted.enter_context(admission.admit("ann", 16))
+            admitted.enter_context(admission.open("ann")).admit(16)
         with pytest.raises(APIError):
-            admitted.enter_context(admission.admit("ann", 1))
+            admitted.enter_context(admission.open("ann")).admit(1)
 
 
 def test_process_ends_although_its_shutdown_hangs(monkeypatch):

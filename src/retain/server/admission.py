@@ -1,12 +1,11 @@
-"""Admission control: bounds the queue, the requests of one key and the choices of one request."""
+"""Admission control: bounds the requests in flight, their choices and the bytes of their bodies, and those of a key."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import monotonic
+from types import TracebackType
 
 from retain.server.config import Limits
 from retain.server.openai.errors import APIError
@@ -18,58 +17,84 @@ SHARE_OF_FREE = 2
 LOG_EVERY = 100  # log the first rejection by a limit, and then every 100th
 
 
+class Usage:
+    """How much of a bounded quantity is in flight: in total and of each key."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.by_key: Counter[str] = Counter()
+
+    def add(self, key_name: str, amount: int) -> None:
+        """Add to what a key has in flight, or take a negative amount from it."""
+        self.total += amount
+        self.by_key[key_name] += amount
+        if not self.by_key[key_name]:
+            del self.by_key[key_name]
+
+
 class AdmissionControl:
-    """Counts the choices in flight and rejects requests beyond the limits. Used from the event loop only."""
+    """Counts what is in flight and rejects requests beyond the limits. Used from the event loop only."""
 
     def __init__(self, limits: Limits, max_running_requests: int, num_keys: int = 0):
         """`num_keys`: API keys that share the server; each leaves room for the others."""
         self.limits, self.max_in_flight = limits, max_running_requests + limits.max_queued_requests
+        self.max_bytes = max(limits.max_in_flight_bytes, limits.max_body_size)  # an idle server takes any legal body
         self.num_keys = num_keys
-        self.num_in_flight = 0
+        self.choices, self.body_bytes = Usage(), Usage()
         self.closed = False  # set while the server drains
         self.num_rejected: Counter[str] = Counter()  # by name of the limit
-        self._in_flight_by_key: Counter[str] = Counter()
-        self._mean_duration_s = 1.0
+        self.mean_duration_s = 1.0
 
-    def check(self, key_name: str, num_choices: int) -> None:
-        """Raise APIError unless `num_choices` choices of a key would be admitted now."""
+    @property
+    def num_in_flight(self) -> int:
+        """Choices in flight. A request whose body is still read counts as one."""
+        return self.choices.total
+
+    def open(self, key_name: str) -> RequestAdmission:
+        """Return the admission of a new request of a key, which has nothing in flight yet."""
+        return RequestAdmission(self, key_name)
+
+    def check_open(self) -> None:
+        """Raise APIError while the server drains."""
         if self.closed:
             raise APIError(503, "the server is shutting down", headers={"Retry-After": "5"})
+
+    def check_choices(self, key_name: str, num_choices: int) -> None:
+        """Raise APIError unless `num_choices` more choices of a key may be in flight."""
         limits = self.limits
         if num_choices > limits.max_choices:
             self._log_rejection("max_choices")
             raise APIError(400, f"prompts times n is {num_choices}: at most {limits.max_choices} on this server", "n")
-        of_key, per_key = self._in_flight_by_key[key_name], limits.max_requests_per_key
+        of_key, per_key = self.choices.by_key[key_name], limits.max_requests_per_key
         if per_key is not None and of_key + num_choices > per_key:
-            self._log_rejection("max_requests_per_key")
-            raise self._rate_limit_error(
-                f"this key has {of_key} requests in flight, its limit is {per_key}: retry later"
+            raise self._reject(
+                "max_requests_per_key", f"this key has {of_key} requests in flight, its limit is {per_key}"
             )
-        free = self.max_in_flight - self.num_in_flight
-        # An idle server takes any request, and the first choice of a key needs no more than a place.
-        is_shared = self.num_keys > 1 and self.num_in_flight and of_key + num_choices > 1
-        if is_shared and of_key + num_choices > SHARE_OF_FREE * (free - num_choices):
-            self._log_rejection("share_of_key")
-            raise self._rate_limit_error(f"this key has {of_key} requests in flight and must leave room: retry later")
-        if num_choices > free:
-            self._log_rejection("max_queued_requests")
-            raise self._rate_limit_error(f"the queue is full: {self.num_in_flight} requests are in flight, retry later")
+        if self._exceeds_share(self.choices, self.max_in_flight, key_name, num_choices, always=1):
+            raise self._reject("share_of_key", f"this key has {of_key} requests in flight and must leave room")
+        if self.num_in_flight + num_choices > self.max_in_flight:
+            raise self._reject("max_queued_requests", f"the queue is full: {self.num_in_flight} requests are in flight")
 
-    @contextmanager
-    def admit(self, key_name: str, num_choices: int) -> Iterator[None]:
-        """Admit `num_choices` choices of a key for the duration of the context. Raises APIError."""
-        self.check(key_name, num_choices)
-        self.num_in_flight += num_choices
-        self._in_flight_by_key[key_name] += num_choices
-        admitted_at = monotonic()
-        try:
-            yield
-        finally:
-            self.num_in_flight -= num_choices
-            self._in_flight_by_key[key_name] -= num_choices
-            if not self._in_flight_by_key[key_name]:
-                del self._in_flight_by_key[key_name]
-            self._mean_duration_s += 0.1 * (monotonic() - admitted_at - self._mean_duration_s)
+    def check_bytes(self, key_name: str, num_bytes: int) -> None:
+        """Raise APIError unless `num_bytes` more bytes of bodies of a key may be in flight."""
+        of_key, in_flight = self.body_bytes.by_key[key_name], self.body_bytes.total
+        always = self.limits.max_body_size
+        if self._exceeds_share(self.body_bytes, self.max_bytes, key_name, num_bytes, always):
+            raise self._reject(
+                "share_of_key", f"the bodies of this key in flight have {of_key} bytes and must leave room"
+            )
+        if in_flight + num_bytes > self.max_bytes:
+            raise self._reject("max_in_flight_bytes", f"the bodies of requests in flight have {in_flight} bytes")
+
+    def _exceeds_share(self, usage: Usage, size: int, key_name: str, amount: int, always: int) -> bool:
+        """Return whether a key would leave too little of `size` for others. It may have `always`, where that is free.
+
+        An idle server takes any request.
+        """
+        of_key = usage.by_key[key_name] + amount
+        if self.num_keys <= 1 or not usage.total or of_key <= always:
+            return False
+        return of_key > SHARE_OF_FREE * (size - usage.total - amount)
 
     def _log_rejection(self, limit: str) -> None:
         self.num_rejected[limit] += 1
@@ -77,7 +102,58 @@ class AdmissionControl:
         if count % LOG_EVERY == 1:
             log.warning("request rejected by %s (%d in total), %d choices in flight", limit, count, self.num_in_flight)
 
-    def _rate_limit_error(self, message: str) -> APIError:
-        """Build a 429. Retry-After is the mean duration of a request: about when one in flight ends."""
-        retry_after = str(max(1, round(self._mean_duration_s)))
+    def _reject(self, limit: str, reason: str) -> APIError:
+        """Count and build a 429. Retry-After is the mean duration of a request: about when one in flight ends."""
+        self._log_rejection(limit)
+        retry_after = str(max(1, round(self.mean_duration_s)))
+        message = f"{reason}: retry later"
         return APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": retry_after})
+
+
+class RequestAdmission:
+    """What one request has in flight: its choices and the bytes of its body. The end of the context returns all."""
+
+    def __init__(self, control: AdmissionControl, key_name: str):
+        self.control, self.key_name = control, key_name
+        self.num_choices = self.num_bytes = 0
+        self._admitted_at: float | None = None
+
+    def admit(self, num_choices: int) -> None:
+        """Count the request as `num_choices` choices from now on, instead of those it counted before.
+
+        Raises APIError where they exceed a limit; then it counts as before. A server that drains admits no request
+        that has nothing in flight.
+        """
+        control, key_name = self.control, self.key_name
+        if not self.num_choices:
+            control.check_open()
+        control.choices.add(key_name, -self.num_choices)  # not twice
+        try:
+            control.check_choices(key_name, num_choices)
+            self.num_choices = num_choices
+        finally:
+            control.choices.add(key_name, self.num_choices)
+        self._admitted_at = self._admitted_at or monotonic()
+
+    def hold_bytes(self, num_bytes: int) -> None:
+        """Count the request's body as `num_bytes` bytes from now on. Raises APIError where they exceed a limit."""
+        control, key_name = self.control, self.key_name
+        control.body_bytes.add(key_name, -self.num_bytes)
+        try:
+            control.check_bytes(key_name, num_bytes)
+            self.num_bytes = num_bytes
+        finally:
+            control.body_bytes.add(key_name, self.num_bytes)
+
+    def __enter__(self) -> RequestAdmission:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        control = self.control
+        control.choices.add(self.key_name, -self.num_choices)
+        control.body_bytes.add(self.key_name, -self.num_bytes)
+        self.num_choices = self.num_bytes = 0
+        if self._admitted_at is not None:
+            control.mean_duration_s += 0.1 * (monotonic() - self._admitted_at - control.mean_duration_s)

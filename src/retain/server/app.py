@@ -38,7 +38,7 @@ def create_app(
 ) -> FastAPI:
     """Create the application for one served model."""
     app = FastAPI(title="retain", version=__version__, description=DESCRIPTION, redoc_url=None, docs_url=None)
-    app.state.admission = service.admission  # see BodyRoute
+    app.state.body_parser = service.body_parser  # see BodyRoute
     app.include_router(anthropic_models.create_router(service))
     app.include_router(routes.create_router(service))
     app.include_router(responses_routes.create_router(service, ResponseStore(service.limits.max_stored_bytes)))
@@ -50,7 +50,7 @@ def create_app(
         inspector_routes.add_routes(app, service.engine_thread, inspector)
     add_error_handlers(app)
     app.add_middleware(HeadMiddleware)
-    app.add_middleware(AuthMiddleware, config=config)
+    app.add_middleware(AuthMiddleware, config=config, admission=service.admission)
     if config.allowed_origins:  # outermost, so that web pages can read the errors of AuthMiddleware
         app.add_middleware(
             CORSMiddleware,

@@ -1,5 +1,6 @@
 """ASGI middleware: authenticates every request, checks its Host, and bounds the size and upload time of its body.
 
+What a request has in flight is returned here, when its response has been sent or the client is gone.
 HEAD is answered as GET, without the body. All is plain ASGI, because Starlette's BaseHTTPMiddleware would buffer
 streamed responses.
 """
@@ -11,9 +12,11 @@ import logging
 from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retain.files import quote
+from retain.server.admission import AdmissionControl
 from retain.server.auth import ApiKey
 from retain.server.config import ServerConfig
 from retain.server.error_format import to_error_response
@@ -31,13 +34,16 @@ log = logging.getLogger(__name__)
 class AuthMiddleware:
     """Checks the API key and the Host header, and limits the body, before the application handles a request."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig):
-        self.app, self.api_keys, self.limits = app, config.api_keys, config.limits
+    def __init__(self, app: ASGIApp, config: ServerConfig, admission: AdmissionControl):
+        self.app, self.api_keys, self.limits, self.admission = app, config.api_keys, config.limits, admission
         # A browser sends no key by itself, so with keys a page of another origin reads nothing.
         self.host_rule = None if config.api_keys else HostRule(config.allowed_hosts, config.insecure_no_api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection. Stores the authenticated ApiKey as `request.state.key`."""
+        """Handle one ASGI connection.
+
+        Stores the authenticated ApiKey as `request.state.key`, and its RequestAdmission as `request.state.admission`.
+        """
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = {k: v.decode("latin-1") for k, v in scope["headers"] if k in HEADERS}
@@ -58,13 +64,17 @@ class AuthMiddleware:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
             length = headers.get(b"content-length", "0")
-            if not length.isdigit() or int(length) > self.limits.max_body_size:
+            if not length.isdecimal() or int(length) > self.limits.max_body_size:
                 raise self._body_too_large_error()
-            await self.app(scope, self._limit_body(receive), send_wrapper)
+            with self.admission.open(key.name if key else "") as admission:
+                scope["state"]["admission"] = admission
+                await self.app(scope, self._limit_body(receive), send_wrapper)
         except APIError as error:
             await to_error_response(error, scope["path"])(scope, receive, send)
+        except ClientDisconnect:
+            log.debug("%s: the client hung up within the body", scope["method"])
         except Exception:
-            log.exception("%s %s failed", scope["method"], scope["path"])
+            log.exception("%s %s failed", scope["method"], quote(scope["path"]))
             if response_started:
                 raise
             failure = APIError(500, "internal server error")

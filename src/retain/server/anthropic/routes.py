@@ -28,15 +28,14 @@ def create_router(service: OpenAIServing) -> APIRouter:
         """Answer a conversation in Anthropic's format."""
         service.check_model(body.model)
         key = request.state.key
-        return await service.handle(body, 1, key, lambda: prepare_message(service, body, key))
+        return await service.handle(body, 1, request.state.admission, lambda: prepare_message(service, body, key))
 
     @router.post("/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request, response: Response) -> TokenCount:
         """Count the tokens of the prompt that a message request has."""
         service.check_model(body.model)
         response.headers.update(create_request_id_header())
-        key = request.state.key
-        num_tokens = await service.run_admitted(key, lambda: count_prompt_tokens(service, body))
+        num_tokens = await service.run_admitted(request.state.admission, lambda: count_prompt_tokens(service, body))
         return TokenCount(input_tokens=num_tokens)
 
     return router

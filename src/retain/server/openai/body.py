@@ -3,14 +3,17 @@
 A body is read as JSON whatever its content-type says: `curl -d` calls it a form. Only a browser's request must say that
 it is JSON, because then the browser asks this server before it lets a page of another origin send it.
 
-A server that is full reads no body: gateways repeat a refused request several times within a second.
+A request has a place among those in flight, and room for its bytes, before its body is read. So a server that is full
+reads no body: gateways repeat a refused request several times within a second.
 """
 
 from __future__ import annotations
 
-import asyncio
 import codecs
+import re
 from collections.abc import Callable, Collection, Coroutine
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -22,23 +25,33 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from retain.files import shorten
-from retain.server.admission import AdmissionControl
+from retain.server.admission import RequestAdmission
 from retain.server.disconnects import run_while_connected
 from retain.server.openai.errors import APIError
+from retain.server.preparation import PreparationPool
 from retain.server.request_model import REFUSED_FIELD
 
 JSON_TYPE, CONTENT_TYPE = "application/json", b"content-type"
 
 MAX_VALUES = 2**20  # in all lists and objects of a body: the token ids of the longest prompts
+MAX_CONTAINERS = 2**17  # lists and objects: the garbage collector visits each of them several times
 MAX_ITEMS = 2**14  # of a list that has more than numbers
 MAX_KEYS = 2**12  # of an object
 MAX_DEPTH = 200  # of lists and objects in each other: the JSON writer goes little deeper
+
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # or the rest, where none ends it
+
+SMALL_BODY = 2**16  # bytes: parsed within milliseconds
+# One of them parses for each key at most. Two would be no faster, because parsing holds the interpreter's lock, and the
+# event loop would wait for both.
+PARSING_THREADS = 2
 
 
 class BodyRoute(APIRoute):
     """A route that validates its body before FastAPI does, which then finds an instance of the model.
 
-    The application's `state.admission` refuses requests before their body is read. Raises APIError.
+    The request's `state.admission` admits it before its body is read, and the application's `state.body_parser` parses
+    it. Raises APIError.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -50,16 +63,51 @@ class BodyRoute(APIRoute):
         adapter: TypeAdapter[Any] = TypeAdapter(annotation)
 
         async def handle_validated(request: Request) -> Response:
-            admission: AdmissionControl = request.app.state.admission
-            admission.check(request.state.key.name, 1)
-            check_headers(Headers(scope=request.scope))
+            admission: RequestAdmission = request.state.admission
+            parser: BodyParser = request.app.state.body_parser
+            admission.admit(1)
+            headers = Headers(scope=request.scope)  # `request.headers` would be kept, and they are changed below
+            check_headers(headers)
+            data = await read_body(request, int(headers.get("content-length", 0)), admission)
             # FastAPI asks the request for its JSON, which Starlette keeps here, if the content-type is JSON's.
-            request._json = await asyncio.to_thread(parse_body, await request.body(), adapter)
-            headers = [(name, value) for name, value in request.scope["headers"] if name != CONTENT_TYPE]
-            request.scope["headers"] = [*headers, (CONTENT_TYPE, JSON_TYPE.encode())]
+            request._json = await parser.parse(admission.key_name, data, adapter)
+            request._body = b"{}"  # it asks for these bytes before; those that came are freed
+            others = [(name, value) for name, value in request.scope["headers"] if name != CONTENT_TYPE]
+            request.scope["headers"] = [*others, (CONTENT_TYPE, JSON_TYPE.encode())]
             return await run_while_connected(request.receive, handle(request))
 
         return handle_validated
+
+
+class BodyParser:
+    """Parses bodies in threads, one body of a key at a time. Small ones do not wait for large ones."""
+
+    def __init__(self) -> None:
+        self._small, self._large = (PreparationPool(PARSING_THREADS, 1) for _ in range(2))
+
+    async def parse(self, key_name: str, data: bytearray, adapter: TypeAdapter[Any]) -> Any:
+        """Return the validated body of a request of a key (see `parse_body`)."""
+        pool = self._small if len(data) <= SMALL_BODY else self._large
+        return await pool.run(key_name, partial(parse_body, data, adapter))
+
+    def close(self) -> None:
+        """Parse no more bodies."""
+        for pool in (self._small, self._large):
+            pool.close()
+
+
+async def read_body(request: Request, announced: int, admission: RequestAdmission) -> bytearray:
+    """Return the bytes of a body. They are in flight before they are read: those announced, then those that came.
+
+    Raises APIError where there is no room for them, and ClientDisconnect.
+    """
+    data = bytearray()
+    admission.hold_bytes(announced)
+    async for chunk in request.stream():
+        if len(data) + len(chunk) > announced:
+            admission.hold_bytes(len(data) + len(chunk))
+        data += chunk
+    return data
 
 
 def check_headers(headers: Headers) -> None:
@@ -73,9 +121,16 @@ def check_headers(headers: Headers) -> None:
         raise APIError(415, f"a browser must send content-type: {JSON_TYPE}")
 
 
-def parse_body(data: bytes, adapter: TypeAdapter[Any]) -> Any:
-    """Return the validated body. Raises RequestValidationError with one error."""
-    value = parse_json_object(data)
+def parse_body(data: bytes | bytearray, adapter: TypeAdapter[Any]) -> Any:
+    """Return the validated body. Raises RequestValidationError with one error.
+
+    A bytearray is empty afterwards, so that its text is held twice for no longer than it is parsed.
+    """
+    try:
+        value = parse_json_object(data)
+    finally:
+        if isinstance(data, bytearray):
+            data.clear()
     if problem := find_excess(value):
         raise _invalid(f"the request body has {problem}")
     try:
@@ -87,12 +142,14 @@ def parse_body(data: bytes, adapter: TypeAdapter[Any]) -> Any:
         raise RequestValidationError([first], body=value) from None
 
 
-def parse_json_object(data: bytes) -> dict[str, Any]:
+def parse_json_object(data: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object of a body, which may begin with a byte order mark. Raises RequestValidationError."""
     if not data:
         raise _invalid("the request body is empty: send a JSON object")
+    if problem := find_excess_of_text(data):
+        raise _invalid(f"the request body has {problem}")
     try:
-        value = orjson.loads(data.removeprefix(codecs.BOM_UTF8))
+        value = orjson.loads(memoryview(data)[len(codecs.BOM_UTF8) * data.startswith(codecs.BOM_UTF8) :])
     except orjson.JSONDecodeError:
         try:
             data.decode()
@@ -106,6 +163,26 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 
 def _invalid(message: str) -> RequestValidationError:
     return RequestValidationError([{"type": "value_error", "loc": (), "msg": message}])
+
+
+def find_excess_of_text(data: bytes | bytearray) -> str | None:
+    """Return which bound a JSON text exceeds, in words; None if none.
+
+    Nothing else runs while the text is parsed, so what is too much must not be: 8 MiB of empty lists take seconds.
+    """
+    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS and data.count(b",") <= MAX_VALUES:
+        return None
+    num_containers, num_commas, position = 0, 0, 0
+    for start, end in chain((match.span() for match in STRING.finditer(data)), [(len(data), len(data))]):
+        between = data[position:start]
+        num_containers += between.count(b"[") + between.count(b"{")
+        num_commas += between.count(b",")
+        position = end
+        if num_containers > MAX_CONTAINERS:
+            return f"more than {MAX_CONTAINERS} lists and objects"
+        if num_commas > MAX_VALUES:
+            return f"more than {MAX_VALUES} values"
+    return None
 
 
 def find_excess(value: Any) -> str | None:

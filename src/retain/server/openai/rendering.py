@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from retain.processing.input import GenerateRequest
-from retain.server.auth import ApiKey
+from retain.server.admission import RequestAdmission
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.errors import ERROR_RESPONSES
@@ -41,24 +41,27 @@ def create_router(service: OpenAIServing) -> APIRouter:
         """Return the token ids of the prompt that a chat completion has."""
         service.check_model(body.model)
         key = request.state.key
-        return await render_one(service, key, body.model, lambda: service.prepare_chat(body, key))
+        admission = request.state.admission
+        return await render_one(service, admission, body.model, lambda: service.prepare_chat(body, key))
 
     @router.post("/completions/render", response_model=None, responses={200: {"model": list[RenderedRequest]}})
     async def render_completion(body: CompletionRequest, request: Request) -> Response:
         """Return the token ids of each prompt of a completion."""
         service.check_model(body.model)
         key = request.state.key
-        async with service.admit(key, body.prompt_field):
-            prepared, _ = await service.prepare(key, lambda: service.prepare_completion(body, key))
+        async with service.admit(request.state.admission, body.prompt_field):
+            prepared, _ = await service.prepare(key.name, lambda: service.prepare_completion(body, key))
         return _to_response([_describe(body.model, request) for request in prepared.requests])
 
     return router
 
 
-async def render_one(service: OpenAIServing, key: ApiKey, model: str, prepare: Callable[[], Prepared]) -> Response:
+async def render_one(
+    service: OpenAIServing, admission: RequestAdmission, model: str, prepare: Callable[[], Prepared]
+) -> Response:
     """Return the response for a request that has one prompt. Raises APIError if it could not be generated."""
-    async with service.admit(key):
-        prepared, _ = await service.prepare(key, prepare)
+    async with service.admit(admission):
+        prepared, _ = await service.prepare(admission.key_name, prepare)
     return _to_response(_describe(model, prepared.requests[0]))
 
 

@@ -24,14 +24,15 @@ def create_router(service: OpenAIServing) -> APIRouter:
         """Create a chat completion."""
         service.check_model(body.model)
         key = request.state.key
-        return await service.handle(body, body.n or 1, key, lambda: service.prepare_chat(body, key))
+        return await service.handle(body, body.n or 1, request.state.admission, lambda: service.prepare_chat(body, key))
 
     @router.post("/completions", response_model=None, responses=describe_generation(CompletionResponse))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Create a completion for one or several prompts."""
         service.check_model(body.model)
         key, num_choices = request.state.key, len(body.prompts) * (body.n or 1)
-        return await service.handle(body, num_choices, key, lambda: service.prepare_completion(body, key))
+        admission = request.state.admission
+        return await service.handle(body, num_choices, admission, lambda: service.prepare_completion(body, key))
 
     def build_model_card(name: str) -> ModelCard:
         llm = service.llm

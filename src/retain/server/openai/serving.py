@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import time
 from typing import NamedTuple, TypeVar
@@ -16,12 +16,13 @@ from retain.llm import LLM
 from retain.processing import grammar
 from retain.processing.input import GenerateRequest
 from retain.processing.output import RequestOutputState
-from retain.server.admission import AdmissionControl
+from retain.server.admission import AdmissionControl, RequestAdmission
 from retain.server.auth import ApiKey
 from retain.server.config import ServerConfig
 from retain.server.engine_thread import EngineThread
 from retain.server.grammar_trials import GrammarTrials
 from retain.server.openai import tool_parser
+from retain.server.openai.body import BodyParser
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.chat_protocol import (
     ChatCompletionRequest,
@@ -66,7 +67,8 @@ class OpenAIServing:
         self.stream_interval = server_config.stream_interval
         num_keys = len(server_config.api_keys)
         self.admission = AdmissionControl(self.limits, llm.config.max_running_requests, num_keys)
-        self.preparation, self.grammar_trials = PreparationPool(), GrammarTrials(sandbox, num_keys)
+        self.body_parser, self.preparation = BodyParser(), PreparationPool()
+        self.grammar_trials = GrammarTrials(sandbox, num_keys)
         self.created = int(time())
         llm.tokenizer.chat_templates.renderer = SandboxedRenderer(sandbox)
         self.tool_format = self._detect_tool_format()
@@ -241,35 +243,36 @@ class OpenAIServing:
     # ---- submission ----------------------------------------------------------------------------------------------
 
     async def handle(
-        self, body: GenerationFields, num_choices: int, key: ApiKey, prepare: Callable[[], Prepared]
+        self, body: GenerationFields, num_choices: int, admission: RequestAdmission, prepare: Callable[[], Prepared]
     ) -> Response:
-        """Admit, prepare and submit a request with `num_choices` choices. Raises APIError."""
-        deadline = asyncio.get_running_loop().time() + self.limits.request_timeout
-        group: RequestGroup | None = None
-        with ExitStack() as admission:
-            admission.enter_context(self.admission.admit(key.name, num_choices))
-            try:
-                async with asyncio.timeout_at(deadline):
-                    prepared, request_states = await self.prepare(key, prepare)
-                    pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
-                    group = RequestGroup(request_states, key.name, pins, self.stream_interval if body.stream else None)
-                    await self.engine_thread.submit(group)
-            except (ValueError, RecursionError) as error:
-                raise invalid_request(error, body.prompt_field) from None
-            except EngineError as error:
-                raise APIError(error.status, str(error)) from None
-            except BaseException as error:  # the deadline passed, or the coroutine was cancelled
-                if group:
-                    self.engine_thread.cancel(group)
-                if isinstance(error, TimeoutError):
-                    raise APIError(408, "the request timed out") from None
-                raise
-            # From here on the response owns the admission and ends it.
-            return GenerationResponse(
-                self.engine_thread, deadline, group, prepared.encoder, bool(body.stream), admission.pop_all()
-            )
+        """Admit, prepare and submit a request with `num_choices` choices. Raises APIError.
 
-    async def prepare(self, key: ApiKey, prepare: Callable[[], Prepared]) -> tuple[Prepared, list[RequestOutputState]]:
+        The caller of the returned response ends the admission.
+        """
+        deadline, key_name = asyncio.get_running_loop().time() + self.limits.request_timeout, admission.key_name
+        group: RequestGroup | None = None
+        admission.admit(num_choices)
+        try:
+            async with asyncio.timeout_at(deadline):
+                prepared, request_states = await self.prepare(key_name, prepare)
+                pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
+                group = RequestGroup(request_states, key_name, pins, self.stream_interval if body.stream else None)
+                await self.engine_thread.submit(group)
+        except (ValueError, RecursionError) as error:
+            raise invalid_request(error, body.prompt_field) from None
+        except EngineError as error:
+            raise APIError(error.status, str(error)) from None
+        except BaseException as error:  # the deadline passed, or the coroutine was cancelled
+            if group:
+                self.engine_thread.cancel(group)
+            if isinstance(error, TimeoutError):
+                raise APIError(408, "the request timed out") from None
+            raise
+        return GenerationResponse(self.engine_thread, deadline, group, prepared.encoder, bool(body.stream))
+
+    async def prepare(
+        self, key_name: str, prepare: Callable[[], Prepared]
+    ) -> tuple[Prepared, list[RequestOutputState]]:
         """Prepare requests and return the engine's, too. Raises ValueError and APIError.
 
         In threads of the key, because tokenizing a long text takes a while. No thread waits for the trial of a grammar.
@@ -280,38 +283,41 @@ class OpenAIServing:
             has_grammar = any(request.grammar for request in prepared.requests)
             return prepared, None if has_grammar else self.process(prepared.requests)
 
-        prepared, states = await self.preparation.run(key.name, prepare_plain)
+        prepared, states = await self.preparation.run(key_name, prepare_plain)
         if states is None:
             for source in {request.grammar for request in prepared.requests if request.grammar}:
-                await self.grammar_trials.check(key.name, source)
-            states = await self.preparation.run(key.name, lambda: self.process(prepared.requests))
+                await self.grammar_trials.check(key_name, source)
+            states = await self.preparation.run(key_name, lambda: self.process(prepared.requests))
         return prepared, states
 
     def process(self, requests: Sequence[GenerateRequest]) -> list[RequestOutputState]:
         """Return the engine's requests, whose grammars have passed their trial. Raises ValueError."""
         return [state for request in requests for state in self.llm.input_processor.process(request)]
 
-    async def run_admitted(self, key: ApiKey, function: Callable[[], T], prompt_field: str = "messages") -> T:
+    async def run_admitted(
+        self, admission: RequestAdmission, function: Callable[[], T], prompt_field: str = "messages"
+    ) -> T:
         """Run a function for a request as a generation is prepared: admitted, in a thread of its key, in time.
 
         `prompt_field`: the field that has the prompt. Raises APIError.
         """
-        async with self.admit(key, prompt_field):
-            return await self.preparation.run(key.name, function)
+        async with self.admit(admission, prompt_field):
+            return await self.preparation.run(admission.key_name, function)
 
     @asynccontextmanager
-    async def admit(self, key: ApiKey, prompt_field: str = "messages") -> AsyncIterator[None]:
-        """Admit a request that is not generated, for the time of the context. Raises APIError, also for its errors."""
-        with self.admission.admit(key.name, 1):
-            try:
-                async with asyncio.timeout(self.limits.request_timeout):
-                    yield
-            except TimeoutError:
-                raise APIError(408, "the request timed out") from None
-            except (ValueError, RecursionError) as error:
-                raise invalid_request(error, prompt_field) from None
+    async def admit(self, admission: RequestAdmission, prompt_field: str = "messages") -> AsyncIterator[None]:
+        """Admit a request that is not generated. Raises APIError, also for what fails in the context."""
+        admission.admit(1)
+        try:
+            async with asyncio.timeout(self.limits.request_timeout):
+                yield
+        except TimeoutError:
+            raise APIError(408, "the request timed out") from None
+        except (ValueError, RecursionError) as error:
+            raise invalid_request(error, prompt_field) from None
 
     def close(self) -> None:
-        """Prepare no more requests."""
+        """Parse, try and prepare no more requests."""
+        self.body_parser.close()
         self.preparation.close()
         self.grammar_trials.close()

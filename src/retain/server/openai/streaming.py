@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -69,28 +68,26 @@ class GenerationResponse(Response):
         group: RequestGroup,
         encoder: ResponseEncoder,
         stream: bool,
-        admission: ExitStack,
     ):
-        """`deadline` is a time of the event loop's clock. `admission` is closed when the response ends."""
+        """`deadline` is a time of the event loop's clock."""
         super().__init__()
         self.engine_thread, self.deadline, self.group, self.encoder = engine_thread, deadline, group, encoder
-        self.stream, self.admission = stream, admission
+        self.stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send the response (ASGI)."""
-        with self.admission:
-            timeout = asyncio.get_running_loop().call_at(self.deadline, self._on_timeout)
-            disconnect = asyncio.create_task(self._watch_disconnect(receive))
-            respond = self._send_stream if self.stream else self._send_full
-            try:
-                async with asyncio.timeout_at(self.deadline + WRITE_GRACE_S):  # also if the client reads nothing
-                    await respond(scope, receive, send)
-            except (ClientDisconnected, TimeoutError):
-                pass
-            finally:
-                timeout.cancel()
-                disconnect.cancel()
-                self.engine_thread.cancel(self.group)
+        timeout = asyncio.get_running_loop().call_at(self.deadline, self._on_timeout)
+        disconnect = asyncio.create_task(self._watch_disconnect(receive))
+        respond = self._send_stream if self.stream else self._send_full
+        try:
+            async with asyncio.timeout_at(self.deadline + WRITE_GRACE_S):  # also if the client reads nothing
+                await respond(scope, receive, send)
+        except (ClientDisconnected, TimeoutError):
+            pass
+        finally:
+            timeout.cancel()
+            disconnect.cancel()
+            self.engine_thread.cancel(self.group)
 
     def _on_timeout(self) -> None:
         self.engine_thread.cancel(self.group)

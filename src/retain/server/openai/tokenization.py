@@ -95,14 +95,14 @@ def create_router(service: OpenAIServing) -> APIRouter:
             return tokenizer.encode(text, add_special_tokens)
 
         prompt_field = "prompt" if isinstance(body, TokenizeCompletionRequest) else "messages"
-        token_ids = await service.run_admitted(request.state.key, encode_body, prompt_field)
+        token_ids = await service.run_admitted(request.state.admission, encode_body, prompt_field)
         return TokenizeResponse(tokens=token_ids, count=len(token_ids), max_model_len=service.llm.max_model_len)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
         """Detokenize token ids."""
         service.check_model(body.model)
-        text = await service.run_admitted(request.state.key, lambda: tokenizer.decode(body.tokens))
+        text = await service.run_admitted(request.state.admission, lambda: tokenizer.decode(body.tokens))
         return DetokenizeResponse(prompt=text)
 
     @router.get("/tokenizer_info")

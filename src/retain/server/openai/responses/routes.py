@@ -66,7 +66,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
             return Prepared([generated], encoder)
 
         try:
-            return await service.handle(body, 1, key, prepare)
+            return await service.handle(body, 1, request.state.admission, prepare)
         except APIError as error:
             if body.stream and error.code == "context_length_exceeded":
                 return fail_stream(body, error)
@@ -89,7 +89,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
             return service.prepare_chat(convert_request(body, *find_items()).chat, key)
 
         try:
-            return await render_one(service, key, body.model, prepare)
+            return await render_one(service, request.state.admission, body.model, prepare)
         except APIError as error:
             raise rename_parameter(error) from None
 
