@@ -1,4 +1,7 @@
-"""The header that says what of a request was left out. Clients refuse long headers, so its length is bounded."""
+"""The header that says what of a request was left out. Clients refuse long headers, so its length is bounded.
+
+A header holds no text of every language, so names are in ASCII with escapes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ MAX_NAME_LENGTH = 64
 
 def warn_of(kind: str, left_out: Iterable[str]) -> list[str]:
     """Return a warning with the distinct names of what was left out, or none if nothing was."""
-    names = [shorten(name, MAX_NAME_LENGTH) for name in dict.fromkeys(left_out)]
+    names = [shorten(ascii(name)[1:-1], MAX_NAME_LENGTH) for name in dict.fromkeys(left_out)]
     if len(names) > MAX_NAMES:
         names = [*names[:MAX_NAMES], f"and {len(names) - MAX_NAMES} more"]
     return [f"{kind} left out: {', '.join(names)}"] if names else []

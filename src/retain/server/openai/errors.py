@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from retain.files import shorten
 from retain.processing.input import PromptTooLongError
 
+MAX_MESSAGE_LENGTH = 600  # characters: a message may quote what the client sent
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -62,7 +63,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class APIError(Exception):
-    """An error response. `param` names the request field at fault."""
+    """An error response. `param` names the request field at fault. Both are cut and put on one line."""
 
     def __init__(
         self,
@@ -72,8 +73,10 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
+        message = shorten(message, MAX_MESSAGE_LENGTH)
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        self.status, self.message, self.code, self.headers = status, message, code, headers
+        self.param = None if param is None else shorten(param)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the response."""
