@@ -183,6 +183,20 @@ def test_a_session_stays_on_its_replica_and_sessions_spread(cluster):
     assert sum(many) == 24 and min(many) > 0
 
 
+def test_a_session_of_any_bytes_stays_on_its_replica(cluster):
+    """Ray decodes headers as UTF-8, and this name is none."""
+    body = {"model": "random:tiny", "prompt": "x", "max_tokens": 2}
+
+    def post(**headers: bytes) -> int:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return HTTP.post(f"{cluster.url}/completions", json=body, headers=named).status_code
+
+    for name in (b"Zo\xeb", "日本".encode(), bytes(range(0x80, 0x100))):
+        counts = cluster.count(lambda name=name: [post(x_session_id=name) for _ in range(3)])
+        assert sorted(counts) == [0, 3], name
+    assert post(x_request_id=b"\xeb") == post(serve_multiplexed_model_id=b"\xeb", traceparent=b"\xeb") == 200
+
+
 def test_texts_with_an_equal_beginning_stay_on_one_replica_and_others_spread(cluster):
     one = cluster.count(lambda: [cluster.post(prompt=f"same {i}") for i in range(6)])
     many = cluster.count(lambda: [cluster.post(prompt=f"{i:4}") for i in range(24)])

@@ -14,7 +14,7 @@ from retain.cluster.affinity import prefix_key
 from retain.cluster.arguments import parse_arguments
 from retain.cluster.config import ClusterConfig, ClusterSettings
 from retain.cluster.cores import claim_index, share_of_cores
-from retain.cluster.haproxy import configure_haproxy
+from retain.cluster.haproxy import configure_haproxy, header_rules
 from retain.cluster.metrics import label_pages
 from retain.cluster.routing import ReplicaLoads, choose, rank
 from retain.config import Config
@@ -146,6 +146,8 @@ def test_haproxy_shows_statistics_to_this_machine_only_and_asks_for_routes(
     assert done.stdout == f"-db -f {config} -sf 7\n"
     assert re.findall(r"bind (\S+)", config.read_text()) == ["127.0.0.1:9101", "*:8000", "127.0.0.1:8404"]
     assert re.findall(r"router if (.*)", config.read_text()) == [condition]
+    _, before, _ = re.split(r"bind \*:8000\n|    http-request lua", config.read_text())
+    assert before == "".join(header_rules()) and before.count("set-header x-session-id ") == 1
 
 
 # ---- the key of a text -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
+from itertools import chain, product, zip_longest
 from pathlib import Path
 
 SESSION_HEADER = "x-session-id"
@@ -16,13 +17,15 @@ MAX_ROUTED_BYTES = 2**20  # of a body: what the router sees of it
 
 # Ray lets HAProxy show its statistics on every interface, and asks the router about each POST and nothing else.
 SCRIPT = r"""#!/bin/sh
-# Runs HAProxy with the configuration that Ray wrote, changed: statistics are for this machine, and the router is asked
-# about every request with a session (a stored response is read where it is), about others only as far as it needs.
+# Runs HAProxy with the configuration that Ray wrote, changed: statistics are for this machine, headers that Ray reads
+# are ASCII, and the router is asked about every request with a session (a stored response is read where it is), about
+# others only as far as it needs.
 for argument; do
   if [ "$previous" = -f ]; then
     changed=$argument.changed
     sed -e '/^frontend prometheus/,/bind/ s/bind :/bind 127.0.0.1:/' \
         -e '/^listen stats/,/bind/ s/bind \*:/bind 127.0.0.1:/' \
+        -e '/^frontend http_frontend/,/bind/ {' -e '/bind/ r HEADER_RULES' -e '}' \
         -e 's/\(route_via_ingress_request_router if\) METH_POST \(.*\)/\1 ROUTED/' "$argument" > "$changed" &&
       mv "$changed" "$argument"
   fi
@@ -36,6 +39,28 @@ WITH_SESSION = rf"{{ req.hdr({SESSION_HEADER}) -m found }} \2"
 WITH_SESSION_OR_TEXT = WITH_SESSION + r" or METH_POST \2"
 
 
+def spellings(header: str) -> list[str]:
+    """Return the names that Ray takes for a header: with `_` in place of any `-`."""
+    parts = header.split("-")
+    choices = product("-_", repeat=len(parts) - 1)
+    return ["".join(chain(*zip_longest(parts, separators, fillvalue=""))) for separators in choices]
+
+
+# Ray decodes these as UTF-8, whatever the client sent, and answers 500 where they are none. It reads the session too.
+HEADERS_OF_RAY = (
+    *("x-request-id", "x-request-timeout-seconds", "x-request-disconnect-disabled", "traceparent", "tracestate"),
+    *spellings("serve-multiplexed-model-id"),
+)
+
+
+def header_rules() -> Iterator[str]:
+    """Yield HAProxy's rules for headers that Ray reads: what is not ASCII goes, or is encoded if it names a session."""
+    encode, delete = "set-header {0} %[req.fhdr({0}),url_enc]", "del-header {0}"
+    for rule, names in ((encode, spellings(SESSION_HEADER)), (delete, HEADERS_OF_RAY)):
+        for name in names:
+            yield f'    http-request {rule.format(name)} if {{ req.fhdr({name}) -m reg "[^ -~]" }}\n'
+
+
 def configure_haproxy(folder: Path, forward_body: bool) -> None:
     """Set the environment of an HAProxy whose files are in a folder that only this user may enter.
 
@@ -43,9 +68,11 @@ def configure_haproxy(folder: Path, forward_body: bool) -> None:
     session go to the replica with the fewest connections. Call it before Ray is imported.
     Raises ValueError where there is no HAProxy.
     """
-    script = folder / "haproxy"
+    script, rules = folder / "haproxy", folder / "header-rules.cfg"
     routed = WITH_SESSION_OR_TEXT if forward_body else WITH_SESSION
-    script.write_text(SCRIPT.replace("BINARY", _find_binary()).replace("ROUTED", routed))
+    text = SCRIPT.replace("BINARY", _find_binary()).replace("ROUTED", routed).replace("HEADER_RULES", str(rules))
+    rules.write_text("".join(header_rules()))
+    script.write_text(text)
     script.chmod(0o700)
     metrics_port, stats_port = _free_ports(2)
     values: dict[str, object] = {

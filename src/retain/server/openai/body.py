@@ -42,9 +42,9 @@ MAX_DEPTH = 200  # of lists and objects in each other: the JSON writer goes litt
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # or the rest, where none ends it
 
 SMALL_BODY = 2**16  # bytes: parsed within milliseconds
-# One of them parses for each key at most. Two would be no faster, because parsing holds the interpreter's lock, and the
-# event loop would wait for both.
-PARSING_THREADS = 2
+# Two would parse no faster for a key, because parsing holds the interpreter's lock, and the event loop would wait for
+# both.
+PARSING_THREADS, PARSING_THREADS_PER_KEY = 2, 1
 
 
 class BodyRoute(APIRoute):
@@ -83,7 +83,8 @@ class BodyParser:
     """Parses bodies in threads, one body of a key at a time. Small ones do not wait for large ones."""
 
     def __init__(self) -> None:
-        self._small, self._large = (PreparationPool(PARSING_THREADS, 1) for _ in range(2))
+        self._small = PreparationPool(PARSING_THREADS, PARSING_THREADS_PER_KEY)
+        self._large = PreparationPool(PARSING_THREADS, PARSING_THREADS_PER_KEY)
 
     async def parse(self, key_name: str, data: bytearray, adapter: TypeAdapter[Any]) -> Any:
         """Return the validated body of a request of a key (see `parse_body`)."""
