@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
 
-from retain.server.openai.responses.store import TURN_OVERHEAD, ResponseStore, StoredTurn
+from retain.server.openai.responses import store as store_module
+from retain.server.openai.responses.store import TURN_OVERHEAD, ResponseStore, StoredItem, StoredTurn
+from tests.helpers.counted_work import assert_linear
 
 
 def build_turn(size: int, previous: StoredTurn | None = None, item_ids: Sequence[str] = ()) -> StoredTurn:
-    return StoredTurn(b"r" * size, b"", previous, item_ids)
+    items = [StoredItem(item_id, b"i" * len(item_id), 1) for item_id in item_ids]
+    return StoredTurn(b"r" * size, items, len(items), previous)
 
 
 def find_reachable_turns(store: ResponseStore) -> set[tuple[str, StoredTurn]]:
     """Return the turns that an id leads to, with their keys."""
     turns_by_key = store._turns_by_key.items()
-    return {(key, turn) for key, by_id in turns_by_key for end in by_id.values() for turn in end.conversation()}
+    return {(key, turn) for key, by_id in turns_by_key for end in by_id.values() for turn in end.iter_backwards()}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -36,11 +40,11 @@ def test_bytes_add_up_and_stay_below_the_bound(seed: int) -> None:
             store.delete(key, random.choice(ids))
         reachable = find_reachable_turns(store)
         assert store.num_bytes == sum(turn.num_bytes for _, turn in reachable) <= store.max_bytes
-        assert store._turns_by_item == {(key, item_id): turn for key, turn in reachable for item_id in turn.item_ids}
+        assert store._items == {(key, item.id): item for key, turn in reachable for item in turn.items}
     for key in ("ann", "bob", "carol"):
         for response_id in ids:
             store.delete(key, response_id)
-    assert not store.num_bytes and not store._turns_by_key and not store.num_bytes_by_key and not store._turns_by_item
+    assert not store.num_bytes and not store._turns_by_key and not store.num_bytes_by_key and not store._items
 
 
 def test_the_newest_turn_with_an_item_is_found() -> None:
@@ -49,9 +53,9 @@ def test_the_newest_turn_with_an_item_is_found() -> None:
     first, second = build_turn(10, None, ["msg_1"]), build_turn(10, None, ["msg_1"])
     store.put("ann", "first", first)
     store.put("ann", "second", second)
-    assert store.find_item("ann", "msg_1") is second and store.find_item("bob", "msg_1") is None
+    assert store.find_item("ann", "msg_1") is second.items[0] and store.find_item("bob", "msg_1") is None
     store.delete("ann", "first")
-    assert store.find_item("ann", "msg_1") is second
+    assert store.find_item("ann", "msg_1") is second.items[0]
 
 
 def test_least_recently_used_is_evicted() -> None:
@@ -87,7 +91,7 @@ def test_a_turn_keeps_the_turns_that_it_continues() -> None:
     assert store.num_bytes == 0
     second = build_turn(1000, first)
     store.put("ann", "second", second)
-    assert not store.get("ann", "first") and second.conversation() == [first, second]
+    assert not store.get("ann", "first") and list(second.iter_backwards()) == [second, first]
     assert store.num_bytes == 2 * (1000 + TURN_OVERHEAD)
 
 
@@ -104,3 +108,36 @@ def test_a_conversation_larger_than_the_store_evicts_nothing() -> None:
     store.put("ann", "small", build_turn(100))
     store.put("ann", "large", build_turn(3000))
     assert store.get("ann", "small") and not store.get("ann", "large")
+
+
+def test_a_long_chain_is_stored_and_forgotten_in_steps_of_its_length() -> None:
+    """A turn refers to the one before it, and holds nothing else of it."""
+
+    def prepare(num_turns: int) -> Callable[[], object]:
+        def store_and_forget() -> None:
+            store, turn = ResponseStore(num_turns * (TURN_OVERHEAD + 100)), None
+            for i in range(num_turns):
+                turn = build_turn(100, turn)
+                store.put("ann", str(i), turn)
+                store.get("ann", "0")
+            for i in range(num_turns):
+                assert store.delete("ann", str(i))
+            assert not store.num_bytes
+
+        return store_and_forget
+
+    assert_linear(prepare, 100, [store_module])
+
+
+def test_a_chain_of_any_length_is_freed() -> None:
+    """Neither deleting nor freeing it recurses."""
+    store, turn = ResponseStore(10**9), None
+    for i in range(20_000):
+        turn = build_turn(1, turn)
+        store.put("ann", str(i), turn)
+    for i in range(20_000):
+        store.delete("ann", str(i))
+    assert not store.num_bytes
+    last = weakref.ref(turn)
+    del turn
+    assert last() is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,17 +12,13 @@ from pydantic import ValidationError
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.errors import APIError
 from retain.server.openai.responses.conversion import (
-    ITEMS,
-    build_turn,
     convert_request,
-    dump_items,
     get_input_items,
-    iter_stored_items,
     rename_parameter,
-    resolve_references,
     to_messages,
 )
-from retain.server.openai.responses.items import OTHER_ITEMS, encode_reasoning
+from retain.server.openai.responses.history import ITEMS, Conversation, build_turn, encode_items, load_items
+from retain.server.openai.responses.items import OTHER_ITEMS, dump_item, encode_reasoning
 from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.store import StoredTurn
 
@@ -143,8 +138,9 @@ ITEM = st.one_of(
 
 def store(asked: list[Json], answered: list[Json]) -> StoredTurn:
     """Return a stored turn with these items; answers have ids as the server's have."""
-    response = {"output": [{"id": f"out_{i}", **item} for i, item in enumerate(answered)]}
-    return build_turn(dump_items(ITEMS.validate_python(asked)), response, orjson.dumps(response), None)
+    identified = [{"id": f"out_{i}", **item} for i, item in enumerate(answered)]
+    output = [dump_item(item) for item in ITEMS.validate_python(identified)]
+    return build_turn(encode_items(ITEMS.validate_python(asked)), output, b"{}", None)
 
 
 @given(st.lists(ITEM, max_size=6), st.lists(ITEM, max_size=4), st.lists(ITEM, min_size=1, max_size=4))
@@ -153,12 +149,12 @@ def test_stored_turn_and_whole_history_are_the_same_messages(
 ) -> None:
     first = store(asked, answered)
     body = ResponsesRequest(model="m", input=added, tools=TOOLS)
-    continued = convert_request(body, body.input, first)  # type: ignore[arg-type]
+    conversation = Conversation(body.input, first)  # type: ignore[arg-type]
+    continued = convert_request(body, [*conversation.load_history(), *conversation.load_input()])
     body = ResponsesRequest(model="m", input=[*asked, *answered, *added], tools=TOOLS)
-    whole = convert_request(body, body.input, None)  # type: ignore[arg-type]
+    whole = convert_request(body, body.input)  # type: ignore[arg-type]
     assert continued.chat == whole.chat and continued.warnings == whole.warnings
-    stored = list(iter_stored_items(first, with_output=True))
-    assert len(stored) == len(asked) + len(answered) and all("id" in item for item in stored[: len(asked)])
+    assert len(list(first.iter_items())) == len(asked) + len(answered)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +203,7 @@ def test_items_of_other_servers() -> None:
     ]
     assert convert(marked) == convert(plain)
     body = ResponsesRequest(model="m", input=marked)
-    assert convert_request(body, ITEMS.validate_python(marked), None).warnings == ["items left out: web_search_call"]
+    assert convert_request(body, ITEMS.validate_python(marked)).warnings == ["items left out: web_search_call"]
 
 
 @given(st.text(min_size=1))
@@ -224,7 +220,7 @@ def test_reasoning_that_cannot_be_read_is_ignored(encoded: str) -> None:
 
 def to_chat(**fields: Any) -> ChatCompletionRequest:
     body = ResponsesRequest(**{"model": "m", "input": "x", **fields})
-    return convert_request(body, get_input_items(body), None).chat
+    return convert_request(body, get_input_items(body)).chat
 
 
 @pytest.mark.parametrize("nothing", ["", []])
@@ -233,7 +229,9 @@ def test_an_empty_input_is_an_empty_message(nothing: Any) -> None:
     assert [(m.role, m.content) for m in messages] == [("system", "Be brief."), ("user", "")]
     body = ResponsesRequest(model="m", input=nothing)
     stored = store([message("user", "a")], [message("assistant", "b")])
-    assert len(convert_request(body, [], stored).chat.messages) == 2, "a stored conversation is answered as it is"
+    assert len(convert_request(body, load_items(stored.items)).chat.messages) == 2, (
+        "a stored conversation is answered as it is"
+    )
 
 
 def test_a_prompt_that_is_only_computed() -> None:
@@ -253,27 +251,15 @@ def test_effort_decides_whether_the_model_reasons() -> None:
 
 def test_references_become_the_items_of_stored_turns() -> None:
     turn = store([{**message("user", "a"), "id": "msg_1"}], [message("assistant", "b"), call("f")])
-    turns = {"out_1": turn, "msg_1": turn}
     items = ITEMS.validate_python([{"type": "item_reference", "id": "msg_1"}, {"id": "out_1"}, message("user", "c")])
-    resolved = resolve_references(items, turns)
+    resolved = Conversation(items, None, {item.id: item for item in turn.items}).load_input()
     assert [item.type for item in resolved] == ["message", "function_call", "message"]
     assert len(to_messages(resolved)) == 3
 
 
-def test_a_reference_is_to_the_turn_that_was_found() -> None:
-    """Two turns may have items of one id."""
-    turns = [
-        store([{**message("user", text), "id": "same"}, {**message("user", "x"), "id": text}], []) for text in "ab"
-    ]
-    for found in turns:
-        named = {"same": found, "a": turns[0], "b": turns[1]}
-        (first, *_) = resolve_references(ITEMS.validate_python([{"id": name} for name in named]), named)
-        assert first.text == ("a" if found is turns[0] else "b")
-
-
 def test_stored_items_keep_their_ids() -> None:
     items = ITEMS.validate_python([{**message("user", "x"), "id": "msg_1"}, message("user", "y")])
-    ids = [item["id"] for item in dump_items(items)]
+    ids = [item.id for item in encode_items(items)]
     assert ids[0] == "msg_1" and ids[1].startswith("msg_")
 
 
@@ -285,9 +271,9 @@ def test_fields_of_chat_completions_are_renamed_in_errors() -> None:
 
 
 @pytest.mark.parametrize("kind", OTHER_ITEMS)
-def test_an_item_that_is_left_out_is_stored_as_it_came(kind: str) -> None:
+def test_of_an_item_that_is_left_out_only_what_names_it_is_stored(kind: str) -> None:
     item = {"type": kind, "content": "x", "any": [1]}
-    (dumped,) = dump_items(ITEMS.validate_python([item]))
-    assert item.items() <= dumped.items() and isinstance(dumped["id"], str)
+    (validated,) = ITEMS.validate_python([{**item, "id": "i"}])
+    assert dump_item(validated) == {"id": "i", "status": "completed", "type": kind}
     with pytest.raises(ValidationError):
         ITEMS.validate_python([{**item, "id": ["no", "text"]}])

@@ -19,8 +19,8 @@ from retain.server.openai.errors import APIError
 from retain.server.openai.reasoning_parser import ReasoningParser
 from retain.server.openai.responses import encoder as responses_encoder
 from retain.server.openai.responses.client_tools import ClientTools, expand_tools
-from retain.server.openai.responses.conversion import ITEMS
 from retain.server.openai.responses.encoder import ResponsesEncoder
+from retain.server.openai.responses.history import ITEMS
 from retain.server.openai.responses.items import decode_reasoning
 from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.tools import FunctionTool

@@ -12,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from retain.server.openai.errors import APIError
 from retain.server.openai.responses.client_tools import ClientTools, expand_tools
-from retain.server.openai.responses.conversion import ITEMS, convert_request, to_messages
+from retain.server.openai.responses.conversion import convert_request, to_messages
+from retain.server.openai.responses.history import ITEMS
 from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.tools import HOSTED_TOOLS, Tool
 from retain.server.openai.tool_parser import ParsedToolCall
@@ -52,7 +53,7 @@ def names_of(tools: ClientTools) -> list[str]:
 
 def convert(tools: list[Json], **fields: Any) -> Any:
     body = ResponsesRequest(model="m", input="x", tools=tools, **fields)
-    return convert_request(body, ITEMS.validate_python([{"role": "user", "content": "x"}]), None)
+    return convert_request(body, ITEMS.validate_python([{"role": "user", "content": "x"}]))
 
 
 def test_every_kind_is_a_function() -> None:
@@ -232,7 +233,7 @@ def test_tools_that_a_conversation_adds() -> None:
         {"role": "user", "content": "x"},
     ]
     body = ResponsesRequest(model="m", input=items, tools=[FUNCTION])
-    chat = convert_request(body, ITEMS.validate_python(items), None).chat
+    chat = convert_request(body, ITEMS.validate_python(items)).chat
     assert [tool.function.name for tool in chat.tools or ()] == [
         "read",
         "edit",
@@ -249,7 +250,7 @@ def test_tools_that_are_found_again() -> None:
         {"type": "tool_search_output", "tools": tools} for tools in ([NAMESPACE], [again], [FUNCTION])
     ]
     body = ResponsesRequest(model="m", input=outputs, tools=[FUNCTION])
-    tools = convert_request(body, ITEMS.validate_python(outputs), None).chat.tools or []
+    tools = convert_request(body, ITEMS.validate_python(outputs)).chat.tools or []
     names = ["read", "mcp__files__find", "mcp__files__patch", "mcp__files__edit"]
     assert [tool.function.name for tool in tools] == names
     assert tools[1].function.description == "Files on a server.\n\nFinds."
@@ -270,7 +271,7 @@ def test_tools_that_the_client_found() -> None:
     assert asked.tool_calls[0].function.name == "tool_search"  # type: ignore[union-attr, index]
     assert (found.role, found.content) == ("tool", '{"tools": ["mcp__files__find", "mcp__files__patch"]}')
     body = ResponsesRequest(model="m", input=items)
-    assert len(convert_request(body, ITEMS.validate_python(items), None).chat.tools or ()) == 2
+    assert len(convert_request(body, ITEMS.validate_python(items)).chat.tools or ()) == 2
     by_server = [{**item, "execution": "server", "call_id": None} for item in items]
-    converted = convert_request(body, ITEMS.validate_python(by_server), None)
+    converted = convert_request(body, ITEMS.validate_python(by_server))
     assert len(converted.chat.tools or ()) == 2 and converted.warnings == ["items left out: tool_search_call"]

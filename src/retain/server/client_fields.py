@@ -159,6 +159,7 @@ RESPONSES_OUTPUT_ITEM: FieldTable = {
     "namespace": Accepted("the call has it"),
     "max_output_length": Accepted("outputs are not shortened"),
 }
+RESPONSES_SHELL_CALL: FieldTable = {**RESPONSES_ITEM, "environment": Accepted("the client's own shell runs it")}
 RESPONSES_COMMAND_OUTPUT: FieldTable = {"created_by": NO_ACCOUNTS}
 RESPONSES_TOOLS_ITEM: FieldTable = {
     **RESPONSES_ITEM,

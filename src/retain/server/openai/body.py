@@ -209,3 +209,13 @@ def find_excess(value: Any) -> str | None:
             return f"more than {MAX_VALUES} values"
         containers += [(item, depth + 1) for item in items if isinstance(item, dict | list)]
     return None
+
+
+def count_values(value: Any) -> int:
+    """Return the number of values in the lists and objects of a JSON value, as MAX_VALUES bounds them."""
+    containers, num_values = [value], 0
+    while containers:
+        x = containers.pop()
+        num_values += len(x)
+        containers += [item for item in (x.values() if isinstance(x, dict) else x) if isinstance(item, dict | list)]
+    return num_values

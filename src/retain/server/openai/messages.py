@@ -35,18 +35,20 @@ def join_system_messages(messages: Sequence[Json]) -> list[Json]:
     System messages at the start become one. A later one becomes text of the user, in the message of the user beside it:
     templates refuse two of them in a row, too.
     """
-    joined: list[Json] = []
+    joined: list[tuple[Json, list[str]]] = []  # with the texts that become the content
     is_joined = False  # whether the last one has text of a later system message
     for message in messages:
-        is_later = message["role"] == "system" and any(m["role"] != "system" for m in joined)
+        is_later = (
+            message["role"] == "system" and bool(joined) and (len(joined) > 1 or joined[0][0]["role"] != "system")
+        )
         role = "user" if is_later else message["role"]
-        if joined and role == joined[-1]["role"] and (role == "system" or is_later or is_joined):
-            joined[-1]["content"] = f"{joined[-1]['content']}\n\n{message['content']}"
+        if joined and role == joined[-1][0]["role"] and (role == "system" or is_later or is_joined):
+            joined[-1][1].append(message["content"])
             is_joined = True
         else:
-            joined.append({**message, "role": role})
+            joined.append(({**message, "role": role}, [message["content"]]))
             is_joined = is_later
-    return joined
+    return [{**message, "content": "\n\n".join(texts)} for message, texts in joined]
 
 
 def _convert_answer(m: AssistantMessageParam) -> Json:

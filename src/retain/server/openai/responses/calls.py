@@ -101,12 +101,12 @@ class ShellAction(StrictModel):
 class ShellCallItem(Item):
     """Call of the client's shell with several commands."""
 
+    other_fields = client_fields.RESPONSES_SHELL_CALL
     function_name: ClassVar[str] = "shell"
 
     type: Literal["shell_call"]
     call_id: str
     action: ShellAction
-    environment: Json | None = None
 
     @property
     def function_arguments(self) -> str:

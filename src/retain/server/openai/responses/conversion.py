@@ -7,13 +7,9 @@ same whether the server stored them or the client sends all of them, and so are 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-from uuid import uuid4
-
-import orjson
-from pydantic import TypeAdapter
 
 from retain.server.openai.chat_protocol import (
     AssistantMessageParam,
@@ -30,36 +26,20 @@ from retain.server.openai.chat_protocol import (
     ToolCall,
 )
 from retain.server.openai.errors import APIError
-from retain.server.openai.protocol import ExtensionFields, Json
+from retain.server.openai.protocol import ExtensionFields
 from retain.server.openai.responses.calls import CallItem, LocalShellCallOutputItem, OutputItem
 from retain.server.openai.responses.client_tools import ClientTools, expand_tools
 from retain.server.openai.responses.items import (
     InputItem,
-    ItemReference,
     MessageItem,
     OtherItem,
     ReasoningItem,
     ToolsItem,
-    dump_item,
 )
 from retain.server.openai.responses.protocol import ResponsesRequest, TextJsonSchemaFormat
-from retain.server.openai.responses.store import StoredTurn
 from retain.server.openai.responses.tools import AllowedTools
 from retain.server.warning_header import warn_of
 
-ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
-ID_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-    "local_shell_call": "lsh",
-    "shell_call": "sh",
-    "apply_patch_call": "apc",
-    "tool_search_call": "tsc",
-}
 CHAT_PARAMETERS = {  # as errors of chat completions name them
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -67,49 +47,11 @@ CHAT_PARAMETERS = {  # as errors of chat completions name them
 }
 
 
-def create_id(prefix: str) -> str:
-    """Create the id of a response or an item."""
-    return f"{prefix}_{uuid4().hex}"
-
-
 def get_input_items(body: ResponsesRequest) -> list[InputItem]:
     """Return the input of a request as items."""
     if not isinstance(body.input, str):
         return body.input
     return [MessageItem(role="user", content=body.input)] if body.input else []
-
-
-def dump_items(items: Sequence[InputItem]) -> list[Json]:
-    """Return items as the store keeps them. Those without an id get one."""
-    return [dump_item(item, create_id(ID_PREFIXES.get(item.type, "item"))) for item in items]
-
-
-def build_turn(items: Sequence[Json], response: Json, encoded: bytes, previous: StoredTurn | None) -> StoredTurn:
-    """Return what the store keeps of a response, its JSON, and the items that it answers."""
-    return StoredTurn(encoded, orjson.dumps(items), previous, [item["id"] for item in (*items, *response["output"])])
-
-
-def iter_stored_items(turn: StoredTurn, with_output: bool) -> Iterator[Json]:
-    """Yield the items of a stored conversation, oldest first. `with_output`: those of the last response, too."""
-    for one in turn.conversation():
-        yield from orjson.loads(one.input_items)
-        if with_output or one is not turn:
-            yield from orjson.loads(one.response)["output"]
-
-
-def iter_own_items(turn: StoredTurn) -> Iterator[Json]:
-    """Yield the items of one stored turn: its input, and its output."""
-    yield from orjson.loads(turn.input_items)
-    yield from orjson.loads(turn.response)["output"]
-
-
-def resolve_references(items: Sequence[InputItem], turns: Mapping[str, StoredTurn]) -> list[InputItem]:
-    """Return the items with those of stored turns in place of references to them. `turns`: by the items' ids."""
-    if not turns:
-        return list(items)
-    found = [next(item for item in iter_own_items(turn) if item["id"] == name) for name, turn in turns.items()]
-    stored = dict(zip(turns, ITEMS.validate_python(found), strict=True))
-    return [stored[item.id] if isinstance(item, ItemReference) else item for item in items]
 
 
 @dataclass(frozen=True)
@@ -121,12 +63,8 @@ class ConvertedRequest:
     warnings: Sequence[str]
 
 
-def convert_request(
-    body: ResponsesRequest, items: Sequence[InputItem], previous: StoredTurn | None
-) -> ConvertedRequest:
-    """Convert a request with these input items that continues a stored turn, if any. Raises APIError."""
-    history = ITEMS.validate_python(list(iter_stored_items(previous, with_output=True))) if previous else []
-    items = [*history, *items]
+def convert_request(body: ResponsesRequest, items: Sequence[InputItem]) -> ConvertedRequest:
+    """Convert a request whose conversation has these items. Raises APIError."""
     # Chat templates need a message to answer: clients that only want instructions computed send none.
     messages = to_messages(items) or [InputMessageParam(role="user", content="")]
     if body.instructions:
@@ -173,32 +111,50 @@ def _choose_tools(
     return tools, NamedToolChoice(type="function", function=NamedFunction(name=tools.find(choice).function.name))
 
 
+class _AssistantTurn:
+    """Reasoning, texts and calls that become one message. They are joined once, at the end: a turn may be long."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.texts: list[str] = []
+        self.calls: list[ToolCall] = []
+
+    def to_message(self) -> AssistantMessageParam:
+        """Return the message."""
+        return AssistantMessageParam(
+            role="assistant",
+            reasoning_content="".join(self.reasoning) if self.reasoning else None,
+            **({"content": "".join(self.texts)} if self.texts else {}),  # type: ignore[arg-type]
+            **({"tool_calls": self.calls} if self.calls else {}),  # type: ignore[arg-type]
+        )
+
+
 def to_messages(items: Sequence[InputItem]) -> list[MessageParam]:
     """Convert items to messages: reasoning, text and calls of one assistant turn become one message."""
-    messages: list[MessageParam] = []
-    turn: AssistantMessageParam | None = None  # that later items may still add to
+    messages: list[InputMessageParam | _AssistantTurn] = []
+    turn: _AssistantTurn | None = None  # that later items may still add to
     call_ids: dict[str, str] = {}  # by what an output may name: the call's call_id, or its id
 
-    def start_turn() -> AssistantMessageParam:
-        message = AssistantMessageParam(role="assistant", reasoning_content=None)
-        messages.append(message)
-        return message
+    def start_turn() -> _AssistantTurn:
+        started = _AssistantTurn()
+        messages.append(started)
+        return started
 
     for item in items:
         if isinstance(item, ReasoningItem):
-            if not item.text:
+            if not (text := item.text):
                 continue  # only another server can read it
-            turn = turn if turn and turn.content is None and not turn.tool_calls else start_turn()
-            turn.reasoning_content = (turn.reasoning_content or "") + item.text
+            turn = turn if turn and not turn.texts and not turn.calls else start_turn()
+            turn.reasoning.append(text)
         elif isinstance(item, CallItem):
             turn = turn or start_turn()
             function = FunctionCall(name=item.function_name, arguments=item.function_arguments)
-            turn.tool_calls = [*(turn.tool_calls or []), ToolCall(id=item.call_id, function=function)]
+            turn.calls.append(ToolCall(id=item.call_id, function=function))
             call_ids |= {item.id or item.call_id: item.call_id, item.call_id: item.call_id}
         elif isinstance(item, MessageItem) and item.role == "assistant":
             # A text after a call belongs to the call's turn; after a text it is a message of its own.
-            turn = turn if turn and (turn.content is None or turn.tool_calls) else start_turn()
-            turn.content = f"{turn.content or ''}{item.text}"
+            turn = turn if turn and (not turn.texts or turn.calls) else start_turn()
+            turn.texts.append(item.text)
         elif isinstance(item, MessageItem):
             turn = None
             messages.append(InputMessageParam(role=item.role, content=item.text))  # type: ignore[arg-type]
@@ -210,7 +166,7 @@ def to_messages(items: Sequence[InputItem]) -> list[MessageParam]:
             turn = None
             found = json.dumps({"tools": expand_tools((), item.tools).names})
             messages.append(InputMessageParam(role="tool", content=found, tool_call_id=item.call_id))
-    return messages
+    return [message.to_message() if isinstance(message, _AssistantTurn) else message for message in messages]
 
 
 def _find_call(item: OutputItem, call_ids: dict[str, str]) -> str:

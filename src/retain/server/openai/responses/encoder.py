@@ -17,7 +17,8 @@ from retain.server.openai.logprobs import to_token_logprob
 from retain.server.openai.protocol import Json
 from retain.server.openai.reasoning_parser import END
 from retain.server.openai.responses.client_tools import ClientTools
-from retain.server.openai.responses.conversion import create_id, rename_parameter
+from retain.server.openai.responses.conversion import rename_parameter
+from retain.server.openai.responses.items import create_id
 from retain.server.openai.responses.output import OutputItems
 from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.tools import HostedTool

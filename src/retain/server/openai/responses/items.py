@@ -8,6 +8,7 @@ from __future__ import annotations
 import binascii
 from base64 import b64decode, b64encode
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
 from pydantic import Discriminator, Field, Tag
 
@@ -31,6 +32,18 @@ from retain.server.openai.responses.tools import Tool
 from retain.server.openai.responses.unions import get_type
 from retain.server.request_model import LeftOutModel, StrictModel
 
+ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "local_shell_call": "lsh",
+    "shell_call": "sh",
+    "apply_patch_call": "apc",
+    "tool_search_call": "tsc",
+}
 ENCODED_REASONING = "retain:"  # what `encrypted_content` of this server begins with
 OTHER_ITEMS = (
     "web_search_call",
@@ -158,6 +171,11 @@ InputItem = Annotated[
 ]
 
 
+def create_id(prefix: str) -> str:
+    """Create the id of a response or an item."""
+    return f"{prefix}_{uuid4().hex}"
+
+
 def encode_reasoning(text: str) -> str:
     """Return `encrypted_content` of a reasoning item: its text, for clients that send back nothing else."""
     return ENCODED_REASONING + b64encode(text.encode()).decode()
@@ -173,10 +191,10 @@ def decode_reasoning(encoded: str) -> str:
         return ""
 
 
-def dump_item(item: InputItem, default_id: str) -> Json:
+def dump_item(item: InputItem) -> Json:
     """Return an item as JSON of a fixed form: with an id, and texts as lists of parts."""
-    dumped: Json = {"id": default_id, "status": "completed", **item.model_dump(exclude_none=True, by_alias=True)}
-    dumped["id"] = dumped["id"] or default_id
+    dumped: Json = {"id": None, "status": "completed", **item.model_dump(exclude_none=True, by_alias=True)}
+    dumped["id"] = dumped["id"] or create_id(ID_PREFIXES.get(item.type, "item"))
     if isinstance(item, MessageItem) and isinstance(item.content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"
         dumped["content"] = [{"type": kind, "text": item.content}]

@@ -1,44 +1,101 @@
 """A bounded store of responses: what previous_response_id, references to items and GET /v1/responses/{id} find again.
 
-A stored turn is a response with the input items that led to it, and a link to the turn before it. The turns of one
-conversation share their history, so a long conversation costs each of its bytes once. A turn stays as long as its id
-is known or a later turn continues it.
+A stored turn is a response with its items, those that it answers and its own, and a link to the turn before it. The
+turns of one conversation share their history, so a long conversation costs each of its bytes once. A turn stays as
+long as its id is known or a later turn continues it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-TURN_OVERHEAD = 512  # bytes of a turn's Python objects, about
-ITEM_OVERHEAD = 256  # and of an item's id where it is found by it
+TURN_OVERHEAD = 768  # bytes of a turn's Python objects, about
+ITEM_OVERHEAD = 384  # and of an item's, with the entry by which it is found
+
+
+class StoredItem(NamedTuple):
+    """An item as JSON. `num_values`: in all its lists and objects."""
+
+    id: str
+    encoded: bytes
+    num_values: int
+
+
+@dataclass(frozen=True)
+class ItemTotals:
+    """How much some items are: their number, the values in them, and the bytes of their JSON."""
+
+    num_items: int = 0
+    num_values: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: ItemTotals) -> ItemTotals:
+        return ItemTotals(
+            self.num_items + other.num_items,
+            self.num_values + other.num_values,
+            self.num_bytes + other.num_bytes,
+        )
+
+
+def count_items(items: Iterable[StoredItem]) -> ItemTotals:
+    """Return how much these items are."""
+    sizes = [(item.num_values, len(item.encoded)) for item in items]
+    return ItemTotals(len(sizes), sum(values for values, _ in sizes), sum(size for _, size in sizes))
 
 
 @dataclass(eq=False)
 class StoredTurn:
-    """A response and its input items, both as JSON. `previous`: the turn that it continues. `item_ids`: of both."""
+    """A response as JSON, and its items: those that it answers come first. `previous`: the turn that it continues.
+
+    `conversation_totals` are of all items up to this turn's last. A turn without items counts as one, so that they
+    bound the number of turns too.
+    """
 
     response: bytes
-    input_items: bytes
+    items: Sequence[StoredItem] = ()
+    num_input_items: int = 0
     previous: StoredTurn | None = None
-    item_ids: Sequence[str] = ()
     num_bytes: int = field(init=False)
     num_conversation_bytes: int = field(init=False)
+    conversation_totals: ItemTotals = field(init=False)
     num_references: int = field(init=False, default=0)  # its id, and the turns that continue it
 
     def __post_init__(self) -> None:
-        self.num_bytes = TURN_OVERHEAD + ITEM_OVERHEAD * len(self.item_ids)
-        self.num_bytes += len(self.response) + len(self.input_items)
-        self.num_conversation_bytes = self.num_bytes + (self.previous.num_conversation_bytes if self.previous else 0)
+        own = count_items(self.items)
+        self.num_bytes = TURN_OVERHEAD + ITEM_OVERHEAD * len(self.items) + len(self.response) + own.num_bytes
+        self.num_bytes += sum(len(item.id) for item in self.items)  # of any length, and kept twice
+        self.num_conversation_bytes = self.num_bytes
+        self.conversation_totals = own if self.items else ItemTotals(1)
+        if self.previous:
+            self.num_conversation_bytes += self.previous.num_conversation_bytes
+            self.conversation_totals += self.previous.conversation_totals
 
-    def conversation(self) -> list[StoredTurn]:
-        """Return the turns from the first of the conversation to this one."""
-        turns, turn = [], self
+    def iter_backwards(self) -> Iterator[StoredTurn]:
+        """Yield the turns of the conversation, from this one to the first."""
+        turn: StoredTurn | None = self
         while turn:
-            turns.append(turn)
-            turn = turn.previous  # type: ignore[assignment]
-        return turns[::-1]
+            yield turn
+            turn = turn.previous
+
+    def iter_items(self) -> Iterator[StoredItem]:
+        """Yield the items of the conversation, oldest first."""
+        for turn in reversed(list(self.iter_backwards())):
+            yield from turn.items
+
+    def iter_input_items(self, newest_first: bool) -> Iterator[StoredItem]:
+        """Yield the items that this response answers. The iterator goes only as far as it is read."""
+        inputs = self.items[: self.num_input_items]
+        if not newest_first:
+            if self.previous:
+                yield from self.previous.iter_items()
+            yield from inputs
+            return
+        yield from reversed(inputs)
+        for turn in self.previous.iter_backwards() if self.previous else ():
+            yield from reversed(turn.items)
 
 
 class ResponseStore:
@@ -52,7 +109,7 @@ class ResponseStore:
         self.max_bytes = max_bytes
         self.num_bytes_by_key: Counter[str] = Counter()
         self._turns_by_key: defaultdict[str, OrderedDict[str, StoredTurn]] = defaultdict(OrderedDict)
-        self._turns_by_item: dict[tuple[str, str], StoredTurn] = {}  # by key and item id, the newest
+        self._items: dict[tuple[str, str], StoredItem] = {}  # by key and id, the newest
 
     @property
     def num_bytes(self) -> int:
@@ -67,9 +124,9 @@ class ResponseStore:
         turns.move_to_end(response_id)
         return turns[response_id]
 
-    def find_item(self, key_name: str, item_id: str) -> StoredTurn | None:
-        """Return the newest turn of a key that has an item with this id, or None."""
-        return self._turns_by_item.get((key_name, item_id))
+    def find_item(self, key_name: str, item_id: str) -> StoredItem | None:
+        """Return the newest item of a key with this id, or None."""
+        return self._items.get((key_name, item_id))
 
     def put(self, key_name: str, response_id: str, turn: StoredTurn) -> None:
         """Store a response, and evict others as necessary. A conversation larger than the store is not stored."""
@@ -98,8 +155,7 @@ class ResponseStore:
             if turn.num_references > 1:
                 return
             self.num_bytes_by_key[key_name] += turn.num_bytes
-            for item_id in turn.item_ids:
-                self._turns_by_item[key_name, item_id] = turn
+            self._items |= {(key_name, item.id): item for item in turn.items}
             turn = turn.previous
 
     def _remove_reference(self, key_name: str, turn: StoredTurn | None) -> None:
@@ -108,7 +164,7 @@ class ResponseStore:
             if turn.num_references:
                 return
             self.num_bytes_by_key[key_name] -= turn.num_bytes
-            for item_id in turn.item_ids:
-                if self._turns_by_item.get((key_name, item_id)) is turn:
-                    del self._turns_by_item[key_name, item_id]
+            for item in turn.items:
+                if self._items.get((key_name, item.id)) is item:
+                    del self._items[key_name, item.id]
             turn = turn.previous
