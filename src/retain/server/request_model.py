@@ -115,7 +115,8 @@ def refusal(rule: Accepted | Refused) -> str:
 def _coerce_int(x: Any, depth: int = 2) -> Any:
     if isinstance(x, list) and depth:
         return [_coerce_int(y, depth - 1) for y in x]
-    return int(x) if isinstance(x, float) and x.is_integer() else x
+    # No integer field takes more than 64 bits, and the JSON writer neither.
+    return int(x) if isinstance(x, float) and abs(x) < 2**63 and x.is_integer() else x
 
 
 def _allow_null(schema: JsonSchemaValue) -> JsonSchemaValue:

@@ -7,6 +7,7 @@ from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
+from retain.server.openai.arguments import parse_arguments
 from retain.server.openai.chat_output import ChatOutput
 from retain.server.openai.protocol import Json
 from retain.server.openai.tool_parser import ParsedToolCall
@@ -92,8 +93,8 @@ class ContentBlocks:
 def _parse_object(arguments: str) -> tuple[Json, str]:
     """Return the arguments of a call, and their JSON text. What is no object becomes the member `value` of one."""
     try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
+        parsed = parse_arguments(arguments)
+    except ValueError:
         parsed = arguments
     if isinstance(parsed, dict):
         return parsed, arguments

@@ -6,13 +6,12 @@ below.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import ValidationError
 
+from retain.server.openai.arguments import parse_arguments
 from retain.server.openai.chat_protocol import FunctionDefinition, ToolParam
 from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import Json
@@ -254,8 +253,8 @@ def _to_built_in_call(kind: str, arguments: str) -> Json | None:
 
 def _parse_object(text: str) -> Json:
     try:
-        value: Any = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_arguments(text)
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
