@@ -121,8 +121,8 @@ def _routes(path: Path) -> Iterator[tuple[str, str]]:
 
 def _kind(field: dict[str, Any]) -> str:
     """Return the type of a JSON schema in a few words, with its bounds."""
-    if "anyOf" in field:
-        return " or ".join(dict.fromkeys(_kind(f) for f in field["anyOf"] if f.get("type") != "null")) or "null"
+    if kinds := field.get("anyOf") or field.get("oneOf"):
+        return " or ".join(dict.fromkeys(_kind(f) for f in kinds if f.get("type") != "null")) or "null"
     if "enum" in field:
         return ", ".join(code(v) for v in field["enum"])
     kind = field["$ref"].rpartition("/")[2] if "$ref" in field else field.get("type", "object")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
 from retain.options import Bounds, Fraction, NonNegativeInt, Probability, Seed, check_bounds
 
 NUM_SEEDS = 2**63
+MAX_STOP_LENGTH = 4096  # characters of all stop strings together
 MAX_BIAS = 1e4  # of penalties and biases of logits: sums of more would lose the logits' digits
 Penalty = Annotated[float, Bounds(-MAX_BIAS, MAX_BIAS)]
 Length = Annotated[int, Bounds(1, 2**31 - 1)]
@@ -44,7 +46,10 @@ class SamplingParams:
         default=(), metadata={"help": "pairs (token id, number added to its logit)"}
     )
     seed: Seed | None = field(default=None, metadata={"help": "seed of the random numbers (default: a random one)"})
-    stop: tuple[str, ...] = field(default=(), metadata={"help": "end the output before this text (may be repeated)"})
+    stop: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": f"end the output before this text (may be repeated; {MAX_STOP_LENGTH} characters in all)"},
+    )
     stop_token_ids: tuple[NonNegativeInt, ...] = field(
         default=(), metadata={"help": "end the output with one of these tokens"}
     )
@@ -65,8 +70,7 @@ class SamplingParams:
             raise ValueError(f"min_tokens is {self.min_tokens}: at most max_tokens, which is {self.max_tokens}")
         if not all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias):  # NaN is refused, too
             raise ValueError(f"a logit_bias must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
-        if any(not s for s in self.stop):
-            raise ValueError("a stop string must not be empty")
+        check_stop_strings(self.stop)
 
     def for_answer(self, index: int) -> Self:
         """Return the parameters of one of the `n` answers: each has a seed of its own, the last seed is before 0."""
@@ -82,3 +86,11 @@ class SamplingParams:
         """Whether a penalty or a bias changes the logits."""
         penalties = self.presence_penalty, self.frequency_penalty
         return self.repetition_penalty != 1 or penalties != (0, 0) or bool(self.logit_bias)
+
+
+def check_stop_strings(strings: Sequence[str]) -> None:
+    """Raise ValueError where one of the stop strings is empty, or all together are too long."""
+    if not all(strings):
+        raise ValueError("a stop string must not be empty")
+    if (length := sum(map(len, strings))) > MAX_STOP_LENGTH:
+        raise ValueError(f"the stop strings have {length} characters together: at most {MAX_STOP_LENGTH}")

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from retain.formats.checkpoint import open_checkpoint
 from retain.formats.gguf.reader import GGUFReader
+from retain.processing.stop_strings import StopStrings
 from retain.processing.tokenizer import Tokenizer
 from tests.helpers import processor_time
 from tests.helpers.folders import write_tokenizer_folder
@@ -81,7 +82,7 @@ def read_everything(path: Path) -> None:
 def use_tokenizer(path: Path) -> None:
     tokenizer = Tokenizer.open(path)
     tokenizer.decode(tokenizer.encode("hello world, the <tag> é<|a|>"))
-    detokenizer = tokenizer.create_detokenizer(["x"])
+    detokenizer = tokenizer.create_detokenizer(StopStrings(["x"]))
     for token in range(0, 300, 7):
         detokenizer.add_token(token)
 

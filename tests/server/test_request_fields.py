@@ -7,6 +7,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
 
+from retain.sampling_params import MAX_STOP_LENGTH
 from retain.server.anthropic.protocol import MessagesRequest
 from retain.server.openai.body import parse_body
 from retain.server.openai.chat_protocol import AssistantMessageParam, ChatCompletionRequest, TextContentPart
@@ -153,3 +154,28 @@ def test_content_that_is_no_text_is_refused_in_words(part):
         parse_body(json.dumps(body).encode(), TypeAdapter(ChatCompletionRequest))
     error = to_validation_error(raised.value.errors(), raised.value.body)
     assert error.param == "messages.0.content.1" and "only text is supported" in error.message
+
+
+STOP_FIELDS = [(ChatCompletionRequest, "stop"), (CompletionRequest, "stop"), (MessagesRequest, "stop_sequences")]
+TOO_MANY = {
+    "should have at most 16 items": ["a"] * 17,
+    f"{MAX_STOP_LENGTH + 1} characters together: at most {MAX_STOP_LENGTH}": ["a" * MAX_STOP_LENGTH, "b"],
+    "should have at least 1 character": ["a", ""],
+}
+
+
+@pytest.mark.parametrize(("model", "field"), STOP_FIELDS, ids=[m.__name__ for m, _ in STOP_FIELDS])
+def test_stop_strings_beyond_a_bound_are_refused_in_words(model, field):
+    def validate(stop):
+        parse_body(json.dumps({**build_body(model), field: stop}).encode(), TypeAdapter(model))
+
+    for words, stop in TOO_MANY.items():
+        with pytest.raises(RequestValidationError) as raised:
+            validate(stop)
+        error = to_validation_error(raised.value.errors(), raised.value.body)
+        assert (error.param or "").startswith(field) and "<" not in error.message and words in error.message
+    validate(["a"] * 15 + ["b" * (MAX_STOP_LENGTH - 15)])
+    if field == "stop":
+        validate("a" * MAX_STOP_LENGTH)
+        with pytest.raises(RequestValidationError, match="characters together"):
+            validate("a" * (MAX_STOP_LENGTH + 1))

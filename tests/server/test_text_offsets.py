@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.engine.request import FinishReason, Logprob
+from retain.processing.stop_strings import StopStrings
 from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.choice_builders import CompletionChoiceBuilder
 from retain.server.openai.text_offsets import EchoedPrompt, echo_text, echo_tokens
@@ -71,7 +72,7 @@ def build(builder: CompletionChoiceBuilder, deltas: Sequence[OutputDelta], strea
 
 def make_deltas(k: Tokenizer, prompt: Sequence[int], answer: Sequence[int], stop: Sequence[str], size: int) -> Any:
     """Yield what the engine sends for an answer, `size` tokens at a time. Returns the tokens up to the stop string."""
-    detokenizer = k.create_detokenizer(stop, prompt)
+    detokenizer = k.create_detokenizer(StopStrings(stop), prompt)
     tokens, deltas, pending = [], [], ""
     first = [Logprob(t, -1.0) for t in prompt[1:]]
     for token in answer:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retain.processing.stop_strings import StopStrings
 from tests.helpers import processor_time
 from tests.helpers.marks import slow
 from tests.helpers.tokenizers import BUNDLED, open_tokenizer
@@ -132,7 +133,7 @@ def test_stop_strings_are_never_shown_and_never_late(kind: str, data: st.DataObj
     spans = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 6)).map(lambda s: text[s[0] : s[0] + s[1]])
     stop = [s for s in data.draw(st.lists(spans | st.text("the cat\n", min_size=1, max_size=3), max_size=3)) if s]
     expected, stopped = cut_at_stop(text, stop)
-    stream = k.create_detokenizer(stop)
+    stream = k.create_detokenizer(StopStrings(stop))
     for n, i in enumerate(tokens, 1):
         assert stream.add_token(i) == "" or len(stream.text) <= len(expected)
         complete = k.decode(tokens[:n]).rstrip("\ufffd")
@@ -151,7 +152,7 @@ def test_stop_strings_end_no_text_within_min_tokens(kind: str, data: st.DataObje
     stop = [s for s in data.draw(st.lists(spans | st.text("the cat\n", min_size=1, max_size=3), max_size=3)) if s]
     plain = k.create_detokenizer()
     num_chars = sum(len(plain.add_token(i)) for i in tokens[:min_tokens])
-    stream = k.create_detokenizer(stop, min_tokens=min_tokens)
+    stream = k.create_detokenizer(StopStrings(stop), min_tokens=min_tokens)
     for i in tokens:
         stream.add_token(i)
     stream.flush()
@@ -164,7 +165,7 @@ def test_stop_string_examples() -> None:
     k = open_tokenizer("smollm2")
 
     def run(text: str, *stop: str) -> tuple[str, bool]:
-        stream = k.create_detokenizer(stop)
+        stream = k.create_detokenizer(StopStrings(stop))
         shown = "".join([stream.add_token(i) for i in k.encode(text)] + [stream.flush()])
         assert shown == stream.text
         return shown, stream.stopped
@@ -178,7 +179,7 @@ def test_stop_string_examples() -> None:
     assert run("abc", "bc", "abc") == ("", True)
     assert run("x🦤y", "🦤") == ("x", True)
     with pytest.raises(ValueError, match="stop string must not be empty"):
-        k.create_detokenizer(["a", ""])
+        k.create_detokenizer(StopStrings(["a", ""]))
 
 
 def test_character_of_several_tokens_is_shown_with_the_last() -> None:
@@ -202,7 +203,7 @@ def test_sentencepiece_bytes_are_shown_with_the_last_of_a_character() -> None:
 
 def test_special_tokens_are_neither_shown_nor_stop_strings() -> None:
     k = open_tokenizer("smollm2")
-    stream = k.create_detokenizer(["<|im_end|>"])
+    stream = k.create_detokenizer(StopStrings(["<|im_end|>"]))
     assert [stream.add_token(i) for i in (19556, 2, 905)] == ["Hello", "", " world"]
     assert not stream.stopped
 
@@ -211,7 +212,7 @@ def test_special_tokens_are_neither_shown_nor_stop_strings() -> None:
 def test_time_of_a_token_does_not_grow_with_the_answer(kind: str) -> None:
     k = open_tokenizer(kind)
     token = next(i for i in byte_tokens(kind) if k.token_bytes(i) >= b"\x80")  # never a complete character
-    stream = k.create_detokenizer(["\ufffd" * 7 + "x", "the end"])
+    stream = k.create_detokenizer(StopStrings(["\ufffd" * 7 + "x", "the end"]))
     with processor_time.at_most(10):  # about one second; minutes if each token processed the whole text
         for _ in range(100_000):
             stream.add_token(token)

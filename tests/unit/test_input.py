@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from retain import LLM, SamplingParams
 from retain.kv.eviction import policies
 from retain.options import bounds_of, field_types
+from retain.processing import input as processing_input
 from retain.processing.input import GenerateRequest
 from retain.processing.output import RequestOutputState
+from retain.processing.stop_strings import StopStrings
 
 PROMPT = [1] * 200
 NAMES = [name for name in policies.names() if name not in ("full", "ring", "gate", "reread")]
@@ -115,3 +118,16 @@ def test_a_policy_at_the_ends_of_its_bounds_is_answered_or_refused_at_the_door(l
         return
     if is_accepted(llm, states):
         assert [len(o.token_ids) for o in llm.generate_from_requests([request])] == [4]
+
+
+def test_stop_strings_are_prepared_once_for_all_answers_of_a_body(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no longer kept than an answer needs them."""
+    built = []
+    monkeypatch.setattr(processing_input, "StopStrings", lambda strings: built.append(strings) or StopStrings(strings))
+    request = GenerateRequest(PROMPT, SamplingParams(n=16, stop=("the end", "##")))
+    states = [llm.input_processor.process(replace(request, prompt=prompt)) for prompt in (PROMPT, PROMPT[1:])]
+    assert built == [("the end", "##")]
+    del states
+    gc.collect()
+    llm.input_processor.process(request)
+    assert len(built) == 2

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer as Core
 
+from retain.processing.stop_strings import StopStrings, StopStringSearch
+
 MAX_CHARACTER_BYTES = 4  # in UTF-8
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -91,21 +93,29 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, token_bytes: TokenBytes, stop: Sequence[str] = (), preceding: Sequence[int] = (), min_tokens: int = 0
+        self,
+        token_bytes: TokenBytes,
+        stop: StopStrings | None = None,
+        preceding: Sequence[int] = (),
+        min_tokens: int = 0,
     ):
-        """Raises ValueError for an empty stop string."""
-        if not all(stop):
-            raise ValueError("a stop string must not be empty")
-        self.stopped = False
-        self.stop_string: str | None = None  # the one that stopped the answer
-        self._token_bytes, self._stop_strings = token_bytes, tuple(stop)
+        self._token_bytes = token_bytes
         self._num_tokens, self._min_tokens = 0, min_tokens
-        self._max_held_chars = max(map(len, self._stop_strings), default=1) - 1
+        self._stop_search = StopStringSearch(stop or StopStrings())
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(token_bytes.errors)
         self._utf8_decoder.decode(token_bytes.last_bytes(preceding))  # keeps what is incomplete, and no more
         self._strip_space = token_bytes.strip_space and token_bytes.starts_text(preceding)
-        self._held_text = ""  # possibly the start of a stop string
         self._text_parts: list[str] = []
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stop_search.found
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the answer."""
+        return self._stop_search.found is not None
 
     @property
     def text(self) -> str:
@@ -125,7 +135,7 @@ class IncrementalDetokenizer:
         if self.stopped:
             return ""
         rest = self._append_text(self._utf8_decoder.decode(b"", final=True))
-        held, self._held_text = self._held_text, ""
+        held = self._stop_search.flush()
         self._text_parts.append(held)
         return rest + held
 
@@ -134,27 +144,6 @@ class IncrementalDetokenizer:
         if self._strip_space and text:
             self._strip_space = False
             text = text.removeprefix(" ")
-        if self._stop_strings:
-            text = self._cut_at_stop(text)
+        text = self._stop_search.add(text, may_stop=self._num_tokens > self._min_tokens)
         self._text_parts.append(text)
-        return text
-
-    def _cut_at_stop(self, new: str) -> str:
-        """Return the text that precedes any stop string. Hold back a possible start of one; drop a complete one."""
-        text = self._held_text + new
-        hits = []
-        for s in self._stop_strings:
-            start = text.find(s, max(0, len(self._held_text) - len(s) + 1))  # a match that ends in the new text
-            if start >= 0 and self._num_tokens > self._min_tokens:
-                hits.append((start + len(s), start, s))
-        if hits:
-            self.stopped = True
-            self._held_text = ""
-            _, start, self.stop_string = min(hits)
-            return text[:start]
-        for n in range(min(len(text), self._max_held_chars), 0, -1):
-            if any(s.startswith(text[-n:]) for s in self._stop_strings):
-                self._held_text = text[-n:]
-                return text[:-n]
-        self._held_text = ""
         return text

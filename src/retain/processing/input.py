@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
 from retain.processing.grammar import GrammarCompiler, GrammarState
 from retain.processing.output import RequestOutputState, is_logging_prefixes
+from retain.processing.stop_strings import StopStrings
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 
@@ -83,6 +85,8 @@ class InputProcessor:
         """Raises ValueError where the cache cannot carry out the engine's own policy."""
         self.tokenizer, self.info, self.cache, self.register_drafter = tokenizer, info, cache, register_drafter
         self._instruction_ids: dict[str, list[int]] = {}
+        # Of requests in progress: building one takes longer than finding it, and all choices of a body have the same.
+        self._stop_strings: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
         cache.effective_policy(info.policy.resolve(info.max_model_len))  # refuse now what no request could have
 
     @cached_property
@@ -141,7 +145,12 @@ class InputProcessor:
         )
         inputs = (replace(shared, params=params.for_answer(i)) for i in range(params.n))
         grammar = self.grammar_compiler.compile(g.grammar) if g.grammar else None
-        return [self._create_state(g, input, grammar.copy() if grammar else None, on_logits) for input in inputs]
+        stop = self._share_stop_strings(params.stop)
+        return [self._create_state(g, input, grammar.copy() if grammar else None, stop, on_logits) for input in inputs]
+
+    def _share_stop_strings(self, strings: tuple[str, ...]) -> StopStrings:
+        """Return the automaton of these stop strings: that of a request in progress, or a new one."""
+        return self._stop_strings.get(strings) or self._stop_strings.setdefault(strings, StopStrings(strings))
 
     def _parse_policy(self, spec: str | None) -> EvictionPolicy:
         """Return the policy of requests with this spec, or the engine's own. Raises ValueError."""
@@ -209,13 +218,13 @@ class InputProcessor:
         g: GenerateRequest,
         input: RequestInput,
         grammar: GrammarState | None,
+        stop: StopStrings,
         on_logits: Callable[[Tensor], None] | None,
     ) -> RequestOutputState:
         request = Request(input, grammar=grammar, max_model_len=self.info.max_model_len)
         request.explains_prefix = g.explain_prefix or is_logging_prefixes()
         drafts = self.info.has_default_drafter if g.speculate is None else g.speculate != NO_SPECULATION
-        stop, min_tokens = input.params.stop, input.params.min_tokens
-        detokenizer = self.tokenizer.create_detokenizer(stop, request.tokens, min_tokens)
+        detokenizer = self.tokenizer.create_detokenizer(stop, request.tokens, input.params.min_tokens)
         return RequestOutputState(request, detokenizer, drafts, on_logits)
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:

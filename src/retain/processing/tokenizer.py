@@ -23,6 +23,7 @@ from retain.processing.detokenizer import IncrementalDetokenizer, TokenBytes
 from retain.processing.end_tokens import GGUF_END_KEYS, find_end_tokens
 from retain.processing.final_message import render_unfinished
 from retain.processing.gguf_tokenizer import LLAMA3_PATTERN, PRE_TOKENIZER_PATTERNS, build_tokenizer
+from retain.processing.stop_strings import StopStrings
 
 
 class Tokenizer:
@@ -123,7 +124,7 @@ class Tokenizer:
         return self._token_bytes.raw_bytes(token)
 
     def create_detokenizer(
-        self, stop: Sequence[str] = (), preceding: Sequence[int] = (), min_tokens: int = 0
+        self, stop: StopStrings | None = None, preceding: Sequence[int] = (), min_tokens: int = 0
     ) -> IncrementalDetokenizer:
         """Create a detokenizer of an answer to the tokens `preceding`.
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, field_validator, model_validator
 
 from retain.plugins import parse_spec
-from retain.sampling_params import SamplingParams
+from retain.sampling_params import MAX_STOP_LENGTH, SamplingParams, check_stop_strings
 from retain.server import client_fields
 from retain.server.request_model import StrictModel
 
@@ -24,6 +24,19 @@ LogitBias = Annotated[
     dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=1024),
 ]
+
+
+def _check_stop(stop: str | list[str]) -> str | list[str]:
+    check_stop_strings([stop] if isinstance(stop, str) else stop)
+    return stop
+
+
+StopStringList = Annotated[list[NonEmptyStr], Field(max_length=16), AfterValidator(_check_stop)]
+StopStrings = Annotated[
+    Annotated[NonEmptyStr, AfterValidator(_check_stop), Tag("<text>")] | Annotated[StopStringList, Tag("<list>")],
+    Discriminator(lambda stop: "<list>" if isinstance(stop, list) else "<text>"),  # errors are those of one of them
+]
+STOP_DESCRIPTION = f"End the output before one of these texts: at most 16, of {MAX_STOP_LENGTH} characters together"
 
 
 class StreamOptions(StrictModel):
@@ -97,7 +110,7 @@ class SamplingFields(GenerationFields):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: NonEmptyStr | Annotated[list[NonEmptyStr], Field(max_length=16)] | None = None
+    stop: StopStrings | None = Field(None, description=STOP_DESCRIPTION)
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
