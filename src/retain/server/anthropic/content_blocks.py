@@ -22,7 +22,8 @@ class ContentBlocks:
     def __init__(self) -> None:
         self.blocks: list[Json] = []
         self._is_open = False
-        self._blank_text = ""  # not yet known to begin a block
+        self._text_parts: list[str] = []  # of the open block, whose text is set at its end
+        self._blank_text: list[str] = []  # not yet known to begin a block
 
     @property
     def has_tool_calls(self) -> bool:
@@ -34,18 +35,24 @@ class ContentBlocks:
         events: list[Json] = []
         if output.reasoning:
             events += self._append("thinking", output.reasoning)
-        if text := self._blank_text + output.content:
-            is_blank = not self._is_open_as("text") and text.isspace()
-            self._blank_text = text if is_blank else ""
-            events += [] if is_blank else self._append("text", text)
+        if output.content:
+            self._blank_text.append(output.content)
+            if self._is_open_as("text") or not output.content.isspace():
+                events += self._append("text", self._take_blank_text())
         for call in output.tool_calls:
             events += self._add_call(call)
         return events
 
     def close(self) -> list[Json]:
         """End the answer. Returns the last events."""
-        events = [] if self.blocks or not self._blank_text else self._append("text", self._blank_text)
+        text = self._take_blank_text()
+        events = [] if self.blocks or not text else self._append("text", text)
         return [*events, *self._close_block()]
+
+    def _take_blank_text(self) -> str:
+        text = "".join(self._blank_text)
+        self._blank_text.clear()
+        return text
 
     def _is_open_as(self, kind: str) -> bool:
         return self._is_open and bool(self.blocks[-1]["type"] == kind)
@@ -57,7 +64,7 @@ class ContentBlocks:
             events += self._close_block()
             empty = {"type": kind, kind: ""}
             events.append(self._open_block(empty | {"signature": ""} if kind == "thinking" else empty))
-        self.blocks[-1][kind] += text
+        self._text_parts.append(text)
         return [*events, self._delta(type=f"{kind}_delta", **{kind: text})]
 
     def _add_call(self, call: ParsedToolCall) -> list[Json]:
@@ -65,7 +72,7 @@ class ContentBlocks:
         start = {"type": "tool_use", "id": f"toolu_{uuid4().hex[:24]}", "name": call.name, "input": {}}
         events = [*self._close_block(), self._open_block(start)]
         self.blocks[-1] = start | {"input": arguments}
-        self._blank_text = ""
+        self._blank_text.clear()
         return [*events, self._delta(type="input_json_delta", partial_json=text), *self._close_block()]
 
     def _open_block(self, block: Json) -> Json:
@@ -78,9 +85,12 @@ class ContentBlocks:
         if not self._is_open:
             return []
         events: list[Json] = []
-        if self._is_open_as("thinking"):
+        block = self.blocks[-1]
+        if self._text_parts:
+            block[block["type"]] = "".join(self._text_parts)
+            self._text_parts.clear()
+        if block["type"] == "thinking":
             # Clients send it back with the block. Nothing is checked, so a digest that tells blocks apart will do.
-            block = self.blocks[-1]
             block["signature"] = sha256(block["thinking"].encode(errors="surrogatepass")).hexdigest()
             events.append(self._delta(type="signature_delta", signature=block["signature"]))
         self._is_open = False

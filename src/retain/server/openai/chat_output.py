@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import NamedTuple
 
 from retain.server.openai.reasoning_parser import ReasoningParser
@@ -27,7 +26,14 @@ class ChatOutputParser:
     def skip(self, text: str) -> None:
         """Take text of the prompt as the beginning of the answer: only what follows is returned."""
         self._separate(text, finished=False)
-        self._skipped = deepcopy(self)._separate("", finished=True)
+        self._skipped = self.copy()._separate("", finished=True)
+
+    def copy(self) -> ChatOutputParser:
+        """Return a parser that goes on from here by itself."""
+        tool_parser, reasoning_parser = self._tool_parser, self._reasoning_parser
+        other = ChatOutputParser(tool_parser and tool_parser.copy(), reasoning_parser and reasoning_parser.copy())
+        other._skipped = self._skipped
+        return other
 
     def feed(self, text: str, finished: bool) -> ChatOutput:
         """Add generated text. Returns the parts that are certain; all of them once the choice has finished."""

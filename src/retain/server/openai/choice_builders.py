@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
@@ -71,7 +72,7 @@ class CompletionChoiceBuilder(ChoiceBuilder):
         self.echo, self.prompt_only = echo, prompt_only
         self._text_length = len(echo.text) if echo else 0  # of what is shown
         self._offsets = TextOffsets(tokenizer, prompt_token_ids, self._text_length)
-        self._located: list[tuple[Logprob, int]] = []  # with its token's offset; not yet built
+        self._located: deque[tuple[Logprob, int]] = deque()  # with its token's offset; not yet built
         self._prompt_logprobs: Sequence[Logprob] = ()
         self._echoed = False
 
@@ -115,12 +116,11 @@ class CompletionChoiceBuilder(ChoiceBuilder):
 
     def _take_located(self) -> list[tuple[Logprob, int]]:
         """Return tokens whose offset is certain: a stop string may still cut text that is not shown."""
-        if not self.finish_reason:
-            n = sum(offset <= self._text_length for _, offset in self._located)  # offsets ascend
-        else:
-            n = len(self._located)
-        taken, self._located = self._located[:n], self._located[n:]
-        return [(p, min(offset, self._text_length)) for p, offset in taken]
+        taken = []
+        while self._located and (self.finish_reason or self._located[0][1] <= self._text_length):  # offsets ascend
+            logprob, offset = self._located.popleft()
+            taken.append((logprob, min(offset, self._text_length)))
+        return taken
 
     def _build_echo(self, echo: EchoedPrompt) -> Json:
         """Build a choice of the prompt. Its first token has no log-probability."""

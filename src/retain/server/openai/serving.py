@@ -120,7 +120,8 @@ class OpenAIServing:
         if request.grammar and body.continue_final_message:
             raise APIError(400, "the answer continues a message: it cannot be forced into a format or a tool call")
         begun = to_template_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
-        return request, [self._create_output_parser(prompt, tools, begun) for _ in range(body.n or 1)]
+        parser = self._create_output_parser(prompt, tools, begun)
+        return request, [parser.copy() for _ in range(body.n or 1)]
 
     def _count_system_tokens(self, body: ChatCompletionRequest) -> int:
         return self.llm.tokenizer.count_system_tokens(self.convert_messages(body))

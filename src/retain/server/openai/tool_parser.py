@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,47 +93,61 @@ class ToolParser:
 
     def __init__(self, tool_format: ToolFormat, tool_names: Collection[str]):
         self._format, self._tool_names = tool_format, tool_names
-        self._buffer = ""  # text that may still become part of a marker or a call
         self._in_tool_call = not tool_format.begin
+        self._marker_start = ""  # end of the text, which may begin the next marker
+        self._body_parts: list[str] = []  # of the call that is not yet complete
+
+    def copy(self) -> ToolParser:
+        """Return a parser that goes on from here by itself."""
+        other = copy(self)
+        other._body_parts = [*self._body_parts]
+        return other
 
     def feed(self, text: str) -> tuple[str, list[ParsedToolCall]]:
         """Add generated text. Returns the text that is certainly content, and the calls that are complete."""
-        self._buffer += text
-        content, calls = "", []
-        while self._buffer:
+        content: list[str] = []
+        calls: list[ParsedToolCall] = []
+        text, start = self._marker_start + text, 0
+        while (end := self._find_marker(text, start)) >= 0:
             if self._in_tool_call:
-                if not self._format.end or self._format.end not in self._buffer:
-                    break  # the call may extend to the end of the output
-                body, self._buffer = self._buffer.split(self._format.end, 1)
-                self._in_tool_call = False
-                known = self._parse_known_tools(body)
-                if known is None:
-                    content += self._format.begin + body + self._format.end
-                else:
-                    calls += known
+                body, known = self._take_body(text[start:end])
+                content += [] if known else [self._format.begin, body, self._format.end]
+                calls += known
             else:
-                before, marker, after = self._buffer.partition(self._format.begin)
-                if marker:
-                    content, self._buffer, self._in_tool_call = content + before, after, True
-                    continue
-                cut = len(before) - partial_marker_length(before, self._format.begin)
-                content, self._buffer = content + before[:cut], before[cut:]
-                break
-        return content, calls
+                content.append(text[start:end])
+            start = end + len(self._next_marker)
+            self._in_tool_call = not self._in_tool_call
+        tail = text[max(start, len(text) - len(self._next_marker)) :]
+        cut = len(text) - partial_marker_length(tail, self._next_marker)
+        (self._body_parts if self._in_tool_call else content).append(text[start:cut])
+        self._marker_start = text[cut:]
+        return "".join(content), calls
 
     def close(self) -> tuple[str, list[ParsedToolCall]]:
         """End the output. Returns the remaining content and calls."""
-        rest, self._buffer = self._buffer, ""
+        rest, self._marker_start = self._marker_start, ""
         if not self._in_tool_call:
             return rest, []
-        known = self._parse_known_tools(rest) if rest.strip() else None
-        if known is not None:
-            return "", known
-        return (self._format.begin + rest if rest else ""), []
+        body, known = self._take_body(rest)
+        return (self._format.begin + body if body and not known else ""), known
 
-    def _parse_known_tools(self, text: str) -> list[ParsedToolCall] | None:
+    @property
+    def _next_marker(self) -> str:
+        """The marker that ends the present part of the output; empty where its end does."""
+        return self._format.end if self._in_tool_call else self._format.begin
+
+    def _find_marker(self, text: str, start: int) -> int:
+        return text.find(self._next_marker, start) if self._next_marker else -1
+
+    def _take_body(self, rest: str) -> tuple[str, list[ParsedToolCall]]:
+        """Return the text of a call, of which this is the rest, and the calls that it is; none of unknown tools."""
+        body = "".join([*self._body_parts, rest])
+        self._body_parts.clear()
+        return body, self._parse_known_tools(body)
+
+    def _parse_known_tools(self, text: str) -> list[ParsedToolCall]:
         calls = self._format.parse(text)
-        return calls if calls and all(call.name in self._tool_names for call in calls) else None
+        return calls if calls and all(call.name in self._tool_names for call in calls) else []
 
 
 def _replace_surrogates(text: str) -> str:

@@ -104,12 +104,12 @@ class ResponsesEncoder(ResponseEncoder):
         return self._encode_events([{"type": name, "response": self.response} for name in names])
 
     def _encode_events(self, events: Sequence[Json]) -> bytes:
-        encoded = b""
+        encoded = []
         for event in events:
             data = orjson.dumps({**event, "sequence_number": self._sequence_number})
-            encoded += f"event: {event['type']}\ndata: ".encode() + data + b"\n\n"
+            encoded.append(f"event: {event['type']}\ndata: ".encode() + data + b"\n\n")
             self._sequence_number += 1
-        return encoded
+        return b"".join(encoded)
 
     def _add(self, delta: OutputDelta) -> list[Json]:
         if not self._generates:

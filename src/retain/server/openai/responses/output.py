@@ -28,7 +28,8 @@ class OutputItems:
         self.items: list[Json] = []
         self._tools, self._encrypts_reasoning = tools, encrypts_reasoning
         self._is_open = False  # whether the last item may still grow
-        self._blank = {"message": "", "reasoning": ""}  # text that waits for other text
+        self._text_parts: list[str] = []  # of the open item, whose text is set at its end
+        self._blank: dict[str, list[str]] = {"message": [], "reasoning": []}  # text that waits for other text
 
     def add(self, output: ChatOutput, logprobs: Sequence[Json]) -> list[Json]:
         """Add new parts of the answer. `logprobs`: those of the content."""
@@ -40,7 +41,7 @@ class OutputItems:
 
     def finish(self, status: str) -> list[Json]:
         """End the last item. An answer without any text is a message without text."""
-        blank = self._blank["message"]
+        blank = "".join(self._blank["message"])
         has_calls = any("call_id" in item for item in self.items)
         events = self._append("message", blank, ()) if not self.items or (blank and not has_calls) else []
         return events + self.close(status)
@@ -53,6 +54,8 @@ class OutputItems:
         item = self.items[-1]
         (part,) = item["content"]
         item["status"] = status
+        part["text"] = "".join(self._text_parts)
+        self._text_parts.clear()
         if item["type"] == "reasoning" and self._encrypts_reasoning:
             item["encrypted_content"] = encode_reasoning(part["text"])
         done = self._event(_text_event(item) + ".done", content_index=0, text=part["text"])
@@ -67,11 +70,12 @@ class OutputItems:
     def _add_text(self, kind: str, text: str, logprobs: Sequence[Json]) -> list[Json]:
         if not text:
             return []
-        text = self._blank[kind] + text
-        if not self._is_open_as(kind) and not text.strip():
-            self._blank[kind] = text
+        blank = self._blank[kind]
+        if not self._is_open_as(kind) and text.isspace():
+            blank.append(text)
             return []
-        self._blank[kind] = ""
+        text = "".join([*blank, text])
+        blank.clear()
         return self._append(kind, text, logprobs)
 
     def _append(self, kind: str, text: str, logprobs: Sequence[Json]) -> list[Json]:
@@ -79,7 +83,7 @@ class OutputItems:
         events = [] if self._is_open_as(kind) else self.close("completed") + self._start(kind)
         item = self.items[-1]
         (part,) = item["content"]
-        part["text"] += text
+        self._text_parts.append(text)
         delta = self._event(_text_event(item) + ".delta", content_index=0, delta=text)
         if kind == "message":
             part["logprobs"] += logprobs
@@ -102,7 +106,7 @@ class OutputItems:
     def _add_call(self, call: ParsedToolCall) -> list[Json]:
         """Add a call of a tool, which is always complete."""
         events = self.close("completed")
-        self._blank["message"] = ""
+        self._blank["message"].clear()
         fields = self._tools.to_item(call)
         kind = fields["type"]
         item = {"id": create_id(ID_PREFIXES[kind]), "status": "in_progress", "call_id": create_id("call"), **fields}

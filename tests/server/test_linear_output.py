@@ -1,0 +1,96 @@
+"""What turns generated text into an answer does work in proportion to the text, whatever a model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from retain.engine.request import FinishReason, Logprob
+from retain.server.anthropic.content_blocks import ContentBlocks
+from retain.server.openai.chat_output import ChatOutput, ChatOutputParser
+from retain.server.openai.choice_builders import CompletionChoiceBuilder
+from retain.server.openai.reasoning_parser import ReasoningParser
+from retain.server.openai.responses.client_tools import expand_tools
+from retain.server.openai.responses.output import OutputItems
+from retain.server.openai.tool_parser import ToolFormat, ToolParser
+from retain.server.request_group import OutputDelta
+from tests.helpers.counted_steps import StepCounter, assert_linear, cut_into_pieces
+from tests.helpers.tokenizers import open_tokenizer
+
+FORMATS = {
+    "hermes": ToolFormat("<tool_call>", "</tool_call>"),
+    "mistral": ToolFormat("[TOOL_CALLS]", "", is_list=True),
+    "llama": ToolFormat("", "", "parameters"),
+}
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+TEXTS: dict[str, Callable[[int], str]] = {  # of about n characters, by what they repeat
+    "plain": lambda n: "x" * n,
+    "blank": lambda n: " " * n,
+    "lines": lambda n: "\n" * n,
+    "an endless call": lambda n: "<tool_call>" + "[" * n,
+    "an endless list of calls": lambda n: "[TOOL_CALLS] [" + '{"name": "f"},' * (n // 14),
+    "calls": lambda n: CALL * (n // len(CALL)),
+    "empty calls": lambda n: "<tool_call></tool_call>" * (n // 23),
+    "begin tags": lambda n: "<tool_call>" * (n // 11),
+    "begun tags": lambda n: "<tool_cal" * (n // 9),
+    "begun end tags": lambda n: "<tool_call>" + "</tool_cal" * (n // 10),
+    "long reasoning": lambda n: "<think>" + "</thin" * (n // 6),
+    "lines after reasoning": lambda n: "<think></think>" + "\n" * n,
+    "tags of reasoning": lambda n: "<think></think>" * (n // 15),
+}
+
+
+@pytest.mark.parametrize("size", [3, 10**6], ids=["in tokens", "whole"])
+@pytest.mark.parametrize(
+    ("format_name", "name"),
+    [*(("hermes", name) for name in TEXTS), ("mistral", "an endless list of calls"), ("llama", "plain")],
+)
+def test_work_of_the_parsers_is_linear_in_the_text(format_name: str, name: str, size: int) -> None:
+    def prepare(counter: StepCounter, n: int) -> Callable[[], object]:
+        parser = ChatOutputParser(ToolParser(FORMATS[format_name], {"f"}), ReasoningParser(False))
+        pieces = [*map(counter.text, cut_into_pieces(TEXTS[name](n), size)), counter.text("")]
+        return lambda: [parser.feed(piece, finished=not piece) for piece in pieces]
+
+    assert_linear(prepare, 500)
+
+
+@pytest.mark.parametrize("kind", ["reasoning", "content"])
+@pytest.mark.parametrize("name", ["plain", "blank"])
+@pytest.mark.parametrize("create", [ContentBlocks, lambda: OutputItems(expand_tools([]))], ids=["blocks", "items"])
+def test_work_of_streamed_parts_is_linear_in_the_text(create: Callable[[], Any], name: str, kind: str) -> None:
+    def prepare(counter: StepCounter, n: int) -> Callable[[], object]:
+        parts: Any = create()
+        add = parts.feed if isinstance(parts, ContentBlocks) else lambda output: parts.add(output, ())
+        empty = ChatOutput("", "", [])
+        outputs = [empty._replace(**{kind: counter.text(piece)}) for piece in cut_into_pieces(TEXTS[name](n), 1)]
+        return lambda: [add(output) for output in outputs]
+
+    assert_linear(prepare, 300)
+
+
+def test_work_to_locate_tokens_that_a_stop_string_holds_back_is_linear() -> None:
+    tokenizer = open_tokenizer("smollm2")
+    token = tokenizer.encode("#")[0]
+
+    def prepare(counter: StepCounter, n: int) -> Callable[[], object]:
+        builder = CompletionChoiceBuilder(tokenizer, 0, True, [token])
+        held = [OutputDelta(0, "", [token], [Logprob(token, -1.0)]) for _ in range(n)]
+        deltas = [*held, OutputDelta(0, "#" * n, finish_reason=FinishReason.LENGTH)]
+        return lambda: [builder.build_chunks(delta) for delta in deltas]
+
+    assert_linear(prepare, 200)
+
+
+def test_copies_of_a_parser_do_not_meet() -> None:
+    """Each goes on from where it was copied, within blanks, a call or reasoning."""
+    for begun in ("\n ", "<think>a", "<think>a</think>\n", 'b<tool_call>{"name": ', "b<tool_"):
+        first = ChatOutputParser(ToolParser(FORMATS["hermes"], {"f"}), ReasoningParser(False))
+        outputs = [first.feed(begun, False)]
+        other = first.copy()
+        alone = ChatOutputParser(ToolParser(FORMATS["hermes"], {"f"}), ReasoningParser(False))
+        assert alone.feed(begun, False) == outputs[0]
+        other.feed('"g"}</tool_call></think>', True)
+        rest = '"f"}</tool_call>c</think>d'
+        assert first.feed(rest, True) == alone.feed(rest, True)
