@@ -36,7 +36,7 @@ LAYERS = [
     {"formats"},
     {"kernels"},
     {"config", "sampling_params"},
-    {"plugins", "threads", "kv"},
+    {"plugins", "threads", "signals", "kv"},
     {"types", "options", "files"},
 ]
 # Rooms of the server, and which of the others each may import.

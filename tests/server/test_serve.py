@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,31 +43,47 @@ class ServerProcess:
         return code
 
 
-@pytest.mark.slow
-def test_sigterm_finishes_running_and_rejects_waiting():
-    server = ServerProcess("random:tiny", "--max-running-requests", "2", "--kv-memory", "64MiB")
-    texts = {}
+def start_streams(server, num_streams, executor):
+    """Start long streams, two of which run at once. Returns futures of their texts."""
 
     def stream(i):
         body = {"model": "m", "prompt": f"{i} times", "max_tokens": 1900, "ignore_eos": True, "stream": True}
         with HTTP.stream("POST", f"{server.url}/completions", json=body) as response:
-            texts[i] = "".join(response.iter_text())
+            return "".join(response.iter_text())
 
-    threads = [threading.Thread(target=stream, args=(i,)) for i in range(4)]
-    states = ("running 1.0", "running 2.0", "waiting 1.0", "waiting 2.0")
-    for t, state in zip(threads, states, strict=True):
-        t.start()  # in this order
-        server.wait_for_metric(f"retain_num_requests_{state}")
-    assert server.stop(signal.SIGTERM) == 0
-    assert "draining: 2 requests running, 2 rejected" in server.log and "times" not in server.log
-    for t in threads:
-        t.join()
-    for i in (0, 1):
-        assert texts[i].rstrip().endswith("data: [DONE]") and texts[i].count("data: {") >= 500
-    for i in (2, 3):
-        assert "shutting down" in texts[i] and "[DONE]" not in texts[i]
+    streams = []
+    for i in range(num_streams):
+        streams.append(executor.submit(stream, i))  # in this order
+        server.wait_for_metric(f"retain_num_requests_{('running 1', 'running 2', 'waiting 1', 'waiting 2')[i]}.0")
+    return streams
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_running_and_waiting_requests():
+    server = ServerProcess("random:tiny", "--max-running-requests", "2", "--kv-memory", "64MiB")
+    with ThreadPoolExecutor(4) as executor:
+        streams = start_streams(server, 4, executor)
+        assert server.stop(signal.SIGTERM) == 0
+        texts = [each.result() for each in streams]
+    assert "draining: 4 requests in flight" in server.log and "times" not in server.log
+    assert all(text.rstrip().endswith("data: [DONE]") and text.count("data: {") >= 500 for text in texts)
     with pytest.raises(httpx.ConnectError):
         server.post()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_process_at_once_with_one_line(number):
+    server = ServerProcess("random:tiny", "--max-running-requests", "2", "--kv-memory", "64MiB")
+    root = server.url.removesuffix("/v1")
+    with ThreadPoolExecutor(3) as executor:
+        streams = start_streams(server, 3, executor)
+        server.process.send_signal(number)
+        wait_until(lambda: HTTP.get(f"{root}/ready").status_code == 503)
+        assert server.stop(number) == 0
+        assert all("the server is shutting down" in each.result() for each in streams)
+    lines = [line.split(": ", 1)[1] for line in server.log.strip().splitlines()]
+    assert lines == ["draining: 3 requests in flight", "a second signal: 3 requests are cut off", "shut down"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from retain.processing.chat_template import ChatTemplate
 from retain.processing.grammar import grammar_from_json_schema
-from retain.server import launch
+from retain.server import drain
 from retain.server.admission import AdmissionControl
 from retain.server.auth import ApiKeys
 from retain.server.config import Limits
@@ -195,8 +195,8 @@ def test_one_key_alone_has_all_the_room() -> None:
 
 def test_process_ends_although_its_shutdown_hangs(monkeypatch):
     exit_codes: list[int] = []
-    monkeypatch.setattr(launch, "EXIT_GRACE_S", 0.2)
-    monkeypatch.setattr(launch.os, "_exit", exit_codes.append)
+    monkeypatch.setattr(drain, "EXIT_GRACE_S", 0.2)
+    monkeypatch.setattr(drain.os, "_exit", exit_codes.append)
     with run_tiny_server(drain_timeout=0) as server, engine_paused(server):
         server.handle_exit(signal.SIGTERM, None)
         wait_until(lambda: exit_codes)

@@ -13,6 +13,7 @@ from types import FrameType
 from retain.cli.args import from_args, given_args
 from retain.config import Config
 from retain.sampling_params import SamplingParams
+from retain.signals import interrupt_at_first_signal, restored_handlers
 
 SERVER_OPTIONS = ("model", "kv_policy", "speculate")  # of the engine's options, those that a request may choose
 HELP = """\
@@ -95,7 +96,9 @@ def chat_loop(system: str | None, generate_reply: Callable[[list[Message]], str]
         else:
             question: Message = {"role": "user", "content": line}
             try:
-                reply = generate_reply([*conversation, question])
+                with restored_handlers():  # each answer may be stopped once
+                    interrupt_at_first_signal()
+                    reply = generate_reply([*conversation, question])
             except (ValueError, KeyboardInterrupt) as error:
                 if not interactive:
                     raise

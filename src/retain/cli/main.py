@@ -11,18 +11,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from retain.cli.args import build_parser
+from retain.signals import end_at_next_signal, interrupt_at_first_signal, restored_handlers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit code: 2 after an error, 130 after Ctrl-C, 0 when the output pipe is closed."""
+    """Run a command. Returns its exit code: 2 after an error, 130 after Ctrl-C, 0 when the output pipe is closed.
+
+    A second Ctrl-C ends the process at once.
+    """
     try:
-        try:
-            return _run_command(build_parser().parse_args(argv))
-        finally:
-            sys.stdout.flush()  # a closed pipe fails here, not when the interpreter exits
+        with restored_handlers():
+            try:
+                interrupt_at_first_signal()
+                return _run_command(build_parser().parse_args(argv))
+            finally:
+                sys.stdout.flush()  # a closed pipe fails here, not when the interpreter exits
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
         _discard_unwritten_output()
         return 0
+    finally:
+        if argv is None:  # the process ends now
+            end_at_next_signal()
 
 
 def _run_command(args: Namespace) -> int:
@@ -38,8 +49,6 @@ def _run_command(args: Namespace) -> int:
     except (ValueError, OSError, MemoryError) as error:
         print(f"retain: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def _discard_unwritten_output() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import signal
 import socket
 import threading
 import time
@@ -15,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import Any
 
 import ray
@@ -25,6 +23,7 @@ from ray.serve.exceptions import RayServeException
 
 from retain.cluster.application import build_application
 from retain.cluster.config import ClusterSettings
+from retain.signals import END_SIGNALS, interrupt_at_first_signal, restored_handlers
 
 log = logging.getLogger(__name__)
 APP_NAME = "retain"
@@ -38,18 +37,16 @@ def up(settings: ClusterSettings) -> None:
     """
     server = settings.server
     settings = replace(settings, server=replace(server, port=_find_port(server.host, server.port)))
-    with _ray(settings.cluster.address), ExitStack() as started:
+    with restored_handlers(), _ray(settings.cluster.address), ExitStack() as started:
         try:
-            with _signals_as_interrupt():
-                _start_serve(settings, started)
-                started.callback(_delete_application, settings.graceful_shutdown_s)
-                _run_application(settings)
-                host = f"[{server.host}]" if ":" in server.host else server.host
-                url = f"http://{host}:{settings.server.port}/v1"
-                log.info(
-                    "serving %s at %s with %d replicas", server.served_model_name[0], url, settings.cluster.replicas
-                )
-                threading.Event().wait()
+            interrupt_at_first_signal(END_SIGNALS)  # Ray has set handlers of its own
+            _start_serve(settings, started)
+            started.callback(_delete_application, settings.graceful_shutdown_s)
+            _run_application(settings)
+            host = f"[{server.host}]" if ":" in server.host else server.host
+            url = f"http://{host}:{settings.server.port}/v1"
+            log.info("serving %s at %s with %d replicas", server.served_model_name[0], url, settings.cluster.replicas)
+            threading.Event().wait()
         except KeyboardInterrupt:
             log.info("draining")
     log.info("shut down")
@@ -132,17 +129,3 @@ def _delete_application(timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while APP_NAME in serve.status().applications and time.monotonic() < deadline:
         time.sleep(POLL_S)
-
-
-@contextmanager
-def _signals_as_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the first SIGTERM or SIGINT. The next one ends the process, and Ray with it."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_DFL)
-        raise KeyboardInterrupt
-
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, interrupt)
-    yield

@@ -95,16 +95,12 @@ class EngineThread:
             self._run_remaining_commands()
         return await asyncio.wrap_future(done)
 
-    def reject_waiting(self) -> None:
-        """Close the engine for new requests and fail the groups none of whose requests has started."""
+    def close(self) -> None:
+        """Accept no more requests, and fail all that are unfinished."""
 
         def command() -> None:
             self.closed_error = EngineError(SHUTTING_DOWN, 503)
-            items = self._group_of_request.items()
-            started = {group for r, (group, _) in items if r.row is not None or r.stats.first_token_time}
-            waiting = self._groups() - started
-            log.info("draining: %d requests running, %d rejected", len(started), len(waiting))
-            for group in waiting:
+            for group in self._groups():
                 self._fail_group(group, self.closed_error)
 
         self._commands.put(command)

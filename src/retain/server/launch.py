@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, closing
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import uvicorn
@@ -20,6 +16,7 @@ from retain.llm import LLM
 from retain.server import hosts
 from retain.server.app import create_app
 from retain.server.config import ServerConfig
+from retain.server.drain import GracefulServer, QuietlyCancelled, Watchdog
 from retain.server.engine_thread import EngineThread
 from retain.server.http_protocol import BoundedHttpProtocol, RejectionLog
 from retain.server.inspector.recorder import Inspector
@@ -27,19 +24,19 @@ from retain.server.kv_events import config as kv_events_config
 from retain.server.metrics import Metrics
 from retain.server.openai.serving import OpenAIServing
 from retain.server.sandbox import MAX_CHARACTERS, Sandbox
+from retain.signals import restored_handlers
 from retain.threads import reset_cpu_affinity
 
 if TYPE_CHECKING:
     from retain.server.kv_events.publisher import KVEventPublisher
 
 log = logging.getLogger(__name__)
-EXIT_GRACE_S = 30.0  # from the end of the drain to the end of the process, whatever hangs
 
 
 def serve(
     load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] | None = None
 ) -> None:
-    """Serve a model until SIGTERM or SIGINT, then finish running requests and reject waiting ones.
+    """Serve a model until SIGTERM or SIGINT, then finish what was accepted and refuse what comes.
 
     Calls `on_ready` once the server listens. Raises what `load_llm` raises, and ValueError for a server that would be
     open to everybody.
@@ -48,7 +45,7 @@ def serve(
     hosts.check_exposure(config.host, bool(config.api_keys), config.insecure_no_api_key)
     reset_cpu_affinity()  # OpenMP pinned this thread to a core, which the engine thread would inherit
     sys.setswitchinterval(0.001)  # the engine thread and the event loop share the GIL: keep their turns short
-    with asyncio.Runner(loop_factory=_get_loop_factory()) as runner:
+    with restored_handlers(), asyncio.Runner(loop_factory=_get_loop_factory()) as runner:
         runner.run(_serve(load_llm, server_config, on_ready))
 
 
@@ -74,13 +71,13 @@ def _get_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve(
     load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] | None
 ) -> None:
-    watchdog = threading.Timer(server_config.drain_timeout + EXIT_GRACE_S, _exit_at_once)
-    watchdog.daemon = True
+    watchdog = Watchdog()
     try:
         async with open_service(load_llm, server_config) as opened:
             service, engine_thread = opened.service, opened.service.engine_thread
+            render_metrics = partial(engine_thread.call, opened.metrics.render)
             config = uvicorn.Config(
-                create_app(service, lambda: engine_thread.call(opened.metrics.render), server_config, opened.inspector),
+                QuietlyCancelled(create_app(service, render_metrics, server_config, opened.inspector)),
                 host=server_config.host,
                 port=server_config.port,
                 log_level="warning",
@@ -88,12 +85,12 @@ async def _serve(
                 server_header=False,
                 http=cast(Any, partial(BoundedHttpProtocol, server_config.limits, RejectionLog())),
                 ws="none",
-                timeout_graceful_shutdown=server_config.drain_timeout,
+                lifespan="off",
             )
-            await GracefulServer(config, service, watchdog, on_ready).serve()
+            await GracefulServer(config, service, server_config.drain_timeout, watchdog, on_ready).serve()
         log.info("shut down")
     finally:
-        watchdog.cancel()
+        watchdog.stop()
 
 
 class OpenedService(NamedTuple):
@@ -132,49 +129,3 @@ async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig)
         finally:
             sandbox.close()
             await engine_thread.stop()
-
-
-def _exit_at_once() -> None:
-    """End the process although something hangs. The stores are made to survive this."""
-    log.critical("the server hangs after its drain: exiting at once")
-    os._exit(1)
-
-
-class GracefulServer(uvicorn.Server):
-    """A uvicorn server that drains on the first signal and ends at once on the second.
-
-    Draining rejects new and waiting requests and lets running ones finish.
-    """
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        service: OpenAIServing,
-        watchdog: threading.Timer,
-        on_ready: Callable[[GracefulServer], None] | None = None,
-    ):
-        """`watchdog`: started by the first signal; ends the process if the shutdown hangs."""
-        super().__init__(config)
-        self.service, self.watchdog, self.on_ready = service, watchdog, on_ready
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal to end."""
-        self.force_exit = self.should_exit
-        if not self.should_exit:
-            self.should_exit = self.service.admission.closed = True
-            self.service.engine_thread.reject_waiting()
-            self.watchdog.start()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Bind the port, log the address and call `on_ready`."""
-        await super().startup(sockets)
-        if self.started:
-            log.info("serving %s at %s", self.service.model_name, self.url)
-            if self.on_ready:
-                self.on_ready(self)
-
-    @property
-    def url(self) -> str:
-        """The base URL for clients, which ends in /v1."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
