@@ -20,9 +20,22 @@ def get_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "retain"
 
 
+def make_private_folder(path: Path) -> None:
+    """Create a folder that only its owner may enter, and likewise its missing parents. Raises OSError.
+
+    `Path.mkdir` would give the parents the mode that the umask leaves. A folder that exists keeps its mode.
+    """
+    for folder in reversed([each for each in path.parents if not each.exists()]):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file that other processes see complete or not at all. Creates its folder. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file that other processes see complete or not at all. Creates its folder. Raises OSError.
+
+    Only its owner may read the file.
+    """
+    make_private_folder(path.parent)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
         try:
             write(f)

@@ -25,6 +25,7 @@ from ray import serve
 from retain.cluster.application import build_application
 from retain.cluster.arguments import parse_arguments
 from retain.cluster.haproxy import MAX_ROUTED_BYTES
+from tests.helpers.file_modes import open_to_others
 from tests.server.conftest import HTTP, wait_until
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,7 @@ class Cluster:
         command = [sys.executable, "-m", "retain.cli", "cluster", "up", *options, "--replicas", "2", "--port", "0"]
         environment = {**os.environ, "TMPDIR": str(folder), "RETAIN_CACHE": str(folder / "cache")}
         self.folder = folder
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, umask=0)
         self.log: list[str] = []
         url: Future[str] = Future()
         self._reader = threading.Thread(target=self._read_log, args=(url,), daemon=True)
@@ -251,6 +252,12 @@ def test_scaling_down_and_another_routing_lose_no_chunk(cluster):
         cluster.deploy(replicas=1, affinity="session")
     assert [s.result() for s in streams] == [(STREAM_TOKENS, True)] * 4
     cluster.wait_for_metric("num_requests_running", lambda running: len(running) == 1)
+
+
+def test_others_reach_nothing_that_a_cluster_writes(cluster):
+    """Its processes run under a umask that gives every file to everybody."""
+    assert list(cluster.folder.rglob("raylet")) and not open_to_others(cluster.folder)
+    assert {path.stat().st_mode & 0o777 for path in Path("/tmp").glob("haproxy-*")} == {0o700}
 
 
 def test_sigterm_drains_and_leaves_nothing(cluster):

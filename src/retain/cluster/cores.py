@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from retain.files import make_private_folder
+
 
 def claim_index(folder: Path) -> tuple[int, IO[bytes]]:
     """Claim the lowest number that no other process has, and return it with the file whose lock holds it.
 
     The system releases the lock with the process, however it ends. Raises OSError.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(folder)
     for index in itertools.count():
         lock = (folder / f"{index}.lock").open("ab")
         try:

@@ -71,8 +71,9 @@ def _ray(address: str | None) -> Iterator[None]:
     with ExitStack() as stack:
         options: dict[str, Any] = {"address": address}
         if address is None:
+            # Only this user may enter the outer folder. Ray lets everybody into the inner one, whatever its mode was.
             folder = stack.enter_context(TemporaryDirectory(prefix="retain-ray-", ignore_cleanup_errors=True))
-            options = {"address": "local", "include_dashboard": False, "_temp_dir": folder}
+            options = {"address": "local", "include_dashboard": False, "_temp_dir": f"{folder}/ray"}
         try:
             ray.init(logging_level=logging.WARNING, configure_logging=False, **options)
         except (ConnectionError, RuntimeError) as error:

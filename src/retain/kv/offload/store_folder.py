@@ -13,7 +13,7 @@ import re
 import stat
 from pathlib import Path
 
-from retain.files import quote
+from retain.files import make_private_folder, quote
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def prepare_folder(path: Path) -> None:
     or belongs to somebody else; or it or the index is of another kind. Raises OSError for one that cannot be written.
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(path)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"the store {path} is no folder: choose another path") from None
     if stat.S_IMODE(path.stat().st_mode) & 0o077:

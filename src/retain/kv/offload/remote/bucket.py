@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from retain.files import make_private_folder
 from retain.types import Bytes
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")
@@ -57,7 +58,7 @@ class Bucket:
 
         if self._scheme == "file":
             try:
-                Path(self.url.removeprefix("file://")).mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_private_folder(Path(self.url.removeprefix("file://")))
             except (FileExistsError, NotADirectoryError):
                 raise ValueError(f"remote: url={self.url} is no folder: choose another") from None
         try:
