@@ -275,3 +275,32 @@ def test_events_are_counted_by_metrics() -> None:
         metrics = f"{server.url.removesuffix('/v1')}/metrics"
         wait_until(lambda: 'retain_kv_events_total{outcome="published"} 2.0' in HTTP.get(metrics).text)
         assert 'retain_kv_events_total{outcome="dropped"} 0.0' in HTTP.get(metrics).text
+
+
+@pytest.mark.parametrize("kind", [zmq.DEALER, zmq.SUB])
+def test_a_large_frame_ends_the_connection_that_sends_it(kind: int) -> None:
+    """Neither socket keeps what no request needs; others go on."""
+    with published_tree() as tree, closing(Subscriber(tree)) as subscriber:
+        with subscriber.context.socket(kind) as socket:
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            large = bytes(publisher.MAX_REQUEST_BYTES + 1)
+            if kind == zmq.SUB:
+                socket.connect(tree.published.endpoint)
+                socket.subscribe(large)
+            else:
+                socket.connect(tree.published.replay_endpoint)
+                socket.send_multipart([b"", large])
+            assert monitor.poll(10_000), "the connection was not closed"
+            socket.disable_monitor()
+        assert list(subscriber.ask(0))
+        tree.change(10)
+        tree.wait_published()
+        subscriber.receive()
+        assert subscriber.consumer.content == tree.content
+
+
+def test_every_socket_bounds_what_it_receives() -> None:
+    with published_tree() as tree:
+        for socket in (tree.published._events, tree.published._replays):
+            assert 8 < socket.getsockopt(zmq.MAXMSGSIZE) <= 4096 and socket.getsockopt(zmq.RCVHWM) <= 100

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 MAX_BATCH_EVENTS = 256
 MAX_BUFFER_BYTES = 64 * 2**20
 MAX_UNSENT_BATCHES = 1000  # of one subscriber; beyond them it misses batches, and asks for a replay
+MAX_REQUEST_BYTES = 1024  # of a frame that a client sends: a topic, or the number of a batch; else it is cut off
+MAX_UNREAD_REQUESTS = 16  # of a client; it waits then
 DATA_PARALLEL_RANK = 0
 
 
@@ -68,6 +70,8 @@ class KVEventPublisher:
     def _bind(self, kind: int, port: int, high_water_mark: int) -> zmq.Socket[bytes]:
         bound: zmq.Socket[bytes] = self._context.socket(kind)
         bound.setsockopt(zmq.SNDHWM, high_water_mark)
+        bound.setsockopt(zmq.RCVHWM, MAX_UNREAD_REQUESTS)
+        bound.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         bound.setsockopt(zmq.LINGER, 0)
         bound.setsockopt(zmq.IPV6, self.config.is_ipv6)
         endpoint = self.config.endpoint(port)
