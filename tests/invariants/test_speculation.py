@@ -17,9 +17,10 @@ from retain.engine import drafters
 from retain.engine.batch import Batch
 from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
+from retain.engine.penalties import LogitPenalties
 from retain.engine.request import Request
 from retain.engine.runner import Runner
-from retain.engine.sampler import compute_probs, penalize_row
+from retain.engine.sampler import compute_probs
 from retain.engine.spec_decode import rejection_sampler
 from retain.engine.spec_decode.rejection_sampler import rejection_sample, verify_greedy
 from retain.sampling_params import SamplingParams
@@ -265,7 +266,9 @@ def target_probs(params: SamplingParams, *drafts: int) -> Tensor:
     """Return the target's distributions [3, V] after 0, 1 and 2 drafts, with penalties for tokens before."""
     rows = LOGITS.clone()
     for i, row in enumerate(rows):
-        penalize_row(row, [2, *drafts[:i]], drafts[:i], params)
+        penalties = LogitPenalties(params, row)
+        penalties.update([2, *drafts[:i]], 1)
+        penalties.apply(row)
     return compute_probs(rows, [params] * 3)
 
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retain.engine.penalties import LogitPenalties
 from retain.engine.request import Request, RequestInput
-from retain.engine.sampler import compute_logprobs, compute_probs, penalize_row, sample, sample_inverse_cdf
+from retain.engine.sampler import compute_logprobs, compute_probs, sample, sample_inverse_cdf
 from retain.kv.eviction.policies import parse
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_to_completion
@@ -133,7 +134,9 @@ def test_penalties_follow_their_definitions(
 ) -> None:
     p = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
     output_tokens, row = tokens[cut:], torch.tensor(x)
-    penalize_row(row, tokens, output_tokens, p)
+    penalties = LogitPenalties(p, row)
+    penalties.update(tokens, len(tokens) - len(output_tokens))
+    penalties.apply(row)
     for token, logit in enumerate(x):
         if token in tokens:
             logit = logit / repetition if logit > 0 else logit * repetition
@@ -185,3 +188,47 @@ def test_a_sampled_answer_depends_on_its_seed_and_not_on_company_or_preemption()
     assert preempted == together and num_preemptions > 0
     a, b, c = run_seeded([(seed, prompts[0][1]) for seed in (1, 1, 2)])[0]
     assert a == b != c
+
+
+STEPS = st.lists(
+    st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=3), st.lists(st.integers(0, 6), max_size=3))
+)
+
+
+@settings(deadline=None)
+@given(STEPS, st.lists(st.integers(0, 6), max_size=5), st.sampled_from([1.0, 1.5]), st.sampled_from([0.0, 0.75]))
+def test_penalties_of_a_text_that_grows_are_those_of_the_whole_text(
+    steps: list[tuple[list[int], list[int]]], prompt: list[int], repetition: float, frequency: float
+) -> None:
+    """Also after drafts that were rejected; to the last bit, because each penalty is applied once."""
+    options = {"repetition_penalty": repetition, "frequency_penalty": frequency, "presence_penalty": -frequency / 2}
+    params = SamplingParams(**options, logit_bias=((2, 1.0), (3, -0.5)))
+    x, tokens = torch.linspace(-2, 3, 7), list(prompt)
+    kept = LogitPenalties(params, x)
+    for new, drafts in steps:
+        tokens += new
+        kept.update(tokens, len(prompt))
+        for i in range(len(drafts) + 1):
+            row, expected = x.clone(), x.clone()
+            kept.apply(row, drafts[:i])
+            anew = LogitPenalties(params, x)
+            anew.update([*tokens, *drafts[:i]], len(prompt))
+            anew.apply(expected)
+            assert torch.equal(row, expected)
+
+
+def test_work_to_penalize_a_token_does_not_grow_with_text_or_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_copied = []
+    monkeypatch.setattr(
+        torch, "tensor", lambda values, **kw: num_copied.append(len(values)) or torch.as_tensor(values, **kw)
+    )
+    params = SamplingParams(
+        temperature=0, repetition_penalty=1.5, frequency_penalty=1, logit_bias=[(i, 1) for i in range(99)]
+    )
+    for length in (100, 1000):
+        request = Request(RequestInput(list(range(length)), params, FULL, 5))
+        for token in (3, 7):
+            num_copied.clear()
+            sample(torch.zeros(1, 1000), [request])
+            request.append_token(token, None)
+        assert sum(num_copied) < 10

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.engine.grammar import Grammar
-from retain.engine.spec_decode.stats import SpecDecodeStats
+from retain.engine.penalties import LogitPenalties
+from retain.engine.request_stats import RequestStats
 from retain.kv.eviction.policy import EvictionPolicy, QueryWeights, ScoringPass
-from retain.kv.prefix.diagnosis import PrefixDiagnosis
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.stats.attention_trace import AttentionTrace
-from retain.kv.stats.request import RequestMemory
 from retain.sampling_params import SamplingParams
 
 
@@ -61,27 +60,6 @@ class RequestInput:
     needs_logits: bool = False  # logits before every token of the answer go to the output processor
     needs_prompt_logits: bool = False  # those before every token of the prompt but the first, too
     explain_prefix: bool = False  # find out why the prompt begins with no more cached tokens
-
-
-@dataclass
-class RequestStats:
-    """Times (seconds), counts and memory of one request."""
-
-    arrival_time: float = field(default_factory=perf_counter)
-    first_token_time: float = 0.0
-    finish_time: float = 0.0
-    num_cached_tokens: int = 0  # computed already when the request was first admitted
-    num_preemptions: int = 0
-    spec_decode: SpecDecodeStats = field(default_factory=SpecDecodeStats)
-    peak_slots: list[int] = field(default_factory=list)  # by layer: the most that one head owned
-    prefix_diagnosis: PrefixDiagnosis | None = None  # where it was asked for
-    final_slots: list[int] = field(default_factory=list)  # the same at the end
-    num_final_pages: int = 0
-
-    @property
-    def memory(self) -> RequestMemory:
-        """Slots and pages, for `KVCacheManager.request_stats`."""
-        return RequestMemory(self.peak_slots, self.final_slots, self.num_final_pages)
 
 
 @dataclass(eq=False)
@@ -137,6 +115,7 @@ class Request:
         self.row: int | None = None  # of the block tables, while the request runs
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[Logprob] = []
+        self.penalties: LogitPenalties | None = None  # set by the sampler, where the params have some
         self.stats = RequestStats()
         self.attention_trace: AttentionTrace | None = None  # set by the inspector
         self.explains_prefix = input.explain_prefix  # set for logs and the inspector, too
@@ -157,6 +136,11 @@ class Request:
     def output_tokens(self) -> list[int]:
         """The generated tokens."""
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens are generated."""
+        return len(self.tokens) - len(self.prompt)
 
     # ---- progress ------------------------------------------------------------------------------------------------
 
@@ -252,7 +236,7 @@ class Request:
             return 0
         if self.num_computed_tokens < len(self.prompt):
             return 0
-        return self.input.max_tokens - len(self.output_tokens) - 1
+        return self.input.max_tokens - self.num_output_tokens - 1
 
     def set_drafts(self, tokens: list[int], draft_probs: Tensor | None = None) -> None:
         """Propose the next tokens; `draft_probs` [K, V] are the distributions that they were sampled from."""
@@ -316,4 +300,4 @@ class Request:
         """Return why the request ends with its last token, by its grammar or its length; None if it goes on."""
         if self.grammar and self.grammar.is_complete:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.output_tokens) >= self.input.max_tokens else None
+        return FinishReason.LENGTH if self.num_output_tokens >= self.input.max_tokens else None

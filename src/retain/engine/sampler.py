@@ -7,7 +7,6 @@ request with K drafts has K + 1 rows of logits and gets from one to K + 1 tokens
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retain.engine.penalties import LogitPenalties
 from retain.engine.request import Logprob, Request, SampledTokens
 from retain.engine.spec_decode.rejection_sampler import (
     rejection_sample,
@@ -109,7 +109,9 @@ def apply_penalties(logits: Tensor, requests: Sequence[Request], drafts: Sequenc
     logits = logits.clone()
     for row, request, before in zip(logits, requests, drafts, strict=True):
         if request.params.has_penalties_or_bias:
-            penalize_row(row, [*request.tokens, *before], [*request.output_tokens, *before], request.params)
+            request.penalties = request.penalties or LogitPenalties(request.params, row)
+            request.penalties.update(request.tokens, len(request.prompt))
+            request.penalties.apply(row, before)
     return logits
 
 
@@ -137,7 +139,7 @@ def mask_stop_tokens(
     rows = [
         i
         for i, (request, before) in enumerate(zip(requests, drafts, strict=True))
-        if request.input.stop_ids and len(request.output_tokens) + len(before) < request.params.min_tokens
+        if request.input.stop_ids and request.num_output_tokens + len(before) < request.params.min_tokens
     ]
     if not rows:
         return logits
@@ -146,24 +148,6 @@ def mask_stop_tokens(
         masked = logits[i].index_fill(0, to_device_like(logits, sorted(requests[i].input.stop_ids)), -torch.inf)
         logits[i] = torch.where(masked.isneginf().all(), logits[i], masked)
     return logits
-
-
-def penalize_row(logits: Tensor, tokens: Sequence[int], output_tokens: Sequence[int], params: SamplingParams) -> None:
-    """Apply penalties and logit biases to one row of logits [V], in place.
-
-    The repetition penalty counts all `tokens`, the other penalties only `output_tokens`.
-    """
-    if params.repetition_penalty != 1.0:
-        seen = to_device_like(logits, sorted(set(tokens)))
-        x = logits[seen]
-        logits[seen] = torch.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty)
-    if output_tokens and (params.presence_penalty or params.frequency_penalty):
-        counts = Counter(output_tokens)
-        seen, times = to_device_like(logits, list(counts)), to_device_like(logits, list(counts.values()))
-        logits[seen] -= params.presence_penalty + params.frequency_penalty * times
-    if params.logit_bias:
-        biased, bias = zip(*params.logit_bias, strict=True)
-        logits.index_add_(0, to_device_like(logits, biased), to_device_like(logits, bias, torch.float32))
 
 
 def compute_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

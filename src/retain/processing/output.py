@@ -105,7 +105,7 @@ class OutputProcessor(TokenProcessor):
         state.take_text()
         decode_s = stats.finish_time - stats.first_token_time
         prefix = self.report_prefix(request) if request.input.explain_prefix else None
-        decode_tok_s = max(len(request.output_tokens) - 1, 0) / decode_s if decode_s > 0 else 0.0
+        decode_tok_s = max(request.num_output_tokens - 1, 0) / decode_s if decode_s > 0 else 0.0
         return RequestOutput(
             text=state.detokenizer.text,
             token_ids=request.output_tokens,

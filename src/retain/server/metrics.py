@@ -100,7 +100,7 @@ class Metrics:
         self.num_ring_overwrites += self.llm.cache.ring_overwrites(request.policy, request.num_computed_tokens)
         self.request_prompt_tokens.observe(len(request.prompt))
         if request.stats.first_token_time:
-            num_output = len(request.output_tokens)
+            num_output = request.num_output_tokens
             self.request_generation_tokens.observe(num_output)
             self.e2e_latency.observe(request.stats.finish_time - request.stats.arrival_time)
             if num_output > 1:

@@ -30,7 +30,7 @@ def count_tokens(group: RequestGroup) -> TokenCounts:
         prompt=sum(len(requests[0].prompt) for requests in prompts),
         cached=sum(max(r.stats.num_cached_tokens for r in requests) for requests in prompts),
         pinned=group.num_pinned_tokens,
-        output=sum(len(r.output_tokens) for r in group.requests),
+        output=sum(r.num_output_tokens for r in group.requests),
     )
 
 

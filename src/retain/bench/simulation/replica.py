@@ -66,7 +66,7 @@ class SimulatedReplica:
 
     def next_token(self, request: Request) -> int:
         """Return the next token of an answer: one that no other text has."""
-        return -1 - request.id % MAX_ANSWERS * ANSWER_TOKENS - len(request.output_tokens) % ANSWER_TOKENS
+        return -1 - request.id % MAX_ANSWERS * ANSWER_TOKENS - request.num_output_tokens % ANSWER_TOKENS
 
     def _commit(self, request: Request, num_tokens: int) -> None:
         """Count tokens as computed; share the prompt once it is complete."""
