@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from retain.engine.request import FinishReason
+from retain.engine.output import OutputProcessor
+from retain.engine.request import FinishReason, Request, RequestInput
+from retain.engine.sampler import sample
+from retain.kv.eviction.policies import parse
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import (
     GREEDY,
@@ -35,6 +39,29 @@ def test_a_request_ends_at_a_stop_token_at_a_stop_string_or_at_its_length() -> N
     assert run_to_completion(engine, requests) == [stopped_answer, stopped_answer, unstopped]
     reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
     assert [r.finish_reason for r in requests] == reasons
+
+
+class Uncopied(list[int]):
+    """A text of which no part is copied but a few of its tokens."""
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        assert not isinstance(key, slice) or len(found) < 10
+        return found
+
+
+def test_no_token_costs_a_copy_of_the_text_before_it() -> None:
+    """From the sampler to the reason to go on."""
+    options = SamplingParams(temperature=0, min_tokens=300, frequency_penalty=0.5, repetition_penalty=1.5)
+    request = Request(RequestInput([1] * 100, options, parse("full"), 500, frozenset({9})))
+    request.tokens += [1, 2, 3, 4] * 30
+    sample(torch.zeros(1, 10), [request])
+    request.tokens = Uncopied(request.tokens)
+    request.num_computed_tokens = len(request.tokens) - 1
+    for _ in range(3):
+        assert OutputProcessor().process_tokens(request, sample(torch.zeros(1, 10), [request])[0]) is None
+        request.num_computed_tokens += 1
+        assert request.max_drafts == 500 - request.num_output_tokens - 1
 
 
 class DeadEnd:
