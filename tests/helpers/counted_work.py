@@ -46,5 +46,5 @@ def assert_linear(prepare: Callable[[int], Callable[[], object]], size: int, mod
     """
     prepare(1)()
     once, twice = (count_work(prepare(n), modules) for n in (size, 2 * size))
-    assert twice.num_steps <= 2.2 * once.num_steps, (once, twice)
-    assert twice.num_bytes <= 2.2 * once.num_bytes + 2**12, (once, twice)
+    assert twice.num_steps <= 2.1 * once.num_steps, (once, twice)
+    assert twice.num_bytes <= 2.1 * once.num_bytes + 2**12, (once, twice)

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from retain.server.anthropic import blocks
+from retain.server.anthropic import conversion as anthropic_conversion
+from retain.server.anthropic.protocol import MessagesRequest
 from retain.server.openai import messages
 from retain.server.openai.messages import join_system_messages, to_template_messages
 from retain.server.openai.responses import conversion, history, items, store
@@ -78,3 +81,29 @@ def test_work_of_references_is_linear() -> None:
         return Conversation(references, None, stored).load_input
 
     assert_linear(prepare, 60, MODULES)
+
+
+@pytest.mark.parametrize("place", ["messages", "blocks", "results", "system", "tools"])
+def test_work_of_breakpoints_is_linear(place: str) -> None:
+    """Of Anthropic's API. Only the last one is cut."""
+
+    def prepare(num_breakpoints: int) -> Callable[[], object]:
+        marked = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}] * num_breakpoints
+        result = {"type": "tool_result", "tool_use_id": "t", "content": marked}
+        contents: dict[str, list[Any]] = {"messages": [[block] for block in marked], "blocks": [marked]}
+        body = {
+            "model": "m",
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": content} for content in contents.get(place, ["x"])],
+        }
+        if place == "results":
+            body["messages"] = [{"role": "user", "content": [result]}]
+        elif place == "system":
+            body["system"] = marked
+        elif place == "tools":
+            tool = {"input_schema": {}, "cache_control": {"type": "ephemeral"}}
+            body["tools"] = [{"name": f"t{i}", **tool} for i in range(num_breakpoints)]
+        request = MessagesRequest.model_validate(body)
+        return lambda: anthropic_conversion.cut_at_breakpoints(request)
+
+    assert_linear(prepare, 200, [anthropic_conversion, blocks])

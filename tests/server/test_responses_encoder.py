@@ -309,3 +309,14 @@ def test_finished_response_is_kept_before_it_is_sent() -> None:
     encoder.update(OutputDelta(0, "Hi", [1], (), FinishReason.STOP))
     full = encoder.encode_full(SimpleNamespace())  # type: ignore[arg-type]
     assert kept == {json.loads(full)["id"]: full}
+
+
+def test_a_response_repeats_json_of_any_depth() -> None:
+    """It is encoded by itself, before the response is: so the response adds no level."""
+    parameters: dict[str, Any] = {}
+    for _ in range(251):
+        parameters = {"a": parameters}
+    tool = FunctionTool(type="function", name="f", parameters=parameters)
+    events, full = encode(["x"], tools=[tool])
+    assert [e["response"]["tools"][0]["parameters"] for e in events if "response" in e] == [parameters] * 3
+    assert full["tools"][0]["parameters"] == parameters

@@ -163,3 +163,12 @@ def test_what_is_stored_is_read_as_other_work_is_done(
         assert [HTTP.request(method, root + path).status_code for method, path in calls] == [503] * 3
     assert [HTTP.request(method, root + path).status_code for method, path in calls] == [200] * 3
     assert len(threads) == 1 and threads[0].startswith("retain-prepare")
+
+
+def test_the_event_loop_writes_no_json_as_long_as_what_a_client_sent(tiny_server: GracefulServer) -> None:
+    """The framework writes the models that a route returns, in the event loop: these have a fixed length."""
+    app: Any = tiny_server.config.app
+    included = [getattr(route, "original_router", None) for route in app.routes]
+    found = [*app.routes, *(route for router in included if router for route in router.routes)]
+    models = {model.__name__ for route in found if (model := getattr(route, "response_model", None))}
+    assert models == {"ModelList", "ModelCard", "TokenizerInfo", "TokenCount", "DeletedResponse"}

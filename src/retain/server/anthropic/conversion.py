@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 from retain.server.anthropic.blocks import (
@@ -75,31 +76,40 @@ def cut_at_breakpoints(body: ConversationFields) -> dict[float, ConversationFiel
 
     None stands for the whole prompt. A breakpoint is left out if a later one lives at least as long.
     """
-    cuts: dict[float, ConversationFields | None] = {}
+    cuts: dict[float, Callable[[], ConversationFields | None]] = {}  # a body may have thousands; a few are cut
     for seconds, cut in _iter_cuts(body):
         cuts = {other: kept for other, kept in cuts.items() if other > seconds} | {seconds: cut}
-    return cuts
+    return {seconds: cut() for seconds, cut in cuts.items()}
 
 
-def _iter_cuts(body: ConversationFields) -> Iterator[tuple[float, ConversationFields | None]]:
-    """Yield the lifetime of each breakpoint, in the order of the prompt, with the conversation up to it."""
-    cut: Json
+def _iter_cuts(body: ConversationFields) -> Iterator[tuple[float, Callable[[], ConversationFields | None]]]:
+    """Yield the lifetime of each breakpoint, in the order of the prompt, and what cuts the conversation there."""
     leading: dict[str, Sequence[CacheableBlock]] = {"tools": body.tools or ()}
     leading["system"] = body.system if isinstance(body.system, list) else ()
     for field, blocks in leading.items():
         for i, block in enumerate(blocks):
             for cache_control in block.iter_breakpoints():
-                cut = {field: blocks[: i + 1], "messages": [PROBE]}
-                yield cache_control.seconds, body.model_copy(update=cut)
+                yield cache_control.seconds, partial(_cut_leading, body, field, i + 1)
     for i, message in enumerate(body.messages):
         for j, block in enumerate(_blocks(message)):
             for cache_control in block.iter_breakpoints():
-                begun = message.model_copy(update={"content": message.content[: j + 1]})
-                is_whole = i + 1 == len(body.messages) and j + 1 == len(message.content)
-                cut = {"messages": [*body.messages[:i], begun]}
-                yield cache_control.seconds, None if is_whole else body.model_copy(update=cut)
+                yield cache_control.seconds, partial(_cut_messages, body, i, j + 1)
     if body.cache_control:
-        yield body.cache_control.seconds, None
+        yield body.cache_control.seconds, lambda: None
+
+
+def _cut_leading(body: ConversationFields, field: str, num_blocks: int) -> ConversationFields:
+    """Return a conversation that has this many tools, or blocks of the system prompt, and no message of its own."""
+    return body.model_copy(update={field: getattr(body, field)[:num_blocks], "messages": [PROBE]})
+
+
+def _cut_messages(body: ConversationFields, index: int, num_blocks: int) -> ConversationFields | None:
+    """Return a conversation up to this many blocks of a message; None if that is all of it."""
+    message = body.messages[index]
+    if index + 1 == len(body.messages) and num_blocks == len(message.content):
+        return None
+    begun = message.model_copy(update={"content": message.content[:num_blocks]})
+    return body.model_copy(update={"messages": [*body.messages[:index], begun]})
 
 
 def _blocks(message: Message) -> Sequence[CacheableBlock]:

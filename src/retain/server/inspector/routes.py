@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def add_routes(app: FastAPI, engine_thread: EngineThread, inspector: Inspector) 
         if layer is not None and not 0 <= layer < inspector.llm.spec.num_layers:
             raise APIError(400, f"layers are 0 to {inspector.llm.spec.num_layers - 1}", "layer")
         detail = await engine_thread.call(lambda: inspector.get_request_detail(request_id, key, layer))
-        return _json_or_404(detail)
+        return await asyncio.to_thread(_json_or_404, detail)  # as long as the request's text
 
     @app.get("/inspect/requests/{request_id}/tokens/{position}", include_in_schema=False, response_model=None)
     async def get_token(request_id: int, position: int, request: Request) -> JSONResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import BaseModel, Field, model_validator
 
 from retain.server import client_fields
@@ -78,12 +79,12 @@ def create_router(service: OpenAIServing) -> APIRouter:
     """Create the routes for a served model's tokenizer."""
     router, tokenizer = APIRouter(responses=ERROR_RESPONSES, route_class=BodyRoute), service.llm.tokenizer
 
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest, request: Request) -> TokenizeResponse:
+    @router.post("/tokenize", response_model=None, responses={200: {"model": TokenizeResponse}})
+    async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest, request: Request) -> Response:
         """Tokenize a text or a conversation."""
         service.check_model(body.model)
 
-        def encode_body() -> list[int]:
+        def encode_body() -> Response:
             if isinstance(body, TokenizeCompletionRequest):
                 text, add_special_tokens = body.prompt, body.add_special_tokens
             else:
@@ -92,18 +93,20 @@ def create_router(service: OpenAIServing) -> APIRouter:
                     messages, body.add_generation_prompt, continue_final_message=body.continue_final_message
                 )
             service.llm.input_processor.check_length(text)
-            return tokenizer.encode(text, add_special_tokens)
+            tokens = tokenizer.encode(text, add_special_tokens)
+            max_model_len = service.llm.max_model_len
+            return _to_response(TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=max_model_len))
 
         prompt_field = "prompt" if isinstance(body, TokenizeCompletionRequest) else "messages"
-        token_ids = await service.run_admitted(request.state.admission, encode_body, prompt_field)
-        return TokenizeResponse(tokens=token_ids, count=len(token_ids), max_model_len=service.llm.max_model_len)
+        return await service.run_admitted(request.state.admission, encode_body, prompt_field)
 
-    @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+    @router.post("/detokenize", response_model=None, responses={200: {"model": DetokenizeResponse}})
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Detokenize token ids."""
         service.check_model(body.model)
-        text = await service.run_admitted(request.state.admission, lambda: tokenizer.decode(body.tokens))
-        return DetokenizeResponse(prompt=text)
+        return await service.run_admitted(
+            request.state.admission, lambda: _to_response(DetokenizeResponse(prompt=tokenizer.decode(body.tokens)))
+        )
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> TokenizerInfo:
@@ -113,3 +116,8 @@ def create_router(service: OpenAIServing) -> APIRouter:
         return TokenizerInfo(bos_token=bos, eos_token=eos, pad_token=pad, chat_template=template)
 
     return router
+
+
+def _to_response(content: BaseModel) -> Response:
+    """Return an object as a response. Called in a thread: its length is that of the client's text."""
+    return Response(content.model_dump_json(), media_type="application/json")

@@ -177,8 +177,19 @@ class ResponsesEncoder(ResponseEncoder):
 
 
 def build_response(body: ResponsesRequest) -> Json:
-    """Build the response to a request before anything is generated. It repeats the request's fields."""
+    """Build the response to a request before anything is generated. It repeats the request's fields.
+
+    Those of any length are encoded here, once: this runs in a thread, and what sends them in the event loop.
+    """
     wanted = body.text.format if body.text else None
+    choice = body.tool_choice or "auto"
+    repeated = {
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "text": {"format": wanted.model_dump(by_alias=True) if wanted else {"type": "text"}},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump() for tool in body.tools or () if not isinstance(tool, HostedTool)],
+    }
     return {
         "id": create_id("resp"),
         "object": "response",
@@ -188,9 +199,7 @@ def build_response(body: ResponsesRequest) -> Json:
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {},
         "model": body.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -200,17 +209,13 @@ def build_response(body: ResponsesRequest) -> Json:
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": wanted.model_dump(by_alias=True) if wanted else {"type": "text"}},
-        "tool_choice": body.tool_choice.model_dump()
-        if body.tool_choice and not isinstance(body.tool_choice, str)
-        else body.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in body.tools or () if not isinstance(tool, HostedTool)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
         "retain": None,
+        **{name: orjson.Fragment(orjson.dumps(value)) for name, value in repeated.items()},
     }
 
 
