@@ -49,7 +49,8 @@ class Config:
         default=(),
         metadata={
             "help": "KV policy that requests may select, of those that need room in the cache: for tokens in 4 bits "
-            "(demote=int4), or for masses of each query head (heads=query) (may be repeated)"
+            "(demote=int4), or for masses of each query head (heads=query); and of those that cost more than requests "
+            "may choose (may be repeated)"
         },
     )
     prefix_cache: str = field(

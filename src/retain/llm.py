@@ -50,7 +50,7 @@ class LLM:
         started = perf_counter()
         self.config = c = Config(model, kv_memory=None if kv_memory is None else parse_size(kv_memory), **options)
         self.policy = policies.parse(c.kv_policy)
-        self.allowed_policies = [self.policy, *map(policies.parse, c.allow_policy)]  # the cache has room for them
+        self.allowed_policies = [self.policy, *map(policies.parse, c.allow_policy)]  # there is room for them
         prefix_config = prefix_configs.parse(c.prefix_cache)
         tier_configs = tiers.parse_all(c.tier)
         if tier_configs and not prefix_config:
@@ -89,6 +89,7 @@ class LLM:
             heads_per_kv_head=query_heads,
             max_model_len=self.max_model_len,
             policy=self.policy,
+            allowed_policies=self.allowed_policies,
             has_default_drafter=drafter is not None,
         )
         self.input_processor = InputProcessor(self.tokenizer, info, self.cache, self.add_drafter)

@@ -360,6 +360,8 @@ class ListModel:
         """Compute the prompt's tokens once more after the prompt, a chunk at a time, and delete them."""
         instruction = self.policy.instruction
         size = self.policy.reread_chunk - len(instruction)
+        if instruction:  # parts of about the same length
+            size = math.ceil(self.prompt_len / math.ceil(self.prompt_len / size))
         for i in range(0, self.prompt_len, size):
             self.forward([*instruction, *prompt[i : i + size]], self.prompt_len)
             for head in self.heads.values():

@@ -13,6 +13,7 @@ from torch import Tensor
 from retain.engine.request import Request, RequestInput
 from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.kv.eviction import policies
+from retain.kv.eviction.cost import PolicyCost
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
 from retain.processing.grammar import GrammarCompiler, GrammarState
@@ -66,6 +67,7 @@ class EngineInfo:
     heads_per_kv_head: int
     max_model_len: int
     policy: EvictionPolicy  # of requests that name none
+    allowed_policies: Sequence[EvictionPolicy]  # that a client's request may choose, whatever they cost
     has_default_drafter: bool
 
 
@@ -171,9 +173,28 @@ class InputProcessor:
         def exceeds_pool(length: int) -> bool:
             return self.cache.pages_needed(effective, length, length) > self.cache.total_pages
 
+        if num_tokens + effective.scoring_room > self.info.max_model_len:
+            longest = self.info.max_model_len - effective.scoring_room
+            raise PromptTooLongError(
+                num_tokens, longest, f"the context, with the room that {policies.name_of(policy)} needs, holds"
+            )
         if exceeds_pool(num_tokens):  # the last token is never written
             first = 1 + bisect_left(range(1, num_tokens), True, key=exceeds_pool)
             raise PromptTooLongError(num_tokens, first, "the KV memory holds", "raise kv_memory, or shorten it")
+
+    def check_policy_cost(self, g: GenerateRequest) -> None:
+        """Raise ValueError for a policy that costs more than a client's request may choose.
+
+        The engine's own policy, and those that it allows, may cost anything.
+        """
+        if g.kv_policy is None or policies.parse(g.kv_policy) in self.info.allowed_policies:
+            return
+        token_ids = self.encode(g.prompt)
+        policy = self._parse_policy(g.kv_policy).resolve(len(token_ids), g.num_system_tokens)
+        cost = PolicyCost.of(policy, token_ids, self.info.max_model_len - len(token_ids))
+        if excess := cost.find_excess():
+            spec = policies.to_spec(policies.parse(g.kv_policy))
+            raise ValueError(f"kv_policy {spec} {excess}, or start the server with it (--allow-policy)")
 
     def _check_room(self, policy: EvictionPolicy) -> None:
         """Raise ValueError for a policy that the cache was built without room for."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from retain.kv.eviction.demotion import Demotion
-from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
+from retain.kv.eviction.policy import NEVER, CacheLimits, EvictionPolicy
 from retain.kv.eviction.view import CacheView
 from retain.options import NonNegativeInt, PositiveInt, check_bounds
 from retain.plugins import Amount, check_choice
@@ -39,9 +39,7 @@ class BudgetPolicy(EvictionPolicy):
     sinks: NonNegativeInt = 0  # of them the first of the text
     interval: PositiveInt = 16
     prefill: str = "exact"  # or stream; `fit` turns exact into layers where that takes less memory
-    chunk: PositiveInt = (
-        448  # of a streamed prompt: evict after as many tokens; a step has room for it beside 64 answers
-    )
+    chunk: PositiveInt = 448  # of a streamed prompt: evict after as many; a step has room for it beside 64 answers
     share: str = "none"  # or layer, or all: heads that divide the sum of their budgets, by priority
     positions: str = "original"  # or new: kept tokens are numbered from 0, keys shifted (an ablation, and slow)
     protect: str = "none"  # or system: the system prompt is among the sinks
@@ -185,6 +183,11 @@ class BudgetPolicy(EvictionPolicy):
     def scoring_tokens(self) -> int:
         """See EvictionPolicy.scoring_tokens."""
         return min(self.scoring_chunk, len(self.instruction_ids) + self.prompt_len)
+
+    @property
+    def intervals(self) -> tuple[int, int]:
+        """See EvictionPolicy.intervals."""
+        return self.chunk if self.prefill == "stream" else NEVER, self.interval
 
     def fresh_tokens(self, num_uncomputed_tokens: int) -> int:
         """See EvictionPolicy.fresh_tokens."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -19,6 +18,8 @@ from retain.kernels.scoring import NO_NOISE
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.view import CacheView
 from retain.types import Floats
+
+NEVER = 2**31 - 1  # tokens between two evictions of what never evicts
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,16 @@ class EvictionPolicy:
         return 0
 
     @property
+    def scoring_room(self) -> int:
+        """Tokens that must fit the context behind the prompt for scoring passes; resolved."""
+        return 0
+
+    @property
+    def intervals(self) -> tuple[int, int]:
+        """Tokens between two evictions, at least: of a prompt that is evicted from meanwhile, and of the answer."""
+        return NEVER, NEVER
+
+    @property
     def max_skippable_tokens(self) -> int | None:
         """First tokens of the prompt that a prefix hit may supply, because no mass of their queries is needed.
 
@@ -159,9 +170,3 @@ class EvictionPolicy:
     def priority(self, view: CacheView) -> Tensor:
         """Return a number for each slot, [L, G, S]; the lowest are evicted first. Those of holes mean nothing."""
         raise NotImplementedError
-
-
-def split_messages(prompt: Sequence[int], special_ids: Set[int]) -> list[Sequence[int]]:
-    """Return the parts of a prompt between its special tokens, some of them empty."""
-    ends = [i for i, token in enumerate(prompt) if token in special_ids]
-    return [prompt[begin + 1 : end] for begin, end in pairwise((-1, *ends, len(prompt)))]

@@ -293,6 +293,8 @@ class OpenAIServing:
 
     def process(self, requests: Sequence[GenerateRequest]) -> list[RequestOutputState]:
         """Return the engine's requests, whose grammars have passed their trial. Raises ValueError."""
+        for request in requests:
+            self.llm.input_processor.check_policy_cost(request)
         return [state for request in requests for state in self.llm.input_processor.process(request)]
 
     async def run_admitted(

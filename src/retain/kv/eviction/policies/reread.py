@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kv.eviction.budget import AttentionScoredPolicy
-from retain.kv.eviction.policy import QueryWeights, ScoringPass, split_messages
+from retain.kv.eviction.policy import QueryWeights, ScoringPass
+from retain.kv.eviction.prompt_parts import SHORTEST_TEXT, divide_prompt
 from retain.kv.eviction.view import CacheView
 from retain.options import NonNegativeInt, PositiveInt
 from retain.plugins import check_choice
 
 REPEAT = "Repeat the previous context exactly."
-SHORTEST_MESSAGE = 8  # tokens between two special ones; fewer are the name of a role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,12 @@ class Policy(AttentionScoredPolicy):
         """See BudgetPolicy."""
         return self.rereads
 
+    @property
+    def scoring_room(self) -> int:
+        """See EvictionPolicy. With less, each instruction would be followed by few tokens to repeat."""
+        least = SHORTEST_TEXT + 2 * len(self.instruction_ids)
+        return min(self.scoring_tokens, least) if self.prompt_len > self.budget_tokens else 0
+
     def scoring_passes(self, prompt: Sequence[int], max_chunk: int) -> list[ScoringPass]:
         """Read the prompt once more, unless the budget holds all of it."""
         chunk = min(self.rereads, max_chunk)
@@ -62,8 +68,7 @@ class Policy(AttentionScoredPolicy):
             return []
         if not self.instruction_ids:
             return [ScoringPass(prompt, chunk)]
-        texts = [t for t in split_messages(prompt, self.special_ids) if len(t) >= SHORTEST_MESSAGE] or [prompt]
-        parts = (text[i : i + size] for text in texts for i in range(0, len(text), size))
+        parts = divide_prompt(prompt, self.special_ids, len(self.instruction_ids), size)
         return [ScoringPass((*self.instruction_ids, *part), chunk) for part in parts]
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
