@@ -277,7 +277,7 @@ class LLM:
         request = state.request
         self._add([state])
         try:
-            while not request.stats.first_token_time or request.scoring:
+            while request.finish_reason is None and (not request.stats.first_token_time or request.scoring):
                 self.engine.step()
             assert request.row is not None
             return self.cache.tables.positions(request.row)

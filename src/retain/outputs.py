@@ -14,7 +14,7 @@ class RequestOutput:
 
     text: str
     token_ids: list[int]  # the generated ones
-    finish_reason: str  # stop, length, cancelled, or failed: the grammar allowed no further token
+    finish_reason: str  # stop, length, cancelled, failed by its grammar, or out_of_memory
     prompt_tokens: int
     cached_tokens: int  # prompt tokens that the prefix cache held
     logprobs: list[Logprob]

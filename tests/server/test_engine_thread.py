@@ -121,6 +121,17 @@ def test_rejected_requests_are_not_tracked(tiny_server, monkeypatch):
     assert not inspector.live
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_without_pages_fails_with_one_line(tiny_server, stream):
+    """Though its plan said that it fits; the engine goes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_server.service.llm.cache, "reserve", lambda *_, **__: False)
+        response = post(tiny_server, stream=stream)
+    assert response.status_code == (200 if stream else 500)
+    assert "needs more KV memory than was planned" in response.text
+    assert post(tiny_server).status_code == 200
+
+
 def test_request_timeout(tiny_server, monkeypatch):
     """A response of 1000 slow steps ends at the timeout: full with 408, streamed with an error event."""
     service = tiny_server.service

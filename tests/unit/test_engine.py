@@ -123,6 +123,38 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     assert len(answer) == 17
 
 
+@pytest.mark.parametrize(
+    ("policy", "prefix_cache", "prompt_len", "max_tokens"),
+    [
+        ("full", "off", 80, 60),
+        ("full", "exact", 80, 60),
+        ("h2o:budget=110,interval=5", "exact", 80, 60),
+        ("ring:window=110", "exact", 110, 5),
+    ],
+)
+def test_a_request_whose_plan_was_too_small_fails_and_the_others_go_on(
+    monkeypatch, caplog, policy, prefix_cache, prompt_len, max_tokens
+) -> None:
+    """It runs out of pages in its answer, or in its prompt, with nobody left who could give some back."""
+    engine = make_engine("llama", num_pages=36, backend="cpu", prefix_cache=prefix_cache)  # 96 tokens
+    monkeypatch.setattr(engine.cache, "pages_needed", lambda *_: 1)
+    requests = [
+        make_request([2] * 20, 5),
+        make_request([1] * prompt_len, max_tokens, policy),
+        make_request([3] * 20, 5),
+    ]
+    engine.add(*requests)
+    ended = []
+    for step in iter_steps(engine):
+        assert step < 500
+        ended += [r.id for r in requests if r.finish_reason and r.id not in ended]
+    reasons = [FinishReason.LENGTH, FinishReason.OUT_OF_MEMORY, FinishReason.LENGTH]
+    assert [r.finish_reason for r in requests] == reasons
+    assert [len(r.output_tokens) for r in requests[::2]] == [5, 5]
+    assert len([r for r in caplog.records if r.levelname == "ERROR"]) == 1
+    assert engine.cache.free_pages == engine.cache.total_pages
+
+
 def test_decoding_goes_on_while_a_long_prompt_is_computed() -> None:
     engine = make_engine("llama", max_batched_tokens=65)
     decoding = make_request([1, 2, 3], 40)

@@ -6,6 +6,7 @@ commit, process outputs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from time import perf_counter
@@ -24,6 +25,8 @@ from retain.engine.scheduler import ScheduledRequest, Scheduler
 from retain.engine.spec_decode.rejection_sampler import to_device_like
 from retain.engine.spec_decode.speculator import Speculator
 from retain.kv.manager import KVCacheManager
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -67,7 +70,7 @@ class Engine:
         draft_s = self.speculator.propose(self.scheduler.running, self._max_drafts())
         scheduled = self.scheduler.schedule()
         if not scheduled:
-            return []
+            return self._end_stalled()
         batch = build_batch(scheduled, self.cache)
         logits = self.runner.forward(batch)  # [N, V]
         self._requeue_failed_loads(scheduled)
@@ -90,6 +93,15 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     # ---- the parts of a step -------------------------------------------------------------------------------------
+
+    def _end_stalled(self) -> list[Request]:
+        """End a request that got no pages although it ran alone, after an empty step. Returns it, if there is one."""
+        request = self.scheduler.find_stalled()
+        if request is None:
+            return []
+        log.error("request %d fails: it needs more KV memory than was planned", request.id)
+        self._finish(request, FinishReason.OUT_OF_MEMORY)
+        return [request]
 
     def _max_drafts(self) -> int:
         """Drafts of one request that fit into a step beside one token of every other."""

@@ -30,6 +30,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     FAILED = "failed"  # its grammar allows no further token
+    OUT_OF_MEMORY = "out_of_memory"  # alone in the pool it got fewer pages than were planned
 
 
 @dataclass(frozen=True)

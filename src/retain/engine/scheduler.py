@@ -37,6 +37,7 @@ class Scheduler:
         self.max_batched_tokens = cache.config.max_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._stalled_ids = set[int]()  # of requests that got no pages once, although they ran alone
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError when even the empty pool could not hold the request."""
@@ -58,7 +59,21 @@ class Scheduler:
                 left -= self._schedule_request(request, left, scheduled)
         while left and len(self.waiting) <= num_waiting and (admitted := self._admit_next()):
             left -= self._schedule_request(admitted, left, scheduled)
+            if admitted.row is None:
+                break  # it got no pages, and would be admitted again
         return [s for s in scheduled if s.request.row is not None]
+
+    def find_stalled(self) -> Request | None:
+        """Return the request that can never go on, after a step in which nothing could be scheduled; or None.
+
+        The oldest got no pages although no other had any. Once that may be due to what it began with; the second time
+        it is a mistake of the plan by which `check_fits` let it in, and preempted again it would begin for ever.
+        """
+        request = min((*self.running, *self.waiting), key=lambda r: r.id, default=None)
+        if request is None or request.id in self._stalled_ids:
+            return request
+        self._stalled_ids.add(request.id)
+        return None
 
     def _schedule_request(self, request: Request, token_budget: int, scheduled: list[ScheduledRequest]) -> int:
         """Schedule as many tokens of a running request as possible. Returns their number."""
@@ -184,6 +199,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Free the pages of a request that has ended."""
+        self._stalled_ids.discard(request.id)
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:

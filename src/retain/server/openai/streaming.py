@@ -106,6 +106,8 @@ class GenerationResponse(Response):
             for delta in deltas:
                 if delta.finish_reason is FinishReason.FAILED:
                     raise APIError(400, self._explain_failure(delta.index), "response_format")
+                if delta.finish_reason is FinishReason.OUT_OF_MEMORY:
+                    raise EngineError("the request needs more KV memory than was planned for it")
             yield deltas
             num_unfinished -= sum(d.finish_reason is not None for d in deltas)
 
