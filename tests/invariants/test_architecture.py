@@ -37,7 +37,7 @@ LAYERS = [
     {"kernels"},
     {"config", "sampling_params"},
     {"plugins", "threads", "signals", "kv"},
-    {"types", "options", "files"},
+    {"types", "options", "files", "terminal"},
 ]
 # Rooms of the server, and which of the others each may import.
 SERVER_ROOMS = {"openai": set(), "anthropic": {"openai"}, "inspector": {"openai"}}

@@ -14,6 +14,7 @@ from retain.cli.args import from_args, given_args
 from retain.config import Config
 from retain.sampling_params import SamplingParams
 from retain.signals import interrupt_at_first_signal, restored_handlers
+from retain.terminal import escape_controls
 
 SERVER_OPTIONS = ("model", "kv_policy", "speculate")  # of the engine's options, those that a request may choose
 HELP = """\
@@ -102,7 +103,8 @@ def chat_loop(system: str | None, generate_reply: Callable[[list[Message]], str]
             except (ValueError, KeyboardInterrupt) as error:
                 if not interactive:
                     raise
-                print(f"\n[{str(error) or 'interrupted'}; the line is not in the conversation]", file=sys.stderr)
+                reason = escape_controls(str(error)) or "interrupted"
+                print(f"\n[{reason}; the line is not in the conversation]", file=sys.stderr)
                 continue
             conversation += [question, {"role": "assistant", "content": reply}]
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from retain.cli.args import build_parser
 from retain.signals import end_at_next_signal, interrupt_at_first_signal, restored_handlers
+from retain.terminal import EscapingFormatter, escape_controls, escaped_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,14 +41,15 @@ def _run_command(args: Namespace) -> int:
     # Threads that share a core wait for each other's time slice at every product, which is 100 times slower.
     os.environ.setdefault("OMP_PROC_BIND", "true")
     try:
-        with _log_to_stderr(args.log_level):
+        with _log_to_stderr(args.log_level), escaped_output():
             module = importlib.import_module(f"retain.cli.{args.command}")  # torch is imported here, not before
             code: int = getattr(module, args.command)(args)
             return code
     except BrokenPipeError:  # an OSError, but not an error of the command
         raise
     except (ValueError, OSError, MemoryError) as error:
-        print(f"retain: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        line = " ".join(str(error).split()) or type(error).__name__
+        print(f"retain: {escape_controls(line)}", file=sys.stderr)
         return 2
 
 
@@ -67,7 +69,7 @@ def _log_to_stderr(level: str) -> Iterator[None]:
     """Write the package's log to standard error, from this level on."""
     logger = logging.getLogger("retain")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(EscapingFormatter())
     previous_level = logger.level
     logger.setLevel(level.upper())
     logger.addHandler(handler)

@@ -76,7 +76,7 @@ def _ray(address: str | None) -> Iterator[None]:
             options = {"address": "local", "include_dashboard": False, "_temp_dir": f"{folder}/ray"}
         try:
             ray.init(logging_level=logging.WARNING, configure_logging=False, **options)
-        except (ConnectionError, RuntimeError) as error:
+        except Exception as error:  # Ray raises bare ones too, such as when it starts too slowly
             raise ValueError(f"Ray at {address or 'this machine'}: {_last_line(str(error))}") from None
         stack.callback(ray.shutdown)
         yield

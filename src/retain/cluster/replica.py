@@ -19,6 +19,7 @@ from retain.cluster.config import ClusterSettings
 from retain.cluster.cores import available_cores, claim_index, share_of_cores
 from retain.cluster.metrics import label_pages
 from retain.files import get_cache_dir
+from retain.terminal import EscapingFormatter
 from retain.threads import pin_to_cores
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Replica:
 def _log_to_stderr() -> None:
     """Write the package's log to the process's standard error, which Ray shows; `sys.stderr` may be a file of Serve."""
     handler = logging.StreamHandler(sys.__stderr__)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(EscapingFormatter())
     logger = logging.getLogger("retain")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
