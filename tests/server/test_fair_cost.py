@@ -1,0 +1,236 @@
+"""No key slows another: what the largest legal bodies of one key cost the threads that all keys share.
+
+Costs are processor times of threads, which a busy machine changes little. A law that fails is measured again, and the
+least of a few measurements counts: a thread may be charged for what others left to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from operator import le
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from fastapi.routing import APIRoute
+
+from retain.server.auth import ApiKeys
+from retain.server.config import Limits
+from retain.server.launch import GracefulServer
+from tests.helpers.largest_bodies import (
+    LONG_TOKEN,
+    LONG_TOKEN_TEXT,
+    MAX_BODY_SIZE,
+    MESSAGES,
+    MODEL,
+    Json,
+    Shape,
+    chat_shapes,
+    completion_shapes,
+    detokenize_shapes,
+    tokenize_shapes,
+)
+from tests.helpers.largest_conversations import message_shapes, response_shapes
+from tests.helpers.processor_time import ServerClocks, Times, without_collections
+from tests.server.conftest import API_KEYS, HTTP, run_in_engine_thread, run_server, wait_until
+
+# Renders the end of a conversation only, so that the largest ones pass every step up to the engine.
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | length }}{% endif %}"
+    "{% for m in messages[-2:] %}{{ m.role }}: {{ (m.content or '')[:40] }}\n{% endfor %}"
+)
+OF_PROMPTS = (  # shapes for routes that return a prompt, which is prepared as that of an answer
+    *("many messages", "many parts", "many calls", "deep reasoning", "breakpoints", "long text"),
+    *("many tools", "schema with long enum"),
+)
+
+
+def select(shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes for a route that returns a prompt."""
+    return {name: shape for name, shape in shapes.items() if name in OF_PROMPTS}
+
+
+SHAPES: dict[str, dict[str, Shape]] = {
+    "/v1/chat/completions": chat_shapes(),
+    "/v1/chat/completions/render": select(chat_shapes()),
+    "/v1/completions": completion_shapes(),
+    "/v1/completions/render": select(completion_shapes()),
+    "/v1/responses": response_shapes(),
+    "/v1/responses/render": select(response_shapes()),
+    "/v1/messages": message_shapes(max_tokens=2),
+    "/v1/messages/count_tokens": select(message_shapes()),
+    "/tokenize": tokenize_shapes(),
+    "/detokenize": detokenize_shapes(),
+}
+LONG = "x" * 30_000  # of an address: the line and the headers have 64 KiB at most
+ADDRESSES = {  # the longest of each route without a body
+    "/health": f"/health?{LONG}",
+    "/ready": f"/ready?{LONG}",
+    "/metrics": f"/metrics?{LONG}",
+    "/tokenizer_info": f"/tokenizer_info?{LONG}",
+    "/v1/models": f"/v1/models?limit=1000&after_id={LONG}",
+    "/v1/models/{model:path}": f"/v1/models/{LONG}",
+    "/v1/responses/render": f"/v1/responses/render?{LONG}",
+    "/v1/responses/{response_id}": f"/v1/responses/{LONG}",
+    "/v1/responses/{response_id}/input_items": f"/v1/responses/{LONG}/input_items?after={LONG}",
+}
+QUICK = ("many messages", "most token ids")  # shapes of `make check`
+
+# Bounds of seconds: several times what the slowest shape takes on a slow core.
+FIXED_S, S_PER_BYTE = 0.04, 1e-7
+ENGINE_S_PER_STEP, ENGINE_S_PER_TOKEN = 6e-3, 1e-3
+PREPARATION_S_PER_BYTE = 5e-6
+DOUBLED, SLACK_S = 2.5, 0.02  # twice as large a body costs twice as much, and what a measurement strays by
+ATTEMPTS = 3
+
+
+@pytest.fixture(scope="module")
+def fair_server() -> Iterator[GracefulServer]:
+    """A tiny server of two keys with a vocabulary that has a long token."""
+    options = {"kv_memory": "64MiB", "dtype": "float32"}
+    limits = Limits(max_body_size=MAX_BODY_SIZE, max_stored_bytes=2**26, sandbox_timeout=2.0)
+    with run_server("random:tiny", options, TEMPLATE, api_keys=ApiKeys(API_KEYS), limits=limits) as server:
+        server.service.llm.tokenizer._token_bytes._cache[LONG_TOKEN] = LONG_TOKEN_TEXT.encode()
+        yield server
+
+
+class Client:
+    """Sends requests of one key, and measures what they cost the server's threads."""
+
+    def __init__(self, server: GracefulServer, key_name: str):
+        self.server, self.root = server, server.url.removesuffix("/v1")
+        self.headers = {"Authorization": f"Bearer {API_KEYS[key_name]}"}
+        found: list[int] = []
+        engine_thread = server.service.engine_thread
+        engine_thread._loop.call_soon_threadsafe(lambda: found.append(threading.get_ident()))
+        wait_until(lambda: found)
+        self._clocks = ServerClocks(found[0], engine_thread._thread.ident or 0)
+
+    def send(self, path: str, body: Json | bytes | None = None, method: str = "POST") -> httpx.Response:
+        """Send a request. A body of bytes is JSON already."""
+        content = orjson.dumps(body) if isinstance(body, dict) else body
+        return HTTP.request(method, self.root + path, content=content, headers=self.headers)
+
+    def measure(self, send: Callable[[], httpx.Response]) -> tuple[Times, httpx.Response]:
+        """Return what a request costs each thread, and its response, which must not be an error of the server."""
+        self._settle()
+        before = self._clocks.read()
+        response = send()
+        self._settle()
+        after = self._clocks.read()
+        assert response.status_code < 500 and response.status_code != 429, response.text[:300]
+        return Times(*(b - a for a, b in zip(before, after, strict=True))), response
+
+    def _settle(self) -> None:
+        """Wait until no thread works for an earlier request."""
+        wait_until(lambda: not self.server.service.admission.num_in_flight)
+        HTTP.get(f"{self.root}/health")
+        run_in_engine_thread(self.server, lambda: None).result(60)
+
+
+@pytest.fixture(scope="module")
+def ann(fair_server: GracefulServer) -> Iterator[Client]:
+    client = Client(fair_server, "ann")
+    client.measure(lambda: client.send("/v1/chat/completions", {**MODEL, "messages": MESSAGES, "max_tokens": 2}))
+    with without_collections():
+        yield client
+
+
+def holds(law: Callable[[], str | None]) -> str | None:
+    """Return None if a law holds in one of a few attempts, or how it failed in the last."""
+    problem = None
+    for _ in range(ATTEMPTS):
+        if (problem := law()) is None:
+            break
+    return problem
+
+
+def find_excess(times: Times, num_bytes: int, answer_bytes: int = 0, steps: tuple[int, int] = (2, 1)) -> str | None:
+    """Return which thread worked for longer than the bytes of a body, its answer, and its tokens allow; None if none.
+
+    `steps`: those of the engine, and the choices in each.
+    """
+    shared = FIXED_S + S_PER_BYTE * (num_bytes + answer_bytes)
+    engine = shared + steps[0] * (ENGINE_S_PER_STEP + ENGINE_S_PER_TOKEN * steps[1])
+    bounds = Times(shared, engine, FIXED_S + PREPARATION_S_PER_BYTE * num_bytes)
+    return None if all(map(le, times, bounds)) else f"{times}, at most {bounds}"
+
+
+def find_growth(half: Times, full: Times, factor: float = DOUBLED) -> str | None:
+    """Return which thread works for more than `factor` times as long for a body twice as large; None if none."""
+    grown = [n for n, a, b in zip(Times._fields, half, full, strict=True) if b > factor * a + SLACK_S]
+    return f"{grown}: {half} grows to {full}" if grown else None
+
+
+# ---- every route -----------------------------------------------------------------------------------------------------
+
+
+def find_routes(routes: Iterable[Any]) -> Iterator[tuple[str, bool]]:
+    """Yield the path of each route, and whether it takes a body, also of the routers that an application includes."""
+    for route in routes:
+        if isinstance(route, APIRoute):
+            yield route.path, route.body_field is not None
+        elif router := getattr(route, "original_router", None):
+            yield from find_routes(router.routes)
+
+
+def test_every_route_has_cases(secured_server: GracefulServer) -> None:
+    app: Any = secured_server.config.app
+    routes = {(path, has_body) for path, has_body in find_routes(app.routes) if not path.startswith("/inspect")}
+    assert routes == {*((path, True) for path in SHAPES), *((path, False) for path in ADDRESSES)}
+
+
+def cases() -> Iterator[Any]:
+    for path, shapes in SHAPES.items():
+        for name in shapes:
+            yield pytest.param(path, name, marks=[] if name in QUICK else [pytest.mark.slow], id=f"{path}-{name}")
+
+
+@pytest.mark.parametrize(("path", "name"), list(cases()))
+def test_a_body_costs_what_its_bytes_cost(path: str, name: str, ann: Client) -> None:
+    bodies = [SHAPES[path][name](share) for share in (0.5, 1)]
+    contents = [orjson.dumps(body) for body in bodies]
+    steps = bodies[1].get("max_tokens") or bodies[1].get("max_output_tokens", 2), bodies[1].get("n", 1)
+    assert len(contents[1]) <= MAX_BODY_SIZE
+
+    def law() -> str | None:
+        half, _ = ann.measure(lambda: ann.send(path, contents[0]))
+        full, response = ann.measure(lambda: ann.send(path, contents[1]))
+        return find_excess(full, len(contents[1]), len(response.content), steps) or find_growth(half, full)
+
+    try:
+        assert holds(law) is None
+    finally:
+        gc.collect()
+
+
+@pytest.mark.parametrize("path", ADDRESSES)
+def test_a_long_address_costs_what_its_bytes_cost(path: str, ann: Client) -> None:
+    law = lambda: find_excess(ann.measure(lambda: ann.send(ADDRESSES[path], method="GET"))[0], 2 * len(LONG))  # noqa: E731
+    assert holds(law) is None
+
+
+# ---- what a request refers to ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["many calls", "many messages", "many parts", "deep arguments", "long text"])
+def test_a_list_of_items_costs_what_its_bytes_cost(name: str, ann: Client) -> None:
+    shape = response_shapes()[name]
+
+    def cost(share: float) -> tuple[Times, int]:
+        response = ann.send("/v1/responses", shape(share))
+        assert response.status_code == 200, response.text[:300]
+        path = f"/v1/responses/{response.json()['id']}"
+        times, items = ann.measure(lambda: ann.send(f"{path}/input_items?limit=100", method="GET"))
+        assert items.status_code == 200
+        return times, len(items.content)
+
+    def law() -> str | None:
+        (half, _), (full, num_bytes) = cost(0.5), cost(1)
+        return find_excess(full, len(orjson.dumps(shape(1))), num_bytes) or find_growth(half, full)
+
+    assert holds(law) is None
