@@ -18,6 +18,7 @@ Shape = Callable[[float], Json]
 MAX_BODY_SIZE = 2**19  # of the server under test; bodies are a little smaller
 TEXT = MAX_BODY_SIZE * 7 // 8  # characters of the longest text
 NUM_TOOLS, NUM_STOPS, NUM_BIASES, NUM_CHOICES = 1024, 8, 512, 16  # random:tiny has a vocabulary of 512
+MAX_STOP_LENGTH = 4096  # characters of all stop strings together
 LONG_TOKEN, LONG_TOKEN_TEXT = 300, "#" * 1280  # vocabularies have tokens of 80; a few of these stand for many
 MODEL = {"model": "smollm2"}
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -90,6 +91,8 @@ def stop_strings(share: float, num_characters: int) -> Json:
 # ---- fields that several endpoints have ------------------------------------------------------------------------------
 
 SAMPLING: dict[str, Shape] = {
+    "long stop strings": lambda share: stop_strings(share, TEXT),
+    "many stop strings": lambda share: stop_strings(share, MAX_STOP_LENGTH),
     "many biases": lambda share: {
         "logit_bias": {str(i): -0.5 for i in range(max(1, int(share * NUM_BIASES)))},
         "max_tokens": 64,

@@ -24,7 +24,7 @@ from tests.helpers.largest_bodies import (
     times,
 )
 
-OF_COMPLETIONS = ("many biases", "many choices")  # other APIs lack the fields
+OF_COMPLETIONS = ("long stop strings", "many stop strings", "many biases", "many choices")  # other APIs lack the fields
 DEEP = MAX_DEPTH - 12  # below the containers that surround a value
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from operator import le
 from typing import Any
 
@@ -43,8 +44,8 @@ TEMPLATE = (
     "{% for m in messages[-2:] %}{{ m.role }}: {{ (m.content or '')[:40] }}\n{% endfor %}"
 )
 OF_PROMPTS = (  # shapes for routes that return a prompt, which is prepared as that of an answer
-    *("many messages", "many parts", "many calls", "deep reasoning", "breakpoints", "long text"),
-    *("many tools", "schema with long enum"),
+    *("many messages", "many parts", "many prompts", "many calls", "deep reasoning", "breakpoints", "long text"),
+    *("many tools", "schema with long enum", "many stop strings"),
 )
 
 
@@ -217,6 +218,21 @@ def test_a_long_address_costs_what_its_bytes_cost(path: str, ann: Client) -> Non
 
 
 @pytest.mark.slow
+def test_a_stored_history_costs_what_its_bytes_cost(ann: Client) -> None:
+    """Each turn continues the last one, and costs what all turns have together."""
+    calls, costs = response_shapes()["many calls"](0.5), list[Times]()
+    num_bytes = len(orjson.dumps(calls))
+    for _ in range(6):
+        times, response = ann.measure(lambda: ann.send("/v1/responses", calls))
+        if response.status_code == 400:  # the history is as long as it may be
+            break
+        costs.append(times)
+        calls["previous_response_id"] = response.json()["id"]
+    assert find_excess(costs[-1], len(costs) * num_bytes) is None
+    assert find_growth(costs[0], costs[-1], 1.25 * len(costs)) is None
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["many calls", "many messages", "many parts", "deep arguments", "long text"])
 def test_a_list_of_items_costs_what_its_bytes_cost(name: str, ann: Client) -> None:
     shape = response_shapes()[name]
@@ -234,3 +250,43 @@ def test_a_list_of_items_costs_what_its_bytes_cost(name: str, ann: Client) -> No
         return find_excess(full, len(orjson.dumps(shape(1))), num_bytes) or find_growth(half, full)
 
     assert holds(law) is None
+
+
+@pytest.mark.slow
+def test_references_stand_for_no_more_than_a_body_holds(ann: Client) -> None:
+    item = {"type": "message", "role": "user", "content": "x" * (MAX_BODY_SIZE // 2), "id": "msg_long"}
+    asked = {**MODEL, "max_output_tokens": 1}
+    assert ann.send("/v1/responses", {**asked, "input": [item]}).status_code == 200
+    reference = {"type": "item_reference", "id": "msg_long"}
+    assert ann.send("/v1/responses", {**asked, "input": [reference]}).status_code == 200
+    assert ann.send("/v1/responses", {**asked, "input": [reference] * 8}).status_code == 400
+    assert ann.send("/v1/responses/render", {**MODEL, "input": [reference] * 8}).status_code == 400
+
+
+# ---- another key -----------------------------------------------------------------------------------------------------
+
+
+def chat(client: Client) -> tuple[int, Any]:
+    """Return the status and the greedy tokens of a short chat."""
+    body = {**MODEL, "messages": MESSAGES, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    response = client.send("/v1/chat/completions", body)
+    return response.status_code, response.json().get("choices", [{}])[0].get("token_ids")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["many messages", "many parts"])
+def test_another_key_waits_for_a_few_bodies_of_many(name: str, ann: Client, fair_server: GracefulServer) -> None:
+    """Counts the bodies that are answered before a small one of another key: it waits for neither all nor half."""
+    bob, num_bodies = Client(fair_server, "bob"), 24
+    quiet, content = chat(bob), orjson.dumps(chat_shapes()[name](1) | {"model": "another"})
+    assert quiet[0] == 200 and quiet[1]
+    with ThreadPoolExecutor(num_bodies) as threads:
+        futures = [threads.submit(ann.send, "/v1/chat/completions", content) for _ in range(num_bodies)]
+        wait_until(lambda: any(future.done() for future in futures), 60)
+        num_before = sum(future.done() for future in futures)
+        small = bob.send("/v1/chat/completions", {"model": "another", "messages": MESSAGES})
+        num_answered = sum(future.done() for future in futures) - num_before
+        health, beside = bob.send("/health", method="GET"), chat(bob)
+    assert small.status_code == 404 and health.status_code == 200 and beside == quiet
+    assert all(future.result().status_code in (404, 429) for future in futures)
+    assert num_answered < num_bodies // 2
