@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.llm import LLM
-from retain.processing import grammar
 from retain.processing.input import GenerateRequest
 from retain.processing.output import RequestOutputState
 from retain.server.admission import AdmissionControl, RequestAdmission
@@ -23,12 +22,9 @@ from retain.server.engine_thread import EngineThread
 from retain.server.grammar_trials import GrammarTrials
 from retain.server.openai import tool_parser
 from retain.server.openai.body import BodyParser
+from retain.server.openai.chat_grammar import build_grammar
 from retain.server.openai.chat_output import ChatOutputParser
-from retain.server.openai.chat_protocol import (
-    ChatCompletionRequest,
-    JsonSchemaFormat,
-    NamedToolChoice,
-)
+from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.choice_builders import ChatChoiceBuilder, CompletionChoiceBuilder, Json
 from retain.server.openai.completions_encoder import ChatCompletionEncoder, CompletionEncoder
 from retain.server.openai.errors import APIError, invalid_request
@@ -116,7 +112,7 @@ class OpenAIServing:
         max_tokens = self._resolve_max_tokens(body, request, body.requested_tokens)
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
         params = body.to_sampling_params(max_tokens, logprobs)
-        request = replace(request, params=params, grammar=self._build_grammar(body, tools))
+        request = replace(request, params=params, grammar=build_grammar(body, tools, self.tool_format))
         if request.grammar and body.continue_final_message:
             raise APIError(400, "the answer continues a message: it cannot be forced into a format or a tool call")
         begun = to_template_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
@@ -165,23 +161,6 @@ class OpenAIServing:
         )
         parser.skip(prompt[start:])
         return parser
-
-    def _build_grammar(self, body: ChatCompletionRequest, tools: Sequence[Json]) -> str | None:
-        """Return the grammar that tool_choice or response_format demands, or None for free text."""
-        if tools and body.tool_choice not in (None, "auto"):
-            functions = [t["function"] for t in tools]
-            if isinstance(body.tool_choice, NamedToolChoice):
-                name = body.tool_choice.function.name
-                functions = [f for f in functions if f["name"] == name]
-            if not functions:
-                raise APIError(400, "tool_choice names an unknown tool", "tool_choice")
-            assert self.tool_format
-            return grammar.grammar_from_lark(self.tool_format.build_grammar(functions))
-        wanted = body.response_format
-        if wanted is None or wanted.type == "text":
-            return None
-        schema = wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else {"type": "object"}
-        return grammar.grammar_from_json_schema(schema)
 
     def prepare_completion(self, body: CompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a completion of each prompt. Raises APIError or ValueError."""
