@@ -162,6 +162,33 @@ def test_pins_expire() -> None:
     assert engine.cache.free_pages == engine.cache.total_pages
 
 
+@pytest.mark.parametrize("owners", [["ann"] * 9, ["ann"] * 4 + ["bob"] * 5, [*"abcdefghi"]])
+def test_pins_hold_half_of_the_pool_at_most_and_leave_room_to_other_owners(owners: list[str]) -> None:
+    """Whoever comes next has room for a third of what is left, and who gets no room is told so."""
+    engine = make_engine("llama", prefix_cache="exact", backend="cpu", num_pages=6 * 60)
+    tree, max_pages = prefix_cache_of(engine).tree, (6 * 60 + 1) // 2
+    pinned: dict[str, int] = {}
+    for i, owner in enumerate(owners):
+        prompt = [i + 1] * 64  # 4 pages of each head, of which there are 6
+        run_to_completion_with_pins(engine, make_request(prompt, 1))
+        policy, before = make_request(prompt).policy, sum(pinned.values())
+        kept = prefix_cache_of(engine).pin(policy, prompt, "", 1000.0, owner)
+        has_room = pinned.get(owner, 0) + 24 <= 2 * (max_pages - before - 24)
+        assert kept == 64 * has_room
+        pinned[owner] = pinned.get(owner, 0) + 24 * has_room
+        assert sum(node.all_pages.size for node in tree.pins) == sum(pinned.values()) <= max_pages
+    assert set(pinned.values()) != {0} and pinned[owners[4]] > 0
+    assert prefix_cache_of(engine).pin(policy, [1] * 64, "", 1000.0, owners[0]) == 64, (
+        "a second time takes nothing more"
+    )
+
+
+def run_to_completion_with_pins(engine: Engine, request: Request) -> None:
+    engine.add(request)
+    for _ in iter_steps(engine):
+        pass
+
+
 # ---- sliding layers --------------------------------------------------------------------------------------------------
 
 

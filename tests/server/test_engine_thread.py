@@ -132,6 +132,22 @@ def test_a_request_without_pages_fails_with_one_line(tiny_server, stream):
     assert post(tiny_server).status_code == 200
 
 
+def test_a_pin_that_is_not_held_is_told_to_who_set_it():
+    """Whole pages of the prompt that are not kept are named in a header, and what is kept is in the usage."""
+    with run_tiny_server(engine_options={"kv_memory": "1MiB"}) as server:
+        prefix_cache, warnings = server.service.llm.cache.prefix_cache, []
+        for i in range(12):
+            response = post(server, prompt=[i + 1] * 256, pin=1000.0)
+            num_pinned = response.json()["usage"]["prompt_tokens_details"]["pinned_tokens"]
+            assert num_pinned in (0, 256)
+            warning = response.headers.get("x-retain-warning")
+            assert warning == (None if num_pinned else "pin: 0 of 256 tokens are kept")
+            warnings.append(warning)
+        pinned_pages = sum(node.all_pages.size for node in prefix_cache.tree.pins)
+        prefix_cache.unpin_all()
+        assert 0 < pinned_pages <= server.service.llm.cache.total_pages / 2 and warnings[0] is None and warnings[-1]
+
+
 def test_request_timeout(tiny_server, monkeypatch):
     """A response of 1000 slow steps ends at the timeout: full with 408, streamed with an error event."""
     service = tiny_server.service

@@ -191,10 +191,12 @@ class EngineThread:
         """Pin what the client wants pinned of the prompt of a group's first sampled request."""
         prefix_cache = self.llm.cache.prefix_cache
         pins, group.pins = group.pins, ()
-        for pin in pins if prefix_cache.enabled else ():
-            prefix = request.prompt[: pin.num_tokens]
-            num_pinned = prefix_cache.pin(request.policy, prefix, request.input.salt, pin.seconds)
-            group.num_pinned_tokens = max(group.num_pinned_tokens, num_pinned)
+        for pin in pins:
+            prefix, num_pinned = request.prompt[: pin.num_tokens], 0
+            if prefix_cache.enabled:
+                salt, owner = request.input.salt, group.key_name
+                num_pinned = prefix_cache.pin(request.policy, prefix, salt, pin.seconds, owner)
+            group.record_pin(len(prefix) // self.llm.cache.page_size * self.llm.cache.page_size, num_pinned)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:
         """Call each observer. A failing observer is logged and does not affect the requests."""

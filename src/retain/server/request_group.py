@@ -63,7 +63,8 @@ class RequestGroup:
         """
         self.request_states, self.key_name, self.pins = list(request_states), key_name, pins
         self.stream_interval = stream_interval
-        self.num_pinned_tokens = 0
+        self.num_pinned_tokens: int | None = 0 if pins else None  # None where nothing is to be pinned
+        self.warnings: list[str] = []  # found while the requests ran
         self._error: Exception | None = None
         self._num_collected = [(0, 0)] * len(self.request_states)  # tokens and logprobs of each choice
         self._deltas: deque[OutputDelta] = deque()  # appended by the engine thread, taken by the event loop
@@ -73,6 +74,15 @@ class RequestGroup:
     def requests(self) -> list[Request]:
         """The engine's requests, one for each choice."""
         return [state.request for state in self.request_states]
+
+    def record_pin(self, num_wanted: int, num_pinned: int) -> None:
+        """Record how many tokens a pin keeps of those wanted, without what fills no page. Called in the engine thread.
+
+        Where it keeps fewer the client gets a warning.
+        """
+        self.num_pinned_tokens = max(self.num_pinned_tokens or 0, num_pinned)
+        if num_pinned < num_wanted:
+            self.warnings.append(f"pin: {num_pinned} of {num_wanted} tokens are kept")
 
     def is_due(self, index: int) -> bool:
         """Return whether choice `index` has a delta for the client. Called in the engine thread."""

@@ -16,7 +16,7 @@ class TokenCounts(NamedTuple):
 
     prompt: int
     cached: int
-    pinned: int
+    pinned: int | None  # None where nothing was to be pinned
     output: int
 
 

@@ -5,7 +5,7 @@ A header holds no text of every language, so names are in ASCII with escapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from retain.files import shorten
 
@@ -20,6 +20,12 @@ def warn_of(kind: str, left_out: Iterable[str]) -> list[str]:
     if len(names) > MAX_NAMES:
         names = [*names[:MAX_NAMES], f"and {len(names) - MAX_NAMES} more"]
     return [f"{kind} left out: {', '.join(names)}"] if names else []
+
+
+def add_warnings(headers: Mapping[str, str], warnings: Sequence[str]) -> dict[str, str]:
+    """Return headers of a response with further warnings."""
+    known = [headers[WARNING_HEADER]] if WARNING_HEADER in headers else []
+    return {**headers, **build_warning_header([*known, *warnings])}
 
 
 def build_warning_header(warnings: Sequence[str]) -> dict[str, str]:

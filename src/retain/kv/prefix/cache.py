@@ -87,9 +87,9 @@ class PrefixCache:
         shared = match.pages[..., : match.length // self.tables.page_size]
         return int(np.count_nonzero(self.tables.pool.ref_counts[shared] > 1))
 
-    def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float) -> int:
-        """Keep what the tree has of a text for `seconds`. Returns the number of tokens pinned."""
-        return self.tree.pin(self.root_hash(salt, self.planner.windows(policy)), tokens, seconds)
+    def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float, owner: str = "") -> int:
+        """Keep what the tree has of a text for `seconds`, as far as pins have room. Returns the number of tokens."""
+        return self.tree.pin(self.root_hash(salt, self.planner.windows(policy)), tokens, seconds, owner)
 
     def unpin_all(self) -> bool:
         """Drop all pins. Returns whether there were any."""

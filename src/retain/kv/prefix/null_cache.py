@@ -33,7 +33,9 @@ class NullPrefixCache:
     def store(self, row: int, entry: PrefixEntry, still_running: bool = False) -> None:  # noqa: D102
         return
 
-    def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float) -> int:  # noqa: D102
+    def pin(  # noqa: D102
+        self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float, owner: str = ""
+    ) -> int:
         raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
 
     def keep_history(self) -> None:  # noqa: D102

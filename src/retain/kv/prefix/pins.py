@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from time import monotonic
 
 from retain.kv.prefix.node import Node
 
 
 class Pins:
-    """Pinned nodes, each until a time of the monotonic clock (seconds)."""
+    """Pinned nodes, each until a time of the monotonic clock (seconds), and who pinned them."""
 
     def __init__(self) -> None:
         self._until: dict[Node, float] = {}
+        self._owners: dict[Node, set[str]] = {}
 
     def __len__(self) -> int:
         return len(self._until)
@@ -23,26 +24,41 @@ class Pins:
     def __contains__(self, node: Node) -> bool:
         return node in self._until
 
-    def add(self, nodes: Iterable[Node], seconds: float) -> None:
-        """Pin nodes for `seconds`, or longer if they are already pinned for longer."""
-        until = monotonic() + seconds
-        self._until |= {node: max(until, self._until.get(node, 0.0)) for node in nodes}
+    def add(self, node: Node, seconds: float, owner: str, max_pages: int) -> bool:
+        """Pin a node for `seconds`, or longer if it is already pinned for longer.
+
+        Returns False, and pins nothing, where the node has no room: all pins hold `max_pages` at most, and those of an
+        owner twice as many as they leave free.
+        """
+        if node not in self._until or owner not in self._owners[node]:
+            size = node.all_pages.size
+            own = size + sum(n.all_pages.size for n in self._until if owner in self._owners[n])
+            total = sum(n.all_pages.size for n in self._until) + size * (node not in self._until)
+            if own > 2 * (max_pages - total):
+                return False
+        self._until[node] = max(monotonic() + seconds, self._until.get(node, 0.0))
+        self._owners.setdefault(node, set()).add(owner)
+        return True
 
     def inherit(self, node: Node, source: Node) -> None:
         """Pin a node at least as long as the node that it takes tokens from."""
         if source in self._until:
             self._until[node] = max(self._until[source], self._until.get(node, 0.0))
+            self._owners[node] = self._owners.get(node, set()) | self._owners[source]
 
     def discard(self, node: Node) -> None:
         """Unpin a node."""
         self._until.pop(node, None)
+        self._owners.pop(node, None)
 
     def expire(self) -> None:
         """Unpin the nodes whose time is over."""
         if self._until:
             now = monotonic()
             self._until = {node: until for node, until in self._until.items() if until > now}
+            self._owners = {node: self._owners[node] for node in self._until}
 
     def clear(self) -> None:
         """Unpin all nodes."""
         self._until = {}
+        self._owners = {}

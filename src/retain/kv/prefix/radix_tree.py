@@ -197,18 +197,25 @@ class RadixTree:
 
     # ---- pinning -------------------------------------------------------------------------------------------------
 
-    def pin(self, root_hash: bytes, tokens: Sequence[int], seconds: float) -> int:
+    def pin(self, root_hash: bytes, tokens: Sequence[int], seconds: float, owner: str = "") -> int:
         """Keep the cached prefix of a text for `seconds`, unless a request could not run at all.
 
-        Returns the number of tokens pinned.
+        Pins hold half of the pool at most, and those of an `owner` leave room to others (see Pins.add). Returns the
+        number of tokens pinned, from the text's beginning: fewer where there is no room.
         """
         text = np.asarray(tokens, np.int32)
         if root_hash not in self.roots:
             return 0
         path, num_full = self._walk(self.roots[root_hash], self.hash_blocks(root_hash, text))
         tail = self._partial_matches(path, num_full, text)[:1]
-        self.pins.add([node for node, _ in path[1:] + tail], seconds)
-        return num_full * self.page_size + sum(num_equal for _, num_equal in tail)
+        self.pins.expire()
+        num_pinned, max_pages = 0, self.pool.num_pages // 2
+        lengths = [(node, n * self.page_size) for node, n in path[1:]] + tail
+        for node, num_tokens in lengths:
+            if not self.pins.add(node, seconds, owner, max_pages):
+                break
+            num_pinned += num_tokens
+        return num_pinned
 
     def unpin_all(self) -> bool:
         """Drop all pins. Returns whether there were any."""

@@ -116,7 +116,7 @@ class MessagesEncoder(ResponseEncoder):
     def _usage_json(self, group: RequestGroup) -> Json:
         """Count tokens. What a breakpoint keeps in the cache counts as written, unless it was read from there."""
         counts = count_tokens(group)
-        written = max(counts.pinned - counts.cached, 0)
+        written = max((counts.pinned or 0) - counts.cached, 0)
         return {
             "input_tokens": counts.prompt - counts.cached - written,
             "cache_creation_input_tokens": written,

@@ -93,7 +93,7 @@ class CompletionEncoder(ResponseEncoder):
             "total_tokens": counts.prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": counts.cached},
         }
-        if counts.pinned:
+        if counts.pinned is not None:
             usage["prompt_tokens_details"]["pinned_tokens"] = counts.pinned
         return usage
 

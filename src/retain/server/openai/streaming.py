@@ -16,6 +16,7 @@ from retain.engine.request import FinishReason
 from retain.server.engine_thread import EngineThread
 from retain.server.openai.errors import APIError
 from retain.server.request_group import EngineError, OutputDelta, RequestGroup
+from retain.server.warning_header import add_warnings
 
 WRITE_GRACE_S = 5.0  # time to write the timeout error after the deadline
 
@@ -125,7 +126,8 @@ class GenerationResponse(Response):
             await self.encoder.to_error_response(_to_api_error(error))(scope, receive, send)
             return
         data = self.encoder.encode_full(self.group)
-        await Response(data, headers=self.encoder.headers, media_type="application/json")(scope, receive, send)
+        headers = add_warnings(self.encoder.headers, self.group.warnings)
+        await Response(data, headers=headers, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]

@@ -165,7 +165,7 @@ class ResponsesEncoder(ResponseEncoder):
         counts = count_tokens(group)
         num_output_tokens = counts.output if self._generates else 0
         details = {"cached_tokens": counts.cached}
-        if counts.pinned:
+        if counts.pinned is not None:
             details["pinned_tokens"] = counts.pinned
         return {
             "input_tokens": counts.prompt,
