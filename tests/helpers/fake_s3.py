@@ -30,6 +30,8 @@ class FakeS3:
     cuts: bool = False  # end bodies of reads in the middle
     flips: bool = False  # change a bit of each body of a read
     reads_until_failure: int | None = None  # ranges beyond the first headers; then the server is gone
+    list_pages_until_failure: int | None = None  # pages of listings; then each is answered 500
+    page_size: int = 1000  # of listings
     requests: list[str] = field(default_factory=list)
     released: Event = field(default_factory=Event)
     url: str = ""
@@ -97,18 +99,30 @@ class Handler(BaseHTTPRequestHandler):
             return
         query = parse_qs(urlsplit(self.path).query)
         if "list-type" in query:
-            self._answer(200, self._listing(query.get("prefix", [""])[0]))
+            self._send_listing({name: values[0] for name, values in query.items()})
         else:
             self._send_object()
 
-    def _listing(self, prefix: str) -> bytes:
+    def _send_listing(self, query: dict[str, str]) -> None:
+        s3 = self.s3
+        if s3.list_pages_until_failure is not None:
+            s3.list_pages_until_failure -= 1
+            if s3.list_pages_until_failure < 0:
+                self._answer(500, b"<Error><Code>Fault</Code></Error>")
+                return
+        after = query.get("continuation-token") or query.get("start-after", "")
+        names = sorted(name for name in s3.objects if name.startswith(query.get("prefix", "")) and name > after)
+        page = names[: s3.page_size]
         rows = "".join(
-            f'<Contents><Key>{escape(name)}</Key><Size>{len(data)}</Size><ETag>"1"</ETag><LastModified>'
-            f"{datetime.fromtimestamp(self.s3.modified[name], UTC).isoformat()}</LastModified></Contents>"
-            for name, data in sorted(self.s3.objects.items())
-            if name.startswith(prefix)
+            f'<Contents><Key>{escape(name)}</Key><Size>{len(s3.objects[name])}</Size><ETag>"1"</ETag><LastModified>'
+            f"{datetime.fromtimestamp(s3.modified[name], UTC).isoformat()}</LastModified></Contents>"
+            for name in page
         )
-        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode()
+        more = "<IsTruncated>false</IsTruncated>"
+        if len(page) < len(names):
+            token = escape(page[-1])
+            more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{token}</NextContinuationToken>"
+        self._answer(200, f"<ListBucketResult>{more}{rows}</ListBucketResult>".encode())
 
     def _send_object(self) -> None:
         data = self.s3.objects.get(self._name)

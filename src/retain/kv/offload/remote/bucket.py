@@ -1,4 +1,4 @@
-"""A client of an object store, by the library obstore: S3, Google Cloud Storage, Azure, or a folder.
+"""A client of an object store, by the library obstore: S3, Google Cloud Storage, Azure.
 
 Every call has a time limit and is tried twice at most. Errors are OSError; a missing object is FileNotFoundError.
 """
@@ -6,16 +6,13 @@ Every call has a time limit and is tried twice at most. Errors are OSError; a mi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from retain.files import make_private_folder
 from retain.types import Bytes
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")
@@ -31,8 +28,42 @@ class ObjectInfo:
     modified_at: float  # seconds since 1970, by the store's clock
 
 
-class Bucket:
-    """The objects below a URL. Raises ValueError for a URL that cannot be used; connects to nothing yet.
+class Bucket(Protocol):
+    """The objects below a URL.
+
+    Errors are OSError. A missing object is FileNotFoundError, one that may not be read is PermissionError.
+    """
+
+    url: str
+
+    def get(self, name: str, begin: int, end: int) -> Bytes:
+        """Read bytes `begin` to `end` of an object; fewer where it ends earlier."""
+        ...
+
+    def put(self, name: str, parts: Sequence[Any], overwrite: bool = False) -> bool:
+        """Write an object of these buffers in one piece. False where it exists and must not be overwritten."""
+        ...
+
+    def find(self, name: str) -> ObjectInfo | None:
+        """Return what the store says of an object, None where it is missing."""
+        ...
+
+    def list(self, folder: str, after: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object whose name begins with `folder` and a slash, or all objects for an empty one.
+
+        They come by name, and only those after `after`.
+        """
+        ...
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it is there."""
+        ...
+
+
+class ObjectStore:
+    """The objects of a bucket. See `Bucket` for the methods. Connects to nothing yet.
+
+    Raises ValueError for a URL that cannot be used.
 
     Credentials come from the environment, as the provider's own tools take them (AWS_ACCESS_KEY_ID, ...).
     """
@@ -43,35 +74,24 @@ class Bucket:
             raise ValueError(f"remote: url={url} should begin with {', '.join(f'{s}://' for s in SCHEMES)}")
         try:
             import obstore
-            from obstore.exceptions import AlreadyExistsError, BaseError
+            from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError
         except ModuleNotFoundError:
             raise ValueError("the remote tier needs obstore: pip install 'retain[remote]'") from None
-        self.url, self._api, self._exists, self._error = url, obstore, AlreadyExistsError, BaseError
-        self._scheme, self._options = scheme, self._client_options(scheme, endpoint, region, timeout)
-        with suppress(OSError):  # a folder that cannot be made now is a store that is away
-            _ = self._store
-
-    @cached_property
-    def _store(self) -> Any:
-        """The library's client. Raises OSError while a folder cannot be made."""
+        self.url, self._api = url, obstore
+        self._exists, self._denied, self._error = AlreadyExistsError, PermissionDeniedError, BaseError
         from obstore.store import from_url
 
-        if self._scheme == "file":
-            try:
-                make_private_folder(Path(self.url.removeprefix("file://")))
-            except (FileExistsError, NotADirectoryError):
-                raise ValueError(f"remote: url={self.url} is no folder: choose another") from None
         try:
-            return from_url(self.url, **self._options)
-        except self._error as error:
-            raise ValueError(f"remote: url={self.url}: {_first_line(error)}") from None
+            self._store: Any = from_url(url, **self._client_options(scheme, endpoint, region, timeout))
+        except BaseError as error:
+            raise ValueError(f"remote: url={url}: {_first_line(error)}") from None
 
     def _client_options(self, scheme: str, endpoint: str | None, region: str | None, timeout: float) -> dict[str, Any]:
         config = {key: text for key, text in (("endpoint", endpoint), ("region", region)) if text}
         if config and scheme != "s3":
             raise ValueError(f"remote: endpoint and region are options of s3://, not of {self.url}")
         options: dict[str, Any] = {}
-        if scheme not in ("file", "memory"):
+        if scheme != "memory":
             seconds = timedelta(seconds=timeout)
             options["client_options"] = {
                 "timeout": seconds,
@@ -88,6 +108,8 @@ class Bucket:
         """Turn the library's errors into OSError with one line."""
         try:
             yield
+        except self._denied as error:
+            raise PermissionError(_first_line(error)) from None
         except self._error as error:
             raise OSError(_first_line(error)) from None
 
@@ -116,14 +138,12 @@ class Bucket:
         except FileNotFoundError:
             return None
 
-    def list(self, folder: str) -> Iterator[ObjectInfo]:
-        """Yield every object whose name begins with `folder` and a slash, or all objects for an empty one.
-
-        A bucket that does not exist has none: some stores make it with the first object.
-        """
+    def list(self, folder: str, after: str = "") -> Iterator[ObjectInfo]:
+        """Yield objects. A bucket that does not exist has none: some stores make it with the first object."""
         try:
             with self._errors():
-                for chunk in self._api.list(self._store, folder or None, chunk_size=LIST_CHUNK):
+                listing = self._api.list(self._store, folder or None, offset=after or None, chunk_size=LIST_CHUNK)
+                for chunk in listing:
                     yield from map(_to_info, chunk)
         except OSError as error:
             if "404 Not Found" not in str(error):

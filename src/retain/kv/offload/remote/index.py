@@ -6,6 +6,7 @@ Lookups never wait for the network. What the thread has not seen yet is a miss, 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from heapq import nlargest
 from time import monotonic
@@ -13,11 +14,13 @@ from time import monotonic
 from retain.kv.offload.circuit_breaker import CircuitBreaker
 from retain.kv.offload.index import SpanIndex
 from retain.kv.offload.remote.bucket import Bucket, ObjectInfo
-from retain.kv.offload.remote.object_format import FIRST_READ, RemoteSpan, decode_header, header_size
+from retain.kv.offload.remote.object_format import FIRST_READ, OBJECT_NAME, RemoteSpan, decode_header, header_size
 from retain.kv.offload.span import CorruptionError, Span
 from retain.kv.offload.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
 
+LIST_SECONDS = 5.0  # of listing at once; then what was found is indexed, and the listing goes on from there
+LIST_STEP = 1000  # objects between two looks at the clock
 MAX_OBJECTS = 100_000  # the newest ones are indexed
 UNLIMITED = 2**62  # bytes
 NUM_THREADS = 8  # headers read at once
@@ -37,7 +40,9 @@ class RemoteIndex:
         self._unusable: dict[str, float] = {}  # damaged and foreign objects: when they were modified
         self._requested, self._is_closed = threading.Event(), False
         self._listed = threading.Condition(self._lock)
-        self._num_started = self._num_finished = 0  # listings
+        self._num_started = self._num_finished = 0  # listings, from the first name to the last
+        self._listed_to = ""  # a listing that is not complete goes on after this name
+        self._is_resumed = False  # after a failure
         self.latency = 0.0  # seconds that reading a header took, on average
         self._next_at = 0.0  # when a miss may ask for a listing again
         self._requested.set()
@@ -116,29 +121,58 @@ class RemoteIndex:
 
     def _list(self, executor: ThreadPoolExecutor) -> None:
         with self._lock:
-            self._num_started += 1
+            self._num_started += self._num_started == self._num_finished
         try:
             self._update(executor)
             self.breaker.close()
         except Exception as error:
+            self._is_resumed = bool(self._listed_to)
             self.breaker.record_failure()
             self.warnings.warn(f"tier remote: cannot list {self.bucket.url}", error)
+        else:
+            if self._listed_to or self._is_resumed:  # what came since below the name that it went on from is unknown
+                self._is_resumed = self._is_resumed and bool(self._listed_to)
+                self._requested.set()
+                return
         with self._listed:
             self._num_finished, self._next_at = self._num_started, monotonic() + self.refresh
             self._listed.notify_all()
 
     def _update(self, executor: ThreadPoolExecutor) -> None:
-        """Read the headers of new objects, the newest first, and forget the objects that are gone."""
-        found = nlargest(MAX_OBJECTS, self.bucket.list(self.folder), key=lambda info: info.modified_at)
-        names = {info.name for info in found}
+        """List a part of the folder, forget the objects that are gone, and read the headers of new ones.
+
+        The newest come first. A listing that fails goes on from there the next time, and what it found counts.
+        """
+        begin, failures = self._listed_to, list[Exception]()
+        found = nlargest(MAX_OBJECTS, self._iter_part(failures), key=lambda info: info.modified_at)
+        end, names = self._listed_to, {info.name for info in found}
         with self._lock:
-            for span in [span for name, span in self._span_of_name.items() if name not in names]:
-                del self._span_of_name[span.name]
-                self.span_index.remove(span)
+            for name, span in list(self._span_of_name.items()):
+                if name > begin and (not end or name <= end) and name not in names:
+                    del self._span_of_name[name]
+                    self.span_index.remove(span)
             new = [info for info in found if info.name not in self._span_of_name and self._is_worth_reading(info)]
         for _ in executor.map(self.read_header, new):
             if self._is_closed:
                 break
+        for failure in failures:
+            raise failure
+
+    def _iter_part(self, failures: list[Exception]) -> Iterator[ObjectInfo]:
+        """Yield the next objects that are named as spans, for a while. Notes how far it came, and what ended it."""
+        deadline, begin = monotonic() + LIST_SECONDS, self._listed_to
+        try:
+            for i, info in enumerate(self.bucket.list(self.folder, begin), 1):
+                self._listed_to = info.name
+                if OBJECT_NAME.fullmatch(info.name):
+                    yield info
+                if i % LIST_STEP == 0 and monotonic() >= deadline:
+                    return
+            self._listed_to = ""
+        except Exception as error:
+            if self._listed_to == begin:  # not even the first page came: the name may be what is wrong
+                self._listed_to = ""
+            failures.append(error)
 
     def _is_worth_reading(self, info: ObjectInfo) -> bool:
         return info.modified_at > self._unusable.get(info.name, -1)
@@ -151,7 +185,7 @@ class RemoteIndex:
             self.latency = (self.latency + monotonic() - started_at) / 2
         except FileNotFoundError:
             pass  # it was deleted since
-        except CorruptionError as error:
+        except (CorruptionError, PermissionError) as error:
             with self._lock:
                 self._unusable[info.name] = info.modified_at
             self.warnings.warn(f"tier remote: an object of {self.bucket.url} is ignored", error)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import closing
 from math import inf
 
 from retain.kv.offload.remote.bucket import Bucket, ObjectInfo
 from retain.kv.offload.remote.index import read_header
-from retain.kv.offload.remote.object_format import RemoteSpan, object_name
+from retain.kv.offload.remote.object_format import OBJECT_NAME, RemoteSpan, object_name
 from retain.kv.offload.span import CorruptionError
 from retain.kv.offload.tiers.remote import Tier
-
-# Other objects may be somebody's files: they are neither listed nor deleted.
-OBJECT_NAME = re.compile(r"([0-9a-f]{2})+/[0-9a-f]{2}/[0-9a-f]{32}")
 
 
 def iter_spans(bucket: Bucket) -> Iterator[tuple[ObjectInfo, RemoteSpan | None]]:
     """Yield every object that is named as a span, with its span; None for a damaged one. Raises OSError."""
     for info in bucket.list(""):
         if not OBJECT_NAME.fullmatch(info.name):
-            continue
+            continue  # it may be somebody's file: it is neither listed nor deleted
         try:
             yield info, read_header(bucket, info)
         except FileNotFoundError:
             continue  # it was deleted since it was listed
+        except PermissionError:
+            continue  # it is somebody else's
         except CorruptionError:
             yield info, None
 

@@ -12,6 +12,7 @@ salt and the fingerprint, so an object of other weights, dtype, precision or sal
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -25,6 +26,7 @@ from retain.types import Bytes
 
 PREFIX = Struct("<8sIIIQ")  # magic, version, bytes of the description, checksums, checksum of the header
 MAGIC, FORMAT_VERSION, KEY_BYTES = b"retainkv", 1, 16
+OBJECT_NAME = re.compile(r"([0-9a-f]{2})+/[0-9a-f]{2}/[0-9a-f]{32}")  # others are not ours
 FIRST_READ = 16 * 2**10  # bytes that hold most headers whole
 MAX_HEADER_BYTES = 16 * 2**20
 

@@ -19,7 +19,8 @@ from time import monotonic
 from typing import Annotated, Any
 
 from retain.kv.offload.circuit_breaker import CircuitBreaker
-from retain.kv.offload.remote.bucket import Bucket, ObjectInfo
+from retain.kv.offload.remote.bucket import Bucket, ObjectInfo, ObjectStore
+from retain.kv.offload.remote.folder import Folder
 from retain.kv.offload.remote.index import RemoteIndex
 from retain.kv.offload.remote.object_format import RemoteSpan, decode_header, encode_header, object_name
 from retain.kv.offload.remote.reader import RANGE_BYTES, RemoteReader
@@ -59,7 +60,9 @@ class Tier:
 
     def open_bucket(self) -> Bucket:
         """Return a client of the objects."""
-        return Bucket(self.url, self.endpoint, self.region, self.timeout)
+        if self.url.startswith("file://") and not (self.endpoint or self.region):
+            return Folder(self.url)
+        return ObjectStore(self.url, self.endpoint, self.region, self.timeout)
 
 
 def load_time_limit(compute_seconds: float | None) -> float:
