@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from retain.cli.args import build_parser
+from retain.kernels.api import Backend
 from tools.reference import outdated
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +137,13 @@ def test_python_compiles(page: Path) -> None:
             compile(
                 "\n".join(line[1:] for line in body.splitlines() if re.match(r"\+(?!\+\+)", line)), str(page), "exec"
             )
+
+
+def test_contributing_names_the_contract_of_a_backend() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    listed = text.partition("## A new backend")[2].partition("states:")[2].partition(".")[0]
+    members = {n for n in {**vars(Backend), **Backend.__annotations__} if not n.startswith("_")}
+    assert set(re.findall(r"`(\w+)`", listed)) == members
 
 
 def test_glossary_has_every_word() -> None:
