@@ -285,7 +285,7 @@ class LLM:
             self.engine.cancel(request)
 
     def pin(self, prompt: Prompt, seconds: float, salt: str = "") -> int:
-        """Compute a prompt and keep its prefix for `seconds`. Returns the tokens that are kept. Raises ValueError."""
+        """Compute a prompt, keep its prefix for `seconds`, and return how many tokens of it. Raises ValueError."""
         if not self.cache.prefix_cache.enabled:
             raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
         g = GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
