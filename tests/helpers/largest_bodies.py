@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from retain.sampling_params import MAX_STOP_LENGTH
 from retain.server.openai.body import MAX_DEPTH, MAX_ITEMS, MAX_KEYS, MAX_VALUES
 
 Json = dict[str, Any]
@@ -18,7 +19,6 @@ Shape = Callable[[float], Json]
 MAX_BODY_SIZE = 2**19  # of the server under test; bodies are a little smaller
 TEXT = MAX_BODY_SIZE * 7 // 8  # characters of the longest text
 NUM_TOOLS, NUM_STOPS, NUM_BIASES, NUM_CHOICES = 1024, 8, 512, 16  # random:tiny has a vocabulary of 512
-MAX_STOP_LENGTH = 4096  # characters of all stop strings together
 LONG_TOKEN, LONG_TOKEN_TEXT = 300, "#" * 1280  # vocabularies have tokens of 80; a few of these stand for many
 MODEL = {"model": "smollm2"}
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -19,11 +19,13 @@ def serve(args: Namespace) -> int:
     server_config = parse_server_config(args, config.model)
     try:
         from retain.server import launch
+        from retain.server.drain import EXIT_GRACE_S, Watchdog
     except ModuleNotFoundError as error:
         raise ValueError(f"serving needs the package {error.name}: pip install 'retain[serve]'") from None
     from retain.cli import loading
 
     launch.serve(partial(loading.load_llm, config), server_config)
+    Watchdog().start(EXIT_GRACE_S)  # Python waits for threads that prepare requests, however long they take
     return 0
 
 

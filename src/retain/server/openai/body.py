@@ -70,7 +70,8 @@ class BodyRoute(APIRoute):
             check_headers(headers)
             data = await read_body(request, int(headers.get("content-length", 0)), admission)
             # FastAPI asks the request for its JSON, which Starlette keeps here, if the content-type is JSON's.
-            request._json = await parser.parse(admission.key_name, data, adapter)
+            parsing = parser.parse(admission.key_name, data, adapter)
+            request._json = await run_while_connected(request.receive, parsing)
             request._body = b"{}"  # it asks for these bytes before; those that came are freed
             others = [(name, value) for name, value in request.scope["headers"] if name != CONTENT_TYPE]
             request.scope["headers"] = [*others, (CONTENT_TYPE, JSON_TYPE.encode())]

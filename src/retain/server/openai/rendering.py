@@ -48,10 +48,11 @@ def create_router(service: OpenAIServing) -> APIRouter:
     async def render_completion(body: CompletionRequest, request: Request) -> Response:
         """Return the token ids of each prompt of a completion."""
         service.check_model(body.model)
-        key = request.state.key
-        async with service.admit(request.state.admission, body.prompt_field):
+        key, admission = request.state.key, request.state.admission
+        num_choices = len(body.prompts) * (body.n or 1)
+        async with service.admit(admission, body.prompt_field, num_choices):
             prepared, _ = await service.prepare(key.name, lambda: service.prepare_completion(body, key))
-        return _to_response([_describe(body.model, request) for request in prepared.requests])
+            return await _write(service, key.name, [_describe(body.model, request) for request in prepared.requests])
 
     return router
 
@@ -62,7 +63,7 @@ async def render_one(
     """Return the response for a request that has one prompt. Raises APIError if it could not be generated."""
     async with service.admit(admission):
         prepared, _ = await service.prepare(admission.key_name, prepare)
-    return _to_response(_describe(model, prepared.requests[0]))
+        return await _write(service, admission.key_name, _describe(model, prepared.requests[0]))
 
 
 def _describe(model: str, generated: GenerateRequest) -> Json:
@@ -74,5 +75,7 @@ def _describe(model: str, generated: GenerateRequest) -> Json:
     }
 
 
-def _to_response(content: Json | list[Json]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
+async def _write(service: OpenAIServing, key_name: str, content: Json | list[Json]) -> Response:
+    """Return content as a response. Its JSON is as long as a prompt, so it is written in a thread of the key."""
+    encoded = await service.preparation.run(key_name, lambda: orjson.dumps(content))
+    return Response(encoded, media_type="application/json")

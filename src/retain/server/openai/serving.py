@@ -287,9 +287,11 @@ class OpenAIServing:
             return await self.preparation.run(admission.key_name, function)
 
     @asynccontextmanager
-    async def admit(self, admission: RequestAdmission, prompt_field: str = "messages") -> AsyncIterator[None]:
+    async def admit(
+        self, admission: RequestAdmission, prompt_field: str = "messages", num_choices: int = 1
+    ) -> AsyncIterator[None]:
         """Admit a request that is not generated. Raises APIError, also for what fails in the context."""
-        admission.admit(1)
+        admission.admit(num_choices)
         try:
             async with asyncio.timeout(self.limits.request_timeout):
                 yield
