@@ -130,7 +130,7 @@ def test_an_engine_allows_what_its_options_name():
         check(GenerateRequest([1] * 300, kv_policy="h2o:budget=2,prefill=stream,chunk=1"))
 
 
-@pytest.mark.parametrize(("name", "most"), zip(DRAFTERS, (16, 8, 24), strict=True))
+@pytest.mark.parametrize(("name", "most"), list(zip(DRAFTERS, (16, 8, 24), strict=True)))
 def test_a_drafter_that_a_request_may_choose_has_a_bounded_cost(name, most):
     """A step computes a token and its drafts, each of which a drafter computes once at most."""
     drafter = drafters.parse(name)

@@ -25,6 +25,12 @@ ENGINE_OPTIONS = {"kv_memory": "512MiB", "max_model_len": 2048, "dtype": "float3
 HTTP = httpx.Client(timeout=120)  # shared: httpx.get would load TLS certificates at every call
 
 
+def application_of(server: GracefulServer) -> Any:
+    """Return the FastAPI application of a server."""
+    wrapped: Any = server.config.app
+    return wrapped.app
+
+
 @contextmanager
 def run_server(
     model: str = "smollm2",

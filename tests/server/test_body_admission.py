@@ -25,7 +25,7 @@ from retain.server.launch import GracefulServer
 from retain.server.openai import body as body_module
 from retain.server.openai.body import SMALL_BODY, parse_body
 from retain.server.openai.errors import APIError
-from tests.server.conftest import API_KEYS, HTTP, run_tiny_server, wait_until
+from tests.server.conftest import API_KEYS, HTTP, application_of, run_tiny_server, wait_until
 
 LARGEST = 200_000  # bytes of a body
 LIMITS = Limits(max_body_size=LARGEST, max_in_flight_bytes=4 * LARGEST, upload_timeout=60)
@@ -211,7 +211,7 @@ def test_every_route_refuses_before_it_reads_a_body(
 ) -> None:
     """Each address and method, those of the inspector and of what is none of ours as well."""
     monkeypatch.setattr(keyed_server.service.admission, "max_in_flight", 0)
-    application: Any = keyed_server.config.app
+    application = application_of(keyed_server)
     paths = sorted({str(context.path) for context in iter_route_contexts(application.routes)} | {"/nowhere"})
     url, refused = urlsplit(keyed_server.url), set()
     for path in paths:

@@ -36,7 +36,7 @@ from tests.helpers.largest_bodies import (
 )
 from tests.helpers.largest_conversations import message_shapes, response_shapes
 from tests.helpers.processor_time import ServerClocks, Times, without_collections
-from tests.server.conftest import API_KEYS, HTTP, run_in_engine_thread, run_server, wait_until
+from tests.server.conftest import API_KEYS, HTTP, application_of, run_in_engine_thread, run_server, wait_until
 
 # Renders the end of a conversation only, so that the largest ones pass every step up to the engine.
 TEMPLATE = (
@@ -179,7 +179,7 @@ def find_routes(routes: Iterable[Any]) -> Iterator[tuple[str, bool]]:
 
 
 def test_every_route_has_cases(secured_server: GracefulServer) -> None:
-    app: Any = secured_server.config.app
+    app = application_of(secured_server)
     routes = {(path, has_body) for path, has_body in find_routes(app.routes) if not path.startswith("/inspect")}
     assert routes == {*((path, True) for path in SHAPES), *((path, False) for path in ADDRESSES)}
 

@@ -49,7 +49,7 @@ class PieceTokenizer:
 
 @pytest.fixture(autouse=True)
 def fixed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses_encoder, "count_tokens", lambda group: TokenCounts(9, 4, 0, 7))
+    monkeypatch.setattr(responses_encoder, "count_tokens", lambda group: TokenCounts(9, 4, None, 7))
     monkeypatch.setattr(responses_encoder, "build_request_stats", lambda processor, group: [{"kv": {}}])
 
 

@@ -25,7 +25,7 @@ from retain.server.openai.responses.history import (
     encode_page,
 )
 from retain.server.openai.responses.store import ItemTotals, StoredItem, StoredTurn, count_items
-from tests.server.conftest import HTTP
+from tests.server.conftest import HTTP, application_of
 
 Json = dict[str, Any]
 MAX_BYTES = 10_000_000
@@ -167,7 +167,7 @@ def test_what_is_stored_is_read_as_other_work_is_done(
 
 def test_the_event_loop_writes_no_json_as_long_as_what_a_client_sent(tiny_server: GracefulServer) -> None:
     """The framework writes the models that a route returns, in the event loop: these have a fixed length."""
-    app: Any = tiny_server.config.app
+    app = application_of(tiny_server)
     included = [getattr(route, "original_router", None) for route in app.routes]
     found = [*app.routes, *(route for router in included if router for route in router.routes)]
     models = {model.__name__ for route in found if (model := getattr(route, "response_model", None))}
