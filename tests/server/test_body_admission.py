@@ -224,7 +224,7 @@ def test_every_route_refuses_before_it_reads_a_body(
             assert status in (404, 405, 429), (method, path, status)
             refused |= {path} if status == 429 else set()
     document = HTTP.get(f"{keyed_server.url.removesuffix('/v1')}/openapi.json", headers=header_of("ann")).json()
-    assert refused == {path for path, operations in document["paths"].items() if "requestBody" in str(operations)}
+    assert refused >= {path for path, operations in document["paths"].items() if "requestBody" in str(operations)}
 
 
 def test_no_garbage_collection_visits_what_a_server_was_started_with() -> None:
