@@ -69,9 +69,13 @@ def read_positions(engine: Engine, drafter: Any, row: int, layer: int, g: int) -
 @pytest.mark.parametrize("family", ["gemma3_text", *slow("llama", "mpt")])
 def test_drafts_attend_to_every_token_once_and_to_old_ones_rounded(family: str, dtype: str, backend: str) -> None:
     """The copy has the bits of the reference's rounding of the row's own tokens; drafts of it are accepted."""
+    check_drafts(family, dtype, backend, PROMPT, 60)
+
+
+def check_drafts(family: str, dtype: str, backend: str, prompt: list[int], output_len: int) -> None:
     pool_dtype, round_key, round_value = DTYPES[dtype]
     engine, request = make_drafting_engine(f"self:k=4,dtype={dtype}", family=family, backend=backend), None
-    request = make_request(PROMPT, 60)
+    request = make_request(prompt, output_len)
     engine.add(request)
     cache, t, num_checked = engine.cache, engine.cache.tables, 0
     for _ in iter_steps(engine):
@@ -93,15 +97,15 @@ def test_drafts_attend_to_every_token_once_and_to_old_ones_rounded(family: str, 
                 torch.testing.assert_close(found[0], q.rotate(round_key(q.rotate(k))), rtol=0, atol=1e-5)
                 assert torch.equal(found[1], round_value(v))
         assert not copies.counts[row, t.ring_layers(row)].any()
-    assert num_checked > 5 and num_accepted(request) > 10
-    assert request.output_tokens == run_alone(family, PROMPT, 60, backend=backend)
+    assert num_checked > 4 and num_accepted(request) > output_len / 6
+    assert request.output_tokens == run_alone(family, prompt, output_len, backend=backend)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 def test_drafts_of_the_triton_backend_do_so_too() -> None:
     """Of one family and dtype, because the interpreter is slow."""
-    test_drafts_attend_to_every_token_once_and_to_old_ones_rounded("gemma3_text", "int4", "triton")
+    check_drafts("gemma3_text", "int4", "triton", PROMPT[:200], 30)
 
 
 @pytest.mark.parametrize("at_once", [16, 64])

@@ -19,8 +19,11 @@ def test_openapi_contract_by_schemathesis(tmp_path):
         root = server.url.removesuffix("/v1")
         command = [Path(sys.executable).parent / "schemathesis", "run", f"{root}/openapi.json"]
         command += ["--seed", "1", "--max-examples", "4", "--request-timeout", "60"]
-        command += ["--phases", "examples,coverage,fuzzing", "--exclude-checks", EXCLUDED_CHECK]
-        command += ["--generation-database", "none"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert "19 passed" in done.stdout
+        command += ["--exclude-checks", EXCLUDED_CHECK, "--generation-database", "none"]
+        # Endpoints that render have the bodies of those that generate: the many of coverage are sent to one of both.
+        generating = ["--exclude-path-regex", "/render$", "--phases", "examples,coverage,fuzzing"]
+        rendering = ["--include-path-regex", "/render$", "--phases", "examples,fuzzing"]
+        for options, summary in ((generating, "16 passed"), (rendering, "3 passed")):
+            done = subprocess.run([*command, *options], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+            assert done.returncode == 0, done.stdout[-5000:]
+            assert summary in done.stdout
