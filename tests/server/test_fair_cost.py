@@ -68,6 +68,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
 }
 LONG = "x" * 30_000  # of an address: the line and the headers have 64 KiB at most
 ADDRESSES = {  # the longest of each route without a body
+    "/": f"/?{LONG}",
     "/health": f"/health?{LONG}",
     "/ready": f"/ready?{LONG}",
     "/metrics": f"/metrics?{LONG}",

@@ -51,6 +51,7 @@ def test_missing_or_wrong_key_is_401(secured_server, header):
         assert response.status_code == 401 and response.json()["error"]["type"] == "authentication_error"
     assert HTTP.post(f"{root}/v1/completions", content=b"{", headers=headers).status_code == 401
     assert HTTP.get(f"{root}/health").status_code == HTTP.get(f"{root}/ready").status_code == 200
+    assert "/v1/chat/completions" in HTTP.get(f"{root}/").text
 
 
 def test_prefixes_are_shared_only_within_a_key(secured_server):

@@ -28,6 +28,12 @@ from retain.server.openai.serving import OpenAIServing
 
 RenderMetrics = Callable[[], Awaitable[bytes]]  # to Prometheus' text format
 DESCRIPTION = "Server of the retain inference engine, compatible with OpenAI's and Anthropic's APIs"
+WELCOME = (
+    f"{DESCRIPTION}.",
+    "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages",
+    "GET /v1/models, /health, /ready, /metrics, /openapi.json, and with --inspect /inspect",
+    "",
+)
 
 
 def create_app(
@@ -77,6 +83,11 @@ def _add_operations_routes(app: FastAPI, service: OpenAIServing, render_metrics:
         """Readiness: 503 while draining or after a fatal engine error."""
         problem = engine_thread.fatal_error or ("draining" if service.admission.closed else None)
         return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
+
+    @app.get("/", include_in_schema=False)
+    async def describe() -> Response:
+        """Say what is here, to people who open the address in a browser."""
+        return Response("\n".join(WELCOME), media_type="text/plain")
 
     errors: dict[int | str, dict[str, Any]] = {status: ERROR_RESPONSES[status] for status in (401, 403)}
 

@@ -26,7 +26,7 @@ from retain.server.openai.errors import APIError
 INSPECTOR_FILES = ("playground", "common.js", "inspect.css", "inspect.js", "playground.js")
 INSPECTOR_PATHS = ("/inspect", *(f"/inspect/{name}" for name in INSPECTOR_FILES))
 HEALTH_PATHS = ("/health", "/ready")
-PUBLIC_PATHS = (*HEALTH_PATHS, *INSPECTOR_PATHS)  # they reveal nothing about requests
+PUBLIC_PATHS = ("/", *HEALTH_PATHS, *INSPECTOR_PATHS)  # they reveal nothing about requests
 HEADERS = (b"authorization", b"content-length", b"x-api-key")
 log = logging.getLogger(__name__)
 
