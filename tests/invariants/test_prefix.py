@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.node import Node
+from retain.kv.prefix.pins import Pins
 from retain.sampling_params import SamplingParams
+from tests.helpers.counted_work import assert_linear
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_requests, run_disturbed
@@ -181,6 +185,16 @@ def test_pins_hold_half_of_the_pool_at_most_and_leave_room_to_other_owners(owner
     assert prefix_cache_of(engine).pin(policy, [1] * 64, "", 1000.0, owners[0]) == 64, (
         "a second time takes nothing more"
     )
+
+
+def test_work_of_a_pin_is_linear_in_its_nodes() -> None:
+    """However small the parts by which a text grew: each of them is a node."""
+
+    def prepare(num_nodes: int) -> Callable[[], object]:
+        nodes = [Node(i, np.zeros(16, np.int32), [], np.zeros((4, 2, 1), np.int32)) for i in range(num_nodes)]
+        return lambda: Pins().add(nodes, 1.0, "ann", 10**9)
+
+    assert_linear(prepare, 200)
 
 
 def run_to_completion_with_pins(engine: Engine, request: Request) -> None:

@@ -118,7 +118,7 @@ async def until(condition) -> None:
 
 def test_a_busy_key_leaves_threads_to_another_and_its_own_wait_in_line():
     async def run() -> None:
-        pool, release, running = PreparationPool(4, 2), threading.Event(), []
+        pool, release, running = PreparationPool("test", 4, 2), threading.Event(), []
 
         def block() -> None:
             running.append(1)
@@ -138,7 +138,7 @@ def test_a_busy_key_leaves_threads_to_another_and_its_own_wait_in_line():
 @pytest.mark.parametrize("has_place", [False, True])
 def test_a_cancelled_caller_loses_no_place(has_place: bool):
     async def run() -> None:
-        pool, release = PreparationPool(1, 1), threading.Event()
+        pool, release = PreparationPool("test", 1, 1), threading.Event()
         first = asyncio.create_task(pool.run("ann", lambda: release.wait(60)))
         await asyncio.sleep(0)
         second = asyncio.create_task(pool.run("bob", release.is_set))
@@ -156,7 +156,7 @@ def test_a_cancelled_caller_loses_no_place(has_place: bool):
 
 def test_a_place_that_comes_with_the_cancellation_is_given_on():
     async def run() -> None:
-        pool = PreparationPool(1, 1)
+        pool = PreparationPool("test", 1, 1)
         holder = pool._queue.enter("ann", lambda: None)
         waiting = asyncio.create_task(pool.run("bob", lambda: 1))
         await asyncio.sleep(0)
@@ -172,7 +172,7 @@ def test_a_place_that_comes_with_the_cancellation_is_given_on():
 
 def test_a_function_that_raises_gives_its_place_back():
     async def run() -> None:
-        pool = PreparationPool(1, 1)
+        pool = PreparationPool("test", 1, 1)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
                 await pool.run("ann", lambda: 1 // 0)

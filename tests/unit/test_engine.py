@@ -155,6 +155,16 @@ def test_a_request_whose_plan_was_too_small_fails_and_the_others_go_on(
     assert engine.cache.free_pages == engine.cache.total_pages
 
 
+def test_a_request_that_got_a_token_further_is_not_stalled() -> None:
+    scheduler = make_engine("llama").scheduler
+    request = make_request([1] * 20, 5)
+    scheduler.enqueue(request)
+    assert scheduler.find_stalled() is None
+    request.tokens.append(1)
+    assert scheduler.find_stalled() is None
+    assert scheduler.find_stalled() is request
+
+
 def test_decoding_goes_on_while_a_long_prompt_is_computed() -> None:
     engine = make_engine("llama", max_batched_tokens=65)
     decoding = make_request([1, 2, 3], 40)

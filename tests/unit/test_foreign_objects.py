@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -130,6 +131,35 @@ def test_a_listing_goes_on_where_its_time_ended(s3: FakeS3, monkeypatch: pytest.
     assert len(pages) <= 4 * 1004 / 50 and not any(
         "foreign" in request for request in s3.requests if "list-type" not in request
     )
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tier knows no less than before, and is left alone for a while."""
+    spec = f"remote:url=file://{tmp_path},refresh=0.01"
+    fill(spec)
+
+    def fail(path: object) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    with closing(open_store(spec)) as store:
+        store.sync()
+        monkeypatch.setattr(os, "scandir", fail)
+        with pytest.raises(OSError, match="input/output"):
+            list(Folder(f"file://{tmp_path}").list(FOLDER))
+        store.sync()
+        assert len(store.index.span_index.spans) == len(SPANS)
+
+
+def test_an_index_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many parts a listing has."""
+    spec = f"remote:url=file://{tmp_path}"
+    fill(spec)
+    monkeypatch.setattr(index, "LIST_SECONDS", 0.0)
+    monkeypatch.setattr(index, "LIST_STEP", 1)
+    monkeypatch.setattr(index, "MAX_OBJECTS", len(SPANS) - 1)
+    with closing(open_store(spec)) as store:
+        store.sync()
+        assert len(store.index.span_index.spans) == len(SPANS) - 1
 
 
 class FailingFolder(Folder):

@@ -24,8 +24,9 @@ def serve(args: Namespace) -> int:
         raise ValueError(f"serving needs the package {error.name}: pip install 'retain[serve]'") from None
     from retain.cli import loading
 
-    launch.serve(partial(loading.load_llm, config), server_config)
-    Watchdog().start(EXIT_GRACE_S)  # Python waits for threads that prepare requests, however long they take
+    watchdog = Watchdog()
+    launch.serve(partial(loading.load_llm, config), server_config, watchdog=watchdog)
+    watchdog.start(EXIT_GRACE_S)  # Python waits for threads that prepare requests, however long they take
     return 0
 
 

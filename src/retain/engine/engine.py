@@ -214,6 +214,7 @@ class Engine:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request: record its memory, free its pages, and let its followers go on without it."""
         request.finish_reason = reason
+        request.penalties = None  # its tensors, where the request is kept for the inspector
         if request.row is not None:
             if request.attention_trace:
                 request.attention_trace.record(self.cache.tables, request.row, request.num_computed_tokens)

@@ -37,7 +37,7 @@ class Scheduler:
         self.max_batched_tokens = cache.config.max_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._stalled_ids = set[int]()  # of requests that got no pages once, although they ran alone
+        self._stalled = dict[int, int]()  # tokens of requests that got no pages although they ran alone, by id
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError when even the empty pool could not hold the request."""
@@ -66,13 +66,13 @@ class Scheduler:
     def find_stalled(self) -> Request | None:
         """Return the request that can never go on, after a step in which nothing could be scheduled; or None.
 
-        The oldest got no pages although no other had any. Once that may be due to what it began with; the second time
-        it is a mistake of the plan by which `check_fits` let it in, and preempted again it would begin for ever.
+        The oldest got no pages although no other had any. Once that may be due to what it began with. The second time,
+        without a token more, it is a mistake of the plan by which `check_fits` let it in: it would begin for ever.
         """
         request = min((*self.running, *self.waiting), key=lambda r: r.id, default=None)
-        if request is None or request.id in self._stalled_ids:
+        if request is None or self._stalled.get(request.id) == len(request.tokens):
             return request
-        self._stalled_ids.add(request.id)
+        self._stalled[request.id] = len(request.tokens)
         return None
 
     def _schedule_request(self, request: Request, token_budget: int, scheduled: list[ScheduledRequest]) -> int:
@@ -199,7 +199,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Free the pages of a request that has ended."""
-        self._stalled_ids.discard(request.id)
+        self._stalled.pop(request.id, None)
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:

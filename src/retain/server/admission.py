@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from math import inf
 from time import monotonic
 from types import TracebackType
 
@@ -17,7 +18,7 @@ SHARE_OF_FREE = 2
 LOG_EVERY = 100  # log the first rejection by a limit, and then every 100th
 
 
-class Usage:
+class InFlight:
     """How much of a bounded quantity is in flight: in total and of each key."""
 
     def __init__(self) -> None:
@@ -40,7 +41,8 @@ class AdmissionControl:
         self.limits, self.max_in_flight = limits, max_running_requests + limits.max_queued_requests
         self.max_bytes = max(limits.max_in_flight_bytes, limits.max_body_size)  # an idle server takes any legal body
         self.num_keys = num_keys
-        self.choices, self.body_bytes = Usage(), Usage()
+        self.choices = InFlight()
+        self.body_bytes = InFlight()
         self.closed = False  # set while the server drains
         self.num_rejected: Counter[str] = Counter()  # by name of the limit
         self.mean_duration_s = 1.0
@@ -50,9 +52,12 @@ class AdmissionControl:
         """Choices in flight. A request whose body is still read counts as one."""
         return self.choices.total
 
-    def open(self, key_name: str) -> RequestAdmission:
-        """Return the admission of a new request of a key, which has nothing in flight yet."""
-        return RequestAdmission(self, key_name)
+    def open(self, key_name: str, deadline: float = inf) -> RequestAdmission:
+        """Return the admission of a new request of a key, which has nothing in flight yet.
+
+        `deadline`: when its response must end, by the event loop's clock.
+        """
+        return RequestAdmission(self, key_name, deadline)
 
     def check_open(self) -> None:
         """Raise APIError while the server drains."""
@@ -70,37 +75,40 @@ class AdmissionControl:
             raise self._reject(
                 "max_requests_per_key", f"this key has {of_key} requests in flight, its limit is {per_key}"
             )
-        if self._exceeds_share(self.choices, self.max_in_flight, key_name, num_choices, always=1):
+        if self._exceeds_share(self.choices, self.max_in_flight, key_name, num_choices, min_share=1):
             raise self._reject("share_of_key", f"this key has {of_key} requests in flight and must leave room")
         if self.num_in_flight + num_choices > self.max_in_flight:
             raise self._reject("max_queued_requests", f"the queue is full: {self.num_in_flight} requests are in flight")
 
     def check_bytes(self, key_name: str, num_bytes: int) -> None:
         """Raise APIError unless `num_bytes` more bytes of bodies of a key may be in flight."""
-        of_key, in_flight = self.body_bytes.by_key[key_name], self.body_bytes.total
-        always = self.limits.max_body_size
-        if self._exceeds_share(self.body_bytes, self.max_bytes, key_name, num_bytes, always):
+        of_key = self.body_bytes.by_key[key_name]
+        in_flight = self.body_bytes.total
+        if self._exceeds_share(self.body_bytes, self.max_bytes, key_name, num_bytes, self.limits.max_body_size):
             raise self._reject(
-                "share_of_key", f"the bodies of this key in flight have {of_key} bytes and must leave room"
+                "share_of_bytes", f"the bodies of this key in flight have {of_key} bytes and must leave room"
             )
         if in_flight + num_bytes > self.max_bytes:
             raise self._reject("max_in_flight_bytes", f"the bodies of requests in flight have {in_flight} bytes")
 
-    def _exceeds_share(self, usage: Usage, size: int, key_name: str, amount: int, always: int) -> bool:
-        """Return whether a key would leave too little of `size` for others. It may have `always`, where that is free.
+    def _exceeds_share(self, in_flight: InFlight, max_total: int, key_name: str, amount: int, min_share: int) -> bool:
+        """Return whether a key would leave too little of `max_total` for others. An idle server takes any request.
 
-        An idle server takes any request.
+        `min_share`: what a key may have in any case, while there is room.
         """
-        of_key = usage.by_key[key_name] + amount
-        if self.num_keys <= 1 or not usage.total or of_key <= always:
+        of_key = in_flight.by_key[key_name] + amount
+        if self.num_keys <= 1 or not in_flight.total or of_key <= min_share:
             return False
-        return of_key > SHARE_OF_FREE * (size - usage.total - amount)
+        return of_key > SHARE_OF_FREE * (max_total - in_flight.total - amount)
 
     def _log_rejection(self, limit: str) -> None:
         self.num_rejected[limit] += 1
         count = self.num_rejected[limit]
         if count % LOG_EVERY == 1:
-            log.warning("request rejected by %s (%d in total), %d choices in flight", limit, count, self.num_in_flight)
+            in_flight = (self.choices.total, self.body_bytes.total)
+            log.warning(
+                "request rejected by %s (%d in total), %d choices and %d bytes in flight", limit, count, *in_flight
+            )
 
     def _reject(self, limit: str, reason: str) -> APIError:
         """Count and build a 429. Retry-After is the mean duration of a request: about when one in flight ends."""
@@ -113,10 +121,10 @@ class AdmissionControl:
 class RequestAdmission:
     """What one request has in flight: its choices and the bytes of its body. The end of the context returns all."""
 
-    def __init__(self, control: AdmissionControl, key_name: str):
-        self.control, self.key_name = control, key_name
+    def __init__(self, control: AdmissionControl, key_name: str, deadline: float):
+        self.control, self.key_name, self.deadline = control, key_name, deadline
         self.num_choices = self.num_bytes = 0
-        self._admitted_at: float | None = None
+        self._work_began_at: float | None = None
 
     def admit(self, num_choices: int) -> None:
         """Count the request as `num_choices` choices from now on, instead of those it counted before.
@@ -133,7 +141,10 @@ class RequestAdmission:
             self.num_choices = num_choices
         finally:
             control.choices.add(key_name, self.num_choices)
-        self._admitted_at = self._admitted_at or monotonic()
+
+    def begin_work(self) -> None:
+        """Count the request's time from now on: that of work tells refused clients when to come again."""
+        self._work_began_at = monotonic()
 
     def hold_bytes(self, num_bytes: int) -> None:
         """Count the request's body as `num_bytes` bytes from now on. Raises APIError where they exceed a limit."""
@@ -155,5 +166,5 @@ class RequestAdmission:
         control.choices.add(self.key_name, -self.num_choices)
         control.body_bytes.add(self.key_name, -self.num_bytes)
         self.num_choices = self.num_bytes = 0
-        if self._admitted_at is not None:
-            control.mean_duration_s += 0.1 * (monotonic() - self._admitted_at - control.mean_duration_s)
+        if self._work_began_at is not None:
+            control.mean_duration_s += 0.1 * (monotonic() - self._work_began_at - control.mean_duration_s)

@@ -53,7 +53,7 @@ def create_app(
     app.include_router(anthropic_routes.create_router(service))
     _add_operations_routes(app, service, render_metrics)
     if inspector:
-        inspector_routes.add_routes(app, service.engine_thread, inspector)
+        inspector_routes.add_routes(app, service, inspector)
     add_error_handlers(app)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(AuthMiddleware, config=config, admission=service.admission)

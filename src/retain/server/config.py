@@ -44,7 +44,7 @@ class Limits:
     max_body_size: Size = field(default=8 * 2**20, metadata={"help": "size of a request body at most"})
     max_in_flight_bytes: Size = field(
         default=256 * 2**20,
-        metadata={"help": "bytes of the bodies of requests in flight at most; one body of any size is always taken"},
+        metadata={"help": "bytes of the bodies of requests in flight at most; an idle server takes any legal body"},
     )
     upload_timeout: PositiveFloat = field(default=30.0, metadata={"help": "seconds to receive a request body"})
     max_header_size: Size = field(default=64 * 2**10, metadata={"help": "size of a request's line and headers at most"})

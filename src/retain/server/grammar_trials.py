@@ -23,7 +23,7 @@ class GrammarTrials:
     def __init__(self, sandbox: Sandbox, num_keys: int):
         """`num_keys`: API keys that share the server."""
         self._sandbox = sandbox
-        self._pool = PreparationPool(NUM_PLACES, NUM_PLACES // 2 if num_keys > 1 else NUM_PLACES)
+        self._pool = PreparationPool("grammar", NUM_PLACES, NUM_PLACES // 2 if num_keys > 1 else NUM_PLACES)
         self._passed: defaultdict[str, OrderedDict[bytes, None]] = defaultdict(OrderedDict)  # the newest last
 
     async def check(self, key_name: str, grammar: str) -> None:

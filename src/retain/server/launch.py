@@ -35,19 +35,27 @@ log = logging.getLogger(__name__)
 
 
 def serve(
-    load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] | None = None
+    load_llm: Callable[[], LLM],
+    server_config: ServerConfig,
+    on_ready: Callable[[GracefulServer], None] | None = None,
+    watchdog: Watchdog | None = None,
 ) -> None:
     """Serve a model until SIGTERM or SIGINT, then finish what was accepted and refuse what comes.
 
-    Calls `on_ready` once the server listens. Raises what `load_llm` raises, and ValueError for a server that would be
-    open to everybody.
+    Calls `on_ready` once the server listens. Signals start the `watchdog`, which goes on when this returns; without one
+    only a shutdown that hangs is ended. Raises what `load_llm` raises, and ValueError for a server that would be open
+    to everybody.
     """
     config = server_config
     hosts.check_exposure(config.host, bool(config.api_keys), config.insecure_no_api_key)
     reset_cpu_affinity()  # OpenMP pinned this thread to a core, which the engine thread would inherit
     sys.setswitchinterval(0.001)  # the engine thread and the event loop share the GIL: keep their turns short
-    with restored_handlers(), asyncio.Runner(loop_factory=_get_loop_factory()) as runner:
-        runner.run(_serve(load_llm, server_config, on_ready))
+    own_watchdog = Watchdog()
+    with ExitStack() as stack:
+        stack.callback(own_watchdog.stop)
+        stack.enter_context(restored_handlers())
+        runner = stack.enter_context(asyncio.Runner(loop_factory=_get_loop_factory()))
+        runner.run(_serve(load_llm, server_config, on_ready, watchdog or own_watchdog))
 
 
 def _open_publisher(spec: str, stack: ExitStack) -> KVEventPublisher:
@@ -70,28 +78,27 @@ def _get_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(
-    load_llm: Callable[[], LLM], server_config: ServerConfig, on_ready: Callable[[GracefulServer], None] | None
+    load_llm: Callable[[], LLM],
+    server_config: ServerConfig,
+    on_ready: Callable[[GracefulServer], None] | None,
+    watchdog: Watchdog,
 ) -> None:
-    watchdog = Watchdog()
-    try:
-        async with open_service(load_llm, server_config) as opened:
-            service, engine_thread = opened.service, opened.service.engine_thread
-            render_metrics = partial(engine_thread.call, opened.metrics.render)
-            config = uvicorn.Config(
-                QuietlyCancelled(create_app(service, render_metrics, server_config, opened.inspector)),
-                host=server_config.host,
-                port=server_config.port,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                http=cast(Any, partial(BoundedHttpProtocol, server_config.limits, RejectionLog())),
-                ws="none",
-                lifespan="off",
-            )
-            await GracefulServer(config, service, server_config.drain_timeout, watchdog, on_ready).serve()
-        log.info("shut down")
-    finally:
-        watchdog.stop()
+    async with open_service(load_llm, server_config) as opened:
+        service, engine_thread = opened.service, opened.service.engine_thread
+        render_metrics = partial(engine_thread.call, opened.metrics.render)
+        config = uvicorn.Config(
+            QuietlyCancelled(create_app(service, render_metrics, server_config, opened.inspector)),
+            host=server_config.host,
+            port=server_config.port,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            http=cast(Any, partial(BoundedHttpProtocol, server_config.limits, RejectionLog())),
+            ws="none",
+            lifespan="off",
+        )
+        await GracefulServer(config, service, server_config.drain_timeout, watchdog, on_ready).serve()
+    log.info("shut down")
 
 
 class OpenedService(NamedTuple):

@@ -66,7 +66,8 @@ class AuthMiddleware:
             length = headers.get(b"content-length", "0")
             if not length.isdecimal() or int(length) > self.limits.max_body_size:
                 raise self._body_too_large_error()
-            with self.admission.open(key.name if key else "") as admission:
+            deadline = asyncio.get_running_loop().time() + self.limits.request_timeout
+            with self.admission.open(key.name if key else "", deadline) as admission:
                 scope["state"]["admission"] = admission
                 await self.app(scope, self._limit_body(receive), send_wrapper)
         except APIError as error:

@@ -18,8 +18,9 @@ THREADS_PER_KEY = 2  # also of a lone key: what the threads run holds the interp
 class PreparationPool:
     """Threads that run functions of requests. A key occupies few of them, and waiting keys take turns (FairQueue)."""
 
-    def __init__(self, num_threads: int = NUM_THREADS, threads_per_key: int = THREADS_PER_KEY):
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="retain-prepare")
+    def __init__(self, name: str, num_threads: int = NUM_THREADS, threads_per_key: int = THREADS_PER_KEY):
+        """`name`: what the threads do, in one word."""
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=f"retain-{name}")
         self._queue = FairQueue(num_threads, threads_per_key)
 
     async def run(self, key_name: str, function: Callable[[], T]) -> T:

@@ -44,7 +44,13 @@ class Node:
     def to_eviction_record(self) -> EvictionRecord:
         """Summarize the node when it is evicted."""
         now, used_at = monotonic(), self.last_hit_at or self.created_at
-        return EvictionRecord(self.all_pages.size, now - self.created_at, now - used_at, self.hits)
+        return EvictionRecord(self.num_pages, now - self.created_at, now - used_at, self.hits)
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages of all layers the node holds."""
+        windows = self.sliding_windows.pages if self.sliding_windows else ()
+        return self.pages.size + sum(pages.size for pages in windows)
 
     @property
     def all_pages(self) -> Ints:

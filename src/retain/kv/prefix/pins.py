@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import monotonic
 
 from retain.kv.prefix.node import Node
@@ -24,21 +24,24 @@ class Pins:
     def __contains__(self, node: Node) -> bool:
         return node in self._until
 
-    def add(self, node: Node, seconds: float, owner: str, max_pages: int) -> bool:
-        """Pin a node for `seconds`, or longer if it is already pinned for longer.
+    def add(self, nodes: Sequence[Node], seconds: float, owner: str, max_pages: int) -> int:
+        """Pin nodes for `seconds`, or longer where they are already pinned for longer.
 
-        Returns False, and pins nothing, where the node has no room: all pins hold `max_pages` at most, and those of an
-        owner twice as many as they leave free.
+        Ends at the first that has no room: all pins hold `max_pages` at most, and those of an owner twice as many as
+        they leave free. Returns how many of the nodes are pinned.
         """
-        if node not in self._until or owner not in self._owners[node]:
-            size = node.all_pages.size
-            own = size + sum(n.all_pages.size for n in self._until if owner in self._owners[n])
-            total = sum(n.all_pages.size for n in self._until) + size * (node not in self._until)
-            if own > 2 * (max_pages - total):
-                return False
-        self._until[node] = max(monotonic() + seconds, self._until.get(node, 0.0))
-        self._owners.setdefault(node, set()).add(owner)
-        return True
+        until = monotonic() + seconds
+        own = sum(node.num_pages for node in self._until if owner in self._owners[node])
+        total = sum(node.num_pages for node in self._until)
+        for i, node in enumerate(nodes):
+            if owner not in self._owners.get(node, ()):
+                own += node.num_pages
+                total += node.num_pages * (node not in self._until)
+                if own > 2 * (max_pages - total):
+                    return i
+            self._until[node] = max(until, self._until.get(node, 0.0))
+            self._owners.setdefault(node, set()).add(owner)
+        return len(nodes)
 
     def inherit(self, node: Node, source: Node) -> None:
         """Pin a node at least as long as the node that it takes tokens from."""

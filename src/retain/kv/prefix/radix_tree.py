@@ -209,13 +209,9 @@ class RadixTree:
         path, num_full = self._walk(self.roots[root_hash], self.hash_blocks(root_hash, text))
         tail = self._partial_matches(path, num_full, text)[:1]
         self.pins.expire()
-        num_pinned, max_pages = 0, self.pool.num_pages // 2
         lengths = [(node, n * self.page_size) for node, n in path[1:]] + tail
-        for node, num_tokens in lengths:
-            if not self.pins.add(node, seconds, owner, max_pages):
-                break
-            num_pinned += num_tokens
-        return num_pinned
+        num_nodes = self.pins.add([node for node, _ in lengths], seconds, owner, self.pool.num_pages // 2)
+        return sum(num_tokens for _, num_tokens in lengths[:num_nodes])
 
     def unpin_all(self) -> bool:
         """Drop all pins. Returns whether there were any."""

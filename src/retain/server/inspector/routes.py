@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
 
-from retain.server.engine_thread import EngineThread
 from retain.server.inspector.recorder import Inspector
 from retain.server.openai.errors import APIError
+from retain.server.openai.serving import OpenAIServing
 
 STATIC_FOLDER = Path(__file__).parent / "static"
 SCRIPTS_AND_STYLES = ("common.js", "inspect.css", "inspect.js", "playground.js")
@@ -26,8 +25,9 @@ SECURITY_HEADERS = {
 }
 
 
-def add_routes(app: FastAPI, engine_thread: EngineThread, inspector: Inspector) -> None:
+def add_routes(app: FastAPI, service: OpenAIServing, inspector: Inspector) -> None:
     """Add the routes under /inspect."""
+    engine_thread = service.engine_thread
 
     def serve_file(file_name: str) -> Any:
         async def send_file() -> FileResponse:
@@ -55,8 +55,9 @@ def add_routes(app: FastAPI, engine_thread: EngineThread, inspector: Inspector) 
         key = request.state.key.name
         if layer is not None and not 0 <= layer < inspector.llm.spec.num_layers:
             raise APIError(400, f"layers are 0 to {inspector.llm.spec.num_layers - 1}", "layer")
+        request.state.admission.admit(1)  # its work is as long as the request's text
         detail = await engine_thread.call(lambda: inspector.get_request_detail(request_id, key, layer))
-        return await asyncio.to_thread(_json_or_404, detail)  # as long as the request's text
+        return await service.preparation.run(key, lambda: _json_or_404(detail))
 
     @app.get("/inspect/requests/{request_id}/tokens/{position}", include_in_schema=False, response_model=None)
     async def get_token(request_id: int, position: int, request: Request) -> JSONResponse:

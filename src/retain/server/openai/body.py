@@ -9,6 +9,7 @@ reads no body: gateways repeat a refused request several times within a second.
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import re
 from collections.abc import Callable, Collection, Coroutine
@@ -71,7 +72,11 @@ class BodyRoute(APIRoute):
             data = await read_body(request, int(headers.get("content-length", 0)), admission)
             # FastAPI asks the request for its JSON, which Starlette keeps here, if the content-type is JSON's.
             parsing = parser.parse(admission.key_name, data, adapter)
-            request._json = await run_while_connected(request.receive, parsing)
+            try:
+                async with asyncio.timeout_at(admission.deadline):
+                    request._json = await run_while_connected(request.receive, parsing)
+            except TimeoutError:
+                raise APIError(408, "the request timed out") from None
             request._body = b"{}"  # it asks for these bytes before; those that came are freed
             others = [(name, value) for name, value in request.scope["headers"] if name != CONTENT_TYPE]
             request.scope["headers"] = [*others, (CONTENT_TYPE, JSON_TYPE.encode())]
@@ -84,8 +89,8 @@ class BodyParser:
     """Parses bodies in threads, one body of a key at a time. Small ones do not wait for large ones."""
 
     def __init__(self) -> None:
-        self._small = PreparationPool(PARSING_THREADS, PARSING_THREADS_PER_KEY)
-        self._large = PreparationPool(PARSING_THREADS, PARSING_THREADS_PER_KEY)
+        self._small = PreparationPool("parse", PARSING_THREADS, PARSING_THREADS_PER_KEY)
+        self._large = PreparationPool("parse", PARSING_THREADS, PARSING_THREADS_PER_KEY)
 
     async def parse(self, key_name: str, data: bytearray, adapter: TypeAdapter[Any]) -> Any:
         """Return the validated body of a request of a key (see `parse_body`)."""

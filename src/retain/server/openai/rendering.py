@@ -52,7 +52,9 @@ def create_router(service: OpenAIServing) -> APIRouter:
         num_choices = len(body.prompts) * (body.n or 1)
         async with service.admit(admission, body.prompt_field, num_choices):
             prepared, _ = await service.prepare(key.name, lambda: service.prepare_completion(body, key))
-            return await _write(service, key.name, [_describe(body.model, request) for request in prepared.requests])
+            return await _write(
+                service, key.name, [_describe(body.model, generated) for generated in prepared.requests]
+            )
 
     return router
 

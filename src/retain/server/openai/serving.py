@@ -63,7 +63,8 @@ class OpenAIServing:
         self.stream_interval = server_config.stream_interval
         num_keys = len(server_config.api_keys)
         self.admission = AdmissionControl(self.limits, llm.config.max_running_requests, num_keys)
-        self.body_parser, self.preparation = BodyParser(), PreparationPool()
+        self.body_parser = BodyParser()
+        self.preparation = PreparationPool("prepare")
         self.grammar_trials = GrammarTrials(sandbox, num_keys)
         self.created = int(time())
         llm.tokenizer.chat_templates.renderer = SandboxedRenderer(sandbox)
@@ -229,9 +230,11 @@ class OpenAIServing:
 
         The caller of the returned response ends the admission.
         """
-        deadline, key_name = asyncio.get_running_loop().time() + self.limits.request_timeout, admission.key_name
+        deadline = admission.deadline
+        key_name = admission.key_name
         group: RequestGroup | None = None
         admission.admit(num_choices)
+        admission.begin_work()
         try:
             async with asyncio.timeout_at(deadline):
                 prepared, request_states = await self.prepare(key_name, prepare)
@@ -292,8 +295,9 @@ class OpenAIServing:
     ) -> AsyncIterator[None]:
         """Admit a request that is not generated. Raises APIError, also for what fails in the context."""
         admission.admit(num_choices)
+        admission.begin_work()
         try:
-            async with asyncio.timeout(self.limits.request_timeout):
+            async with asyncio.timeout_at(admission.deadline):
                 yield
         except TimeoutError:
             raise APIError(408, "the request timed out") from None

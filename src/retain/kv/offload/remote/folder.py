@@ -1,7 +1,7 @@
 """Objects as files of a folder, such as a network file system that engines share.
 
-Only their owner may read them. What else is in the folder is left alone: links are never followed, and what is no file
-or cannot be entered is skipped.
+Only their owner may read them. What else is in the folder is left alone: a link in the place of an object, or in a
+listing, is not followed, and what is no file or cannot be entered is skipped.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ class Folder:
         try:
             with os.scandir(self.path / prefix) as found:
                 entries = [(e.name + "/" * e.is_dir(follow_symlinks=False), e) for e in found]
-        except OSError:
-            return  # no folder, or none that this user may read
+        except OSError as error:
+            if prefix and error.errno in (*NO_FILE, errno.EACCES, errno.EPERM):
+                return  # no folder, or none that this user may read
+            raise
         for suffix, entry in sorted(entries, key=lambda pair: pair[0]):
             name = prefix + suffix
             if suffix.endswith("/"):
@@ -128,7 +130,7 @@ def _publish(written: Path, path: Path, overwrite: bool) -> bool:
     except (FileExistsError, IsADirectoryError):
         return False
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
             raise
         if os.path.lexists(path):  # a file system without links
             return False

@@ -21,7 +21,7 @@ from retain.threads import reset_cpu_affinity
 
 LIST_SECONDS = 5.0  # of listing at once; then what was found is indexed, and the listing goes on from there
 LIST_STEP = 1000  # objects between two looks at the clock
-MAX_OBJECTS = 100_000  # the newest ones are indexed
+MAX_OBJECTS = 100_000  # indexed at most: of more, the newest of each part of a listing
 UNLIMITED = 2**62  # bytes
 NUM_THREADS = 8  # headers read at once
 
@@ -121,7 +121,8 @@ class RemoteIndex:
 
     def _list(self, executor: ThreadPoolExecutor) -> None:
         with self._lock:
-            self._num_started += self._num_started == self._num_finished
+            if self._num_started == self._num_finished:
+                self._num_started += 1
         try:
             self._update(executor)
             self.breaker.close()
@@ -145,13 +146,16 @@ class RemoteIndex:
         """
         begin, failures = self._listed_to, list[Exception]()
         found = nlargest(MAX_OBJECTS, self._iter_part(failures), key=lambda info: info.modified_at)
-        end, names = self._listed_to, {info.name for info in found}
+        end = self._listed_to
+        is_last_part = not end and not failures
+        names = {info.name for info in found}
         with self._lock:
             for name, span in list(self._span_of_name.items()):
-                if name > begin and (not end or name <= end) and name not in names:
+                if name > begin and (is_last_part or name <= end) and name not in names:
                     del self._span_of_name[name]
                     self.span_index.remove(span)
             new = [info for info in found if info.name not in self._span_of_name and self._is_worth_reading(info)]
+            new = new[: max(MAX_OBJECTS - len(self._span_of_name), 0)]
         for _ in executor.map(self.read_header, new):
             if self._is_closed:
                 break
