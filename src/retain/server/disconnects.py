@@ -1,4 +1,4 @@
-"""Clients that hang up while their request waits or is prepared."""
+"""Clients that hang up before their answer is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 async def run_while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`, or cancel it as soon as the client hangs up. Raises APIError then, for nobody.
 
-    `receive` (ASGI) has nothing else to tell: the body was read.
+    `receive` (ASGI): of a request whose body was read.
     """
     try:
         async with asyncio.timeout(None) as scope:
@@ -31,7 +31,12 @@ async def run_while_connected(receive: Receive, work: Awaitable[T]) -> T:
         raise APIError(400, "the client closed the connection") from None
 
 
-async def _expire_on_disconnect(receive: Receive, scope: asyncio.Timeout) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client has hung up. The body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _expire_on_disconnect(receive: Receive, scope: asyncio.Timeout) -> None:
+    await wait_for_disconnect(receive)
     scope.reschedule(asyncio.get_running_loop().time())

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from retain.engine.request import FinishReason
+from retain.server.disconnects import wait_for_disconnect
 from retain.server.engine_thread import EngineThread
 from retain.server.openai.errors import APIError
 from retain.server.request_group import EngineError, OutputDelta, RequestGroup
@@ -78,7 +79,7 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send the response (ASGI)."""
         timeout = asyncio.get_running_loop().call_at(self.deadline, self._on_timeout)
-        disconnect = asyncio.create_task(self._watch_disconnect(receive))
+        disconnect = asyncio.create_task(self._fail_on_disconnect(receive))
         respond = self._send_stream if self.stream else self._send_full
         try:
             async with asyncio.timeout_at(self.deadline + WRITE_GRACE_S):  # also if the client reads nothing
@@ -94,9 +95,8 @@ class GenerationResponse(Response):
         self.engine_thread.cancel(self.group)
         self.group.fail(APIError(408, "the request timed out"))
 
-    async def _watch_disconnect(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    async def _fail_on_disconnect(self, receive: Receive) -> None:
+        await wait_for_disconnect(receive)
         self.group.fail(ClientDisconnected())
 
     async def _iter_deltas(self) -> AsyncIterator[list[OutputDelta]]:
