@@ -22,7 +22,7 @@ from retain.server.anthropic.blocks import (
     content_kind,
 )
 from retain.server.anthropic.tools import AnyTool, TypedTool
-from retain.server.openai.protocol import STOP_DESCRIPTION, ExtensionFields, GenerationFields, Json, StopStringList
+from retain.server.openai.protocol import STOP_DESCRIPTION, ExtensionFields, GenerationFields, Json, StopListField
 from retain.server.request_model import StrictModel
 
 MAX_TOOLS = 1024  # agents with several servers of tools have a few hundred
@@ -177,7 +177,7 @@ class MessagesRequest(ConversationFields, GenerationFields):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         description="Lowered to what fits the context; 0 only computes the prompt"
     )
-    stop_sequences: StopStringList | None = Field(None, description=STOP_DESCRIPTION)
+    stop_sequences: StopListField | None = Field(None, description=STOP_DESCRIPTION)
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
 

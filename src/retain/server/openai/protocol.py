@@ -31,9 +31,9 @@ def _check_stop(stop: str | list[str]) -> str | list[str]:
     return stop
 
 
-StopStringList = Annotated[list[NonEmptyStr], Field(max_length=16), AfterValidator(_check_stop)]
-StopStrings = Annotated[
-    Annotated[NonEmptyStr, AfterValidator(_check_stop), Tag("<text>")] | Annotated[StopStringList, Tag("<list>")],
+StopListField = Annotated[list[NonEmptyStr], Field(max_length=16), AfterValidator(_check_stop)]
+StopField = Annotated[
+    Annotated[NonEmptyStr, AfterValidator(_check_stop), Tag("<text>")] | Annotated[StopListField, Tag("<list>")],
     Discriminator(lambda stop: "<list>" if isinstance(stop, list) else "<text>"),  # errors are those of one of them
 ]
 STOP_DESCRIPTION = f"End the output before one of these texts: at most 16, of {MAX_STOP_LENGTH} characters together"
@@ -110,7 +110,7 @@ class SamplingFields(GenerationFields):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: StopStrings | None = Field(None, description=STOP_DESCRIPTION)
+    stop: StopField | None = Field(None, description=STOP_DESCRIPTION)
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
