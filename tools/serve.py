@@ -5,6 +5,9 @@
     python tools/serve.py throughput --max-concurrency 32 --rounds 5
 
 Each command starts a server of SmolLM2 on a free port of this machine and ends it by SIGTERM.
+
+`soak` sends well-formed streams of one client, a third of which disconnect, and prints memory and metrics without
+judging them. tools/soak.py has a client that attacks and another that must not notice, and fails where a law breaks.
 """
 
 from __future__ import annotations
