@@ -76,9 +76,9 @@ class RequestGroup:
         return [state.request for state in self.request_states]
 
     def record_pin(self, num_wanted: int, num_pinned: int) -> None:
-        """Record how many tokens a pin keeps of those wanted, without what fills no page. Called in the engine thread.
+        """Record the tokens that a pin keeps, and warn where they are fewer than the full pages of what was wanted.
 
-        Where it keeps fewer the client gets a warning.
+        Only whole answers show the warning: a stream's headers are sent by then. Called in the engine thread.
         """
         self.num_pinned_tokens = max(self.num_pinned_tokens or 0, num_pinned)
         if num_pinned < num_wanted:
