@@ -17,7 +17,7 @@ def is_main_thread() -> bool:
 
 
 def end_at_next_signal() -> None:
-    """Let the next signal end the process, without a word, even while Python exits or a kernel computes."""
+    """Let the next signal end the process, without output, even while Python exits or a kernel computes."""
     if is_main_thread():
         for number in END_SIGNALS:
             signal.signal(number, signal.SIG_DFL)

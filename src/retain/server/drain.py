@@ -34,14 +34,14 @@ class Watchdog:
         self._timers: list[threading.Timer] = []
 
     def start(self, seconds: float) -> None:
-        """Let the process live for so many seconds at most."""
+        """End the process after so many seconds, unless it has ended."""
         timer = threading.Timer(seconds, _exit_at_once)
         timer.daemon = True
         self._timers.append(timer)
         timer.start()
 
     def stop(self) -> None:
-        """Let the process live."""
+        """Cancel all limits."""
         for timer in self._timers:
             timer.cancel()
 
@@ -64,7 +64,7 @@ class QuietlyCancelled:
 
 
 class GracefulServer(uvicorn.Server):
-    """A server that drains on the first signal, cuts requests off on the second, and dies of the third.
+    """A server that drains on the first signal, cuts requests off on the second, and ends at the third.
 
     While it drains, /ready is 503, new requests are refused, and answers close their connections.
     """

@@ -10,7 +10,7 @@ How a worker ends says whose fault it was:
 | SIGSEGV, SIGBUS: no stack, or no memory for a library | the input's | ValueError |
 | SIGPROF: too much time of the processor | the input's | ValueError |
 | any other signal, such as SIGKILL and SIGTERM, and any other exit code | not the input's | a fresh worker, once |
-| stopped by a signal, or no reply in `PATIENCE` times the limit of time | not the input's | a fresh worker, once |
+| stopped by a signal, or no reply in `REPLY_TIMEOUT_FACTOR` times the limit | not the input's | a fresh worker, once |
 | bytes that are no reply | not the input's | a fresh worker, once |
 | a process that cannot be started | not the input's | a fresh worker, once |
 | a reply with a failure: an error of our own | ours | RuntimeError |
@@ -37,7 +37,7 @@ from retain.server.worker_process import Reply, WorkerLost, WorkerProcess
 
 MEMORY_BYTES = 2**29  # of one request, beyond what an idle worker has
 MAX_CHARACTERS = 2**24  # that a template may write
-PATIENCE = 10  # times the limit of processor time, on the clock
+REPLY_TIMEOUT_FACTOR = 10  # times the limit of processor time, on the clock
 RETRY_AFTER_S = 1
 DEEP = "needs too much memory or nests too deeply"
 LARGE = "needs too much memory"
@@ -84,7 +84,7 @@ class Sandbox:
         try:
             reply = self._call_worker(operation, request)
         except WorkerLost as lost:
-            if reason := self._blame_input(lost):
+            if reason := self._find_fault(lost):
                 raise ValueError(f"{subject} {reason}: simplify it") from None
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             raise APIError(503, "a process of the server was lost: retry", headers=headers) from None
@@ -102,13 +102,13 @@ class Sandbox:
         try:
             return self._use(self._take_idle(operation) or self._start_worker(), operation, request)
         except WorkerLost as lost:
-            if self._blame_input(lost):
+            if self._find_fault(lost):
                 raise
             log.warning("a process of the sandbox was lost: %s", lost)
         return self._use(self._start_worker(), operation, request)
 
     def _use(self, worker: WorkerProcess, operation: str, request: bytes) -> Reply:
-        reply = worker.call(request, PATIENCE * self.timeout_s)
+        reply = worker.call(request, REPLY_TIMEOUT_FACTOR * self.timeout_s)
         with self._lock:
             if not self._closed:
                 self._idle[operation].append(worker)
@@ -116,16 +116,16 @@ class Sandbox:
         worker.end()
         return reply
 
-    def _blame_input(self, lost: WorkerLost) -> str | None:
-        """Return what the input did to a worker; None where it did nothing."""
-        blamed = {
+    def _find_fault(self, lost: WorkerLost) -> str | None:
+        """Return what the input did to a lost worker; None where it did nothing."""
+        faults = {
             EXIT_OUT_OF_MEMORY: LARGE,
             -signal.SIGABRT: LARGE,
             -signal.SIGSEGV: DEEP,
             -signal.SIGBUS: DEEP,
             -signal.SIGPROF: f"takes longer than {self.timeout_s:g} s",
         }
-        return None if lost.exit_code is None else blamed.get(lost.exit_code)
+        return None if lost.exit_code is None else faults.get(lost.exit_code)
 
     def _take_idle(self, operation: str) -> WorkerProcess | None:
         """Return an idle worker of an operation, if there is one. Those that somebody killed are forgotten."""

@@ -1,4 +1,4 @@
-"""A worker process of a sandbox, from outside: no wait for it lasts for ever, whatever becomes of it."""
+"""A worker process of a sandbox, seen from its parent. Every wait for it has a time limit."""
 
 from __future__ import annotations
 
