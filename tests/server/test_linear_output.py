@@ -16,7 +16,7 @@ from retain.server.openai.responses.client_tools import expand_tools
 from retain.server.openai.responses.output import OutputItems
 from retain.server.openai.tool_parser import ToolFormat, ToolParser
 from retain.server.request_group import OutputDelta
-from tests.helpers.counted_steps import StepCounter, assert_linear, cut_into_pieces
+from tests.helpers.counted_work import CountedText, assert_linear, cut_into_pieces
 from tests.helpers.tokenizers import open_tokenizer
 
 FORMATS = {
@@ -48,9 +48,9 @@ TEXTS: dict[str, Callable[[int], str]] = {  # of about n characters, by what the
     [*(("hermes", name) for name in TEXTS), ("mistral", "an endless list of calls"), ("llama", "plain")],
 )
 def test_work_of_the_parsers_is_linear_in_the_text(format_name: str, name: str, size: int) -> None:
-    def prepare(counter: StepCounter, n: int) -> Callable[[], object]:
+    def prepare(n: int) -> Callable[[], object]:
         parser = ChatOutputParser(ToolParser(FORMATS[format_name], {"f"}), ReasoningParser(False))
-        pieces = [*map(counter.text, cut_into_pieces(TEXTS[name](n), size)), counter.text("")]
+        pieces = [*map(CountedText, cut_into_pieces(TEXTS[name](n), size)), CountedText("")]
         return lambda: [parser.feed(piece, finished=not piece) for piece in pieces]
 
     assert_linear(prepare, 500)
@@ -60,11 +60,11 @@ def test_work_of_the_parsers_is_linear_in_the_text(format_name: str, name: str, 
 @pytest.mark.parametrize("name", ["plain", "blank"])
 @pytest.mark.parametrize("create", [ContentBlocks, lambda: OutputItems(expand_tools([]))], ids=["blocks", "items"])
 def test_work_of_streamed_parts_is_linear_in_the_text(create: Callable[[], Any], name: str, kind: str) -> None:
-    def prepare(counter: StepCounter, n: int) -> Callable[[], object]:
+    def prepare(n: int) -> Callable[[], object]:
         parts: Any = create()
         add = parts.feed if isinstance(parts, ContentBlocks) else lambda output: parts.add(output, ())
         empty = ChatOutput("", "", [])
-        outputs = [empty._replace(**{kind: counter.text(piece)}) for piece in cut_into_pieces(TEXTS[name](n), 1)]
+        outputs = [empty._replace(**{kind: CountedText(piece)}) for piece in cut_into_pieces(TEXTS[name](n), 1)]
         return lambda: [add(output) for output in outputs]
 
     assert_linear(prepare, 300)
@@ -74,7 +74,7 @@ def test_work_to_locate_tokens_that_a_stop_string_holds_back_is_linear() -> None
     tokenizer = open_tokenizer("smollm2")
     token = tokenizer.encode("#")[0]
 
-    def prepare(counter: StepCounter, n: int) -> Callable[[], object]:
+    def prepare(n: int) -> Callable[[], object]:
         builder = CompletionChoiceBuilder(tokenizer, 0, True, [token])
         held = [OutputDelta(0, "", [token], [Logprob(token, -1.0)]) for _ in range(n)]
         deltas = [*held, OutputDelta(0, "#" * n, finish_reason=FinishReason.LENGTH)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from retain.processing.detokenizer import IncrementalDetokenizer
 from retain.processing.stop_strings import StopStrings, StopStringSearch
 from retain.sampling_params import MAX_STOP_LENGTH, SamplingParams
-from tests.helpers.counted_steps import StepCounter, assert_linear, cut_into_pieces
+from tests.helpers.counted_work import CountedText, assert_linear, cut_into_pieces
 
 STRINGS = st.lists(st.text("ab", min_size=1, max_size=6), max_size=5)
 PIECES = st.lists(st.tuples(st.text("ab", max_size=5), st.booleans()), max_size=12)
@@ -59,7 +59,7 @@ def test_answers_that_share_stop_strings_do_not_meet(strings: list[str], text: s
 
 ADVERSARIAL = {  # stop strings and a text of about n characters: what looks like one for long, or again and again
     "one long string": lambda n: (["#" * n], "#" * (n - 1)),
-    "sixteen long strings": lambda n: (["#" * (n // 16 - i) + "!" for i in range(16)], "#" * n),
+    "sixteen long strings": lambda n: (["#" * (n // 16 + i) + "!" for i in range(16)], "#" * n),
     "almost, often": lambda n: (["a" * (n // 8) + "b"], ("a" * (n // 8) + "c") * 8),
     "almost, at its end": lambda n: (["a" * n + "b", "b" * n], "a" * n + "c" + "b" * (n // 2)),
     "two periods": lambda n: (["ab" * (n // 2) + "c", "ba" * (n // 4)], "ab" * (n // 4 - 1)),
@@ -82,16 +82,16 @@ class Pieces(dict[int, bytes]):
 def test_work_of_the_detokenizer_is_linear_in_the_text(
     name: str, min_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prepare(counter: StepCounter, n: int) -> Any:
+    def prepare(n: int) -> Any:
         strings, text = ADVERSARIAL[name](n)
 
         class Decoder:
             def decode(self, data: bytes, final: bool = False) -> str:
-                return counter.text(data.decode())
+                return CountedText(data.decode())
 
         monkeypatch.setattr(codecs, "getincrementaldecoder", lambda encoding: lambda errors: Decoder())
         tokens: Any = Pieces(enumerate(piece.encode() for piece in cut_into_pieces(text, 5)))
-        stop = StopStrings([counter.text(s) for s in strings])
+        stop = StopStrings([CountedText(s) for s in strings])
         detokenizer = IncrementalDetokenizer(tokens, stop, min_tokens=min_tokens)
 
         def run() -> None:
@@ -106,8 +106,8 @@ def test_work_of_the_detokenizer_is_linear_in_the_text(
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_work_to_build_stop_strings_is_linear_in_their_length(name: str) -> None:
-    def prepare(counter: StepCounter, n: int) -> Any:
-        strings = [counter.text(s) for s in ADVERSARIAL[name](n)[0]]
+    def prepare(n: int) -> Any:
+        strings = [CountedText(s) for s in ADVERSARIAL[name](n)[0]]
         return lambda: StopStrings(strings)
 
     assert_linear(prepare, 600)
