@@ -270,10 +270,7 @@ class LLM:
     def kept_positions(
         self, prompt: Prompt, kv_policy: str | None = None, num_system_tokens: int = 0
     ) -> list[list[list[int]]]:
-        """Return the positions of a prompt that every layer and head keeps, [L][G], ascending.
-
-        Raises ValueError, and MemoryError where the request needs more pages than were planned.
-        """
+        """Return the positions of a prompt that every layer and head keeps, [L][G], ascending. Raises ValueError."""
         params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         g = GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens)
         (state,) = self.input_processor.process(g)
@@ -282,9 +279,9 @@ class LLM:
         try:
             while request.finish_reason is None and (not request.stats.first_token_time or request.scoring):
                 self.engine.step()
-            if request.row is None:
-                raise MemoryError("the request needs more KV memory than was planned")
-            return self.cache.tables.positions(request.row)
+            if request.row is not None:
+                return self.cache.tables.positions(request.row)
+            raise MemoryError("the request needs more KV memory than was planned")
         finally:
             self.engine.cancel(request)
 

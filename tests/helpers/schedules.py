@@ -69,6 +69,7 @@ class PlannedRequest:
                 max_tokens=self.max_tokens,
                 num_system_tokens=self.num_system_tokens,
                 salt=self.salt,
+                owner=self.salt,
                 drafter_name=self.drafter_name,
             )
         )

@@ -57,6 +57,7 @@ class RequestInput:
     forced_tokens: list[int] = field(default_factory=list)
     num_system_tokens: int = 0  # first tokens of the prompt that are a system prompt
     salt: str = ""  # prefixes are shared only with requests of the same salt
+    owner: str = ""  # who asks: requests of different owners take turns
     drafter_name: str = ""  # one of the engine's named drafters, or "" for its default
     needs_logits: bool = False  # logits before every token of the answer go to the output processor
     needs_prompt_logits: bool = False  # those before every token of the prompt but the first, too

@@ -5,12 +5,17 @@ compute some of them, under a token limit and the pages of the pool. Requests wi
 that long prompts never stall decoding; the token limit exceeds the number of rows, so that decoding never stalls a
 prompt. When pages run out, budgets shrink where they may; then the youngest request is preempted: it frees all of its
 pages and starts again later. The oldest always advances, so every request ends.
+
+Owners (API keys) share all of it. Their prompts take turns, the owner with the fewest requests is admitted next, and
+the youngest request is that of the owner with the most. One that has nothing running takes rows and pages from another
+that has more than half of them.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
+from collections import Counter
 from dataclasses import dataclass
 
 from retain.engine.prompt_sharing import PromptSharing
@@ -37,6 +42,8 @@ class Scheduler:
         self.max_batched_tokens = cache.config.max_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._num_turns = 0  # of prompts
+        self._last_turn = Counter[str]()  # by owner
         self._stalled = dict[int, int]()  # tokens of requests that got no pages although they ran alone, by id
 
     def check_fits(self, request: Request) -> None:
@@ -54,7 +61,7 @@ class Scheduler:
         """Choose the tokens of the next step, and reserve their pages."""
         scheduled: list[ScheduledRequest] = []
         left, num_waiting = self.max_batched_tokens, len(self.waiting)
-        for request in sorted(self.running, key=lambda r: (r.num_uncomputed_tokens > 1, r.id)):
+        for request in sorted(self.running, key=self._order):
             if left and request.row is not None:  # a row may be lost to an older request by now
                 left -= self._schedule_request(request, left, scheduled)
         while left and len(self.waiting) <= num_waiting and (admitted := self._admit_next()):
@@ -88,7 +95,18 @@ class Scheduler:
         if not self._reserve_or_preempt(request, n):
             return 0
         scheduled.append(ScheduledRequest(request, n))
+        if request.num_uncomputed_tokens > 1:
+            self._num_turns += 1
+            self._last_turn[request.input.owner] = self._num_turns
         return n
+
+    def _order(self, request: Request) -> tuple[bool, int, int]:
+        """Return a key by which running requests are scheduled: generating ones, then prompts, whose owners take turns.
+
+        The requests of an owner are computed in their order.
+        """
+        is_prompt = request.num_uncomputed_tokens > 1
+        return is_prompt, self._last_turn[request.input.owner] if is_prompt else 0, request.id
 
     def _token_limit(self, request: Request) -> int:
         """Return how many tokens of a request one step may compute: none beyond an eviction."""
@@ -102,10 +120,17 @@ class Scheduler:
         return min(limit, to_branch_point) if to_branch_point > 0 else limit
 
     def _admit_next(self) -> Request | None:
-        """Open a row for the oldest waiting request, with the prefix that is cached of it; None if it must wait."""
-        if not self.waiting or not self._can_admit(self.waiting[0]):
+        """Open a row for the next waiting request, with the prefix that is cached of it; None if it must wait.
+
+        Next is the oldest of the owner that has the fewest running.
+        """
+        num_running = Counter(r.input.owner for r in self.running)
+        request = min(self.waiting, key=lambda r: (num_running[r.input.owner], r.id), default=None)
+        if request is None:
             return None
-        request = self.waiting.pop(0)
+        if not self._can_admit(request) and (num_running[request.input.owner] or not self._make_room(request)):
+            return None
+        self.waiting.remove(request)
         request.row = self.cache.open_row(request.policy, request.num_uncomputed_tokens)
         self.running.append(request)
         self._attach_prefix(request, request.row)
@@ -138,6 +163,28 @@ class Scheduler:
             return True
         return self.cache.prefix_cache.num_shared_pages(request.prefix_query) >= missing
 
+    def _make_room(self, request: Request) -> bool:
+        """Preempt requests of another owner that has more than half of the rows or pages, until a request is admitted.
+
+        Returns whether it can be.
+        """
+        while not self._can_admit(request):
+            victim = self._find_victim()
+            others = [r for r in self.running if r.input.owner == victim.input.owner]
+            num_pages = sum(self.cache.num_pages(r.row) for r in others if r.row is not None)
+            has_half = (
+                2 * len(others) > self.cache.config.max_running_requests or 2 * num_pages > self.cache.total_pages
+            )
+            if len(others) == 1 or not has_half:
+                return False
+            self.preempt(victim)
+        return True
+
+    def _find_victim(self) -> Request:
+        """Return the running request to preempt next: the youngest of the owner that has the most."""
+        num_running = Counter(r.input.owner for r in self.running)
+        return max(self.running, key=lambda r: (num_running[r.input.owner], r.id))
+
     def _next_pages(self, request: Request) -> int:
         """Return the pages that a running request needs for one more page of tokens, or for those that it may have."""
         length, last = len(request.tokens), len(request.prompt) + request.input.max_tokens - 1
@@ -153,15 +200,15 @@ class Scheduler:
         return self.cache.reserve(request.row, end, scoring=request.scoring is not None)
 
     def _reserve_or_preempt(self, request: Request, num_tokens: int) -> bool:
-        """Reserve pages; shrink a budget or preempt the youngest request while there are too few."""
+        """Reserve pages; shrink a budget or preempt a request while there are too few."""
         while not self._reserve(request, num_tokens):
             if self._shrink_one_budget():
                 continue
             if len(self.running) == 1 and self.cache.prefix_cache.unpin_all():
                 continue  # alone it fits: see check_fits
-            youngest = max(self.running, key=lambda r: r.id)
-            self.preempt(youngest)
-            if youngest is request:
+            victim = self._find_victim()
+            self.preempt(victim)
+            if victim is request:
                 return False
         return True
 

@@ -31,6 +31,7 @@ class GenerateRequest:
 
     `kv_policy` and `speculate` default to the engine's own. The first `num_system_tokens` of the prompt are a system
     prompt: policies with `protect=system` never evict them. Prefixes are shared only with requests of the same `salt`.
+    Requests of different `owner`s take turns.
     `grammar` is the source of a grammar that the answer must match (see GrammarCompiler).
     """
 
@@ -40,6 +41,7 @@ class GenerateRequest:
     speculate: str | None = None
     num_system_tokens: int = 0
     salt: str = ""
+    owner: str = ""  # who asks: requests of different owners take turns
     grammar: str | None = None
     needs_prompt_logprobs: bool = False
     forced_tokens: tuple[int, ...] = ()  # the answer begins with these, whatever the model predicts
@@ -140,6 +142,7 @@ class InputProcessor:
             forced_tokens=list(g.forced_tokens),
             num_system_tokens=g.num_system_tokens,
             salt=g.salt,
+            owner=g.owner,
             drafter_name=g.speculate or "",
             needs_logits=on_logits is not None,
             needs_prompt_logits=g.needs_prompt_logprobs,

@@ -205,6 +205,7 @@ class OpenAIServing:
             kv_policy=body.kv_policy,
             speculate=body.speculate,
             salt=salt,
+            owner=key.name,
             explain_prefix=body.explain_prefix,
         )
 
