@@ -55,7 +55,8 @@ HEADERS_OF_RAY = (
 
 def header_rules() -> Iterator[str]:
     """Yield HAProxy's rules for headers that Ray reads: what is not ASCII goes, or is encoded if it names a session."""
-    encode, delete = "set-header {0} %[req.fhdr({0}),url_enc]", "del-header {0}"
+    encode = "set-header {0} %[req.fhdr({0}),url_enc]"
+    delete = "del-header {0}"
     for rule, names in ((encode, spellings(SESSION_HEADER)), (delete, HEADERS_OF_RAY)):
         for name in names:
             yield f'    http-request {rule.format(name)} if {{ req.fhdr({name}) -m reg "[^ -~]" }}\n'
@@ -68,7 +69,8 @@ def configure_haproxy(folder: Path, forward_body: bool) -> None:
     session go to the replica with the fewest connections. Call it before Ray is imported.
     Raises ValueError where there is no HAProxy.
     """
-    script, rules = folder / "haproxy", folder / "header-rules.cfg"
+    script = folder / "haproxy"
+    rules = folder / "header-rules.cfg"
     routed = WITH_SESSION_OR_TEXT if forward_body else WITH_SESSION
     text = SCRIPT.replace("BINARY", _find_binary()).replace("ROUTED", routed).replace("HEADER_RULES", str(rules))
     rules.write_text("".join(header_rules()))

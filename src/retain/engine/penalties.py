@@ -38,7 +38,8 @@ class TokenCounts:
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end of the text."""
-        fresh, added = [], Counter(tokens)
+        fresh = []
+        added = Counter(tokens)
         for token, count in added.items():
             if token not in self._place:
                 self._place[token] = len(self._place)
@@ -46,7 +47,8 @@ class TokenCounts:
             self._count[token] = self._count.get(token, 0) + count
         if len(self._place) > len(self._ids):
             room = torch.zeros_like(self._ids[:1]).expand(2 * len(self._place) - len(self._ids))
-            self._ids, self._times = (torch.cat([x, room]) for x in (self._ids, self._times))
+            self._ids = torch.cat([self._ids, room])
+            self._times = torch.cat([self._times, room])
         if fresh:
             self._ids[len(self._place) - len(fresh) : len(self._place)] = to_device_like(self._ids, fresh)
         self._change_times(added, 1)
@@ -80,8 +82,10 @@ class LogitPenalties:
 
     def __init__(self, params: SamplingParams, like: Tensor):
         """`like`: a tensor on the device of the logits."""
-        self._params, self._num_tokens = params, 0
-        self._text, self._output = TokenCounts(like), TokenCounts(like)
+        self._params = params
+        self._num_tokens = 0
+        self._text = TokenCounts(like)
+        self._output = TokenCounts(like)
         self._counts_text = params.repetition_penalty != 1
         self._counts_output = params.presence_penalty != 0 or params.frequency_penalty != 0
         biased = [token for token, _ in params.logit_bias]

@@ -37,7 +37,8 @@ def _measure(part: Part, widths: dict[int, int]) -> None:
     """Find the width of a part, and first those of the parts that are at the same place of a text."""
     stack = [part]
     while stack:
-        current, beside = stack[-1][0], _beside(*stack[-1])
+        current = stack[-1][0]
+        beside = _beside(*stack[-1])
         if id(current) not in widths:
             widths[id(current)] = 0  # a reference that leads back adds nothing
             stack += [other for other in beside if id(other[0]) not in widths]

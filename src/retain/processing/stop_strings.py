@@ -66,7 +66,8 @@ class StopStringSearch:
 
     def __init__(self, stop_strings: StopStrings):
         self.found: str | None = None  # the stop string that ends the text
-        self._stop_strings, self._state = stop_strings, 0
+        self._stop_strings = stop_strings
+        self._state = 0
 
     def add(self, text: str, may_stop: bool = True) -> str:
         """Add text that precedes any stop string, and return what is certainly shown.
@@ -74,8 +75,11 @@ class StopStringSearch:
         A stop string that is complete sets `found`, and is not shown; of several that end at once, the longest. Unless
         the text `may_stop`, those that it completes are text as any other.
         """
-        automaton, state = self._stop_strings, self._state
-        following, fallbacks, matches = automaton.following, automaton.fallbacks, automaton.matches
+        automaton = self._stop_strings
+        following = automaton.following
+        fallbacks = automaton.fallbacks
+        matches = automaton.matches
+        state = self._state
         if not state and following[0].keys().isdisjoint(text):  # most text, read by one call
             return text
         for num_read, character in enumerate(text, 1):

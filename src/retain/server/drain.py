@@ -80,7 +80,9 @@ class GracefulServer(uvicorn.Server):
         """`watchdog`: started by signals, in case the shutdown hangs."""
         config.timeout_graceful_shutdown = round(2 * CLOSE_GRACE_S)
         super().__init__(config)
-        self.service, self.drain_timeout, self.on_ready = service, drain_timeout, on_ready
+        self.service = service
+        self.drain_timeout = drain_timeout
+        self.on_ready = on_ready
         self.watchdog = watchdog
         self._num_signals = 0
         self._accepted: set[asyncio.Task[None]] | None = None  # requests to be finished, once the server drains

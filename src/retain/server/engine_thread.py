@@ -190,12 +190,14 @@ class EngineThread:
     def _pin_prompt(self, group: RequestGroup, request: Request) -> None:
         """Pin what the client wants pinned of the prompt of a group's first sampled request."""
         prefix_cache = self.llm.cache.prefix_cache
-        pins, group.pins = group.pins, ()
+        pins = group.pins
+        group.pins = ()
         for pin in pins:
-            prefix, num_pinned = request.prompt[: pin.num_tokens], 0
+            prefix = request.prompt[: pin.num_tokens]
+            num_pinned = 0
             if prefix_cache.enabled:
-                salt, owner = request.input.salt, group.key_name
-                num_pinned = prefix_cache.pin(request.policy, prefix, salt, pin.seconds, owner)
+                salt = request.input.salt
+                num_pinned = prefix_cache.pin(request.policy, prefix, salt, pin.seconds, group.key_name)
             group.record_pin(len(prefix) // self.llm.cache.page_size * self.llm.cache.page_size, num_pinned)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:

@@ -24,7 +24,8 @@ class FairQueue:
     """
 
     def __init__(self, num_places: int, places_per_key: int):
-        self.num_places, self.places_per_key = num_places, places_per_key
+        self.num_places = num_places
+        self.places_per_key = places_per_key
         self._num_held: Counter[str] = Counter()  # places, by key
         self._waiting: dict[str, dict[Ticket, None]] = {}  # by key, the next turn first; in order of arrival
 

@@ -35,7 +35,10 @@ class AuthMiddleware:
     """Checks the API key and the Host header, and limits the body, before the application handles a request."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, admission: AdmissionControl):
-        self.app, self.api_keys, self.limits, self.admission = app, config.api_keys, config.limits, admission
+        self.app = app
+        self.api_keys = config.api_keys
+        self.limits = config.limits
+        self.admission = admission
         # A browser sends no key by itself, so with keys a page of another origin reads nothing.
         self.host_rule = None if config.api_keys else HostRule(config.allowed_hosts, config.insecure_no_api_key)
 
@@ -97,7 +100,8 @@ class AuthMiddleware:
 
     def _limit_body(self, receive: Receive) -> Receive:
         """Wrap `receive` so that it raises for a body that is too large or too slow."""
-        size, complete = 0, False
+        size = 0
+        complete = False
         deadline = asyncio.get_running_loop().time() + self.limits.upload_timeout
 
         async def receive_limited() -> Message:

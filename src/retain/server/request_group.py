@@ -61,7 +61,9 @@ class RequestGroup:
 
         `stream_interval`: tokens of a delta, at least, but for the first and the last; None: one delta at the end.
         """
-        self.request_states, self.key_name, self.pins = list(request_states), key_name, pins
+        self.request_states = list(request_states)
+        self.key_name = key_name
+        self.pins = pins
         self.stream_interval = stream_interval
         self.num_pinned_tokens: int | None = 0 if pins else None  # None where nothing is to be pinned
         self.warnings: list[str] = []  # found while the requests ran
@@ -86,7 +88,8 @@ class RequestGroup:
 
     def is_due(self, index: int) -> bool:
         """Return whether choice `index` has a delta for the client. Called in the engine thread."""
-        request, num_sent = self.request_states[index].request, self._num_collected[index][0]
+        request = self.request_states[index].request
+        num_sent = self._num_collected[index][0]
         if request.finish_reason or self.stream_interval is None:
             return request.finish_reason is not None
         num_new = len(request.tokens) - len(request.prompt) - num_sent
@@ -95,7 +98,8 @@ class RequestGroup:
     def collect(self, index: int) -> None:
         """Append the new output of choice `index`. Called in the engine thread, which then schedules `notify`."""
         state = self.request_states[index]
-        request, (num_tokens, num_logprobs) = state.request, self._num_collected[index]
+        request = state.request
+        num_tokens, num_logprobs = self._num_collected[index]
         delta = OutputDelta(
             index,
             text=state.take_text(),

@@ -53,7 +53,9 @@ class Sandbox:
 
     def __init__(self, timeout_s: float, memory_bytes: int = MEMORY_BYTES, max_characters: int = MAX_CHARACTERS):
         """`timeout_s`: seconds of a processor that one operation may take. `max_characters`: of a rendered prompt."""
-        self.timeout_s, self.memory_bytes, self.max_characters = timeout_s, memory_bytes, max_characters
+        self.timeout_s = timeout_s
+        self.memory_bytes = memory_bytes
+        self.max_characters = max_characters
         self._lock = threading.Lock()  # of the two below
         self._closed = False
         self._idle: defaultdict[str, list[WorkerProcess]] = defaultdict(list)  # by operation, the newest last

@@ -25,7 +25,10 @@ from retain.processing.chat_template import ChatTemplate
 # Far less than the server's threads have: a grammar that compiles here never overflows a stack there.
 STACK_BYTES = 2**20
 EXIT_OUT_OF_MEMORY = 65
-READY, RESULT, ERROR, FAILURE = b"S", b"R", b"E", b"F"  # kinds of replies; an error is the input's, a failure is ours
+READY = b"S"  # the kinds of replies
+RESULT = b"R"
+ERROR = b"E"  # the input's
+FAILURE = b"F"  # ours
 MAX_ERROR_LENGTH = 1000
 ENCODING_ERRORS = "surrogatepass"  # templates may write half of a surrogate pair
 

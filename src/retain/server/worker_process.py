@@ -55,7 +55,8 @@ class WorkerProcess:
         except OSError as error:
             raise WorkerLost(f"it cannot be started: {error.strerror}") from None
         assert self.process.stdin and self.process.stdout
-        self._stdin, self._stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
+        self._stdin = self.process.stdin.fileno()
+        self._stdout = self.process.stdout.fileno()
         for pipe in (self._stdin, self._stdout):
             os.set_blocking(pipe, False)
 

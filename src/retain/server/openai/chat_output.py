@@ -30,14 +30,16 @@ class ChatOutputParser:
 
     def copy(self) -> ChatOutputParser:
         """Return a parser that goes on from here by itself."""
-        tool_parser, reasoning_parser = self._tool_parser, self._reasoning_parser
+        tool_parser = self._tool_parser
+        reasoning_parser = self._reasoning_parser
         other = ChatOutputParser(tool_parser and tool_parser.copy(), reasoning_parser and reasoning_parser.copy())
         other._skipped = self._skipped
         return other
 
     def feed(self, text: str, finished: bool) -> ChatOutput:
         """Add generated text. Returns the parts that are certain; all of them once the choice has finished."""
-        output, skipped = self._separate(text, finished), self._skipped
+        output = self._separate(text, finished)
+        skipped = self._skipped
         if not any(skipped) or not any(output):
             return output
         reasoning, skipped_reasoning = _drop_skipped(output.reasoning, skipped.reasoning)
@@ -46,7 +48,8 @@ class ChatOutputParser:
         return ChatOutput(reasoning, content, output.tool_calls)
 
     def _separate(self, text: str, finished: bool) -> ChatOutput:
-        reasoning, content = "", text
+        reasoning = ""
+        content = text
         calls: list[ParsedToolCall] = []
         if self._reasoning_parser:
             reasoning, content = self._reasoning_parser.feed(text, finished)
@@ -54,7 +57,8 @@ class ChatOutputParser:
             content, calls = self._tool_parser.feed(content)
             if finished:
                 rest, more = self._tool_parser.close()
-                content, calls = content + rest, calls + more
+                content += rest
+                calls += more
         return ChatOutput(reasoning, content, calls)
 
 

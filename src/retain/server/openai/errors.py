@@ -75,7 +75,10 @@ class APIError(Exception):
     ):
         message = shorten(message, MAX_MESSAGE_LENGTH)
         super().__init__(message)
-        self.status, self.message, self.code, self.headers = status, message, code, headers
+        self.status = status
+        self.message = message
+        self.code = code
+        self.headers = headers
         self.param = None if param is None else shorten(param)
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from copy import copy
 
 from retain.server.openai.tool_parser import partial_marker_length
 
-BEGIN, END = "<think>", "</think>"
+BEGIN = "<think>"
+END = "</think>"
 
 
 def supports_reasoning(template: str) -> bool:
@@ -39,16 +40,20 @@ class ReasoningParser:
             self._blanks.append(self._buffer[: len(self._buffer) - len(visible)])
             self._buffer = visible
             if visible.startswith(BEGIN):
-                self._state, self._buffer = "reasoning", visible[len(BEGIN) :]
+                self._state = "reasoning"
+                self._buffer = visible[len(BEGIN) :]
             elif finished or not BEGIN.startswith(visible):
-                self._state, self._buffer = "content", "".join([*self._blanks, visible])
+                self._state = "content"
+                self._buffer = "".join([*self._blanks, visible])
         if self._state == "reasoning":
             reasoning, tag, after = self._buffer.partition(END)
             if tag:
-                self._state, self._buffer = "blank", after
+                self._state = "blank"
+                self._buffer = after
             else:
                 cut = len(reasoning) - (0 if finished else partial_marker_length(reasoning, END))
-                reasoning, self._buffer = reasoning[:cut], reasoning[cut:]
+                self._buffer = reasoning[cut:]
+                reasoning = reasoning[:cut]
             return reasoning, self._take_content()
         return "", self._take_content()
 
@@ -59,5 +64,6 @@ class ReasoningParser:
             self._state = "content" if self._buffer else "blank"
         if self._state != "content":
             return ""
-        content, self._buffer = self._buffer, ""
+        content = self._buffer
+        self._buffer = ""
         return content

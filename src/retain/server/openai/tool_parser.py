@@ -92,7 +92,8 @@ class ToolParser:
     """Separates streamed output into content and tool calls. A call of an unknown tool counts as content."""
 
     def __init__(self, tool_format: ToolFormat, tool_names: Collection[str]):
-        self._format, self._tool_names = tool_format, tool_names
+        self._format = tool_format
+        self._tool_names = tool_names
         self._in_tool_call = not tool_format.begin
         self._marker_start = ""  # end of the text, which may begin the next marker
         self._body_parts: list[str] = []  # of the call that is not yet complete
@@ -107,7 +108,8 @@ class ToolParser:
         """Add generated text. Returns the text that is certainly content, and the calls that are complete."""
         content: list[str] = []
         calls: list[ParsedToolCall] = []
-        text, start = self._marker_start + text, 0
+        text = self._marker_start + text
+        start = 0
         while (end := self._find_marker(text, start)) >= 0:
             if self._in_tool_call:
                 body, known = self._take_body(text[start:end])
@@ -125,7 +127,8 @@ class ToolParser:
 
     def close(self) -> tuple[str, list[ParsedToolCall]]:
         """End the output. Returns the remaining content and calls."""
-        rest, self._marker_start = self._marker_start, ""
+        rest = self._marker_start
+        self._marker_start = ""
         if not self._in_tool_call:
             return rest, []
         body, known = self._take_body(rest)

@@ -77,8 +77,11 @@ class ObjectStore:
             from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError
         except ModuleNotFoundError:
             raise ValueError("the remote tier needs obstore: pip install 'retain[remote]'") from None
-        self.url, self._api = url, obstore
-        self._exists, self._denied, self._error = AlreadyExistsError, PermissionDeniedError, BaseError
+        self.url = url
+        self._api = obstore
+        self._exists = AlreadyExistsError
+        self._denied = PermissionDeniedError
+        self._error = BaseError
         from obstore.store import from_url
 
         try:

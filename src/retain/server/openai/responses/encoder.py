@@ -46,14 +46,20 @@ class ResponsesEncoder(ResponseEncoder):
     ):
         self.response = build_response(body)
         self.headers = build_warning_header(warnings)
-        self._parser, self._tokenizer, self._output_processor = parser, tokenizer, output_processor
-        self._wants_logprobs, self._on_finish = body.wants_logprobs, on_finish
-        self._output, self._finish_reason = OutputItems(tools, body.wants_encrypted_reasoning), FinishReason.STOP
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._output_processor = output_processor
+        self._wants_logprobs = body.wants_logprobs
+        self._on_finish = on_finish
+        self._output = OutputItems(tools, body.wants_encrypted_reasoning)
+        self._finish_reason = FinishReason.STOP
         self._generates = body.generates
         self._token_ids: list[int] = []
         self._logprobs: list[Logprob] = []  # of tokens whose text may still become content
-        self._has_reasoning = self._is_past_reasoning = False
-        self._num_reasoning_tokens = self._sequence_number = 0
+        self._has_reasoning = False
+        self._is_past_reasoning = False
+        self._num_reasoning_tokens = 0
+        self._sequence_number = 0
 
     def update(self, delta: OutputDelta) -> None:
         """See ResponseEncoder."""
@@ -221,7 +227,8 @@ def build_response(body: ResponsesRequest) -> Json:
 
 def count_reasoning_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
     """Return the tokens up to the end of the reasoning, its closing tag included; all if it is not closed."""
-    low, high = 0, len(token_ids)  # binary search: a longer answer has the tag if a shorter one has it
+    low = 0  # binary search: a longer answer has the tag if a shorter one has it
+    high = len(token_ids)
     while low < high:
         middle = (low + high) // 2
         if END in tokenizer.decode(token_ids[:middle]):

@@ -26,7 +26,8 @@ class OutputItems:
     def __init__(self, tools: ClientTools, encrypts_reasoning: bool = False):
         """`encrypts_reasoning`: items of reasoning have `encrypted_content`, too."""
         self.items: list[Json] = []
-        self._tools, self._encrypts_reasoning = tools, encrypts_reasoning
+        self._tools = tools
+        self._encrypts_reasoning = encrypts_reasoning
         self._is_open = False  # whether the last item may still grow
         self._text_parts: list[str] = []  # of the open item, whose text is set at its end
         self._blank: dict[str, list[str]] = {"message": [], "reasoning": []}  # text that waits for other text

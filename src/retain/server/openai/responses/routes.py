@@ -41,7 +41,8 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Create a response to a text or to items."""
         service.check_model(body.model)
-        key, is_stored = request.state.key, body.store is not False
+        key = request.state.key
+        is_stored = body.store is not False
 
         def prepare(conversation: Conversation) -> Prepared:
             items = conversation.load_input()
