@@ -39,7 +39,8 @@ from tools.soak_attacks import ATTACKS, find_workers
 
 KEYS = {"a": "sk-attacker-0123456789", "b": "sk-bystander-0123456789"}
 PROMPTS = ("Name three rivers.", "What is a cache?", "Count to ten. " * 8, "Tell me about the sea. " * 24)
-STREAM_TOKENS, CHAT_TOKENS = 48, 12
+STREAM_TOKENS = 48
+CHAT_TOKENS = 12
 NUM_COMPANIONS = 15  # requests at once that make a full batch
 DRAIN_S = 120.0
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"  # of models without one
@@ -74,7 +75,8 @@ class Observations:
 @contextmanager
 def start_server(model: str, folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Start a server with two keys and a store; give its URL and its process, and end it if it still runs."""
-    keys, log = folder / "keys", folder / "server.log"
+    keys = folder / "keys"
+    log = folder / "server.log"
     keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
     keys.chmod(0o600)
     options = {**SERVER_OPTIONS, "--model": model, "--api-keys": str(keys), "--port": "0"}
@@ -128,7 +130,9 @@ class Bystander:
     """Key B: asks for greedy answers and compares them with those of a quiet server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, pid: int):
-        self.session, self.url, self.pid = session, url, pid
+        self.session = session
+        self.url = url
+        self.pid = pid
         self.headers = {"Authorization": f"Bearer {KEYS['b']}"}
 
     async def chat(self, prompt: str) -> Answer:
@@ -159,7 +163,8 @@ class Bystander:
 
     async def ask(self, prompt: str, streams: bool, seen: Observations) -> Answer:
         """Ask once, and note the times."""
-        started = last = monotonic()
+        started = monotonic()
+        last = monotonic()
         if not streams:
             answer = await self.chat(prompt)
             seen.chats_s.append(monotonic() - started)
@@ -177,7 +182,8 @@ class Bystander:
         """Ask for the prompts in turns, compare the answers, and note the differences."""
         i = 0
         while monotonic() < end:
-            prompt, i = PROMPTS[i % len(PROMPTS)], i + 1
+            prompt = PROMPTS[i % len(PROMPTS)]
+            i = i + 1
             try:
                 answer = await self.ask(prompt, streams, seen)
                 is_equal = answer == seen.answers[prompt][: len(answer)] and len(answer) >= CHAT_TOKENS
@@ -189,7 +195,8 @@ class Bystander:
 
     async def watch_until(self, end: float, seen: Observations) -> None:
         """Ask for /health, which needs nothing but the event loop, and look at the process."""
-        begin, zombies = monotonic(), set[int]()
+        begin = monotonic()
+        zombies = set[int]()
         while (started := monotonic()) < end:
             try:
                 async with self.session.get(f"{self.url.removesuffix('/v1')}/health") as response:
@@ -227,10 +234,12 @@ async def run_phases(args: argparse.Namespace, url: str, pid: int) -> tuple[Obse
     # A connection for each request: the server may close an idle one just when it is used again.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        bystander, quiet = Bystander(session, url, pid), Observations()
+        bystander = Bystander(session, url, pid)
+        quiet = Observations()
         report(f"asking a quiet server at {url}")
         answers = {prompt: await bystander.ask(prompt, True, quiet) for prompt in PROMPTS}
-        company, attacked = Observations(answers), Observations(answers)
+        company = Observations(answers)
+        attacked = Observations(answers)
         end = monotonic() + args.company_seconds
         await asyncio.gather(
             keep_company(session, url, end),
@@ -336,7 +345,8 @@ def print_table(company: Observations, attacked: Observations, attacks: dict[str
     for name, seen in (("in company", company), ("under attack", attacked)):
         print(f"answers {name}: {seen.num_equal} equal, {sum(seen.problems.values())} problems")
     for column, unit in ((1, "MiB"), (2, "descriptors"), (3, "threads")):
-        first, last = attacked.samples[0][column], attacked.samples[-1][column]
+        first = attacked.samples[0][column]
+        last = attacked.samples[-1][column]
         slope = growth_per_minute(attacked.samples, column)
         peak = max(s[column] for s in attacked.samples)
         print(f"{unit}: {first:.0f} at first, {peak:.0f} at most, {last:.0f} at last, {slope:+.1f} a minute at the end")

@@ -113,7 +113,8 @@ async def send_stored_histories(target: Target) -> Results:
     """Conversations of many items that each response continues, and lists of their items."""
     calls = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * 4000
     body: Json = {**MODEL, "input": calls, "max_output_tokens": 2}
-    results, path = Results(), ""
+    results = Results()
+    path = ""
     for _ in range(5):
         result, answer = await target.request("/responses", body)
         results[result] += 1
@@ -356,7 +357,8 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[Results]]] = {
 
 async def attack(target: Target, seconds: float, names: list[str]) -> dict[str, Results]:
     """Run attacks in turns, a few at once, for some time. Returns their results."""
-    results, end = {name: Results() for name in names}, monotonic() + seconds
+    results = {name: Results() for name in names}
+    end = monotonic() + seconds
 
     async def take_turns(start: int) -> None:
         for i in count(start):

@@ -18,8 +18,12 @@ Shape = Callable[[float], Json]
 
 MAX_BODY_SIZE = 2**19  # of the server under test; bodies are a little smaller
 TEXT = MAX_BODY_SIZE * 7 // 8  # characters of the longest text
-NUM_TOOLS, NUM_STOPS, NUM_BIASES, NUM_CHOICES = 1024, 8, 512, 16  # random:tiny has a vocabulary of 512
-LONG_TOKEN, LONG_TOKEN_TEXT = 300, "#" * 1280  # vocabularies have tokens of 80; a few of these stand for many
+NUM_TOOLS = 1024
+NUM_STOPS = 8
+NUM_BIASES = 512  # random:tiny has a vocabulary of 512
+NUM_CHOICES = 16
+LONG_TOKEN = 300
+LONG_TOKEN_TEXT = "#" * 1280  # vocabularies have tokens of 80; a few of these stand for many
 MODEL = {"model": "smollm2"}
 MESSAGES = [{"role": "user", "content": "Hello"}]
 PNG = "data:image/png;base64,"

@@ -28,7 +28,9 @@ class CountedCost:
 
 def count_cost(engine: Engine, requests: Sequence[Request]) -> CountedCost:
     """Run requests to their ends, and count the work."""
-    cost, forward, evict = CountedCost(), engine.runner.forward, BudgetEvictor.evict
+    cost = CountedCost()
+    forward = engine.runner.forward
+    evict = BudgetEvictor.evict
 
     def count_forward(batch: Batch) -> Tensor:
         cost.steps += 1

@@ -33,7 +33,8 @@ class ServerClocks:
     """
 
     def __init__(self, event_loop: int, engine: int):
-        self._event_loop, self._engine = event_loop, engine
+        self._event_loop = event_loop
+        self._engine = engine
 
     def read(self) -> Times:
         """Return the processor time until now. The caller's own does not count."""

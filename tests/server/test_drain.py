@@ -12,7 +12,8 @@ import pytest
 
 from tests.server.conftest import HTTP, engine_paused, run_tiny_server, wait_until
 
-NUM_STREAMS, NUM_TOKENS = 6, 40
+NUM_STREAMS = 6
+NUM_TOKENS = 40
 BODY = {"model": "smollm2", "prompt": "x", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
 
 
@@ -25,7 +26,8 @@ def stream(server, **fields):
 
 def begin_upload(server):
     """Send a request without the last byte of its body, which comes when `finish` is called."""
-    url, body = urlsplit(server.url), json.dumps(BODY).encode()
+    url = urlsplit(server.url)
+    body = json.dumps(BODY).encode()
     connection = socket.create_connection((url.hostname, url.port), timeout=60)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     connection.sendall(head + body[:-1])
@@ -44,8 +46,10 @@ def test_a_drain_finishes_what_was_accepted_and_refuses_the_rest():
         run_tiny_server(engine_options={"max_running_requests": 2}) as server,
         ThreadPoolExecutor(NUM_STREAMS + 1) as e,
     ):
-        service, root = server.service, server.url.removesuffix("/v1")
-        may_prepare, process = threading.Event(), service.process
+        service = server.service
+        root = server.url.removesuffix("/v1")
+        may_prepare = threading.Event()
+        process = service.process
 
         def process_late(requests):
             may_prepare.wait(60)

@@ -82,10 +82,13 @@ ADDRESSES = {  # the longest of each route without a body
 QUICK = ("many messages", "most token ids")  # shapes of `make check`
 
 # Bounds of seconds: several times what the slowest shape takes on a slow core.
-FIXED_S, S_PER_BYTE = 0.04, 1e-7
-ENGINE_S_PER_STEP, ENGINE_S_PER_TOKEN = 6e-3, 1e-3
+FIXED_S = 0.04
+S_PER_BYTE = 1e-7
+ENGINE_S_PER_STEP = 6e-3
+ENGINE_S_PER_TOKEN = 1e-3
 PREPARATION_S_PER_BYTE = 5e-6
-DOUBLED, SLACK_S = 2.5, 0.02  # twice as large a body costs twice as much, and what a measurement strays by
+DOUBLED = 2.5  # twice as large a body costs twice as much, and a measurement strays
+SLACK_S = 0.02
 ATTEMPTS = 3
 
 
@@ -103,7 +106,8 @@ class Client:
     """Sends requests of one key, and measures what they cost the server's threads."""
 
     def __init__(self, server: GracefulServer, key_name: str):
-        self.server, self.root = server, server.url.removesuffix("/v1")
+        self.server = server
+        self.root = server.url.removesuffix("/v1")
         self.headers = {"Authorization": f"Bearer {API_KEYS[key_name]}"}
         found: list[int] = []
         engine_thread = server.service.engine_thread
@@ -221,7 +225,8 @@ def test_a_long_address_costs_what_its_bytes_cost(path: str, ann: Client) -> Non
 @pytest.mark.slow
 def test_a_stored_history_costs_what_its_bytes_cost(ann: Client) -> None:
     """Each turn continues the last one, and costs what all turns have together."""
-    calls, costs = response_shapes()["many calls"](0.5), list[Times]()
+    calls = response_shapes()["many calls"](0.5)
+    costs = list[Times]()
     num_bytes = len(orjson.dumps(calls))
     for _ in range(6):
         times, response = ann.measure(lambda: ann.send("/v1/responses", calls))
@@ -278,8 +283,10 @@ def chat(client: Client) -> tuple[int, Any]:
 @pytest.mark.parametrize("name", ["many messages", "many parts"])
 def test_another_key_waits_for_a_few_bodies_of_many(name: str, ann: Client, fair_server: GracefulServer) -> None:
     """Counts the bodies that are answered before a small one of another key: it waits for neither all nor half."""
-    bob, num_bodies = Client(fair_server, "bob"), 24
-    quiet, content = chat(bob), orjson.dumps(chat_shapes()[name](1) | {"model": "another"})
+    bob = Client(fair_server, "bob")
+    num_bodies = 24
+    quiet = chat(bob)
+    content = orjson.dumps(chat_shapes()[name](1) | {"model": "another"})
     assert quiet[0] == 200 and quiet[1]
     with ThreadPoolExecutor(num_bodies) as threads:
         futures = [threads.submit(ann.send, "/v1/chat/completions", content) for _ in range(num_bodies)]
@@ -287,7 +294,8 @@ def test_another_key_waits_for_a_few_bodies_of_many(name: str, ann: Client, fair
         num_before = sum(future.done() for future in futures)
         small = bob.send("/v1/chat/completions", {"model": "another", "messages": MESSAGES})
         num_answered = sum(future.done() for future in futures) - num_before
-        health, beside = bob.send("/health", method="GET"), chat(bob)
+        health = bob.send("/health", method="GET")
+        beside = chat(bob)
     assert small.status_code == 404 and health.status_code == 200 and beside == quiet
     assert all(future.result().status_code in (404, 429) for future in futures)
     assert num_answered < num_bodies // 2

@@ -61,7 +61,8 @@ def test_work_of_many_calls_is_linear() -> None:
 
 def test_work_of_a_conversation_of_many_turns_is_linear() -> None:
     def prepare(num_turns: int) -> Callable[[], object]:
-        items, turn = encode_items(build_items(("user",), 1)), None
+        items = encode_items(build_items(("user",), 1))
+        turn = None
         for _ in range(num_turns):
             turn = build_turn(items, [], b"{}", turn)
         return Conversation([], turn).load_history

@@ -131,7 +131,8 @@ def test_no_chat_waits_for_grammars(blocked: tuple[GracefulServer, FakeSandbox])
 def test_a_grammar_is_compiled_once_for_all_choices(
     tiny_server: GracefulServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service, compiled = tiny_server.service, []
+    service = tiny_server.service
+    compiled = []
     compiler = service.llm.input_processor.grammar_compiler
     compile_grammar = compiler.compile
     monkeypatch.setattr(compiler, "compile", lambda grammar: compiled.append(grammar) or compile_grammar(grammar))

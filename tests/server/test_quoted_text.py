@@ -19,7 +19,8 @@ from tests.server.conftest import API_KEYS, HTTP
 LONG = "x\ny" * 40_000
 MAX_ERROR = 4 * MAX_MESSAGE_LENGTH  # characters of an error as JSON: two texts, escaped
 USER = {"role": "user", "content": "x"}
-CHAT, MESSAGES = {"model": "smollm2", "messages": [USER]}, {"model": "smollm2", "messages": [USER], "max_tokens": 1}
+CHAT = {"model": "smollm2", "messages": [USER]}
+MESSAGES = {"model": "smollm2", "messages": [USER], "max_tokens": 1}
 RESPONSES = {"model": "smollm2", "input": "x"}
 
 

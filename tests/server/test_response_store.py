@@ -114,7 +114,8 @@ def test_a_long_chain_is_stored_and_forgotten_in_steps_of_its_length() -> None:
 
     def prepare(num_turns: int) -> Callable[[], object]:
         def store_and_forget() -> None:
-            store, turn = ResponseStore(num_turns * (TURN_OVERHEAD + 100)), None
+            store = ResponseStore(num_turns * (TURN_OVERHEAD + 100))
+            turn = None
             for i in range(num_turns):
                 turn = build_turn(100, turn)
                 store.put("ann", str(i), turn)
@@ -130,7 +131,8 @@ def test_a_long_chain_is_stored_and_forgotten_in_steps_of_its_length() -> None:
 
 def test_a_chain_of_any_length_is_freed() -> None:
     """Neither deleting nor freeing it recurses."""
-    store, turn = ResponseStore(10**9), None
+    store = ResponseStore(10**9)
+    turn = None
     for i in range(20_000):
         turn = build_turn(1, turn)
         store.put("ann", str(i), turn)

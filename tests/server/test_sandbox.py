@@ -149,7 +149,8 @@ def test_a_worker_that_ends_while_it_starts_is_not_the_input_s_fault(nothing_lef
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
 def test_a_signal_from_outside_during_a_request_blames_no_input(number: signal.Signals, nothing_left: None) -> None:
-    before, texts = children(), []
+    before = children()
+    texts = []
     sandbox = ScriptedSandbox("time.sleep(1000)", ANSWER)
     sandbox.timeout_s = HANG_GUARD_S
     thread = threading.Thread(target=lambda: texts.append(sandbox.render()))
@@ -193,7 +194,8 @@ def test_limits_of_a_template_are_told_in_one_short_line(source: str, message: s
 def test_the_memory_of_an_output_is_bounded_in_the_parent() -> None:
     """A text of 100 MB ends where it was written: nothing as large comes over the pipe."""
     source = "{% for i in range(1000) %}{{ 'x' * 100000 }}{% endfor %}"
-    sandbox, sizes = Sandbox(60.0), []
+    sandbox = Sandbox(60.0)
+    sizes = []
     read = WorkerProcess._read
 
     def counted(self: WorkerProcess, size: int, deadline: float) -> bytearray:

@@ -92,7 +92,8 @@ def test_a_long_conversation_is_refused_before_it_is_read(
 
     monkeypatch.setattr(Conversation, "load_history", fail)
     monkeypatch.setattr(Conversation, "load_input", fail)
-    first_id, last_item = first.json()["id"], first.json()["output"][0]["id"]
+    first_id = first.json()["id"]
+    last_item = first.json()["output"][0]["id"]
     for items in (half, [{"type": "item_reference", "id": last_item}] * (MAX_ITEMS // 2)):
         refused = ask(tiny_server, items, path, previous_response_id=first_id)
         assert refused.status_code == 400 and "the conversation is too long" in refused.json()["error"]["message"]
@@ -120,7 +121,8 @@ def test_pages_are_the_whole_list(turns: list[tuple[int, int]], limit: int) -> N
             ids = [item["id"] for item in page["data"]]
             assert (page["first_id"], page["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
             assert len(ids) == limit or not page["has_more"]
-            found, has_more = [*found, *ids], page["has_more"]
+            found = [*found, *ids]
+            has_more = page["has_more"]
         assert found == (whole[::-1] if newest_first else whole)
 
 

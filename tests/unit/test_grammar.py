@@ -188,9 +188,11 @@ def test_deeply_nested_schemas_are_refused():
 
 def test_a_copy_follows_its_own_answer(compiler):
     grammar = compiler.compile(grammar_from_json_schema({"enum": [11, 22]}))
-    copy, again = grammar.copy(), grammar.copy()
+    copy = grammar.copy()
+    again = grammar.copy()
     start = allowed_tokens(grammar, [], compiler.vocab_size)
-    one, two = compiler.tokenizer.encode_continuation("1")[0], compiler.tokenizer.encode_continuation("2")[0]
+    one = compiler.tokenizer.encode_continuation("1")[0]
+    two = compiler.tokenizer.encode_continuation("2")[0]
     assert copy.accept_token(one) and not copy.accept_token(two)
     assert torch.equal(allowed_tokens(grammar, [], compiler.vocab_size), start)
     assert grammar.accept_token(two) and grammar.accept_token(two) and grammar.is_complete

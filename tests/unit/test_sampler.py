@@ -203,13 +203,15 @@ def test_penalties_of_a_text_that_grows_are_those_of_the_whole_text(
     """Also after drafts that were rejected; to the last bit, because each penalty is applied once."""
     options = {"repetition_penalty": repetition, "frequency_penalty": frequency, "presence_penalty": -frequency / 2}
     params = SamplingParams(**options, logit_bias=((2, 1.0), (3, -0.5)))
-    x, tokens = torch.linspace(-2, 3, 7), list(prompt)
+    x = torch.linspace(-2, 3, 7)
+    tokens = list(prompt)
     kept = LogitPenalties(params, x)
     for new, drafts in steps:
         tokens += new
         kept.update(tokens, len(prompt))
         for i in range(len(drafts) + 1):
-            row, expected = x.clone(), x.clone()
+            row = x.clone()
+            expected = x.clone()
             kept.apply(row, drafts[:i])
             anew = LogitPenalties(params, x)
             anew.update([*tokens, *drafts[:i]], len(prompt))

@@ -34,7 +34,8 @@ def cut_by_definition(pieces: Sequence[tuple[str, bool]], strings: Sequence[str]
 @given(STRINGS, PIECES)
 def test_search_equals_its_definition(strings: list[str], pieces: list[tuple[str, bool]]) -> None:
     """Text is shown as soon as no stop string can begin in it, and not before."""
-    search, shown = StopStringSearch(StopStrings(strings)), ""
+    search = StopStringSearch(StopStrings(strings))
+    shown = ""
     beginnings = {s[:n] for s in strings for n in range(1, len(s))}
     for num_pieces, piece in enumerate(pieces, 1):
         shown += search.add(*piece)
@@ -53,7 +54,8 @@ def test_answers_that_share_stop_strings_do_not_meet(strings: list[str], text: s
     shared = StopStrings(strings)
     other = StopStringSearch(shared)
     other.add("ab")
-    alone, beside = StopStringSearch(StopStrings(strings)), StopStringSearch(shared)
+    alone = StopStringSearch(StopStrings(strings))
+    beside = StopStringSearch(shared)
     assert (alone.add(text), alone.flush(), alone.found) == (beside.add(text), beside.flush(), beside.found)
 
 
@@ -70,7 +72,8 @@ ADVERSARIAL = {  # stop strings and a text of about n characters: what looks lik
 class Pieces(dict[int, bytes]):
     """Tokens with these texts, in the place of a tokenizer's."""
 
-    errors, strip_space = "replace", False
+    errors = "replace"
+    strip_space = False
 
     def last_bytes(self, tokens: Sequence[int]) -> bytes:
         """See TokenBytes."""

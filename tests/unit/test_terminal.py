@@ -40,7 +40,8 @@ def controls_of(text: str) -> set[str]:
 def test_a_terminal_gets_no_control_character(texts: list[str]) -> None:
     """However a text is cut into pieces; what is no control character stays."""
     shown = io.StringIO()
-    stream, whole = EscapingStream(shown), "".join(texts)
+    stream = EscapingStream(shown)
+    whole = "".join(texts)
     stream.writelines(texts)
     assert shown.getvalue() == escape_controls(whole) and not controls_of(shown.getvalue())
     assert escape_controls("".join(c for c in whole if c not in controls_of(whole))) == "".join(
