@@ -31,8 +31,8 @@ class GenerateRequest:
 
     `kv_policy` and `speculate` default to the engine's own. The first `num_system_tokens` of the prompt are a system
     prompt: policies with `protect=system` never evict them. Prefixes are shared only with requests of the same `salt`.
-    Requests of different `owner`s take turns.
-    `grammar` is the source of a grammar that the answer must match (see GrammarCompiler).
+    Requests of different owners take turns. `grammar` is the source of a grammar that the answer must match (see
+    GrammarCompiler).
     """
 
     prompt: Prompt

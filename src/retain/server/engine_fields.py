@@ -40,7 +40,7 @@ VLLM: FieldTable = {
     "guided_whitespace_pattern": USE_RESPONSE_FORMAT,
     "return_tokens_as_token_ids": only(False),
     "return_token_offsets": only(False),
-    "priority": only(0, why="requests are served in the order of their arrival"),
+    "priority": only(0, why="requests of a key are served in the order of their arrival, and keys take turns"),
     "request_id": Accepted("answers have ids of the server"),
     "session_id": NO_TRACING,
     "stream_interval": Accepted("see --stream-interval"),
