@@ -156,6 +156,27 @@ def test_connections_beyond_the_limit_are_closed_at_once():
         assert HTTP.get(f"{server.url}/models").status_code == 200
 
 
+def test_an_answer_that_nobody_reads_does_not_hold_the_connection():
+    """One that is read now and then is sent to its end."""
+    with run_tiny_server(limits=Limits(send_timeout=0.5)) as server, connect(server) as connection:
+        tokenizer = server.service.llm.tokenizer
+        longest = max(range(200, 500), key=lambda token: len(tokenizer.decode([token])))
+        body = json.dumps({"model": "smollm2", "tokens": [longest] * 1_000_000}).encode()
+        request = head_of("detokenize", body, extra="Connection: close\r\n").replace(b"/v1/", b"/") + body
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(request)
+        wait_until(lambda: server.server_state.connections)
+        wait_until(lambda: not server.server_state.connections)
+        with connect(server) as slow:
+            slow.sendall(request)
+            whole = slow.recv(2**18)
+            for _ in range(10):
+                time.sleep(0.2)
+                whole += slow.recv(2**18)
+            whole += read_all(slow)
+        assert whole.endswith(b'"}') and len(whole) > 4_000_000
+
+
 # ---- clients that close their sending side ---------------------------------------------------------------------------
 
 

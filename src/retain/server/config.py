@@ -51,6 +51,9 @@ class Limits:
     header_timeout: PositiveFloat = field(
         default=10.0, metadata={"help": "seconds to receive the headers of a request, and the rest of a refused body"}
     )
+    send_timeout: PositiveFloat = field(
+        default=60.0, metadata={"help": "seconds in which a client must read some of an answer that waits for it"}
+    )
     max_connections: PositiveInt = field(
         default=512, metadata={"help": "open connections at most; others are closed at once"}
     )

@@ -5,6 +5,7 @@ It adds to uvicorn's connection, which bounds none of them:
     bytes of a request up to the end of its headers, and around its body: max_header_size
     seconds from the first byte of a request to the end of its headers:   header_timeout
     seconds for the rest of a body after the response:                    header_timeout
+    seconds in which the client reads nothing of what was written for it: send_timeout
     open connections:                                                     max_connections
 
 A client may close its sending side after a request. It still gets the answer; a client that is gone is noticed.
@@ -13,8 +14,12 @@ A client may close its sending side after a request. It still gets the answer; a
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import socket
+import sys
+import termios
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -32,7 +37,7 @@ class RejectionLog:
     """Counts the connections that each limit ended, for all connections of a server."""
 
     def __init__(self) -> None:
-        self.counts = dict.fromkeys(("max_connections", "max_header_size", "header_timeout"), 0)
+        self.counts = dict.fromkeys(("max_connections", "max_header_size", "header_timeout", "send_timeout"), 0)
 
     def add(self, limit: str) -> None:
         """Count a connection that was ended."""
@@ -55,6 +60,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_rejected = False
         self._timer: asyncio.TimerHandle | None = None
         self._gone_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
 
     # ---- the connection ------------------------------------------------------------------------------------------
 
@@ -70,7 +76,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
-        for timer in (self._timer, self._gone_timer):
+        for timer in (self._timer, self._gone_timer, self._send_timer):
             if timer:
                 timer.cancel()
         super().connection_lost(exc)
@@ -93,6 +99,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._in_body and self._frame_bytes > self._limits.max_header_size + FRAMING_BYTES * self._body_bytes:
             self._rejections.add("max_header_size")
             self._is_rejected = True
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """Wait until the client has read what was written for it, as long as it reads some of it."""
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        """Go on writing."""
+        if self._send_timer:
+            self._send_timer.cancel()
+        super().resume_writing()
+
+    def _expect_reading(self) -> None:
+        self._send_timer = self.loop.call_later(self._limits.send_timeout, self._check_reading, self._count_unread())
+
+    def _count_unread(self) -> int:
+        """Return the bytes that the client has not read, here and in the system's buffer of the socket."""
+        unread = self.transport.get_write_buffer_size()
+        with suppress(OSError):  # a system that does not tell
+            queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+            unread += int.from_bytes(queued, sys.byteorder)
+        return unread
+
+    def _check_reading(self, unread: int) -> None:
+        """Abort the connection if as many bytes are unread as before."""
+        if self._count_unread() < unread:
+            self._expect_reading()
+        else:
+            self._rejections.add("send_timeout")
             self.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
