@@ -1,15 +1,17 @@
 """The engine thread survives what one request, one client or one bug does to it: other requests never hang."""
 
+import asyncio
 import json
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 from retain.processing.grammar import GrammarState
 from retain.server.inspector.recorder import Inspector
-from tests.server.conftest import HTTP, run_in_engine_thread, run_tiny_server
+from tests.server.conftest import HTTP, engine_paused, run_in_engine_thread, run_tiny_server
 
 STORY = "Once upon a time there was a lamp that nobody could put out, and the people of the town came to see it. " * 8
 
@@ -99,6 +101,64 @@ def test_cancelled_call_does_not_block_others(tiny_server):
     hold.set()
     assert first.result(60) and run_in_engine_thread(tiny_server, lambda: 2).result(60) == 2
     assert post(tiny_server).status_code == 200
+
+
+@contextmanager
+def steps_counted(server):
+    """Count the engine's steps in a list of one number."""
+    engine, num_steps = server.service.llm.engine, [0]
+    step = engine.step
+
+    def count_step():
+        num_steps[0] += 1
+        return step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", count_step)
+        yield num_steps
+
+
+def test_commands_that_queue_themselves_again_stop_no_step(tiny_server):
+    """Between two steps, a command of each client that asks again and again runs once."""
+    engine_thread, engine = tiny_server.service.engine_thread, tiny_server.service.llm.engine
+    runs = []  # the number of steps at each run while requests are unfinished
+
+    def run_again():
+        if engine.has_unfinished_requests:
+            runs.append(num_steps[0])
+        if len(runs) < 1000 and not responses:
+            engine_thread._commands.put(run_again)
+
+    responses = []
+    with steps_counted(tiny_server) as num_steps:
+        with engine_paused(tiny_server, num_commands=2):
+            engine_thread._commands.put(run_again)
+            thread = threading.Thread(target=lambda: responses.append(post(tiny_server, max_tokens=20)))
+            thread.start()
+        thread.join(60)
+    assert responses[0].status_code == 200
+    assert len(runs) == len(set(runs)) >= 19
+
+
+def test_reads_run_one_between_two_steps(tiny_server):
+    """A read takes long; submissions and cancellations do not wait for those that others queued."""
+    engine_thread, engine = tiny_server.service.engine_thread, tiny_server.service.llm.engine
+    runs, responses = [], []  # the number of steps at each read while requests are unfinished
+
+    def read():
+        if engine.has_unfinished_requests:
+            runs.append(num_steps[0])
+
+    with steps_counted(tiny_server) as num_steps:
+        with engine_paused(tiny_server, num_commands=9):
+            reads = [asyncio.run_coroutine_threadsafe(engine_thread.read(read), engine_thread._loop) for _ in range(8)]
+            thread = threading.Thread(target=lambda: responses.append(post(tiny_server, max_tokens=20)))
+            thread.start()
+        for done in reads:
+            done.result(60)
+        thread.join(60)
+    assert responses[0].status_code == 200
+    assert len(runs) == len(set(runs)) >= 6
 
 
 def test_failing_observer_is_ignored(tiny_server, monkeypatch):

@@ -137,6 +137,17 @@ def test_inspector_isolates_api_keys(secured_server):
     assert HTTP.get(f"{root}/inspect").status_code == 200  # the page itself contains no data
 
 
+def test_what_the_inspector_reads_is_admitted(secured_server):
+    """Each read takes the engine's time, so a key has as many at once as it has requests."""
+    root, choices = secured_server.url.removesuffix("/v1"), secured_server.service.admission.choices
+    dave = {"Authorization": f"Bearer {INSPECTOR_API_KEYS['dave']}"}
+    paths = ("state", "requests/0", "requests/0/tokens/0")
+    choices.add("dave", 4)
+    assert [HTTP.get(f"{root}/inspect/{path}", headers=dave).status_code for path in paths] == [429] * 3
+    choices.add("dave", -4)
+    assert [HTTP.get(f"{root}/inspect/{path}", headers=dave).status_code for path in paths] == [200, 404, 404]
+
+
 def test_inspector_lists_prefix_misses_of_the_key(secured_server):
     """Two prompts of a key part at a date; another key sees neither, and its equal prompt is no miss."""
     root, names = secured_server.url.removesuffix("/v1"), ("ann", "bob")

@@ -57,6 +57,7 @@ class EngineThread:
         self.fatal_error: str | None = None  # set after a failure that the engine cannot recover from
         self.closed_error: EngineError | None = None  # raised for new requests once set
         self._stopped = False  # the thread runs no more commands
+        self._has_read = False  # since the last step
 
     # ---- called from the event loop ------------------------------------------------------------------------------
 
@@ -71,11 +72,18 @@ class EngineThread:
         await self.call(lambda: self._add_group(group))
 
     def cancel(self, group: RequestGroup) -> None:
-        """Cancel the unfinished requests of a group. Their pages are free before the next step."""
+        """Cancel the unfinished requests of a group. Their pages are free after one more step at most."""
         self._commands.put(lambda: self._cancel_group(group))
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine thread, between two steps, and return its result."""
+        return await self._call(function, lambda command: command())
+
+    async def read(self, function: Callable[[], T]) -> T:
+        """Run a function that takes long and changes nothing, one between two steps. Returns its result."""
+        return await self._call(function, self._run_read)
+
+    async def _call(self, function: Callable[[], T], run: Callable[[Callable[[], None]], None]) -> T:
         done: Future[T] = Future()
 
         def command() -> None:
@@ -90,7 +98,7 @@ class EngineThread:
             else:
                 done.set_result(result)
 
-        self._commands.put(command)
+        self._commands.put(lambda: run(command))
         if self._stopped:
             self._run_remaining_commands()
         return await asyncio.wrap_future(done)
@@ -139,17 +147,28 @@ class EngineThread:
         return {group for group, _ in self._group_of_request.values()}
 
     def _run_commands(self) -> bool:
-        """Run queued commands; block for one if the engine is idle. Returns False when the thread is to end."""
-        idle = not self._engine.has_unfinished_requests
-        while True:
-            try:
-                command = self._commands.get() if idle else self._commands.get_nowait()
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
+        """Run the commands that are queued now; block for one if the engine is idle. False ends the thread.
+
+        Commands that are queued meanwhile wait for the next step, so that no number of them stops the engine.
+        """
+        self._has_read = False
+        if not self._engine.has_unfinished_requests and not self._run_command():
+            return False
+        return all(self._run_command() for _ in range(self._commands.qsize()))
+
+    def _run_command(self) -> bool:
+        command = self._commands.get()
+        if command:
             command()
-            idle = False
+        return command is not None
+
+    def _run_read(self, command: Callable[[], None]) -> None:
+        """Run a command that only reads, or queue it again if another ran since the last step."""
+        if self._has_read and not self._stopped:
+            self._commands.put(lambda: self._run_read(command))
+            return
+        self._has_read = True
+        command()
 
     def _run_remaining_commands(self) -> None:
         """Run commands that came too late, which then raise `closed_error` to their callers."""

@@ -48,7 +48,8 @@ def add_routes(app: FastAPI, service: OpenAIServing, inspector: Inspector) -> No
     @app.get("/inspect/state", include_in_schema=False, response_model=None)
     async def get_state(request: Request) -> JSONResponse:
         key = request.state.key
-        return JSONResponse(await engine_thread.call(lambda: inspector.get_state(key.name, key.is_operator)))
+        request.state.admission.admit(1)  # its work is as long as the texts of the key's requests
+        return JSONResponse(await engine_thread.read(lambda: inspector.get_state(key.name, key.is_operator)))
 
     @app.get("/inspect/requests/{request_id}", include_in_schema=False, response_model=None)
     async def get_request(request_id: int, request: Request, layer: int | None = None) -> JSONResponse:
@@ -56,13 +57,14 @@ def add_routes(app: FastAPI, service: OpenAIServing, inspector: Inspector) -> No
         if layer is not None and not 0 <= layer < inspector.llm.spec.num_layers:
             raise APIError(400, f"layers are 0 to {inspector.llm.spec.num_layers - 1}", "layer")
         request.state.admission.admit(1)  # its work is as long as the request's text
-        detail = await engine_thread.call(lambda: inspector.get_request_detail(request_id, key, layer))
+        detail = await engine_thread.read(lambda: inspector.get_request_detail(request_id, key, layer))
         return await service.preparation.run(key, lambda: _json_or_404(detail))
 
     @app.get("/inspect/requests/{request_id}/tokens/{position}", include_in_schema=False, response_model=None)
     async def get_token(request_id: int, position: int, request: Request) -> JSONResponse:
         key = request.state.key.name
-        return _json_or_404(await engine_thread.call(lambda: inspector.get_token_detail(request_id, key, position)))
+        request.state.admission.admit(1)
+        return _json_or_404(await engine_thread.read(lambda: inspector.get_token_detail(request_id, key, position)))
 
 
 def _json_or_404(detail: dict[str, Any] | None) -> JSONResponse:
