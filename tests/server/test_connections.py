@@ -1,7 +1,9 @@
 """Bounds that hold before a request is known, and clients that close their sending side."""
 
 import json
+import logging
 import socket
+import struct
 import time
 from contextlib import ExitStack, contextmanager
 from urllib.parse import urlsplit
@@ -200,6 +202,42 @@ def test_a_client_that_is_gone_is_noticed(bounded_server, body):
     wait_until(lambda: is_idle(bounded_server))
     assert all(len(r.output_tokens) < 1900 for r in requests)
     assert_nothing_leaked(bounded_server)
+
+
+@pytest.mark.parametrize("body", [LONG_GENERATION, STREAM.replace(b"40", b"1900")], ids=["whole", "stream"])
+@pytest.mark.parametrize("is_reset", [False, True], ids=["closed", "reset"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["sent together", "sent later"])
+def test_a_client_that_is_gone_is_noticed_behind_a_second_request(bounded_server, body, is_reset, is_late, caplog):
+    """Reading pauses while a second request waits, and uvicorn tells only the newest that the client is gone."""
+    scheduler = bounded_server.service.llm.engine.scheduler
+    first, second = head_of("completions", body) + body, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connect(bounded_server) as connection:
+        connection.sendall(first if is_late else first + second)
+        wait_until(lambda: scheduler.running)
+        requests = list(scheduler.running)
+        if is_late:
+            connection.sendall(second)
+            (protocol,) = bounded_server.server_state.connections
+            wait_until(lambda: protocol.pipeline)
+        if is_reset:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_until(lambda: is_idle(bounded_server))
+    wait_until(lambda: not bounded_server.server_state.tasks)
+    assert requests and all(len(r.output_tokens) < 1900 for r in requests)
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert_nothing_leaked(bounded_server)
+
+
+@pytest.mark.parametrize("body", [GENERATION, STREAM], ids=["whole", "stream"])
+def test_a_client_that_closes_its_sending_side_gets_all_answers(bounded_server, body):
+    """Also those of requests that waited for their turn."""
+    with connect(bounded_server) as connection:
+        connection.sendall((head_of("completions", body) + body) * 3)
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    assert answer.count(b" 200 OK\r\n") == 3
+    assert answer.count(b'"completion_tokens":40') == 3 or answer.count(b"data: [DONE]") == 3
+    wait_until(lambda: is_idle(bounded_server))
 
 
 def test_half_a_request_gets_no_answer(bounded_server):

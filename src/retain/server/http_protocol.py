@@ -8,7 +8,8 @@ It adds to uvicorn's connection, which bounds none of them:
     seconds in which the client reads nothing of what was written for it: send_timeout
     open connections:                                                     max_connections
 
-A client may close its sending side after a request. It still gets the answer; a client that is gone is noticed.
+A client may close its sending side after a request. It still gets the answer; a client that is gone is noticed, also
+with other requests behind the one that runs. Uvicorn tells only the newest request.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import select
 import socket
 import sys
 import termios
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from retain.server.config import Limits
 from retain.server.openai.errors import APIError
 
 log = logging.getLogger(__name__)
 LOG_EVERY = 100  # log the first rejection by a limit, and then every 100th of a server
-GONE_POLL_S = 0.25  # how often a half-closed connection is checked for a client that is gone
+GONE_POLL_S = 0.25  # how often a connection of which nothing is read is checked for a client that is gone
 FRAMING_BYTES = 8  # of a chunk of a body, besides its content: clients may send single bytes
 
 
@@ -58,6 +61,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._frame_bytes = 0  # received since the headers, without the body's content
         self._body_bytes = 0
         self._is_rejected = False
+        self._is_half_closed = False  # by the client, after its last request
+        self._cycles: deque[RequestResponseCycle] = deque()  # requests in order; the first ones may be answered
         self._timer: asyncio.TimerHandle | None = None
         self._gone_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -75,10 +80,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers."""
+        """Stop the timers, and tell every unfinished request that its client is gone."""
         for timer in (self._timer, self._gone_timer, self._send_timer):
             if timer:
                 timer.cancel()
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True  # from now on it writes nothing
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -137,20 +146,39 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_rejected or cycle is None or cycle.response_complete or cycle.more_body or not self._in_headers:
             return False
         cycle.keep_alive = False  # the connection is closed after the answer
-        if self.scope["http_version"] == "1.1" and not cycle.response_started and not self.pipeline:
+        self._is_half_closed = True
+        running = self._forget_answered_cycles()[0]
+        if running.scope["http_version"] == "1.1" and not running.response_started:
             # A client that waits ignores this; the system of one that is gone answers with a reset.
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._check_gone()
+        self._start_gone_timer()
         return True
 
+    def _forget_answered_cycles(self) -> deque[RequestResponseCycle]:
+        """Return the cycles from the one that runs on."""
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        return self._cycles
+
+    def _start_gone_timer(self) -> None:
+        if self._gone_timer:
+            self._gone_timer.cancel()
+        self._gone_timer = self.loop.call_later(GONE_POLL_S, self._check_gone)
+
     def _check_gone(self) -> None:
-        """Abort the connection if the client has reset it: nothing is read any more that would show it."""
+        """Abort the connection if the client has reset it, and read on if it has closed its sending side.
+
+        Nothing else shows it: nothing is read after the client's last request, nor behind a request in the pipeline.
+        """
         if self.transport.is_closing():
             return
-        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
-        else:
-            self._gone_timer = self.loop.call_later(GONE_POLL_S, self._check_gone)
+        elif self._is_half_closed or self.pipeline:
+            if not self._is_half_closed and _is_closed_by_peer(connection.fileno()):
+                self.flow.resume_reading()
+            self._start_gone_timer()
 
     # ---- the parser ----------------------------------------------------------------------------------------------
 
@@ -163,6 +191,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._reject_headers()
         else:
             super().on_headers_complete()
+            self._forget_answered_cycles().append(self.cycle)
+            if self.pipeline:  # uvicorn has paused reading
+                self._start_gone_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header. Those after a body count as its framing, and nobody reads them."""
@@ -228,3 +259,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
+
+
+def _is_closed_by_peer(file_number: int) -> bool:
+    """Tell whether the peer sends nothing more, which may be unread behind what it has sent."""
+    poll = select.poll()
+    poll.register(file_number, getattr(select, "POLLRDHUP", 0))  # Linux only; a reset is always told
+    return bool(poll.poll(0))
