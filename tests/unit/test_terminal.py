@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from retain.cli import http_client
 from retain.terminal import EscapingFormatter, EscapingStream, escape_controls
-from tests.helpers.cli import run_cli
+from tests.helpers.cli import assert_one_line_error, run_cli
 
 HOSTILE = "a\x1b]0;title\x07b\x1b[2Jc\x9b31md\be\u202ef\u2066g"
 ESCAPED = r"a\x1b]0;title\x07b\x1b[2Jc\x9b31md\x08e\u202ef\u2066g"
@@ -96,6 +96,26 @@ def test_no_command_sends_control_characters_to_a_terminal(
     result = run_cli(capsys, "run", "x")
     assert result.out == (f"{ESCAPED}\n" if is_terminal else f"{HOSTILE}\n")
     assert result.err.count(ESCAPED) == 2 and not controls_of(result.err)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("run", "x", HOSTILE),
+        (HOSTILE,),
+        ("run", f"--{HOSTILE}"),
+        ("run", "x", "--log-level", HOSTILE),
+        ("run", "x", "--max-tokens", HOSTILE),
+        ("bench", HOSTILE),
+    ],
+)
+@pytest.mark.parametrize("newline", ["", "\n"])
+def test_errors_of_arguments_quote_no_control_character(
+    args: tuple[str, ...], newline: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_cli(capsys, *args[:-1], args[-1] + newline + "x")
+    assert_one_line_error(result, "retain")
+    assert not controls_of(result.err)
 
 
 def test_log_lines_quote_no_control_character() -> None:

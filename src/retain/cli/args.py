@@ -22,6 +22,7 @@ from retain.options import ByteCount, NonNegativeFloat, Size, field_types, split
 from retain.plugins import PARSERS, format_size
 from retain.sampling_params import SamplingParams
 from retain.server.config import Limits, ServerConfig
+from retain.terminal import escape_controls
 from retain.tune.config import TuneConfig
 
 T = TypeVar("T")
@@ -40,8 +41,8 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with code 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
+        """Print the error, which quotes arguments, and exit with code 2."""
+        self.exit(2, escape_controls(f"{self.prog}: {' '.join(message.split())}") + "\n")
 
 
 def build_parser() -> CommandParser:
