@@ -5,11 +5,11 @@ import json
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 
 from retain.processing.grammar import GrammarState
+from retain.server.config import Limits
 from retain.server.inspector.recorder import Inspector
 from tests.server.conftest import HTTP, engine_paused, run_in_engine_thread, run_tiny_server
 
@@ -208,20 +208,19 @@ def test_a_pin_that_is_not_held_is_told_to_who_set_it():
         assert 0 < pinned_pages <= server.service.llm.cache.total_pages / 2 and warnings[0] is None and warnings[-1]
 
 
-def test_request_timeout(tiny_server, monkeypatch):
+def test_request_timeout(monkeypatch):
     """A response of 1000 slow steps ends at the timeout: full with 408, streamed with an error event."""
-    service = tiny_server.service
-    runner = service.llm.engine.runner
-    forward = runner.forward
+    with run_tiny_server(limits=Limits(request_timeout=0.4)) as server:
+        runner = server.service.llm.engine.runner
+        forward = runner.forward
 
-    def forward_slowly(batch):
-        time.sleep(0.02)
-        return forward(batch)
+        def forward_slowly(batch):
+            time.sleep(0.02)
+            return forward(batch)
 
-    monkeypatch.setattr(runner, "forward", forward_slowly)
-    monkeypatch.setattr(service, "limits", replace(service.limits, request_timeout=0.4))
-    assert post(tiny_server, max_tokens=1000).status_code == 408
-    text = post(tiny_server, max_tokens=1000, stream=True).text
+        monkeypatch.setattr(runner, "forward", forward_slowly)
+        assert post(server, max_tokens=1000).status_code == 408
+        text = post(server, max_tokens=1000, stream=True).text
     assert text.count("data: {") > 3 and '"timeout_error"' in text.splitlines()[-2] and "[DONE]" not in text
 
 
