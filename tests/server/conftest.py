@@ -87,8 +87,15 @@ def run_in_engine_thread(server: GracefulServer, function: Callable[[], Any]) ->
 @contextmanager
 def engine_paused(server: GracefulServer, num_commands: int = 0) -> Iterator[None]:
     """Run no engine step until the block ends and this many commands, such as submissions, are queued."""
+    is_paused = threading.Event()
     resume = threading.Event()
-    paused = run_in_engine_thread(server, resume.wait)
+
+    def pause() -> None:
+        is_paused.set()
+        resume.wait()
+
+    paused = run_in_engine_thread(server, pause)
+    assert is_paused.wait(60)  # its own command is no longer queued
     yield
     wait_until(lambda: server.service.engine_thread._commands.qsize() >= num_commands)
     resume.set()
