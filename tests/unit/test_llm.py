@@ -223,9 +223,10 @@ def test_an_answer_that_ends_before_it_owns_pages_has_statistics():
 def test_ended_requests_are_freed():
     """The output processor knows a request only as long as its caller keeps the state."""
     llm = LLM("random:tiny", kv_memory="16MiB")
+    others = [x for x in gc.get_objects() if type(x) is Request]  # of servers that tests cut off
     llm.generate(["x"] * 3, SamplingParams(max_tokens=2))
     gc.collect()
-    assert not [x for x in gc.get_objects() if type(x) is Request and x.input.prompt == llm.encode("x")]
+    assert not [x for x in gc.get_objects() if type(x) is Request and x not in others]
 
 
 def test_a_dead_end_of_a_grammar_is_a_failure():
