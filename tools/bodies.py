@@ -1,6 +1,6 @@
 """Measure what many large bodies of one key cost another: its chat and /health beside them, and memory.
 
-    python tools/bodies.py --num-bodies 24 48
+    python -m tools.bodies --num-bodies 24 48
 
 Starts a server of SmolLM2 with two keys on a free port and ends it by SIGTERM. Each body is wrong in its last message,
 so it is parsed and validated, and nothing else. Give ratios of one run: the machine may be shared.
@@ -11,20 +11,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import re
-import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
 
 import aiohttp
+
+from tools.serve import resident_mib, start_server
 
 KEYS = {"ann": "sk-ann-0123456789", "bob": "sk-bob-0123456789"}
 NUM_MESSAGES = 16_000
@@ -38,26 +35,13 @@ UNFINISHED_SIZE = 2**23
 
 
 @contextmanager
-def start_server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Start a server; give its URL and its process."""
+def start_server_with_keys() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Start a server that has the keys; give its URL and its process."""
     with tempfile.NamedTemporaryFile("w", suffix=".keys") as file:
         file.write("".join(f"{name} {key}\n" for name, key in KEYS.items()))
         file.flush()
-        command = [sys.executable, "-m", "retain.cli", "serve", "--model", "smollm2", "--port", "0"]
-        process = subprocess.Popen([*command, "--api-keys", file.name], stderr=subprocess.PIPE, text=True)
-        assert process.stderr
-        url = next(m[0] for line in process.stderr if (m := re.search(r"http://\S+/v1", line)))
-    try:
-        yield url, process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-
-
-def resident_mib(process: subprocess.Popen[str]) -> float:
-    """Return the memory of a process."""
-    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        with start_server("--api-keys", file.name) as started:
+            yield started
 
 
 async def time_of(call: Callable[[], Awaitable[int]]) -> float:
@@ -131,7 +115,7 @@ def main() -> None:
     parser.add_argument("--num-bodies", type=int, nargs="+", default=[24, 48])
     parser.add_argument("--kinds", nargs="+", default=list(BODIES), choices=list(BODIES))
     args = parser.parse_args()
-    with start_server() as (url, process):
+    with start_server_with_keys() as (url, process):
         for kind in args.kinds:
             asyncio.run(measure(url, process, kind, args.num_bodies))
 
