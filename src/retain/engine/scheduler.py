@@ -124,10 +124,10 @@ class Scheduler:
 
         Next is the oldest of the owner that has the fewest running.
         """
-        num_running = Counter(r.input.owner for r in self.running)
-        request = min(self.waiting, key=lambda r: (num_running[r.input.owner], r.id), default=None)
-        if request is None:
+        if not self.waiting:
             return None
+        num_running = Counter(r.input.owner for r in self.running)
+        request = min(self.waiting, key=lambda r: (num_running[r.input.owner], r.id))
         if not self._can_admit(request) and (num_running[request.input.owner] or not self._make_room(request)):
             return None
         self.waiting.remove(request)
@@ -170,12 +170,10 @@ class Scheduler:
         """
         while not self._can_admit(request):
             victim = self._find_victim()
-            others = [r for r in self.running if r.input.owner == victim.input.owner]
-            num_pages = sum(self.cache.num_pages(r.row) for r in others if r.row is not None)
-            has_half = (
-                2 * len(others) > self.cache.config.max_running_requests or 2 * num_pages > self.cache.total_pages
-            )
-            if len(others) == 1 or not has_half:
+            owned = [r for r in self.running if r.input.owner == victim.input.owner]
+            num_pages = sum(self.cache.num_pages(r.row) for r in owned if r.row is not None)
+            has_half = 2 * len(owned) > self.cache.config.max_running_requests or 2 * num_pages > self.cache.total_pages
+            if len(owned) == 1 or not has_half:
                 return False
             self.preempt(victim)
         return True
