@@ -26,12 +26,18 @@ def bobs() -> Request:
     return make_request([5, 6, 7] * 10, 8, owner="bob")
 
 
-def test_an_owner_waits_for_no_long_prompts_of_another() -> None:
+@pytest.mark.parametrize("num_running", [0, 1, 3])
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_an_owner_waits_for_no_long_prompts_of_another(num_running: int, max_tokens: int) -> None:
+    """However many requests it has running itself: a prompt that fills each step has but one request running."""
     engine = make_engine("llama", backend="cpu", max_batched_tokens=65)
     alone = num_steps_to_end(engine, bobs())
-    engine.add(*(make_request([i + 1] * 400, 4, owner="ann") for i in range(8)))
+    engine.add(*(make_request([i + 9] * 20, 200, owner="bob") for i in range(num_running)))
     engine.step()
-    assert num_steps_to_end(engine, bobs()) <= 2 * alone
+    engine.add(*(make_request([i + 1] * 400, max_tokens, owner="ann") for i in range(8)))
+    engine.step()
+    for _ in range(3):
+        assert num_steps_to_end(engine, bobs()) <= 2 * alone
 
 
 def test_an_owner_waits_for_no_running_places_of_another() -> None:

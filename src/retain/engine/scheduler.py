@@ -6,9 +6,9 @@ that long prompts never stall decoding; the token limit exceeds the number of ro
 prompt. When pages run out, budgets shrink where they may; then the youngest request is preempted: it frees all of its
 pages and starts again later. The oldest always advances, so every request ends.
 
-Owners (API keys) share all of it. Their prompts take turns, the owner with the fewest requests is admitted next, and
-the youngest request is that of the owner with the most. One that has nothing running takes rows and pages from another
-that has more than half of them.
+Owners (API keys) share all of it. Their prompts take turns, of requests that run and of those that wait. The last free
+rows are for the owners with the fewest requests, and the youngest request is that of the owner with the most. One that
+has nothing running takes rows and pages from another that has more than half of them.
 """
 
 from __future__ import annotations
@@ -61,13 +61,22 @@ class Scheduler:
         """Choose the tokens of the next step, and reserve their pages."""
         scheduled: list[ScheduledRequest] = []
         left, num_waiting = self.max_batched_tokens, len(self.waiting)
-        for request in sorted(self.running, key=self._order):
-            if left and request.row is not None:  # a row may be lost to an older request by now
+        running = sorted(self.running, key=lambda r: r.id)
+        turns = [r for r in running if r.num_uncomputed_tokens > 1]
+        for request in running:
+            if left and request not in turns and request.row is not None:  # an older request may have taken its row
                 left -= self._schedule_request(request, left, scheduled)
-        while left and len(self.waiting) <= num_waiting and (admitted := self._admit_next()):
-            left -= self._schedule_request(admitted, left, scheduled)
-            if admitted.row is None:
-                break  # it got no pages, and would be admitted again
+        turns = [*(r for r in turns if r.row is not None), *(self.waiting if len(self.waiting) <= num_waiting else ())]
+        while left and turns:
+            request = min(turns, key=self._turn)
+            turns.remove(request)
+            num_waiting = len(self.waiting) - (request.row is None)
+            if request.row is None and not self._admit(request):
+                turns = [r for r in turns if r.row is not None or self._comes_before(r, request)]
+                continue
+            left -= self._schedule_request(request, left, scheduled)
+            if len(self.waiting) > num_waiting:  # one was preempted: nothing is admitted in its place
+                turns = [r for r in turns if r.row is not None]
         return [s for s in scheduled if s.request.row is not None]
 
     def find_stalled(self) -> Request | None:
@@ -100,13 +109,12 @@ class Scheduler:
             self._last_turn[request.input.owner] = self._num_turns
         return n
 
-    def _order(self, request: Request) -> tuple[bool, int, int]:
-        """Return a key by which running requests are scheduled: generating ones, then prompts, whose owners take turns.
+    def _turn(self, request: Request) -> tuple[int, bool, int]:
+        """Return a key by which prompts are computed, and requests admitted for it.
 
-        The requests of an owner are computed in their order.
+        Next is the owner whose last turn was first: with the oldest of its prompts, then with the oldest that waits.
         """
-        is_prompt = request.num_uncomputed_tokens > 1
-        return is_prompt, self._last_turn[request.input.owner] if is_prompt else 0, request.id
+        return self._last_turn[request.input.owner], request.row is None, request.id
 
     def _token_limit(self, request: Request) -> int:
         """Return how many tokens of a request one step may compute: none beyond an eviction."""
@@ -119,22 +127,28 @@ class Scheduler:
         to_branch_point = request.branch_point - request.num_computed_tokens
         return min(limit, to_branch_point) if to_branch_point > 0 else limit
 
-    def _admit_next(self) -> Request | None:
-        """Open a row for the next waiting request, with the prefix that is cached of it; None if it must wait.
-
-        Next is the oldest of the owner that has the fewest running.
-        """
-        if not self.waiting:
-            return None
+    def _admit(self, request: Request) -> bool:
+        """Open a row for a waiting request, with the prefix that is cached of it, unless it must wait."""
         num_running = Counter(r.input.owner for r in self.running)
-        request = min(self.waiting, key=lambda r: (num_running[r.input.owner], r.id))
-        if not self._can_admit(request) and (num_running[request.input.owner] or not self._make_room(request)):
-            return None
+        own = num_running[request.input.owner]
+        others = {r.input.owner for r in self.waiting if num_running[r.input.owner] < own}
+        if others and self.cache.free_rows <= len(others):
+            return False
+        if not self._can_admit(request) and (own or not self._make_room(request)):
+            return False
         self.waiting.remove(request)
         request.row = self.cache.open_row(request.policy, request.num_uncomputed_tokens)
         self.running.append(request)
         self._attach_prefix(request, request.row)
-        return request
+        return True
+
+    def _comes_before(self, request: Request, refused: Request) -> bool:
+        """Return whether a request may be admitted although another, whose turn it was, was not.
+
+        Only one of an owner with fewer running: otherwise small requests would pass a large one for ever.
+        """
+        num_running = Counter(r.input.owner for r in self.running)
+        return num_running[request.input.owner] < num_running[refused.input.owner]
 
     def _attach_prefix(self, request: Request, row: int) -> None:
         """Begin with the prefix that is cached of a request; the first time, find out why there is no more of it."""
