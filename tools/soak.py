@@ -315,8 +315,9 @@ def find_broken_laws(
     """Return what must not be, a line each."""
     broken = [f"key B: {n} x {problem}" for problem, n in attacked.problems.items() if n]
     broken += [f"key B in company: {n} x {problem}" for problem, n in company.problems.items() if n]
+    ends_workers = bool(attacks.keys() & {"kill_workers", "stop_workers"})  # of which any other attack may be the victim
+    allowed = {"503"} if ends_workers else set[str]()
     for name, results in attacks.items():
-        allowed = {"503"} if name in ("kill_workers", "stop_workers") else set[str]()
         broken += [f"{name}: {n} x {r}" for r, n in results.items() if r[:1] == "5" and r not in allowed]
     for what, beside, alone in (
         ("gap of B's streams", attacked.gaps_s, company.gaps_s),
