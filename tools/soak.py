@@ -62,6 +62,7 @@ class Observations:
     answers: dict[str, Answer] = field(default_factory=dict)  # of a quiet server
     num_equal: int = 0
     problems: Counter[str] = field(default_factory=Counter)  # of B's requests
+    firsts_s: list[float] = field(default_factory=list)  # until the first token of streams
     gaps_s: list[float] = field(default_factory=list)  # between the tokens of streams
     chats_s: list[float] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
@@ -172,8 +173,10 @@ class Bystander:
         answer = []
         async for tokens in self.stream(prompt):
             now = monotonic()
-            if answer and tokens:
+            if tokens and answer:
                 seen.gaps_s.append(now - last)
+            elif tokens:
+                seen.firsts_s.append(now - started)
             answer += tokens
             last = now
         return answer
@@ -315,14 +318,14 @@ def find_broken_laws(
     """Return what must not be, a line each."""
     broken = [f"key B: {n} x {problem}" for problem, n in attacked.problems.items() if n]
     broken += [f"key B in company: {n} x {problem}" for problem, n in company.problems.items() if n]
-    ends_workers = bool(attacks.keys() & {"kill_workers", "stop_workers"})  # of which any other attack may be the victim
+    ends_workers = bool(attacks.keys() & {"kill_workers", "stop_workers"})  # those of other attacks, too
     allowed = {"503"} if ends_workers else set[str]()
     for name, results in attacks.items():
         broken += [f"{name}: {n} x {r}" for r, n in results.items() if r[:1] == "5" and r not in allowed]
     for what, beside, alone in (
+        ("first token of B's streams", attacked.firsts_s, company.firsts_s),
         ("gap of B's streams", attacked.gaps_s, company.gaps_s),
         ("answer of /health", attacked.health_s, company.health_s),
-        ("chat of B", attacked.chats_s, company.chats_s),
     ):
         limit = max(args.factor * spread(alone)[2], 1000 * args.floor_seconds)
         if spread(beside)[2] > limit:
@@ -340,7 +343,8 @@ def print_table(company: Observations, attacked: Observations, attacks: dict[str
     """Print what was measured."""
     print(f"{'':34}{'median':>9}{'p99':>9}{'longest':>9}   ms")
     for name, seen in (("in company", company), ("under attack", attacked)):
-        for what, values in (("gaps", seen.gaps_s), ("chats", seen.chats_s), ("/health", seen.health_s)):
+        columns = {"first tokens": seen.firsts_s, "gaps": seen.gaps_s, "chats": seen.chats_s, "/health": seen.health_s}
+        for what, values in columns.items():
             median, p99, longest = spread(values)
             print(f"{f'{what} {name} ({len(values)})':34}{median:9.1f}{p99:9.1f}{longest:9.1f}")
     for name, seen in (("in company", company), ("under attack", attacked)):
