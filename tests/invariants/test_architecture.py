@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from token import COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL
+from tokenize import tokenize
 
 import pytest
 
@@ -43,7 +45,7 @@ LAYERS = [
 SERVER_ROOMS = {"openai": set(), "anthropic": {"openai"}, "inspector": {"openai"}}
 LAYER_OF = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 
-MAX_FILE_LINES = 320
+MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines
 MAX_STEP_LINES = 25
 MAX_PARAMETERS = 9  # self included
 
@@ -51,6 +53,18 @@ MAX_PARAMETERS = 9  # self included
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+def num_code_lines(path: Path) -> int:
+    """Count the lines of a file that hold code."""
+    nodes = [n for n in ast.walk(tree_of(path)) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    docstrings = [n.body[0] for n in nodes if ast.get_docstring(n)]
+    prose = {line for d in docstrings for line in range(d.lineno, d.end_lineno + 1)}
+    with path.open("rb") as file:
+        tokens = [t for t in tokenize(file.readline) if t.type not in (COMMENT, ENCODING, ENDMARKER, NL)]
+    spaces = (INDENT, DEDENT, NEWLINE)
+    code = {line for t in tokens if t.type not in spaces for line in range(t.start[0], t.end[0] + 1)}
+    return len(code - prose)
 
 
 def all_nodes() -> Iterator[tuple[Path, ast.AST]]:
@@ -111,7 +125,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 def test_a_file_is_short_and_says_what_it_is_for():
     for path in FILES:
-        assert len(path.read_text().splitlines()) <= MAX_FILE_LINES, path
+        assert num_code_lines(path) <= MAX_CODE_LINES, path
         assert ast.get_docstring(tree_of(path)), path
 
 
