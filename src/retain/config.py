@@ -43,7 +43,10 @@ class Config:
     )
     kv_policy: str = field(
         default="full",
-        metadata={"help": "KV policy: full, ring:window=N, or a budget such as keyformer:budget=25%"},
+        metadata={
+            "help": "KV policy: full, ring:window=N, or a budget such as keyformer:budget=25%; auto:budget=50% chooses "
+            "by the model"
+        },
     )
     allow_policy: tuple[str, ...] = field(
         default=(),

@@ -24,6 +24,7 @@ from retain.engine.runner import Runner
 from retain.kernels.pool_dtypes import page_bytes, pool_dtype
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
+from retain.kv.eviction.auto_policy import AutoPolicy
 from retain.kv.manager import KVCacheManager
 from retain.kv.offload import tiers
 from retain.kv.prefix import config as prefix_configs
@@ -49,8 +50,8 @@ class LLM:
             raise ValueError(f"unknown option {unknown[0]!r}: LLM takes {', '.join(known)}")
         started = perf_counter()
         self.config = c = Config(model, kv_memory=None if kv_memory is None else parse_size(kv_memory), **options)
-        self.policy = policies.parse(c.kv_policy)
-        self.allowed_policies = [self.policy, *map(policies.parse, c.allow_policy)]  # there is room for them
+        for spec in (c.kv_policy, *c.allow_policy):
+            policies.parse(AutoPolicy().choose(spec))  # refuse now what no model could have
         prefix_config = prefix_configs.parse(c.prefix_cache)
         tier_configs = tiers.parse_all(c.tier)
         if tier_configs and not prefix_config:
@@ -65,6 +66,9 @@ class LLM:
         self.tokenizer = Tokenizer.open(loaded.path)
         self.tokenizer.choose_chat_template(chat_template, name=c.chat_template)
         self.max_model_len = self._resolve_max_model_len()
+        auto = AutoPolicy(loaded.gate_loader().has_gate, self.tokenizer.chat_template is not None)
+        self.policy, *allowed = (policies.parse(auto.choose(spec)) for spec in (c.kv_policy, *c.allow_policy))
+        self.allowed_policies = [self.policy, *allowed]  # there is room for them
         query_heads = self.spec.num_heads // self.spec.num_kv_heads  # of a kv head
         cache_config = self._cache_config(query_heads if any(p.per_query_head for p in self.allowed_policies) else 1)
         self.cache = factory.build_cache(
@@ -91,6 +95,7 @@ class LLM:
             policy=self.policy,
             allowed_policies=self.allowed_policies,
             has_default_drafter=drafter is not None,
+            auto=auto,
         )
         self.input_processor = InputProcessor(self.tokenizer, info, self.cache, self.add_drafter)
         try:

@@ -47,6 +47,13 @@ class GateLoader:
             self._shape = GateShape(num_layers, self.spec.kv_heads, self.spec.head_dim, fingerprint)
         return self._shape
 
+    def has_gate(self) -> bool:
+        """Return whether there is a gate of this model, so that a policy need not name a file. Raises OSError."""
+        try:
+            return bool(self._find())
+        except ValueError:
+            return False
+
     def _find(self) -> Path:
         """Return the gate beside the model, or the one of this package. Raises ValueError where there is none."""
         for candidate in gate_files(self.path):

@@ -13,6 +13,7 @@ from torch import Tensor
 from retain.engine.request import Request, RequestInput
 from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.kv.eviction import policies
+from retain.kv.eviction.auto_policy import AutoPolicy
 from retain.kv.eviction.cost import PolicyCost
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
@@ -71,6 +72,7 @@ class EngineInfo:
     policy: EvictionPolicy  # of requests that name none
     allowed_policies: Sequence[EvictionPolicy]  # that a client's request may choose, whatever they cost
     has_default_drafter: bool
+    auto: AutoPolicy  # what `auto` stands for in a request
 
 
 class InputProcessor:
@@ -159,7 +161,7 @@ class InputProcessor:
 
     def _parse_policy(self, spec: str | None) -> EvictionPolicy:
         """Return the policy of requests with this spec, or the engine's own. Raises ValueError."""
-        policy = self.info.policy if spec is None else policies.parse(spec)
+        policy = self.info.policy if spec is None else policies.parse(self.info.auto.choose(spec))
         if policy.instruction:
             ids = self._encode_instruction(policy.instruction)
             policy = policy.with_instruction(ids, self.tokenizer.special_token_ids)
@@ -190,13 +192,16 @@ class InputProcessor:
 
         The engine's own policy, and those that it allows, may cost anything.
         """
-        if g.kv_policy is None or policies.parse(g.kv_policy) in self.info.allowed_policies:
+        if g.kv_policy is None:
+            return
+        chosen = policies.parse(self.info.auto.choose(g.kv_policy))
+        if chosen in self.info.allowed_policies:
             return
         token_ids = self.encode(g.prompt)
         policy = self._parse_policy(g.kv_policy).resolve(len(token_ids), g.num_system_tokens)
         cost = PolicyCost.of(policy, token_ids, self.info.max_model_len - len(token_ids))
         if excess := cost.find_excess():
-            spec = policies.to_spec(policies.parse(g.kv_policy))
+            spec = policies.to_spec(chosen)
             raise ValueError(f"kv_policy {spec} {excess}, or start the server with it (--allow-policy)")
 
     def _check_room(self, policy: EvictionPolicy) -> None:

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from retain import __version__
 from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.kv.eviction import policies
+from retain.kv.eviction.auto_policy import AUTO
 from retain.server.anthropic import models as anthropic_models
 from retain.server.anthropic import routes as anthropic_routes
 from retain.server.config import ServerConfig
@@ -119,7 +120,7 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
         for count in ("n", "best_of"):
             if "anyOf" in fields.get(count, {}):  # else it is accepted at one value
                 fields[count]["anyOf"][0]["maximum"] = service.limits.max_choices
-        fields["kv_policy"]["anyOf"][0]["pattern"] = f"^({'|'.join(policies.names())})(:|$)"
+        fields["kv_policy"]["anyOf"][0]["pattern"] = f"^({'|'.join([AUTO, *policies.names()])})(:|$)"
         fields["speculate"]["anyOf"][0]["enum"] = [NO_SPECULATION, *service.drafters]
     if not service.tool_format:  # the model's chat template does not support tools
         for name in ("ChatCompletionRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest"):

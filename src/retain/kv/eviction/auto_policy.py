@@ -1,0 +1,44 @@
+"""The policy `auto`: a name in a spec that stands for another policy, which the model and the other options decide.
+
+What it stands for is what the table in docs/guide/policies.md recommends, from measurements of quality. To write down
+which one it was, choose it first: `policies.parse` knows no `auto`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from retain.plugins import parse_spec
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class AutoPolicy:
+    """What the choice depends on: whether a gate was fitted for the model, and whether it is tuned for chats."""
+
+    has_gate: Callable[[], bool] = lambda: False  # asked only where it matters: files are read for it
+    is_chat_model: bool = False
+
+    def choose(self, spec: str) -> str:
+        """Return the spec that a spec stands for: of another policy for `auto`, with the same options; else the same.
+
+        Raises ValueError for a spec that is none.
+        """
+        name, options = parse_spec(spec)
+        if name != AUTO:
+            return spec
+        defaults: dict[str, str] = {}
+        if options.get("prefill") == "stream":  # evicts before there is an answer, or the whole prompt, to ask
+            chosen = "h2o"
+        elif self.has_gate():
+            chosen = "gate"
+        elif self.is_chat_model:
+            chosen = "reread"
+            defaults = {"share": "all", "value": "norm"}
+        else:
+            chosen = "h2o"
+            defaults = {"recent": "10%"}
+        words = ",".join(f"{key}={value}" for key, value in {**options, **(defaults | options)}.items())
+        return f"{chosen}:{words}" if words else chosen

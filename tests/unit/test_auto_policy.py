@@ -1,0 +1,59 @@
+"""Laws of the policy `auto`: it stands for what the guide's table recommends, and keeps the options that were given."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from retain import LLM
+from retain.kv.eviction import policies
+from retain.kv.eviction.auto_policy import AutoPolicy
+from retain.plugins import parse_spec
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "policies.md"
+SITUATIONS = {
+    "A bundled model, or one that you have": AutoPolicy(lambda: True, True),
+    "A chat model without a gate": AutoPolicy(lambda: False, True),
+    "A model that is not tuned for chats": AutoPolicy(lambda: False, False),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_auto_is_what_the_guide_recommends(situation: str) -> None:
+    rows = [line for line in GUIDE.read_text().splitlines() if line.startswith(f"| {situation}")]
+    (recommended,) = re.findall(r"\| `(\w+:\S+)`", rows[0])
+    assert policies.parse(SITUATIONS[situation].choose("auto:budget=50%")) == policies.parse(recommended)
+
+
+@pytest.mark.parametrize("auto", SITUATIONS.values(), ids=str)
+@pytest.mark.parametrize(
+    "options", ["budget=7", "budget=50%,recent=3", "budget=9,share=layer", "budget=9,prefill=stream"]
+)
+def test_given_options_stay(auto: AutoPolicy, options: str) -> None:
+    chosen = auto.choose(f"auto:{options}")
+    assert parse_spec(f"x:{options}")[1].items() <= parse_spec(chosen)[1].items()
+    policies.parse(chosen)
+
+
+@pytest.mark.parametrize("spec", ["full", "h2o:budget=50%", "no_policy:x=1"])
+def test_another_spec_stays(spec: str) -> None:
+    assert AutoPolicy().choose(spec) == spec
+
+
+@pytest.mark.parametrize("spec", ["auto", "auto:budget=0", "auto:window=7", "auto:budget=5,budget=6"])
+def test_options_are_checked_before_a_model_is_loaded(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"budget|window"):
+        LLM("/nowhere", kv_policy=spec)
+
+
+def test_engine_and_requests_have_the_policy_that_auto_stands_for() -> None:
+    llm = LLM("random:tiny", kv_policy="auto:budget=50%", kv_memory="8MiB")
+    try:
+        (default,) = llm.generate([1, 2, 3])
+        (other,) = llm.generate([1, 2, 3], kv_policy="auto:budget=9")
+    finally:
+        llm.close()
+    assert policies.to_spec(llm.policy) == "h2o:budget=50%,recent=10%"
+    assert default.kv["policy"].startswith("h2o:budget=") and other.kv["policy"].startswith("h2o:budget=9,recent=1")
