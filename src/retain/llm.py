@@ -20,6 +20,7 @@ from retain.config import Config, check_weights
 from retain.engine import drafters
 from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
+from retain.engine.output import StepOutput
 from retain.engine.runner import Runner
 from retain.kernels.pool_dtypes import page_bytes, pool_dtype
 from retain.kv.capacity import CacheConfig
@@ -86,8 +87,8 @@ class LLM:
         if prefix_config and isinstance(self.cache.prefix_cache, PrefixCache) and (tier_configs or selective):
             offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, self.spec, loaded.path)
             self.cache.prefix_cache.set_offloader(offloader)
-        self.output_processor = OutputProcessor(self.cache, self.tokenizer)
-        self.engine = Engine(loaded.create_runner(self.cache), self.cache, drafter, self.output_processor)
+        self.engine = Engine(loaded.create_runner(self.cache), self.cache, drafter)
+        self.output_processor = OutputProcessor(self.engine, self.tokenizer)
         info = EngineInfo(
             vocab_size=self.spec.vocab_size,
             heads_per_kv_head=query_heads,
@@ -224,20 +225,20 @@ class LLM:
         params = replace(params or SamplingParams(), n=1)
         g = GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens, salt=salt)
         (state,) = self.input_processor.process(g)
-        self._add([state])
+        self.output_processor.add([state])
         return self._stream_chunks(state, prefill_callback)
 
     def _stream_chunks(self, state: RequestOutputState, callback: PrefillCallback | None) -> Iterator[StreamChunk]:
         request = state.request
         try:
             while request.finish_reason is None:
-                self.engine.step()
+                self.step()
                 if callback and not request.stats.first_token_time:
                     callback(request.num_computed_tokens, len(request.prompt))
                 if request.finish_reason is None and (text := state.take_text()):
                     yield StreamChunk(text)
         finally:
-            self.engine.cancel(request)
+            self.output_processor.cancel(request)
         yield StreamChunk(state.take_text(), self.output_processor.to_output(state))
 
     def score(
@@ -280,15 +281,15 @@ class LLM:
         g = GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens)
         (state,) = self.input_processor.process(g)
         request = state.request
-        self._add([state])
+        self.output_processor.add([state])
         try:
             while request.finish_reason is None and (not request.stats.first_token_time or request.scoring):
-                self.engine.step()
+                self.step()
             if request.row is not None:
                 return self.cache.tables.positions(request.row)
             raise MemoryError("the request needs more KV memory than was planned")
         finally:
-            self.engine.cancel(request)
+            self.output_processor.cancel(request)
 
     def pin(self, prompt: Prompt, seconds: float, salt: str = "") -> int:
         """Compute a prompt, keep its prefix for `seconds`, and return how many tokens of it. Raises ValueError."""
@@ -297,8 +298,7 @@ class LLM:
         g = GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
         (state,) = self.input_processor.process(g)
         self._run_to_completion([state])
-        request = state.request
-        return self.cache.prefix_cache.pin(request.policy, request.prompt, salt, seconds)
+        return self.cache.prefix_cache.pin(state.request.policy, state.request.prompt, salt, seconds)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; given ids are checked. Raises ValueError."""
@@ -309,17 +309,17 @@ class LLM:
         g = GenerateRequest("", num_system_tokens=num_system_tokens)
         return self.input_processor.max_output_tokens(g, num_prompt_tokens)
 
-    def _add(self, states: Sequence[RequestOutputState]) -> None:
-        for state in states:
-            self.output_processor.register(state)
-        self.engine.add(*(state.request for state in states))
+    def step(self) -> StepOutput:
+        """Compute one step of all requests, and process its output. Returns the tokens that it gave."""
+        self.output_processor.process(output := self.engine.step())
+        return output
 
     def _run_to_completion(self, states: Sequence[RequestOutputState]) -> None:
         """Step until all requests have ended; after an error or Ctrl-C cancel them."""
         try:
-            self._add(states)
+            self.output_processor.add(states)
             while any(state.request.finish_reason is None for state in states):
-                self.engine.step()
+                self.step()
         finally:
             for state in states:
-                self.engine.cancel(state.request)
+                self.output_processor.cancel(state.request)

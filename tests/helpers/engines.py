@@ -7,7 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from retain import factory, kernels, models
 from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
-from retain.engine.output import OutputProcessor
 from retain.engine.request import Request, RequestInput
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kernels.pool_dtypes import page_bytes, slots_in_page
@@ -29,6 +28,9 @@ from retain.kv.offload.tiers import parse_all
 from retain.kv.prefix import config as prefix_configs
 from retain.kv.prefix.cache import PrefixCache
 from retain.models.weights import Weights
+from retain.processing.detokenizer import IncrementalDetokenizer
+from retain.processing.output import OutputProcessor, RequestOutputState
+from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 from tests.helpers.gates import random_gate
 from tests.helpers.tiny_models import tiny_checkpoint
@@ -45,22 +47,6 @@ class AlwaysLoad(LoadCostModel):
         return True
 
 
-class RecordingOutput(OutputProcessor):
-    """Record tokens and logits; `stop_tokens` stand in for stop strings."""
-
-    def __init__(self, stop_tokens: dict[Request, int] | None = None):
-        self.stop_tokens = stop_tokens or {}
-        self.tokens: dict[Request, list[int]] = defaultdict(list)
-        self.logits: dict[Request, list[Tensor]] = defaultdict(list)
-
-    def matches_stop_string(self, request: Request, token: int) -> bool:
-        self.tokens[request].append(token)
-        return self.stop_tokens.get(request) == token
-
-    def process_logits(self, request: Request, logits: Tensor) -> None:
-        self.logits[request].append(logits.clone())
-
-
 def make_engine(
     family: str,
     *,
@@ -75,7 +61,6 @@ def make_engine(
     prefix_cache: str = "off",
     tiers: Sequence[str] = (),
     device: torch.device | None = None,
-    output_processor: OutputProcessor | None = None,
     dtype: torch.dtype = torch.float32,
     weights: str = "auto",
     kv_dtype: torch.dtype | None = None,
@@ -128,7 +113,7 @@ def make_engine(
 
     if drafter:
         drafter.attach(TargetModel(runner, cache, load_draft_model, lambda _: runner))
-    return Engine(runner, cache, drafter, output_processor)
+    return Engine(runner, cache, drafter)
 
 
 def random_prompts(num_prompts: int, seed: int = 0, max_prompt_len: int = 150) -> list[list[int]]:
@@ -157,6 +142,46 @@ def run_to_completion(engine: Engine, requests: Sequence[Request]) -> list[list[
         pass
     assert engine.cache.free_pages == engine.cache.total_pages
     return [r.output_tokens for r in requests]
+
+
+def record_logits(engine: Engine, requests: Sequence[Request]) -> list[Tensor]:
+    """Run requests together, and return the logits [n, V] of each that its steps returned."""
+    found: dict[Request, list[Tensor]] = defaultdict(list)
+    engine.add(*requests)
+    while engine.has_unfinished_requests:
+        for request, logits in engine.step().logits.items():
+            found[request].append(logits.clone())
+        engine.cache.check()
+    return [torch.cat(found[request]) for request in requests]
+
+
+class StopTokenDetokenizer:
+    """Record tokens as if they were text, of which a token is the stop string."""
+
+    def __init__(self, stop_token: int | None = None):
+        self.stop_token, self.tokens, self.stopped = stop_token, list[int](), False
+
+    def add_token(self, token: int) -> str:
+        """Add a token; it has no text."""
+        self.tokens.append(token)
+        self.stopped |= token == self.stop_token
+        return ""
+
+
+def process_to_completion(engine: Engine, stop_tokens: dict[Request, int | None]) -> list[list[int]]:
+    """Run requests with an output processor, and return the tokens of which it made text.
+
+    `stop_tokens` stand in for stop strings.
+    """
+    processor, detokenizers = OutputProcessor(engine, Tokenizer.__new__(Tokenizer)), []
+    for request, stop_token in stop_tokens.items():
+        detokenizers.append(StopTokenDetokenizer(stop_token))
+        processor.add([RequestOutputState(request, cast(IncrementalDetokenizer, detokenizers[-1]), False)])
+    while engine.has_unfinished_requests:
+        processor.process(engine.step())
+        engine.cache.check()
+    assert engine.cache.free_pages == engine.cache.total_pages
+    return [detokenizer.tokens for detokenizer in detokenizers]
 
 
 def iter_steps(engine: Engine) -> Iterator[int]:

@@ -8,7 +8,7 @@ import torch
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from tests.helpers.backend_variants import ISAS, use_isa
-from tests.helpers.engines import RecordingOutput, make_engine, make_request, random_prompts, run_to_completion
+from tests.helpers.engines import make_engine, make_request, random_prompts, record_logits
 from tests.helpers.marks import slow
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the cpu backend is not built")
@@ -28,16 +28,7 @@ def build_engine(
         dtype=torch.bfloat16,
         weights=weights,
         kv_dtype=kv_dtype,
-        output_processor=RecordingOutput(),
     )
-
-
-def recorded_logits(engine: Engine, requests: list[Request]) -> list[torch.Tensor]:
-    """Run requests together; return the logits before every token of each."""
-    run_to_completion(engine, requests)
-    output = engine.output_processor
-    assert isinstance(output, RecordingOutput)
-    return [torch.cat(output.logits[r]) for r in requests]
 
 
 @pytest.mark.parametrize("isa", TESTED_ISAS)
@@ -54,9 +45,9 @@ def test_company_and_chunks_change_no_bit(
         return [make_request(p, 8, policies[i % 3], needs_logits=True) for i, p in enumerate(prompts)]
 
     with use_isa(isa):
-        together = recorded_logits(build_engine(family, page_size, weights, kv_dtype), build_requests())
+        together = record_logits(build_engine(family, page_size, weights, kv_dtype), build_requests())
         for i, request in enumerate(build_requests()):
-            alone = recorded_logits(build_engine(family, page_size, weights, kv_dtype, 65), [request])
+            alone = record_logits(build_engine(family, page_size, weights, kv_dtype, 65), [request])
             assert torch.equal(alone[0], together[i])
 
 
@@ -72,9 +63,8 @@ def test_chunks_of_any_size_change_no_bit_of_a_ring(family: str, policy: str) ->
             backend="cpu",
             max_batched_tokens=max_batched_tokens,
             max_running_requests=1,
-            output_processor=RecordingOutput(),
         )
-        return recorded_logits(engine, [make_request(prompt, 3, policy, needs_prompt_logits=True)])[0]
+        return record_logits(engine, [make_request(prompt, 3, policy, needs_prompt_logits=True)])[0]
 
     whole = logits(200)
     for chunk in (5, 13, 17, 31):

@@ -178,8 +178,8 @@ class Schedule(RuleBasedStateMachine):
             if not self.engine.has_unfinished_requests:
                 break
             before = num_done(self.engine.scheduler.running)
-            sampled = self.engine.step()
-            assert sampled or num_done(self.engine.scheduler.running) != before
+            output = self.engine.step()
+            assert output.token_ids or num_done(self.engine.scheduler.running) != before
         assert not self.engine.has_unfinished_requests
         for request in self.requests:
             assert request.finish_reason in (FinishReason.LENGTH, FinishReason.CANCELLED)

@@ -18,10 +18,10 @@ from retain.kernels.api import KV
 from retain.outputs import RequestOutput
 from tests.helpers.engines import (
     AlwaysLoad,
-    RecordingOutput,
     make_engine,
     make_request,
     random_prompts,
+    record_logits,
     run_alone,
     run_to_completion,
 )
@@ -44,11 +44,9 @@ def test_the_reference_attends_to_rounded_keys_and_values(
 ) -> None:
     """An engine has the bits of one with float32 slots, whose K and V were rounded before the write."""
 
-    def run(kv_dtype: torch.dtype) -> list[list[Tensor]]:
+    def run(kv_dtype: torch.dtype) -> list[Tensor]:
         requests = [make_request(p, 8, "h2o:budget=40", needs_logits=True) for p in random_prompts(4)]
-        output = RecordingOutput()
-        run_to_completion(make_engine(family, kv_dtype=kv_dtype, output_processor=output), requests)
-        return [output.logits[r] for r in requests]
+        return record_logits(make_engine(family, kv_dtype=kv_dtype), requests)
 
     def write_rounded(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
         def to_8(x: Tensor) -> Tensor:

@@ -18,18 +18,20 @@ from retain.engine.batch import Batch
 from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.penalties import LogitPenalties
-from retain.engine.request import Request
+from retain.engine.request import FinishReason, Request
 from retain.engine.runner import Runner
 from retain.engine.sampler import compute_probs
 from retain.engine.spec_decode import rejection_sampler
 from retain.engine.spec_decode.rejection_sampler import rejection_sample, verify_greedy
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import (
-    RecordingOutput,
+    GREEDY,
     iter_steps,
     make_engine,
     make_request,
+    process_to_completion,
     random_prompts,
+    record_logits,
     run_to_completion,
 )
 from tests.helpers.marks import every_third, slow
@@ -171,10 +173,15 @@ def test_a_request_that_stops_amid_accepted_drafts_gets_no_more_tokens() -> None
         assert run([make_request(p, max_tokens) for p in prompts]) == [a[:max_tokens] for a in plain]
     stops = [a[17] for a in plain]
     requests = [make_request(p, 40, stop_ids=frozenset({s})) for p, s in zip(prompts, stops, strict=True)]
-    output = RecordingOutput()
-    answers = run(requests, output_processor=output)
-    assert answers == [a[: a.index(s) + 1] for a, s in zip(plain, stops, strict=True)]
-    assert [a[:-1] for a in answers] == [output.tokens[r] for r in requests]  # a stop token is not text
+    expected = [a[: a.index(s) + 1] for a, s in zip(plain, stops, strict=True)]
+    assert run(requests) == expected
+    for num_more in (0, 1):  # tokens of the answer after the stop string, if none before it is the same
+        stopped = [make_request(p, 18 + num_more, params=replace(GREEDY, logprobs=0)) for p in prompts]
+        engine = make_engine("llama", backend="cpu", drafter=oracle(prompts, plain, 0))
+        texts = process_to_completion(engine, dict(zip(stopped, stops, strict=True)))
+        assert texts == [r.output_tokens for r in stopped] == expected
+        assert [[logprob.token_id for logprob in r.logprobs] for r in stopped] == expected
+        assert {r.finish_reason for r in stopped} == {FinishReason.STOP}
 
 
 def test_deterministic_drafts_change_no_sampled_token() -> None:
@@ -240,9 +247,8 @@ def answer_probs(num_tokens: int, prompt: list[int], params: SamplingParams) -> 
     for _ in range(num_tokens):
         for answer in list(found):
             request = make_request(prompt, len(answer) + 1, forced_tokens=list(answer), needs_logits=True)
-            output = RecordingOutput()
-            run_to_completion(make_engine("llama", backend="cpu", output_processor=output), [request])
-            q = compute_probs(torch.cat(output.logits[request])[-1:], [params])[0]
+            (logits,) = record_logits(make_engine("llama", backend="cpu"), [request])
+            q = compute_probs(logits[-1:], [params])[0]
             p = found.pop(answer)
             found |= {(*answer, int(t)): p * float(q[t]) for t in q.nonzero()[:, 0]}
     return found

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from retain.engine.output import OutputProcessor
 from retain.engine.request import FinishReason, Request, RequestInput
 from retain.engine.sampler import sample
 from retain.kv.eviction.policies import parse
+from retain.processing.output import find_end
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import (
     GREEDY,
-    RecordingOutput,
     iter_steps,
     make_engine,
     make_request,
+    process_to_completion,
     random_prompts,
     run_alone,
     run_to_completion,
@@ -34,9 +34,10 @@ def test_a_request_ends_at_a_stop_token_at_a_stop_string_or_at_its_length() -> N
     stopped_answer = unstopped[: unstopped.index(token) + 1]
     at_token = make_request(prompt, stop_ids=frozenset({token}))
     at_string, at_length = make_request(prompt), make_request(prompt)
-    engine = make_engine("llama", output_processor=RecordingOutput({at_string: token}))
     requests = [at_token, at_string, at_length]
-    assert run_to_completion(engine, requests) == [stopped_answer, stopped_answer, unstopped]
+    texts = process_to_completion(make_engine("llama"), {at_token: None, at_string: token, at_length: None})
+    assert texts == [stopped_answer[:-1], stopped_answer, unstopped]  # a stop token is not text
+    assert [r.output_tokens for r in requests] == [stopped_answer, stopped_answer, unstopped]
     reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
     assert [r.finish_reason for r in requests] == reasons
 
@@ -59,7 +60,9 @@ def test_no_token_costs_a_copy_of_the_text_before_it() -> None:
     request.tokens = Uncopied(request.tokens)
     request.num_computed_tokens = len(request.tokens) - 1
     for _ in range(3):
-        assert OutputProcessor().process_tokens(request, sample(torch.zeros(1, 10), [request])[0]) is None
+        ((token, logprob),) = sample(torch.zeros(1, 10), [request])[0]
+        request.append_token(token, logprob)
+        assert request.check_stop() is None and find_end(request, [token], None) is None
         request.num_computed_tokens += 1
         assert request.max_drafts == 500 - request.num_output_tokens - 1
 
@@ -88,8 +91,8 @@ def test_a_request_fails_at_a_dead_end_of_its_grammar(num_allowed: int) -> None:
     failing, beside = make_request(prompt, stop_ids=frozenset({tokens[num_allowed]})), make_request(other, 12)
     failing.grammar = DeadEnd(num_allowed)
     engine = make_engine("llama")
-    answers = run_to_completion(engine, [failing, beside])
-    assert answers == [tokens[:num_allowed], run_alone("llama", other, 12)]
+    process_to_completion(engine, {failing: None, beside: None})
+    assert [failing.output_tokens, beside.output_tokens] == [tokens[:num_allowed], run_alone("llama", other, 12)]
     assert (failing.finish_reason, beside.finish_reason) == (FinishReason.FAILED, FinishReason.LENGTH)
     assert failing.stats.arrival_time < failing.stats.first_token_time <= failing.stats.finish_time
 

@@ -49,7 +49,7 @@ class DecodeTimer:
         self.engine.runner = timed = TimedRunner(self.engine.runner, self.clock)
         started = self.clock()
         try:
-            sampled = self.engine.step()
+            sampled = self.engine.step().token_ids
         finally:
             self.engine.runner = timed.runner
         elapsed = self.clock() - started

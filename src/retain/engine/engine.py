@@ -1,7 +1,7 @@
 """The engine: requests go in by `add`, and every `step` computes some of their tokens.
 
 `step` is the table of contents of this package: propose drafts, schedule, build the batch, run the model, sample,
-commit, process outputs.
+commit. It returns tokens; the caller makes text of them, and ends requests whose text ends by `finish`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retain.engine.batch import Batch, build_batch
 from retain.engine.drafters import Drafter
-from retain.engine.output import OutputProcessor
+from retain.engine.output import StepOutput
 from retain.engine.prompt_sharing import PromptSharing
 from retain.engine.request import FinishReason, Request, SampledTokens
 from retain.engine.runner import Runner
@@ -37,12 +37,10 @@ class Engine:
         runner: Runner,
         cache: KVCacheManager,
         drafter: Drafter | None = None,
-        output_processor: OutputProcessor | None = None,
     ):
         self.runner, self.cache = runner, cache
         self.speculator, self.sharing = Speculator(drafter), PromptSharing()
         self.scheduler = Scheduler(cache, self.sharing)
-        self.output_processor = output_processor or OutputProcessor()
 
     def add(self, *requests: Request) -> None:
         """Enqueue requests; equal prompts among them are computed once, as far as policies allow.
@@ -64,8 +62,8 @@ class Engine:
         for request in leaders:
             self.scheduler.enqueue(request)
 
-    def step(self) -> list[Request]:
-        """Compute one step. Returns the requests that got tokens; those with a `finish_reason` have ended."""
+    def step(self) -> StepOutput:
+        """Compute one step. Returns the tokens that it gave; they are part of their requests."""
         started = perf_counter()
         draft_s = self.speculator.propose(self.scheduler.running, self._max_drafts())
         scheduled = self.scheduler.schedule()
@@ -76,11 +74,19 @@ class Engine:
         self._requeue_failed_loads(scheduled)
         sampled = self._sample(logits, batch, scheduled)
         self._record_times(batch, scheduled, sampled, perf_counter() - started - draft_s, draft_s)
-        self._commit(logits, batch, scheduled, sampled)
-        for request, tokens in sampled.items():
-            if reason := self.output_processor.process_tokens(request, tokens):
-                self._finish(request, reason)
-        return list(sampled)
+        needed_logits = self._commit(logits, batch, scheduled, sampled)
+        token_ids = {request: self._append_tokens(request, tokens) for request, tokens in sampled.items()}
+        return StepOutput(token_ids, needed_logits)
+
+    def finish(self, request: Request, reason: FinishReason, num_dropped: int = 0) -> None:
+        """End a request now, without its last `num_dropped` tokens; its pages are free when this returns.
+
+        Of a request that has ended only the answer and the reason change.
+        """
+        request.drop_tokens(num_dropped)
+        if request.finish_reason is None:
+            self._finish(request, reason)
+        request.finish_reason = reason
 
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are free when this returns. A request that has ended stays as it is."""
@@ -94,14 +100,14 @@ class Engine:
 
     # ---- the parts of a step -------------------------------------------------------------------------------------
 
-    def _end_stalled(self) -> list[Request]:
+    def _end_stalled(self) -> StepOutput:
         """End a request that got no pages although it ran alone, after an empty step. Returns it, if there is one."""
         request = self.scheduler.find_stalled()
         if request is None:
-            return []
+            return StepOutput()
         log.error("request %d fails: it needs more KV memory than was planned", request.id)
         self._finish(request, FinishReason.OUT_OF_MEMORY)
-        return [request]
+        return StepOutput({request: []})
 
     def _max_drafts(self) -> int:
         """Drafts of one request that fit into a step beside one token of every other."""
@@ -150,14 +156,19 @@ class Engine:
         batch: Batch,
         scheduled: Sequence[ScheduledRequest],
         sampled: dict[Request, SampledTokens],
-    ) -> None:
-        """Reject drafts, count tokens as computed, store prefixes, start followers, and evict."""
+    ) -> dict[Request, Tensor]:
+        """Reject drafts, count tokens as computed, store prefixes, start followers, and evict.
+
+        Returns the logits that requests need.
+        """
         num_rejected = {r: r.accept_drafts(len(tokens)) for r, tokens in sampled.items()}
         self._reject_drafts(batch, scheduled, num_rejected)
+        needed_logits: dict[Request, Tensor] = {}
         for s, rows in zip(scheduled, torch.split(logits, batch.num_logits), strict=True):
             if s.request.row is not None:
-                self._read_logits(s, rows)
+                needed_logits |= self._select_logits(s, rows)
                 self._commit_request(s.request, s.num_tokens - num_rejected.get(s.request, 0))
+        return needed_logits
 
     def _reject_drafts(
         self, batch: Batch, scheduled: Sequence[ScheduledRequest], num_rejected: dict[Request, int]
@@ -168,14 +179,16 @@ class Engine:
         if rejected:
             self.cache.reject(batch.slot_mapping.index_select(-1, to_device_like(batch.slot_mapping, rejected)))
 
-    def _read_logits(self, s: ScheduledRequest, logits: Tensor) -> None:
-        """Give logits [n, V] to the output processor, for the request and for followers whose prompt completes."""
+    def _select_logits(self, s: ScheduledRequest, logits: Tensor) -> dict[Request, Tensor]:
+        """Return logits [n, V] for the request and for followers whose prompt completes, where they need them."""
+        needed: dict[Request, Tensor] = {}
         for request in self.sharing.completing(s.request, s.num_tokens):
             if (request.input.needs_logits or request.input.needs_prompt_logits) and len(logits):
-                self.output_processor.process_logits(request, logits)
+                needed[request] = logits
                 request.num_logits_read += len(logits)
             if request is not s.request:
                 request.num_computed_tokens = len(request.prompt)
+        return needed
 
     def _commit_request(self, request: Request, num_tokens: int) -> None:
         """Count `num_tokens` of a running request as computed; evict, unless a scoring pass is due first."""
@@ -210,6 +223,15 @@ class Engine:
                 follower.skip_scoring()
             if not follower.scoring:
                 self.cache.commit(row, follower.num_computed_tokens, follower.num_uncomputed_tokens)
+
+    def _append_tokens(self, request: Request, tokens: SampledTokens) -> list[int]:
+        """Append tokens to a request up to its end by a stop token or its length. Returns those that were appended."""
+        for i, (token, logprob) in enumerate(tokens):
+            request.append_token(token, logprob)
+            if reason := request.check_stop():
+                self._finish(request, reason)
+                return [token for token, _ in tokens[: i + 1]]
+        return [token for token, _ in tokens]
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request: record its memory, free its pages, and let its followers go on without it."""

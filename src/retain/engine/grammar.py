@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Grammar(Protocol):
-    """State of a grammar, for instance of a JSON schema, in one answer. The request passes it every token."""
+    """State of a grammar, for instance of a JSON schema, in one answer. The output processor passes it every token."""
 
     def mask_logits(self, logits: Tensor, drafts: Sequence[int]) -> None:
         """Set the logits of forbidden tokens to -inf, in place; row i of [K + 1, V] follows the first i of K drafts.

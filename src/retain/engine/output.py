@@ -1,32 +1,21 @@
-"""Processing of sampled tokens, the last part of a step: the answer grows, and may end.
-
-`OutputProcessor` here knows tokens only; `retain.processing.output` extends it by text.
-"""
+"""What a step gave: tokens and logits. What they mean as text is the caller's business."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from torch import Tensor
 
-from retain.engine.request import FinishReason, Request, SampledTokens
+from retain.engine.request import Request
 
 
-class OutputProcessor:
-    """Append sampled tokens to requests, and decide which of them is the last."""
+@dataclass(frozen=True)
+class StepOutput:
+    """The tokens that a step added to requests.
 
-    def process_tokens(self, request: Request, tokens: SampledTokens) -> FinishReason | None:
-        """Append tokens up to the last one of the answer. Returns why the request ends, or None."""
-        for token, logprob in tokens:
-            if not request.append_token(token, logprob):
-                return FinishReason.FAILED
-            if token in request.input.stop_ids or self.matches_stop_string(request, token):
-                return FinishReason.STOP
-            if reason := request.check_stop():
-                return reason
-        return None
+    Requests that ended with them, or for want of memory, have a `finish_reason`. `logits` [n, V] are those before the
+    next n tokens of the text, of requests that need them. They are good until the next step begins.
+    """
 
-    def matches_stop_string(self, request: Request, token: int) -> bool:
-        """Add the text of a token, and return whether a stop string ends the answer with it."""
-        return False
-
-    def process_logits(self, request: Request, logits: Tensor) -> None:
-        """Read logits [n, V] before the next tokens of the text, where the request needs them; good until returning."""
+    token_ids: dict[Request, list[int]] = field(default_factory=dict)
+    logits: dict[Request, Tensor] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from retain.sampling_params import SamplingParams
 class FinishReason(Enum):
     """Why a request ended."""
 
-    STOP = "stop"  # a stop token, a stop string, the end of text
+    STOP = "stop"  # a stop token, a stop string, the end of a grammar
     LENGTH = "length"
     CANCELLED = "cancelled"
     FAILED = "failed"  # its grammar allows no further token
@@ -59,7 +59,7 @@ class RequestInput:
     salt: str = ""  # prefixes are shared only with requests of the same salt
     owner: str = ""  # who asks: requests of different owners take turns
     drafter_name: str = ""  # one of the engine's named drafters, or "" for its default
-    needs_logits: bool = False  # logits before every token of the answer go to the output processor
+    needs_logits: bool = False  # steps return the logits before every token of the answer
     needs_prompt_logits: bool = False  # those before every token of the prompt but the first, too
     explain_prefix: bool = False  # find out why the prompt begins with no more cached tokens
 
@@ -287,19 +287,22 @@ class Request:
 
     # ---- the answer ----------------------------------------------------------------------------------------------
 
-    def append_token(self, token: int, logprob: Logprob | None) -> bool:
-        """Add a sampled token to the answer. Returns False, and adds nothing, where the grammar refuses it."""
+    def append_token(self, token: int, logprob: Logprob | None) -> None:
+        """Add a sampled token to the answer."""
         if not self.stats.first_token_time:
             self.stats.first_token_time = perf_counter()
-        if self.grammar and not self.grammar.accept_token(token):
-            return False
         self.tokens.append(token)
         if logprob:
             self.logprobs.append(logprob)
-        return True
+
+    def drop_tokens(self, num_tokens: int) -> None:
+        """Remove the last sampled tokens: the answer ended before them."""
+        if num_tokens:
+            del self.tokens[-num_tokens:]
+            del self.logprobs[-num_tokens:]
 
     def check_stop(self) -> FinishReason | None:
-        """Return why the request ends with its last token, by its grammar or its length; None if it goes on."""
-        if self.grammar and self.grammar.is_complete:
+        """Return why the request ends with its last token: it is a stop token, or the answer is long enough."""
+        if self.tokens[-1] in self.input.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_output_tokens >= self.input.max_tokens else None

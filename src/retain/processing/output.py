@@ -1,17 +1,16 @@
-"""Output processing: sampled tokens become text, and stop strings end answers."""
+"""Output processing: sampled tokens become text. Stop strings and grammars end answers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from retain.engine.output import OutputProcessor as TokenProcessor
-from retain.engine.request import FinishReason, Logprob, Request, SampledTokens
+from retain.engine.engine import Engine
+from retain.engine.output import StepOutput
+from retain.engine.request import FinishReason, Logprob, Request
 from retain.engine.sampler import compute_logprobs
-from retain.kv.manager import KVCacheManager
 from retain.outputs import RequestOutput
 from retain.processing.detokenizer import IncrementalDetokenizer
 from retain.processing.prefix_report import PrefixReport, build_report
@@ -65,39 +64,59 @@ class RequestOutputState:
         self.prompt_logprobs += compute_logprobs(logits[: len(tokens)], tokens, num_top)
 
 
-class OutputProcessor(TokenProcessor):
-    """Detokenize the answers of registered requests, and turn ended requests into outputs."""
+def find_end(
+    request: Request, token_ids: Sequence[int], state: RequestOutputState | None
+) -> tuple[FinishReason, int] | None:
+    """Read the new tokens of a request. Returns why its text ends, and after how many of them; None if it goes on."""
+    grammar = request.grammar
+    for i, token in enumerate(token_ids):
+        if grammar and not grammar.accept_token(token):
+            return FinishReason.FAILED, i
+        if state and token not in request.input.stop_ids and state.add_token(token):
+            return FinishReason.STOP, i + 1
+        if grammar and grammar.is_complete:
+            return FinishReason.STOP, i + 1
+    return None
 
-    def __init__(self, cache: KVCacheManager, tokenizer: Tokenizer):
-        self.cache, self.tokenizer = cache, tokenizer
-        # By the request's id. Callers own the states, which refer to their requests: neither may live on here.
-        self._states: WeakValueDictionary[int, RequestOutputState] = WeakValueDictionary()
 
-    def register(self, state: RequestOutputState) -> None:
-        """Detokenize this request's answer from now on, as long as the caller keeps the state."""
-        self._states[state.request.id] = state
+class OutputProcessor:
+    """Run behind each step of an engine: detokenize the answers, and finish the requests whose text ends."""
 
-    def matches_stop_string(self, request: Request, token: int) -> bool:
-        """See retain.engine.output."""
-        state = self._states.get(request.id)
-        return state is not None and state.add_token(token)
+    def __init__(self, engine: Engine, tokenizer: Tokenizer):
+        self.engine, self.tokenizer = engine, tokenizer
+        self._states: dict[Request, RequestOutputState] = {}  # of requests that have not ended
 
-    def process_tokens(self, request: Request, tokens: SampledTokens) -> FinishReason | None:
-        """See retain.engine.output."""
-        reason = super().process_tokens(request, tokens)
-        if reason and is_logging_prefixes() and (report := self.report_prefix(request)):
+    def add(self, states: Sequence[RequestOutputState]) -> None:
+        """Enqueue requests, whose answers are detokenized from now on. Raises ValueError as `Engine.add` does."""
+        self.engine.add(*(state.request for state in states))
+        self._states |= {state.request: state for state in states}
+
+    def cancel(self, request: Request) -> None:
+        """End a request now. One that has ended stays as it is."""
+        self.engine.cancel(request)
+        self._states.pop(request, None)
+
+    def process(self, output: StepOutput) -> None:
+        """Process what a step gave, before the next step begins."""
+        for request, logits in output.logits.items():
+            if state := self._states.get(request):
+                state.on_logits(logits)
+        for request, token_ids in output.token_ids.items():
+            if end := find_end(request, token_ids, self._states.get(request)):
+                reason, num_kept = end
+                self.engine.finish(request, reason, len(token_ids) - num_kept)
+            if request.finish_reason:
+                self._states.pop(request, None)
+                self._log_prefix(request)
+
+    def _log_prefix(self, request: Request) -> None:
+        if is_logging_prefixes() and (report := self.report_prefix(request)):
             log.debug("prefix of request %d: %s", request.id, report.summarize())
-        return reason
 
     def report_prefix(self, request: Request) -> PrefixReport | None:
         """Return why a request began with no more cached tokens, where that was asked for."""
         diagnosis = request.stats.prefix_diagnosis
         return build_report(diagnosis, self.tokenizer) if diagnosis else None
-
-    def process_logits(self, request: Request, logits: Tensor) -> None:
-        """See retain.engine.output."""
-        if state := self._states.get(request.id):
-            state.on_logits(logits)
 
     def to_output(self, state: RequestOutputState) -> RequestOutput:
         """Return the output of a request that has ended."""
@@ -116,7 +135,7 @@ class OutputProcessor(TokenProcessor):
             ttft_s=stats.first_token_time - stats.arrival_time,
             decode_tok_s=decode_tok_s,
             num_preemptions=stats.num_preemptions,
-            kv=self.cache.request_stats(request.policy, len(request.tokens) - 1, stats.memory),
+            kv=self.engine.cache.request_stats(request.policy, len(request.tokens) - 1, stats.memory),
             speculate=stats.spec_decode.summarize(decode_tok_s) if state.is_speculative else None,
             prefix=prefix.to_json() if prefix else None,
         )

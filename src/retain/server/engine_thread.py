@@ -182,7 +182,7 @@ class EngineThread:
             return
         started_at = perf_counter()
         try:
-            sampled = self._engine.step()
+            sampled = list(self.llm.step().token_ids)
         except Exception as error:
             self._recover(error)
             return
@@ -231,9 +231,7 @@ class EngineThread:
         if self.closed_error:
             raise self.closed_error
         requests = group.requests
-        for state in group.request_states:
-            self.llm.output_processor.register(state)
-        self._engine.add(*requests)
+        self.llm.output_processor.add(group.request_states)
         self._group_of_request |= {request: (group, index) for index, request in enumerate(requests)}
         for request in requests:
             self._notify_observers(partial(_notify_request, request=request, key_name=group.key_name))
@@ -241,7 +239,7 @@ class EngineThread:
     def _cancel_group(self, group: RequestGroup) -> None:
         for request in group.requests:
             if request in self._group_of_request:
-                self._engine.cancel(request)
+                self.llm.output_processor.cancel(request)
                 self._remove_request(request)
 
     def _remove_request(self, request: Request) -> None:
