@@ -56,11 +56,11 @@ def test_no_token_costs_a_copy_of_the_text_before_it() -> None:
     options = SamplingParams(temperature=0, min_tokens=300, frequency_penalty=0.5, repetition_penalty=1.5)
     request = Request(RequestInput([1] * 100, options, parse("full"), 500, frozenset({9})))
     request.tokens += [1, 2, 3, 4] * 30
-    sample(torch.zeros(1, 10), [request])
+    sample(torch.zeros(1, 10), [request]).read()
     request.tokens = Uncopied(request.tokens)
     request.num_computed_tokens = len(request.tokens) - 1
     for _ in range(3):
-        ((token, logprob),) = sample(torch.zeros(1, 10), [request])[0]
+        ((token, logprob),) = sample(torch.zeros(1, 10), [request]).read()[0]
         request.append_token(token, logprob)
         assert request.check_stop() is None and find_end(request, [token], None) is None
         request.num_computed_tokens += 1

@@ -79,9 +79,9 @@ def test_a_grammar_that_is_complete_ends_an_answer_all_the_same() -> None:
     inputs = RequestInput([1], params, parse("full"), 9, stop_ids=frozenset({3}))
     logits = torch.tensor([[0.0, 1.0, 2.0, 9.0, 4.0]])
     before = logits.clone()
-    ((token, _),) = sample(logits, [Request(inputs)])[0]
+    ((token, _),) = sample(logits, [Request(inputs)]).read()[0]
     assert token == 4, "without a grammar the stop token is masked"
-    ((token, _),) = sample(logits, [Request(inputs, StopOnly(3))])[0]
+    ((token, _),) = sample(logits, [Request(inputs, StopOnly(3))]).read()[0]
     assert token == 3 and torch.equal(logits, before)
 
 

@@ -150,7 +150,7 @@ def test_greedy_random_and_penalized_rows_are_sampled_together() -> None:
     before = x.clone()
     greedy = SamplingParams(temperature=0, logprobs=2)
     params = [greedy, SamplingParams(seed=3, top_k=1), replace(greedy, repetition_penalty=10.0)]
-    sampled = sample(x, [Request(RequestInput([1], p, FULL, 5)) for p in params])
+    sampled = sample(x, [Request(RequestInput([1], p, FULL, 5)) for p in params]).read()
     assert [[token for token, _ in tokens] for tokens in sampled] == [[1], [1], [0]]
     assert torch.equal(x, before)
     logprob = sampled[2][0][1]
@@ -169,7 +169,7 @@ def test_logprobs_are_those_of_the_whole_distribution() -> None:
 
 def test_nan_logits_raise_an_error() -> None:
     with pytest.raises(ValueError, match="NaN"):
-        sample(torch.tensor([[0.0, float("nan")]]), [make_request([1])])
+        sample(torch.tensor([[0.0, float("nan")]]), [make_request([1])]).read()
 
 
 def run_seeded(seeds_and_prompts: list[tuple[int, list[int]]], num_pages: int = 100_000) -> tuple[list[list[int]], int]:
@@ -231,6 +231,6 @@ def test_work_to_penalize_a_token_does_not_grow_with_text_or_biases(monkeypatch:
         request = Request(RequestInput(list(range(length)), params, FULL, 5))
         for token in (3, 7):
             num_copied.clear()
-            sample(torch.zeros(1, 1000), [request])
+            sample(torch.zeros(1, 1000), [request]).read()
             request.append_token(token, None)
         assert sum(num_copied) < 10

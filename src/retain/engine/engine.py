@@ -1,12 +1,14 @@
 """The engine: requests go in by `add`, and every `step` computes some of their tokens.
 
-`step` is the table of contents of this package: propose drafts, schedule, build the batch, run the model, sample,
-commit. It returns tokens; the caller makes text of them, and ends requests whose text ends by `finish`.
+A step has two halves. `launch` is the table of contents of this package: propose drafts, schedule, build the batch, run
+the model, sample, commit. `collect` waits for the tokens and returns them. The caller makes text of them, and ends
+requests whose text ends by `finish`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from time import perf_counter
@@ -17,10 +19,11 @@ from torch import Tensor
 from retain.engine.batch import Batch, build_batch
 from retain.engine.drafters import Drafter
 from retain.engine.output import StepOutput
+from retain.engine.pending_step import PendingStep
 from retain.engine.prompt_sharing import PromptSharing
 from retain.engine.request import FinishReason, Request, SampledTokens
 from retain.engine.runner import Runner
-from retain.engine.sampler import sample, select_rows
+from retain.engine.sampler import Samples, sample, select_rows
 from retain.engine.scheduler import ScheduledRequest, Scheduler
 from retain.engine.spec_decode.rejection_sampler import to_device_like
 from retain.engine.spec_decode.speculator import Speculator
@@ -41,6 +44,8 @@ class Engine:
         self.runner, self.cache = runner, cache
         self.speculator, self.sharing = Speculator(drafter), PromptSharing()
         self.scheduler = Scheduler(cache, self.sharing)
+        self.depth = 1  # steps that `step` has pending before it waits for the oldest
+        self.pending_steps: deque[PendingStep] = deque()
 
     def add(self, *requests: Request) -> None:
         """Enqueue requests; equal prompts among them are computed once, as far as policies allow.
@@ -55,6 +60,7 @@ class Engine:
             for request in requests:
                 self.scheduler.check_fits(request)
                 request.plan_scoring()
+                request.needs_token_values = self._needs_token_values(request)
         except ValueError:
             for leader in leaders:
                 self.sharing.release(leader)
@@ -63,20 +69,47 @@ class Engine:
             self.scheduler.enqueue(request)
 
     def step(self) -> StepOutput:
-        """Compute one step. Returns the tokens that it gave; they are part of their requests."""
+        """Launch steps until `depth` of them are pending, and collect the oldest. Returns the tokens that it gave."""
+        while len(self.pending_steps) < self.depth and self.launch():
+            pass
+        return self.collect() if self.pending_steps else self._end_stalled()
+
+    def launch(self) -> PendingStep | None:
+        """Begin a step: propose drafts, schedule, run the model, sample and commit, without waiting for tokens.
+
+        Returns None where nothing can be computed now.
+        """
+        if any(step.logits for step in self.pending_steps):
+            return None  # the next step writes over them
         started = perf_counter()
         draft_s = self.speculator.propose(self.scheduler.running, self._max_drafts())
         scheduled = self.scheduler.schedule()
         if not scheduled:
-            return self._end_stalled()
+            return None
         batch = build_batch(scheduled, self.cache)
         logits = self.runner.forward(batch)  # [N, V]
         self._requeue_failed_loads(scheduled)
-        sampled = self._sample(logits, batch, scheduled)
-        self._record_times(batch, scheduled, sampled, perf_counter() - started - draft_s, draft_s)
-        needed_logits = self._commit(logits, batch, scheduled, sampled)
-        token_ids = {request: self._append_tokens(request, tokens) for request, tokens in sampled.items()}
-        return StepOutput(token_ids, needed_logits)
+        samples = self._sample(logits, batch, scheduled)
+        needed_logits = self._commit(logits, batch, scheduled)
+        for request in samples.requests:
+            request.num_pending_tokens += 1
+        self.pending_steps.append(PendingStep(scheduled, batch, samples, needed_logits, started, draft_s))
+        return self.pending_steps[-1]
+
+    def collect(self) -> StepOutput:
+        """End the oldest pending step: wait for its tokens, and append them to their requests. Returns them.
+
+        Drafts are verified here. Raises IndexError where no step is pending.
+        """
+        step = self.pending_steps.popleft()
+        for request in step.samples.requests:
+            request.num_pending_tokens -= 1
+        sampled = dict(zip(step.samples.requests, step.samples.read(), strict=True))
+        self._record_times(step, sampled)
+        self._commit_drafts(step, sampled)
+        going_on = ((request, tokens) for request, tokens in sampled.items() if request.finish_reason is None)
+        token_ids = {request: self._append_tokens(request, tokens) for request, tokens in going_on}
+        return StepOutput(token_ids, step.logits)
 
     def finish(self, request: Request, reason: FinishReason, num_dropped: int = 0) -> None:
         """End a request now, without its last `num_dropped` tokens; its pages are free when this returns.
@@ -95,8 +128,8 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        """Whether a request waits or runs, or a step is pending."""
+        return bool(self.scheduler.waiting or self.scheduler.running or self.pending_steps)
 
     # ---- the parts of a step -------------------------------------------------------------------------------------
 
@@ -109,6 +142,11 @@ class Engine:
         self._finish(request, FinishReason.OUT_OF_MEMORY)
         return StepOutput({request: []})
 
+    def _needs_token_values(self, request: Request) -> bool:
+        """Return whether each step of a request depends on the values of all tokens before it."""
+        has_drafter = self.speculator.get_drafter(request) is not None
+        return bool(request.grammar) or request.params.has_penalties_or_bias or has_drafter
+
     def _max_drafts(self) -> int:
         """Drafts of one request that fit into a step beside one token of every other."""
         fair_share = self.scheduler.max_batched_tokens // max(len(self.scheduler.running), 1)
@@ -120,9 +158,7 @@ class Engine:
             if s.request.row is not None and not self.cache.finish_load(s.request.row):
                 self.scheduler.requeue(s.request)
 
-    def _sample(
-        self, logits: Tensor, batch: Batch, scheduled: Sequence[ScheduledRequest]
-    ) -> dict[Request, SampledTokens]:
+    def _sample(self, logits: Tensor, batch: Batch, scheduled: Sequence[ScheduledRequest]) -> Samples:
         """Sample the next tokens of every request whose tokens are all computed, its followers included."""
         requests: list[Request] = []
         indices: list[int] = []  # of logits
@@ -134,50 +170,39 @@ class Engine:
                 if s.request.will_sample(s.num_tokens) if is_leader else not request.input.forced_tokens:
                     requests.append(request)
                     indices += range(end - 1 - len(request.drafts), end)
-        return dict(zip(requests, sample(select_rows(logits, indices), requests), strict=True))
+        return sample(select_rows(logits, indices), requests)
 
-    def _record_times(
-        self,
-        batch: Batch,
-        scheduled: Sequence[ScheduledRequest],
-        sampled: dict[Request, SampledTokens],
-        step_s: float,
-        draft_s: float,
-    ) -> None:
+    def _record_times(self, step: PendingStep, sampled: dict[Request, SampledTokens]) -> None:
         """Tell the cost models of loading and of drafting how long the step took."""
+        step_s = perf_counter() - step.started - step.draft_s
         waited_for_device = bool(sampled) or self.cache.kv.device.type == "cpu"
-        if waited_for_device and not batch.before_attention:
-            self.cache.prefix_cache.record_compute(len(batch.input_ids), step_s)
-        self.speculator.update(scheduled, sampled, step_s, draft_s)
+        if waited_for_device and not step.batch.before_attention:
+            self.cache.prefix_cache.record_compute(len(step.batch.input_ids), step_s)
+        self.speculator.update(step.scheduled, sampled, step_s, step.draft_s)
 
-    def _commit(
-        self,
-        logits: Tensor,
-        batch: Batch,
-        scheduled: Sequence[ScheduledRequest],
-        sampled: dict[Request, SampledTokens],
-    ) -> dict[Request, Tensor]:
-        """Reject drafts, count tokens as computed, store prefixes, start followers, and evict.
+    def _commit(self, logits: Tensor, batch: Batch, scheduled: Sequence[ScheduledRequest]) -> dict[Request, Tensor]:
+        """Count tokens as computed, store prefixes, start followers, and evict, but for requests with drafts.
 
         Returns the logits that requests need.
         """
-        num_rejected = {r: r.accept_drafts(len(tokens)) for r, tokens in sampled.items()}
-        self._reject_drafts(batch, scheduled, num_rejected)
         needed_logits: dict[Request, Tensor] = {}
         for s, rows in zip(scheduled, torch.split(logits, batch.num_logits), strict=True):
-            if s.request.row is not None:
+            if s.request.row is not None and not s.request.drafts:
                 needed_logits |= self._select_logits(s, rows)
-                self._commit_request(s.request, s.num_tokens - num_rejected.get(s.request, 0))
+                self._commit_request(s.request, s.num_tokens)
         return needed_logits
 
-    def _reject_drafts(
-        self, batch: Batch, scheduled: Sequence[ScheduledRequest], num_rejected: dict[Request, int]
-    ) -> None:
-        """Turn the slots of rejected drafts into holes."""
-        ends = zip(scheduled, batch.query_start_loc[1:].tolist(), strict=True)
-        rejected = [t for s, end in ends for t in range(end - num_rejected.get(s.request, 0), end)]
+    def _commit_drafts(self, step: PendingStep, sampled: dict[Request, SampledTokens]) -> None:
+        """Turn the slots of rejected drafts into holes, and commit the requests that had drafts."""
+        slots = step.batch.slot_mapping
+        ends = zip(step.scheduled, step.batch.query_start_loc[1:].tolist(), strict=True)
+        drafted = [(s, end) for s, end in ends if s.request in step.samples.drafts and s.request.row is not None]
+        num_rejected = [s.request.accept_drafts(len(sampled[s.request])) for s, _ in drafted]
+        rejected = [t for (_, end), n in zip(drafted, num_rejected, strict=True) for t in range(end - n, end)]
         if rejected:
-            self.cache.reject(batch.slot_mapping.index_select(-1, to_device_like(batch.slot_mapping, rejected)))
+            self.cache.reject(slots.index_select(-1, to_device_like(slots, rejected)))
+        for (s, _), n in zip(drafted, num_rejected, strict=True):
+            self._commit_request(s.request, s.num_tokens - n)
 
     def _select_logits(self, s: ScheduledRequest, logits: Tensor) -> dict[Request, Tensor]:
         """Return logits [n, V] for the request and for followers whose prompt completes, where they need them."""

@@ -108,6 +108,8 @@ class Request:
         self.policy = input.policy.resolve(len(input.prompt), input.num_system_tokens)
         self.tokens = [*input.prompt, *input.forced_tokens]
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0  # behind `tokens`, of launched steps: their values are not known yet
+        self.needs_token_values = False  # set by the engine: nothing is computed behind a pending token
         self.scoring_passes: list[ScoringProgress] = []
         self.branch_point = 0  # position where other texts could resume if the row stored its windows there
         self.drafts: list[int] = []
@@ -173,7 +175,18 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens to be computed before the next step towards the answer can be taken."""
-        return s.num_left if (s := self.scoring) else len(self.tokens) - self.num_computed_tokens
+        return s.num_left if (s := self.scoring) else self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer, pending ones included."""
+        return len(self.tokens) + self.num_pending_tokens
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether nothing can be computed before pending tokens are known; the last one is never computed."""
+        is_last = self.num_tokens - len(self.prompt) >= self.input.max_tokens
+        return self.num_pending_tokens > 0 and (self.needs_token_values or is_last)
 
     @property
     def next_position(self) -> int:
@@ -181,11 +194,12 @@ class Request:
         return self.num_computed_tokens + (s.chunk_offset if (s := self.scoring) else 0)
 
     def next_tokens(self, num_tokens: int) -> Sequence[int]:
-        """Return the next tokens to compute, drafts at their end."""
+        """Return the next tokens to compute, drafts at their end; 0 for pending ones."""
         if s := self.scoring:
             return s.scoring.tokens[s.num_done : s.num_done + num_tokens]
         uncomputed = self.tokens[self.num_computed_tokens : self.num_computed_tokens + num_tokens]
-        return uncomputed + self.drafts[: max(num_tokens - self.num_uncomputed_tokens, 0)]
+        pending = [0] * min(num_tokens - len(uncomputed), self.num_pending_tokens)
+        return uncomputed + pending + self.drafts[: max(num_tokens - self.num_uncomputed_tokens, 0)]
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens as computed."""
@@ -234,9 +248,9 @@ class Request:
     def max_drafts(self) -> int:
         """Tokens that may be drafted: none with more than one uncomputed token, or where the answer is forced."""
         reads = self.input.needs_logits or self.input.needs_prompt_logits
-        if self.scoring or reads or self.num_uncomputed_tokens != 1 or self.finish_reason:
+        if self.scoring or reads or self.finish_reason or self.num_computed_tokens < len(self.prompt):
             return 0
-        if self.num_computed_tokens < len(self.prompt):
+        if self.num_uncomputed_tokens != 1 or self.num_pending_tokens:
             return 0
         return self.input.max_tokens - self.num_output_tokens - 1
 
@@ -259,7 +273,7 @@ class Request:
         self.set_drafts([])
         return num_rejected
 
-    # ---- sampling ------------------------------------------------------------------------------------------------
+    # ---- sampling and the answer -------------------------------------------------------------------------------------
 
     def next_uniform(self) -> float:
         """Draw the next number in [0, 1) from the request's own generator."""
@@ -285,8 +299,6 @@ class Request:
             return weights
         return QueryWeights(np.ones(len(places), np.float32), decay=self.score_decay or 1.0)
 
-    # ---- the answer ----------------------------------------------------------------------------------------------
-
     def append_token(self, token: int, logprob: Logprob | None) -> None:
         """Add a sampled token to the answer."""
         if not self.stats.first_token_time:
@@ -297,9 +309,8 @@ class Request:
 
     def drop_tokens(self, num_tokens: int) -> None:
         """Remove the last sampled tokens: the answer ended before them."""
-        if num_tokens:
-            del self.tokens[-num_tokens:]
-            del self.logprobs[-num_tokens:]
+        del self.tokens[len(self.tokens) - num_tokens :]
+        del self.logprobs[max(len(self.logprobs) - num_tokens, 0) :]
 
     def check_stop(self) -> FinishReason | None:
         """Return why the request ends with its last token: it is a stop token, or the answer is long enough."""

@@ -8,6 +8,7 @@ request with K drafts has K + 1 rows of logits and gets from one to K + 1 tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -26,15 +27,49 @@ from retain.engine.spec_decode.rejection_sampler import (
 from retain.sampling_params import SamplingParams
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledTokens]:
-    """Sample the next tokens of each request, with log-probabilities for those that want them.
+@dataclass(frozen=True)
+class Samples:
+    """Sampled tokens on the device; `read` waits for them.
+
+    The rows `starts[i] : starts[i + 1]` are those of request i: one before each of its drafts, and one after the last.
+    """
+
+    requests: list[Request]
+    starts: list[int]
+    tokens: Tensor  # int64 [N]
+    drafts: dict[Request, tuple[list[int], Tensor | None]]  # of requests that have some, with their distributions
+    probs: dict[Request, Tensor]  # [K + 1, V]: the target's distributions where drafts are verified at random
+    logprobs: dict[Request, Tensor]  # [K + 1, V] of requests that want some
+
+    def read(self) -> list[SampledTokens]:
+        """Return the tokens of each request, with log-probabilities for those that want them.
+
+        Raises ValueError for NaN logits.
+        """
+        row_tokens = tokens_to_host(self.tokens) if self.requests else []
+        found: list[SampledTokens] = []
+        for start, end, request in zip(self.starts, self.starts[1:], self.requests, strict=False):
+            drafts, draft_probs = self.drafts.get(request, ([], None))
+            if request in self.probs:
+                chosen = verify_drafts(self.probs[request], drafts, draft_probs, request)
+            else:
+                chosen = verify_greedy(row_tokens[start:end], drafts)
+            logprobs: Sequence[Logprob | None] = [None] * len(chosen)
+            if (num_top := request.params.logprobs) is not None:
+                logprobs = select_logprobs(self.logprobs[request][: len(chosen)], chosen, num_top)
+            found.append(list(zip(chosen, logprobs, strict=True)))
+        return found
+
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> Samples:
+    """Sample the next tokens of each request; nothing waits for the device.
 
     Logits are float32 [N, V]: for a request with K drafts the rows before each draft and after the last one, request by
-    request. Raises ValueError for NaN logits.
+    request.
     """
-    if not requests:
-        return []
     starts = [0, *accumulate(len(r.drafts) + 1 for r in requests)]
+    if not requests:
+        return Samples([], starts, torch.zeros(0, dtype=torch.int64), {}, {}, {})
     row_requests = [r for r in requests for _ in range(len(r.drafts) + 1)]  # [N]
     row_drafts = [r.drafts[:i] for r in requests for i in range(len(r.drafts) + 1)]  # [N]: those before the row
     adjusted = apply_penalties(logits, row_requests, row_drafts)
@@ -52,26 +87,23 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledTokens]:
         sampled = sample_inverse_cdf(select_rows(probs, undrafted), uniforms)
         tokens = tokens.index_copy(0, to_device_like(tokens, rows), sampled)
     first_probs = {i: k for k, i in enumerate(random_rows)}
-    row_tokens = tokens_to_host(tokens)
-    found: list[SampledTokens] = []
-    for start, end, request in zip(starts, starts[1:], requests, strict=False):
-        if request.drafts and not request.params.greedy:
-            first = first_probs[start]
-            chosen = verify_drafts(probs[first : first + end - start], request)
-        else:
-            chosen = verify_greedy(row_tokens[start:end], request.drafts)
-        logprobs: Sequence[Logprob | None] = [None] * len(chosen)
-        if (num_top := request.params.logprobs) is not None:
-            logprobs = compute_logprobs(logits[start : start + len(chosen)], chosen, num_top)
-        found.append(list(zip(chosen, logprobs, strict=True)))
-    return found
+    ranges = list(zip(requests, starts, starts[1:], strict=False))
+    verified = [(r, first_probs[b], e - b) for r, b, e in ranges if r.drafts and not r.params.greedy]
+    return Samples(
+        requests=list(requests),
+        starts=starts,
+        tokens=tokens,
+        drafts={r: (r.drafts, r.draft_probs) for r in requests if r.drafts},
+        probs={r: probs[first : first + n] for r, first, n in verified},
+        logprobs={r: logits[b:e].log_softmax(-1) for r, b, e in ranges if r.params.logprobs is not None},
+    )
 
 
-def verify_drafts(probs: Tensor, request: Request) -> list[int]:
+def verify_drafts(probs: Tensor, drafts: Sequence[int], draft_probs: Tensor | None, request: Request) -> list[int]:
     """Verify a request's drafts by the target's distributions [K + 1, V]. Returns the accepted ones and one more."""
-    if request.draft_probs is not None:
-        return rejection_sample(probs, request.draft_probs, request.drafts, request.next_uniform)
-    chosen = verify_deterministic(probs, request.drafts, request.peek_uniforms(len(request.drafts) + 1))
+    if draft_probs is not None:
+        return rejection_sample(probs, draft_probs, drafts, request.next_uniform)
+    chosen = verify_deterministic(probs, drafts, request.peek_uniforms(len(drafts) + 1))
     request.peek_uniforms(len(chosen), consume=True)
     return chosen
 
@@ -139,7 +171,8 @@ def mask_stop_tokens(
     rows = [
         i
         for i, (request, before) in enumerate(zip(requests, drafts, strict=True))
-        if request.input.stop_ids and request.num_output_tokens + len(before) < request.params.min_tokens
+        if request.input.stop_ids
+        and request.num_output_tokens + request.num_pending_tokens + len(before) < request.params.min_tokens
     ]
     if not rows:
         return logits
@@ -181,7 +214,11 @@ def compute_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def compute_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
     """Return the model's log-probabilities of tokens [T], and the `num_top` likeliest, from raw logits [T, V]."""
-    logprobs = logits.log_softmax(-1)
+    return select_logprobs(logits.log_softmax(-1), tokens, num_top)
+
+
+def select_logprobs(logprobs: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
+    """Return the log-probabilities of tokens [T], and the `num_top` likeliest, from those of all tokens [T, V]."""
     chosen = logprobs.gather(1, to_device_like(logprobs, tokens)[:, None])[:, 0].tolist()
     best, best_tokens = logprobs.topk(min(num_top, logprobs.shape[1]))
     tops = [tuple(zip(*pair, strict=True)) for pair in zip(best_tokens.tolist(), best.tolist(), strict=True)]

@@ -61,12 +61,13 @@ class Scheduler:
         """Choose the tokens of the next step, and reserve their pages."""
         scheduled: list[ScheduledRequest] = []
         left, num_waiting = self.max_batched_tokens, len(self.waiting)
-        running = sorted(self.running, key=lambda r: r.id)
+        running = sorted((r for r in self.running if not r.awaits_tokens), key=lambda r: r.id)
         turns = [r for r in running if r.num_uncomputed_tokens > 1]
         for request in running:
             if left and request not in turns and request.row is not None:  # an older request may have taken its row
                 left -= self._schedule_request(request, left, scheduled)
-        turns = [*(r for r in turns if r.row is not None), *(self.waiting if len(self.waiting) <= num_waiting else ())]
+        waiting = [r for r in self.waiting if not r.awaits_tokens] if len(self.waiting) <= num_waiting else []
+        turns = [*(r for r in turns if r.row is not None), *waiting]
         while left and turns:
             request = min(turns, key=self._turn)
             turns.remove(request)
@@ -168,7 +169,7 @@ class Scheduler:
         """
         if not self.cache.free_rows:
             return False
-        needed = self.cache.pages_needed(request.policy, len(request.tokens), request.num_uncomputed_tokens)
+        needed = self.cache.pages_needed(request.policy, request.num_tokens, request.num_uncomputed_tokens)
         missing = needed - self.cache.free_pages
         if missing + len(self.running) * self.cache.pages_needed(request.policy, 1, 1) <= 0:
             return True
@@ -199,7 +200,7 @@ class Scheduler:
 
     def _next_pages(self, request: Request) -> int:
         """Return the pages that a running request needs for one more page of tokens, or for those that it may have."""
-        length, last = len(request.tokens), len(request.prompt) + request.input.max_tokens - 1
+        length, last = request.num_tokens, len(request.prompt) + request.input.max_tokens - 1
         longer = max(length, min(length + self.cache.page_size, last))
         before, after = (self.cache.pages_needed(request.policy, n, n) for n in (length, longer))
         return after - before
