@@ -17,7 +17,7 @@ from retain.server.openai.chat_output import ChatOutput
 from retain.server.openai.chat_protocol import FunctionDefinition
 from retain.server.openai.responses.client_tools import ClientTool
 from retain.server.openai.responses.history import ITEMS, encode_items, load_items
-from retain.server.openai.tool_parser import ParsedToolCall
+from retain.server.tool_format import ParsedToolCall
 from tests.server.conftest import HTTP, chat_template_replaced
 from tests.server.test_tool_calls import HERMES
 

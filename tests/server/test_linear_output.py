@@ -14,16 +14,13 @@ from retain.server.openai.choice_builders import CompletionChoiceBuilder
 from retain.server.openai.reasoning_parser import ReasoningParser
 from retain.server.openai.responses.client_tools import expand_tools
 from retain.server.openai.responses.output import OutputItems
-from retain.server.openai.tool_parser import ToolFormat, ToolParser
+from retain.server.openai.tool_parser import ToolParser
 from retain.server.request_group import OutputDelta
+from retain.server.tool_formats import load_tool_format, tool_format_names
 from tests.helpers.counted_work import CountedText, assert_linear, cut_into_pieces
 from tests.helpers.tokenizers import open_tokenizer
 
-FORMATS = {
-    "hermes": ToolFormat("<tool_call>", "</tool_call>"),
-    "mistral": ToolFormat("[TOOL_CALLS]", "", is_list=True),
-    "llama": ToolFormat("", "", "parameters"),
-}
+FORMATS = {name: load_tool_format(name)() for name in tool_format_names()}
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 TEXTS: dict[str, Callable[[int], str]] = {  # of about n characters, by what they repeat
     "plain": lambda n: "x" * n,
@@ -45,7 +42,7 @@ TEXTS: dict[str, Callable[[int], str]] = {  # of about n characters, by what the
 @pytest.mark.parametrize("size", [3, 10**6], ids=["in tokens", "whole"])
 @pytest.mark.parametrize(
     ("format_name", "name"),
-    [*(("hermes", name) for name in TEXTS), ("mistral", "an endless list of calls"), ("llama", "plain")],
+    [*(("hermes", name) for name in TEXTS), ("mistral", "an endless list of calls"), ("llama3_json", "plain")],
 )
 def test_work_of_the_parsers_is_linear_in_the_text(format_name: str, name: str, size: int) -> None:
     def prepare(n: int) -> Callable[[], object]:

@@ -24,8 +24,9 @@ from retain.server.openai.responses.history import ITEMS
 from retain.server.openai.responses.items import decode_reasoning
 from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.tools import FunctionTool
-from retain.server.openai.tool_parser import ToolFormat, ToolParser
+from retain.server.openai.tool_parser import ToolParser
 from retain.server.request_group import OutputDelta
+from retain.server.tool_formats import load_tool_format
 from retain.server.usage import TokenCounts
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
@@ -61,7 +62,7 @@ def encode(pieces: Sequence[str], end: FinishReason = FinishReason.STOP, **field
     names = [tool.function.name for tool in tools.to_params() or ()]
 
     def create_encoder() -> ResponsesEncoder:
-        tool_parser = ToolParser(ToolFormat("<tool_call>", "</tool_call>"), names)
+        tool_parser = ToolParser(load_tool_format("hermes")(), names)
         parser = ChatOutputParser(tool_parser, ReasoningParser(False))
         return ResponsesEncoder(body, parser, PieceTokenizer(pieces), None, tools)  # type: ignore[arg-type]
 

@@ -16,7 +16,7 @@ from retain.server.openai.responses.conversion import convert_request, to_messag
 from retain.server.openai.responses.history import ITEMS
 from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.tools import HOSTED_TOOLS, Tool
-from retain.server.openai.tool_parser import ParsedToolCall
+from retain.server.tool_format import ParsedToolCall
 
 Json = dict[str, Any]
 TOOLS: TypeAdapter[list[Tool]] = TypeAdapter(list[Tool])

@@ -12,7 +12,9 @@ from retain.models.resolve import resolve_model
 from retain.processing.chat_template import ChatTemplate
 from retain.processing.grammar import GrammarCompiler, grammar_from_json_schema, grammar_from_lark
 from retain.processing.tokenizer import Tokenizer
-from retain.server.openai.tool_parser import ToolParser, detect_tool_format
+from retain.server import tool_formats
+from retain.server.openai.tool_parser import ToolParser
+from retain.server.tool_formats import detect_tool_format, load_tool_format, tool_format_names
 
 HERMES = """{%- if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>
 Answer in <tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}
@@ -25,15 +27,15 @@ MISTRAL = (
 LLAMA = (
     '{% if tools %}Respond {"name": function, "parameters": arguments}{{ tools }}{% endif %}{{ messages[0].content }}'
 )
-TEMPLATES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
+TEMPLATES = {"hermes": HERMES, "mistral": MISTRAL, "llama3_json": LLAMA}
 MODEL_OUTPUTS = {
     "hermes": 'I look. <tool_call>\n{"name": "find", "arguments": {"q": "</b> é"}}\n</tool_call> and '
     '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
     "mistral": "I look. [TOOL_CALLS] "
     '[{"name": "find", "arguments": {"q": "</b> é"}}, {"name": "now", "arguments": {}}]',
-    "llama": '[{"name": "find", "parameters": {"q": "</b> é"}}, {"name": "now", "parameters": {}}]',
+    "llama3_json": '[{"name": "find", "parameters": {"q": "</b> é"}}, {"name": "now", "parameters": {}}]',
 }
-CONTENTS = {"hermes": "I look.  and ", "mistral": "I look. ", "llama": ""}
+CONTENTS = {"hermes": "I look.  and ", "mistral": "I look. ", "llama3_json": ""}
 FIND_TOOL = {
     "name": "find",
     "parameters": {
@@ -70,6 +72,38 @@ def test_text_without_tool_calls_is_unchanged(template_name, text, cut):
     assert (content, calls) == parse_chunks(template_name, [text])
     if not calls:
         assert content == text
+
+
+def test_each_format_is_found_by_the_template_that_teaches_it():
+    for name in tool_format_names():
+        assert type(detect_tool_format(TEMPLATES[name])) is load_tool_format(name)
+
+
+NEW_FORMAT = """
+from dataclasses import dataclass
+
+from retain.server.tool_format import JsonToolFormat
+
+
+@dataclass(frozen=True)
+class Format(JsonToolFormat):
+    begin: str = "<call>"
+    end: str = "</call>"
+
+    @classmethod
+    def from_template(cls, template):
+        return cls() if "<call>" in template else None
+"""
+
+
+def test_a_new_format_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "zephyr.py").write_text(NEW_FORMAT)
+    monkeypatch.setattr(tool_formats, "__path__", [*tool_formats.__path__, str(tmp_path)])
+    assert "zephyr" in tool_format_names()
+    parser = ToolParser(detect_tool_format("{{ tools }}<call></call>"), {"f"})
+    content, (call,) = parser.feed('a<call>{"name": "f", "arguments": {"x": 1}}</call>b')
+    assert (content, call.name, call.arguments) == ("ab", "f", '{"x": 1}')
+    assert not parser.close()[1]
 
 
 def test_template_without_tools_is_rejected():

@@ -10,7 +10,7 @@ from uuid import uuid4
 from retain.server.openai.arguments import parse_arguments
 from retain.server.openai.chat_output import ChatOutput
 from retain.server.openai.protocol import Json
-from retain.server.openai.tool_parser import ParsedToolCall
+from retain.server.tool_format import ParsedToolCall
 
 
 class ContentBlocks:

@@ -8,7 +8,7 @@ from retain.processing import grammar
 from retain.server.openai.chat_protocol import ChatCompletionRequest, JsonSchemaFormat, NamedToolChoice
 from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import Json
-from retain.server.openai.tool_parser import ToolFormat
+from retain.server.tool_format import ToolFormat
 
 
 def build_grammar(body: ChatCompletionRequest, tools: Sequence[Json], tool_format: ToolFormat | None) -> str | None:

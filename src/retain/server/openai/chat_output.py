@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from retain.server.openai.reasoning_parser import ReasoningParser
-from retain.server.openai.tool_parser import ParsedToolCall, ToolParser
+from retain.server.openai.tool_parser import ToolParser
+from retain.server.tool_format import ParsedToolCall
 
 
 class ChatOutput(NamedTuple):

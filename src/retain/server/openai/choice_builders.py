@@ -12,8 +12,8 @@ from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.logprobs import to_token_logprob
 from retain.server.openai.text_offsets import EchoedPrompt, TextOffsets
-from retain.server.openai.tool_parser import ParsedToolCall
 from retain.server.request_group import OutputDelta
+from retain.server.tool_format import ParsedToolCall
 
 Json = dict[str, Any]
 

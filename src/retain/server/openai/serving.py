@@ -20,7 +20,6 @@ from retain.server.auth import ApiKey
 from retain.server.config import ServerConfig
 from retain.server.engine_thread import EngineThread
 from retain.server.grammar_trials import GrammarTrials
-from retain.server.openai import tool_parser
 from retain.server.openai.body import BodyParser
 from retain.server.openai.chat_grammar import build_grammar
 from retain.server.openai.chat_output import ChatOutputParser
@@ -33,10 +32,12 @@ from retain.server.openai.protocol import CompletionRequest, GenerationFields, S
 from retain.server.openai.reasoning_parser import BEGIN, ReasoningParser, supports_reasoning
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
 from retain.server.openai.text_offsets import EchoedPrompt, echo_text, echo_tokens
-from retain.server.openai.tool_parser import ToolFormat, ToolParser
+from retain.server.openai.tool_parser import ToolParser
 from retain.server.preparation import PreparationPool
 from retain.server.request_group import EngineError, Pin, RequestGroup
 from retain.server.sandbox import Sandbox, SandboxedRenderer
+from retain.server.tool_format import ToolFormat
+from retain.server.tool_formats import detect_tool_format
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 AS_MANY_AS_FIT = -1  # of max_tokens, as in llama.cpp's server
@@ -72,7 +73,7 @@ class OpenAIServing:
 
     def _detect_tool_format(self) -> ToolFormat | None:
         tokenizer = self.llm.tokenizer
-        found = tool_parser.detect_tool_format(tokenizer.chat_templates.find(has_tools=True) or "")
+        found = detect_tool_format(tokenizer.chat_templates.find(has_tools=True) or "")
         if not found or not found.begin:
             return found
         markers = tokenizer.encode(found.begin, add_special_tokens=False)

@@ -1,91 +1,11 @@
-"""Tool calls in model output: detect the format that a chat template teaches, and parse calls from generated text.
-
-Three formats are in use. Hermes and Qwen write <tool_call>{"name": ..., "arguments": {...}}</tool_call>, Mistral writes
-[TOOL_CALLS] [{...}, ...], and Llama 3 writes {"name": ..., "parameters": {...}} as the whole output.
-"""
+"""Tool calls in generated text: separate them from content, however the text is cut into pieces."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from copy import copy
-from dataclasses import dataclass
-from typing import Any
 
-from retain.processing.grammar import lark_json_rule
-
-
-@dataclass(frozen=True)
-class ParsedToolCall:
-    """A function's name and its JSON-encoded arguments."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a model writes tool calls: between two markers, or as the whole output if the markers are empty."""
-
-    begin: str
-    end: str
-    arguments_key: str = "arguments"
-    is_list: bool = False  # a list of calls between the markers
-
-    def build_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return llguidance's Lark grammar of one call of one of these functions, [{"name", "parameters"}].
-
-        The parameters are rules of their own rather than parts of a larger schema, where their references to their
-        root would lead elsewhere. Raises ValueError for a schema that is too deep or that no value matches.
-        """
-        begin, end = (json.dumps(marker) if marker else "" for marker in (self.begin, self.end))
-        names = " | ".join(f"call{i}" for i in range(len(tools)))
-        calls = '"[" ws? call ws? "]"' if self.is_list else "call"
-        between = f"ws? {calls} ws?" if end else f"ws? {calls}" if begin else calls
-        rules = [
-            f"start: {begin} {between} {end}",
-            f"call: {names}",
-            r"ws: /[ \t\r\n]{1,8}/",  # bounded: small models would write blanks for ever
-        ]
-        for i, tool in enumerate(tools):
-            members = f'{self._lark_key("name")} name{i} ws? "," ws? {self._lark_key(self.arguments_key)} arguments{i}'
-            rules += [
-                f'call{i}: "{{" ws? {members} ws? "}}"',
-                lark_json_rule(f"name{i}", {"const": tool["name"]}),
-                lark_json_rule(f"arguments{i}", tool.get("parameters") or {"type": "object"}),
-            ]
-        return "\n".join(rules)
-
-    @staticmethod
-    def _lark_key(key: str) -> str:
-        return f'{json.dumps(json.dumps(key))} ws? ":" ws?'
-
-    def parse(self, text: str) -> list[ParsedToolCall] | None:
-        """Parse the text between the markers. Returns None if it is no tool call."""
-        try:
-            parsed = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        calls = []
-        for call in parsed if isinstance(parsed, list) else [parsed]:
-            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                return None
-            arguments = call.get(self.arguments_key, call.get("arguments", call.get("parameters", {})))
-            if not isinstance(arguments, str):
-                arguments = json.dumps(arguments, ensure_ascii=False)
-            calls.append(ParsedToolCall(call["name"], _replace_surrogates(arguments)))
-        return calls or None
-
-
-def detect_tool_format(template: str) -> ToolFormat | None:
-    """Return the format that a chat template teaches, or None if the template does not support tools."""
-    if "tools" not in template:
-        return None
-    if "<tool_call>" in template:
-        return ToolFormat("<tool_call>", "</tool_call>")
-    if "[TOOL_CALLS]" in template:
-        return ToolFormat("[TOOL_CALLS]", "", is_list=True)
-    return ToolFormat("", "", arguments_key="parameters" if '"parameters"' in template else "arguments")
+from retain.server.tool_format import ParsedToolCall, ToolFormat
 
 
 class ToolParser:
@@ -151,11 +71,6 @@ class ToolParser:
     def _parse_known_tools(self, text: str) -> list[ParsedToolCall]:
         calls = self._format.parse(text)
         return calls if calls and all(call.name in self._tool_names for call in calls) else []
-
-
-def _replace_surrogates(text: str) -> str:
-    """Replace halves of surrogate pairs, which a model can write as escapes: no UTF-8 can hold them."""
-    return text.encode(errors="surrogatepass").decode(errors="replace")
 
 
 def partial_marker_length(text: str, marker: str) -> int:

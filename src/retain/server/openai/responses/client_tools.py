@@ -28,7 +28,7 @@ from retain.server.openai.responses.tools import (
     Tool,
     ToolSearchTool,
 )
-from retain.server.openai.tool_parser import ParsedToolCall
+from retain.server.tool_format import ParsedToolCall
 
 MAX_FUNCTIONS = 1024
 MAX_NAME_LENGTH = 128

@@ -1,0 +1,103 @@
+"""What a tool format is: where calls stand in generated text, how they are parsed, and which grammar demands one.
+
+The formats themselves are the files of `tool_formats`.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from retain.processing.grammar import lark_json_rule
+
+
+@dataclass(frozen=True)
+class ParsedToolCall:
+    """A function's name and its JSON-encoded arguments."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolFormat(ABC):
+    """How a model writes tool calls: between two markers, or as the whole output if the markers are empty."""
+
+    begin: str = ""
+    end: str = ""
+
+    @classmethod
+    @abstractmethod
+    def from_template(cls, template: str) -> Self | None:
+        """Return this format as a chat template with tools teaches it, or None if the template teaches another one."""
+
+    @abstractmethod
+    def parse(self, text: str) -> list[ParsedToolCall] | None:
+        """Parse the text between the markers. Returns None if it is no tool call."""
+
+    @abstractmethod
+    def build_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return llguidance's Lark grammar of one call of one of these functions, [{"name", "parameters"}].
+
+        Raises ValueError for a schema that is too deep or that no value matches.
+        """
+
+
+@dataclass(frozen=True)
+class JsonToolFormat(ToolFormat):
+    """Calls as JSON objects with a name and arguments: {"name": ..., "arguments": {...}}."""
+
+    arguments_key: str = "arguments"
+    is_list: bool = False  # a list of calls between the markers
+
+    def parse(self, text: str) -> list[ParsedToolCall] | None:
+        """Parse one object or a list of them. Returns None if it is no tool call."""
+        try:
+            parsed = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        calls = []
+        for call in parsed if isinstance(parsed, list) else [parsed]:
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+                return None
+            arguments = call.get(self.arguments_key, call.get("arguments", call.get("parameters", {})))
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            calls.append(ParsedToolCall(call["name"], _replace_surrogates(arguments)))
+        return calls or None
+
+    def build_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the grammar of one call.
+
+        The parameters are rules of their own rather than parts of a larger schema, where their references to their
+        root would lead elsewhere. Raises ValueError for a schema that is too deep or that no value matches.
+        """
+        begin, end = (json.dumps(marker) if marker else "" for marker in (self.begin, self.end))
+        names = " | ".join(f"call{i}" for i in range(len(tools)))
+        calls = '"[" ws? call ws? "]"' if self.is_list else "call"
+        between = f"ws? {calls} ws?" if end else f"ws? {calls}" if begin else calls
+        rules = [
+            f"start: {begin} {between} {end}",
+            f"call: {names}",
+            r"ws: /[ \t\r\n]{1,8}/",  # bounded: small models would write blanks for ever
+        ]
+        for i, tool in enumerate(tools):
+            members = f'{_lark_key("name")} name{i} ws? "," ws? {_lark_key(self.arguments_key)} arguments{i}'
+            rules += [
+                f'call{i}: "{{" ws? {members} ws? "}}"',
+                lark_json_rule(f"name{i}", {"const": tool["name"]}),
+                lark_json_rule(f"arguments{i}", tool.get("parameters") or {"type": "object"}),
+            ]
+        return "\n".join(rules)
+
+
+def _lark_key(key: str) -> str:
+    return f'{json.dumps(json.dumps(key))} ws? ":" ws?'
+
+
+def _replace_surrogates(text: str) -> str:
+    """Replace halves of surrogate pairs, which a model can write as escapes: no UTF-8 can hold them."""
+    return text.encode(errors="surrogatepass").decode(errors="replace")
