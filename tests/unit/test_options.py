@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from retain.bench import config as bench_config
-from retain.bench.simulation.tiers import TierConfig
 from retain.cli import args
 from retain.cli.args import build_parser
 from retain.cluster.config import ClusterConfig
@@ -48,14 +47,13 @@ PLUGINS = [(policies, "Policy"), (drafters, "Drafter"), (tiers, "Tier")]
 SPECS: dict[str, type] = {
     "selective": SelectiveConfig,
     "--kv-events": KVEventsOptions,
-    "local": TierConfig,
     **{
         name: getattr(import_module(f"{package.__name__}.{name}"), cls)
         for package, cls in PLUGINS
         for name in package.names()
     },
 }
-REQUIRED = {"model": "m", "data": "d", "out": "o", "within": "kl=1", "simulate": True}
+REQUIRED = {"model": "m", "data": "d", "out": "o", "within": "kl=1"}
 NOT_NUMBERS = ("logit_bias",)  # pairs, with bounds of their own
 NO_OPTIONS = ("n", "stop_token_ids")  # of sampling parameters, on the command line
 

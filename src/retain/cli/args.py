@@ -147,7 +147,7 @@ def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandPars
     benches = bench.add_subparsers(
         dest="bench",
         required=True,
-        metavar="speed | budget | precision | quality | speculate | prefix | serve | cluster",
+        metavar="speed | budget | precision | quality | speculate | prefix | serve",
     )
 
     def add(name: str, config: type, help: str, json_help: str, parents: list[CommandParser]) -> None:
@@ -175,7 +175,6 @@ def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandPars
         [engine],
     )
     add("serve", c.ServeBenchConfig, "load on a server, and its latencies", "one JSON line", [])
-    add("cluster", c.ClusterBenchConfig, "simulated replicas behind a router", "a JSON line for each", [engine])
 
 
 def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:

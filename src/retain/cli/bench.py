@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from retain.bench.config import (
     BudgetBenchConfig,
-    ClusterBenchConfig,
     PrecisionBenchConfig,
     PrefixBenchConfig,
     QualityBenchConfig,
@@ -20,7 +19,7 @@ from retain.bench.config import (
     SpeculateBenchConfig,
     SpeedBenchConfig,
 )
-from retain.cli.args import from_args, given_args
+from retain.cli.args import from_args
 from retain.config import Config
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def engine_config(args: Namespace) -> Config:
         raise ValueError("bench speculate compares drafters: name them by --drafters")
     if args.bench != "speed" and hasattr(args, "speculate"):
         raise ValueError(f"bench {args.bench} does not speculate: --speculate is for bench speed")
-    return from_args(Config, args, prefix_cache="exact" if args.bench in ("prefix", "cluster") else "off")
+    return from_args(Config, args, prefix_cache="exact" if args.bench == "prefix" else "off")
 
 
 def run_speed(args: Namespace) -> int:
@@ -160,36 +159,6 @@ def run_serve(args: Namespace) -> int:
     return 0
 
 
-def run_cluster(args: Namespace) -> int:
-    """Run `retain bench cluster`."""
-    from retain.bench import cluster, plots
-    from retain.bench.simulation import calibrate, report, validation
-    from retain.cli import loading
-
-    options = from_args(ClusterBenchConfig, args)
-    if options.calibrate:
-        measured = calibrate.calibrate(loading.load_llm(engine_config(args)))
-        measured.save(options.calibrate)
-        _print_lines(args, [measured.summarize()])
-        return 0
-    given = given_args(args, Config).keys() - ({"kv_memory"} if options.simulate else set())
-    if given:
-        raise ValueError(f"--{min(given).replace('_', '-')} is an option of --calibrate: the calibration holds it")
-    cluster.check_names(options)
-    calibration = cluster.open_calibration(options, getattr(args, "kv_memory", None))
-    if options.validate:
-        lines = _print_lines(args, validation.run(options, calibration))
-    else:
-        if options.output_dir:
-            plots.import_pyplot()
-        lines = _print_table(args, report.format_header(), report.format_row, cluster.simulate(options, calibration))
-    if options.output_dir:
-        _write_lines(lines, options.output_dir, "cluster")
-        if options.simulate:
-            report.plot_replicas(lines, options.output_dir)
-    return 0
-
-
 BENCHES: dict[str, Callable[[Namespace], int]] = {
     "speed": run_speed,
     "budget": run_budget,
@@ -198,7 +167,6 @@ BENCHES: dict[str, Callable[[Namespace], int]] = {
     "speculate": run_speculate,
     "prefix": run_prefix,
     "serve": run_serve,
-    "cluster": run_cluster,
 }
 
 
@@ -207,17 +175,6 @@ def _print_lines(args: Namespace, lines: Iterable[Line]) -> list[Line]:
     printed = []
     for line in lines:
         print(_format_line(line, args.json), flush=True)
-        printed.append(line)
-    return printed
-
-
-def _print_table(args: Namespace, header: str, format_row: Callable[[Line], str], lines: Iterable[Line]) -> list[Line]:
-    """Print each line as soon as it is there, as JSON or as a row below the header; return all of them."""
-    if args.json:
-        return _print_lines(args, lines)
-    printed: list[Line] = []
-    for line in lines:
-        print(*([] if printed else [header]), format_row(line), sep="\n", flush=True)
         printed.append(line)
     return printed
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from retain.bench.simulation.calibration import Calibration
-from retain.bench.simulation.tiers import KeyListener, SimulatedTier
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_tables import UNBOUNDED
 from retain.kv.memory.pool import PagePool
@@ -21,6 +19,8 @@ from retain.kv.prefix.node import Node, PrefixMatch
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.types import Ints
+from tools.simulation.calibration import Calibration
+from tools.simulation.tiers import KeyListener, SimulatedTier
 
 ROOT_HASH = b""  # of all texts: one model, one tenant
 

@@ -1,4 +1,4 @@
-"""`retain bench cluster --validate`: the same requests on two real replicas and on two simulated ones.
+"""`python -m tools.simulation --validate`: the same requests on two real replicas and on two simulated ones.
 
 A real replica is a `retain serve` process with one thread, bound to a core of its own. The bench routes as a client,
 with the policy and the seed of the simulation, and times what its users would see.
@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from retain.bench.config import ClusterBenchConfig
 from retain.bench.serve import RequestTiming, TimedRequest, import_aiohttp, send_request
-from retain.bench.simulation.calibration import Calibration
-from retain.bench.simulation.routing import Router, router_class
-from retain.bench.simulation.simulator import Cluster
-from retain.bench.simulation.trace import TracedRequest, generate_conversations, scale_arrivals
+from tools.simulation.calibration import Calibration
+from tools.simulation.config import SimulationConfig
+from tools.simulation.routing import Router, router_class
+from tools.simulation.simulator import Cluster
+from tools.simulation.trace import TracedRequest, generate_conversations, scale_arrivals
 
 Line = dict[str, Any]
 NUM_REPLICAS, NUM_PROMPTS = 2, 40
@@ -46,7 +46,7 @@ class Outcome:
     cached_tokens: int
 
 
-def run(config: ClusterBenchConfig, calibration: Calibration) -> Iterator[Line]:
+def run(config: SimulationConfig, calibration: Calibration) -> Iterator[Line]:
     """Yield three lines for each routing policy: real, simulated, and their ratios. Raises OSError or ValueError."""
     if (os.cpu_count() or 1) < NUM_REPLICAS:
         raise ValueError(f"--validate needs {NUM_REPLICAS} cores, one for each replica")

@@ -6,15 +6,15 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from retain.bench.simulation.cache import SimulatedCache
-from retain.bench.simulation.calibration import Calibration
-from retain.bench.simulation.replica import SimulatedReplica
-from retain.bench.simulation.routing import Router
-from retain.bench.simulation.tiers import SimulatedTier, TierConfig
-from retain.bench.simulation.trace import TracedRequest
 from retain.engine.request import Request, RequestInput
 from retain.kv.eviction import policies
 from retain.sampling_params import SamplingParams
+from tools.simulation.cache import SimulatedCache
+from tools.simulation.calibration import Calibration
+from tools.simulation.replica import SimulatedReplica
+from tools.simulation.routing import Router
+from tools.simulation.tiers import SimulatedTier, TierConfig
+from tools.simulation.trace import TracedRequest
 
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, seed=0)
 

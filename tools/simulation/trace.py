@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from retain.bench.requests import plain_token_ids
-from retain.bench.simulation.calibration import Calibration
 from retain.bench.tasks import load_records
 from retain.kv.prefix.block_hash import hash_blocks
 from retain.types import Ints
+from tools.simulation.calibration import Calibration
 
 TRACE = "mooncake_conversation_trace"
 TOKENS_PER_TRACE_BLOCK = 512  # tokens that a hash of the trace stands for (Mooncake, FAST'25)

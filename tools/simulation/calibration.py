@@ -82,4 +82,4 @@ def load_calibration(path: Path) -> Calibration:
         values = json.loads(path.read_text(encoding="utf-8"))
         return Calibration(**(values | {"seconds": StepWork(**values["seconds"])}))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a file of `retain bench cluster --calibrate`: {error}") from None
+        raise ValueError(f"{path} is not a file of `python -m tools.simulation --calibrate`: {error}") from None

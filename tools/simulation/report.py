@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from retain.bench.plots import import_pyplot
-from retain.bench.simulation.simulator import Cluster
 from retain.engine.request import Request
+from tools.simulation.simulator import Cluster
 
 Line = dict[str, Any]
 COLUMNS = {  # of the table: title and format

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from retain.bench.simulation.trace import TracedRequest
+from tools.simulation.trace import TracedRequest
 
 PREFIX_PAGES = 4  # pages of a prompt that name its replica under `prefix`
 MAX_LOAD_DIFFERENCE = 4  # requests in flight more than the least loaded replica, before `prefix` goes elsewhere

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
-from retain.bench.simulation.cache import SimulatedCache
-from retain.bench.simulation.calibration import Calibration, measure_work
 from retain.engine.prompt_sharing import PromptSharing
 from retain.engine.request import FinishReason, Request
 from retain.engine.scheduler import ScheduledRequest, Scheduler
 from retain.kv.manager import KVCacheManager
+from tools.simulation.cache import SimulatedCache
+from tools.simulation.calibration import Calibration, measure_work
 
 ANSWER_TOKENS, MAX_ANSWERS = 2**15, 2**16  # ids of the answer of one request, and requests before they come again
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from retain.bench.requests import greedy_request, random_prompts
-from retain.bench.simulation.calibration import Calibration, StepWork, measure_work
 from retain.config import Config
 from retain.engine.batch import Batch
 from retain.engine.runner import Runner
 from retain.kernels.api import NO_WINDOW
 from retain.llm import LLM
+from tools.simulation.calibration import Calibration, StepWork, measure_work
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Sample = tuple[StepWork, float]  # the work of a step, its seconds
