@@ -77,9 +77,10 @@ class ListHead:
         """Delete all other tokens."""
         if len(indices) == len(self):
             return
-        self.positions, self.masses = self.positions[indices], self.masses[indices]
-        self.keys, self.values = self.keys[indices], self.values[indices]
-        self.reread, self.demoted = self.reread[indices], self.demoted[indices]
+        kept = torch.tensor(indices, dtype=torch.int64)  # torch converts a list again for each tensor
+        self.positions, self.masses = self.positions[kept], self.masses[kept]
+        self.keys, self.values = self.keys[kept], self.values[kept]
+        self.reread, self.demoted = self.reread[kept], self.demoted[kept]
 
     def demote(self, indices: list[int]) -> None:
         """Round these tokens to 4 bits."""
