@@ -92,17 +92,17 @@ def reference() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=build_unigram_core(), **SPECIAL_TOKENS)
 
 
-def render(template: str, conversation: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return what transformers and this package render; None where one refuses."""
+def render(template: ChatTemplate, source: str, conversation: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return what transformers renders from the source and this package from the template; None where one refuses."""
     given: dict[str, Any] = {"add_generation_prompt": True, "tools": None, **conversation}
     messages = given.pop("messages")
     try:
-        expected = reference().apply_chat_template(messages, chat_template=template, tokenize=False, **given)
+        expected = reference().apply_chat_template(messages, chat_template=source, tokenize=False, **given)
     except Exception:  # of any kind
         expected = None
     add_generation_prompt, tools = given.pop("add_generation_prompt"), given.pop("tools")
     try:
-        return expected, ChatTemplate(template, SPECIAL_TOKENS).render(messages, add_generation_prompt, tools, given)
+        return expected, template.render(messages, add_generation_prompt, tools, given)
     except ValueError as error:
         assert "\n" not in str(error)
         return expected, None
@@ -110,11 +110,11 @@ def render(template: str, conversation: Mapping[str, Any]) -> tuple[str | None, 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_render_as_transformers_does(name: str) -> None:
-    template = TEMPLATES[name]
+    template = ChatTemplate(TEMPLATES[name], SPECIAL_TOKENS)
     num_rendered = 0
     for label, conversation in CONVERSATIONS.items():
-        expected, found = render(template, conversation)
-        if conversation.get("tools") and not ChatTemplate(template, SPECIAL_TOKENS).can_use_tools:
+        expected, found = render(template, TEMPLATES[name], conversation)
+        if conversation.get("tools") and not template.can_use_tools:
             assert found is None, label  # transformers ignores the tools
         else:
             assert found == expected, label
