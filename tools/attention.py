@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from retain import factory, kernels
+from retain.kernels.attention_params import AttentionParams
 from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
 
@@ -44,7 +45,7 @@ def measure_step_ms(page_size: int, num_steps: int = 300) -> tuple[float, float]
     for _ in range(num_steps):
         started = perf_counter()
         for layer in layers:
-            cpu.attend(q, cache.kv, layer, q_pos, scale=0.125)
+            cpu.attend(q, cache.kv, layer, q_pos, AttentionParams(0.125))
         times.append(1e3 * (perf_counter() - started))
     return median(times), min(times)
 

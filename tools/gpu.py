@@ -136,6 +136,7 @@ def launch_kernels(
     """Launch a step of two kv heads, and every other kernel of the backend."""
     from retain.kernels import triton
     from retain.kernels.api import DemotedTables, Tables
+    from retain.kernels.attention_params import AttentionParams
     from retain.kernels.triton import fresh_tokens
 
     G, B, T, n = 2, len(fresh), sum(fresh), 40
@@ -156,7 +157,7 @@ def launch_kernels(
     q, pos, slots = torch.ones(T, G * R, D, dtype=q_dtype), torch.ones(T).int(), torch.ones(G, T, dtype=torch.int32)
     slopes = torch.ones(G * R) if alibi else None
     scoring = keyformer_scoring(T, B) if with_masses else None
-    triton.attend(q, kv, tables, pos, scale=0.1, alibi_slopes=slopes, scoring=scoring, layer=1)
+    triton.attend(q, kv, tables, pos, AttentionParams(0.1, alibi_slopes=slopes), scoring=scoring, layer=1)
     rope = None if alibi else fresh_tokens.RopeParams(torch.ones(D // 2), 1.0, interleaved=False)
     fresh_tokens.write(kv, slots, q[:, :G], q[:, :G], pos, rope)
     triton.copy(kv, torch.tensor([1]), torch.tensor([2]))
@@ -167,6 +168,7 @@ def launch_kernels(
 
 def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype) -> None:
     """Launch the kernels of a program of one layer."""
+    from retain.kernels.attention_params import AttentionParams
     from retain.kernels.triton import forward
     from retain.kernels.triton.plan import plan_attention
 
@@ -180,7 +182,7 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     qkv, out = p.buffer("qkv", (R + 2) * G * D), p.buffer("o", R * G * D)
     if slopes is None:
         p.rope(qkv, torch.ones(D // 2), 1.0, False, (R + 1) * G, D)
-    p.attend(qkv, out, 0, (R * G, G, D), 0.1, slopes, torch.zeros(G, D))
+    p.attend(qkv, out, 0, (R * G, G, D), AttentionParams(0.1, slopes, torch.zeros(G, D)))
     pos = torch.ones(T, dtype=torch.int32)
     step = forward.DeviceStep(
         kv=kv,
@@ -266,6 +268,7 @@ def bench_attention(with_masses: bool) -> Iterator[Line]:
     """Time the attention of a decode step in one layer, over caches larger than the GPU's own caches."""
     from retain.kernels import triton
     from retain.kernels.api import NO_WINDOW, DemotedTables, Tables
+    from retain.kernels.attention_params import AttentionParams
     from retain.kernels.triton import attention
     from retain.kernels.triton.plan import plan_attention
 
@@ -300,7 +303,7 @@ def bench_attention(with_masses: bool) -> Iterator[Line]:
             def attend(tables: Tables, scoring: Any = None, q: Any = q, kv: Any = kv, pos: Any = pos) -> Any:
                 R = q.shape[1] // tables.pages.shape[1]
                 plan = plan_attention(tables, R, q.shape[2], kv, scoring)
-                return partial(attention.attend, q, kv, tables, plan, pos, scale=0.1, alibi_slopes=None, layer=0)
+                return partial(attention.attend, q, kv, tables, plan, pos, AttentionParams(0.1), 0)
 
             if with_masses:
                 keyformer = keyformer_scoring(B, B)

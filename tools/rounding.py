@@ -21,6 +21,7 @@ from torch import Tensor
 from retain import models
 from retain.bench.tasks import load_records
 from retain.fit.dense import DenseModel, LayerAttention
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.quantized_slots import dequantize, dequantize_4bit, quantize, quantize_4bit, rotate
 from retain.models.decoder import Decoder
 from retain.models.resolve import resolve_model
@@ -106,17 +107,19 @@ class RoundedModel(DenseModel):
         self.calibrated: dict[int, Moments] = {}
         self.is_calibrating = False
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> LayerAttention:
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams
+    ) -> LayerAttention:
         if self.is_calibrating:
             self.calibrated[layer] = _moments(q.transpose(0, 1).reshape(len(k), -1, k.shape[-1]), k)
         r = self.rounding
-        exact = super()._attend(layer, q, k, v, mask)
+        exact = super()._attend(layer, q, k, v, mask, params)
         if r is None:
             return exact
         rounded_k, rounded_v = self._round_keys(layer, k), _round(v, r.value_bits)
         places, n = torch.arange(k.shape[1]), mask.shape[-2]
         is_exact = (places[-n:, None] - places < r.recent) | (places < r.first)  # [T, n]
-        scale, (G, R, T, _) = self.spec.scale, exact.weights.shape
+        scale, (G, R, T, _) = params.scale, exact.weights.shape
         queries = q.transpose(0, 1).reshape(G, R * T, -1)
         scores, rounded = ((queries @ x.mT * scale).view(G, R, T, -1) for x in (k, rounded_k))
         weights = torch.where(is_exact, scores, rounded).masked_fill(~mask, -torch.inf).softmax(-1)

@@ -172,7 +172,7 @@ def open_offload_tiers(
     memory = [t for t in tier_configs if isinstance(t, ram.Tier)]
     probe_config, block_cache = None, None
     if isinstance(prefix_config, SelectiveConfig):
-        probe_config = ProbeConfig(prefix_config.ratio, spec.scale, spec.num_kv_heads, cache.backend)
+        probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, spec.num_kv_heads, cache.backend)
         block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
         tier_configs = [t for t in tier_configs if t not in memory]
         if not tier_configs:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import KV, NO_WINDOW, Backend, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.scoring import AttentionScoring
 
 UNDEFINED = 2**31 - 1  # fills the entries of a table that no kernel may read
@@ -41,9 +42,10 @@ class AttentionCase:
         return len(self.pages[0])
 
     @property
-    def alibi_slopes(self) -> Tensor | None:
+    def params(self) -> AttentionParams:
         H = self.G * self.R
-        return 2.0 ** (-8 * torch.arange(1, H + 1) / H) if self.alibi else None
+        slopes = 2.0 ** (-8 * torch.arange(1, H + 1) / H) if self.alibi else None
+        return AttentionParams(self.D**-0.5, alibi_slopes=slopes)
 
     def build_tables(self) -> Tables:
         """Scattered pages, a third of them shared; rows in another order than requests, idle rows between."""
@@ -91,8 +93,7 @@ class AttentionCase:
             self.build_cache(backend) if kv is None else kv,
             self.build_tables(),
             q_pos,
-            scale=self.D**-0.5,
-            alibi_slopes=self.alibi_slopes,
+            self.params,
             scoring=scoring,
             layer=2,
         )
@@ -102,9 +103,9 @@ class AttentionCase:
         n = self.fresh[0]
         q, q_pos = self.build_queries()
         kv, t = self.build_cache(backend), self.build_tables()
-        together = backend.attend(q, kv, t, q_pos, scale=self.D**-0.5)
+        together = backend.attend(q, kv, t, q_pos, self.params)
         alone = replace(t, rows=t.rows[:1], query_start_loc=torch.tensor([0, n], dtype=torch.int32))
-        return torch.equal(backend.attend(q[:n], kv, alone, q_pos[:n], scale=self.D**-0.5), together[:n])
+        return torch.equal(backend.attend(q[:n], kv, alone, q_pos[:n], self.params), together[:n])
 
     def with_changes(self, **changes: object) -> AttentionCase:
         """The same case but for some fields."""

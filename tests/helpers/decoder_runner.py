@@ -10,6 +10,7 @@ from torch import Tensor
 
 from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.models.decoder import Attend, Decoder, ModelSpec
 
 
@@ -35,9 +36,8 @@ class ReferenceCache:
         s, starts = self.spec, torch.tensor([0, *counts]).cumsum(0).int()
         rows = torch.arange(len(counts), dtype=torch.int32)
         request_of_token = rows.long().repeat_interleave(torch.tensor(counts))  # [T]
-        slopes = None if s.alibi_slopes is None else torch.tensor(s.alibi_slopes)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
             pages = self.pages[layer]  # [B, G, n]
             slots = (
                 pages[request_of_token, :, pos // self.PAGE_SIZE].T * self.PAGE_SIZE + pos % self.PAGE_SIZE
@@ -50,7 +50,7 @@ class ReferenceCache:
                 rows=rows,
                 query_start_loc=starts,
             )
-            return reference.attend(q, self.kv, tables, pos.int(), scale=s.scale, alibi_slopes=slopes)
+            return reference.attend(q, self.kv, tables, pos.int(), params)
 
         return attend
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from retain import models
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.quantized_slots import dequantize_4bit, quantize_4bit, rotate
 from retain.kernels.reference.noise import noise_key, sample_noise
 from retain.kernels.scoring import GUMBEL
@@ -136,7 +137,7 @@ class ListModel:
 
     # ---- attention -----------------------------------------------------------------------------------------------
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         """Append fresh tokens, and attend one query [R, D] after another. q [T, H, D]; k and v [T, G, D]."""
         s, o = self.spec, torch.zeros_like(q)
         R = s.num_heads // s.num_kv_heads
@@ -145,9 +146,9 @@ class ListModel:
             head.append(self.fresh_positions, k[:, g], v[:, g])
             for t, p in enumerate(self.fresh_positions.tolist()):
                 is_visible = (head.positions <= p) & (head.positions > p - (s.windows[layer] or 10**9))
-                x = s.scale * q[t, queries] @ head.keys.T  # [R, n]
-                if s.alibi_slopes:
-                    x = x + torch.tensor(s.alibi_slopes[queries])[:, None] * (head.positions - p)
+                x = params.scale * q[t, queries] @ head.keys.T  # [R, n]
+                if params.alibi_slopes is not None:
+                    x = x + params.alibi_slopes[queries, None] * (head.positions - p)
                 x = x.masked_fill(~is_visible, -torch.inf)
                 o[t, queries] = x.softmax(-1) @ head.values
                 received = self.received_masses(x, head.positions, (layer, g), p)  # [R, n]

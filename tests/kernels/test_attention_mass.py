@@ -9,6 +9,7 @@ import torch
 
 from retain.kernels import cpu, reference
 from retain.kernels.api import KV
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
 from tests.helpers.attention_case import AttentionCase, assert_close, cpu_tolerance, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
@@ -74,7 +75,7 @@ def test_chunk_size_changes_no_bit_of_a_mass(chunk: int, kind: str, columns: int
     def attend(kv: KV, part: slice) -> None:
         tables = replace(t, query_start_loc=torch.tensor([0, part.stop - part.start], dtype=torch.int32))
         own = replace(scoring, weights=scoring.weights[part], temperature=scoring.temperature[part])
-        cpu.attend(q[part], kv, tables, q_pos[part], scale=0.125, scoring=own)
+        cpu.attend(q[part], kv, tables, q_pos[part], AttentionParams(0.125), scoring=own)
 
     for isa in ISAS:
         with use_isa(isa):

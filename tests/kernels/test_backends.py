@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW, Backend, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.quantized_slots import rotate
 from tests.helpers.attention_case import AttentionCase, assert_close, cpu_tolerance
 from tests.helpers.backend_variants import FAST_VARIANTS, VARIANTS, use_variant
@@ -104,8 +105,8 @@ def test_large_scores(backend: Backend) -> None:
     case = STEP.with_changes(D=16)
     q, q_pos = case.build_queries()
     t, scale = case.build_tables(), 4.0  # scores up to about 60
-    o = backend.attend(q, case.build_cache(backend), t, q_pos, scale=scale)
-    assert_close(o, reference.attend(q, case.build_cache(reference), t, q_pos, scale=scale))
+    o = backend.attend(q, case.build_cache(backend), t, q_pos, AttentionParams(scale))
+    assert_close(o, reference.attend(q, case.build_cache(reference), t, q_pos, AttentionParams(scale)))
 
 
 def test_query_without_visible_slots_gives_zero(backend: Backend) -> None:
@@ -114,7 +115,7 @@ def test_query_without_visible_slots_gives_zero(backend: Backend) -> None:
     kv = case.build_cache(backend)
     q_pos[0], q_pos[1] = -1, 0
     kv.pos[kv.pos == 0] = -1
-    o = backend.attend(q, kv, case.build_tables(), q_pos, scale=1.0)
+    o = backend.attend(q, kv, case.build_tables(), q_pos, AttentionParams(1.0))
     assert (o[:2] == 0).all() and (o[73:] == 0).all()
     assert (o[2, :3] != 0).all() and (o[2, 3:] == 0).all()
 
@@ -123,7 +124,7 @@ def test_empty_step(backend: Backend) -> None:
     kv = backend.allocate(2, 16, 16, F32)
     none = torch.zeros(0, dtype=torch.int32)
     tables = Tables(none.view(0, 2, 0), none.view(0, 2), none, none, torch.zeros(1, dtype=torch.int32))
-    assert backend.attend(torch.zeros(0, 4, 16), kv, tables, none, scale=1.0).shape == (0, 4, 16)
+    assert backend.attend(torch.zeros(0, 4, 16), kv, tables, none, AttentionParams(1.0)).shape == (0, 4, 16)
     backend.write(kv, none.view(2, 0), torch.zeros(0, 2, 16), torch.zeros(0, 2, 16), none)
     backend.copy(kv, none.long(), none.long())
 
@@ -133,8 +134,8 @@ def test_tokens_outside_all_requests_give_zero(backend: Backend) -> None:
     q, q_pos = case.build_queries()
     t = case.build_tables()
     only = replace(t, rows=t.rows[1:], query_start_loc=torch.tensor([2, 4], dtype=torch.int32))
-    o = backend.attend(q, case.build_cache(backend), only, q_pos, scale=1.0)
-    want = reference.attend(q, case.build_cache(reference), only, q_pos, scale=1.0)
+    o = backend.attend(q, case.build_cache(backend), only, q_pos, AttentionParams(1.0))
+    want = reference.attend(q, case.build_cache(reference), only, q_pos, AttentionParams(1.0))
     assert_close(o, want)
     assert (o[[0, 1, 4]] == 0).all()
 
@@ -149,8 +150,8 @@ def test_tables_may_be_views(backend: Backend) -> None:
     views = replace(t, pages=pages, counts=counts, windows=windows)
     assert not any(x.is_contiguous() for x in (pages, counts, windows))
     kv = case.build_cache(backend)
-    o = backend.attend(q, kv, views, q_pos, scale=1.0)
-    assert torch.equal(o, backend.attend(q, kv, t, q_pos, scale=1.0))
+    o = backend.attend(q, kv, views, q_pos, AttentionParams(1.0))
+    assert torch.equal(o, backend.attend(q, kv, t, q_pos, AttentionParams(1.0)))
 
 
 @pytest.mark.parametrize("dtype", [F32, INT8, K8V4, INT4])
@@ -181,7 +182,7 @@ def test_write_rounds_as_torch_does(backend: Backend, dtype: torch.dtype, source
     counts = torch.ones(n, G, dtype=torch.int32)
     rows, zeros = torch.arange(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
     tables = Tables(pages, counts, zeros + NO_WINDOW, rows, torch.arange(n + 1, dtype=torch.int32))
-    o = backend.attend(torch.ones(n, G, D), kv, tables, torch.zeros(n, dtype=torch.int32), scale=1.0)
+    o = backend.attend(torch.ones(n, G, D), kv, tables, torch.zeros(n, dtype=torch.int32), AttentionParams(1.0))
     assert torch.equal(o, v.to(dtype).float())
     assert int((kv.pos >= 0).sum()) == n * G
 
@@ -196,7 +197,7 @@ def test_write_of_many_tokens(backend: Backend) -> None:
         pos = torch.randint(0, 100, (600,), generator=rng).int()[::2]
         kernels.write(kv, slots, k, v, pos)
         q, q_pos = STEP.build_queries()
-        o = kernels.attend(q, kv, STEP.build_tables(), q_pos, scale=0.125)
+        o = kernels.attend(q, kv, STEP.build_tables(), q_pos, AttentionParams(0.125))
         if kernels is backend:
             got, got_pos = o, kv.pos
     assert_close(got, o)
@@ -256,14 +257,14 @@ def test_copy(backend: Backend, dtype: torch.dtype) -> None:
     P = case.num_pages()
     kv = case.build_cache(backend, num_extra_pages=len(src))
     dst = torch.randperm(len(src), generator=torch.Generator().manual_seed(0)) + P
-    before = backend.attend(q, kv, t, q_pos, scale=1.0)
+    before = backend.attend(q, kv, t, q_pos, AttentionParams(1.0))
     backend.copy(kv, src, dst)
     assert torch.equal(kv.pos[dst], kv.pos[src])
-    assert torch.equal(backend.attend(q, kv, t, q_pos, scale=1.0), before)
+    assert torch.equal(backend.attend(q, kv, t, q_pos, AttentionParams(1.0)), before)
     pages = t.pages.clone()
     pages[owned] = dst[torch.searchsorted(src, t.pages[owned].long())].int()
     kv.pos[src] = -1
-    assert torch.equal(backend.attend(q, kv, replace(t, pages=pages), q_pos, scale=1.0), before)
+    assert torch.equal(backend.attend(q, kv, replace(t, pages=pages), q_pos, AttentionParams(1.0)), before)
 
 
 @pytest.mark.parametrize("dtype", POOL_DTYPES)
@@ -283,7 +284,7 @@ def test_move(backend: Backend, dtype: torch.dtype) -> None:
     for own, live in lists:  # all lists as long as the shortest
         kv.pos.view(-1)[own] = -1
         kv.pos.view(-1)[live[:n]] = live[:n].int() % 50
-    before = backend.attend(q, kv, t, q_pos, scale=1.0)
+    before = backend.attend(q, kv, t, q_pos, AttentionParams(1.0))
     src = torch.stack([live[:n] for _, live in lists])
     dst = torch.stack([own[:n] for own, _ in lists])
     pos, mass = kv.pos.clone(), kv.mass.clone()
@@ -292,7 +293,7 @@ def test_move(backend: Backend, dtype: torch.dtype) -> None:
         kv.pos.view(-1)[own[n:]] = -1
     assert torch.equal(kv.pos.view(-1)[dst], pos.view(-1)[src])
     assert torch.equal(kv.mass[dst // S, :, dst % S], mass[src // S, :, src % S])
-    assert_close(backend.attend(q, kv, t, q_pos, scale=1.0), before, cpu_tolerance(dtype))
+    assert_close(backend.attend(q, kv, t, q_pos, AttentionParams(1.0)), before, cpu_tolerance(dtype))
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

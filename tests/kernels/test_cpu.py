@@ -16,6 +16,7 @@ import torch
 
 from retain.kernels import cpu
 from retain.kernels.api import NO_WINDOW, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu.forward import pack_weight
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.scoring import AttentionScoring
@@ -44,11 +45,11 @@ def test_chunk_size_changes_no_bit(chunk: int, window: int, dtype: torch.dtype) 
     for isa in ISAS:
         with use_isa(isa):
             kv = case.build_cache(cpu)
-            whole = cpu.attend(q, kv, t, q_pos, scale=0.125)
+            whole = cpu.attend(q, kv, t, q_pos, AttentionParams(0.125))
             for at in range(0, 140, chunk):
                 part = slice(at, min(at + chunk, 140))
                 one = replace(t, query_start_loc=torch.tensor([0, part.stop - at], dtype=torch.int32))
-                o = cpu.attend(q[part], kv, one, q_pos[part], scale=0.125)
+                o = cpu.attend(q[part], kv, one, q_pos[part], AttentionParams(0.125))
                 assert torch.equal(o, whole[part]), isa
 
 
@@ -73,7 +74,7 @@ def test_where_a_ring_begins_changes_no_bit(first: int, dead: int, dtype: torch.
             rows=torch.zeros(1, dtype=torch.int32),
             query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
         )
-        return cpu.attend(3 * q[:3], kv, tables, torch.arange(end - 3, end, dtype=torch.int32), scale=0.125)
+        return cpu.attend(3 * q[:3], kv, tables, torch.arange(end - 3, end, dtype=torch.int32), AttentionParams(0.125))
 
     for isa in ISAS:
         with use_isa(isa):
@@ -102,7 +103,7 @@ def test_a_page_with_tokens_of_two_laps_changes_no_bit(num_pages: int, fresh: in
                 rows=torch.zeros(1, dtype=torch.int32),
                 query_start_loc=torch.tensor([0, fresh], dtype=torch.int32),
             )
-            return cpu.attend(3 * q[-fresh:], kv, tables, pos[-fresh:], scale=0.125)
+            return cpu.attend(3 * q[-fresh:], kv, tables, pos[-fresh:], AttentionParams(0.125))
 
         for isa in ISAS:
             with use_isa(isa):
@@ -217,11 +218,11 @@ def test_rejects_inconsistent_arguments() -> None:
     q, p = torch.zeros(1, 2, 16), torch.zeros(1, dtype=i32)
 
     def attend(q: torch.Tensor = q, p: torch.Tensor = p, **changes: torch.Tensor) -> torch.Tensor:
-        return cpu.attend(q, kv, replace(t, **changes), p, scale=1.0)
+        return cpu.attend(q, kv, replace(t, **changes), p, AttentionParams(1.0))
 
     def score(**changes: torch.Tensor) -> torch.Tensor:
         scoring = AttentionScoring(torch.ones(1), torch.ones(1), torch.ones(1), zero, zero, zero)
-        return cpu.attend(q, kv, t, p, scale=1.0, scoring=replace(scoring, **changes))
+        return cpu.attend(q, kv, t, p, AttentionParams(1.0), scoring=replace(scoring, **changes))
 
     attend()
     score()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from retain.kernels import cpu, reference
 from retain.kernels.api import KV, NO_WINDOW, Backend, DemotedTables, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import slots_in_page
 from retain.kernels.scoring import GAUSSIAN, GUMBEL, NO_NOISE, AttentionScoring
 from tests.helpers.attention_case import assert_close, cpu_tolerance
@@ -82,7 +83,7 @@ class Step:
         q = torch.randn(T, G * R, self.D, generator=torch.Generator().manual_seed(1))
         slopes = 2.0 ** -torch.arange(1.0, G * R + 1) if self.alibi else None
         q_pos = torch.arange(300, 300 + T, dtype=torch.int32)
-        return backend.attend(q, kv, tables, q_pos, scale=0.1, alibi_slopes=slopes, scoring=scoring, layer=2)
+        return backend.attend(q, kv, tables, q_pos, AttentionParams(0.1, alibi_slopes=slopes), scoring=scoring, layer=2)
 
     def scoring(self, noise: int) -> AttentionScoring:
         ones, T = torch.ones(len(self.fresh), dtype=torch.int32), sum(self.fresh)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW
+from retain.kernels.attention_params import AttentionParams
 from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.device_adapter import triton_backend
 from tests.helpers.marks import every_third
@@ -79,12 +80,12 @@ def test_dense_tables_do_not_read_positions(dtype: torch.dtype) -> None:
     q_pos = q_pos - 5  # the last places are still holes
     kv, t = case.build_cache(triton), case.build_tables()
     kv.pos[kv.pos > q_pos.max()] = -1
-    expected = triton.attend(q, kv, t, q_pos, scale=0.25)
+    expected = triton.attend(q, kv, t, q_pos, AttentionParams(0.25))
     kv.pos.fill_(-1)
     dense = replace(t, dense=torch.ones(len(t.windows), dtype=torch.int32))
-    assert torch.equal(triton.attend(q, kv, dense, q_pos, scale=0.25), expected)
+    assert torch.equal(triton.attend(q, kv, dense, q_pos, AttentionParams(0.25)), expected)
     windowed = replace(dense, windows=torch.full_like(t.windows, 10**6))  # with a window positions are loaded
-    assert (triton.attend(q, kv, windowed, q_pos, scale=0.25) == 0).all()
+    assert (triton.attend(q, kv, windowed, q_pos, AttentionParams(0.25)) == 0).all()
 
 
 MASS_CASES = {
@@ -137,8 +138,8 @@ def test_each_request_has_its_own_noise() -> None:
     tables = replace(t, windows=windows)
     q, q_pos = case.build_queries()
     expected_kv, kv = case.build_cache(reference), case.build_cache(triton)
-    expected = reference.attend(q, expected_kv, tables, q_pos, scale=0.25, scoring=scoring, layer=1)
-    assert_close(triton.attend(q, kv, tables, q_pos, scale=0.25, scoring=scoring, layer=1), expected)
+    expected = reference.attend(q, expected_kv, tables, q_pos, AttentionParams(0.25), scoring=scoring, layer=1)
+    assert_close(triton.attend(q, kv, tables, q_pos, AttentionParams(0.25), scoring=scoring, layer=1), expected)
     assert_close(kv.mass, expected_kv.mass, 1e-4)
 
 

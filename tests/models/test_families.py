@@ -119,8 +119,8 @@ def test_mpt_uses_alibi_bias_max() -> None:
     for heads, bias_max in ((4, 8), (8, 16), (6, 4), (12, 5), (1, 8)):
         config = {**CONFIGS["mpt"], "n_heads": heads, "d_model": 96, "attn_config": {"alibi_bias_max": bias_max}}
         theirs = -build_mpt_alibi_tensor(heads, 2, bias_max)[:, 0, 0]  # distance 1
-        ours = models.load_family("mpt").spec_from_config(config).alibi_slopes
-        torch.testing.assert_close(torch.tensor(ours), theirs)
+        ours = models.load_family("mpt").spec_from_config(config).attention.alibi_slopes
+        torch.testing.assert_close(ours, theirs)
 
 
 class RenamedCheckpoint:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from retain import models
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
 from retain.kernels.weight import Weight
 from retain.models.layers import ACTIVATIONS, Linear, Sequential, resolve_activation
@@ -70,7 +71,7 @@ def test_hidden_states_stay_bfloat16(family: str, changes: Changes, quantization
     checkpoint, dtypes = tiny_checkpoint(family, **changes), set()
     model = models.build(Weights(checkpoint, torch.bfloat16, quantization))
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         dtypes.update((q.dtype, k.dtype, v.dtype))
         return q
 

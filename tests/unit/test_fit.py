@@ -19,6 +19,7 @@ from retain.fit.ridge import LINEAR_PENALTY, LOG_PENALTY, Moments
 from retain.fit.statistics import TARGET_FLOOR, Collector, FirstReading, Statistics
 from retain.gates.loader import SUFFIX
 from retain.kernels import reference
+from retain.kernels.attention_params import AttentionParams
 from retain.kv.capacity import KVCacheSpec
 from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS
 from retain.kv.eviction.policies import gate as gate_policy
@@ -84,8 +85,10 @@ def test_what_an_answer_needs_is_the_derivative_by_a_weight_of_attention() -> No
     layer, head, token, step = 1, 1, 17, 1e-3
 
     class Nudged(DenseModel):
-        def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> LayerAttention:
-            found = super()._attend(i, q, k, v, mask)
+        def _attend(
+            self, i: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams
+        ) -> LayerAttention:
+            found = super()._attend(i, q, k, v, mask, params)
             if i != layer:
                 return found
             weights = found.weights.clone()

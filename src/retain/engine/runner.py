@@ -12,6 +12,7 @@ from torch import Tensor
 
 from retain.engine.batch import Batch
 from retain.kernels.api import Backend, Program, StepInputs
+from retain.kernels.attention_params import AttentionParams
 from retain.kv.manager import KVCacheManager
 from retain.models.decoder import Decoder
 
@@ -50,29 +51,20 @@ class TorchRunner:
 
     def __init__(self, model: Decoder, backend: Backend, cache: KVCacheManager):
         self.model, self.backend, self.cache = model, backend, cache
-        slopes = model.spec.alibi_slopes
-        self.alibi_slopes = None if slopes is None else torch.tensor(slopes)  # [H]
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
         """See Runner.forward."""
-        kv, scale = self.cache.kv, self.model.spec.scale
+        kv = self.cache.kv
         tables = batch.tables or self.cache.tables.device.build_tables(batch.rows, batch.query_start_loc)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
             if batch.before_attention:
                 batch.before_attention(layer, q)
             self.backend.write(kv, batch.slot_mapping[layer], k, v, batch.positions)
-            o = self.backend.attend(
-                q,
-                kv,
-                tables.for_layer(layer),
-                batch.positions,
-                scale=scale,
-                alibi_slopes=self.alibi_slopes,
-                scoring=batch.attention_scoring,
-                layer=layer,
-            )
+            layer_tables = tables.for_layer(layer)
+            scoring = batch.attention_scoring
+            o = self.backend.attend(q, kv, layer_tables, batch.positions, params, scoring=scoring, layer=layer)
             if batch.after_attention:
                 batch.after_attention(layer)
             return o

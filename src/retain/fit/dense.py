@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from retain.kernels.attention_params import AttentionParams
+from retain.kernels.reference.softmax import add_biases
 from retain.models.decoder import Decoder
 
 
@@ -61,7 +63,7 @@ class DenseModel:
         first = len(next(iter(past.keys.values()))) if past else 0
         pos = torch.arange(first, first + len(tokens))
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
             present.keys[layer], present.values[layer] = k.detach(), v.detach()
             if past:
                 k, v = torch.cat((past.keys[layer], k)), torch.cat((past.values[layer], v))
@@ -69,7 +71,7 @@ class DenseModel:
             if kept and layer in kept:
                 fresh = torch.ones(s.num_kv_heads, len(k) - first, dtype=torch.bool)
                 mask = mask & torch.cat((kept[layer], fresh), 1)[:, None, None]
-            found = self._attend(layer, q, k.transpose(0, 1), v.transpose(0, 1), mask)
+            found = self._attend(layer, q, k.transpose(0, 1), v.transpose(0, 1), mask, params)
             if needs_grad:
                 found.output.retain_grad()
             if on_attention:
@@ -88,16 +90,16 @@ class DenseModel:
         """Return the log-probabilities [T, V] that follow hidden states."""
         return self.decoder.compute_logits(hidden).log_softmax(-1)
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> LayerAttention:
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams
+    ) -> LayerAttention:
         """Attend with queries [T, H, D] over k and v [G, n, D]."""
         s, T = self.spec, len(q)
         queries = q.transpose(0, 1).reshape(s.num_kv_heads, -1, s.head_dim)  # [G, R T, D]
-        scores = (queries @ k.transpose(1, 2) * s.scale).view(s.num_kv_heads, -1, T, k.shape[1])
-        if s.alibi_slopes is not None:
-            places = torch.arange(k.shape[1])
-            distance = places - places[-T:, None]  # [T, n]
-            scores = scores + torch.tensor(s.alibi_slopes).view(s.num_kv_heads, -1, 1, 1) * distance
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        places = torch.arange(k.shape[1])
+        products = (queries @ k.transpose(1, 2) * params.scale).view(-1, T, len(places))  # [H, T, n]
+        scores = add_biases(products, places - places[-T:, None], params)
+        weights = scores.view(s.num_kv_heads, -1, T, len(places)).masked_fill(~mask, -torch.inf).softmax(-1)
         return LayerAttention(layer, k, v, weights, weights @ v[:, None])
 
     def _visible(self, layer: int, pos: Tensor, num_tokens: int) -> Tensor:

@@ -41,6 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import dtype_of_tensors
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.weight import Weight
@@ -195,11 +196,9 @@ class Program(Protocol):
         out: int,
         layer: int,
         heads: tuple[int, int, int],
-        scale: float,
-        alibi_slopes: Tensor | None,
-        key_offset: Tensor | None,
+        params: AttentionParams,
     ) -> None:
-        """Write k - key_offset [G, D] and v of rows [q | k | v] into their slots, then attend; `heads` is (H, G, D)."""
+        """Write k - key_offset and v of rows [q | k | v] into their slots, then attend; `heads` is (H, G, D)."""
         ...
 
     def gather_rows(self, x: int, out: int) -> None:
@@ -274,17 +273,16 @@ class Backend(Protocol):
         kv: KV,
         tables: Tables,
         q_pos: Tensor,
+        params: AttentionParams,
         *,
-        scale: float,
-        alibi_slopes: Tensor | None = None,
         scoring: AttentionScoring | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """Return softmax(scale q.k + bias) v of every fresh query over the visible slots of its own request.
+        """Return softmax(x) v of every fresh query over the visible slots of its own request; `params` say what x is.
 
         q [T, H, D] with H = G * R, of any float dtype; query head h reads kv head h // R. q_pos int32 [T]. `tables` are
-        one layer's. alibi_slopes float32 [H] add slope * (pos[s] - q_pos) to a score. The result is [T, H, D] in q's
-        dtype, and 0 for a query that sees nothing. `scoring` updates masses; `layer` only enters its noise.
+        one layer's. Slots hold keys less `params.key_offset` already. The result is [T, H, D] in q's dtype, and 0 for a
+        query that sees nothing. `scoring` updates masses; `layer` only enters its noise.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from retain.kernels.api import StepInputs, Tables
+from retain.kernels.attention_params import AttentionParams
 
 LOGITS_BUFFER = -1  # the buffer that a program returns
 
@@ -65,15 +66,12 @@ class BufferShapes:
                 f" {self.widths[x]}"
             )
 
-    def check_attention(
-        self, qkv: int, out: int, heads: tuple[int, int, int], num_slopes: int | None, num_offsets: int | None
-    ) -> None:
+    def check_attention(self, qkv: int, out: int, heads: tuple[int, int, int], params: AttentionParams) -> None:
         """Check attention of H query heads and G kv heads of D numbers; `heads` is (H, G, D)."""
         H, G, D = heads
         check_equal("q, k and v", (H + 2 * G) * D, self.widths[qkv])
         check_equal("the attention output", H * D, self.widths[out])
-        check_equal("alibi_slopes", H if num_slopes is None else num_slopes, H)
-        check_equal("key_offset", G * D if num_offsets is None else num_offsets, G * D)
+        params.check_shapes(H, G, D)
 
     def check_gather_rows(self, x: int, out: int) -> None:
         """Check that the gathered rows keep their width."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from retain.files import quote, shorten
 from retain.kernels.api import Program
+from retain.kernels.attention_params import AttentionParams
 from retain.models.decoder import Decoder
 from retain.models.family_config import check_supported
 from retain.models.weights import Weights
@@ -67,9 +68,10 @@ def check_shapes(decoder: Decoder) -> None:
     s = decoder.spec
     ids, pos = torch.tensor([0, s.vocab_size - 1]), torch.tensor([0, s.max_position_embeddings - 1])
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         if (q.shape[1:], k.shape[1:], v.shape[1:]) != ((s.num_heads, s.head_dim), *[(s.num_kv_heads, s.head_dim)] * 2):
             raise RuntimeError(f"layer {layer} has heads q {q.shape[1:]}, k {k.shape[1:]}, v {v.shape[1:]}")
+        params.check_shapes(s.num_heads, s.num_kv_heads, s.head_dim)
         return q
 
     x = decoder.forward(ids, pos, attend)

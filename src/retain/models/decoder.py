@@ -3,7 +3,7 @@
 A family (families/<model_type>.py) describes a model in `spec_from_config`, and composes a Decoder in `build`. The
 decoder gets attention as a function, which writes k and v into slots and reads the cache:
 
-    attend(layer, q [T, H, D], k [T, G, D], v [T, G, D]) -> o [T, H, D]
+    attend(layer, q [T, H, D], k [T, G, D], v [T, G, D], params) -> o [T, H, D]
 
 So prefill chunks, decoding and verification run the same code. As in layers.py, every layer has two forms: `__call__`
 computes in torch and is the definition, `emit` writes the same computation into a program.
@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import Program
+from retain.kernels.attention_params import AttentionParams
 from retain.models.layers import Embedding, Layer, Linear
 from retain.models.qk_balance import find_qk_factors
 from retain.models.rope import Angles, Rope
 from retain.models.weights import Weights
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
 KEY_OFFSET_POSITIONS = 4096
 
 
@@ -63,8 +64,7 @@ class ModelSpec:
     head_dim: int  # D
     max_position_embeddings: int  # context length, in tokens
     windows: tuple[int | None, ...]  # sliding window of each layer, in tokens; None is full attention
-    scale: float  # factor on q.k
-    alibi_slopes: tuple[float, ...] | None = None  # one for each query head
+    attention: AttentionParams  # of every layer that has none of its own
 
     @property
     def num_layers(self) -> int:
@@ -85,7 +85,7 @@ def multi_head_spec(
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         windows=(None,) * num_layers,
-        scale=head_dim**-0.5,
+        attention=AttentionParams(head_dim**-0.5),
     )
 
 
@@ -104,6 +104,7 @@ class Attention:
     rope: Rope | None = None
     qk_norm: Layer | None = None  # applied to the heads of q and k before rope
     qk_factors: Tensor | None = None  # float32 [H + G, D], applied next
+    own_params: AttentionParams | None = None  # in place of the spec's
 
     def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
         """Compute [T, E] -> [T, E]."""
@@ -119,7 +120,12 @@ class Attention:
         q, k = torch.split(qk, [s.num_heads, s.num_kv_heads], dim=1)
         if self.key_offset is not None:
             k = (k.float() - self.key_offset).to(k.dtype)
-        return self.o_proj(attend(self.layer_idx, q, k, v).flatten(1))
+        return self.o_proj(attend(self.layer_idx, q, k, v, self.params).flatten(1))
+
+    @cached_property
+    def params(self) -> AttentionParams:
+        """What the layer's attention needs beside q, k and v. (k has lost `key_offset` before it is handed on.)"""
+        return replace(self.own_params or self.spec.attention, key_offset=self.key_offset)
 
     @property
     def key_factors(self) -> Tensor | None:
@@ -158,9 +164,8 @@ class Attention:
         if self.rope:
             rope = self.rope
             program.rope(qkv, rope.freqs, rope.attention_factor, rope.interleaved, num_qk_heads, s.head_dim)
-        slopes = None if s.alibi_slopes is None else torch.tensor(s.alibi_slopes)
         heads = s.num_heads, s.num_kv_heads, s.head_dim
-        program.attend(qkv, o, self.layer_idx, heads, s.scale, slopes, self.key_offset)
+        program.attend(qkv, o, self.layer_idx, heads, self.params)
         self.o_proj.emit(program, o, out, add)
 
 

@@ -34,6 +34,7 @@ import torch  # before _C, which must find the libgomp of torch
 from torch import Tensor
 
 from retain.kernels.api import CPU, KV, Program, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu.memory import map_zeros
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.reinterpret import reinterpret_bytes
@@ -130,16 +131,14 @@ def attend(
     kv: KV,
     tables: Tables,
     q_pos: Tensor,
+    params: AttentionParams,
     *,
-    scale: float,
-    alibi_slopes: Tensor | None = None,
     scoring: AttentionScoring | None = None,
     layer: int = 0,
 ) -> Tensor:
     """Attend with every fresh query to the visible slots of its own request. q may be strided but for its last dim."""
     if q.dtype not in DTYPES:
-        o = attend(q.float(), kv, tables, q_pos, scale=scale, alibi_slopes=alibi_slopes, scoring=scoring, layer=layer)
-        return o.to(q.dtype)
+        return attend(q.float(), kv, tables, q_pos, params, scoring=scoring, layer=layer).to(q.dtype)
     T, H, D = q.shape
     G = tables.pages.shape[1]
     if D != kv.head_dim or H % G or q_pos.shape != (T,):
@@ -149,20 +148,16 @@ def attend(
     q_token, q_head, q_dim = q.stride()
     if q_dim != 1:
         raise ValueError("attend: the last dimension of q must be contiguous")
-    if alibi_slopes is not None:
-        if alibi_slopes.dtype != torch.float32 or alibi_slopes.shape != (H,):
-            got = f"{alibi_slopes.dtype} {list(alibi_slopes.shape)}"
-            raise ValueError(f"attend: alibi_slopes must be float32 [{H}], not {got}")
-        alibi_slopes = alibi_slopes.contiguous()
+    params.check_shapes(H, G, D)
     ffi.check_tables(tables)
     ffi.check_scoring(scoring, T, len(tables.rows))
     tables = replace(tables, rows=tables.rows.contiguous(), query_start_loc=tables.query_start_loc.contiguous())
-    q_pos = q_pos.contiguous()
+    q_pos, params = q_pos.contiguous(), params.map_tensors(Tensor.contiguous)
     o = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
     _C.attend(
         ffi.to_c_pool(kv), ffi.to_c_tables(tables), *ffi.to_c_demoted(tables),
-        q.data_ptr(), q_token, q_head, q.dtype == torch.bfloat16, o.data_ptr(), q_pos.data_ptr(), T, H // G, scale,
-        0 if alibi_slopes is None else alibi_slopes.data_ptr(), ffi.to_c_scoring(scoring, layer),
+        q.data_ptr(), q_token, q_head, q.dtype == torch.bfloat16, o.data_ptr(), q_pos.data_ptr(), T, H // G,
+        ffi.to_c_params(params), ffi.to_c_scoring(scoring, layer),
     )  # fmt: skip
     return o
 

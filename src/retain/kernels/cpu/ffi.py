@@ -5,12 +5,15 @@ C++ reads these addresses without a check of types and shapes: callers check the
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 import torch
+from torch import Tensor
 
 import retain.kernels.cpu._C as _C
 from retain.kernels.api import KV, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import INT4, INT8, K8V4
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import shape_error
@@ -44,6 +47,12 @@ def to_c_demoted(t: Tables) -> tuple[_C.Pool, _C.PageTables]:
     if t.demoted is None:
         return _C.Pool(), _C.PageTables()
     return to_c_pool(t.demoted.kv), to_c_tables(replace(t, pages=t.demoted.pages, counts=t.demoted.counts))
+
+
+def to_c_params(params: AttentionParams, address: Callable[[Tensor], int] = Tensor.data_ptr) -> _C.AttentionParams:
+    """Convert the parameters of attention. C++ has their fields in the same order, and 0 for what is absent."""
+    values = [getattr(params, f.name) for f in fields(params)]
+    return _C.AttentionParams(*(address(x) if isinstance(x, Tensor) else x or 0 for x in values))
 
 
 def to_c_scoring(scoring: AttentionScoring | None, layer: int = 0) -> _C.AttentionScoring:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import retain.kernels.cpu._C as _C
 from retain.kernels.api import KV, StepInputs, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import PackedWeight, pack_weight
@@ -113,16 +114,13 @@ class CpuProgram:
         out: int,
         layer: int,
         heads: tuple[int, int, int],
-        scale: float,
-        alibi_slopes: Tensor | None,
-        key_offset: Tensor | None,
+        params: AttentionParams,
     ) -> None:
         """Emit a layer's write and attention."""
         H, G, D = heads
-        self._shapes.check_attention(qkv, out, heads, numel_or_none(alibi_slopes), numel_or_none(key_offset))
+        self._shapes.check_attention(qkv, out, heads, params)
         self._attention_ops.append(AttentionOp(layer, self._program.num_ops(), qkv, H, D))
-        offset = self._keep_alive(key_offset)
-        self._program.attend(qkv, out, layer, H, G, D, scale, self._keep_alive(alibi_slopes), offset)
+        self._program.attend(qkv, out, layer, H, G, D, ffi.to_c_params(params, self._keep_alive))
 
     def gather_rows(self, x: int, out: int) -> None:
         """Emit the selection of the rows whose logits the caller needs."""

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import CPU, KV, NO_WINDOW, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.eviction_order import eviction_key
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import noise_key, sample_noise
+from retain.kernels.reference.softmax import add_biases
 from retain.kernels.reinterpret import reinterpret_bytes
 from retain.kernels.scoring import NO_NOISE, AttentionScoring
 
@@ -80,9 +82,8 @@ def attend(
     kv: KV,
     tables: Tables,
     q_pos: Tensor,
+    params: AttentionParams,
     *,
-    scale: float,
-    alibi_slopes: Tensor | None = None,
     scoring: AttentionScoring | None = None,
     layer: int = 0,
 ) -> Tensor:
@@ -114,9 +115,8 @@ def attend(
                     noise_pos = torch.where(scored.redraw_noise[b] == 1, p, -1)  # [t, 1]
                     noise = sample_noise(kind, noise_key(scored.seed[b], layer, g, noise_pos), pos)
             for h in range(g * R, (g + 1) * R):
-                x = scale * q[fresh, h].float() @ k.T  # [t, S]
-                if alibi_slopes is not None:
-                    x = x + alibi_slopes[h] * (pos - p)
+                x = params.scale * q[fresh, h].float() @ k.T  # [t, S]
+                x = add_biases(x[None], pos - p, params, slice(h, h + 1))[0]
                 x = x.masked_fill(~visible, -torch.inf)
                 w = torch.softmax(x, dim=-1).nan_to_num(0.0)  # softmax of a query that sees nothing is NaN
                 o[fresh, h] = (w @ v).to(q.dtype)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import CPU, KV, Program, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.reinterpret import reinterpret_bytes
 from retain.kernels.scoring import AttentionScoring
@@ -110,22 +111,21 @@ def attend(
     kv: KV,
     tables: Tables,
     q_pos: Tensor,
+    params: AttentionParams,
     *,
-    scale: float,
-    alibi_slopes: Tensor | None = None,
     scoring: AttentionScoring | None = None,
     layer: int = 0,
 ) -> Tensor:
     """Attend with every fresh query to the visible slots of its own request. q may be strided but for its last dim."""
     if q.dtype not in DTYPES:
-        o = attend(q.float(), kv, tables, q_pos, scale=scale, alibi_slopes=alibi_slopes, scoring=scoring, layer=layer)
-        return o.to(q.dtype)
+        return attend(q.float(), kv, tables, q_pos, params, scoring=scoring, layer=layer).to(q.dtype)
     T, H, D = q.shape
     G = tables.pages.shape[1]
     if D != kv.head_dim or H % G or q_pos.shape != (T,):
         raise shape_error("attend", f"q [T, H, {kv.head_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
+    params.check_shapes(H, G, D)
     tiles = plan.plan_attention(tables, H // G, D, kv, scoring)
-    return attention.attend(q, kv, tables, tiles, q_pos, scale=scale, alibi_slopes=alibi_slopes, layer=layer)
+    return attention.attend(q, kv, tables, tiles, q_pos, params, layer)
 
 
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from retain.kernels import quantized_slots
 from retain.kernels.api import KV, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.triton import attention_kernels, mass_kernels
 from retain.kernels.triton.page_layout import page_args
@@ -30,24 +31,15 @@ class AttentionCall:
     tables: Tables
     plan: AttentionPlan
     q_pos: Tensor
-    scale: float
-    alibi_slopes: Tensor | None
+    params: AttentionParams
     layer: int
 
 
 def attend(
-    q: Tensor,
-    kv: KV,
-    tables: Tables,
-    plan: AttentionPlan,
-    q_pos: Tensor,
-    *,
-    scale: float,
-    alibi_slopes: Tensor | None,
-    layer: int,
+    q: Tensor, kv: KV, tables: Tables, plan: AttentionPlan, q_pos: Tensor, params: AttentionParams, layer: int
 ) -> Tensor:
     """Return the output [T, H, D] of one layer, and update the masses that the plan scores."""
-    call = AttentionCall(_prepare_queries(q, kv), kv, tables, plan, q_pos, scale, alibi_slopes, layer)
+    call = AttentionCall(_prepare_queries(q, kv), kv, tables, plan, q_pos, params, layer)
     calls = [call, *([_demoted_call(call, q)] if plan.demoted else [])]
     # The interpreter truncates to bfloat16 where a GPU rounds, so torch rounds for it. With demoted tokens a prefill
     # tile goes on from its output, which must not be rounded between.
@@ -106,7 +98,7 @@ def _launch_attention(
     part: int = attention_kernels.ONLY.value,
 ) -> None:
     """Compute tiles over the tables of a call; the buffers `splits` have `num_splits` for each tile."""
-    q, kv, tables, plan, slopes = call.q, call.kv, call.tables, call.plan, call.alibi_slopes
+    q, kv, tables, plan, slopes = call.q, call.kv, call.tables, call.plan, call.params.alibi_slopes
     D, M, buffers = q.shape[-1], tiles.rows_per_tile, plan.mass_buffers
     # Where the kernels read no masses, q stands in for the pointers.
     s = buffers.scoring if buffers else None
@@ -116,7 +108,7 @@ def _launch_attention(
     attention_kernels.attention_fwd[(len(tiles.data), tables.pages.shape[1], max(tiles.num_splits, 1))](
         q, *q.stride()[:2], o, *splits, tiles.max_rows,
         pages.k, pages.v, pages.k_scales, pages.v_scales, kv.pos, *_table_args(tables), *_visibility_args(tables),
-        tiles.data, call.q_pos, q if slopes is None else slopes, call.scale * LOG2E, num_splits,
+        tiles.data, call.q_pos, q if slopes is None else slopes, call.params.scale * LOG2E, num_splits,
         *scoring_args, call.layer, *mass_args, buffers.split_weights.shape[-1] if buffers else 0,
         M=M, SPLIT=num_splits > 0, PART=part, ALIBI=slopes is not None, DENSE=tables.dense is not None,
         UPDATE_MASS=buffers is not None, NOISE=buffers.noise_mode if buffers else 0, **_dot_args(kv),
@@ -143,7 +135,7 @@ def _launch_merge(
 
 
 def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
-    q, kv, tables, plan, slopes, s = call.q, call.kv, call.tables, call.plan, call.alibi_slopes, buffers.scoring
+    q, kv, tables, plan, slopes, s = call.q, call.kv, call.tables, call.plan, call.params.alibi_slopes, buffers.scoring
     shape, C = _shape_args(call), kv.mass.shape[1]
     G, num_blocks = shape["G"], max(plan.max_pages, 1) * (kv.page_size // plan.block_n)
     for tiles in plan.decode:
@@ -157,7 +149,7 @@ def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
         mass_kernels.recompute_mass[(len(plan.mass_tiles), G, num_blocks)](
             q, *q.stride()[:2], pages.k, pages.k_scales, kv.pos, kv.mass, *_table_args(tables),
             *_visibility_args(tables), plan.mass_tiles,
-            call.q_pos, q if slopes is None else slopes, call.scale * LOG2E,
+            call.q_pos, q if slopes is None else slopes, call.params.scale * LOG2E,
             s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise, call.layer, buffers.lse,
             M=64, C=C, ALIBI=slopes is not None, DENSE=tables.dense is not None, NOISE=buffers.noise_mode,
             **_dot_args(kv), **shape, **pages.constants,

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from retain.kernels.api import KV, StepInputs, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_step, numel_or_none
 from retain.kernels.triton import attention, elementwise, fresh_tokens
 from retain.kernels.triton.fresh_tokens import RopeParams, rotate, tokens_per_program
@@ -153,16 +154,14 @@ class TritonProgram:
         out: int,
         layer: int,
         heads: tuple[int, int, int],
-        scale: float,
-        alibi_slopes: Tensor | None,
-        key_offset: Tensor | None,
+        params: AttentionParams,
     ) -> None:
         """Emit a layer's write and attention."""
-        self._shapes.check_attention(qkv, out, heads, numel_or_none(alibi_slopes), numel_or_none(key_offset))
+        self._shapes.check_attention(qkv, out, heads, params)
         H, G, D = heads
         self._num_queries_per_kv, self._head_dim = H // G, D
         rope = self._pending_ropes.pop(qkv, None)
-        slopes, offset = (None if x is None else self._to_float32(x) for x in (alibi_slopes, key_offset))
+        params = params.map_tensors(self._to_float32)
 
         def op(s: DeviceStep) -> None:
             q, k, v = torch.split(s.buffers[qkv].view(-1, H + 2 * G, D), [H, G, G], dim=1)
@@ -170,9 +169,9 @@ class TritonProgram:
                 q = rotate(q, s.positions, rope)
             if s.before_attention:
                 s.before_attention(layer, q)
-            fresh_tokens.write(s.kv, s.slot_mapping[layer], k, v, s.positions, rope, offset)
+            fresh_tokens.write(s.kv, s.slot_mapping[layer], k, v, s.positions, rope, params.key_offset)
             tables = s.tables.for_layer(layer)
-            o = attention.attend(q, s.kv, tables, s.plan, s.positions, scale=scale, alibi_slopes=slopes, layer=layer)
+            o = attention.attend(q, s.kv, tables, s.plan, s.positions, params, layer)
             s.buffers[out] = o.flatten(1)
             if s.after_attention:
                 s.after_attention(layer)

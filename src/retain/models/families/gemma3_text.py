@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import Program
+from retain.kernels.attention_params import AttentionParams
 from retain.models.decoder import Attend, Attention, Decoder, ModelSpec, scope_base_model
 from retain.models.families import llama
 from retain.models.family_config import add_defaults, check_supported, get_layer_types, get_windows
@@ -45,7 +46,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS)
     windows = get_windows(read_layer_types(c), c["sliding_window"])
-    return replace(llama.make_spec(c, windows), scale=c["query_pre_attn_scalar"] ** -0.5)
+    return replace(llama.make_spec(c, windows), attention=AttentionParams(c["query_pre_attn_scalar"] ** -0.5))
 
 
 def read_layer_types(c: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.weight import scale_rows
 from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, multi_head_spec, scope_base_model
 from retain.models.family_config import add_defaults, check_supported
@@ -42,7 +43,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS, OTHER_NAMES)
     s = multi_head_spec(c["vocab_size"], c["n_embd"], c["n_head"], c["n_layer"], c["n_positions"])
-    return s if c["scale_attn_weights"] else replace(s, scale=1.0)
+    return s if c["scale_attn_weights"] else replace(s, attention=AttentionParams(scale=1.0))
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec) -> PreNormLayer:

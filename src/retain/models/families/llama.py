@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from retain.kernels.attention_params import AttentionParams
 from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, scope_base_model
 from retain.models.family_config import add_defaults
 from retain.models.layers import Embedding, GatedMLP, RMSNorm, load_linear, load_lm_head
@@ -61,7 +62,7 @@ def make_spec(c: Mapping[str, Any], windows: tuple[int | None, ...]) -> ModelSpe
         head_dim=head_dim,
         max_position_embeddings=c["max_position_embeddings"],
         windows=windows,
-        scale=head_dim**-0.5,
+        attention=AttentionParams(head_dim**-0.5),
     )
 
 

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from retain.kernels.attention_params import AttentionParams
 from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, multi_head_spec, scope_base_model
 from retain.models.family_config import FamilyConfig, add_defaults, check_supported
 from retain.models.layers import MLP, ClippedLinear, Embedding, load_layer_norm, load_linear, load_lm_head
@@ -40,7 +43,8 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     s = multi_head_spec(c["vocab_size"], c["d_model"], c["n_heads"], c["n_layers"], c["max_seq_len"])
     a = get_attention_config(c)
     slopes = get_alibi_slopes(s.num_heads, a["alibi_bias_max"])
-    return replace(s, scale=a["softmax_scale"] or s.scale, alibi_slopes=slopes)
+    scale = a["softmax_scale"] or s.attention.scale
+    return replace(s, attention=AttentionParams(scale, alibi_slopes=torch.tensor(slopes)))
 
 
 def get_alibi_slopes(num_heads: int, alibi_bias_max: float) -> tuple[float, ...]:

@@ -114,7 +114,7 @@ void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* mem
   for (int i = tile.begin; i < tile.end; ++i, rows += D) {
     const Q* q = static_cast<const Q*>(args.q.data) + (first + i / args.R) * args.q.token_stride +
                  (tile.g * args.R + i % args.R) * args.q.head_stride;
-    for (int d = 0; d < D; ++d) from_float(args.scale * to_float(q[d]), rows[d]);
+    for (int d = 0; d < D; ++d) from_float(args.params.scale * to_float(q[d]), rows[d]);
   }
 }
 
@@ -126,7 +126,7 @@ INLINE void apply_bias_and_mask(const AttentionArgs& args, const QueryTile& tile
     for (int s = 0; s < args.kv.S; s += WIDTH) {
       I slot_pos = load_ints(pos + s);
       F y = load<WIDTH>(x + s);
-      if (args.slopes) y += args.slopes[tile.g * args.R + i % args.R] * __builtin_convertvector(slot_pos - p, F);
+      if (args.params.alibi_slopes) y += args.params.alibi_slopes[tile.g * args.R + i % args.R] * __builtin_convertvector(slot_pos - p, F);
       if (mask) y = is_visible(slot_pos, p, args.tables.window_of(tile.b), counted) ? y : splat(NEG_INF);
       store<WIDTH>(x + s, y);
     }
@@ -255,7 +255,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   Prefetcher<Page> prefetcher(n, pages.values, pages.value_bytes, pages.next_keys, pages.key_bytes);
   score_pages(pages, q, rows, x, prefetcher);
   for (int j = 0; j < n; ++j)
-    if (args.slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], counted[j], x + j * S);
+    if (args.params.alibi_slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], counted[j], x + j * S);
   const int size = partial_size(D), vectors = rows * S / WIDTH;
   // To prefetch for each vector of weights. Rounding the weights of quantized slots prefetches too.
   const int64_t bytes = kv.is_quantized() ? pages.value_bytes : pages.value_bytes + pages.key_bytes;

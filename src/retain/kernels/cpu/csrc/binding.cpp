@@ -40,6 +40,10 @@ static void bind_structs(nb::module_& m) {
         new (s) AttentionScoring{ptr<float>(weights), ptr<float>(temperature), ptr<float>(decay), ptr<int32_t>(noise),
                                  ptr<int32_t>(seed), ptr<int32_t>(redraw_noise), layer};
       });
+  nb::class_<AttentionParams>(m, "AttentionParams")
+      .def("__init__", [](AttentionParams* p, float scale, Address alibi_slopes, Address key_offset) {
+        new (p) AttentionParams{scale, ptr<float>(alibi_slopes), ptr<float>(key_offset)};
+      });
   nb::class_<PageTables>(m, "PageTables")
       .def("__init__", [](PageTables* t) { new (t) PageTables{}; })
       .def("__init__",
@@ -86,9 +90,8 @@ static void bind_program(nb::module_& m) {
            [](Program& p, int buffer, Address factors, int n) { p.scale(buffer, ptr<float>(factors), n); })
       .def("rope", &Program::rope)
       .def("attend",
-           [](Program& p, int qkv, int out, int layer, int H, int G, int D, float scale, Address slopes,
-              Address key_offset) {
-             p.attend(qkv, out, layer, {H, G, D}, scale, ptr<float>(slopes), ptr<float>(key_offset));
+           [](Program& p, int qkv, int out, int layer, int H, int G, int D, const AttentionParams& params) {
+             p.attend(qkv, out, layer, {H, G, D}, params);
            })
       .def("gather_rows", &Program::gather_rows)
       .def("buffer_address",
@@ -179,10 +182,10 @@ NB_MODULE(_C, m) {
   m.def(
       "attend",
       [](const Pool& kv, const PageTables& tables, const Pool& demoted_kv, const PageTables& demoted_tables, Address q,
-         int64_t q_token_stride, int64_t q_head_stride, bool bf16, Address o, Address q_pos, int T, int R, float scale,
-         Address slopes, const AttentionScoring& scoring) {
+         int64_t q_token_stride, int64_t q_head_stride, bool bf16, Address o, Address q_pos, int T, int R,
+         const AttentionParams& params, const AttentionScoring& scoring) {
         attend({kv, tables, demoted_kv, demoted_tables, strided_rows(q, q_token_stride, q_head_stride, bf16),
-                ptr<void>(o), ptr<int32_t>(q_pos), T, R, scale, ptr<float>(slopes), scoring});
+                ptr<void>(o), ptr<int32_t>(q_pos), T, R, params, scoring});
       },
       nb::call_guard<nb::gil_scoped_release>());
 

@@ -272,7 +272,7 @@ INLINE void gather_queries(const AttentionArgs& args, const QueryTile& tile, flo
   for (int i = tile.begin, r = 0; i < tile.end; ++i, ++r) {
     const Q* from = static_cast<const Q*>(args.q.data) + (first + i / args.R) * args.q.token_stride +
                     (tile.g * args.R + i % args.R) * args.q.head_stride;
-    for (int d = 0; d < D; ++d) row[d] = args.scale * to_float(from[d]);
+    for (int d = 0; d < D; ++d) row[d] = args.params.scale * to_float(from[d]);
     rotate(row, D);
     F tops = {};
     for (int d = 0; d < D; d += WIDTH) tops = max(tops, absolute(load<WIDTH>(row + d)));

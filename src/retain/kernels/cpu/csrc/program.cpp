@@ -151,9 +151,7 @@ struct Program::RopeOp {
 struct Program::AttentionOp {
   int qkv, out, layer;
   QkvLayout layout;
-  float scale;
-  const float* slopes;
-  const float* key_offset;  // [G, D], subtracted from keys; null where there is none
+  AttentionParams params;
 
   AttentionArgs attention_args(const StepState& state) const {
     const StepArgs& s = state.step;
@@ -161,7 +159,7 @@ struct Program::AttentionOp {
     AttentionScoring scoring = s.scoring;
     scoring.layer = layer;
     return {s.kv, s.tables.for_layer(layer), s.demoted_kv, s.demoted_tables.for_layer(layer), q, state.data(out), s.pos,
-            s.T, layout.H / layout.G, scale, slopes, scoring};
+            s.T, layout.H / layout.G, params, scoring};
   }
 
   WriteArgs write_args(const StepState& state) const {
@@ -179,7 +177,7 @@ struct Program::AttentionOp {
     const AttentionArgs args = attention_args(state);
     if (member.id == 0) state.program.attention_.build(args, member.size);
     member.parallel_for(write.T, [&](int begin, int end) {
-      if (key_offset) subtract_offset(state, begin, end);
+      if (params.key_offset) subtract_offset(state, begin, end);
       for (int g = 0; g < layout.G; ++g) selected_isa().write(write, g, begin, end);
     });
     member.barrier();
@@ -189,7 +187,7 @@ struct Program::AttentionOp {
   void subtract_offset(const StepState& state, int begin, int end) const {
     for (int t = begin; t < end; ++t) {
       float* const k = state.data(qkv) + int64_t(t) * state.width(qkv) + layout.H * layout.D;
-      for (int i = 0; i < layout.G * layout.D; ++i) k[i] -= key_offset[i];
+      for (int i = 0; i < layout.G * layout.D; ++i) k[i] -= params.key_offset[i];
     }
   }
 
@@ -246,9 +244,8 @@ void Program::activation(int in, int out, Activation kind, int n, bool gated) {
 void Program::clip(int buffer, float limit) { push(ClipOp{buffer, limit}); }
 void Program::scale(int buffer, const float* factors, int n) { push(ScaleOp{buffer, factors, n}); }
 void Program::rope(int buffer, int table, int heads, int D) { push(RopeOp{buffer, table, heads, D}); }
-void Program::attend(int qkv, int out, int layer, QkvLayout layout, float scale, const float* slopes,
-                     const float* key_offset) {
-  push_checked(AttentionOp{qkv, out, layer, layout, scale, slopes, key_offset});
+void Program::attend(int qkv, int out, int layer, QkvLayout layout, const AttentionParams& params) {
+  push_checked(AttentionOp{qkv, out, layer, layout, params});
 }
 void Program::gather_rows(int in, int out) { push_checked(GatherRowsOp{in, out}); }
 

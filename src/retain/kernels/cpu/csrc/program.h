@@ -39,7 +39,7 @@ class Program {
   // Adds a RoPE table that each step computes, and returns its number. The caller keeps `freqs` [n] alive.
   int rope_table(const float* freqs, int n, float gain, bool interleaved);
 
-  // Each of these appends an operation. The caller keeps weights, biases, factors and slopes alive.
+  // Each of these appends an operation. The caller keeps weights, biases, factors and the tensors of AttentionParams alive.
   void embedding(int out, const PackedWeight&, bool by_position, int offset, float factor, bool add);
   void norm(int in, int out, const NormParams&, int n, int heads, bool add);
   void linear(int in, int out, const PackedWeight&, const float* bias, bool add);
@@ -47,7 +47,7 @@ class Program {
   void clip(int buffer, float limit);
   void scale(int buffer, const float* factors, int n);
   void rope(int buffer, int table, int heads, int D);
-  void attend(int qkv, int out, int layer, QkvLayout, float scale, const float* slopes, const float* key_offset);
+  void attend(int qkv, int out, int layer, QkvLayout, const AttentionParams&);
   void gather_rows(int in, int out);  // keeps the rows of logits_indices; later operations run on these only
 
   // Returns the rows of a buffer after the last `run`. They are valid until the next `run` that begins at 0.

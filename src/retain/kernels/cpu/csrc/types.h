@@ -206,6 +206,13 @@ struct AttentionScoring {
   int layer;
 };
 
+// What the attention of a layer needs beside queries and tables. See kernels/attention_params.py for the fields.
+struct AttentionParams {
+  float scale;
+  const float* alibi_slopes;  // [H] or null
+  const float* key_offset;    // [G, D] or null
+};
+
 struct AttentionArgs {
   Pool kv;
   PageTables tables;
@@ -215,8 +222,7 @@ struct AttentionArgs {
   void* o;               // [T, H, D], contiguous, of q's dtype
   const int32_t* q_pos;  // [T]
   int T, R;
-  float scale;
-  const float* slopes;  // [H] (ALiBi) or null
+  AttentionParams params;
   AttentionScoring scoring;
 
   INLINE bool has_demoted() const { return demoted_kv.k; }

@@ -1,0 +1,53 @@
+"""What the attention of a layer needs beside queries, tables and slots.
+
+One record goes from a family to the kernels: the spec of a model has it, a layer may have its own, programs and runners
+hand it on, and a backend converts it for its kernels. So a new field is added here, in the definition
+(reference/softmax.py) and in the kernels that use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionParams:
+    """The constants of a layer's attention. Tensors are float32, of H query heads or G kv heads of D numbers.
+
+    A score is x = scale * q.k + alibi_slopes[h] * (position of the slot - position of the query).
+    """
+
+    scale: float
+    alibi_slopes: Tensor | None = None  # [H]
+    key_offset: Tensor | None = None  # [G, D], subtracted from keys before they are written
+
+    def __eq__(self, other: object) -> bool:
+        """Compare tensors by their numbers."""
+        if not isinstance(other, AttentionParams):
+            return NotImplemented
+        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    def map_tensors(self, convert: Callable[[Tensor], Tensor]) -> AttentionParams:
+        """Return the record with each of its tensors converted."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        converted: dict[str, Any] = {name: convert(x) for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **converted)
+
+    def check_shapes(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        """Raise ValueError unless the tensors fit H query heads and G kv heads of D numbers."""
+        shapes = {"alibi_slopes": (num_heads,), "key_offset": (num_kv_heads, head_dim)}
+        for name, shape in shapes.items():
+            x: Tensor | None = getattr(self, name)
+            if x is not None and (x.shape != shape or x.dtype != torch.float32):
+                raise ValueError(f"attention: {name} must be float32 {list(shape)}, not {x.dtype} {list(x.shape)}")
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b
