@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -149,6 +150,16 @@ def test_no_function_has_too_many_parameters():
             a = node.args
             num_parameters = len([*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))])
             assert num_parameters <= MAX_PARAMETERS, f"{path}:{node.lineno} {node.name}"
+
+
+def test_no_two_classes_have_one_name():
+    """But those by whose name a plug-in is found, and those that two dialects of clients call alike."""
+    places = defaultdict(set)
+    for path, node in all_nodes():
+        if isinstance(node, ast.ClassDef) and not path.name.endswith("protocol.py"):
+            places[node.name].add(path)
+    shared = {name for name, paths in places.items() if len(paths) > 1}
+    assert shared <= {"Policy", "Drafter", "Tier", "Format"}
 
 
 def test_no_call_unpacks_a_tuple_written_in_place():

@@ -11,7 +11,7 @@ import torch
 
 from retain import kernels
 from retain.kernels.api import KV, NO_WINDOW, Backend, Program, Tables
-from retain.kv.memory.demoted_tables import DemotedTables
+from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_tables import DeviceTables
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.pool import PagePool
@@ -64,7 +64,7 @@ def test_auto_says_that_the_fastest_backend_cannot_run(
     assert record.getMessage() == "the cpu backend cannot run here: its extension is not built; reference is slower"
 
 
-def tables_of_step(fill: int, window: int, dense: bool, fresh: int, demoted: DemotedTables | None) -> Tables:
+def tables_of_step(fill: int, window: int, dense: bool, fresh: int, demoted: DemotedBlockTables | None) -> Tables:
     """Build the tables of a step: two rows of two layers with two kv heads, of which row `fill` has fresh tokens."""
     pages, counts = (np.full(shape, fill, np.int32) for shape in ((2, 2, 2, 3), (2, 2, 2)))
     device_tables = DeviceTables(pages, counts, np.full((2, 2), window, np.int32), torch.device("cpu"), demoted)
@@ -78,7 +78,7 @@ def test_no_field_of_the_tables_is_constant() -> None:
     pos = torch.zeros(1, 16, dtype=torch.int32)
     kv = KV(torch.empty(0), torch.empty(0), pos, torch.empty(0), page_size=16, head_dim=8, layout="reference")
     store = PageStore(PagePool(2), kv, kernels.reference, page_bytes=1)
-    demoted = DemotedTables(store, num_rows=2, num_layers=2, kv_heads=2, max_tokens=48)
+    demoted = DemotedBlockTables(store, num_rows=2, num_layers=2, kv_heads=2, max_tokens=48)
     one = tables_of_step(0, NO_WINDOW, dense=False, fresh=1, demoted=None)
     other = tables_of_step(1, 24, dense=True, fresh=2, demoted=demoted)
     constant = [f.name for f in fields(Tables) if np.array_equal(getattr(one, f.name), getattr(other, f.name))]

@@ -27,7 +27,7 @@ from retain.server.openai.responses.tools import FunctionTool
 from retain.server.openai.tool_parser import ToolParser
 from retain.server.request_group import OutputDelta
 from retain.server.tool_formats import load_tool_format
-from retain.server.usage import TokenCounts
+from retain.server.usage import GroupUsage
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 EOS = 0  # the only special token
@@ -50,7 +50,7 @@ class PieceTokenizer:
 
 @pytest.fixture(autouse=True)
 def fixed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses_encoder, "count_tokens", lambda group: TokenCounts(9, 4, None, 7))
+    monkeypatch.setattr(responses_encoder, "count_tokens", lambda group: GroupUsage(9, 4, None, 7))
     monkeypatch.setattr(responses_encoder, "build_request_stats", lambda processor, group: [{"kv": {}}])
 
 

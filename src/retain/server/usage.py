@@ -11,7 +11,7 @@ from retain.server.request_group import RequestGroup
 Json = dict[str, Any]
 
 
-class TokenCounts(NamedTuple):
+class GroupUsage(NamedTuple):
     """Tokens of all prompts, those of them that were cached or pinned, and tokens of all answers."""
 
     prompt: int
@@ -20,13 +20,13 @@ class TokenCounts(NamedTuple):
     output: int
 
 
-def count_tokens(group: RequestGroup) -> TokenCounts:
+def count_tokens(group: RequestGroup) -> GroupUsage:
     """Count the tokens of a group. Choices of the same prompt count its tokens once."""
     requests_by_prompt: dict[int, list[Request]] = {}
     for request in group.requests:
         requests_by_prompt.setdefault(id(request.prompt), []).append(request)
     prompts = requests_by_prompt.values()
-    return TokenCounts(
+    return GroupUsage(
         prompt=sum(len(requests[0].prompt) for requests in prompts),
         cached=sum(max(r.stats.num_cached_tokens for r in requests) for requests in prompts),
         pinned=group.num_pinned_tokens,

@@ -27,7 +27,7 @@ from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.draft_loop import draft_autoregressive
 from retain.kernels.pool_dtypes import pool_dtype, slots_in_page
-from retain.kv.memory.demoted_tables import DemotedTables
+from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_tables import DeviceTables
 from retain.options import Fraction, PositiveInt, check_bounds
 from retain.plugins import check_choice
@@ -74,7 +74,7 @@ class Drafter:
         self._counts: Ints = np.zeros((N, L, G), np.int32)
         self._device_tables = DeviceTables(self._pages, self._counts, cache.tables.window, cache.kv.device, copies)
 
-    def _open_copies(self) -> DemotedTables:
+    def _open_copies(self) -> DemotedBlockTables:
         """Return the tables of copies in `dtype`. Raises ValueError where the cache cannot have them."""
         assert self._target
         kv, copies, self._copy_dtype = self._target.cache.kv, self._target.cache.copies, pool_dtype(self.dtype)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from retain.kernels.api import NO_WINDOW
-from retain.kv.memory.demoted_tables import DemotedTables
+from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_tables import DeviceTables
 from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
@@ -51,9 +51,9 @@ class BlockTables:
         self.rings_shrunk = [False] * N
         self.position_offset: Ints = np.zeros(N, np.int32)  # position = place in the text - offset
         self.free_rows = list(range(N - 1, -1, -1))
-        self.demoted: DemotedTables | None = None
+        self.demoted: DemotedBlockTables | None = None
         if demoted_store:
-            self.demoted = DemotedTables(demoted_store, N, L, G, max_pages * self.page_size)
+            self.demoted = DemotedBlockTables(demoted_store, N, L, G, max_pages * self.page_size)
         self.device = DeviceTables(self.pages, self.counts, self.window, store.kv.device, self.demoted)
 
     @property

@@ -15,7 +15,7 @@ from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
 
 
-class DemotedTables:
+class DemotedBlockTables:
     """Tables of N rows, L layers and G kv heads."""
 
     def __init__(self, store: PageStore, num_rows: int, num_layers: int, kv_heads: int, max_tokens: int):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import Tables
-from retain.kv.memory.demoted_tables import DemotedTables
+from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_rows import DeviceRows
 from retain.types import Ints
 
@@ -22,7 +22,7 @@ class DeviceTables:
     """
 
     def __init__(
-        self, pages: Ints, counts: Ints, windows: Ints, device: torch.device, demoted: DemotedTables | None = None
+        self, pages: Ints, counts: Ints, windows: Ints, device: torch.device, demoted: DemotedBlockTables | None = None
     ):
         N, L, G, _ = pages.shape
         self.dense: Ints = np.zeros(N, np.int32)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from retain.kv.memory.block_tables import BlockTables
-from retain.kv.memory.demoted_tables import DemotedTables
+from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.types import Ints
 
 MAX_COPIED_TOKENS = 2048  # of a row at once, so that a long text does not delay the others
@@ -26,15 +26,15 @@ class QuantizedCopies:
 
     def __init__(self, tables: BlockTables, ensure_free: Callable[[int], bool]):
         self.tables, self.ensure_free = tables, ensure_free
-        self.by_dtype: dict[torch.dtype, DemotedTables] = {}
+        self.by_dtype: dict[torch.dtype, DemotedBlockTables] = {}
         self.num_tokens: Ints = np.zeros(len(tables.pages), np.int32)  # that are copied, of each row
 
-    def open_tables(self, dtype: torch.dtype) -> DemotedTables:
+    def open_tables(self, dtype: torch.dtype) -> DemotedBlockTables:
         """Return the tables of copies in this dtype. Raises ValueError where the cache cannot have them."""
         if dtype not in self.by_dtype:
             N, L, G, _ = self.tables.pages.shape
             store, num_slots = self.tables.store.reinterpret(dtype), self.tables.max_pages * self.tables.page_size
-            self.by_dtype[dtype] = DemotedTables(store, N, L, G, num_slots)
+            self.by_dtype[dtype] = DemotedBlockTables(store, N, L, G, num_slots)
         return self.by_dtype[dtype]
 
     def extend(self, row: int, dtype: torch.dtype, num_tokens: int) -> bool:
