@@ -99,10 +99,13 @@ class WatchedDrafter:
 
 
 class ScheduleRun:
-    """One run of a schedule: its requests, and how many tokens of each must be those of the request alone."""
+    """One run of a schedule: its requests, and how many tokens of each must be those of the request alone.
 
-    def __init__(self, schedule: Schedule, path: Path):
-        self.schedule, self.path = schedule, path
+    `depth`: pending steps of the engine.
+    """
+
+    def __init__(self, schedule: Schedule, path: Path, depth: int = 1):
+        self.schedule, self.path, self.depth = schedule, path, depth
         self.requests = {i: r.build() for i, r in enumerate(schedule.requests)}
         self.comparable: dict[Request, int] = defaultdict(lambda: 10**9)
         self.refused: set[int] = set()
@@ -168,6 +171,7 @@ class ScheduleRun:
             prefix_cache=s.prefix_cache,
             tiers=[spec.format(path=self.path) for spec in s.tiers],
         )
+        engine.depth = self.depth
         if drafter and drafter.k == "auto":
             lengths = RandomLengths(drafter.max_draft_tokens, rng=random.Random(s.seed))
             engine.speculator.length_controllers[""] = lengths

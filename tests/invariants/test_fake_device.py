@@ -22,6 +22,7 @@ from retain.processing.grammar import grammar_from_lark
 from retain.processing.input import GenerateRequest
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import make_engine, make_request, run_to_completion
+from tests.helpers.overlap import STOPPED, assert_tokens_equal, overlapped_requests, run_overlapped
 from tests.helpers.tiers import clear_pool, disk_spec, offloader_of
 
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
@@ -281,3 +282,15 @@ def test_fake_device_refuses_mixing_and_records_waits() -> None:
         assert len(device.host_syncs) == 5
         torch.ones(2).to(DEVICE, non_blocking=True)
         assert len(device.host_syncs) == 5
+
+
+@slow
+def test_a_step_is_launched_before_tokens_are_known() -> None:
+    """With ends, cancellation, preemption, eviction, a ring, penalties and drafts. Only `collect` waits for tokens."""
+    expected = run_to_completion(make_engine("llama", backend="reference"), overlapped_requests(7))
+    stop_token = expected[STOPPED][3]
+    requests = overlapped_requests(7, stop_token)
+    overlapped, syncs = on_device(lambda make: run_overlapped(make("llama"), requests))
+    assert_tokens_equal(requests, expected, stop_token)
+    assert len(overlapped) == len(requests) - 2
+    assert not syncs

@@ -20,9 +20,15 @@ from tests.helpers.schedules import draw_schedule
 BACKENDS = ["cpu", "reference"] if cpu.unavailable_reason() is None else ["reference"]
 
 
-@pytest.mark.parametrize("seed", [*range(4), *slow(*range(4, 24))])
-def test_every_request_of_a_random_schedule_equals_itself_alone(seed: int, tmp_path: Path) -> None:
-    run = ScheduleRun(draw_schedule(seed, BACKENDS), tmp_path)
+# Seeds, and pending steps of an engine: with 2 each step is launched before the tokens of the last one are known.
+CASES = [*((seed, 1 + seed % 2) for seed in range(4)), *slow(*((seed, 1) for seed in range(4, 24)))]
+CASES += slow(*((seed, 2) for seed in range(4, 12)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_request_of_a_random_schedule_equals_itself_alone(case: tuple[int, int], tmp_path: Path) -> None:
+    seed, depth = case
+    run = ScheduleRun(draw_schedule(seed, BACKENDS), tmp_path, depth)
     with torch_threads(1):
         run.run()
         assert not list(run.differences())

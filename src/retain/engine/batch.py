@@ -20,9 +20,9 @@ from retain.types import Floats
 
 @dataclass(frozen=True)
 class Batch:
-    """T fresh tokens of B requests. All tensors but `slot_mapping` are on the host."""
+    """T fresh tokens of B requests. All tensors but `slot_mapping` are on the host, if nothing else is said."""
 
-    input_ids: Tensor  # int64 [T]
+    input_ids: Tensor  # int64 [T], on the pool's device where the host does not know them yet
     positions: Tensor  # int32 [T]
     rows: Tensor  # int32 [B]
     query_start_loc: Tensor  # int32 [B + 1]

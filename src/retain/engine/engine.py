@@ -19,7 +19,7 @@ from torch import Tensor
 from retain.engine.batch import Batch, build_batch
 from retain.engine.drafters import Drafter
 from retain.engine.output import StepOutput
-from retain.engine.pending_step import PendingStep
+from retain.engine.pending_step import PendingStep, insert_pending_tokens
 from retain.engine.prompt_sharing import PromptSharing
 from retain.engine.request import FinishReason, Request, SampledTokens
 from retain.engine.runner import Runner
@@ -86,7 +86,7 @@ class Engine:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return None
-        batch = build_batch(scheduled, self.cache)
+        batch = insert_pending_tokens(build_batch(scheduled, self.cache), scheduled, self.pending_steps)
         logits = self.runner.forward(batch)  # [N, V]
         self._requeue_failed_loads(scheduled)
         samples = self._sample(logits, batch, scheduled)

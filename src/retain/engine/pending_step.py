@@ -1,9 +1,9 @@
-"""A step between its two halves: launched, and its tokens not yet read."""
+"""A step between its two halves: launched, and its tokens not yet read. The next step may compute them all the same."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from retain.engine.batch import Batch
 from retain.engine.request import Request
 from retain.engine.sampler import Samples
 from retain.engine.scheduler import ScheduledRequest
+from retain.engine.spec_decode.rejection_sampler import to_device_like
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,33 @@ class PendingStep:
     logits: dict[Request, Tensor]  # of requests that need them; good until the next launch
     started: float  # seconds, of perf_counter
     draft_s: float  # that drafting took before
+
+
+def insert_pending_tokens(
+    batch: Batch, scheduled: Sequence[ScheduledRequest], pending_steps: Iterable[PendingStep]
+) -> Batch:
+    """Return the batch of a step with the pending tokens that it computes.
+
+    They are copied on the device, oldest step first: `pending_steps` are in the order of their launches.
+    """
+    next_index = {
+        s.request: start + len(s.request.tokens) - s.request.num_computed_tokens
+        for s, start in zip(scheduled, batch.query_start_loc.tolist(), strict=False)
+        if s.request.num_pending_tokens and not s.request.scoring
+    }
+    ends = {s.request: end for s, end in zip(scheduled, batch.query_start_loc[1:].tolist(), strict=True)}
+    input_ids = batch.input_ids
+    for step in pending_steps if next_index else ():
+        sources: list[int] = []  # rows of the step's samples
+        targets: list[int] = []  # fresh tokens of the batch
+        for request, row in zip(step.samples.requests, step.samples.starts, strict=False):
+            if (index := next_index.get(request)) is not None and index < ends[request]:
+                sources.append(row)
+                targets.append(index)
+                next_index[request] = index + 1
+        if sources:
+            tokens = step.samples.tokens.clamp(min=0)  # those of NaN logits are -1, which `read` will tell
+            input_ids = input_ids.to(tokens.device, non_blocking=True)
+            chosen = tokens.index_select(0, to_device_like(tokens, sources))
+            input_ids = input_ids.index_copy(0, to_device_like(tokens, targets), chosen)
+    return replace(batch, input_ids=input_ids)

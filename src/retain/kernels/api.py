@@ -127,7 +127,7 @@ class StepInputs:
     rotated already, are valid until the call returns. The program calls `after_attention(layer)` afterwards.
     """
 
-    input_ids: Tensor  # host int64 [T]
+    input_ids: Tensor  # int64 [T], on the host or on the device
     positions: Tensor  # host int32 [T]
     slot_mapping: Tensor  # int32 [L, G, T]: the slot of each fresh token
     logits_indices: Tensor  # host int64 [N]: the fresh tokens whose logits the caller needs

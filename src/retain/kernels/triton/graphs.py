@@ -93,8 +93,9 @@ class GraphInputs:
         if self.copy_done:
             self.copy_done.synchronize()
         B, T, host = len(tables.rows), len(step.input_ids), self.host_views
-        inputs = {"input_ids": step.input_ids, "positions": step.positions}
-        inputs |= vars(step.scoring) if step.scoring else {}
+        inputs = {"positions": step.positions, **(vars(step.scoring) if step.scoring else {})}
+        if step.input_ids.device.type == "cpu":
+            inputs["input_ids"] = step.input_ids
         for name, x in inputs.items():
             host[name][: len(x)] = x
         host["positions"][T:] = -1
@@ -104,6 +105,8 @@ class GraphInputs:
         tiles[:B, 2], tiles[:B, 3] = starts[:-1], starts[1:] - starts[:-1]
         tiles[:B, 5] = starts[:-1]
         self._upload()
+        if "input_ids" not in inputs:
+            self.device_views["input_ids"][:T].copy_(step.input_ids, non_blocking=True)
         self.slot_mapping[..., :T].copy_(step.slot_mapping, non_blocking=True)
         self.slot_mapping[..., T:] = 0
 
