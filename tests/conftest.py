@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 from retain.cluster.environment import set_environment
 from retain.kernels import triton
 from tests.helpers.backend_variants import ISAS, use_isa
-from tests.helpers.covering_cases import mark_repetitions
+from tests.helpers.covering_cases import find_repeated_pairs, mark_repetitions
 
 if triton.is_interpreted():
     from tests.helpers.fast_interpreter import speed_up
@@ -37,7 +37,16 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="run every combination of parameters")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the repetitions of parametrized tests to `make test`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the repetitions of values to `make test`, and those of pairs to `--every-case`."""
     mark_repetitions(items)
+    if config.getoption("every_case"):
+        return
+    repeated = set(find_repeated_pairs(items))
+    config.hook.pytest_deselected(items=[item for item in items if item in repeated])
+    items[:] = [item for item in items if item not in repeated]

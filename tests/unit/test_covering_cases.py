@@ -1,11 +1,12 @@
-"""`make check` runs every value of every parameter, and rows that are written out; `make test` runs every case."""
+"""`make check` runs every value of every parameter, and rows that are written out; `make test` every pair of values."""
 
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.covering_cases import mark_repetitions
+from tests.helpers.covering_cases import find_repeated_pairs, mark_repetitions
 
 SAMPLE = """
 import pytest
@@ -24,13 +25,17 @@ def test_plain(): ...
 """
 
 
-def test_each_value_stays_in_a_case_and_repetitions_are_slow(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def items(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[pytest.Function]:
+    """The cases of the sample."""
     monkeypatch.setattr(sys, "path", [*sys.path])  # collecting a file adds its folder
-    (tmp_path / "sample_of_covering_cases.py").write_text(SAMPLE)
-    module = pytest.Module.from_parent(request.session, path=tmp_path / "sample_of_covering_cases.py")
-    items = [item for item in module.collect() if isinstance(item, pytest.Function)]
+    path = tmp_path / f"sample_of_{request.function.__name__}.py"
+    path.write_text(SAMPLE)
+    module = pytest.Module.from_parent(request.session, path=path)
+    return [item for item in module.collect() if isinstance(item, pytest.Function)]
+
+
+def test_each_value_stays_in_a_case_and_repetitions_are_slow(items: list[pytest.Function]) -> None:
     mark_repetitions(items)
     fast = [item for item in items if not item.get_closest_marker("slow")]
     params = [item.callspec.params for item in fast if item.originalname == "test_product"]
@@ -38,3 +43,19 @@ def test_each_value_stays_in_a_case_and_repetitions_are_slow(
     assert {p["a"] for p in params} == {*range(6)} and {p["fixture"] for p in params} == {"x", "y"}
     assert {(p["b"], p["c"]) for p in params} == {(1, 2), (2, 1), (1, 1), (2, 2)}
     assert [item.name for item in fast[len(params) :]] == ["test_rows[1]", "test_rows[2]", "test_plain"]
+
+
+def test_each_pair_of_values_stays_in_a_case(items: list[pytest.Function]) -> None:
+    """And each case that `make check` runs."""
+
+    def params(cases: list[pytest.Function]) -> list[tuple[object, ...]]:
+        found = [item.callspec.params for item in cases if item.originalname == "test_product"]
+        return [(p["a"], (p["b"], p["c"]), p["fixture"]) for p in found]
+
+    mark_repetitions(items)
+    repeated = find_repeated_pairs(items)
+    left = [item for item in items if item not in repeated]
+    assert 24 <= len(params(left)) <= 28
+    for i, j in combinations(range(3), 2):
+        assert {(p[i], p[j]) for p in params(left)} == {(p[i], p[j]) for p in params(items)}
+    assert not any(item.originalname != "test_product" or not item.get_closest_marker("slow") for item in repeated)
