@@ -47,7 +47,7 @@ def for_each_tokenizer(max_examples: int) -> Callable[[Callable[..., None]], Cal
     return wrap
 
 
-@for_each_tokenizer(300)
+@for_each_tokenizer(100)
 def test_joined_results_equal_decode(kind: str, data: st.DataObject) -> None:
     k, tokens = open_tokenizer(kind), data.draw(token_sequences(kind))
     stream = k.create_detokenizer()
@@ -56,7 +56,7 @@ def test_joined_results_equal_decode(kind: str, data: st.DataObject) -> None:
     assert stream.flush() == "" and not stream.stopped
 
 
-@for_each_tokenizer(200)
+@for_each_tokenizer(80)
 def test_decode_equals_the_library(kind: str, data: st.DataObject) -> None:
     """At an invalid SentencePiece byte the library drops the valid bytes beside it too; this tokenizer keeps them."""
     k, tokens = open_tokenizer(kind), data.draw(token_sequences(kind))
@@ -65,7 +65,7 @@ def test_decode_equals_the_library(kind: str, data: st.DataObject) -> None:
         assert ours == theirs
 
 
-@for_each_tokenizer(200)
+@for_each_tokenizer(80)
 def test_characters_are_shown_exactly_when_they_are_complete(kind: str, data: st.DataObject) -> None:
     k, tokens = open_tokenizer(kind), data.draw(token_sequences(kind))
     stream, data = k.create_detokenizer(), b""
@@ -87,7 +87,7 @@ def test_characters_are_shown_exactly_when_they_are_complete(kind: str, data: st
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_prompt_and_answer_are_one_text(kind: str, data: st.DataObject) -> None:
     """Wherever a text is split into prompt and answer: text(prompt) + answer == text(prompt + answer)."""
@@ -126,7 +126,7 @@ def cut_at_stop(text: str, stop: list[str], min_chars: int = 0) -> tuple[str, bo
     return text, False
 
 
-@for_each_tokenizer(300)
+@for_each_tokenizer(100)
 def test_stop_strings_are_never_shown_and_never_late(kind: str, data: st.DataObject) -> None:
     k, tokens = open_tokenizer(kind), data.draw(token_sequences(kind))
     text = k.decode(tokens)
@@ -144,7 +144,7 @@ def test_stop_strings_are_never_shown_and_never_late(kind: str, data: st.DataObj
     assert (stream.text, stream.stopped) == (expected, stopped)
 
 
-@for_each_tokenizer(300)
+@for_each_tokenizer(100)
 def test_stop_strings_end_no_text_within_min_tokens(kind: str, data: st.DataObject) -> None:
     k, tokens = open_tokenizer(kind), data.draw(token_sequences(kind))
     text, min_tokens = k.decode(tokens), data.draw(st.integers(0, 8))

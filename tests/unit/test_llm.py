@@ -12,7 +12,7 @@ from retain.processing.grammar import grammar_from_lark
 from retain.processing.input import GenerateRequest
 from tests.helpers.tokenizers import SMALL_VOCABULARIES, write_tokenizer_file
 
-GREEDY = SamplingParams(max_tokens=24, temperature=0)
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,13 @@ def test_stream_equals_generate_and_can_be_closed(llm):
 def test_stop_string_is_excluded_from_text(llm):
     (whole,) = llm.generate("One, two, three,", GREEDY)
     stop = whole.text[10:14]
-    for params in (SamplingParams(max_tokens=24, temperature=0, stop=stop),):
+    for params in (SamplingParams(max_tokens=12, temperature=0, stop=stop),):
         (cut,) = llm.generate("One, two, three,", params)
         pieces = [p.text for p in llm.stream("One, two, three,", params)]
         assert cut.text == whole.text[: whole.text.index(stop)] == "".join(pieces)
-        assert cut.finish_reason == "stop" and len(cut.token_ids) < 24
+        assert cut.finish_reason == "stop" and len(cut.token_ids) < 12
     token = whole.token_ids[4]
-    (cut,) = llm.generate("One, two, three,", SamplingParams(max_tokens=24, temperature=0, stop_token_ids=(token,)))
+    (cut,) = llm.generate("One, two, three,", SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(token,)))
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
 
 
@@ -80,15 +80,15 @@ def test_invalid_prompt_rejects_batch_and_leaks_no_pages(llm):
 
 @pytest.mark.slow
 def test_ignore_eos_and_chat_stop_token(llm):
-    ids = llm.tokenizer.encode_chat([{"role": "user", "content": "Say yes."}])
-    (chat,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0))
+    ids = llm.tokenizer.encode_chat([{"role": "user", "content": "Say only yes."}])
+    (chat,) = llm.generate([ids], SamplingParams(max_tokens=20, temperature=0))
     assert (
         chat.finish_reason == "stop"
         and chat.token_ids[-1] in llm.tokenizer.stop_token_ids
         and "<|im_end|>" not in chat.text
     )
-    (longer,) = llm.generate([ids], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
-    assert len(longer.token_ids) == 100 and longer.token_ids[: len(chat.token_ids)] == chat.token_ids
+    (longer,) = llm.generate([ids], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    assert len(longer.token_ids) == 20 and longer.token_ids[: len(chat.token_ids)] == chat.token_ids
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_every_dtype_is_computed_in_or_refused_with_those_that_are(backend, dtyp
 
 @pytest.mark.slow
 def test_each_request_has_its_own_policy(llm):
-    text = " ".join(f"Item {i} costs {i * i} coins." for i in range(60))
-    chosen = ["full", "h2o:budget=64", "ring:window=100"]
+    text = " ".join(f"Item {i} costs {i * i} coins." for i in range(30))
+    chosen = ["full", "h2o:budget=64", "ring:window=120"]
     together = llm.generate([text] * 3, GREEDY, kv_policy=chosen)
     assert [a.token_ids for a in together] == [llm.generate(text, GREEDY, kv_policy=c)[0].token_ids for c in chosen]
     full, h2o, ring = (a.kv["groups"][0] for a in together)
     assert together[1].kv["bytes_end"] == 90 * 2 * llm.cache.store.page_bytes < together[0].kv["bytes_end"]
     assert h2o["slots_end"] == 128 < ring["slots_end"] == 192 < full["slots_end"] == full["slots_peak"]
-    assert h2o["policy"].startswith("h2o:budget=64") and ring["policy"] == "ring:window=100" and is_idle(llm)
+    assert h2o["policy"].startswith("h2o:budget=64") and ring["policy"] == "ring:window=120" and is_idle(llm)
     assert llm.generate(text, GREEDY)[0].token_ids == together[0].token_ids
     for wrong in ("lru", "h2o", ["full"]):
         with pytest.raises(ValueError):
@@ -143,8 +143,8 @@ def test_each_request_has_its_own_policy(llm):
 @pytest.mark.parametrize("policy", ["full", "h2o:budget=64", "keyformer:budget=25%,interval=5"])
 def test_score_equals_sampling(llm, policy):
     """Given tokens are computed many at a time, and forgotten as if they had been drawn one by one."""
-    text = " ".join(f"Item {i} costs {i * i} coins." for i in range(40))
-    greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=0, seed=7)
+    text = " ".join(f"Item {i} costs {i * i} coins." for i in range(20))
+    greedy = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, logprobs=0, seed=7)
     (drawn,) = llm.generate(text, greedy, kv_policy=policy)
     seen = []
     (scored,) = llm.score([text], [drawn.token_ids], policy, lambda i, logits: seen.append(logits.argmax(-1)), seed=7)
@@ -171,7 +171,7 @@ def test_protected_system_prompt_is_never_evicted(llm):
     n = len(ids)
     assert kept[7][1] == [*range(system), *range(n - 40 + system, n)]
     assert llm.kept_positions(ids, policy)[7][1] == list(range(n - 40, n))
-    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     (a,), (b,) = (llm.generate([ids], params, policy, num_system_tokens=s) for s in (system, 0))
     assert a.token_ids != b.token_ids and is_idle(llm)
     assert list(llm.stream(ids, params, policy, system))[-1].output.token_ids == a.token_ids
@@ -179,7 +179,7 @@ def test_protected_system_prompt_is_never_evicted(llm):
 
 @pytest.mark.slow
 def test_prefix_cache_hits_only_within_a_salt(llm):
-    ids = llm.encode("Once upon a time there was a lamp that nobody could put out. " * 20)
+    ids = llm.encode("Once upon a time there was a lamp that nobody could put out. " * 8)
     first, again = (llm.generate(ids, GREEDY)[0] for _ in range(2))
     assert again.cached_tokens == len(ids) - 1 and first.token_ids == again.token_ids
     (turn,) = llm.generate([*ids, *first.token_ids, *llm.encode(" And then?")], GREEDY)
