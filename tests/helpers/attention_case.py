@@ -34,6 +34,8 @@ class AttentionCase:
     window: int = NO_WINDOW
     per_request_windows: bool = False  # every request has a window of its own
     alibi: bool = False
+    softcap: float | None = None
+    sinks: bool = False  # a sink logit for each query head
     shared_pages: bool = True  # requests share a third of their pages
     seed: int = 0
 
@@ -45,7 +47,8 @@ class AttentionCase:
     def params(self) -> AttentionParams:
         H = self.G * self.R
         slopes = 2.0 ** (-8 * torch.arange(1, H + 1) / H) if self.alibi else None
-        return AttentionParams(self.D**-0.5, alibi_slopes=slopes)
+        sinks = 2 * torch.randn(H, generator=torch.Generator().manual_seed(self.seed + 5)) if self.sinks else None
+        return AttentionParams(self.D**-0.5, slopes, softcap=self.softcap, sink_logits=sinks)
 
     def build_tables(self) -> Tables:
         """Scattered pages, a third of them shared; rows in another order than requests, idle rows between."""

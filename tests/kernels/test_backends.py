@@ -81,6 +81,17 @@ def test_alibi(window: int, dtype: torch.dtype) -> None:
     assert_matches_reference(STEP.with_changes(alibi=True, window=window, dtype=dtype, shuffled=True))
 
 
+@pytest.mark.parametrize("window", [NO_WINDOW, 64])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+def test_softcap_and_sink_logits(dtype: torch.dtype, softcap: float | None, window: int) -> None:
+    """Of tables in one part and in several, and of heads with no page."""
+    assert_matches_reference(STEP.with_changes(dtype=dtype, softcap=softcap, sinks=softcap is None, window=window))
+    fresh, pages = (1, 65), ((80, 3), (41, 0))
+    case = AttentionCase(fresh, pages, dtype=dtype, softcap=softcap, sinks=True, alibi=True, window=window)
+    assert_matches_reference(case)
+
+
 @pytest.mark.parametrize("q_dtype", [BF16, torch.float16, torch.float64])
 @pytest.mark.parametrize("dtype", POOL_DTYPES)
 def test_output_has_the_query_dtype(q_dtype: torch.dtype, dtype: torch.dtype) -> None:
@@ -340,6 +351,8 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
         window=draw(st.sampled_from([NO_WINDOW, 1, 30, 600])),
         per_request_windows=draw(st.booleans()),
         alibi=draw(st.booleans()),
+        softcap=draw(st.sampled_from([None, 0.3, 20.0])),
+        sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),
     )
 

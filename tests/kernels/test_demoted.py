@@ -51,6 +51,7 @@ class Step:
     S: int = 64
     D: int = 64
     alibi: bool = False
+    sinks: bool = False  # and a softcap
 
     def build(self, backend: Backend, dtype: torch.dtype, columns: int = 1) -> tuple[KV, Tables]:
         """Tables over a pool whose pages are filled, each in the dtype that it is read in."""
@@ -78,12 +79,17 @@ class Step:
         rows, windows = torch.arange(B, dtype=torch.int32), torch.full((B,), NO_WINDOW, dtype=torch.int32)
         return kv, Tables(*tables[0], windows, rows, starts, demoted=DemotedTables(demoted, *tables[1]))
 
+    @property
+    def params(self) -> AttentionParams:
+        slopes = 2.0 ** -torch.arange(1.0, G * R + 1) if self.alibi else None
+        sinks = torch.linspace(-2.0, 3.0, G * R) if self.sinks else None
+        return AttentionParams(0.1, slopes, softcap=0.5 if self.sinks else None, sink_logits=sinks)
+
     def attend(self, backend: Backend, kv: KV, tables: Tables, scoring: AttentionScoring | None) -> Tensor:
         T = sum(self.fresh)
         q = torch.randn(T, G * R, self.D, generator=torch.Generator().manual_seed(1))
-        slopes = 2.0 ** -torch.arange(1.0, G * R + 1) if self.alibi else None
         q_pos = torch.arange(300, 300 + T, dtype=torch.int32)
-        return backend.attend(q, kv, tables, q_pos, AttentionParams(0.1, alibi_slopes=slopes), scoring=scoring, layer=2)
+        return backend.attend(q, kv, tables, q_pos, self.params, scoring=scoring, layer=2)
 
     def scoring(self, noise: int) -> AttentionScoring:
         ones, T = torch.ones(len(self.fresh), dtype=torch.int32), sum(self.fresh)
@@ -95,6 +101,7 @@ STEPS = {
     "several": Step(),
     "odd shapes": Step(S=48, D=80, alibi=True),
     "small heads": Step(S=16, D=8, fresh=(3, 1, 200)),
+    "sinks": Step(sinks=True),
     "long": Step(fresh=(1, 1, 1), own=((40, 33), (1, 1), (0, 8)), demoted=((30, 9), (0, 0), (22, 1))),
 }
 SMALL = Step(fresh=(1, 3, 30), own=((5, 2), (0, 9), (2, 1)), demoted=((3, 1), (2, 0), (1, 2)), S=16, D=16)
@@ -105,9 +112,10 @@ TRITON_STEPS = {  # decode and prefill tiles; tables with several splits, and wi
     "float16, page size 48": (replace(SMALL, D=80, S=48, fresh=(2, 40, 1)), torch.float16, NO_NOISE, R),
     "k8v4": (replace(SMALL, D=64, demoted=((0, 0), (0, 30), (12, 0))), torch.uint8, GUMBEL, R),
     "int4": (SMALL, INT4, GUMBEL, 1),
+    "sinks, float32": (replace(SMALL, own=((5, 2), (9, 0), (0, 1)), sinks=True), F32, GUMBEL, 1),
     "large heads": (replace(SMALL, D=256, S=64), BF16, NO_NOISE, 1),
 }
-FAST_TRITON_STEPS = ("bfloat16", "int8, alibi")
+FAST_TRITON_STEPS = ("bfloat16", "int8, alibi", "sinks, float32")
 
 
 @needs_cpu

@@ -43,6 +43,9 @@ CASES = {
     "head dim 80, int4": STEP.with_changes(D=80, R=4, dtype=INT4, q_dtype=BF16, shuffled=True),
     "head dim 256, int4": STEP.with_changes(D=256, R=1, S=64, dtype=INT4, pages=((3, 1), (0, 1), (1, 2))),
     "page size 48, int4": STEP.with_changes(S=48, D=64, dtype=INT4, window=40, alibi=True, holes=0.5),
+    "softcap": STEP.with_changes(D=16, softcap=0.5),
+    "sinks": STEP.with_changes(D=16, sinks=True),
+    "softcap and sinks, int8": STEP.with_changes(D=64, dtype=INT8, softcap=0.5, sinks=True, alibi=True, window=64),
     "float64 queries": STEP.with_changes(q_dtype=torch.float64, D=16),
 }
 
@@ -95,6 +98,18 @@ MASS_CASES = {
     "tiles, each head": (AttentionCase((40,), ((3, 4),), D=16, shared_pages=False), "decaying", "each"),
     "alibi": (AttentionCase((30, 1), ((2, 4), (3, 4)), D=16, alibi=True, shared_pages=False), "tempered", "sum"),
     "gaussian": (AttentionCase((30, 1), ((2, 4), (3, 4)), D=16, shuffled=True, shared_pages=False), "gaussian", "sum"),
+    "sinks, splits": (
+        AttentionCase((1, 3, 0), ((9, 10), (5, 0), (2, 2)), D=16, sinks=True, softcap=0.5, shared_pages=False),
+        "keyformer",
+        "each",
+    ),
+    "sinks, tiles": (AttentionCase((40, 1), ((3, 2), (3, 3)), D=16, sinks=True, shared_pages=False), "gaussian", "sum"),
+    "sinks, constant": (
+        AttentionCase((40, 1), ((3, 2), (9, 9)), D=16, sinks=True, shared_pages=False),
+        "constant",
+        "sum",
+    ),
+    "softcap, tiles": (AttentionCase((40,), ((3, 4),), D=16, softcap=0.5, shared_pages=False), "tempered", "each"),
     "constant, bfloat16": (
         AttentionCase((30, 1), ((2, 4), (3, 4)), D=64, dtype=BF16, shared_pages=False),
         "constant",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.reference.softmax import add_biases
+from retain.kernels.reference.softmax import adjust_scores, softmax
 from retain.models.decoder import Decoder
 
 
@@ -98,8 +98,10 @@ class DenseModel:
         queries = q.transpose(0, 1).reshape(s.num_kv_heads, -1, s.head_dim)  # [G, R T, D]
         places = torch.arange(k.shape[1])
         products = (queries @ k.transpose(1, 2) * params.scale).view(-1, T, len(places))  # [H, T, n]
-        scores = add_biases(products, places - places[-T:, None], params)
-        weights = scores.view(s.num_kv_heads, -1, T, len(places)).masked_fill(~mask, -torch.inf).softmax(-1)
+        scores = adjust_scores(products, places - places[-T:, None], params)
+        sinks = None if params.sink_logits is None else params.sink_logits.view(s.num_kv_heads, -1, 1, 1)
+        scores = scores.view(s.num_kv_heads, -1, T, len(places)).masked_fill(~mask, -torch.inf)
+        weights = softmax(scores, sinks)
         return LayerAttention(layer, k, v, weights, weights @ v[:, None])
 
     def _visible(self, layer: int, pos: Tensor, num_tokens: int) -> Tensor:

@@ -71,7 +71,7 @@ class BufferShapes:
         H, G, D = heads
         check_equal("q, k and v", (H + 2 * G) * D, self.widths[qkv])
         check_equal("the attention output", H * D, self.widths[out])
-        params.check_shapes(H, G, D)
+        params.check(H, G, D)
 
     def check_gather_rows(self, x: int, out: int) -> None:
         """Check that the gathered rows keep their width."""

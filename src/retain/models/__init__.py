@@ -71,7 +71,7 @@ def check_shapes(decoder: Decoder) -> None:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         if (q.shape[1:], k.shape[1:], v.shape[1:]) != ((s.num_heads, s.head_dim), *[(s.num_kv_heads, s.head_dim)] * 2):
             raise RuntimeError(f"layer {layer} has heads q {q.shape[1:]}, k {k.shape[1:]}, v {v.shape[1:]}")
-        params.check_shapes(s.num_heads, s.num_kv_heads, s.head_dim)
+        params.check(s.num_heads, s.num_kv_heads, s.head_dim)
         return q
 
     x = decoder.forward(ids, pos, attend)

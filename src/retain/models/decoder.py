@@ -94,7 +94,8 @@ class Attention:
     """Compute o_proj(attend(q, k, v)). `qkv_proj` returns all heads of q, then those of k, then those of v.
 
     Heads of q and k are multiplied by `qk_factors` (qk_balance.py), and keys are cached less `key_offset`. Products q.k
-    stay, or all scores of a query change by the same number, so its weights stay.
+    stay, or all scores of a query change by the same number, so its weights stay. (Where they would not, because of a
+    softcap or sink logits, there is no offset.)
     """
 
     layer_idx: int
@@ -125,7 +126,11 @@ class Attention:
     @cached_property
     def params(self) -> AttentionParams:
         """What the layer's attention needs beside q, k and v. (k has lost `key_offset` before it is handed on.)"""
-        return replace(self.own_params or self.spec.attention, key_offset=self.key_offset)
+        return replace(self._params_without_offset, key_offset=self.key_offset)
+
+    @property
+    def _params_without_offset(self) -> AttentionParams:
+        return self.own_params or self.spec.attention
 
     @property
     def key_factors(self) -> Tensor | None:
@@ -140,7 +145,7 @@ class Attention:
         the range of the few bits that a slot has.
         """
         bias = getattr(self.qkv_proj, "bias", None)
-        if bias is None or self.qk_norm:
+        if bias is None or self.qk_norm or not self._params_without_offset.is_shift_invariant:
             return None
         s = self.spec
         keys = bias.float().view(-1, s.head_dim)[s.num_heads : s.num_heads + s.num_kv_heads]  # [G, D]

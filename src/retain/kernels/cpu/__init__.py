@@ -148,7 +148,7 @@ def attend(
     q_token, q_head, q_dim = q.stride()
     if q_dim != 1:
         raise ValueError("attend: the last dimension of q must be contiguous")
-    params.check_shapes(H, G, D)
+    params.check(H, G, D)
     ffi.check_tables(tables)
     ffi.check_scoring(scoring, T, len(tables.rows))
     tables = replace(tables, rows=tables.rows.contiguous(), query_start_loc=tables.query_start_loc.contiguous())

@@ -14,8 +14,8 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.eviction_order import eviction_key
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
-from retain.kernels.reference.noise import noise_key, sample_noise
-from retain.kernels.reference.softmax import add_biases
+from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
+from retain.kernels.reference.softmax import adjust_scores, softmax
 from retain.kernels.reinterpret import reinterpret_bytes
 from retain.kernels.scoring import NO_NOISE, AttentionScoring
 
@@ -116,12 +116,15 @@ def attend(
                     noise = sample_noise(kind, noise_key(scored.seed[b], layer, g, noise_pos), pos)
             for h in range(g * R, (g + 1) * R):
                 x = params.scale * q[fresh, h].float() @ k.T  # [t, S]
-                x = add_biases(x[None], pos - p, params, slice(h, h + 1))[0]
+                x = adjust_scores(x[None], pos - p, params, slice(h, h + 1))[0]
                 x = x.masked_fill(~visible, -torch.inf)
-                w = torch.softmax(x, dim=-1).nan_to_num(0.0)  # softmax of a query that sees nothing is NaN
+                sink = None if params.sink_logits is None else params.sink_logits[h].view(1, 1)
+                w = softmax(x, sink)
                 o[fresh, h] = (w @ v).to(q.dtype)
                 if scored:
-                    w = torch.softmax((x + noise) / scored.temperature[fresh, None], dim=-1).nan_to_num(0.0)  # [t, S]
+                    tau = scored.temperature[fresh, None]  # [t, 1]
+                    mean_noise = 0.0 if kind == NO_NOISE else GUMBEL_MEAN
+                    w = softmax((x + noise) / tau, None if sink is None else (sink + mean_noise) / tau)  # [t, S]
                     column = h - g * R if kv.mass.shape[1] > 1 else 0
                     added, end = scored.weights[fresh] @ w, 0  # [S]
                     for part, pages in parts:

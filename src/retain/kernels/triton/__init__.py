@@ -123,7 +123,7 @@ def attend(
     G = tables.pages.shape[1]
     if D != kv.head_dim or H % G or q_pos.shape != (T,):
         raise shape_error("attend", f"q [T, H, {kv.head_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
-    params.check_shapes(H, G, D)
+    params.check(H, G, D)
     tiles = plan.plan_attention(tables, H // G, D, kv, scoring)
     return attention.attend(q, kv, tables, tiles, q_pos, params, layer)
 

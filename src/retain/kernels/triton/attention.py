@@ -14,7 +14,7 @@ from retain.kernels import quantized_slots
 from retain.kernels.api import KV, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
-from retain.kernels.triton import attention_kernels, mass_kernels
+from retain.kernels.triton import attention_kernels, mass_kernels, merge_kernels
 from retain.kernels.triton.page_layout import page_args
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
 
@@ -98,7 +98,7 @@ def _launch_attention(
     part: int = attention_kernels.ONLY.value,
 ) -> None:
     """Compute tiles over the tables of a call; the buffers `splits` have `num_splits` for each tile."""
-    q, kv, tables, plan, slopes = call.q, call.kv, call.tables, call.plan, call.params.alibi_slopes
+    q, kv, tables, plan, params = call.q, call.kv, call.tables, call.plan, call.params
     D, M, buffers = q.shape[-1], tiles.rows_per_tile, plan.mass_buffers
     # Where the kernels read no masses, q stands in for the pointers.
     s = buffers.scoring if buffers else None
@@ -108,10 +108,11 @@ def _launch_attention(
     attention_kernels.attention_fwd[(len(tiles.data), tables.pages.shape[1], max(tiles.num_splits, 1))](
         q, *q.stride()[:2], o, *splits, tiles.max_rows,
         pages.k, pages.v, pages.k_scales, pages.v_scales, kv.pos, *_table_args(tables), *_visibility_args(tables),
-        tiles.data, call.q_pos, q if slopes is None else slopes, call.params.scale * LOG2E, num_splits,
+        tiles.data, call.q_pos, *_score_args(call), q if params.sink_logits is None else params.sink_logits, num_splits,
         *scoring_args, call.layer, *mass_args, buffers.split_weights.shape[-1] if buffers else 0,
-        M=M, SPLIT=num_splits > 0, PART=part, ALIBI=slopes is not None, DENSE=tables.dense is not None,
+        M=M, SPLIT=num_splits > 0, PART=part, DENSE=tables.dense is not None, SINKS=params.sink_logits is not None,
         UPDATE_MASS=buffers is not None, NOISE=buffers.noise_mode if buffers else 0, **_dot_args(kv),
+        **_score_constants(params),
         **_shape_args(call), **pages.constants,
         num_warps=8 if M > 64 or D > 128 else 4, num_stages=3,
     )  # fmt: skip
@@ -124,18 +125,21 @@ def _launch_merge(
     splits: tuple[Tensor, Tensor, Tensor],
     num_splits: int,
 ) -> None:
-    call, demoted, buffers = calls[0], calls[-1], calls[0].plan.mass_buffers
+    call, demoted, buffers, sinks = calls[0], calls[-1], calls[0].plan.mass_buffers, calls[0].params.sink_logits
+    s = buffers.scoring if buffers else None
     rows = tiles.rows_per_tile if triton.knobs.runtime.interpret else 1
     page_blocks = demoted.kv.page_size // demoted.plan.block_n if len(calls) > 1 else 0
-    attention_kernels.merge_splits[(len(tiles.data), call.tables.pages.shape[1], triton.cdiv(tiles.max_rows, rows))](
+    merge_kernels.merge_splits[(len(tiles.data), call.tables.pages.shape[1], triton.cdiv(tiles.max_rows, rows))](
         o, *splits, tiles.max_rows, *_table_args(call.tables)[3:], tiles.data, num_splits,
-        buffers.lse if buffers else o, *_table_args(demoted.tables)[3:], tiles.num_splits,
-        ROWS=rows, UPDATE_MASS=buffers is not None, DEMOTED_PAGE_BLOCKS=page_blocks, **_shape_args(call),
+        buffers.lse if buffers else o, o if sinks is None else sinks, *((s.temperature, s.noise) if s else (o, o)),
+        *_table_args(demoted.tables)[3:], tiles.num_splits,
+        ROWS=rows, SINKS=sinks is not None, UPDATE_MASS=buffers is not None,
+        NOISE=buffers.noise_mode if buffers else 0, DEMOTED_PAGE_BLOCKS=page_blocks, **_shape_args(call),
     )  # fmt: skip
 
 
 def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
-    q, kv, tables, plan, slopes, s = call.q, call.kv, call.tables, call.plan, call.params.alibi_slopes, buffers.scoring
+    q, kv, tables, plan, s = call.q, call.kv, call.tables, call.plan, buffers.scoring
     shape, C = _shape_args(call), kv.mass.shape[1]
     G, num_blocks = shape["G"], max(plan.max_pages, 1) * (kv.page_size // plan.block_n)
     for tiles in plan.decode:
@@ -149,11 +153,22 @@ def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
         mass_kernels.recompute_mass[(len(plan.mass_tiles), G, num_blocks)](
             q, *q.stride()[:2], pages.k, pages.k_scales, kv.pos, kv.mass, *_table_args(tables),
             *_visibility_args(tables), plan.mass_tiles,
-            call.q_pos, q if slopes is None else slopes, call.params.scale * LOG2E,
+            call.q_pos, *_score_args(call),
             s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise, call.layer, buffers.lse,
-            M=64, C=C, ALIBI=slopes is not None, DENSE=tables.dense is not None, NOISE=buffers.noise_mode,
+            M=64, C=C, **_score_constants(call.params), DENSE=tables.dense is not None, NOISE=buffers.noise_mode,
             **_dot_args(kv), **shape, **pages.constants,
         )  # fmt: skip
+
+
+def _score_args(call: AttentionCall) -> tuple[Tensor, float, float]:
+    """Return ALiBi's slopes, the factor on q.k, and the softcap; where a kernel reads no slopes, q stands in."""
+    params = call.params
+    factor = params.scale * (LOG2E if params.softcap is None else 1.0)
+    return call.q if params.alibi_slopes is None else params.alibi_slopes, factor, params.softcap or 0.0
+
+
+def _score_constants(params: AttentionParams) -> dict[str, bool]:
+    return {"ALIBI": params.alibi_slopes is not None, "SOFTCAP": params.softcap is not None}
 
 
 def _shape_args(call: AttentionCall) -> dict[str, int]:

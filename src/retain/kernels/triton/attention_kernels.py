@@ -2,7 +2,7 @@
 
 A query row is a fresh token of one query head. The rows of the heads that share a kv head lie together (row m is token
 m // R, head m % R), so K and V are read once for all of them. Tiles with few rows attend to the splits of a table in
-parallel, and `merge_splits` combines the splits (split-K). Tiles of many rows go through all slots. A table is split by
+parallel; merge_kernels.py combines the splits (split-K). Tiles of many rows go through all slots. A table is split by
 its own length alone, so that a token's bits do not depend on the other requests. Scores are in base 2.
 
 Demoted tokens have tables and pages of their own (PART). Their splits follow those of the other tokens, and are merged
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from retain.kernels.api import NO_WINDOW
-from retain.kernels.triton.noise import add_noise, noise_key
+from retain.kernels.triton.noise import LOG2E, add_noise, mean_noise, noise_key
 
 MAX_SPLITS = tl.constexpr(64)  # splits of a table, at most
 MIN_SPLIT_BLOCKS = tl.constexpr(4)  # blocks of slots in a split, at least
@@ -78,13 +78,19 @@ def load_keys(
 
 
 @triton.jit
-def compute_scores(q, keys, pos, q_pos, slopes, factor, window, ALIBI: tl.constexpr, PRECISION: tl.constexpr):
+def compute_scores(
+    q, keys, pos, q_pos, slopes, factor, softcap, window,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Return scores [M, N] in base 2, -inf where a row does not see a slot.
 
-    q [M, D], keys [D, N]; factor is a number, or [1, N] with the scales of keys.
+    q [M, D], keys [D, N]; factor is a number, or [1, N] with the scales of keys. With SOFTCAP it is one for
+    base e.
     """
     p, s = q_pos[:, None], pos[None, :]
     x = tl.dot(q, keys, input_precision=PRECISION) * factor
+    if SOFTCAP:
+        x = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp(x * (2.0 / softcap))))  # softcap * tanh(x / softcap)
     if ALIBI:
         x += slopes[:, None] * (s - p).to(tl.float32)
     visible = (s >= 0) & (s <= p) & (p - s < window)
@@ -108,12 +114,13 @@ def attention_fwd(
     q, q_token, q_head, o, split_max, split_sum, split_out, width,  # o [T, H, D]; splits [J, G, splits, width (, D)]
     k, v, k_scales, v_scales, pos,
     pages, page_row, page_head, counts, count_row, count_head, windows, window_row, dense,
-    tiles, q_pos, slopes, factor, num_splits,
+    tiles, q_pos, slopes, factor, softcap, sinks, num_splits,
     weights, temperature, noise, seed, redraw_noise, layer,
     lse, split_weights, tile_max, max_slots,  # with UPDATE_MASS: lse [T, H], split_weights [t, H, max_slots]
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, ALIBI: tl.constexpr,
-    DENSE: tl.constexpr, DOT: tl.constexpr, UPDATE_MASS: tl.constexpr, NOISE: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr, UPDATE_MASS: tl.constexpr,
+    NOISE: tl.constexpr, PRECISION: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile and one kv head: over one split of the slots (SPLIT), or over all of them.
@@ -150,7 +157,7 @@ def attention_fwd(
     ).to(DOT)  # [M, DP]
     p = tl.load(q_pos + t, mask=valid, other=-1)  # padding rows see nothing
     window = tl.load(windows + row * window_row)
-    slope = tl.load(slopes + h, mask=valid, other=0.0) * 1.4426950408889634 if ALIBI else p
+    slope = tl.load(slopes + h, mask=valid, other=0.0) * LOG2E if ALIBI else p
     is_dense = window < 0  # false, as a tensor
     if DENSE:
         is_dense = (window == _NO_WINDOW) & (tl.load(dense + row) != 0)
@@ -164,6 +171,12 @@ def attention_fwd(
         z_max, z_sum = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
     row_max, row_sum = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, DP), tl.float32)
+    if SINKS and (not SPLIT and PART != SECOND):  # as a slot without a value; splits get it when they are merged
+        row_max = tl.load(sinks + h, mask=valid, other=0.0) * LOG2E
+        row_sum = tl.full((M,), 1.0, tl.float32)
+        if UPDATE_MASS:
+            z_max = (row_max + mean_noise(kind, NOISE)) * inverse_temperature
+            z_sum = row_sum
     if PART == SECOND:  # the output so far is a mean with a sum of 1
         row_max = tl.load(split_max + t * G * R + h, mask=valid, other=float("-inf"))
         row_sum = tl.where(row_max > float("-inf"), 1.0, 0.0)
@@ -178,7 +191,7 @@ def attention_fwd(
         slot = (place + tl.arange(0, N))[:, None]
         slot_pos = load_positions(pos, page, place, i, is_dense, N, S)
         kt, key_factor = load_keys(k, k_scales, page, place, d, factor, N, S, D, DOT, K_PAGE, QUANTIZED, K_GROUP)
-        x = compute_scores(q, kt, slot_pos, p, slope, key_factor, window, ALIBI, PRECISION)
+        x = compute_scores(q, kt, slot_pos, p, slope, key_factor, softcap, window, ALIBI, SOFTCAP, PRECISION)
         new_max = tl.maximum(row_max, tl.max(x, 1))
         w = tl.exp2(x - finite_or_zero(new_max)[:, None])
         rescale = tl.exp2(row_max - finite_or_zero(new_max))
@@ -223,85 +236,3 @@ def attention_fwd(
             tl.store(split_max + t * G * R + h, row_max + safe_log2(row_sum), mask=valid)
         if UPDATE_MASS:
             tl.store(lse + t * G * R + h, z_max + safe_log2(z_sum), mask=valid)
-
-
-@triton.jit
-def find_splits(counts, PAGE_BLOCKS: tl.constexpr):
-    """Return which of MAX_SPLITS splits a table has, [1, MAX_SPLITS], and their numbers."""
-    blocks = tl.load(counts) * PAGE_BLOCKS
-    s = tl.arange(0, MAX_SPLITS)[None, :]
-    return s * split_size(blocks) < blocks, s
-
-
-@triton.jit
-def load_sums(split_max, split_sum, at, exists):
-    """Return the maxima [ROWS] of rows, and the sums and factors [ROWS, MAX_SPLITS] of their splits."""
-    maxima = tl.load(split_max + at, mask=exists, other=float("-inf"))
-    sums = tl.load(split_sum + at, mask=exists, other=0.0)
-    high = tl.max(maxima, 1)
-    return high, sums, tl.exp2(maxima - finite_or_zero(high)[:, None])
-
-
-@triton.jit
-def load_outputs(split_out, at, exists, d, D: tl.constexpr):
-    """Return the outputs [ROWS, MAX_SPLITS, DP] of splits."""
-    return tl.load(
-        split_out + at.to(tl.int64)[:, :, None] * D + d[None, None, :],
-        mask=exists[:, :, None] & (d < D)[None, None, :],
-        other=0.0,
-    )
-
-
-@triton.jit
-def rescale_sums(high, total, more_high, more):
-    """Return the larger maxima of two parts, their sum, and the factors of both."""
-    largest = tl.maximum(high, more_high)
-    a, b = tl.exp2(high - finite_or_zero(largest)), tl.exp2(more_high - finite_or_zero(largest))
-    return largest, total * a + more * b, a, b
-
-
-@triton.jit
-def merge_splits(
-    o, split_max, split_sum, split_out, width, counts, count_row, count_head, tiles, num_splits, lse,
-    demoted_counts, demoted_row, demoted_head, first_demoted,
-    G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    N: tl.constexpr, ROWS: tl.constexpr, UPDATE_MASS: tl.constexpr, DEMOTED_PAGE_BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Combine the splits of ROWS rows of a tile into their output; with UPDATE_MASS also into lse, in base 2.
-
-    With DEMOTED_PAGE_BLOCKS, the blocks of a page of demoted tokens, splits from `first_demoted` on are theirs.
-    """
-    j, g = tl.program_id(0), tl.program_id(1)
-    row, first, tokens = tl.load(tiles + 6 * j + 1), tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3)
-    m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    if tl.program_id(2) * ROWS >= tokens * R:
-        return
-    valid = m < tokens * R
-    t, h = first + m // R, g * R + m % R
-    exists, s = find_splits(counts + row * count_row + g * count_head, S // N)
-    exists = valid[:, None] & exists
-    at = ((j * G + g) * num_splits + s) * width + m[:, None]
-    high, sums, factor = load_sums(split_max, split_sum, at, exists)
-    d = tl.arange(0, DP)
-    parts = load_outputs(split_out, at, exists, d, D)
-    total = tl.sum(sums * factor, 1)
-    out = tl.sum(parts * factor[:, :, None], 1)
-    if DEMOTED_PAGE_BLOCKS:
-        more_exist, s = find_splits(demoted_counts + row * demoted_row + g * demoted_head, DEMOTED_PAGE_BLOCKS)
-        more_exist = valid[:, None] & more_exist
-        more_at = ((j * G + g) * num_splits + first_demoted + s) * width + m[:, None]
-        more_high, sums, factor = load_sums(split_max, split_sum, more_at, more_exist)
-        parts = load_outputs(split_out, more_at, more_exist, d, D)
-        high, total, a, b = rescale_sums(high, total, more_high, tl.sum(sums * factor, 1))
-        out = out * a[:, None] + tl.sum(parts * factor[:, :, None], 1) * b[:, None]
-    out = out / tl.where(total == 0.0, 1.0, total)[:, None]
-    at_row = (t * G * R + h).to(tl.int64)
-    tl.store(o + at_row[:, None] * D + d[None, :], out.to(o.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
-    if UPDATE_MASS:
-        z_at = tl.num_programs(0) * G * num_splits * width
-        high, sums, factor = load_sums(split_max, split_sum, z_at + at, exists)
-        total = tl.sum(sums * factor, 1)
-        if DEMOTED_PAGE_BLOCKS:
-            more_high, sums, factor = load_sums(split_max, split_sum, z_at + more_at, more_exist)
-            high, total, a, b = rescale_sums(high, total, more_high, tl.sum(sums * factor, 1))
-        tl.store(lse + at_row, high + safe_log2(total), mask=valid)

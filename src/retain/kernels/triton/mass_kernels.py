@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from retain.kernels.triton.attention_kernels import _NO_WINDOW, compute_scores, load_keys, load_positions
-from retain.kernels.triton.noise import add_noise, noise_key
+from retain.kernels.triton.noise import LOG2E, add_noise, noise_key
 
 
 @triton.jit
@@ -51,12 +51,12 @@ def accumulate_mass(
 @triton.jit(do_not_specialize=["layer"])
 def recompute_mass(
     q, q_token, q_head, k, k_scales, pos, mass, pages, page_row, page_head, counts, count_row, count_head,
-    windows, window_row, dense, tiles, q_pos, slopes, scale,
+    windows, window_row, dense, tiles, q_pos, slopes, scale, softcap,
     weights, temperature, decay, noise, seed, redraw_noise, layer, lse,
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, C: tl.constexpr, ALIBI: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr,
-    NOISE: tl.constexpr, PRECISION: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr,
-    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, DENSE: tl.constexpr,
+    DOT: tl.constexpr, NOISE: tl.constexpr, PRECISION: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
+    QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of all fresh tokens of one request to the mass of a block of slots, query head by query head."""
     j, g, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -78,7 +78,7 @@ def recompute_mass(
     total = tl.zeros((N,), tl.float32)
     for r in range(R):
         h = g * R + r
-        slope = tl.load(slopes + h) * 1.4426950408889634 if ALIBI else 0.0
+        slope = tl.load(slopes + h) * LOG2E if ALIBI else 0.0
         for m0 in range(0, tokens, M):
             m = m0 + tl.arange(0, M)
             t, valid = first + m, m < tokens
@@ -91,7 +91,17 @@ def recompute_mass(
                 ).to(DOT)  # [M, DP]
                 p = tl.load(q_pos + t, mask=valid, other=-1)
                 x = compute_scores(
-                    rows, kt, slot_pos, p, slope + tl.zeros((M,), tl.float32), factor, window, ALIBI, PRECISION
+                    rows,
+                    kt,
+                    slot_pos,
+                    p,
+                    slope + tl.zeros((M,), tl.float32),
+                    factor,
+                    softcap,
+                    window,
+                    ALIBI,
+                    SOFTCAP,
+                    PRECISION,
                 )
                 keys = noise_key(tl.load(seed + b), layer, g, tl.where(redraws, p, -1))
                 z = add_noise(x, kind, keys, slot_pos, NOISE)

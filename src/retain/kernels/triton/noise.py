@@ -55,6 +55,15 @@ def erfinv(x):
 
 
 @triton.jit
+def mean_noise(kind, NOISE: tl.constexpr):
+    """Return the mean of what `add_noise` adds: it leaves out the mean of the Gaussian."""
+    mean = 0.0
+    if NOISE != NONE:
+        mean = tl.where(kind == _GUMBEL, 0.5772157 * LOG2E, 0.0)
+    return mean
+
+
+@triton.jit
 def add_noise(x, kind, keys, pos, NOISE: tl.constexpr):
     """Add the noise of a request to scores [M, N] in base 2; keys uint32 [M], pos int32 [N].
 

@@ -16,13 +16,22 @@ static void clear(float* partials, int rows, int D) {
   }
 }
 
+// The sum of a row's softmax: that of its slots, and the sink logit of its query head.
+static float softmax_sum(const AttentionArgs& args, const float* partial, int head) {
+  const float sum = partial_sum(partial, args.kv.D);
+  if (!args.params.sink_logits) return sum;
+  return sum + std::exp(args.params.sink_logits[head] - partial_max(partial, args.kv.D));
+}
+
 // Divides by the softmax sum and stores the rows. A row without a visible slot is 0.
 static void store_output(const AttentionArgs& args, const QueryTile& tile, float* partials) {
   const int D = args.kv.D;
   const int64_t H = int64_t(args.tables.G) * args.R, first = args.tables.query_start_loc[tile.b];
   for (int i = tile.begin; i < tile.end; ++i, partials += partial_size(D)) {
-    const int64_t offset = ((first + i / args.R) * H + tile.g * args.R + i % args.R) * D;
-    const float sum = partial_sum(partials, D), factor = partial_max(partials, D) == NEG_INF ? 0.0f : 1.0f / sum;
+    const int head = tile.g * args.R + i % args.R;
+    const int64_t offset = ((first + i / args.R) * H + head) * D;
+    const bool sees_none = partial_max(partials, D) == NEG_INF;
+    const float factor = sees_none ? 0.0f : 1.0f / softmax_sum(args, partials, head);
     if (args.q.dtype == DType::float32) {
       float* o = static_cast<float*>(args.o) + offset;
       for (int d = 0; d < D; ++d) o[d] = partials[d] * factor;

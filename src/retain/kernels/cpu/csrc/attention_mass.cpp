@@ -81,6 +81,15 @@ TableMasses MassAccumulator::buffers(const AttentionArgs& args, const AttentionP
   return buffers_at(memory, args, plan.tiles[tile]);
 }
 
+// The score of a row's sink logit. It has no noise, but the mean of what scores get, so that constants cancel.
+static float sink_score(const AttentionArgs& args, const QueryTile& t, int row, int token) {
+  constexpr float MEAN_NOISE = 0.5772157f;
+  const NoiseKind kind = NoiseKind(args.scoring.noise[t.b]);
+  const bool noised = kind == NoiseKind::gumbel || kind == NoiseKind::gaussian;
+  const float x = args.params.sink_logits[t.g * args.R + row % args.R] + (noised ? MEAN_NOISE : 0);
+  return x / args.scoring.temperature[token];
+}
+
 // Replaces each row's maxima by factors: token weight / sum over all blocks, relative to the block's maximum.
 static void normalize(const AttentionArgs& args, const QueryTile& t, const MassBuffers& mass) {
   for (int r = 0; r < t.num_rows(); ++r) {
@@ -88,7 +97,9 @@ static void normalize(const AttentionArgs& args, const QueryTile& t, const MassB
     float top = NEG_INF, sum = 0;
     for (int i = 0; i < mass.num_blocks; ++i) top = std::max(top, maxima[i]);
     for (int i = 0; i < mass.num_blocks; ++i) sum += maxima[i] == NEG_INF ? 0 : sums[i] * std::exp(maxima[i] - top);
-    const float weight = args.scoring.weights[args.tables.query_start_loc[t.b] + (t.begin + r) / args.R];
+    const int row = t.begin + r, token = args.tables.query_start_loc[t.b] + row / args.R;
+    if (args.params.sink_logits && top != NEG_INF) sum += std::exp(sink_score(args, t, row, token) - top);
+    const float weight = args.scoring.weights[token];
     for (int i = 0; i < mass.num_blocks; ++i)
       maxima[i] = maxima[i] == NEG_INF ? 0 : weight * std::exp(maxima[i] - top) / sum;
   }

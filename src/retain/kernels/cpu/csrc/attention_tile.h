@@ -118,6 +118,13 @@ void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* mem
   }
 }
 
+// Bounds scores: softcap * tanh(x / softcap).
+INLINE void cap_scores(float softcap, int rows, int n, float* x) {
+  const float factor = 1 / softcap;
+  for (int r = 0; r < rows; ++r, x += SCORE_STRIDE)
+    for (int s = 0; s < n; s += WIDTH) store<WIDTH>(x + s, softcap * tanh(factor * load<WIDTH>(x + s)));
+}
+
 // Adds the ALiBi bias to the scores of one page and masks hidden slots. `x` points at the first row's scores.
 INLINE void apply_bias_and_mask(const AttentionArgs& args, const QueryTile& tile, const int32_t* pos, bool mask,
                                 Positions counted, float* x) {
@@ -254,6 +261,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   }
   Prefetcher<Page> prefetcher(n, pages.values, pages.value_bytes, pages.next_keys, pages.key_bytes);
   score_pages(pages, q, rows, x, prefetcher);
+  if (args.params.softcap) cap_scores(args.params.softcap, rows, n * S, x);
   for (int j = 0; j < n; ++j)
     if (args.params.alibi_slopes || mask[j]) apply_bias_and_mask(args, tile, args.kv.pos + page[j] * S, mask[j], counted[j], x + j * S);
   const int size = partial_size(D), vectors = rows * S / WIDTH;

@@ -41,8 +41,10 @@ static void bind_structs(nb::module_& m) {
                                  ptr<int32_t>(seed), ptr<int32_t>(redraw_noise), layer};
       });
   nb::class_<AttentionParams>(m, "AttentionParams")
-      .def("__init__", [](AttentionParams* p, float scale, Address alibi_slopes, Address key_offset) {
-        new (p) AttentionParams{scale, ptr<float>(alibi_slopes), ptr<float>(key_offset)};
+      .def("__init__", [](AttentionParams* p, float scale, Address alibi_slopes, Address key_offset, float softcap,
+                          Address sink_logits) {
+        new (p) AttentionParams{scale, ptr<float>(alibi_slopes), ptr<float>(key_offset), softcap,
+                                ptr<float>(sink_logits)};
       });
   nb::class_<PageTables>(m, "PageTables")
       .def("__init__", [](PageTables* t) { new (t) PageTables{}; })

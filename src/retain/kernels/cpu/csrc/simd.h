@@ -334,6 +334,17 @@ INLINE F log(F x) {
   return __builtin_convertvector(e, F) * 0x1.62e43p-1f + p * f;
 }
 
+// Computes tanh x. The relative error is 3e-7. Near 0, where 1 - 2 / (e^2x + 1) loses digits, by a polynomial of Cephes.
+INLINE F tanh(F x) {
+  const F a = absolute(x), z = x * x;
+  F p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const F y = 1.0f - 2.0f / (exp<float>(2.0f * (a < 10.0f ? a : splat(10.0f))) + 1.0f);
+  return a < 0.625f ? x + x * z * p : x < 0.0f ? -y : y;
+}
+
 template <class T>
 INLINE F reciprocal(F x) {
 #ifdef __AVX512F__

@@ -211,6 +211,8 @@ struct AttentionParams {
   float scale;
   const float* alibi_slopes;  // [H] or null
   const float* key_offset;    // [G, D] or null
+  float softcap;              // 0: none
+  const float* sink_logits;   // [H] or null
 };
 
 struct AttentionArgs {
