@@ -12,7 +12,7 @@ from torch import Tensor
 from retain import models
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.quantized_slots import dequantize_4bit, quantize_4bit, rotate
-from retain.kernels.reference.noise import noise_key, sample_noise
+from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
 from retain.kernels.scoring import GUMBEL
 from retain.kv.capacity import KVCacheSpec
 from retain.kv.eviction.gate_weights import GateWeights
@@ -22,6 +22,15 @@ from tests.helpers.gates import random_gate
 from tests.helpers.tiny_models import tiny_checkpoint
 
 HeadId = tuple[int, int]  # layer, kv head
+
+
+def softmax(x: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the weights of scores x [R, n], to whose sums sink logits [R, 1] add."""
+    if sinks is None:
+        return x.softmax(-1)
+    largest = torch.maximum(x.max(-1, keepdim=True).values, sinks)
+    weights = (x - largest).exp()
+    return weights / (weights.sum(-1, keepdim=True) + (sinks - largest).exp())
 
 
 @dataclass(frozen=True)
@@ -147,15 +156,18 @@ class ListModel:
             for t, p in enumerate(self.fresh_positions.tolist()):
                 is_visible = (head.positions <= p) & (head.positions > p - (s.windows[layer] or 10**9))
                 x = params.scale * q[t, queries] @ head.keys.T  # [R, n]
+                if params.softcap:
+                    x = params.softcap * (x / params.softcap).tanh()
                 if params.alibi_slopes is not None:
                     x = x + params.alibi_slopes[queries, None] * (head.positions - p)
                 x = x.masked_fill(~is_visible, -torch.inf)
-                o[t, queries] = x.softmax(-1) @ head.values
-                received = self.received_masses(x, head.positions, (layer, g), p)  # [R, n]
+                sinks = None if params.sink_logits is None else params.sink_logits[queries, None]  # [R, 1]
+                o[t, queries] = softmax(x, sinks) @ head.values
+                received = self.received_masses(x, sinks, head.positions, (layer, g), p)  # [R, n]
                 head.masses = head.masses * self.policy.decay + received.double().T
         return o
 
-    def received_masses(self, x: Tensor, positions: Tensor, head: HeadId, p: int) -> Tensor:
+    def received_masses(self, x: Tensor, sinks: Tensor | None, positions: Tensor, head: HeadId, p: int) -> Tensor:
         """Return what a query at position p with scores x [R, n] adds to the masses of tokens."""
         policy, place = self.policy, p + self.shift
         if policy.name == "reread" and place < self.prompt_len and not policy.mix_h2o:
@@ -163,11 +175,11 @@ class ListModel:
         if policy.name == "snapkv" and place < self.prompt_len - policy.num_queries:
             return torch.zeros_like(x)
         if policy.name != "keyformer":
-            return x.softmax(-1)
+            return softmax(x, sinks)
         tau = 1 + max(place - self.prompt_len + 1, 0) / self.expected_len
         query_pos = torch.tensor(p if policy.redraw_noise else -1)
         noise = sample_noise(GUMBEL, noise_key(torch.tensor(self.seed), *head, query_pos), positions)
-        return ((x + noise) / tau).softmax(-1)
+        return softmax((x + noise) / tau, None if sinks is None else (sinks + GUMBEL_MEAN) / tau)
 
     # ---- scores --------------------------------------------------------------------------------------------------
 
