@@ -1,6 +1,6 @@
 """Run random schedules of requests, and print each difference from the same requests alone with a smaller schedule.
 
-    python -m tools.fuzz --schedules 2000 --seed 0 [--backends cpu,reference]
+    python -m tools.fuzz --schedules 2000 --seed 0 [--backends cpu,reference] [--depth 2]
 
 A schedule (tests/helpers/schedules.py) mixes policies, drafters, prefixes, tiers with restarts, cancellations, and
 pools down to preemption. Of each difference one line is printed, then a schedule from which requests and options were
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule; the next ones count up")
     parser.add_argument("--backends", default="cpu,reference")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--depth", type=int, default=1, help="pending steps of the engine; 2: they overlap")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     counts, backends, num_differing = Counter[str](), args.backends.split(","), 0
@@ -41,24 +42,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (seed - args.seed) % 100 == 99:
             print(f"{seed - args.seed + 1} schedules", file=sys.stderr, flush=True)
         schedule = draw_schedule(seed, backends)
-        found = run_schedule(schedule, counts)
+        found = run_schedule(schedule, args.depth, counts)
         num_differing += bool(found)
         for difference in found:
             print(f"seed {seed}: {describe(schedule, difference)}", flush=True)
         if found:
-            smaller = minimise(schedule)
+            smaller = minimise(schedule, args.depth)
             print(f"  smaller: {describe_schedule(smaller)}", flush=True)
-            for difference in run_schedule(smaller):
+            for difference in run_schedule(smaller, args.depth):
                 print(f"    {describe(smaller, difference)}", flush=True)
     summary = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
     print(f"{args.schedules} schedules from seed {args.seed}, {num_differing} with differences: {summary}")
     return int(num_differing > 0)
 
 
-def run_schedule(schedule: Schedule, counts: Counter[str] | None = None) -> list[Difference]:
+def run_schedule(schedule: Schedule, depth: int, counts: Counter[str] | None = None) -> list[Difference]:
     """Run a schedule in an empty folder. Returns its differences, exceptions among them."""
     with tempfile.TemporaryDirectory() as folder:
-        run = ScheduleRun(schedule, Path(folder))
+        run = ScheduleRun(schedule, Path(folder), depth)
         try:
             run.run()
             found = list(run.differences())
@@ -80,13 +81,13 @@ def run_schedule(schedule: Schedule, counts: Counter[str] | None = None) -> list
 # ---- smaller schedules -----------------------------------------------------------------------------------------------
 
 
-def minimise(schedule: Schedule) -> Schedule:
+def minimise(schedule: Schedule, depth: int) -> Schedule:
     """Take requests and options away, one after the other, as long as a difference remains."""
     was_smaller = True
     while was_smaller:
         was_smaller = False
         for smaller in smaller_schedules(schedule):
-            if run_schedule(smaller):
+            if run_schedule(smaller, depth):
                 schedule, was_smaller = smaller, True
                 break
     return schedule
