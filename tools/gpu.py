@@ -191,7 +191,7 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
         input_ids=pos,
         positions=pos,
         slot_mapping=torch.ones(1, G, T, dtype=torch.int32),
-        logits_indices=None,
+        logits_indices=pos,
     )
     step.buffers[x], step.buffers[qkv] = (torch.ones(T, n, dtype=dtype) for n in (4096, (R + 2) * G * D))
     for op in p._ops:

@@ -19,8 +19,8 @@ import torch
 
 from retain import factory, kernels
 from retain.bench.requests import greedy_request
-from retain.engine.batch import Batch
 from retain.engine.engine import Engine
+from retain.kernels.api import Batch
 from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from torch import Tensor
 
-from retain.engine.batch import Batch
 from retain.engine.engine import Engine
 from retain.engine.request import Request
+from retain.kernels.api import Batch
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
 from tests.helpers.engines import make_request

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from retain import kernels
 from retain.engine import drafters
-from retain.engine.batch import Batch
 from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Request, RequestInput
 from retain.factory import build_cache
+from retain.kernels.api import Batch
 from retain.kernels.pool_dtypes import page_bytes, slots_in_page
 from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
@@ -56,7 +56,7 @@ class NullRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         S, tables = self.cache.page_size, self.cache.tables
-        rows = np.repeat(batch.rows.numpy(), np.diff(batch.query_start_loc.numpy()))
+        rows = np.repeat(batch.tables.rows.numpy(), np.diff(batch.tables.query_start_loc.numpy()))
         for layer, slots in enumerate(batch.slot_mapping.numpy()):
             assert len(np.unique(slots)) == slots.size  # heads and tokens never share a slot
             assert (self.cache.pool.ref_counts[slots // S] == 1).all()  # a shared page is never written

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from retain.engine import drafters
-from retain.engine.batch import Batch
 from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.penalties import LogitPenalties
@@ -23,6 +22,7 @@ from retain.engine.runner import Runner
 from retain.engine.sampler import compute_probs
 from retain.engine.spec_decode import rejection_sampler
 from retain.engine.spec_decode.rejection_sampler import rejection_sample, verify_greedy
+from retain.kernels.api import Batch
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import (
     GREEDY,

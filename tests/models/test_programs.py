@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retain import models
 from retain.kernels import cpu, triton
-from retain.kernels.api import CPU, NO_WINDOW, Backend, Program, StepInputs, Tables
+from retain.kernels.api import CPU, NO_WINDOW, Backend, Batch, Program, Tables
 from retain.kernels.triton import graphs
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
@@ -70,12 +70,12 @@ class ProgramSteps:
         pages = self.pages[:, owner, :, positions // PAGE_SIZE].permute(1, 2, 0)  # [L, G, T] of [T, L, G]
         logits = self.program.run(
             self.kv,
-            replace(
-                self.tables,
-                rows=torch.tensor(chosen, dtype=torch.int32),
-                query_start_loc=torch.tensor([0, *(counts[b] for b in chosen)]).cumsum(0).int(),
-            ),
-            StepInputs(
+            Batch(
+                tables=replace(
+                    self.tables,
+                    rows=torch.tensor(chosen, dtype=torch.int32),
+                    query_start_loc=torch.tensor([0, *(counts[b] for b in chosen)]).cumsum(0).int(),
+                ),
                 input_ids=torch.cat([prompts[b][done[b] : done[b] + counts[b]] for b in chosen]),
                 positions=positions.int(),
                 slot_mapping=(pages * PAGE_SIZE + positions % PAGE_SIZE).int().contiguous().to(self.device),

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from retain.bench.requests import greedy_request, random_prompts
 from retain.config import Config
-from retain.engine.batch import Batch
 from retain.engine.runner import Runner
-from retain.kernels.api import NO_WINDOW
+from retain.kernels.api import NO_WINDOW, Batch
 from retain.llm import LLM
 from tools.simulation.calibration import Calibration, StepWork, measure_work
 
@@ -44,8 +43,8 @@ class WorkRecorder:
 
     def forward(self, batch: Batch) -> Tensor:
         """See Runner.forward."""
-        starts, ends = batch.query_start_loc[:-1].tolist(), batch.query_start_loc[1:].tolist()
-        first_positions = batch.positions[batch.query_start_loc[:-1].long()].tolist()
+        starts, ends = batch.tables.query_start_loc[:-1].tolist(), batch.tables.query_start_loc[1:].tolist()
+        first_positions = batch.positions[batch.tables.query_start_loc[:-1].long()].tolist()
         self.work = measure_work((p, end - start) for p, start, end in zip(first_positions, starts, ends, strict=True))
         return self.runner.forward(batch)
 

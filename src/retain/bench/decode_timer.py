@@ -8,10 +8,10 @@ from time import perf_counter
 
 from torch import Tensor
 
-from retain.engine.batch import Batch
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.engine.runner import Runner
+from retain.kernels.api import Batch
 
 
 @dataclass

@@ -1,57 +1,43 @@
-"""One step as flat tensors: the fresh tokens of all requests, one behind the other."""
+"""The batch of a step: the fresh tokens of all requests as flat tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from retain.engine.scheduler import ScheduledRequest
-from retain.kernels.api import Tables
+from retain.kernels.api import Batch, Tables
 from retain.kernels.scoring import AttentionScoring
 from retain.kv.eviction.policy import QueryWeights
 from retain.kv.manager import KVCacheManager
 from retain.types import Floats
 
 
-@dataclass(frozen=True)
-class Batch:
-    """T fresh tokens of B requests. All tensors but `slot_mapping` are on the host, if nothing else is said."""
-
-    input_ids: Tensor  # int64 [T], on the pool's device where the host does not know them yet
-    positions: Tensor  # int32 [T]
-    rows: Tensor  # int32 [B]
-    query_start_loc: Tensor  # int32 [B + 1]
-    slot_mapping: Tensor  # int32 [L, G, T], on the pool's device
-    logits_indices: Tensor  # int64 [N]: fresh tokens that need logits
-    num_logits: list[int]  # [B]: how many of them each request has
-    attention_scoring: AttentionScoring | None = None
-    tables: Tables | None = None  # pages to attend to, if not all that the rows own
-    before_attention: Callable[[int, Tensor], None] | None = None  # (layer, queries [T, H, D])
-    after_attention: Callable[[int], None] | None = None  # (layer)
-
-
 def build_batch(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) -> Batch:
     """Build the batch of a step; the scheduler has reserved its pages."""
-    batch = pack_tokens(
-        cache,
-        rows=[s.request.row for s in scheduled],
-        first_places=[s.request.next_position for s in scheduled],
-        fresh=[s.request.next_tokens(s.num_tokens) for s in scheduled],
-        num_logits=[s.request.num_logits(s.num_tokens) for s in scheduled],
-    )
-    rows = batch.rows.tolist()
+    rows = [row for s in scheduled if (row := s.request.row) is not None]
+    query_start_loc = [0, *accumulate(s.num_tokens for s in scheduled)]
     traces = {r: trace for s, r in zip(scheduled, rows, strict=True) if (trace := s.request.attention_trace)}
     on_layer_evict = {row: partial(trace.record_layer, cache.tables) for row, trace in traces.items()}
+    after_attention = cache.begin_layerwise(rows, on_layer_evict)  # before tables are built: it changes them
+    batch = pack_tokens(
+        cache,
+        rows=rows,
+        first_places=[s.request.next_position for s in scheduled],
+        fresh=[s.request.next_tokens(s.num_tokens) for s in scheduled],
+        num_logits=[s.num_logits for s in scheduled],
+    )
     return replace(
         batch,
-        attention_scoring=build_attention_scoring(scheduled),
-        before_attention=cache.prefix_cache.load_hook(rows, batch.query_start_loc.tolist()),
-        after_attention=cache.begin_layerwise(rows, on_layer_evict),
+        scoring=build_attention_scoring(scheduled),
+        before_attention=cache.prefix_cache.load_hook(rows, query_start_loc),
+        after_attention=after_attention,
     )
 
 
@@ -60,11 +46,13 @@ def pack_tokens(
     rows: Sequence[int | None],
     first_places: Sequence[int],
     fresh: Sequence[Sequence[int]],
-    num_logits: list[int],
+    num_logits: Sequence[int],
+    build_tables: Callable[[Tensor, Tensor], Tables] | None = None,
 ) -> Batch:
     """Pack fresh tokens of these rows, which follow one another from their first places in the text on.
 
-    The last `num_logits` tokens of each row need logits.
+    The last `num_logits` tokens of each row need logits. `build_tables(rows, query_start_loc)` returns the pages that
+    the tokens attend to, if not all that the rows own.
     """
     counts = np.array([len(f) for f in fresh], np.int32)
     starts = np.concatenate(([0], counts.cumsum(dtype=np.int32))).astype(np.int32)  # [B + 1]
@@ -73,14 +61,14 @@ def pack_tokens(
     offsets = np.array(first_places, np.int32) - starts[:-1]
     places = np.arange(starts[-1], dtype=np.int32) + np.repeat(offsets, counts)  # [T], in their texts
     indices = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), num_logits, strict=True)]
+    slot_mapping = cache.slot_mapping(token_rows, places)
+    build_tables = build_tables or cache.tables.device.build_tables
     return Batch(
+        tables=build_tables(torch.from_numpy(row_ids), torch.from_numpy(starts)),
         input_ids=torch.tensor([t for f in fresh for t in f]),
         positions=torch.from_numpy(places - cache.tables.position_offset[token_rows]),
-        rows=torch.from_numpy(row_ids),
-        query_start_loc=torch.from_numpy(starts),
-        slot_mapping=cache.slot_mapping(token_rows, places),
+        slot_mapping=slot_mapping,
         logits_indices=torch.from_numpy(np.concatenate(indices)),
-        num_logits=num_logits,
     )
 
 

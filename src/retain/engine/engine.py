@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from retain.engine.batch import Batch, build_batch
+from retain.engine.batch import build_batch
 from retain.engine.drafters import Drafter
 from retain.engine.output import StepOutput
 from retain.engine.pending_step import PendingStep, insert_pending_tokens
@@ -89,8 +89,8 @@ class Engine:
         batch = insert_pending_tokens(build_batch(scheduled, self.cache), scheduled, self.pending_steps)
         logits = self.runner.forward(batch)  # [N, V]
         self._requeue_failed_loads(scheduled)
-        samples = self._sample(logits, batch, scheduled)
-        needed_logits = self._commit(logits, batch, scheduled)
+        samples = self._sample(logits, scheduled)
+        needed_logits = self._commit(logits, scheduled)
         for request in samples.requests:
             request.num_pending_tokens += 1
         self.pending_steps.append(PendingStep(scheduled, batch, samples, needed_logits, started, draft_s))
@@ -158,11 +158,11 @@ class Engine:
             if s.request.row is not None and not self.cache.finish_load(s.request.row):
                 self.scheduler.requeue(s.request)
 
-    def _sample(self, logits: Tensor, batch: Batch, scheduled: Sequence[ScheduledRequest]) -> Samples:
+    def _sample(self, logits: Tensor, scheduled: Sequence[ScheduledRequest]) -> Samples:
         """Sample the next tokens of every request whose tokens are all computed, its followers included."""
         requests: list[Request] = []
         indices: list[int] = []  # of logits
-        for s, end in zip(scheduled, accumulate(batch.num_logits), strict=True):
+        for s, end in zip(scheduled, accumulate(s.num_logits for s in scheduled), strict=True):
             if s.request.row is None:
                 continue
             for request in self.sharing.completing(s.request, s.num_tokens):
@@ -180,13 +180,13 @@ class Engine:
             self.cache.prefix_cache.record_compute(len(step.batch.input_ids), step_s)
         self.speculator.update(step.scheduled, sampled, step_s, step.draft_s)
 
-    def _commit(self, logits: Tensor, batch: Batch, scheduled: Sequence[ScheduledRequest]) -> dict[Request, Tensor]:
+    def _commit(self, logits: Tensor, scheduled: Sequence[ScheduledRequest]) -> dict[Request, Tensor]:
         """Count tokens as computed, store prefixes, start followers, and evict, but for requests with drafts.
 
         Returns the logits that requests need.
         """
         needed_logits: dict[Request, Tensor] = {}
-        for s, rows in zip(scheduled, torch.split(logits, batch.num_logits), strict=True):
+        for s, rows in zip(scheduled, torch.split(logits, [s.num_logits for s in scheduled]), strict=True):
             if s.request.row is not None and not s.request.drafts:
                 needed_logits |= self._select_logits(s, rows)
                 self._commit_request(s.request, s.num_tokens)
@@ -195,7 +195,7 @@ class Engine:
     def _commit_drafts(self, step: PendingStep, sampled: dict[Request, SampledTokens]) -> None:
         """Turn the slots of rejected drafts into holes, and commit the requests that had drafts."""
         slots = step.batch.slot_mapping
-        ends = zip(step.scheduled, step.batch.query_start_loc[1:].tolist(), strict=True)
+        ends = zip(step.scheduled, step.batch.tables.query_start_loc[1:].tolist(), strict=True)
         drafted = [(s, end) for s, end in ends if s.request in step.samples.drafts and s.request.row is not None]
         num_rejected = [s.request.accept_drafts(len(sampled[s.request])) for s, _ in drafted]
         rejected = [t for (_, end), n in zip(drafted, num_rejected, strict=True) for t in range(end - n, end)]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from retain.engine.batch import Batch
 from retain.engine.request import Request
 from retain.engine.sampler import Samples
 from retain.engine.scheduler import ScheduledRequest
 from retain.engine.spec_decode.rejection_sampler import to_device_like
+from retain.kernels.api import Batch
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ def insert_pending_tokens(
     """
     next_index = {
         s.request: start + len(s.request.tokens) - s.request.num_computed_tokens
-        for s, start in zip(scheduled, batch.query_start_loc.tolist(), strict=False)
+        for s, start in zip(scheduled, batch.tables.query_start_loc.tolist(), strict=False)
         if s.request.num_pending_tokens and not s.request.scoring
     }
-    ends = {s.request: end for s, end in zip(scheduled, batch.query_start_loc[1:].tolist(), strict=True)}
+    ends = {s.request: end for s, end in zip(scheduled, batch.tables.query_start_loc[1:].tolist(), strict=True)}
     input_ids = batch.input_ids
     for step in pending_steps if next_index else ():
         sources: list[int] = []  # rows of the step's samples

@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from retain.engine.batch import Batch
-from retain.kernels.api import Backend, Program, StepInputs
+from retain.kernels.api import Backend, Batch, Program
 from retain.kernels.attention_params import AttentionParams
 from retain.kv.manager import KVCacheManager
 from retain.models.decoder import Decoder
@@ -33,17 +32,7 @@ class ProgramRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """See Runner.forward."""
-        tables = batch.tables or self.cache.tables.device.build_tables(batch.rows, batch.query_start_loc)
-        step = StepInputs(
-            input_ids=batch.input_ids,
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            logits_indices=batch.logits_indices,
-            scoring=batch.attention_scoring,
-            before_attention=batch.before_attention,
-            after_attention=batch.after_attention,
-        )
-        return self.program.run(self.cache.kv, tables, step)
+        return self.program.run(self.cache.kv, batch)
 
 
 class TorchRunner:
@@ -56,15 +45,13 @@ class TorchRunner:
     def forward(self, batch: Batch) -> Tensor:
         """See Runner.forward."""
         kv = self.cache.kv
-        tables = batch.tables or self.cache.tables.device.build_tables(batch.rows, batch.query_start_loc)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
             if batch.before_attention:
                 batch.before_attention(layer, q)
             self.backend.write(kv, batch.slot_mapping[layer], k, v, batch.positions)
-            layer_tables = tables.for_layer(layer)
-            scoring = batch.attention_scoring
-            o = self.backend.attend(q, kv, layer_tables, batch.positions, params, scoring=scoring, layer=layer)
+            tables = batch.tables.for_layer(layer)
+            o = self.backend.attend(q, kv, tables, batch.positions, params, scoring=batch.scoring, layer=layer)
             if batch.after_attention:
                 batch.after_attention(layer)
             return o

@@ -32,6 +32,7 @@ class ScheduledRequest:
 
     request: Request
     num_tokens: int
+    num_logits: int  # of the last of these tokens
 
 
 class Scheduler:
@@ -104,7 +105,7 @@ class Scheduler:
         request.trim_drafts(n)
         if not self._reserve_or_preempt(request, n):
             return 0
-        scheduled.append(ScheduledRequest(request, n))
+        scheduled.append(ScheduledRequest(request, n, request.num_logits(n)))
         if request.num_uncomputed_tokens > 1:
             self._num_turns += 1
             self._last_turn[request.input.owner] = self._num_turns

@@ -120,17 +120,18 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class StepInputs:
-    """The T fresh tokens of one step of a program.
+class Batch:
+    """One step as flat tensors: T fresh tokens of B requests, one request behind the other.
 
-    The program calls `before_attention(layer, q)` before each layer writes and attends. The layer's queries [T, H, D],
+    A program calls `before_attention(layer, q)` before each layer writes and attends. The layer's queries [T, H, D],
     rotated already, are valid until the call returns. The program calls `after_attention(layer)` afterwards.
     """
 
+    tables: Tables  # of all layers: the pages that the tokens attend to
     input_ids: Tensor  # int64 [T], on the host or on the device
     positions: Tensor  # host int32 [T]
     slot_mapping: Tensor  # int32 [L, G, T]: the slot of each fresh token
-    logits_indices: Tensor  # host int64 [N]: the fresh tokens whose logits the caller needs
+    logits_indices: Tensor  # host int64 [N], ascending: the fresh tokens whose logits the caller needs
     scoring: AttentionScoring | None = None
     before_attention: Callable[[int, Tensor], None] | None = None
     after_attention: Callable[[int], None] | None = None
@@ -209,10 +210,10 @@ class Program(Protocol):
         """End the list of operations, and free what only adding operations needed."""
         ...
 
-    def run(self, kv: KV, tables: Tables, step: StepInputs) -> Tensor:
+    def run(self, kv: KV, batch: Batch) -> Tensor:
         """Compute one step: write the fresh tokens' K and V, attend, and return logits float32 [N, V].
 
-        `tables` are those of all layers. The next step overwrites the logits, which lie on the pool's device.
+        The next step overwrites the logits, which lie on the pool's device.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from retain.kernels.api import StepInputs, Tables
+from retain.kernels.api import Batch
 from retain.kernels.attention_params import AttentionParams
 
 LOGITS_BUFFER = -1  # the buffer that a program returns
@@ -84,16 +84,17 @@ def check_equal(name: str, *widths: int) -> None:
         raise ValueError(f"{name} has width {widths[0]}, but {' and '.join(map(str, widths[1:]))} is expected")
 
 
-def check_step(tables: Tables, step: StepInputs) -> None:
-    """Raise ValueError unless the tables of all layers and the inputs of a program's step have matching shapes."""
-    T, B, (L, _, G, _) = len(step.input_ids), len(tables.rows), tables.pages.shape
-    shapes = [x.shape for x in (step.positions, step.slot_mapping, tables.query_start_loc)]
+def check_batch(batch: Batch) -> None:
+    """Raise ValueError unless the tables of all layers and the tensors of a batch have matching shapes."""
+    tables = batch.tables
+    T, B, (L, _, G, _) = len(batch.input_ids), len(tables.rows), tables.pages.shape
+    shapes = [x.shape for x in (batch.positions, batch.slot_mapping, tables.query_start_loc)]
     if shapes != [(T,), (L, G, T), (B + 1,)]:
         raise shape_error(
             "run",
             f"positions [{T}], slot_mapping [{L}, {G}, {T}], query_start_loc [{B + 1}]",
-            positions=step.positions,
-            slot_mapping=step.slot_mapping,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
             query_start_loc=tables.query_start_loc,
         )
 

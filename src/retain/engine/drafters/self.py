@@ -14,18 +14,19 @@ Sliding layers, and requests that evict, are attended to in full: they are small
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.engine.batch import Batch, pack_tokens
+from retain.engine.batch import pack_tokens
 from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.draft_loop import draft_autoregressive
+from retain.kernels.api import Batch
 from retain.kernels.pool_dtypes import pool_dtype, slots_in_page
 from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_tables import DeviceTables
@@ -173,11 +174,11 @@ class Drafter:
     def _build_batch(self, requests: Sequence[Request], tokens: Sequence[int], step: int) -> Batch:
         """Build the batch of one token of each request, `step` places after its computed tokens."""
         assert self._target
-        batch = pack_tokens(
+        return pack_tokens(
             self._target.cache,
             rows=[r.row for r in requests],
             first_places=[r.num_computed_tokens + step for r in requests],
             fresh=[[t] for t in tokens],
             num_logits=[1] * len(tokens),
+            build_tables=self._device_tables.build_tables,
         )
-        return replace(batch, tables=self._device_tables.build_tables(batch.rows, batch.query_start_loc))

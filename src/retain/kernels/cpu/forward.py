@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import retain.kernels.cpu._C as _C
-from retain.kernels.api import KV, StepInputs, Tables
+from retain.kernels.api import KV, Batch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import PackedWeight, pack_weight
-from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_step, numel_or_none
+from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
 from retain.kernels.weight import Weight
 
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
@@ -138,27 +138,28 @@ class CpuProgram:
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
-    def run(self, kv: KV, tables: Tables, step: StepInputs) -> Tensor:
-        """Compute one step."""
-        check_step(tables, step)
-        N, T, slots = len(step.logits_indices), len(step.input_ids), step.slot_mapping
-        ffi.check_scoring(step.scoring, T, len(tables.rows))
+    def run(self, kv: KV, batch: Batch) -> Tensor:
+        """See Program.run."""
+        check_batch(batch)
+        tables, slots = batch.tables, batch.slot_mapping
+        N, T = len(batch.logits_indices), len(batch.input_ids)
+        ffi.check_scoring(batch.scoring, T, len(tables.rows))
         if len(self._logits) < N:
             self._logits = torch.empty(N, self._shapes.widths[LOGITS_BUFFER])
         c_args = (
             ffi.to_c_pool(kv), ffi.to_c_tables(tables), *ffi.to_c_demoted(tables), len(tables.pages),
-            step.input_ids.data_ptr(), step.positions.data_ptr(), step.logits_indices.data_ptr(),
-            self._logits.data_ptr(), T, N, slots.data_ptr(), *slots.stride(), ffi.to_c_scoring(step.scoring),
+            batch.input_ids.data_ptr(), batch.positions.data_ptr(), batch.logits_indices.data_ptr(),
+            self._logits.data_ptr(), T, N, slots.data_ptr(), *slots.stride(), ffi.to_c_scoring(batch.scoring),
         )  # fmt: skip
         begin = 0
-        for op in self._attention_ops if step.before_attention or step.after_attention else []:
-            if step.before_attention:
+        for op in self._attention_ops if batch.before_attention or batch.after_attention else []:
+            if batch.before_attention:
                 self._program.run(*c_args, begin, op.op_index)
-                step.before_attention(op.layer, self._queries(op, T))
+                batch.before_attention(op.layer, self._queries(op, T))
                 begin = op.op_index
-            if step.after_attention:
+            if batch.after_attention:
                 self._program.run(*c_args, begin, op.op_index + 1)
-                step.after_attention(op.layer)
+                batch.after_attention(op.layer)
                 begin = op.op_index + 1
         self._program.run(*c_args, begin, self._program.num_ops())
         return self._logits[:N]

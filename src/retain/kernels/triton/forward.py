@@ -7,6 +7,7 @@ which all requests have equally many fresh tokens runs as a CUDA graph (graphs.p
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from weakref import ref
 
 import torch
@@ -14,9 +15,9 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from retain.kernels.api import KV, StepInputs, Tables
+from retain.kernels.api import KV, Batch
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_step, numel_or_none
+from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
 from retain.kernels.triton import attention, elementwise, fresh_tokens
 from retain.kernels.triton.fresh_tokens import RopeParams, rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
@@ -184,7 +185,7 @@ class TritonProgram:
 
         def op(s: DeviceStep) -> None:
             rows = s.buffers[x]
-            s.buffers[out] = rows if s.logits_indices is None else rows[s.logits_indices]
+            s.buffers[out] = rows if len(s.logits_indices) == len(rows) else rows[s.logits_indices]
 
         self._ops.append(op)
 
@@ -200,25 +201,17 @@ class TritonProgram:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def run(self, kv: KV, tables: Tables, step: StepInputs) -> Tensor:
+    def run(self, kv: KV, batch: Batch) -> Tensor:
         """Compute one step."""
-        check_step(tables, step)
-        if not (step.before_attention or step.after_attention):
-            logits = self._graphs.run(kv, tables, step, self._num_queries_per_kv)
+        check_batch(batch)
+        if not (batch.before_attention or batch.after_attention):
+            logits = self._graphs.run(kv, batch, self._num_queries_per_kv)
             if logits is not None:
                 return logits
-        device_step = DeviceStep(
-            kv=kv,
-            tables=tables,
-            plan=plan_attention(tables, self._num_queries_per_kv, self._head_dim, kv, step.scoring),
-            input_ids=step.input_ids.to(self.device, non_blocking=True),
-            positions=step.positions.to(self.device, non_blocking=True),
-            slot_mapping=step.slot_mapping.to(self.device, non_blocking=True),
-            logits_indices=step.logits_indices.to(self.device, non_blocking=True),
-            before_attention=step.before_attention,
-            after_attention=step.after_attention,
-        )
-        return self._forward(device_step)
+        plan = plan_attention(batch.tables, self._num_queries_per_kv, self._head_dim, kv, batch.scoring)
+        moved = ("input_ids", "positions", "slot_mapping", "logits_indices")
+        on_device = replace(batch, **{name: getattr(batch, name).to(self.device, non_blocking=True) for name in moved})
+        return self._forward(DeviceStep(**vars(on_device), kv=kv, plan=plan))
 
     def _forward(self, s: DeviceStep) -> Tensor:
         for op in self._ops:

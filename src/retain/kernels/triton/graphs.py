@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from retain.kernels.api import KV, StepInputs, Tables
+from retain.kernels.api import KV, Batch, Tables
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.triton import plan
 from retain.kernels.triton.plan import MAX_DECODE_ROWS, AttentionPlan, MassBuffers, TileList
@@ -88,14 +88,15 @@ class GraphInputs:
         """Return the scoring on the device."""
         return AttentionScoring(**{f.name: self.device_views[f.name] for f in fields(AttentionScoring)})
 
-    def fill(self, tables: Tables, step: StepInputs) -> None:
+    def fill(self, batch: Batch) -> None:
         """Copy the inputs of a step to the device; padding requests get no tokens."""
         if self.copy_done:
             self.copy_done.synchronize()
-        B, T, host = len(tables.rows), len(step.input_ids), self.host_views
-        inputs = {"positions": step.positions, **(vars(step.scoring) if step.scoring else {})}
-        if step.input_ids.device.type == "cpu":
-            inputs["input_ids"] = step.input_ids
+        tables, host = batch.tables, self.host_views
+        B, T = len(tables.rows), len(batch.input_ids)
+        inputs = {"positions": batch.positions, **(vars(batch.scoring) if batch.scoring else {})}
+        if batch.input_ids.device.type == "cpu":
+            inputs["input_ids"] = batch.input_ids
         for name, x in inputs.items():
             host[name][: len(x)] = x
         host["positions"][T:] = -1
@@ -106,8 +107,8 @@ class GraphInputs:
         tiles[:B, 5] = starts[:-1]
         self._upload()
         if "input_ids" not in inputs:
-            self.device_views["input_ids"][:T].copy_(step.input_ids, non_blocking=True)
-        self.slot_mapping[..., :T].copy_(step.slot_mapping, non_blocking=True)
+            self.device_views["input_ids"][:T].copy_(batch.input_ids, non_blocking=True)
+        self.slot_mapping[..., :T].copy_(batch.slot_mapping, non_blocking=True)
         self.slot_mapping[..., T:] = 0
 
     def _upload(self) -> None:
@@ -134,9 +135,9 @@ class CUDAGraphRunner:
         self.memory_pool: Any = None  # shared by all graphs, because only one runs at a time
         self.capture_stream: torch.cuda.Stream | None = None
 
-    def run(self, kv: KV, tables: Tables, step: StepInputs, R: int) -> Tensor | None:
+    def run(self, kv: KV, batch: Batch, R: int) -> Tensor | None:
         """Return the logits [T, V], valid until the next step, or None if the step has no graph (yet)."""
-        shape = self._graph_shape(tables, step, R)
+        tables, shape = batch.tables, self._graph_shape(batch, R)
         if shape is None:
             return None
         tensors = [kv.k, tables.pages, tables.counts, tables.windows, tables.dense]
@@ -155,14 +156,15 @@ class CUDAGraphRunner:
             self.graphs.pop(next(iter(self.graphs)))
         if captured is None:
             return None
-        captured.inputs.fill(tables, step)
-        return captured.replay()[: len(step.input_ids)]
+        captured.inputs.fill(batch)
+        return captured.replay()[: len(batch.input_ids)]
 
-    def _graph_shape(self, tables: Tables, step: StepInputs, R: int) -> GraphShape | None:
+    def _graph_shape(self, batch: Batch, R: int) -> GraphShape | None:
         """Return the shape of the graph that serves a step, or None if the step cannot be a graph."""
-        T, B = len(step.input_ids), len(tables.rows)
+        tables = batch.tables
+        T, B = len(batch.input_ids), len(tables.rows)
         batch_size = pad_batch_size(B)
-        if not B or T % B or batch_size is None or len(step.logits_indices) != T:
+        if not B or T % B or batch_size is None or len(batch.logits_indices) != T:
             return None
         if T // B * R > MAX_DECODE_ROWS or not bool((tables.query_start_loc.diff() == T // B).all()):
             return None
@@ -171,7 +173,7 @@ class CUDAGraphRunner:
         demoted = plan.max_demoted_pages(tables)
         if demoted and tables.demoted:
             demoted = min(triton.next_power_of_2(demoted), tables.demoted.pages.shape[-1])
-        noise_mode = plan.noise_mode_of(step.scoring) if step.scoring else None
+        noise_mode = plan.noise_mode_of(batch.scoring) if batch.scoring else None
         return GraphShape(batch_size, T // B, L, G, max_pages, demoted, noise_mode)
 
     def _capture(self, shape: GraphShape, kv: KV, tables: Tables, R: int) -> CapturedStep:
@@ -194,7 +196,7 @@ class CUDAGraphRunner:
                 input_ids=inputs.device_views["input_ids"],
                 positions=inputs.device_views["positions"],
                 slot_mapping=inputs.slot_mapping,
-                logits_indices=None,
+                logits_indices=torch.arange(shape.T, device=self.device),
             )
             return self.forward(step)
 
