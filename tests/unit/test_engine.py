@@ -83,14 +83,15 @@ class DeadEnd:
         return self.num_left >= 0
 
 
-@pytest.mark.parametrize("num_allowed", [0, 3])
-def test_a_request_fails_at_a_dead_end_of_its_grammar(num_allowed: int) -> None:
+@pytest.mark.parametrize(("num_allowed", "depth"), [(0, 1), (3, 1), (3, 2)])
+def test_a_request_fails_at_a_dead_end_of_its_grammar(num_allowed: int, depth: int) -> None:
     """Also where the end of the text is sampled there: what the grammar refuses is no part of the answer."""
     prompt, other = random_prompts(2)
     tokens = run_alone("llama", prompt, 12)
     failing, beside = make_request(prompt, stop_ids=frozenset({tokens[num_allowed]})), make_request(other, 12)
     failing.grammar = DeadEnd(num_allowed)
     engine = make_engine("llama")
+    engine.depth = depth
     process_to_completion(engine, {failing: None, beside: None})
     assert [failing.output_tokens, beside.output_tokens] == [tokens[:num_allowed], run_alone("llama", other, 12)]
     assert (failing.finish_reason, beside.finish_reason) == (FinishReason.FAILED, FinishReason.LENGTH)

@@ -14,7 +14,7 @@ class StepOutput:
     """The tokens that a step added to requests.
 
     Requests that ended with them, or for want of memory, have a `finish_reason`. `logits` [n, V] are those before the
-    next n tokens of the text, of requests that need them. They are good until the next step begins.
+    next n tokens of the text, of requests that need them. They are good until the next launch.
     """
 
     token_ids: dict[Request, list[int]] = field(default_factory=dict)

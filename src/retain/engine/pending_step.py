@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -27,12 +27,14 @@ class PendingStep:
 
 
 def insert_pending_tokens(
-    batch: Batch, scheduled: Sequence[ScheduledRequest], pending_steps: Iterable[PendingStep]
+    batch: Batch, scheduled: Sequence[ScheduledRequest], pending_steps: Collection[PendingStep]
 ) -> Batch:
     """Return the batch of a step with the pending tokens that it computes.
 
     They are copied on the device, oldest step first: `pending_steps` are in the order of their launches.
     """
+    if not pending_steps:
+        return batch
     next_index = {
         s.request: start + len(s.request.tokens) - s.request.num_computed_tokens
         for s, start in zip(scheduled, batch.tables.query_start_loc.tolist(), strict=False)
