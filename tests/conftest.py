@@ -18,7 +18,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from retain.cluster.environment import set_environment
+from retain.cluster.launch import set_environment
 from retain.kernels import triton
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.covering_cases import find_repeated_pairs, mark_repetitions
@@ -27,7 +27,7 @@ if triton.is_interpreted():
     from tests.helpers.fast_interpreter import speed_up
 
     speed_up()
-set_environment(None)  # Ray's; no module that is imported so far imports it
+set_environment()  # Ray's; no module that is imported so far imports it
 
 
 @pytest.fixture(params=ISAS)

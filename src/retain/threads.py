@@ -1,4 +1,4 @@
-"""Helpers for threads that run beside the computing ones."""
+"""The cores of threads: of those that compute, and of those that run beside them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+
+
+def share_of_cores(cores: Sequence[int], index: int, num_shares: int) -> Sequence[int]:
+    """Return the cores of share `index`. Shares do not overlap where there is a core for each."""
+    size = max(len(cores) // num_shares, 1)
+    start = index % num_shares * size % len(cores)
+    return cores[start : start + size]
+
+
+def available_cores() -> Sequence[int]:
+    """Return the cores that the current thread may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def pin_to_cores(cores: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from retain.cluster import launch
 from retain.files import atomic_write, get_cache_dir
 from retain.kv.offload.span import SpanFormat
 from retain.kv.offload.tiers import parse
@@ -35,24 +36,26 @@ def test_stores_are_closed_to_others(tier: str, tmp_path: Path) -> None:
 
 def test_cached_files_and_locks_are_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETAIN_CACHE", str(tmp_path / "new" / "cache"))
-    cores = pytest.importorskip("retain.cluster.cores")
+    replica = pytest.importorskip("retain.cluster.replica")
     atomic_write(get_cache_dir() / "tokenizers" / "one", lambda file: file.write(b"x"))
-    _, lock = cores.claim_index(get_cache_dir() / "replicas" / "one")
+    _, lock = replica.claim_index(get_cache_dir() / "replicas" / "one")
     lock.close()
     assert not open_to_others(tmp_path)
 
 
 def test_the_folder_of_ray_is_closed_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ray gives everybody its own folder, with the sockets of its processes."""
-    launch = pytest.importorskip("retain.cluster.launch")
+    ray = pytest.importorskip("ray")
 
-    def init(_temp_dir: str, **options: object) -> None:
-        Path(_temp_dir).mkdir(parents=True, exist_ok=True)
-        Path(_temp_dir).chmod(0o777)
-        (Path(_temp_dir) / "socket").touch()
+    def init(**options: object) -> None:
+        folder = Path(os.environ["RAY_TMPDIR"]) / "ray"
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+        (folder / "socket").touch()
 
-    monkeypatch.setattr(launch.ray, "init", init)
-    monkeypatch.setattr(launch.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with launch._ray(None):
+    with launch._ray():
         assert list(tmp_path.rglob("socket")) and not open_to_others(tmp_path)
