@@ -74,6 +74,17 @@ def test_a_conversation_continues_itself(capsys: pytest.CaptureFixture[str], tmp
     assert (found["cause"], found["is_miss"], found["nearest_text"]) == ("new_text", False, "")
 
 
+def test_a_body_is_rendered_as_the_server_does_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With the fields that change the prompt, beside the messages."""
+    fields = [{}, {"add_generation_prompt": False}, {"continue_final_message": True, "add_generation_prompt": False}]
+    lengths = []
+    for given in fields:
+        file = write_lines(tmp_path / "x", [body("Be brief.", **given)])
+        found = json.loads(why(capsys, file, "--model", "smollm2", "--json").out)
+        lengths.append(found["computed_tokens"])
+    assert lengths[0] > lengths[1] > lengths[2]
+
+
 def bad_files() -> list[tuple[str | bytes, str]]:
     return [
         ("", "empty"),

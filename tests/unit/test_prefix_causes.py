@@ -10,7 +10,7 @@ import pytest
 
 from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
 from retain.processing.prefix_causes import Cause, find_tools
-from retain.processing.prefix_report import PrefixReport, build_report
+from retain.processing.prefix_report import EXPLANATIONS, PrefixReport, build_report
 from tests.helpers.tokenizers import open_tokenizer
 
 TOOL = {"name": "find", "description": "find a lamp", "parameters": {"type": "object", "required": []}}
@@ -81,6 +81,11 @@ def test_the_same_text_as_other_tokens() -> None:
     sampled = [t for letter in "a lamp" for t in tokenizer.encode(letter)]
     assert tokenizer.decode(sampled) == "a lamp"
     assert report_of(ids_of("a lamp and more"), sampled).cause == "tokenization"
+
+
+def test_every_cause_has_words() -> None:
+    """A prompt that diverged has the cause of the texts."""
+    assert EXPLANATIONS.keys() == {*MissReason, *Cause} - {MissReason.DIVERGED}
 
 
 def test_the_explanation_quotes_nothing() -> None:

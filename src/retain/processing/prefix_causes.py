@@ -41,9 +41,6 @@ class Cause(Enum):
     OTHER_TEXT = "other_text"
 
 
-Finding = tuple[Cause, str]
-
-
 @dataclass(frozen=True)
 class Parting:
     """Two texts that begin with `before`, and the rest of each, special tokens included.
@@ -68,18 +65,13 @@ class Parting:
         return self.prompt[:length], self.nearest[:length]
 
 
-def find_cause(parting: Parting) -> Finding:
-    """Return the likely cause, and what it means; the words quote nothing of the texts."""
+def find_cause(parting: Parting) -> Cause:
+    """Return the likely cause."""
     p = parting.at_first_character()
     if not p.prompt or not p.nearest:
-        return Cause.TOKENIZATION, "the same text as other tokens, as where one text ends inside a word of the other"
-    return (
-        _compare_tools(p)
-        or _compare_white_space(p)
-        or _compare_template(parting)
-        or _compare_dates_and_ids(p)
-        or (Cause.OTHER_TEXT, "another text begins here")
-    )
+        return Cause.TOKENIZATION
+    found = _compare_tools(p) or _compare_white_space(p) or _compare_template(parting) or _compare_dates_and_ids(p)
+    return found or Cause.OTHER_TEXT
 
 
 # ---- tools -----------------------------------------------------------------------------------------------------------
@@ -94,17 +86,13 @@ class ToolDefinition:
     end: int
 
 
-def _compare_tools(p: Parting) -> Finding | None:
+def _compare_tools(p: Parting) -> Cause | None:
     """Compare the definitions of tools, where the texts part among them."""
     ours, theirs = (find_tools(p.before + text) for text in (p.prompt, p.nearest))
     if not ours or not theirs or not ours[0].begin < len(p.before) < max(ours[-1].end, theirs[-1].end):
         return None
     our_tools, their_tools = ([tool.canonical for tool in tools] for tools in (ours, theirs))
-    if our_tools == their_tools:
-        return Cause.TOOL_ORDER, "the same tools, with their keys in another order"
-    if sorted(our_tools) == sorted(their_tools):
-        return Cause.TOOL_ORDER, "the same tools in another order"
-    return Cause.TOOLS, "other tools, or the same ones with other descriptions"
+    return Cause.TOOL_ORDER if sorted(our_tools) == sorted(their_tools) else Cause.TOOLS
 
 
 def find_tools(text: str) -> list[ToolDefinition]:
@@ -129,28 +117,27 @@ def find_tools(text: str) -> list[ToolDefinition]:
 # ---- white space, template, dates and ids ----------------------------------------------------------------------------
 
 
-def _compare_white_space(p: Parting) -> Finding | None:
+def _compare_white_space(p: Parting) -> Cause | None:
     """Find texts that agree for a while without their white space."""
     if not p.prompt[0].isspace() and not p.nearest[0].isspace():
         return None
     ours, theirs = ("".join(text[: 8 * MIN_RESYNC].split()) for text in (p.prompt, p.nearest))
     n = min(len(ours), len(theirs), MIN_RESYNC)
-    return (Cause.WHITE_SPACE, "only white space differs") if ours[:n] == theirs[:n] else None
+    return Cause.WHITE_SPACE if ours[:n] == theirs[:n] else None
 
 
-def _compare_template(p: Parting) -> Finding | None:
+def _compare_template(p: Parting) -> Cause | None:
     """Find markup that a chat template wrote otherwise for one of the texts."""
     if _begins_with_thinking(p.before, p.prompt) != _begins_with_thinking(p.before, p.nearest):
-        return Cause.TEMPLATE, "the chat template writes the thinking of a turn for only one of them"
+        return Cause.TEMPLATE
     special = tuple(t for t in p.special_tokens if t)
     if not p.before and p.prompt.startswith(special) != p.nearest.startswith(special):
-        return Cause.TEMPLATE, "only one of them begins with a special token: raw text, or another template"
-    parted = p.at_first_character()
-    if any(len(text) == MIN_TEMPLATE_TEXT and text in p.template for text in parted.beginnings(MIN_TEMPLATE_TEXT)):
-        return Cause.TEMPLATE, "the chat template writes a text of its own here, such as a default system prompt"
-    if p.before.endswith(tuple(t for t in special if "start" in t)):
-        return Cause.TEMPLATE, "a message of another role begins here, or the template adds one of its own"
-    return None
+        return Cause.TEMPLATE  # raw text, or another template
+    beginnings = p.at_first_character().beginnings(MIN_TEMPLATE_TEXT)
+    if any(len(text) == MIN_TEMPLATE_TEXT and text in p.template for text in beginnings):
+        return Cause.TEMPLATE  # a text of its own, such as a default system prompt
+    begins_message = p.before.endswith(tuple(t for t in special if "start" in t))  # of another role
+    return Cause.TEMPLATE if begins_message else None
 
 
 def _begins_with_thinking(before: str, text: str) -> bool:
@@ -160,15 +147,15 @@ def _begins_with_thinking(before: str, text: str) -> bool:
     return any(m.start() <= len(left) + indent and m.end() > len(left) for m in matches)
 
 
-def _compare_dates_and_ids(p: Parting) -> Finding | None:
+def _compare_dates_and_ids(p: Parting) -> Cause | None:
     """Find a date, a time or an id across the place where the texts part."""
     ours, theirs = (_date_or_id_at(p.before, text) for text in (p.prompt, p.nearest))
     if not ours or not theirs or ours[1] == theirs[1]:
         return None
     label = ours[0].rpartition("\n")[2].strip()
     if "strftime_now" in p.template and len(label) > 3 and label in p.template:
-        return Cause.TEMPLATE, "the chat template writes today's date"
-    return Cause.DATE_OR_ID, "a date, a time or an id differs: put it behind everything that repeats"
+        return Cause.TEMPLATE  # it writes today's date
+    return Cause.DATE_OR_ID
 
 
 def _date_or_id_at(before: str, text: str) -> tuple[str, str] | None:

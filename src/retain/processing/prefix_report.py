@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
-from retain.processing.prefix_causes import Parting, find_cause
+from retain.processing.prefix_causes import Cause, Parting, find_cause
 from retain.processing.tokenizer import Tokenizer
 
 SHOWN_TOKENS = 20  # of each side, and before the place
 MAX_COMPARED_TOKENS = 4096  # on each side of the place
 
-EXPLANATIONS = {
+EXPLANATIONS: dict[MissReason | Cause, str] = {  # they quote nothing of a prompt
     MissReason.COMPLETE: "everything that is cached of the prompt was used",
     MissReason.NEW_TEXT: "the prompt goes on where the nearest text ends: the rest is new",
     MissReason.FIRST_TEXT: "no text of this salt is cached",
@@ -27,6 +27,13 @@ EXPLANATIONS = {
     MissReason.NOT_LOADED: "a tier has the text, and computing it was estimated to be faster",
     MissReason.OTHER_FORMAT: "a tier has the text in another format",
     MissReason.OFF: "the engine caches no prefixes",
+    Cause.TOKENIZATION: "the same text as other tokens, as where one text ends inside a word of the other",
+    Cause.TOOL_ORDER: "the same tools in another order, or with their keys in another order",
+    Cause.TOOLS: "other tools, or the same ones with other descriptions",
+    Cause.TEMPLATE: "the chat template writes something else here: a role, thinking, today's date, its own text",
+    Cause.WHITE_SPACE: "only white space differs",
+    Cause.DATE_OR_ID: "a date, a time or an id differs: put it behind everything that repeats",
+    Cause.OTHER_TEXT: "another text begins here",
 }
 CAUSES = {  # where the name of the reason is not the word for people
     MissReason.NOT_STORED: "never_kept",
@@ -97,15 +104,20 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 def _explain(d: PrefixDiagnosis, tokenizer: Tokenizer) -> tuple[str, str]:
     """Return the name of the cause, and the words for it."""
     if d.reason is MissReason.DIVERGED:
-        at = d.common_length
-        texts = (d.prompt[max(at - MAX_COMPARED_TOKENS, 0) : at], d.prompt[at:], d.nearest[at:])
-        before, prompt, nearest = (decode(tokenizer, t[:MAX_COMPARED_TOKENS].tolist()) for t in texts)
-        special = [decode(tokenizer, [t]) for t in tokenizer.special_token_ids]
-        cause, words = find_cause(Parting(before, prompt, nearest, special, tokenizer.chat_template or ""))
-        return cause.value, words
+        cause = _compare_texts(d, tokenizer)
+        return cause.value, EXPLANATIONS[cause]
     words = EXPLANATIONS[d.reason]
     if d.age is not None:
         words += f" {d.age:.0f} s ago"
     if d.detail:
         words += f" ({d.detail})"
     return CAUSES.get(d.reason, d.reason.value), words
+
+
+def _compare_texts(d: PrefixDiagnosis, tokenizer: Tokenizer) -> Cause:
+    """Return the likely cause of the prompt and the nearest text parting."""
+    at = d.common_length
+    texts = (d.prompt[max(at - MAX_COMPARED_TOKENS, 0) : at], d.prompt[at:], d.nearest[at:])
+    before, prompt, nearest = (decode(tokenizer, t[:MAX_COMPARED_TOKENS].tolist()) for t in texts)
+    special = [decode(tokenizer, [t]) for t in tokenizer.special_token_ids]
+    return find_cause(Parting(before, prompt, nearest, special, tokenizer.chat_template or ""))

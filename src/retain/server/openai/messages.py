@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.chat_protocol import AssistantMessageParam, ChatCompletionRequest, InputMessageParam
 
 Json = dict[str, Any]
@@ -49,6 +50,31 @@ def join_system_messages(messages: Sequence[Json]) -> list[Json]:
             joined.append(({**message, "role": role}, [message["content"]]))
             is_joined = is_later
     return [{**message, "content": "\n\n".join(texts)} for message, texts in joined]
+
+
+def fit_messages(body: ChatCompletionRequest, tokenizer: Tokenizer) -> list[Json]:
+    """Return messages as the chat template takes them: with one system message, where it refuses others."""
+    messages = to_template_messages(body.messages)
+    joined = join_system_messages(messages)
+    if joined == messages:
+        return messages
+    try:
+        probe = [{"role": role, "content": "0"} for role in ("system", "system", "user", "system")]
+        tokenizer.apply_chat_template(probe)
+    except ValueError:
+        return joined
+    return messages
+
+
+def render_prompt(body: ChatCompletionRequest, tools: Sequence[Json], tokenizer: Tokenizer) -> str:
+    """Return the prompt text of a conversation with these tools. Raises ValueError."""
+    return tokenizer.apply_chat_template(
+        fit_messages(body, tokenizer),
+        body.add_generation_prompt,
+        tools=tools or None,
+        continue_final_message=body.continue_final_message,
+        variables=body.template_variables,
+    )
 
 
 def _convert_answer(m: AssistantMessageParam) -> Json:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.chat_protocol import ChatCompletionRequest
-from retain.server.openai.messages import to_template_messages, to_template_tools
+from retain.server.openai.messages import render_prompt, to_template_tools
 from retain.server.openai.protocol import CompletionRequest, SamplingFields
 
 T = TypeVar("T", bound=SamplingFields)
@@ -81,8 +81,8 @@ def _encode_body(source: str, body: Any, tokenizer: Tokenizer) -> Iterator[Recor
         raise ValueError("neither messages nor a prompt")
     if "messages" in body:
         chat = _validate(ChatCompletionRequest, body)
-        tools = to_template_tools(chat)
-        ids = tokenizer.encode_chat(to_template_messages(chat.messages), tools=tools or None)
+        text = render_prompt(chat, to_template_tools(chat), tokenizer)
+        ids = tokenizer.encode(text, add_special_tokens=False)
         yield RecordedPrompt(source, ids, chat.kv_policy, chat.cache_salt or "")
         return
     completion = _validate(CompletionRequest, body)

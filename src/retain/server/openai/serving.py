@@ -27,7 +27,7 @@ from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.choice_builders import ChatChoiceBuilder, CompletionChoiceBuilder, Json
 from retain.server.openai.completions_encoder import ChatCompletionEncoder, CompletionEncoder
 from retain.server.openai.errors import APIError, invalid_request
-from retain.server.openai.messages import join_system_messages, to_template_messages, to_template_tools
+from retain.server.openai.messages import fit_messages, render_prompt, to_template_messages, to_template_tools
 from retain.server.openai.protocol import CompletionRequest, GenerationFields, SamplingFields
 from retain.server.openai.reasoning_parser import BEGIN, ReasoningParser, supports_reasoning
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
@@ -122,33 +122,14 @@ class OpenAIServing:
         return request, [parser.copy() for _ in range(body.n or 1)]
 
     def _count_system_tokens(self, body: ChatCompletionRequest) -> int:
-        return self.llm.tokenizer.count_system_tokens(self.convert_messages(body))
-
-    def convert_messages(self, body: ChatCompletionRequest) -> list[Json]:
-        """Return messages as the chat template takes them: with one system message, where it refuses others."""
-        messages = to_template_messages(body.messages)
-        joined = join_system_messages(messages)
-        if joined == messages:
-            return messages
-        try:
-            probe = [{"role": role, "content": "0"} for role in ("system", "system", "user", "system")]
-            self.llm.tokenizer.apply_chat_template(probe)
-        except ValueError:
-            return joined
-        return messages
+        return self.llm.tokenizer.count_system_tokens(fit_messages(body, self.llm.tokenizer))
 
     def render_chat(self, body: ChatCompletionRequest) -> tuple[str, list[Json]]:
         """Return the prompt text of a conversation, and its tools. Raises APIError or ValueError."""
         tools = to_template_tools(body)
         if tools and not self.tool_format:
             raise APIError(400, "this model's chat template does not support tools", "tools")
-        prompt = self.llm.tokenizer.apply_chat_template(
-            self.convert_messages(body),
-            body.add_generation_prompt,
-            tools=tools or None,
-            continue_final_message=body.continue_final_message,
-            variables=body.template_variables,
-        )
+        prompt = render_prompt(body, tools, self.llm.tokenizer)
         self.llm.input_processor.check_length(prompt)
         return prompt, tools
 
