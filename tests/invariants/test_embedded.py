@@ -13,7 +13,7 @@ from retain.models.resolve import resolve_model
 from tests.helpers.transformers_gguf import load_transformers_model
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
-NUM_TOKENS = 16
+NUM_TOKENS = 8
 
 
 @torch.inference_mode()
@@ -27,9 +27,9 @@ def greedy_tokens(model, prompt, answer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "lengths"), [("smollm2", (25, 130, 600)), ("gemma3", (40, 130, 1100))])
+@pytest.mark.parametrize(("model", "lengths"), [("smollm2", (25, 130, 300)), ("gemma3", (40, 130, 900))])
 def test_bundled_models_answer_as_transformers_does(model, lengths):
-    llm = LLM(model, dtype="float32", kv_memory="512MiB")
+    llm = LLM(model, dtype="float32", kv_memory="512MiB", max_batched_tokens=256)
     ids = llm.encode(TEXT)
     prompts = [ids[:n] for n in lengths]
     # All in one batch. What ends an answer is no part of the comparison: transformers knows fewer ends of a file.
@@ -41,5 +41,5 @@ def test_bundled_models_answer_as_transformers_does(model, lengths):
     if model == "gemma3":
         full, ring = answers[2].kv["groups"]
         assert (len(full["layers"]), len(ring["layers"]), ring["policy"]) == (3, 15, "ring:window=512")
-        assert full["slots_peak"] >= 1100 > 1024 >= ring["slots_peak"]  # window + fresh
+        assert full["slots_peak"] >= 900 > 512 + 256 >= ring["slots_peak"]  # window + fresh
         assert ring["bytes_peak"] < ring["bytes_if_full"]

@@ -45,11 +45,11 @@ def test_every_workload_and_drafter_has_a_line_equal_to_plain(
 ) -> None:
     names = ["ngram:k=1,min=1", "ngram:k=3,min=1", "self:k=2,budget=64,weights=int4"]
     options = ("--data-dir", data, "--workloads", workloads, "--num-prompts", 2, "--output-dir", tmp_path, "--json")
-    sizes = ("--batch-size", 2, "--output-len", 24, "--context-lens", "60,600", "--drafters", " ".join(names))
+    sizes = ("--batch-size", 2, "--output-len", 16, "--context-lens", "60,300", "--drafters", " ".join(names))
     result = run_cli(capsys, "bench", "speculate", "--model", model, *options, *sizes)
     assert result.code == 0
     lines = [json.loads(line) for line in result.out.splitlines()]
-    sets = workloads.replace("books", "books-60,books-600").split(",")
+    sets = workloads.replace("books", "books-60,books-300").split(",")
     assert [(x["workload"], x["drafter"]) for x in lines] == [(w, n) for w in sets for n in names]
     assert json.loads((tmp_path / "speculate.json").read_text()) == lines
     for x in lines:
