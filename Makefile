@@ -13,10 +13,10 @@ run: .venv/installed
 	$(BIN)/retain run --model smollm2 --chat --temperature 0 --max-tokens 128 "$(PROMPT)"
 
 test: lint
-	$(BIN)/python -m pytest -n $(CORES) --durations=40
+	$(BIN)/python -m pytest -n $(CORES) --dist worksteal --durations=40
 
 check: lint
-	$(BIN)/python -m pytest -n $(CORES) -m "not slow"
+	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not slow"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check src tests tools examples
