@@ -89,7 +89,20 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
 
 def kernel_constants(options: dict[str, Any]) -> Line:
     """Return the compile-time options that tell the variants of a kernel apart."""
-    names = ("D", "M", "R", "SPLIT", "PART", "UPDATE_MASS", "NOISE", "ROPE", "DEMOTED_PAGE_BLOCKS", "num_warps")
+    names = (
+        "D",
+        "M",
+        "R",
+        "SPLIT",
+        "PART",
+        "UPDATE_MASS",
+        "NOISE",
+        "ROPE",
+        "DEMOTED_PAGE_BLOCKS",
+        "SOFTCAP",
+        "SINKS",
+        "num_warps",
+    )
     return {k: v for k, v in options.items() if k in names}
 
 
@@ -127,7 +140,9 @@ LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool, boo
     (128, 2, torch.int8, (200, 9), True, True, False),
     (64, 3, INT4, (1, 200), True, False, False),
     (128, 4, INT4, (200, 9), False, True, False),
+    (576, 16, BF16, (1, 9), True, False, False),
 ]
+VALUE_SIZES = {576: 512}  # where a value is not as large as a key
 
 
 def launch_kernels(
@@ -140,7 +155,7 @@ def launch_kernels(
     from retain.kernels.triton import fresh_tokens
 
     G, B, T, n = 2, len(fresh), sum(fresh), 40
-    kv = triton.allocate(1 + B * G * n, 64, D, dtype)
+    kv = triton.allocate(1 + B * G * n, 64, D, dtype, v_dim=VALUE_SIZES.get(D))
     ones = torch.ones(B, dtype=torch.int32)
     tables = Tables(
         pages=torch.arange(1, 1 + B * G * n, dtype=torch.int32).view(B, G, n),
@@ -158,8 +173,11 @@ def launch_kernels(
     slopes = torch.ones(G * R) if alibi else None
     scoring = keyformer_scoring(T, B) if with_masses else None
     triton.attend(q, kv, tables, pos, AttentionParams(0.1, alibi_slopes=slopes), scoring=scoring, layer=1)
+    if demotes:
+        capped = AttentionParams(0.1, slopes, softcap=30.0, sink_logits=torch.ones(G * R))
+        triton.attend(q, kv, tables, pos, capped, scoring=scoring, layer=1)
     rope = None if alibi else fresh_tokens.RopeParams(torch.ones(D // 2), 1.0, interleaved=False)
-    fresh_tokens.write(kv, slots, q[:, :G], q[:, :G], pos, rope)
+    fresh_tokens.write(kv, slots, q[:, :G], q[:, :G, : kv.v_dim], pos, rope)
     triton.copy(kv, torch.tensor([1]), torch.tensor([2]))
     priority, lengths = torch.ones(3, 4096), torch.full((3,), 4096).int()
     triton.select_victims(priority, priority.int(), lengths, first_evictable=4, last_evictable=4000, n=16)
@@ -172,14 +190,14 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     from retain.kernels.triton import forward
     from retain.kernels.triton.plan import plan_attention
 
-    D, G, T = kv.head_dim, tables.pages.shape[1], int(tables.query_start_loc[-1])
+    D, G, T = kv.k_dim, tables.pages.shape[1], int(tables.query_start_loc[-1])
     p = forward.TritonProgram(dtype, torch.device("cpu"))
     x, y = p.buffer("x", 4096), p.buffer("y", 2048)
     p.norm(x, x, torch.ones(4096), None, 1e-5, subtract_mean=False)
     p.norm(x, x, torch.ones(4096), torch.ones(4096), 1e-5, subtract_mean=True)
     p.activation(x, y, "silu", 2048, gated=True)
     p.activation(y, y, "gelu_tanh", 2048)
-    qkv, out = p.buffer("qkv", (R + 2) * G * D), p.buffer("o", R * G * D)
+    qkv, out = p.buffer("qkv", (R + 1) * G * D + G * kv.v_dim), p.buffer("o", R * G * kv.v_dim)
     if slopes is None:
         p.rope(qkv, torch.ones(D // 2), 1.0, False, (R + 1) * G, D)
     p.attend(qkv, out, 0, (R * G, G, D), AttentionParams(0.1, slopes, torch.zeros(G, D)))
@@ -193,7 +211,8 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
         slot_mapping=torch.ones(1, G, T, dtype=torch.int32),
         logits_indices=pos,
     )
-    step.buffers[x], step.buffers[qkv] = (torch.ones(T, n, dtype=dtype) for n in (4096, (R + 2) * G * D))
+    widths = 4096, (R + 1) * G * D + G * kv.v_dim
+    step.buffers[x], step.buffers[qkv] = (torch.ones(T, n, dtype=dtype) for n in widths)
     for op in p._ops:
         op(step)
 
@@ -210,7 +229,7 @@ def demoted_pages(kv: Any) -> Any:
     from retain.kernels import triton
     from retain.kernels.pool_dtypes import slots_in_page
 
-    return triton.reinterpret(kv, INT4, slots_in_page(kv.page_size, kv.head_dim, kv.dtype, INT4))
+    return triton.reinterpret(kv, INT4, slots_in_page(kv.page_size, kv.k_dim, kv.dtype, INT4))
 
 
 def keyformer_scoring(T: int, B: int, device: str = "cpu") -> Any:

@@ -94,8 +94,8 @@ struct Pages {
   Pool pool;
 
   Pages(DType dtype, int64_t num_pages, int S, int D) : pos(num_pages * S, -1), mass(num_pages * S) {
-    pool = {nullptr, nullptr, pos.data(), mass.data(), num_pages, S, D, 1, dtype, 0, 0};
-    pool.key_stride = pool.page_bytes(pool.key_width()), pool.value_stride = pool.page_bytes(pool.value_width());
+    pool = {nullptr, nullptr, pos.data(), mass.data(), num_pages, S, D, D, 1, dtype, 0, 0};
+    pool.key_stride = pool.key_bytes(), pool.value_stride = pool.value_bytes();
     k.resize(num_pages * pool.key_stride + 64), v.resize(num_pages * pool.value_stride + 64);
     pool.k = k.data(), pool.v = v.data();
   }

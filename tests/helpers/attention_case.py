@@ -25,6 +25,7 @@ class AttentionCase:
     fresh: tuple[int, ...]
     pages: tuple[tuple[int, ...], ...]
     D: int = 64
+    V: int | None = None  # numbers of a value, if not D
     R: int = 3
     S: int = 32
     dtype: torch.dtype = torch.float32  # of the pool
@@ -62,8 +63,14 @@ class AttentionCase:
         """A pool with random masses, in which every slot was written before holes were punched; and extra pages."""
         x = _inputs(self)
         P, S = x.pos.shape
-        kv: KV = backend.allocate(P + num_extra_pages, S, self.D, self.dtype, score_columns)
-        backend.write(kv, x.slots[None].int(), x.kv[:, 0], x.kv[:, 1], x.pos.view(-1)[x.slots].int())
+        kv: KV = backend.allocate(P + num_extra_pages, S, self.D, self.dtype, score_columns, v_dim=self.V)
+        backend.write(
+            kv,
+            x.slots[None].int(),
+            x.kv[:, 0, :, : self.D],
+            x.kv[:, 1, :, : self.V or self.D],
+            x.pos.view(-1)[x.slots].int(),
+        )
         kv.pos[:P][x.holes] = -1
         kv.mass.copy_(torch.rand(kv.mass.shape, generator=torch.Generator().manual_seed(self.seed + 4)))
         return kv
@@ -121,7 +128,7 @@ class Inputs:
 
     tables: Tables
     slots: Tensor  # [P * S], the order in which slots are written
-    kv: Tensor  # [P * S, 2, 1, D]: k and v of a slot are strided views, as of a fused product
+    kv: Tensor  # [P * S, 2, 1, D or V]: k and v of a slot are strided views, as of a fused product
     pos: Tensor  # [P, S], before holes are punched
     holes: Tensor  # bool [P, S]
     q: Tensor  # [T, H, D]
@@ -140,7 +147,7 @@ def _inputs(case: AttentionCase) -> Inputs:
                 for g in range(case.G):
                     own = tables.pages[row, g, : int(tables.counts[row, g])].long()
                     pos[own] = torch.arange(own.numel() * S).view(-1, S)
-        kv = torch.randn(P * S, 2, 1, case.D, generator=rng)
+        kv = torch.randn(P * S, 2, 1, max(case.D, case.V or 0), generator=rng)
         slots = torch.randperm(P * S, generator=rng)
         holes = torch.rand(P, S, generator=rng) < case.holes
         holes[0] = True  # the trash page

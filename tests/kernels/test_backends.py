@@ -53,6 +53,16 @@ def test_shapes(D: int, S: int, dtype: torch.dtype) -> None:
         assert_matches_reference(STEP.with_changes(D=D, S=S, R=R, dtype=dtype, window=100, seed=D + S + R))
 
 
+@pytest.mark.parametrize("sizes", [(24, 8), (64, 128), (192, 128), (576, 512)])
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+def test_keys_and_values_of_different_sizes(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of DeepSeek's: 192 and 128 as they are computed, 576 and 512 as they are cached."""
+    D, V = sizes
+    case = STEP.with_changes(D=D, V=V, S=16, dtype=dtype, sinks=True, window=100)
+    assert case.attend(reference).shape == (sum(FRESH), 2 * 3, V)
+    assert_matches_reference(case)
+
+
 @pytest.mark.parametrize("S", [48, 96, 512])
 def test_odd_page_sizes(S: int) -> None:
     assert_matches_reference(STEP.with_changes(S=S))
@@ -257,10 +267,11 @@ def test_quantized_slots_equal_the_reference_to_the_bit(
     assert (error <= D**0.5 * rotate(k[:, 0]).abs().amax(-1) / step + 1e-26).all()
 
 
+@pytest.mark.parametrize("V", [None, 40])
 @pytest.mark.parametrize("dtype", POOL_DTYPES)
-def test_copy(backend: Backend, dtype: torch.dtype) -> None:
+def test_copy(backend: Backend, dtype: torch.dtype, V: int | None) -> None:
     """A table of copies gives the bits that the table of the originals gave, and no other page has changed."""
-    case = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, window=100)
+    case = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), V=V, dtype=dtype, window=100)
     q, q_pos = case.build_queries()
     t = case.build_tables()
     owned = torch.arange(t.pages.shape[2]) < t.counts[:, :, None]  # [N, G, n]
@@ -278,10 +289,11 @@ def test_copy(backend: Backend, dtype: torch.dtype) -> None:
     assert torch.equal(backend.attend(q, kv, replace(t, pages=pages), q_pos, AttentionParams(1.0)), before)
 
 
+@pytest.mark.parametrize("V", [None, 40])
 @pytest.mark.parametrize("dtype", POOL_DTYPES)
-def test_move(backend: Backend, dtype: torch.dtype) -> None:
+def test_move(backend: Backend, dtype: torch.dtype, V: int | None) -> None:
     """Live slots that move to the front of their tables are looked at as before; masses go with them."""
-    case = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), dtype=dtype, holes=0.5, shared_pages=False)
+    case = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), V=V, dtype=dtype, holes=0.5, shared_pages=False)
     q, q_pos = case.build_queries()
     t, kv = case.build_tables(), case.build_cache(backend, score_columns=2)
     kv.mass.copy_(torch.rand(kv.mass.shape, generator=torch.Generator().manual_seed(1)))
@@ -343,6 +355,7 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
         fresh=draw(st.tuples(*[st.integers(1, 90)] * B)),
         pages=tuple(draw(st.tuples(*[st.integers(0, at_most)] * G)) for _ in range(B)),
         D=draw(st.sampled_from([8, 16, 40, 64, 72])),
+        V=draw(st.sampled_from([None, None, 8, 48, 80])),
         R=draw(st.integers(1, 5)),
         S=S,
         dtype=draw(st.sampled_from(POOL_DTYPES)),

@@ -50,6 +50,7 @@ class Step:
     demoted: tuple[tuple[int, int], ...] = ((2, 9), (3, 1), (0, 1))
     S: int = 64
     D: int = 64
+    V: int | None = None  # numbers of a value, if not D
     alibi: bool = False
     sinks: bool = False  # and a softcap
 
@@ -57,10 +58,11 @@ class Step:
         """Tables over a pool whose pages are filled, each in the dtype that it is read in."""
         rng, B = torch.Generator().manual_seed(0), len(self.fresh)
         P = 1 + sum(sum(map(sum, pages)) for pages in (self.own, self.demoted))
-        kv = backend.allocate(P, self.S, self.D, dtype, columns)
-        demoted = backend.reinterpret(kv, INT4, slots_in_page(self.S, self.D, dtype, INT4))
+        kv = backend.allocate(P, self.S, self.D, dtype, columns, v_dim=self.V)
+        demoted = backend.reinterpret(kv, INT4, slots_in_page(self.S, self.D, dtype, INT4, v_dim=self.V))
         pages = (torch.randperm(P - 1, generator=rng) + 1).int()
-        k, v = keys_and_values(P, self.D)
+        k, v = keys_and_values(P, max(self.D, self.V or 0))
+        k, v = k[..., : self.D], v[..., : self.V or self.D]
         tables, used = [], 0
         for pool, counts in ((kv, self.own), (demoted, self.demoted)):
             table, filled = torch.zeros(B, G, max(map(max, counts)), dtype=torch.int32), []
@@ -102,6 +104,7 @@ STEPS = {
     "odd shapes": Step(S=48, D=80, alibi=True),
     "small heads": Step(S=16, D=8, fresh=(3, 1, 200)),
     "sinks": Step(sinks=True),
+    "values of another size": Step(D=48, V=80),
     "long": Step(fresh=(1, 1, 1), own=((40, 33), (1, 1), (0, 8)), demoted=((30, 9), (0, 0), (22, 1))),
 }
 SMALL = Step(fresh=(1, 3, 30), own=((5, 2), (0, 9), (2, 1)), demoted=((3, 1), (2, 0), (1, 2)), S=16, D=16)
@@ -112,10 +115,11 @@ TRITON_STEPS = {  # decode and prefill tiles; tables with several splits, and wi
     "float16, page size 48": (replace(SMALL, D=80, S=48, fresh=(2, 40, 1)), torch.float16, NO_NOISE, R),
     "k8v4": (replace(SMALL, D=64, demoted=((0, 0), (0, 30), (12, 0))), torch.uint8, GUMBEL, R),
     "int4": (SMALL, INT4, GUMBEL, 1),
+    "values of another size": (replace(SMALL, D=24, V=40), F32, NO_NOISE, R),
     "sinks, float32": (replace(SMALL, own=((5, 2), (9, 0), (0, 1)), sinks=True), F32, GUMBEL, 1),
     "large heads": (replace(SMALL, D=256, S=64), BF16, NO_NOISE, 1),
 }
-FAST_TRITON_STEPS = ("bfloat16", "int8, alibi", "sinks, float32")
+FAST_TRITON_STEPS = ("bfloat16", "int8, alibi", "sinks, float32", "values of another size")
 
 
 @needs_cpu

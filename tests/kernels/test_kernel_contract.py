@@ -76,7 +76,7 @@ def tables_of_step(fill: int, window: int, dense: bool, fresh: int, demoted: Dem
 def test_no_field_of_the_tables_is_constant() -> None:
     """A field that is the same for every request, policy and layer would cost every kernel an argument for nothing."""
     pos = torch.zeros(1, 16, dtype=torch.int32)
-    kv = KV(torch.empty(0), torch.empty(0), pos, torch.empty(0), page_size=16, head_dim=8, layout="reference")
+    kv = KV(torch.empty(0), torch.empty(0), pos, torch.empty(0), page_size=16, k_dim=8, v_dim=8, layout="reference")
     store = PageStore(PagePool(2), kv, kernels.reference, page_bytes=1)
     demoted = DemotedBlockTables(store, num_rows=2, num_layers=2, kv_heads=2, max_tokens=48)
     one = tables_of_step(0, NO_WINDOW, dense=False, fresh=1, demoted=None)

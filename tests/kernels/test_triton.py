@@ -43,6 +43,11 @@ CASES = {
     "head dim 80, int4": STEP.with_changes(D=80, R=4, dtype=INT4, q_dtype=BF16, shuffled=True),
     "head dim 256, int4": STEP.with_changes(D=256, R=1, S=64, dtype=INT4, pages=((3, 1), (0, 1), (1, 2))),
     "page size 48, int4": STEP.with_changes(S=48, D=64, dtype=INT4, window=40, alibi=True, holes=0.5),
+    "values of another size": STEP.with_changes(D=24, V=40, sinks=True),
+    "values of another size, int8": STEP.with_changes(D=64, V=24, dtype=INT8, window=40),
+    "values of another size, k8v4": STEP.with_changes(D=80, V=64, dtype=K8V4),
+    "values of another size, int4": STEP.with_changes(D=32, V=64, dtype=INT4),
+    "as MLA is cached": STEP.with_changes(D=576, V=512, R=2, S=16, dtype=BF16, fresh=(1, 9, 20), holes=0.0),
     "softcap": STEP.with_changes(D=16, softcap=0.5),
     "sinks": STEP.with_changes(D=16, sinks=True),
     "softcap and sinks, int8": STEP.with_changes(D=64, dtype=INT8, softcap=0.5, sinks=True, alibi=True, window=64),
@@ -98,6 +103,11 @@ MASS_CASES = {
     "tiles, each head": (AttentionCase((40,), ((3, 4),), D=16, shared_pages=False), "decaying", "each"),
     "alibi": (AttentionCase((30, 1), ((2, 4), (3, 4)), D=16, alibi=True, shared_pages=False), "tempered", "sum"),
     "gaussian": (AttentionCase((30, 1), ((2, 4), (3, 4)), D=16, shuffled=True, shared_pages=False), "gaussian", "sum"),
+    "values of another size": (
+        AttentionCase((1, 2, 40), ((9, 10), (5, 1), (3, 2)), D=24, V=48, shared_pages=False),
+        "keyformer",
+        "each",
+    ),
     "sinks, splits": (
         AttentionCase((1, 3, 0), ((9, 10), (5, 0), (2, 2)), D=16, sinks=True, softcap=0.5, shared_pages=False),
         "keyformer",

@@ -6,7 +6,7 @@ definition of every function; `kernels.load(name)` finds a backend by the name o
 Memory. A pool (`KV`) is P pages of S slots. A slot holds one token's K and V in one kv head of one layer, the token's
 position, and the attention mass it has received. Slot number s is place s % S of page s // S.
 
-    k[p], v[p]   S x D numbers each, in the backend's own layout (`KV.layout` names it)
+    k[p], v[p]   S x k_dim and S x v_dim numbers, in the backend's own layout (`KV.layout` names it)
     pos[p]       S x int32; -1 marks a hole
     mass[p]      C x S x float32
 
@@ -59,7 +59,8 @@ class KV:
     pos: Tensor  # int32 [P, S]
     mass: Tensor  # float32 [P, C, S]: a column for each query head of a kv head (C = R), or for their sum (C = 1)
     page_size: int
-    head_dim: int
+    k_dim: int  # numbers of a key, and of a query
+    v_dim: int  # numbers of a value, and of an output
     layout: str
 
     @property
@@ -242,14 +243,15 @@ class Backend(Protocol):
         self,
         num_pages: int,
         page_size: int,
-        head_dim: int,
+        k_dim: int,
         dtype: torch.dtype,
         score_columns: int = 1,
         device: torch.device = CPU,
+        v_dim: int | None = None,
     ) -> KV:
         """Allocate a pool with C = `score_columns`, and make the trash page all holes.
 
-        Raises ValueError if the backend does not support the dtype, the page size or the head dim.
+        `v_dim` is None where it is `k_dim`. Raises ValueError if the backend does not support the dtype or a size.
         """
         ...
 
@@ -263,8 +265,8 @@ class Backend(Protocol):
     def write(self, kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store fresh tokens in their slots: K and V rounded to the pool's dtype, position, and mass 0.
 
-        slot_mapping int32 [G, T], distinct except for slots of the trash page; k, v [T, G, D] of any float dtype; pos
-        int32 [T]. Inputs may be strided, but the last dimension of k and v must be contiguous.
+        slot_mapping int32 [G, T], distinct except for slots of the trash page; k [T, G, k_dim] and v [T, G, v_dim] of
+        any float dtype; pos int32 [T]. Inputs may be strided, but the last dimension of k and v must be contiguous.
         """
         ...
 
@@ -281,14 +283,14 @@ class Backend(Protocol):
     ) -> Tensor:
         """Return softmax(x) v of every fresh query over the visible slots of its own request; `params` say what x is.
 
-        q [T, H, D] with H = G * R, of any float dtype; query head h reads kv head h // R. q_pos int32 [T]. `tables` are
-        one layer's. Slots hold keys less `params.key_offset` already. The result is [T, H, D] in q's dtype, and 0 for a
-        query that sees nothing. `scoring` updates masses; `layer` only enters its noise.
+        q [T, H, k_dim] with H = G * R, of any float dtype; query head h reads kv head h // R. q_pos int32 [T]. `tables`
+        are one layer's. Slots hold keys less `params.key_offset` already. The result is [T, H, v_dim] in q's dtype, and
+        0 for a query that sees nothing. `scoring` updates masses; `layer` only enters its noise.
         """
         ...
 
     def read_slots(self, kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V of slots int64 [...] in float32, each [..., D]. The numbers of holes are undefined."""
+        """Return K [..., k_dim] and V [..., v_dim] of slots int64 [...] in float32; numbers of holes are undefined."""
         ...
 
     def requantize(self, kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:

@@ -52,10 +52,16 @@ def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype, score_columns:
     return page_size * (key_bytes(head_dim, dtype) + value_bytes(head_dim, dtype) + 4 + 4 * score_columns)
 
 
-def slots_in_page(page_size: int, head_dim: int, dtype: torch.dtype, other: torch.dtype, largest: int = 512) -> int:
-    """Return how many slots of another dtype a page has room for: a multiple of 16, at most `largest`."""
-    keys = page_size * key_bytes(head_dim, dtype) // key_bytes(head_dim, other)
-    values = page_size * value_bytes(head_dim, dtype) // value_bytes(head_dim, other)
+def slots_in_page(
+    page_size: int, k_dim: int, dtype: torch.dtype, other: torch.dtype, largest: int = 512, v_dim: int | None = None
+) -> int:
+    """Return how many slots of another dtype a page has room for: a multiple of 16, at most `largest`.
+
+    `v_dim` is None where it is `k_dim`.
+    """
+    keys = page_size * key_bytes(k_dim, dtype) // key_bytes(k_dim, other)
+    v_dim = v_dim or k_dim
+    values = page_size * value_bytes(v_dim, dtype) // value_bytes(v_dim, other)
     return min(keys, values, largest) // 16 * 16
 
 

@@ -14,7 +14,7 @@ def reinterpret_bytes(kv: KV, dtype: torch.dtype, page_size: int) -> tuple[Tenso
 
     Raises ValueError if a page of the pool has fewer.
     """
-    sizes = key_bytes(kv.head_dim, dtype), value_bytes(kv.head_dim, dtype)
+    sizes = key_bytes(kv.k_dim, dtype), value_bytes(kv.v_dim, dtype)
     if any(x[0].nbytes < page_size * size for x, size in zip((kv.k, kv.v), sizes, strict=True)):
         raise ValueError(f"a page of {kv.page_size} slots in {kv.dtype} cannot hold {page_size} slots in {dtype}")
     k, v = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from retain.kernels.api import Batch
+from retain.kernels.api import KV, Batch
 from retain.kernels.attention_params import AttentionParams
 
 LOGITS_BUFFER = -1  # the buffer that a program returns
@@ -66,12 +66,17 @@ class BufferShapes:
                 f" {self.widths[x]}"
             )
 
-    def check_attention(self, qkv: int, out: int, heads: tuple[int, int, int], params: AttentionParams) -> None:
-        """Check attention of H query heads and G kv heads of D numbers; `heads` is (H, G, D)."""
+    def check_attention(self, qkv: int, out: int, heads: tuple[int, int, int], params: AttentionParams) -> int:
+        """Check attention of H query heads and G kv heads with keys of D numbers; `heads` is (H, G, D).
+
+        Returns the numbers of a value, which follow from the width of the output.
+        """
         H, G, D = heads
-        check_equal("q, k and v", (H + 2 * G) * D, self.widths[qkv])
-        check_equal("the attention output", H * D, self.widths[out])
+        v_dim = self.widths[out] // H
+        check_equal("the attention output", H * v_dim, self.widths[out])
+        check_equal("q, k and v", (H + G) * D + G * v_dim, self.widths[qkv])
         params.check(H, G, D)
+        return v_dim
 
     def check_gather_rows(self, x: int, out: int) -> None:
         """Check that the gathered rows keep their width."""
@@ -82,6 +87,14 @@ def check_equal(name: str, *widths: int) -> None:
     """Raise ValueError unless all widths are equal."""
     if len(set(widths)) > 1:
         raise ValueError(f"{name} has width {widths[0]}, but {' and '.join(map(str, widths[1:]))} is expected")
+
+
+def check_write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+    """Raise ValueError unless fresh tokens fit the slots of a pool."""
+    T, G, _ = k.shape
+    if k.shape != (T, G, kv.k_dim) or v.shape != (T, G, kv.v_dim) or (slot_mapping.shape, pos.shape) != ((G, T), (T,)):
+        expected = f"slot_mapping [G, T], k [T, G, {kv.k_dim}], v [T, G, {kv.v_dim}], pos [T]"
+        raise shape_error("write", expected, slot_mapping=slot_mapping, k=k, v=v, pos=pos)
 
 
 def check_batch(batch: Batch) -> None:

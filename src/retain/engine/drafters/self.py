@@ -79,7 +79,7 @@ class Drafter:
         """Return the tables of copies in `dtype`. Raises ValueError where the cache cannot have them."""
         assert self._target
         kv, copies, self._copy_dtype = self._target.cache.kv, self._target.cache.copies, pool_dtype(self.dtype)
-        if slots_in_page(kv.page_size, kv.head_dim, kv.dtype, self._copy_dtype) <= kv.page_size:
+        if slots_in_page(kv.page_size, kv.k_dim, kv.dtype, self._copy_dtype, v_dim=kv.v_dim) <= kv.page_size:
             raise ValueError(f"self: dtype={self.dtype} saves no memory: a page of this cache has as many slots")
         return copies.open_tables(self._copy_dtype)
 

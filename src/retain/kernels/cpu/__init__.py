@@ -39,7 +39,7 @@ from retain.kernels.cpu.memory import map_zeros
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.reinterpret import reinterpret_bytes
 from retain.kernels.scoring import AttentionScoring
-from retain.kernels.shape_checks import shape_error
+from retain.kernels.shape_checks import check_write, shape_error
 
 try:
     import retain.kernels.cpu._C as _C
@@ -49,7 +49,7 @@ except ImportError as error:
 else:
     _import_error = None
 
-MAX_HEAD_DIM = 256
+MAX_K_DIM, MAX_V_DIM = 576, 512
 MAX_PAGE_SIZE = 512
 DTYPES = (torch.float32, torch.bfloat16)
 DEVICES: tuple[str, ...] = ("cpu",)
@@ -70,28 +70,31 @@ def program(dtype: torch.dtype, device: torch.device) -> Program:
 def allocate(
     num_pages: int,
     page_size: int,
-    head_dim: int,
+    k_dim: int,
     dtype: torch.dtype,
     score_columns: int = 1,
     device: torch.device = CPU,
+    v_dim: int | None = None,
 ) -> KV:
     """Allocate a pool. The system provides its memory page by page, at the first write."""
     if dtype not in (*DTYPES, *QUANTIZED_DTYPES):
         raise ValueError(f"the cpu backend stores K and V in float32, bfloat16, int8, k8v4 or int4, not {dtype}")
     if page_size % 16 or not 16 <= page_size <= MAX_PAGE_SIZE:
         raise ValueError(f"the cpu backend needs a page_size of 16, 32, 48, ... up to {MAX_PAGE_SIZE}, not {page_size}")
-    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"the cpu backend needs a head_dim of 8, 16, 24, ... up to {MAX_HEAD_DIM}, not {head_dim}")
+    v_dim = v_dim or k_dim
+    for name, dim, most in (("k_dim", k_dim, MAX_K_DIM), ("v_dim", v_dim, MAX_V_DIM)):
+        if dim % 8 or not 8 <= dim <= most:
+            raise ValueError(f"the cpu backend needs a {name} (head_dim) of 8, 16, 24, ... up to {most}, not {dim}")
     if dtype in QUANTIZED_DTYPES:
-        sizes, dtypes = (key_bytes(head_dim, dtype), value_bytes(head_dim, dtype)), tensor_dtypes(dtype)
+        sizes, dtypes = (key_bytes(k_dim, dtype), value_bytes(v_dim, dtype)), tensor_dtypes(dtype)
         k, v = (_zeros((num_pages, page_size * n), t) for n, t in zip(sizes, dtypes, strict=True))
     else:
-        k = _zeros((num_pages, head_dim, page_size), dtype)  # [P, D, S]
-        v = _zeros((num_pages, page_size, head_dim), dtype)  # [P, S, D]
+        k = _zeros((num_pages, k_dim, page_size), dtype)  # [P, k_dim, S]
+        v = _zeros((num_pages, page_size, v_dim), dtype)  # [P, S, v_dim]
     pos = _zeros((num_pages, page_size), torch.int32)  # [P, S]
     pos[0] = -1
     mass = _zeros((num_pages, score_columns, page_size), torch.float32)
-    return KV(k, v, pos, mass, page_size, head_dim, "cpu")
+    return KV(k, v, pos, mass, page_size, k_dim, v_dim, "cpu")
 
 
 def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
@@ -100,17 +103,15 @@ def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
     pos = _zeros((kv.num_pages, page_size), torch.int32)
     pos[0] = -1
     mass = _zeros((kv.num_pages, kv.mass.shape[1], page_size), torch.float32)
-    return KV(k, v, pos, mass, page_size, kv.head_dim, kv.layout)
+    return KV(k, v, pos, mass, page_size, kv.k_dim, kv.v_dim, kv.layout)
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
     """Store fresh tokens in their slots."""
-    T, G, D = k.shape
+    T, G, _ = k.shape
     if k.dtype not in DTYPES or v.dtype != k.dtype:
         k, v = k.float(), v.float()
-    if D != kv.head_dim or v.shape != k.shape or slot_mapping.shape != (G, T) or pos.shape != (T,):
-        expected = f"slot_mapping [G, T], k and v [T, G, {kv.head_dim}], pos [T]"
-        raise shape_error("write", expected, slot_mapping=slot_mapping, k=k, v=v, pos=pos)
+    check_write(kv, slot_mapping, k, v, pos)
     if slot_mapping.dtype != torch.int32 or pos.dtype != torch.int32:
         raise TypeError(f"write: slot_mapping and pos must be int32, not {slot_mapping.dtype} and {pos.dtype}")
     k_token, k_head, k_dim = k.stride()
@@ -141,8 +142,8 @@ def attend(
         return attend(q.float(), kv, tables, q_pos, params, scoring=scoring, layer=layer).to(q.dtype)
     T, H, D = q.shape
     G = tables.pages.shape[1]
-    if D != kv.head_dim or H % G or q_pos.shape != (T,):
-        raise shape_error("attend", f"q [T, H, {kv.head_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
+    if D != kv.k_dim or H % G or q_pos.shape != (T,):
+        raise shape_error("attend", f"q [T, H, {kv.k_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
     if q_pos.dtype != torch.int32:
         raise TypeError(f"attend: q_pos must be int32, not {q_pos.dtype}")
     q_token, q_head, q_dim = q.stride()
@@ -153,7 +154,7 @@ def attend(
     ffi.check_scoring(scoring, T, len(tables.rows))
     tables = replace(tables, rows=tables.rows.contiguous(), query_start_loc=tables.query_start_loc.contiguous())
     q_pos, params = q_pos.contiguous(), params.map_tensors(Tensor.contiguous)
-    o = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
+    o = q.new_empty(T, H, kv.v_dim)
     _C.attend(
         ffi.to_c_pool(kv), ffi.to_c_tables(tables), *ffi.to_c_demoted(tables),
         q.data_ptr(), q_token, q_head, q.dtype == torch.bfloat16, o.data_ptr(), q_pos.data_ptr(), T, H // G,
@@ -167,15 +168,15 @@ def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     if slots.dtype != torch.int64:
         raise TypeError(f"read_slots: slots must be int64, not {slots.dtype}")
     slots = slots.contiguous()
-    k, v = (torch.empty(*slots.shape, kv.head_dim) for _ in "kv")
+    k, v = (torch.empty(*slots.shape, dim) for dim in (kv.k_dim, kv.v_dim))
     _C.read_slots(ffi.to_c_pool(kv), slots.data_ptr(), slots.numel(), k.data_ptr(), v.data_ptr())
     return k, v
 
 
 def requantize(kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
     """Copy slots to slots of another pool, with masses."""
-    if src.dim() != 1 or not src.shape == dst.shape == pos.shape or kv.head_dim != to.head_dim:
-        raise shape_error("requantize", "src, dst and pos [n], and one head_dim", src=src, dst=dst, pos=pos)
+    if src.dim() != 1 or not src.shape == dst.shape == pos.shape or (kv.k_dim, kv.v_dim) != (to.k_dim, to.v_dim):
+        raise shape_error("requantize", "src, dst and pos [n], and one k_dim and v_dim", src=src, dst=dst, pos=pos)
     if (src.dtype, dst.dtype, pos.dtype) != (torch.int64, torch.int64, torch.int32):
         raise TypeError("requantize: src and dst must be int64, and pos int32")
     src, dst, pos = src.contiguous(), dst.contiguous(), pos.contiguous()

@@ -25,7 +25,7 @@ def to_c_pool(kv: KV) -> _C.Pool:
     """Convert a pool."""
     return _C.Pool(
         kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), kv.mass.data_ptr(),
-        kv.num_pages, kv.page_size, kv.head_dim, kv.mass.shape[1], POOL_DTYPES[kv.dtype],
+        kv.num_pages, kv.page_size, kv.k_dim, kv.v_dim, kv.mass.shape[1], POOL_DTYPES[kv.dtype],
         kv.k.stride(0) * kv.k.itemsize, kv.v.stride(0) * kv.v.itemsize,
     )  # fmt: skip
 

@@ -118,9 +118,9 @@ class CpuProgram:
     ) -> None:
         """Emit a layer's write and attention."""
         H, G, D = heads
-        self._shapes.check_attention(qkv, out, heads, params)
+        v_dim = self._shapes.check_attention(qkv, out, heads, params)
         self._attention_ops.append(AttentionOp(layer, self._program.num_ops(), qkv, H, D))
-        self._program.attend(qkv, out, layer, H, G, D, ffi.to_c_params(params, self._keep_alive))
+        self._program.attend(qkv, out, layer, H, G, D, v_dim, ffi.to_c_params(params, self._keep_alive))
 
     def gather_rows(self, x: int, out: int) -> None:
         """Emit the selection of the rows whose logits the caller needs."""
@@ -168,8 +168,8 @@ class CpuProgram:
         """Return a layer's queries [T, H, D] as a view of the buffer in C++."""
         width = self._shapes.widths[op.qkv]
         rows = (ctypes.c_float * (T * width)).from_address(self._program.buffer_address(op.qkv))
-        qkv = torch.frombuffer(rows, dtype=torch.float32).view(T, -1, op.head_dim)
-        return qkv[:, : op.num_heads]
+        qkv = torch.frombuffer(rows, dtype=torch.float32).view(T, width)
+        return qkv[:, : op.num_heads * op.head_dim].view(T, op.num_heads, op.head_dim)
 
     # ---- memory that C++ reads ---------------------------------------------------------------------------------------
 

@@ -36,15 +36,17 @@ def program(dtype: torch.dtype, device: torch.device) -> None:
 def allocate(
     num_pages: int,
     page_size: int,
-    head_dim: int,
+    k_dim: int,
     dtype: torch.dtype,
     score_columns: int = 1,
     device: torch.device = CPU,
+    v_dim: int | None = None,
 ) -> KV:
     """Allocate a pool. K and V start as zeros, because a hole's weight of 0 times NaN would be NaN."""
-    widths = head_dim, head_dim
+    v_dim = v_dim or k_dim
+    widths = k_dim, v_dim
     if dtype in QUANTIZED_DTYPES:
-        widths = key_bytes(head_dim, dtype), value_bytes(head_dim, dtype)
+        widths = key_bytes(k_dim, dtype), value_bytes(v_dim, dtype)
     k, v = (
         torch.zeros(num_pages, page_size, width, dtype=t, device=device)
         for width, t in zip(widths, tensor_dtypes(dtype), strict=True)
@@ -52,17 +54,17 @@ def allocate(
     pos = torch.zeros(num_pages, page_size, dtype=torch.int32, device=device)
     pos[0] = -1
     mass = torch.zeros(num_pages, score_columns, page_size, device=device)
-    return KV(k, v, pos, mass, page_size, head_dim, "plain")
+    return KV(k, v, pos, mass, page_size, k_dim, v_dim, "plain")
 
 
 def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
     """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own."""
     k, v = reinterpret_bytes(kv, dtype, page_size)
-    P, D = kv.num_pages, kv.head_dim
+    P, k_dim, v_dim = kv.num_pages, kv.k_dim, kv.v_dim
     pos = torch.full((P, page_size), -1, dtype=torch.int32)
     mass = torch.zeros(P, kv.mass.shape[1], page_size)
-    k, v = k.view(P, page_size, key_bytes(D, dtype)), v.view(P, page_size, value_bytes(D, dtype))
-    return KV(k, v, pos, mass, page_size, D, kv.layout)
+    k, v = k.view(P, page_size, key_bytes(k_dim, dtype)), v.view(P, page_size, value_bytes(v_dim, dtype))
+    return KV(k, v, pos, mass, page_size, k_dim, v_dim, kv.layout)
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -88,10 +90,10 @@ def attend(
     layer: int = 0,
 ) -> Tensor:
     """Attend with every fresh query to the visible slots of its own request, in float32."""
-    _, H, D = q.shape
+    T, H, _ = q.shape
     G = tables.pages.shape[1]
     R = H // G
-    o = torch.zeros_like(q)
+    o = q.new_zeros(T, H, kv.v_dim)
     starts = tables.query_start_loc.tolist()
     for b, row in enumerate(tables.rows.tolist()):
         fresh = slice(starts[b], starts[b + 1])
@@ -103,7 +105,7 @@ def attend(
             if d := tables.demoted:
                 parts.append((d.kv, d.pages[row, g, : int(d.counts[row, g])].long()))
             k, v = (
-                torch.cat([x.view(-1, D) for x in xs]) for xs in zip(*(_read_pages(*p) for p in parts), strict=True)
+                torch.cat([x.flatten(0, 1) for x in xs]) for xs in zip(*(_read_pages(*p) for p in parts), strict=True)
             )
             pos = torch.cat([part.pos[pages].flatten() for part, pages in parts])[None]  # [1, S]; k, v [S, D]
             visible = (pos >= 0) & (pos <= p) & (p - pos < window)  # [t, S]
@@ -138,7 +140,7 @@ def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     page, place = slots // kv.page_size, slots % kv.page_size
     k, v = kv.k[page, place], kv.v[page, place]
     if kv.dtype in QUANTIZED_DTYPES:
-        return rotate(from_bytes(k, kv.head_dim)), from_bytes(v, kv.head_dim)
+        return rotate(from_bytes(k, kv.k_dim)), from_bytes(v, kv.v_dim)
     return k.float(), v.float()
 
 

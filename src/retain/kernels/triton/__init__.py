@@ -22,7 +22,7 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
 from retain.kernels.reinterpret import reinterpret_bytes
 from retain.kernels.scoring import AttentionScoring
-from retain.kernels.shape_checks import shape_error
+from retain.kernels.shape_checks import check_write, shape_error
 
 try:
     import triton
@@ -33,7 +33,7 @@ except ImportError as error:
 else:
     _import_error = None
 
-MAX_HEAD_DIM = 256
+MAX_K_DIM, MAX_V_DIM = 576, 512
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES: tuple[str, ...] = ("cpu", "cuda") if not _import_error and triton.knobs.runtime.interpret else ("cuda",)
 
@@ -60,10 +60,11 @@ def program(dtype: torch.dtype, device: torch.device) -> Program:
 def allocate(
     num_pages: int,
     page_size: int,
-    head_dim: int,
+    k_dim: int,
     dtype: torch.dtype,
     score_columns: int = 1,
     device: torch.device = CPU,
+    v_dim: int | None = None,
 ) -> KV:
     """Allocate a pool. K and V start as zeros, because a hole's weight of 0 times NaN would be NaN."""
     if dtype not in (*DTYPES, *QUANTIZED_DTYPES):
@@ -71,20 +72,22 @@ def allocate(
         raise ValueError(f"the triton backend stores K and V in {names}, not {dtype}")
     if page_size % 16 or page_size < 16:
         raise ValueError(f"the triton backend needs a page_size of 16, 32, 48, ..., not {page_size}")
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"the triton backend needs a head_dim of 1 to {MAX_HEAD_DIM}, not {head_dim}")
+    v_dim = v_dim or k_dim
+    for name, dim, most in (("k_dim", k_dim, MAX_K_DIM), ("v_dim", v_dim, MAX_V_DIM)):
+        if not 1 <= dim <= most:
+            raise ValueError(f"the triton backend needs a {name} (head_dim) of 1 to {most}, not {dim}")
     if dtype in QUANTIZED_DTYPES:
-        sizes = key_bytes(head_dim, dtype), value_bytes(head_dim, dtype)
+        sizes = key_bytes(k_dim, dtype), value_bytes(v_dim, dtype)
         k, v = (
             torch.zeros(num_pages, page_size * size, dtype=t, device=device)
             for size, t in zip(sizes, tensor_dtypes(dtype), strict=True)
         )
     else:
-        k, v = (torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device) for _ in range(2))
+        k, v = (torch.zeros(num_pages, page_size, dim, dtype=dtype, device=device) for dim in (k_dim, v_dim))
     pos = torch.zeros(num_pages, page_size, dtype=torch.int32, device=device)
     pos[0] = -1
     mass = torch.zeros(num_pages, score_columns, page_size, device=device)
-    return KV(k, v, pos, mass, page_size, head_dim, "plain")
+    return KV(k, v, pos, mass, page_size, k_dim, v_dim, "plain")
 
 
 def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
@@ -93,15 +96,13 @@ def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
     pos = torch.zeros(kv.num_pages, page_size, dtype=torch.int32, device=kv.device)
     pos[0] = -1
     mass = torch.zeros(kv.num_pages, kv.mass.shape[1], page_size, device=kv.device)
-    return KV(k, v, pos, mass, page_size, kv.head_dim, kv.layout)
+    return KV(k, v, pos, mass, page_size, kv.k_dim, kv.v_dim, kv.layout)
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
     """Store fresh tokens in their slots."""
-    T, G, D = k.shape
-    if D != kv.head_dim or v.shape != k.shape or slot_mapping.shape != (G, T) or pos.shape != (T,):
-        expected = f"slot_mapping [G, T], k and v [T, G, {kv.head_dim}], pos [T]"
-        raise shape_error("write", expected, slot_mapping=slot_mapping, k=k, v=v, pos=pos)
+    T, G, _ = k.shape
+    check_write(kv, slot_mapping, k, v, pos)
     if T * G:
         fresh_tokens.write(kv, slot_mapping, k, v, pos)
 
@@ -121,8 +122,8 @@ def attend(
         return attend(q.float(), kv, tables, q_pos, params, scoring=scoring, layer=layer).to(q.dtype)
     T, H, D = q.shape
     G = tables.pages.shape[1]
-    if D != kv.head_dim or H % G or q_pos.shape != (T,):
-        raise shape_error("attend", f"q [T, H, {kv.head_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
+    if D != kv.k_dim or H % G or q_pos.shape != (T,):
+        raise shape_error("attend", f"q [T, H, {kv.k_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
     params.check(H, G, D)
     tiles = plan.plan_attention(tables, H // G, D, kv, scoring)
     return attention.attend(q, kv, tables, tiles, q_pos, params, layer)
@@ -159,7 +160,7 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
 
     torch gathers all slots of some lists before it writes any. The number of lists at a time bounds the memory.
     """
-    S, lists_at_once = kv.page_size, max(2**24 // max(src.shape[1] * kv.head_dim, 1), 1)
+    S, lists_at_once = kv.page_size, max(2**24 // max(src.shape[1] * max(kv.k_dim, kv.v_dim), 1), 1)
     mass = kv.mass.transpose(1, 2)  # [P, S, C]
     per_slot = [x for tensor in (kv.k, kv.v) for x in page_layout.slots_of(kv, tensor) if x is not None]  # [P, S, ...]
     batches = (torch.split(x.to(kv.device), lists_at_once) for x in (src, dst))

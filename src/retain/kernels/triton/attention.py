@@ -44,7 +44,7 @@ def attend(
     # The interpreter truncates to bfloat16 where a GPU rounds, so torch rounds for it. With demoted tokens a prefill
     # tile goes on from its output, which must not be rounded between.
     in_float32 = (triton.knobs.runtime.interpret and q.dtype == torch.bfloat16) or (plan.demoted and plan.prefill)
-    o = torch.zeros(q.shape, dtype=torch.float32 if in_float32 else q.dtype, device=q.device)
+    o = torch.zeros(*q.shape[:2], kv.v_dim, dtype=torch.float32 if in_float32 else q.dtype, device=q.device)
     for i in range(len(plan.tile_lists)):
         _attend_tiles(calls, i, o)
     for part in calls:
@@ -71,12 +71,12 @@ def _demoted_call(call: AttentionCall, q: Tensor) -> AttentionCall:
 def _attend_tiles(calls: Sequence[AttentionCall], i: int, o: Tensor) -> None:
     """Compute the tiles of list i over the tables of each call, and merge what is split."""
     call, lists = calls[0], [c.plan.tile_lists[i] for c in calls]
-    (_, H, D), tiles, buffers, device = call.q.shape, lists[0], call.plan.mass_buffers, o.device
+    H, tiles, buffers, device = call.q.shape[1], lists[0], call.plan.mass_buffers, o.device
     J, G, num_splits = len(tiles.data), call.tables.pages.shape[1], sum(x.num_splits for x in lists)
     if num_splits:
         num_rows = J * G * num_splits * tiles.max_rows
         split_max, split_sum = torch.empty(2, (2 if buffers else 1) * num_rows, device=device)
-        split_out, first = torch.empty(num_rows, D, device=device), 0
+        split_out, first = torch.empty(num_rows, call.kv.v_dim, device=device), 0
         for c, x in zip(calls, lists, strict=True):
             at = first * tiles.max_rows
             _launch_attention(c, x, o, (split_max[at:], split_sum[at:], split_out[at:]), num_splits)
@@ -112,9 +112,8 @@ def _launch_attention(
         *scoring_args, call.layer, *mass_args, buffers.split_weights.shape[-1] if buffers else 0,
         M=M, SPLIT=num_splits > 0, PART=part, DENSE=tables.dense is not None, SINKS=params.sink_logits is not None,
         UPDATE_MASS=buffers is not None, NOISE=buffers.noise_mode if buffers else 0, **_dot_args(kv),
-        **_score_constants(params),
-        **_shape_args(call), **pages.constants,
-        num_warps=8 if M > 64 or D > 128 else 4, num_stages=3,
+        **_score_constants(params), **_shape_args(call), **_key_args(call), **_value_args(call), **pages.constants,
+        num_warps=8 if M > 64 or D > 128 else 4, num_stages=3 if D <= 256 else 1,
     )  # fmt: skip
 
 
@@ -135,6 +134,7 @@ def _launch_merge(
         *_table_args(demoted.tables)[3:], tiles.num_splits,
         ROWS=rows, SINKS=sinks is not None, UPDATE_MASS=buffers is not None,
         NOISE=buffers.noise_mode if buffers else 0, DEMOTED_PAGE_BLOCKS=page_blocks, **_shape_args(call),
+        **_value_args(call), num_warps=4 if call.kv.v_dim <= 256 else 16,
     )  # fmt: skip
 
 
@@ -155,8 +155,8 @@ def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
             *_visibility_args(tables), plan.mass_tiles,
             call.q_pos, *_score_args(call),
             s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise, call.layer, buffers.lse,
-            M=64, C=C, **_score_constants(call.params), DENSE=tables.dense is not None, NOISE=buffers.noise_mode,
-            **_dot_args(kv), **shape, **pages.constants,
+            M=64 if q.shape[-1] <= 256 else 16, C=C, **_score_constants(call.params), DENSE=tables.dense is not None,
+            NOISE=buffers.noise_mode,            **_dot_args(kv), **shape, **_key_args(call), **pages.constants,
         )  # fmt: skip
 
 
@@ -172,10 +172,17 @@ def _score_constants(params: AttentionParams) -> dict[str, bool]:
 
 
 def _shape_args(call: AttentionCall) -> dict[str, int]:
-    """Return the constants of most kernels: kv heads, query heads of each, sizes of a page, a head and a block."""
-    (_, H, D), G = call.q.shape, call.tables.pages.shape[1]
-    DP = max(int(triton.next_power_of_2(D)), 16)
-    return {"G": G, "R": H // G, "S": call.kv.page_size, "D": D, "DP": DP, "N": call.plan.block_n}
+    """Return the constants of most kernels: kv heads, query heads of each, sizes of a page and a block."""
+    G = call.tables.pages.shape[1]
+    return {"G": G, "R": call.q.shape[1] // G, "S": call.kv.page_size, "N": call.plan.block_n}
+
+
+def _key_args(call: AttentionCall) -> dict[str, int]:
+    return {"D": call.kv.k_dim, "DP": max(int(triton.next_power_of_2(call.kv.k_dim)), 16)}
+
+
+def _value_args(call: AttentionCall) -> dict[str, int]:
+    return {"V": call.kv.v_dim, "VP": max(int(triton.next_power_of_2(call.kv.v_dim)), 16)}
 
 
 def _table_args(t: Tables) -> tuple[Tensor, int, int, Tensor, int, int]:

@@ -111,14 +111,14 @@ def safe_log2(total):
 
 @triton.jit(do_not_specialize=["layer"])
 def attention_fwd(
-    q, q_token, q_head, o, split_max, split_sum, split_out, width,  # o [T, H, D]; splits [J, G, splits, width (, D)]
+    q, q_token, q_head, o, split_max, split_sum, split_out, width,  # o [T, H, V]; splits [J, G, splits, width (, V)]
     k, v, k_scales, v_scales, pos,
     pages, page_row, page_head, counts, count_row, count_head, windows, window_row, dense,
     tiles, q_pos, slopes, factor, softcap, sinks, num_splits,
     weights, temperature, noise, seed, redraw_noise, layer,
     lse, split_weights, tile_max, max_slots,  # with UPDATE_MASS: lse [T, H], split_weights [t, H, max_slots]
-    G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, ALIBI: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
+    VP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr, UPDATE_MASS: tl.constexpr,
     NOISE: tl.constexpr, PRECISION: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
@@ -149,7 +149,7 @@ def attention_fwd(
     m = m0 + tl.arange(0, M)
     valid = m < tokens * R
     t, h = first + m // R, g * R + m % R
-    d = tl.arange(0, DP)
+    d, e = tl.arange(0, DP), tl.arange(0, VP)
     q = tl.load(
         q + t.to(tl.int64)[:, None] * q_token + h[:, None] * q_head + d[None, :],
         mask=valid[:, None] & (d < D)[None, :],
@@ -170,7 +170,7 @@ def attention_fwd(
         inverse_temperature = 1.0 / tl.load(temperature + t, mask=valid, other=1.0)
         z_max, z_sum = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
     row_max, row_sum = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
-    acc = tl.zeros((M, DP), tl.float32)
+    acc = tl.zeros((M, VP), tl.float32)
     if SINKS and (not SPLIT and PART != SECOND):  # as a slot without a value; splits get it when they are merged
         row_max = tl.load(sinks + h, mask=valid, other=0.0) * LOG2E
         row_sum = tl.full((M,), 1.0, tl.float32)
@@ -180,8 +180,8 @@ def attention_fwd(
     if PART == SECOND:  # the output so far is a mean with a sum of 1
         row_max = tl.load(split_max + t * G * R + h, mask=valid, other=float("-inf"))
         row_sum = tl.where(row_max > float("-inf"), 1.0, 0.0)
-        at_row = o + t.to(tl.int64)[:, None] * G * R * D + h[:, None] * D
-        acc = tl.load(at_row + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        at_row = o + t.to(tl.int64)[:, None] * G * R * V + h[:, None] * V
+        acc = tl.load(at_row + e[None, :], mask=valid[:, None] & (e < V)[None, :], other=0.0).to(tl.float32)
         if UPDATE_MASS:
             z_max = tl.load(lse + t * G * R + h, mask=valid, other=float("-inf"))
             z_sum = tl.where(z_max > float("-inf"), 1.0, 0.0)
@@ -198,11 +198,11 @@ def attention_fwd(
         row_sum = row_sum * rescale + tl.sum(w, 1)
         value_weights = w
         if V_GROUP:
-            vs = load_4bit(v, v_scales, page, slot, d[None, :], S, D, V_PAGE, V_GROUP)  # [N, DP]
+            vs = load_4bit(v, v_scales, page, slot, e[None, :], S, V, V_PAGE, V_GROUP)  # [N, VP]
         else:
-            vs = tl.load(v + page * V_PAGE + slot * D + d[None, :], mask=(d < D)[None, :], other=0)
+            vs = tl.load(v + page * V_PAGE + slot * V + e[None, :], mask=(e < V)[None, :], other=0)
             if QUANTIZED:
-                value_weights = w * load_scales(v_scales, page, place, N, S, D, V_PAGE)[None, :]
+                value_weights = w * load_scales(v_scales, page, place, N, S, V, V_PAGE)[None, :]
         acc = tl.dot(value_weights.to(DOT), vs.to(DOT), acc * rescale[:, None], input_precision=PRECISION)
         row_max = new_max
         if UPDATE_MASS:  # noqa: SIM102 (the compiler evaluates the outer condition, the device the inner one)
@@ -223,15 +223,15 @@ def attention_fwd(
         at = ((j * G + g) * num_splits + tl.program_id(2)) * width + tl.arange(0, M)
         tl.store(split_max + at, row_max, mask=valid)
         tl.store(split_sum + at, row_sum, mask=valid)
-        tl.store(split_out + at.to(tl.int64)[:, None] * D + d[None, :], acc, mask=valid[:, None] & (d < D)[None, :])
+        tl.store(split_out + at.to(tl.int64)[:, None] * V + e[None, :], acc, mask=valid[:, None] & (e < V)[None, :])
         if UPDATE_MASS:
             z_at = tl.num_programs(0) * G * num_splits * width + at  # the second half of the buffers
             tl.store(split_max + z_at, z_max, mask=valid)
             tl.store(split_sum + z_at, z_sum, mask=valid)
     else:
         out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-        to = o + t.to(tl.int64)[:, None] * G * R * D + h[:, None] * D + d[None, :]
-        tl.store(to, out.to(o.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
+        to = o + t.to(tl.int64)[:, None] * G * R * V + h[:, None] * V + e[None, :]
+        tl.store(to, out.to(o.dtype.element_ty), mask=valid[:, None] & (e < V)[None, :])
         if PART == FIRST:
             tl.store(split_max + t * G * R + h, row_max + safe_log2(row_sum), mask=valid)
         if UPDATE_MASS:

@@ -158,14 +158,15 @@ class TritonProgram:
         params: AttentionParams,
     ) -> None:
         """Emit a layer's write and attention."""
-        self._shapes.check_attention(qkv, out, heads, params)
+        v_dim = self._shapes.check_attention(qkv, out, heads, params)
         H, G, D = heads
         self._num_queries_per_kv, self._head_dim = H // G, D
         rope = self._pending_ropes.pop(qkv, None)
         params = params.map_tensors(self._to_float32)
 
         def op(s: DeviceStep) -> None:
-            q, k, v = torch.split(s.buffers[qkv].view(-1, H + 2 * G, D), [H, G, G], dim=1)
+            parts = torch.split(s.buffers[qkv], [H * D, G * D, G * v_dim], dim=1)
+            q, k, v = (x.unflatten(1, (n, -1)) for x, n in zip(parts, (H, G, G), strict=True))
             if rope and len(q):
                 q = rotate(q, s.positions, rope)
             if s.before_attention:

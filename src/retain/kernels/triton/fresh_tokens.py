@@ -75,14 +75,15 @@ def write(
         slot_mapping, *slot_mapping.stride(), k, *k.stride()[:2], v, *v.stride()[:2], pos.contiguous(), T,
         pages.k, pages.v, pages.k_scales, pages.v_scales, kv.pos, kv.mass,
         freqs, len(rope.freqs) if rope else 0, rope.attention_factor if rope else 1.0,
-        S=kv.page_size, D=D, DP=triton.next_power_of_2(D), C=C, CP=triton.next_power_of_2(C), T=block_t,
+        S=kv.page_size, D=D, DP=triton.next_power_of_2(D), V=kv.v_dim, VP=triton.next_power_of_2(kv.v_dim),
+        C=C, CP=triton.next_power_of_2(C), T=block_t,
         ROPE=rope is not None, INTERLEAVED=rope is not None and rope.interleaved, **pages.constants,
         num_warps=4 if block_t > 1 else 1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def _write_4bit(kv: KV, slot_mapping: Tensor, x: Tensor, to: Tensor) -> None:
-    """Store x [T, G, D] in slots of `to`, which is kv.k or kv.v. A kernel of its own would save little of a step."""
+    """Store x [T, G, ...] in slots of `to`, which is kv.k or kv.v. A kernel of its own would save little of a step."""
     integers, scales = quantized_slots.quantize_4bit(x)
     to_numbers, to_scales = slots_of(kv, to)
     assert to_scales is not None

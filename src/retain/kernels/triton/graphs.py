@@ -18,7 +18,7 @@ from torch import Tensor
 from retain.kernels.api import KV, Batch, Tables
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.triton import plan
-from retain.kernels.triton.plan import MAX_DECODE_ROWS, AttentionPlan, MassBuffers, TileList
+from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
 from retain.kernels.triton.step import DeviceStep
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -137,7 +137,8 @@ class CUDAGraphRunner:
 
     def run(self, kv: KV, batch: Batch, R: int) -> Tensor | None:
         """Return the logits [T, V], valid until the next step, or None if the step has no graph (yet)."""
-        tables, shape = batch.tables, self._graph_shape(batch, R)
+        tables = batch.tables
+        shape = self._graph_shape(batch, R, plan.max_decode_rows(kv.k_dim))
         if shape is None:
             return None
         tensors = [kv.k, tables.pages, tables.counts, tables.windows, tables.dense]
@@ -159,14 +160,14 @@ class CUDAGraphRunner:
         captured.inputs.fill(batch)
         return captured.replay()[: len(batch.input_ids)]
 
-    def _graph_shape(self, batch: Batch, R: int) -> GraphShape | None:
+    def _graph_shape(self, batch: Batch, R: int, max_rows: int) -> GraphShape | None:
         """Return the shape of the graph that serves a step, or None if the step cannot be a graph."""
         tables = batch.tables
         T, B = len(batch.input_ids), len(tables.rows)
         batch_size = pad_batch_size(B)
         if not B or T % B or batch_size is None or len(batch.logits_indices) != T:
             return None
-        if T // B * R > MAX_DECODE_ROWS or not bool((tables.query_start_loc.diff() == T // B).all()):
+        if T // B * R > max_rows or not bool((tables.query_start_loc.diff() == T // B).all()):
             return None
         L, _, G, n = tables.pages.shape
         max_pages = min(triton.next_power_of_2(tables.max_pages or n), n)

@@ -27,11 +27,11 @@ def load_sums(split_max, split_sum, at, exists):
 
 
 @triton.jit
-def load_outputs(split_out, at, exists, d, D: tl.constexpr):
-    """Return the outputs [ROWS, MAX_SPLITS, DP] of splits."""
+def load_outputs(split_out, at, exists, e, V: tl.constexpr):
+    """Return the outputs [ROWS, MAX_SPLITS, VP] of splits."""
     return tl.load(
-        split_out + at.to(tl.int64)[:, :, None] * D + d[None, None, :],
-        mask=exists[:, :, None] & (d < D)[None, None, :],
+        split_out + at.to(tl.int64)[:, :, None] * V + e[None, None, :],
+        mask=exists[:, :, None] & (e < V)[None, None, :],
         other=0.0,
     )
 
@@ -55,7 +55,7 @@ def merge_splits(
     o, split_max, split_sum, split_out, width, counts, count_row, count_head, tiles, num_splits, lse,
     sinks, temperature, noise,
     demoted_counts, demoted_row, demoted_head, first_demoted,
-    G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, UPDATE_MASS: tl.constexpr, DEMOTED_PAGE_BLOCKS: tl.constexpr,
     SINKS: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
@@ -74,8 +74,8 @@ def merge_splits(
     exists = valid[:, None] & exists
     at = ((j * G + g) * num_splits + s) * width + m[:, None]
     high, sums, factor = load_sums(split_max, split_sum, at, exists)
-    d = tl.arange(0, DP)
-    parts = load_outputs(split_out, at, exists, d, D)
+    e = tl.arange(0, VP)
+    parts = load_outputs(split_out, at, exists, e, V)
     total = tl.sum(sums * factor, 1)
     out = tl.sum(parts * factor[:, :, None], 1)
     if DEMOTED_PAGE_BLOCKS:
@@ -83,7 +83,7 @@ def merge_splits(
         more_exist = valid[:, None] & more_exist
         more_at = ((j * G + g) * num_splits + first_demoted + s) * width + m[:, None]
         more_high, sums, factor = load_sums(split_max, split_sum, more_at, more_exist)
-        parts = load_outputs(split_out, more_at, more_exist, d, D)
+        parts = load_outputs(split_out, more_at, more_exist, e, V)
         high, total, a, b = rescale_sums(high, total, more_high, tl.sum(sums * factor, 1))
         out = out * a[:, None] + tl.sum(parts * factor[:, :, None], 1) * b[:, None]
     if SINKS:
@@ -91,7 +91,7 @@ def merge_splits(
         total = add_sink(high, total, sink)
     out = out / tl.where(total == 0.0, 1.0, total)[:, None]
     at_row = (t * G * R + h).to(tl.int64)
-    tl.store(o + at_row[:, None] * D + d[None, :], out.to(o.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
+    tl.store(o + at_row[:, None] * V + e[None, :], out.to(o.dtype.element_ty), mask=valid[:, None] & (e < V)[None, :])
     if UPDATE_MASS:
         z_at = tl.num_programs(0) * G * num_splits * width
         high, sums, factor = load_sums(split_max, split_sum, z_at + at, exists)

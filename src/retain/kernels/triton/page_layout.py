@@ -36,8 +36,8 @@ def page_args(kv: KV) -> PageArgs:
         "K_PAGE": kv.k.stride(0),
         "V_PAGE": kv.v.stride(0),
         "QUANTIZED": is_quantized,
-        "K_GROUP": group_size(kv.head_dim) if kv.k.dtype == torch.uint8 else 0,
-        "V_GROUP": group_size(kv.head_dim) if kv.v.dtype == torch.uint8 else 0,
+        "K_GROUP": group_size(kv.k_dim) if kv.k.dtype == torch.uint8 else 0,
+        "V_GROUP": group_size(kv.v_dim) if kv.v.dtype == torch.uint8 else 0,
     }
     return PageArgs(kv.k, kv.v, k_scales, v_scales, constants)
 
@@ -47,7 +47,7 @@ def slots_of(kv: KV, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
     Numbers are [P, S, D], scales [P, S]; of 4 bits [P, S, D / 2] and [P, S, D / group].
     """
-    P, S, D = kv.num_pages, kv.page_size, kv.head_dim
+    P, S, D = kv.num_pages, kv.page_size, kv.k_dim if x is kv.k else kv.v_dim
     if kv.dtype not in QUANTIZED_DTYPES:
         return x, None
     width = D // 2 if x.dtype == torch.uint8 else D

@@ -61,9 +61,16 @@ class AttentionPlan:
 
 
 def choose_block_n(kv: KV) -> int:
-    """Return the slots that a kernel loads together: a power of 2 that divides a page, at most 16 KiB of keys."""
+    """Return the slots that a kernel loads together: a power of 2 that divides a page, at most 16 KiB of keys,
+    or the 16 slots that tensor cores need.
+    """
     S = kv.page_size
-    return min(S & -S, 64, 2**14 // (triton.next_power_of_2(kv.head_dim) * kv.dtype.itemsize))
+    return min(S & -S, max(2**14 // (triton.next_power_of_2(kv.k_dim) * kv.dtype.itemsize), 16), 64)
+
+
+def max_decode_rows(D: int) -> int:
+    """Return the query rows that a decode tile has at most. Long rows, of D numbers, fill the memory of a core."""
+    return MAX_DECODE_ROWS if D <= 256 else 16
 
 
 def max_demoted_pages(tables: Tables) -> int:
@@ -80,10 +87,10 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
     max_pages = tables.pages.shape[-1] if tables.max_pages is None else tables.max_pages
     decode: dict[int, list[tuple[int, ...]]] = {}  # by rows of a tile
     prefill, mass_tiles, num_decode_tokens = [], [], 0
-    rows_per_prefill_tile = 128 if D <= 128 and kv.dtype != torch.float32 else 64
+    rows_per_prefill_tile = 16 if D > 256 else 128 if D <= 128 and kv.dtype != torch.float32 else 64
     for b, row in enumerate(rows):
         first, tokens = starts[b], starts[b + 1] - starts[b]
-        if tokens * R <= MAX_DECODE_ROWS:
+        if tokens * R <= max_decode_rows(D):
             decode.setdefault(pad_rows(tokens * R), []).append((b, row, first, tokens, 0, num_decode_tokens))
             num_decode_tokens += tokens
         else:

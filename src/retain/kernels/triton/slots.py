@@ -32,11 +32,12 @@ def store_int8(x, to, scales, mask, valid):
 def write(
     slots, slot_head, slot_token, k, k_token, k_head, v, v_token, v_head, pos, tokens,
     to_k, to_v, k_scales, v_scales, to_pos, mass, freqs, n, attention_factor,
-    S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, T: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    C: tl.constexpr, CP: tl.constexpr, T: tl.constexpr,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
     QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Write T of the fresh tokens k, v [T, G, D] into one head's slots; rotate the keys if ROPE.
+    """Write T of the fresh tokens k [T, G, D] and v [T, G, V] into one head's slots; rotate the keys if ROPE.
 
     K and V of 4 bits are written before.
     """
@@ -46,18 +47,22 @@ def write(
     p = tl.load(pos + t, mask=valid, other=-1)
     d = tl.arange(0, DP)[None, :]
     mask = valid[:, None] & (d < D)
+    e = tl.arange(0, VP)[None, :]
+    value_mask = valid[:, None] & (e < V)
     from_k, from_v = k + t[:, None] * k_token + g * k_head, v + t[:, None] * v_token + g * v_head
     page, place = slot // S, slot % S
-    at_k, at_v = (page * K_PAGE + place * D)[:, None], (page * V_PAGE + place * D)[:, None]
+    at_k, at_v = (page * K_PAGE + place * D)[:, None], (page * V_PAGE + place * V)[:, None]
     if QUANTIZED:
-        at_scale = page * (K_PAGE // 2) + S * D // 2 + place
         if K_GROUP == 0:
+            at_scale = page * (K_PAGE // 2) + S * D // 2 + place
             store_int8(tl.load(from_k + d, mask=mask, other=0.0), to_k + at_k + d, k_scales + at_scale, mask, valid)
         if V_GROUP == 0:
-            store_int8(tl.load(from_v + d, mask=mask, other=0.0), to_v + at_v + d, v_scales + at_scale, mask, valid)
+            at_scale = page * (V_PAGE // 2) + S * V // 2 + place
+            values = tl.load(from_v + e, mask=value_mask, other=0.0)
+            store_int8(values, to_v + at_v + e, v_scales + at_scale, value_mask, valid)
     else:
-        value = tl.load(from_v + d, mask=mask)
-        tl.store(to_v + at_v + d, value.to(to_v.dtype.element_ty), mask=mask)
+        value = tl.load(from_v + e, mask=value_mask)
+        tl.store(to_v + at_v + e, value.to(to_v.dtype.element_ty), mask=value_mask)
         apply_rope(from_k, to_k + at_k, d, mask, p[:, None], freqs, n, attention_factor, INTERLEAVED, ROPE)
     c = tl.arange(0, CP)[None, :]
     zeros = tl.zeros((T, CP), tl.float32)

@@ -37,8 +37,9 @@ class PageStore:
         Its positions and masses are allocated at the first call.
         """
         if dtype not in self.others:
-            num_slots = slots_in_page(self.page_size, self.kv.head_dim, self.kv.dtype, dtype)
-            kv = self.backend.reinterpret(self.kv, dtype, num_slots)
+            own = self.kv
+            num_slots = slots_in_page(self.page_size, own.k_dim, own.dtype, dtype, v_dim=own.v_dim)
+            kv = self.backend.reinterpret(own, dtype, num_slots)
             self.others[dtype] = PageStore(self.pool, kv, self.backend, self.page_bytes, 1 + len(self.others))
         return self.others[dtype]
 

@@ -208,7 +208,7 @@ class Offloader:
 
     def scratch_buffer(self, num_pages: int) -> Floats:
         """Return float32 memory for the keys of one head's pages. It is reused by the next call."""
-        size = num_pages * self.kv.page_size * self.kv.head_dim
+        size = num_pages * self.kv.page_size * self.kv.k_dim
         if size > len(self._scratch):
             self._scratch = np.empty(size, np.float32)
         return self._scratch

@@ -18,14 +18,14 @@ static void clear(float* partials, int rows, int D) {
 
 // The sum of a row's softmax: that of its slots, and the sink logit of its query head.
 static float softmax_sum(const AttentionArgs& args, const float* partial, int head) {
-  const float sum = partial_sum(partial, args.kv.D);
+  const float sum = partial_sum(partial, args.kv.v_dim);
   if (!args.params.sink_logits) return sum;
-  return sum + std::exp(args.params.sink_logits[head] - partial_max(partial, args.kv.D));
+  return sum + std::exp(args.params.sink_logits[head] - partial_max(partial, args.kv.v_dim));
 }
 
 // Divides by the softmax sum and stores the rows. A row without a visible slot is 0.
 static void store_output(const AttentionArgs& args, const QueryTile& tile, float* partials) {
-  const int D = args.kv.D;
+  const int D = args.kv.v_dim;
   const int64_t H = int64_t(args.tables.G) * args.R, first = args.tables.query_start_loc[tile.b];
   for (int i = tile.begin; i < tile.end; ++i, partials += partial_size(D)) {
     const int head = tile.g * args.R + i % args.R;
@@ -44,7 +44,7 @@ static void store_output(const AttentionArgs& args, const QueryTile& tile, float
 
 // Sets the output to 0 for fresh tokens before the first request and after the last.
 static void clear_padding(const AttentionArgs& args) {
-  const size_t token = size_t(args.tables.G) * args.R * args.kv.D * element_size(args.q.dtype);
+  const size_t token = size_t(args.tables.G) * args.R * args.kv.v_dim * element_size(args.q.dtype);
   const int32_t begin = args.tables.query_start_loc[0], end = args.tables.query_start_loc[args.tables.B];
   memset(args.o, 0, begin * token);
   memset(static_cast<char*>(args.o) + end * token, 0, (args.T - end) * token);
@@ -66,7 +66,7 @@ static void run_job(const AttentionArgs& args, AttentionWorkspace& work, const A
   alignas(64) float scratch[SCRATCH_FLOATS], total[MAX_TILE_ROWS * MAX_PARTIAL], partials[MAX_TILE_ROWS * MAX_PARTIAL];
   const IsaKernels& isa = selected_isa();
   const QueryTile& tile = work.plan.tiles[job.tile];
-  const int D = args.kv.D, blocks = num_blocks(args, tile), job_blocks = job.end - job.begin;
+  const int D = args.kv.v_dim, blocks = num_blocks(args, tile), job_blocks = job.end - job.begin;
   const int own_blocks = num_blocks(args.kv, args.tables, tile);
   const AttentionArgs demoted = args.demoted();
   const bool is_scored = work.mass.is_scored(job.tile);

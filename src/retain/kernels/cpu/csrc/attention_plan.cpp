@@ -51,7 +51,7 @@ void AttentionPlan::build(const AttentionArgs& args, int threads) {
         tiles.push_back({b, g, std::max(0, end - tile_rows), end});
         const QueryTile& tile = tiles.back();
         if (tables.num_fresh(b) <= MAX_SPLIT_TOKENS) split_blocks += num_blocks(args, tile);
-        multiply_adds += 2.0 * tile.num_rows() * tables.num_pages(b, g) * args.kv.S * args.kv.D;
+        multiply_adds += double(tile.num_rows()) * tables.num_pages(b, g) * args.kv.S * (args.kv.k_dim + args.kv.v_dim);
       }
     }
   }
@@ -68,7 +68,7 @@ void AttentionPlan::build(const AttentionArgs& args, int threads) {
     }
     for (int first = 0; first < blocks; first += job_blocks)
       split_jobs.push_back({i, first, std::min(blocks, first + job_blocks)});
-    num_partial_floats += int64_t(blocks) * tile.num_rows() * partial_size(args.kv.D);
+    num_partial_floats += int64_t(blocks) * tile.num_rows() * partial_size(args.kv.v_dim);
   }
   jobs.insert(jobs.end(), split_jobs.begin(), split_jobs.end());
 }

@@ -110,7 +110,7 @@ template <class Q, class T>
 void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* memory, Queries<T>& queries) {
   T* rows = reinterpret_cast<T*>(memory);
   queries.rows = rows;
-  const int D = args.kv.D, first = args.tables.query_start_loc[tile.b];
+  const int D = args.kv.k_dim, first = args.tables.query_start_loc[tile.b];
   for (int i = tile.begin; i < tile.end; ++i, rows += D) {
     const Q* q = static_cast<const Q*>(args.q.data) + (first + i / args.R) * args.q.token_stride +
                  (tile.g * args.R + i % args.R) * args.q.head_stride;
@@ -211,7 +211,7 @@ template <class Page>
 bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int block, float* scratch, float* partials,
                       const MassBuffers* mass) {
   using T = Weight<Page>;
-  const int S = args.kv.S, D = args.kv.D, rows = tile.num_rows();
+  const int S = args.kv.S, D = args.kv.v_dim, rows = tile.num_rows();
   const int32_t* p = args.q_pos + args.tables.query_start_loc[tile.b];
   int32_t low = INT32_MAX, high = INT32_MIN;
   for (int i = tile.begin / args.R; i <= (tile.end - 1) / args.R; ++i) {
@@ -252,7 +252,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   float* x = scratch;  // [rows, SCORE_STRIDE]
   const QueriesOf<Page>& q = queries_in<Page>(scratch);
   const Pool& kv = args.kv;
-  VisiblePages<Page> pages = {n, S, D, kv.page_bytes(kv.key_width()), kv.page_bytes(kv.value_width()), {}, {}, {}};
+  VisiblePages<Page> pages = {n, S, kv.k_dim, D, kv.key_bytes(), kv.value_bytes(), {}, {}, {}};
   for (int j = 0; j < n; ++j) {
     pages.keys[j] = static_cast<const Page*>(args.kv.key_page(page[j]));
     pages.values[j] = static_cast<const Page*>(args.kv.value_page(page[j]));

@@ -28,10 +28,10 @@ static void bind_structs(nb::module_& m) {
   nb::class_<Pool>(m, "Pool")
       .def("__init__", [](Pool* p) { new (p) Pool{}; })  // without memory
       .def("__init__",
-           [](Pool* p, Address k, Address v, Address pos, Address mass, int64_t num_pages, int S, int D,
-              int mass_columns, int dtype, int64_t key_stride, int64_t value_stride) {
-             new (p) Pool{ptr<void>(k), ptr<void>(v), ptr<int32_t>(pos), ptr<float>(mass), num_pages, S, D,
-                          mass_columns, DType(dtype), key_stride, value_stride};
+           [](Pool* p, Address k, Address v, Address pos, Address mass, int64_t num_pages, int S, int k_dim,
+              int v_dim, int mass_columns, int dtype, int64_t key_stride, int64_t value_stride) {
+             new (p) Pool{ptr<void>(k), ptr<void>(v), ptr<int32_t>(pos), ptr<float>(mass), num_pages, S, k_dim,
+                          v_dim, mass_columns, DType(dtype), key_stride, value_stride};
            });
   nb::class_<AttentionScoring>(m, "AttentionScoring")
       .def(nb::init<>())  // without weights: no mass changes
@@ -92,9 +92,8 @@ static void bind_program(nb::module_& m) {
            [](Program& p, int buffer, Address factors, int n) { p.scale(buffer, ptr<float>(factors), n); })
       .def("rope", &Program::rope)
       .def("attend",
-           [](Program& p, int qkv, int out, int layer, int H, int G, int D, const AttentionParams& params) {
-             p.attend(qkv, out, layer, {H, G, D}, params);
-           })
+           [](Program& p, int qkv, int out, int layer, int H, int G, int k_dim, int v_dim,
+              const AttentionParams& params) { p.attend(qkv, out, layer, {H, G, k_dim, v_dim}, params); })
       .def("gather_rows", &Program::gather_rows)
       .def("buffer_address",
            [](const Program& p, int buffer) { return reinterpret_cast<Address>(p.buffer_address(buffer)); })

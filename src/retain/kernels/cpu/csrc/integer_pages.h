@@ -48,7 +48,7 @@ struct Queries<uint8_t> {
   IntegerRows rows;
   float scale[MAX_TILE_ROWS];
   // Minus what slots hold too much, times the query: of all dimensions for 8 bits, of each group for 4 bits.
-  int32_t excess[MAX_TILE_ROWS][MAX_HEAD_DIM / 8];
+  int32_t excess[MAX_TILE_ROWS][MAX_K_DIM / 8];
 };
 
 // Computes scores [rows, SCORE_STRIDE].
@@ -58,13 +58,13 @@ INLINE void score_integer_pages(const VisiblePages<Page>& p, const Queries<uint8
   constexpr int VALUE_BITS = std::is_same_v<Page, K8V4> ? 4 : 8;
   for (int j = 0; j < p.n; ++j) {
     const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]);
-    const bf16* scales = slot_scales(p.keys[j], p.S, p.D);
+    const bf16* scales = slot_scales(p.keys[j], p.S, p.k_dim);
     for_blocks<MOST_ROWS, MOST_VECTORS>(rows, p.S, [&](int first, auto num_rows, int s, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       I sums[ROWS][VECTORS];
       EACH(r, ROWS) EACH(v, VECTORS) sums[r][v] = splat(q.excess[first + r][0]);
       const int8_t* queries = q.rows.data + first * q.rows.stride;
-      add_products<VECTORS * WIDTH * VALUE_BITS / 128>(sums, queries, q.rows.stride, keys + 4 * s, p.D, p.S,
+      add_products<VECTORS * WIDTH * VALUE_BITS / 128>(sums, queries, q.rows.stride, keys + 4 * s, p.k_dim, p.S,
                                                         prefetcher);
       float* to = scores + first * SCORE_STRIDE + j * p.S + s;
       EACH(v, VECTORS) {
@@ -90,15 +90,15 @@ INLINE void score_pages(const VisiblePages<K8V4>& p, const Queries<uint8_t>& q, 
 // i and i + half of the queries.
 INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& q, int rows, float* scores,
                         Prefetcher<Nibbles>& prefetcher) {
-  const int group = slot_group(p.D), half = group / 2;
+  const int group = slot_group(p.k_dim), half = group / 2;
   for (int j = 0; j < p.n; ++j) {
     const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.keys[j]);
-    const bf16* scales = slot_scales(p.keys[j], p.S, p.D / 2);
+    const bf16* scales = slot_scales(p.keys[j], p.S, p.k_dim / 2);
     auto block = [&](int first, auto num_rows, int s, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       float* to = scores + first * SCORE_STRIDE + j * p.S + s;
       F totals[ROWS][VECTORS] = {};
-      for (int g = 0; g * group < p.D; ++g) {
+      for (int g = 0; g * group < p.k_dim; ++g) {
         I sums[ROWS][VECTORS];
         EACH(r, ROWS) EACH(v, VECTORS) sums[r][v] = splat(q.excess[first + r][g]);
         const int8_t* queries = q.rows.data + first * q.rows.stride + g * group;
@@ -189,12 +189,12 @@ INLINE void store_sums(float* to, F x, int left) {
   left < WIDTH ? (void)memcpy(to, &x, left * sizeof(float)) : store<WIDTH>(to, x);
 }
 
-// Computes sums of values, in rows of partial_size(D).
+// Computes sums of values, in rows of partial_size(v_dim).
 INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, float* sums,
                        Prefetcher<uint8_t>& prefetcher) {
   IntegerWeights w(scores);
-  w.round(p, scores, rows, p.D, 0, 1, prefetcher);
-  for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.D, [&](int first, auto num_rows, int d, auto vectors) {
+  w.round(p, scores, rows, p.v_dim, 0, 1, prefetcher);
+  for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.v_dim, [&](int first, auto num_rows, int d, auto vectors) {
     constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
     const int8_t* weights = w.integers + first * w.stride;
     const float(*scale)[MAX_TILE_ROWS] = w.scales;
@@ -202,16 +202,16 @@ INLINE void sum_values(const VisiblePages<uint8_t>& p, float* scores, int rows, 
     EACH(r, ROWS) EACH(v, VECTORS) totals[r][v] = splat(-128 * w.offset[first + r]);
     for (int j = 0; j < p.n; ++j) {
       const uint8_t* values = reinterpret_cast<const uint8_t*>(p.values[j]) + 4 * d;
-      for (int left = p.S, n; left; left -= n, weights += n, values += n * p.D, ++scale) {
+      for (int left = p.S, n; left; left -= n, weights += n, values += n * p.v_dim, ++scale) {
         n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
         I products[ROWS][VECTORS] = {};
-        add_products<VECTORS * WIDTH / 16>(products, weights, w.stride, values, n, p.D, prefetcher);
+        add_products<VECTORS * WIDTH / 16>(products, weights, w.stride, values, n, p.v_dim, prefetcher);
         EACH(r, ROWS) EACH(v, VECTORS)
           totals[r][v] += __builtin_convertvector(products[r][v], F) * (*scale)[first + r];
       }
     }
     EACH(r, ROWS) EACH(v, VECTORS)
-      store_sums(sums + (first + r) * partial_size(p.D) + d + v * WIDTH, totals[r][v], p.D - d - v * WIDTH);
+      store_sums(sums + (first + r) * partial_size(p.v_dim) + d + v * WIDTH, totals[r][v], p.v_dim - d - v * WIDTH);
   });
 }
 
@@ -221,9 +221,9 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
                               Prefetcher<Page>& prefetcher) {
   IntegerWeights w(scores);
   constexpr int KEY_BITS = std::is_same_v<Page, K8V4> ? 8 : 4;
-  const int group = slot_group(p.D), half = group / 2;
-  for (int g = 0; g * group < p.D; ++g) {
-    w.round(p, scores, rows, p.D / 2, g, p.D / group, prefetcher);
+  const int group = slot_group(p.v_dim), half = group / 2;
+  for (int g = 0; g * group < p.v_dim; ++g) {
+    w.round(p, scores, rows, p.v_dim / 2, g, p.v_dim / group, prefetcher);
     for_blocks<MOST_ROWS_WITH_HALF, MOST_VECTORS / 2>(rows, half, [&](int first, auto num_rows, int c, auto vectors) {
       constexpr int ROWS = decltype(num_rows)::value, VECTORS = decltype(vectors)::value;
       const int8_t* weights = w.integers + first * w.stride;
@@ -232,10 +232,10 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
       EACH(r, ROWS) EACH(v, VECTORS) low_totals[r][v] = high_totals[r][v] = splat(-8 * w.offset[first + r]);
       for (int j = 0; j < p.n; ++j) {
         const uint8_t* values = reinterpret_cast<const uint8_t*>(p.values[j]) + 4 * (g * half + c);
-        for (int left = p.S, n; left; left -= n, weights += n, values += n * p.D / 2, ++scale) {
+        for (int left = p.S, n; left; left -= n, weights += n, values += n * p.v_dim / 2, ++scale) {
           n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
           I low[ROWS][VECTORS] = {}, high[ROWS][VECTORS] = {};
-          add_nibble_products<VECTORS * WIDTH * KEY_BITS / 64>(low, high, weights, w.stride, 0, values, n, p.D / 2,
+          add_nibble_products<VECTORS * WIDTH * KEY_BITS / 64>(low, high, weights, w.stride, 0, values, n, p.v_dim / 2,
                                                                prefetcher);
           EACH(r, ROWS) EACH(v, VECTORS) {
             low_totals[r][v] += __builtin_convertvector(low[r][v], F) * (*scale)[first + r];
@@ -244,7 +244,7 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
         }
       }
       EACH(r, ROWS) EACH(v, VECTORS) {
-        float* to = sums + (first + r) * partial_size(p.D) + g * group + c + v * WIDTH;
+        float* to = sums + (first + r) * partial_size(p.v_dim) + g * group + c + v * WIDTH;
         store_sums(to, low_totals[r][v], half - c - v * WIDTH);
         store_sums(to + half, high_totals[r][v], half - c - v * WIDTH);
       }
@@ -265,10 +265,10 @@ INLINE void sum_values(const VisiblePages<Nibbles>& p, float* scores, int rows, 
 // Rounds the queries of a tile, scaled and rotated, into `memory`.
 template <class Q>
 INLINE void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* memory, Queries<uint8_t>& q) {
-  const int D = args.kv.D, padded = (D + WIDTH - 1) / WIDTH * WIDTH, first = args.tables.query_start_loc[tile.b];
+  const int D = args.kv.k_dim, padded = (D + WIDTH - 1) / WIDTH * WIDTH, first = args.tables.query_start_loc[tile.b];
   const int group = args.kv.dtype == DType::int4 ? slot_group(D) : D, excess = args.kv.dtype == DType::int4 ? 8 : 128;
   q.rows = {reinterpret_cast<int8_t*>(memory), padded};
-  alignas(64) float row[MAX_HEAD_DIM + WIDTH] = {};
+  alignas(64) float row[MAX_K_DIM + WIDTH] = {};
   for (int i = tile.begin, r = 0; i < tile.end; ++i, ++r) {
     const Q* from = static_cast<const Q*>(args.q.data) + (first + i / args.R) * args.q.token_stride +
                     (tile.g * args.R + i % args.R) * args.q.head_stride;

@@ -44,12 +44,13 @@ void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuf
 template <class From>
 static void write_rows(const WriteArgs& w, int g, int begin, int end) {
   const Pool& kv = w.kv;
-  float k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
+  float k[MAX_K_DIM], v[MAX_V_DIM];
   for (int t = begin; t < end; ++t) {
     const int32_t slot = w.slots[g * w.slot_head_stride + t * w.slot_token_stride];
     const From* from_k = static_cast<const From*>(w.k.data) + t * w.k.token_stride + g * w.k.head_stride;
     const From* from_v = static_cast<const From*>(w.v.data) + t * w.v.token_stride + g * w.v.head_stride;
-    for (int d = 0; d < kv.D; ++d) k[d] = to_float(from_k[d]), v[d] = to_float(from_v[d]);
+    for (int d = 0; d < kv.k_dim; ++d) k[d] = to_float(from_k[d]);
+    for (int d = 0; d < kv.v_dim; ++d) v[d] = to_float(from_v[d]);
     write_token(kv, slot, k, v, w.pos[t]);
     for (int c = 0; c < kv.mass_columns; ++c) kv.mass_page(slot / kv.S)[c * kv.S + slot % kv.S] = 0;
   }
@@ -60,11 +61,11 @@ void write(const WriteArgs& w, int g, int begin, int end) {
 }
 
 void read_slots(const Pool& kv, const int64_t* slots, int64_t n, float* k, float* v) {
-  for (int64_t i = 0; i < n; ++i) read_token(kv, slots[i], k + i * kv.D, v + i * kv.D);
+  for (int64_t i = 0; i < n; ++i) read_token(kv, slots[i], k + i * kv.k_dim, v + i * kv.v_dim);
 }
 
 void requantize(const RequantizeArgs& r, int64_t begin, int64_t end) {
-  float k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
+  float k[MAX_K_DIM], v[MAX_V_DIM];
   for (int64_t i = begin; i < end; ++i) {
     const int64_t src = r.src[i], dst = r.dst[i];
     read_token(r.kv, src, k, v);

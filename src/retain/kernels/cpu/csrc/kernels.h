@@ -84,7 +84,7 @@ void attend(const AttentionArgs&, AttentionWorkspace&, ThreadTeam::Member&);
 
 void attend(const AttentionArgs&);
 void write(const WriteArgs&);
-// Reads K and V of n slots, both [n, D].
+// Reads K [n, k_dim] and V [n, v_dim] of n slots.
 void read_slots(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);
 void requantize(const RequantizeArgs&);
 void copy(const Pool&, const int64_t* src, const int64_t* dst, int64_t n);

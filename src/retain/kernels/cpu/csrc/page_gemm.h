@@ -12,7 +12,7 @@ constexpr int MAX_PREFETCH_ROWS = 12;            // more rows of tiles hide the 
 // The n pages of a block that have a visible slot, and for each a page of keys that is read later.
 template <class T>
 struct VisiblePages {
-  int n, S, D;
+  int n, S, k_dim, v_dim;
   int64_t key_bytes, value_bytes;  // of a page, scales included
   const T* keys[MAX_BLOCK_PAGES];
   const T* values[MAX_BLOCK_PAGES];
@@ -24,26 +24,26 @@ struct VisiblePages {
 // Rows of attention are at most one strip (`max_tile_rows` in isa.cpp).
 INLINE bool score_by_tiles(const VisiblePages<bf16>& p, const bf16* q, int rows, float* scores,
                            Prefetcher<bf16>& prefetcher) {
-  if (rows < MIN_TILE_PRODUCT || p.D % TILE_DEPTH) return false;
+  if (rows < MIN_TILE_PRODUCT || p.k_dim % TILE_DEPTH) return false;
   for (int j = 0; j < p.n && rows <= MAX_PREFETCH_ROWS; ++j) prefetcher.prefetch(int(p.value_bytes / 64));
   Tiles tiles;
   const TileStrip strip(rows);
   configure_bfloat16(tiles, strip);
   for (int j = 0; j < p.n; ++j) {
     const TileOperands part = {q, p.keys[j]};
-    tile_gemm(tiles, strip, {&part, 1, p.D, p.D, 2 * p.S, 2 * TILE_ROWS, scores + j * p.S, SCORE_STRIDE}, p.S);
+    tile_gemm(tiles, strip, {&part, 1, p.k_dim, p.k_dim, 2 * p.S, 2 * TILE_ROWS, scores + j * p.S, SCORE_STRIDE}, p.S);
   }
   return true;
 }
 
 INLINE bool sum_by_tiles(const VisiblePages<bf16>& p, const bf16* weights, ptrdiff_t stride, int rows, float* sums) {
-  if (rows < MIN_TILE_PRODUCT || p.S % TILE_DEPTH || p.D % TILE_ROWS) return false;
+  if (rows < MIN_TILE_PRODUCT || p.S % TILE_DEPTH || p.v_dim % TILE_ROWS) return false;
   TileOperands parts[MAX_BLOCK_PAGES];
   for (int j = 0; j < p.n; ++j) parts[j] = {weights + j * p.S, p.values[j]};
   Tiles tiles;
   const TileStrip strip(rows);
   configure_bfloat16(tiles, strip);
-  tile_gemm(tiles, strip, {parts, p.n, p.S, stride, 2 * p.D, 2 * TILE_ROWS, sums, partial_size(p.D)}, p.D);
+  tile_gemm(tiles, strip, {parts, p.n, p.S, stride, 2 * p.v_dim, 2 * TILE_ROWS, sums, partial_size(p.v_dim)}, p.v_dim);
   return true;
 }
 
@@ -67,11 +67,11 @@ INLINE void score_pages(const VisiblePages<T>& p, const Queries<T>& queries, int
   if (score_by_tiles(p, q, rows, scores, prefetcher)) return;
 #endif
   for (int j = 0; j < p.n; ++j)
-    gemm<T>({q, p.D, p.keys[j], INTERLEAVE<T> * p.S, p.D, scores + j * p.S, SCORE_STRIDE, false, &prefetcher}, rows,
+    gemm<T>({q, p.k_dim, p.keys[j], INTERLEAVE<T> * p.S, p.k_dim, scores + j * p.S, SCORE_STRIDE, false, &prefetcher}, rows,
             p.S);
 }
 
-// Computes sums of values, in rows of partial_size(D). Each row of scores begins with its weights, of type T.
+// Computes sums of values, in rows of partial_size(v_dim). Each row of scores begins with its weights, of type T.
 template <class T>
 INLINE void sum_values(const VisiblePages<T>& p, const float* scores, int rows, float* sums,
                        Prefetcher<T>& prefetcher) {
@@ -81,9 +81,9 @@ INLINE void sum_values(const VisiblePages<T>& p, const float* scores, int rows, 
   if (sum_by_tiles(p, weights, stride, rows, sums)) return;
 #endif
   for (int j = 0; j < p.n; ++j)
-    gemm<T>({weights + j * p.S, stride, p.values[j], INTERLEAVE<T> * p.D, p.S, sums, partial_size(p.D), j > 0,
+    gemm<T>({weights + j * p.S, stride, p.values[j], INTERLEAVE<T> * p.v_dim, p.S, sums, partial_size(p.v_dim), j > 0,
              &prefetcher},
-            rows, p.D);
+            rows, p.v_dim);
 }
 
 }  // namespace retain::RETAIN_ISA

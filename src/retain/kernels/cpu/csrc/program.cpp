@@ -155,7 +155,7 @@ struct Program::AttentionOp {
 
   AttentionArgs attention_args(const StepState& state) const {
     const StepArgs& s = state.step;
-    const StridedRows q = {state.data(qkv), state.width(qkv), layout.D, DType::float32};
+    const StridedRows q = {state.data(qkv), state.width(qkv), layout.k_dim, DType::float32};
     AttentionScoring scoring = s.scoring;
     scoring.layer = layer;
     return {s.kv, s.tables.for_layer(layer), s.demoted_kv, s.demoted_tables.for_layer(layer), q, state.data(out), s.pos,
@@ -165,9 +165,9 @@ struct Program::AttentionOp {
   WriteArgs write_args(const StepState& state) const {
     const StepArgs& s = state.step;
     const int64_t width = state.width(qkv);
-    const float* k = state.data(qkv) + layout.H * layout.D;
-    const StridedRows keys = {k, width, layout.D, DType::float32};
-    const StridedRows values = {k + layout.G * layout.D, width, layout.D, DType::float32};
+    const float* k = state.data(qkv) + layout.H * layout.k_dim;
+    const StridedRows keys = {k, width, layout.k_dim, DType::float32};
+    const StridedRows values = {k + layout.G * layout.k_dim, width, layout.v_dim, DType::float32};
     return {s.kv, keys, values, s.slots + layer * s.slot_layer_stride, s.slot_head_stride, s.slot_token_stride, s.pos,
             s.T, layout.G};
   }
@@ -186,8 +186,8 @@ struct Program::AttentionOp {
 
   void subtract_offset(const StepState& state, int begin, int end) const {
     for (int t = begin; t < end; ++t) {
-      float* const k = state.data(qkv) + int64_t(t) * state.width(qkv) + layout.H * layout.D;
-      for (int i = 0; i < layout.G * layout.D; ++i) k[i] -= params.key_offset[i];
+      float* const k = state.data(qkv) + int64_t(t) * state.width(qkv) + layout.H * layout.k_dim;
+      for (int i = 0; i < layout.G * layout.k_dim; ++i) k[i] -= params.key_offset[i];
     }
   }
 

@@ -25,9 +25,9 @@ struct StepArgs {
   AttentionScoring scoring;
 };
 
-// The layout of a row of q, k and v: H heads of q, G of k, G of v, each of D numbers.
+// The layout of a row of q, k and v: H heads of q and G of k, each of k_dim numbers, and G of v, each of v_dim.
 struct QkvLayout {
-  int H, G, D;
+  int H, G, k_dim, v_dim;
 };
 
 class Program {

@@ -9,27 +9,28 @@ namespace retain::RETAIN_ISA {
 // A key is strided by S in its page, a value is contiguous. Dimensions of K, and slots of V, may be interleaved.
 template <class To>
 INLINE void write_slot(const Pool& kv, int64_t page, int64_t offset, const float* k, const float* v) {
-  const int S = kv.S, D = kv.D;
+  const int S = kv.S, D = kv.v_dim;
   constexpr int P = INTERLEAVE<To>;
   To* to_k = static_cast<To*>(kv.key_page(page)) + P * offset;
   To* to_v = static_cast<To*>(kv.value_page(page)) + offset / P * P * D + offset % P;
-  for (int d = 0; d < D; ++d) from_float(k[d], to_k[d / P * P * S + d % P]);
+  for (int d = 0; d < kv.k_dim; ++d) from_float(k[d], to_k[d / P * P * S + d % P]);
   for (int d = 0; d < D; ++d) from_float(v[d], to_v[P * d]);
 }
 
 INLINE void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, float* k, const float* v) {
-  const int S = kv.S, D = kv.D, group = slot_group(D), key_width = kv.key_width(), value_width = kv.value_width();
-  int8_t bytes[MAX_HEAD_DIM + WIDTH];
-  auto round = [&](const float* x, int width, uint16_t* scales) {
+  const int S = kv.S, key_width = kv.key_width(), value_width = kv.value_width();
+  int8_t bytes[MAX_K_DIM + WIDTH];
+  auto round = [&](const float* x, int D, int width, uint16_t* scales) {
+    const int group = slot_group(D);
     if (width == D) scales[offset] = round_to_bytes(x, D, bytes);
     for (int d = 0; d < D && width < D; d += group)
       scales[d / group * S + offset] = round_to_nibbles(x + d, group, bytes + d / 2);
   };
-  rotate(k, D);
-  round(k, key_width, kv.key_scales(page));
+  rotate(k, kv.k_dim);
+  round(k, kv.k_dim, key_width, kv.key_scales(page));
   uint8_t* const keys = static_cast<uint8_t*>(kv.key_page(page)) + 4 * offset;
   for (int d = 0; d < key_width; d += 4) memcpy(keys + d * S, bytes + d, 4);
-  round(v, value_width, kv.value_scales(page));
+  round(v, kv.v_dim, value_width, kv.value_scales(page));
   uint8_t* const values = static_cast<uint8_t*>(kv.value_page(page)) + offset / 4 * 4 * value_width + offset % 4;
   for (int d = 0; d < value_width; ++d) values[4 * d] = bytes[d];
 }
@@ -47,19 +48,20 @@ INLINE void write_token(const Pool& kv, int64_t slot, float* k, const float* v, 
 
 template <class From>
 INLINE void read_slot(const Pool& kv, int64_t page, int64_t offset, float* k, float* v) {
-  const int S = kv.S, D = kv.D;
+  const int S = kv.S, D = kv.v_dim;
   constexpr int P = INTERLEAVE<From>;
   const From* from_k = static_cast<const From*>(kv.key_page(page)) + P * offset;
   const From* from_v = static_cast<const From*>(kv.value_page(page)) + offset / P * P * D + offset % P;
-  for (int d = 0; d < D; d += P)
+  for (int d = 0; d < kv.k_dim; d += P)
     for (int i = 0; i < P; ++i) k[d + i] = to_float(from_k[d * S + i]);
   for (int d = 0; d < D; ++d) v[d] = to_float(from_v[P * d]);
 }
 
 INLINE void read_quantized_slot(const Pool& kv, int64_t page, int64_t offset, float* k, float* v) {
-  const int S = kv.S, D = kv.D, half = slot_group(D) / 2, key_width = kv.key_width(), value_width = kv.value_width();
-  uint8_t bytes[MAX_HEAD_DIM];
-  auto dequantize = [&](int width, const uint16_t* scales, float* x) {
+  const int S = kv.S, key_width = kv.key_width(), value_width = kv.value_width();
+  uint8_t bytes[MAX_K_DIM];
+  auto dequantize = [&](int D, int width, const uint16_t* scales, float* x) {
+    const int half = slot_group(D) / 2;
     const float scale = bf16_to_float(scales[offset]);
     for (int d = 0; d < D && width == D; ++d) x[d] = scale * (bytes[d] - 128);
     for (int d = 0; d < width && width < D; d += half) {
@@ -72,12 +74,12 @@ INLINE void read_quantized_slot(const Pool& kv, int64_t page, int64_t offset, fl
   };
   const uint8_t* const keys = static_cast<const uint8_t*>(kv.key_page(page)) + 4 * offset;
   for (int d = 0; d < key_width; d += 4) memcpy(bytes + d, keys + d * S, 4);
-  dequantize(key_width, kv.key_scales(page), k);
-  rotate(k, D);
+  dequantize(kv.k_dim, key_width, kv.key_scales(page), k);
+  rotate(k, kv.k_dim);
   const uint8_t* const values =
       static_cast<const uint8_t*>(kv.value_page(page)) + offset / 4 * 4 * value_width + offset % 4;
   for (int d = 0; d < value_width; ++d) bytes[d] = values[4 * d];
-  dequantize(value_width, kv.value_scales(page), v);
+  dequantize(kv.v_dim, value_width, kv.value_scales(page), v);
 }
 
 INLINE void read_token(const Pool& kv, int64_t slot, float* k, float* v) {

@@ -54,17 +54,17 @@ INLINE void rotate_short_block(float* x, int n, float factor) {
 
 // Transforms D numbers as `rotate` does.
 INLINE void rotate(float* x, int D) {
-  static_assert(MAX_HEAD_DIM <= 256, "a block has at most 2^8 numbers");
+  static_assert(MAX_K_DIM < 1024, "a block has at most 2^9 numbers");
   const int block = D & -D;
   const float factor = float(1 / __builtin_sqrt(block));
   for (float* y = x; y < x + D; y += block) {
     switch (block / WIDTH) {
       case 0: rotate_short_block(y, block, factor); break;
-#define CASE(n)                                                          \
-  case n:                                                                \
-    if constexpr (n * WIDTH <= MAX_HEAD_DIM) rotate_block<n>(y, factor); \
+#define CASE(n)                                                       \
+  case n:                                                             \
+    if constexpr (n * WIDTH <= MAX_K_DIM) rotate_block<n>(y, factor); \
     break;
-        CASE(1) CASE(2) CASE(4) CASE(8) CASE(16) CASE(32) CASE(64)
+        CASE(1) CASE(2) CASE(4) CASE(8) CASE(16) CASE(32) CASE(64) CASE(128)
 #undef CASE
     }
   }

@@ -23,7 +23,7 @@ void write(const WriteArgs& w) {
   check(w);
   const IsaKernels& isa = selected_isa();
   const int chunks = (w.T + CHUNK - 1) / CHUNK;
-#pragma omp parallel for schedule(dynamic) if (int64_t(w.T) * w.G * w.kv.D > MIN_PARALLEL_SIZE)
+#pragma omp parallel for schedule(dynamic) if (int64_t(w.T) * w.G * w.kv.k_dim > MIN_PARALLEL_SIZE)
   for (int i = 0; i < w.G * chunks; ++i) {
     const int begin = i % chunks * CHUNK;
     isa.write(w, i / chunks, begin, std::min(w.T, begin + CHUNK));
@@ -38,16 +38,16 @@ static void check(const Pool& kv, const int64_t* slots, int64_t n) {
 void read_slots(const Pool& kv, const int64_t* slots, int64_t n, float* k, float* v) {
   check(kv, slots, n);
   const IsaKernels& isa = selected_isa();
-#pragma omp parallel for schedule(dynamic) if (n * kv.D > MIN_PARALLEL_SIZE)
+#pragma omp parallel for schedule(dynamic) if (n * kv.k_dim > MIN_PARALLEL_SIZE)
   for (int64_t i = 0; i < n; i += CHUNK)
-    isa.read_slots(kv, slots + i, std::min<int64_t>(CHUNK, n - i), k + i * kv.D, v + i * kv.D);
+    isa.read_slots(kv, slots + i, std::min<int64_t>(CHUNK, n - i), k + i * kv.k_dim, v + i * kv.v_dim);
 }
 
 void requantize(const RequantizeArgs& r) {
   check(r.kv, r.src, r.n);
   check(r.to, r.dst, r.n);
   const IsaKernels& isa = selected_isa();
-#pragma omp parallel for schedule(dynamic) if (r.n * r.kv.D > MIN_PARALLEL_SIZE)
+#pragma omp parallel for schedule(dynamic) if (r.n * r.kv.k_dim > MIN_PARALLEL_SIZE)
   for (int64_t i = 0; i < r.n; i += CHUNK) isa.requantize(r, i, std::min(r.n, i + CHUNK));
 }
 
@@ -55,7 +55,7 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
   for (int64_t i = 0; i < n; ++i)
     if (std::min(src[i], dst[i]) < 0 || std::max(src[i], dst[i]) >= kv.num_pages)
       throw std::invalid_argument("src or dst names a page outside the pool");
-  const int64_t key_bytes = kv.page_bytes(kv.key_width()), value_bytes = kv.page_bytes(kv.value_width());
+  const int64_t key_bytes = kv.key_bytes(), value_bytes = kv.value_bytes();
 #pragma omp parallel for if (n * key_bytes > MIN_PARALLEL_SIZE)
   for (int64_t i = 0; i < n; ++i) {
     memcpy(kv.key_page(dst[i]), kv.key_page(src[i]), key_bytes);
@@ -78,7 +78,7 @@ static void move_slot(const Pool& kv, int64_t from, int64_t to) {
   for (int d = 0; d < kv.key_width(); ++d) to_k[d / P * P * S + d % P] = k[d / P * P * S + d % P];
   for (int d = 0; d < value_width; ++d) to_v[P * d] = v[P * d];
   if (kv.is_quantized()) {
-    const int key_scales = kv.num_scales(kv.key_width()), value_scales = kv.num_scales(value_width);
+    const int key_scales = kv.num_key_scales(), value_scales = kv.num_value_scales();
     for (int g = 0; g < key_scales; ++g) kv.key_scales(b)[g * S + j] = kv.key_scales(a)[g * S + i];
     for (int g = 0; g < value_scales; ++g) kv.value_scales(b)[g * S + j] = kv.value_scales(a)[g * S + i];
   }
@@ -90,7 +90,7 @@ void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists,
   for (int64_t i = 0; i < lists * n; ++i)
     if (std::min(src[i], dst[i]) < 0 || std::max(src[i], dst[i]) >= kv.num_pages * kv.S)
       throw std::invalid_argument("src or dst names a slot outside the pool");
-#pragma omp parallel for schedule(dynamic) if (lists * n * kv.D > MIN_PARALLEL_SIZE)
+#pragma omp parallel for schedule(dynamic) if (lists * n * kv.k_dim > MIN_PARALLEL_SIZE)
   for (int64_t l = 0; l < lists; ++l)
     for (int64_t i = l * n; i < (l + 1) * n; ++i) {
       if (src[i] == dst[i]) continue;

@@ -4,7 +4,8 @@
 // version, which traps on an older machine. So every function here is forced inline, and this header includes no
 // C++ library header that contains code.
 //
-// Letters: B requests, T fresh tokens, G kv heads, R query heads per kv head, H = G * R, S slots of a page, D head dim.
+// Letters: B requests, T fresh tokens, G kv heads, R query heads per kv head, H = G * R, S slots of a page, D numbers of a head:
+// `k_dim` of q and k, `v_dim` of v and the output.
 //
 // Does not depend on: Python, torch.
 #pragma once
@@ -26,7 +27,7 @@ INLINE int slot_group(int D) {
   return block < 32 ? block : 32;
 }
 
-constexpr int MAX_HEAD_DIM = 256, MAX_PAGE_SIZE = 512;  // scratch memory is sized for these
+constexpr int MAX_K_DIM = 576, MAX_V_DIM = 512, MAX_PAGE_SIZE = 512;  // scratch memory is sized for these
 
 // Slots that one pass of softmax accumulates; a larger page is a block of its own. A row is always summed slot by slot
 // within a block and then block by block over its page table. So its bits do not depend on the other requests, on the
@@ -46,16 +47,21 @@ struct Pool {
   int32_t* pos;  // [P, S]; -1 is a hole
   float* mass;   // [P, mass_columns, S]
   int64_t num_pages;
-  int S, D, mass_columns;
+  int S, k_dim, v_dim, mass_columns;
   DType dtype;
   int64_t key_stride, value_stride;  // bytes between pages
 
   INLINE bool is_quantized() const { return dtype >= DType::int8; }
   // Elements of a slot's K and V, and its scales.
-  INLINE int key_width() const { return dtype == DType::int4 ? D / 2 : D; }
-  INLINE int value_width() const { return dtype == DType::int4 || dtype == DType::k8v4 ? D / 2 : D; }
-  INLINE int num_scales(int width) const { return !is_quantized() ? 0 : width == D ? 1 : D / slot_group(D); }
-  INLINE int64_t page_bytes(int width) const { return int64_t(S) * (width * element_size(dtype) + 2 * num_scales(width)); }
+  INLINE int key_width() const { return dtype == DType::int4 ? k_dim / 2 : k_dim; }
+  INLINE int value_width() const { return dtype == DType::int4 || dtype == DType::k8v4 ? v_dim / 2 : v_dim; }
+  INLINE int num_key_scales() const { return num_scales(key_width(), k_dim); }
+  INLINE int num_value_scales() const { return num_scales(value_width(), v_dim); }
+  INLINE int num_scales(int width, int D) const { return !is_quantized() ? 0 : width == D ? 1 : D / slot_group(D); }
+  INLINE int64_t key_bytes() const { return int64_t(S) * (key_width() * element_size(dtype) + 2 * num_key_scales()); }
+  INLINE int64_t value_bytes() const {
+    return int64_t(S) * (value_width() * element_size(dtype) + 2 * num_value_scales());
+  }
   INLINE void* key_page(int64_t page) const { return static_cast<char*>(k) + page * key_stride; }
   INLINE void* value_page(int64_t page) const { return static_cast<char*>(v) + page * value_stride; }
   // The scales, in bfloat16, of a quantized page.
@@ -220,8 +226,8 @@ struct AttentionArgs {
   PageTables tables;
   Pool demoted_kv;  // without memory where no request has demoted tokens
   PageTables demoted_tables;
-  StridedRows q;         // [T, H, D]
-  void* o;               // [T, H, D], contiguous, of q's dtype
+  StridedRows q;         // [T, H, k_dim]
+  void* o;               // [T, H, v_dim], contiguous, of q's dtype
   const int32_t* q_pos;  // [T]
   int T, R;
   AttentionParams params;
@@ -260,7 +266,7 @@ INLINE uint16_t float_to_bf16(float x) {  // round to nearest, ties to even; NaN
 // The partial softmax of one row over some slots: D sums of weight * value, then the maximum score and the sum of
 // weights. Weights are relative to that maximum.
 INLINE int partial_size(int D) { return D + 16; }
-constexpr int MAX_PARTIAL = MAX_HEAD_DIM + 16;
+constexpr int MAX_PARTIAL = MAX_V_DIM + 16;
 template <class Float>
 INLINE Float& partial_max(Float* partial, int D) {
   return partial[D];
@@ -324,7 +330,7 @@ struct IsaKernels {
   void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);
   // Writes fresh tokens begin .. end - 1 of kv head g into their slots.
   void (*write)(const WriteArgs&, int g, int begin, int end);
-  // Reads K and V of n slots, both [n, D].
+  // Reads K [n, k_dim] and V [n, v_dim] of n slots.
   void (*read_slots)(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);
   // Copies slots begin .. end - 1 to another pool.
   void (*requantize)(const RequantizeArgs&, int64_t begin, int64_t end);
@@ -351,7 +357,7 @@ struct IsaKernels {
 constexpr ptrdiff_t SCORE_STRIDE = MAX_PAGE_SIZE + 16;
 // Scratch memory of a tile: scores, queries, and what is kept of each query besides.
 constexpr int QUERY_OFFSET = MAX_TILE_ROWS * SCORE_STRIDE;
-constexpr int QUERY_INFO_OFFSET = QUERY_OFFSET + MAX_TILE_ROWS * MAX_HEAD_DIM;
-constexpr int SCRATCH_FLOATS = QUERY_INFO_OFFSET + MAX_TILE_ROWS * (MAX_HEAD_DIM / 8 + 1) + 16;
+constexpr int QUERY_INFO_OFFSET = QUERY_OFFSET + MAX_TILE_ROWS * MAX_K_DIM;
+constexpr int SCRATCH_FLOATS = QUERY_INFO_OFFSET + MAX_TILE_ROWS * (MAX_K_DIM / 8 + 1) + 16;
 
 }  // namespace retain

@@ -136,9 +136,9 @@ class SelectiveLoader(LayerLoader):
         kv, probes = self.offloader.kv, self.probe_config
         sketches = np.concatenate([x.sketches[m] for x in metadata]).swapaxes(0, 1)  # [P, blocks, bytes]
         scratch = self.offloader.scratch_buffer(sketches.shape[0] * sketches.shape[1])
-        k = torch.from_numpy(importance.reconstruct_keys(sketches, kv.page_size, kv.head_dim, scratch))
+        k = torch.from_numpy(importance.reconstruct_keys(sketches, kv.page_size, kv.k_dim, scratch))
         q = q[-importance.NUM_QUERIES :].cpu()
-        k = k.view(len(k), -1, kv.head_dim)  # [P, N, D]
+        k = k.view(len(k), -1, kv.k_dim)  # [P, N, D]
         mass: Floats = importance.attention_mass(q, k, probes.scale, probes.kv_heads).numpy()
         return mass
 

@@ -46,7 +46,7 @@ class ProbeConfig:
     def parse_metadata(self, span: Span, data: Bytes, kv: KV) -> SpanMetadata:
         """Return the metadata of a span from its bytes."""
         M, n = len(span.num_blocks), len(span.keys)
-        return importance.parse_metadata(data, M, n, self.num_probe_heads, kv.page_size, kv.head_dim)
+        return importance.parse_metadata(data, M, n, self.num_probe_heads, kv.page_size, kv.k_dim)
 
     def initial_metadata(self, kv: KV, layer_pages: Sequence[Ints]) -> SpanMetadata:
         """Return metadata for pages [n, G] of each layer in text order, with no attention measured yet."""
@@ -59,7 +59,7 @@ class ProbeConfig:
 
     def metadata_size(self, num_layers: int, num_blocks: int, kv: KV) -> int:
         """Return the size of a span's metadata in bytes."""
-        return importance.metadata_size(num_layers, num_blocks, self.num_probe_heads, kv.page_size, kv.head_dim)
+        return importance.metadata_size(num_layers, num_blocks, self.num_probe_heads, kv.page_size, kv.k_dim)
 
 
 class Repacker:
@@ -125,7 +125,8 @@ def reorder_span(probe_config: ProbeConfig, kv: KV, span: Span, reader: SpanRead
         last_used_at=span.last_used_at,
     )
     data = alloc_aligned(new.size)
-    pool = backend.allocate(1 + 2 * n * G, S, kv.head_dim, kv.dtype, 1)  # pages in the old order, then in the new
+    # Pages in the old order, then in the new.
+    pool = backend.allocate(1 + 2 * n * G, S, kv.k_dim, kv.dtype, 1, v_dim=kv.v_dim)
     transfer = HostTransfer(pool)
     old_pages, new_pages = (np.arange(n * G).reshape(n, G) + 1 + i * n * G for i in (0, 1))
     sketches = []
