@@ -16,13 +16,18 @@ PACKAGE = Path(__file__).parents[1] / "src" / "retain"
 
 
 def count_statements(source: str) -> int:
-    """Return the statements of a Python file, those in bodies of others too; docstrings are none."""
+    """Return the statements of a Python file, those in bodies of others too; docstrings are none.
+
+    An assignment of several values to several names, `a, b = x, y`, counts as that many: packing saves nothing.
+    """
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
     bare_strings = sum(
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for node in nodes
     )
-    return len(nodes) - bare_strings
+    values = [node.value for node in nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)]
+    num_packed = sum(len(value.elts) - 1 for value in values if isinstance(value, ast.Tuple))
+    return len(nodes) - bare_strings + num_packed
 
 
 def count_by_folder(package: Path) -> dict[str, int]:

@@ -20,6 +20,7 @@ def f(a):
 
 def test_statements_count_whatever_their_layout() -> None:
     assert count_statements(CODE) == 5  # def, if, return, and two assignments
+    assert count_statements(CODE.replace("x = 1; y = 2", "x, y = 1, 2")) == 5
     assert count_statements(CODE.replace("; ", "\n    ").replace('"""Do it."""\n', "# why\n")) == 5
 
 
