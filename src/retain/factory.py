@@ -140,7 +140,8 @@ def build_offload(
     path: Path,
 ) -> Offloader:
     """Open the tiers below a cache of the model at `path`. Raises ValueError or OSError."""
-    kv, shape = cache.kv, cache.spec
+    kv = cache.kv
+    shape = cache.spec
     dtype = config.dtype if config.kv_dtype == "auto" else f"{config.dtype}, kv {config.kv_dtype}"
     format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape)
     # Another processor, GPU or version of this package computes keys and values with other last bits.
@@ -170,7 +171,8 @@ def open_offload_tiers(
     The nearest tiers are searched first. With selective loading, a memory tier caches blocks that were read.
     """
     memory = [t for t in tier_configs if isinstance(t, ram.Tier)]
-    probe_config, block_cache = None, None
+    probe_config = None
+    block_cache = None
     if isinstance(prefix_config, SelectiveConfig):
         probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, spec.num_kv_heads, cache.backend)
         block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
@@ -179,7 +181,8 @@ def open_offload_tiers(
             raise ValueError("prefix_cache=selective loads from a tier: give --tier disk:path=DIR,capacity=SIZE")
     elif memory and memory[0].evict == "importance":
         raise ValueError("evict=importance goes by what is important: it is for prefix_cache=selective")
-    kv, num_full = cache.kv, cache.spec.windows.count(None)
+    kv = cache.kv
+    num_full = cache.spec.windows.count(None)
     page_bytes = (num_full or len(spec.windows)) * spec.num_kv_heads * (kv.k[0].nbytes + kv.v[0].nbytes)
     span_format = SpanFormat(model_fingerprint, description or {}, page_bytes)
     opened = sorted((t.open(span_format) for t in tier_configs), key=lambda s: s.distance)

@@ -60,10 +60,12 @@ class LLM:
         drafter = drafters.parse(c.speculate) if c.speculate else None
         chat_template = read_chat_template(c.chat_template)
         self.device = kernels.resolve_device(c.device)
-        self.dtype, self.kv_dtype = pool_dtype(c.dtype), pool_dtype(c.slot_dtype)
+        self.dtype = pool_dtype(c.dtype)
+        self.kv_dtype = pool_dtype(c.slot_dtype)
         backend = kernels.load(c.backend, self.device)
         loaded = factory.load_model(resolve_model(model), backend, self.dtype, c.weights, progress, self.device)
-        self.spec, self.weight_bytes = loaded.spec, loaded.weight_bytes
+        self.spec = loaded.spec
+        self.weight_bytes = loaded.weight_bytes
         self.tokenizer = Tokenizer.open(loaded.path)
         self.tokenizer.choose_chat_template(chat_template, name=c.chat_template)
         self.max_model_len = self._resolve_max_model_len()
@@ -110,7 +112,8 @@ class LLM:
     # ---- building ------------------------------------------------------------------------------------------------
 
     def _resolve_max_model_len(self) -> int:
-        limit, given = self.spec.max_position_embeddings, self.config.max_model_len
+        limit = self.spec.max_position_embeddings
+        given = self.config.max_model_len
         if given and given > limit:
             raise ValueError(f"max_model_len {given} is longer than the model's own context, {limit}")
         return given or limit
@@ -148,7 +151,8 @@ class LLM:
 
     def _load_draft_model(self, model: str, weights: str) -> tuple[Runner, KVCacheManager]:
         """Load a model beside this one, with a cache for as many tokens."""
-        loaded, config = self._load_model(model, weights), self._cache_config(1)
+        loaded = self._load_model(model, weights)
+        config = self._cache_config(1)
         spec = loaded.spec
         pages_per_head = self.cache.pool.num_pages // (self.spec.num_layers * self.spec.num_kv_heads) + 1
         size = page_bytes(config.page_size, spec.head_dim, self.kv_dtype)

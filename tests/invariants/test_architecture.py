@@ -152,6 +152,14 @@ def test_no_function_has_too_many_parameters():
             assert num_parameters <= MAX_PARAMETERS, f"{path}:{node.lineno} {node.name}"
 
 
+def test_a_statement_assigns_one_value():
+    """`a, b = x, y` packs two statements into a line. Kernels of Triton, which have many short ones, may."""
+    for path, node in all_nodes():
+        if isinstance(node, ast.Assign) and "triton" not in path.parts:
+            is_packed = isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+            assert not is_packed, f"{path}:{node.lineno}"
+
+
 def test_no_two_classes_have_one_name():
     """But those by whose name a plug-in is found, and those that two dialects of clients call alike."""
     places = defaultdict(set)

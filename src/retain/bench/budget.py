@@ -40,7 +40,8 @@ def check_measurements(names: Sequence[str]) -> None:
 
 def measure_scoring(llm: LLM) -> list[Line]:
     """Time a decode step over 4096 slots and a prefill of 4096 tokens, with and without scores; nothing is evicted."""
-    lines, prompt_len = [], min(4096, llm.max_model_len - 200)
+    lines = []
+    prompt_len = min(4096, llm.max_model_len - 200)
     for batch_size in (1, 8):
         times = time_side_by_side(llm, list(SCORING_POLICIES.values()), prompt_len, batch_size, num_steps=48)
         for name, t in zip(SCORING_POLICIES, times, strict=True):
@@ -94,7 +95,9 @@ def measure_throughput(
         prefill_s = num_requests * _time_prefill(llm, _make_request(llm, prompt_len, policy, num_requests, 1))
         requests = [_make_request(llm, prompt_len, policy, seed, output_len) for seed in range(num_requests)]
         engine = make_engine(llm, requests)
-        timer, max_running, started = DecodeTimer(engine), 0, perf_counter()
+        timer = DecodeTimer(engine)
+        max_running = 0
+        started = perf_counter()
         while engine.has_unfinished_requests:
             timer.step()
             max_running = max(max_running, len(engine.scheduler.running))
@@ -168,14 +171,16 @@ def _make_request(llm: LLM, prompt_len: int, policy: str, seed: int, output_len:
 
 
 def _time_prefill(llm: LLM, request: Request) -> float:
-    engine, started = make_engine(llm, [request]), perf_counter()
+    engine = make_engine(llm, [request])
+    started = perf_counter()
     run_until_first_tokens(engine)
     return perf_counter() - started
 
 
 def _compare_times(times: Sequence[float], baseline: Sequence[float]) -> Line:
     """Return median and mean in milliseconds, and their ratios to the full cache's. Only the mean counts evictions."""
-    mid, mean = median(times), sum(times) / len(times)
+    mid = median(times)
+    mean = sum(times) / len(times)
     return {
         "median_ms": round(1e3 * mid, 2),
         "median_ratio_to_full": round(mid / median(baseline), 3),

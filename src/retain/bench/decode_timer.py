@@ -64,7 +64,9 @@ class TimedRunner:
     """Runs another runner and adds up its time."""
 
     def __init__(self, runner: Runner, clock: Callable[[], float]):
-        self.runner, self.clock, self.seconds = runner, clock, 0.0
+        self.runner = runner
+        self.clock = clock
+        self.seconds = 0.0
 
     def forward(self, batch: Batch) -> Tensor:
         """See Runner.forward."""

@@ -55,7 +55,8 @@ def ask(
     for request, question, output in zip(requests, questions, outputs, strict=True):
         text = llm.tokenizer.decode(output.token_ids[len(request.forced_tokens) :])
         marks.append(mark_answer(text, question.facts))
-    rows, begin = [], 0
+    rows = []
+    begin = 0
     for document in [*documents] * len(policy_specs):
         found = marks[begin : begin + len(document.questions)]
         begin += len(found)

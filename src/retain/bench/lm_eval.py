@@ -19,7 +19,9 @@ class RetainLM(LM):  # type: ignore[misc]
 
     def __init__(self, llm: LLM, kv_policy: str | None = None, batch_size: int = 32):
         super().__init__()
-        self.llm, self.kv_policy, self.batch_size = llm, kv_policy, batch_size
+        self.llm = llm
+        self.kv_policy = kv_policy
+        self.batch_size = batch_size
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Return the log-probability of each (context, continuation), and whether greedy decoding would give it."""

@@ -18,7 +18,8 @@ from retain.llm import LLM
 from retain.plugins import format_size
 from retain.types import Ints
 
-DISK_TIER, SLOW_DISK_TIER = "disk:path={store},capacity=20GB", "disk:path={store},capacity=20GB,read=200MB"
+DISK_TIER = "disk:path={store},capacity=20GB"
+SLOW_DISK_TIER = "disk:path={store},capacity=20GB,read=200MB"
 METHODS = {
     "recompute": "",
     "memory": "",
@@ -66,7 +67,10 @@ class OffloadSetup:
     """The tiers of a method under an engine's pool. `store_dir` is an empty folder for them."""
 
     def __init__(self, llm: LLM, prefix_cache: PrefixCache, method: str, config: PrefixBenchConfig, store_dir: str):
-        self.llm, self.prefix_cache, self.method, self.ratio = llm, prefix_cache, method, config.selective_ratio
+        self.llm = llm
+        self.prefix_cache = prefix_cache
+        self.method = method
+        self.ratio = config.selective_ratio
         remote = config.remote or f"url=file://{store_dir}"
         names = {"store": store_dir, "hot": format_size(config.ram_capacity), "remote": remote}
         self.tier_specs = METHODS[method].format(**names)

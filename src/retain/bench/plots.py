@@ -29,7 +29,8 @@ def plot_metrics(results: QualityResults, out: Path) -> list[Path]:
 
     Bars are the intervals of differences from the full cache.
     """
-    plt, made = import_pyplot(), []
+    plt = import_pyplot()
+    made = []
     for metric in results.metrics:
         whole, _ = results.paired_values(FULL, metric)
         curves: dict[str, list[tuple[float, float, float, float]]] = {}
@@ -62,7 +63,8 @@ def plot_kept_positions(
 
     Layer by position (the share of the layer's heads that keep it), and head by position for the middle layer.
     """
-    plt, made = import_pyplot(), []
+    plt = import_pyplot()
+    made = []
     for title in ("layer", "head"):
         size = (10, 1 + 1.6 * len(kept_positions))
         figure, axes = plt.subplots(
@@ -92,13 +94,15 @@ def plot_speedups(results: Sequence[dict[str, Any]], out: Path) -> list[Path]:
     """Plot speed-ups over k, a line for each drafter and workload, and over the context, a line for each drafter."""
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {"k": {}, "context": {}}
     for line in results:
-        name, k = re.sub(r"[:,]k=\d+", "", line["drafter"]), re.search(r"[:,]k=(\d+)", line["drafter"])
+        name = re.sub(r"[:,]k=\d+", "", line["drafter"])
+        k = re.search(r"[:,]k=(\d+)", line["drafter"])
         if k:
             curves["k"].setdefault(f"{name}, {line['workload']}", []).append((int(k[1]), line["speedup"]))
         if line["workload"].startswith("books-"):
             context = int(line["workload"].partition("-")[2])
             curves["context"].setdefault(line["drafter"], []).append((context, line["speedup"]))
-    plt, made = import_pyplot(), []
+    plt = import_pyplot()
+    made = []
     for axis, found in curves.items():
         several = {name: sorted(points) for name, points in found.items() if len(points) > 1}
         if not several:

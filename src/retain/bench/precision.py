@@ -59,7 +59,8 @@ def measure_prefill(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]
 def measure_decode(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]:
     """Time decode steps of a batch of different prompts: pages that requests share would be read once, from a cache."""
     llms = {variant: load(variant, None) for variant in list_variants(options)}
-    num_steps, engines = 8 * options.num_repeats, {}
+    num_steps = 8 * options.num_repeats
+    engines = {}
     prompt_len = min(options.prompt_len, *(llm.max_model_len - num_steps - 64 for llm in llms.values()))
     for variant, llm in llms.items():
         prompts = random_prompts(llm.spec.vocab_size, prompt_len, options.batch_size, seed=0)
@@ -83,7 +84,9 @@ def measure_requests(load: Load, options: PrecisionBenchConfig) -> Iterator[Line
     `expected_ratio` is the ratio of the bytes of a slot: how many times as many requests that keep every token in this
     dtype should run at once.
     """
-    prompt_len, output_len, num_requests = 512, 128, 40
+    prompt_len = 512
+    output_len = 128
+    num_requests = 40
     variants = list_variants(options)
     first = load(variants[0], None)
     memory = (8 * _pages(first, prompt_len, output_len) + 1) * first.cache.store.page_bytes  # 1 is the trash page
@@ -93,14 +96,17 @@ def measure_requests(load: Load, options: PrecisionBenchConfig) -> Iterator[Line
         prompts = random_prompts(llm.spec.vocab_size, prompt_len, num_requests, seed=1)
         requests = [greedy_request(prompt, llm.policy, output_len) for prompt in prompts]
         engine = make_engine(llm, requests)
-        timer, max_running, started = DecodeTimer(engine), 0, perf_counter()
+        timer = DecodeTimer(engine)
+        max_running = 0
+        started = perf_counter()
         while engine.has_unfinished_requests:
             timer.step()
             max_running = max(max_running, len(engine.scheduler.running))
         tok_s = num_requests * output_len / (perf_counter() - started)
         fit = llm.cache.total_pages / _pages(llm, prompt_len, output_len)
         slot_bytes = llm.cache.store.page_bytes / llm.cache.page_size
-        first_fit, first_slot_bytes = first_fit or fit, first_slot_bytes or slot_bytes
+        first_fit = first_fit or fit
+        first_slot_bytes = first_slot_bytes or slot_bytes
         first_tok_s = first_tok_s or tok_s
         yield {
             "measurement": f"{num_requests} requests",

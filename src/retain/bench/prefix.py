@@ -73,7 +73,8 @@ def _load_document_questions(
     ids_by_book = [llm.encode(text[: 16 * prefix_len]) for text in books]
     texts = [ids[at : at + prefix_len] for ids in ids_by_book for at in starts if len(ids) >= at + prefix_len]
     # Each text is computed once and loaded once; then text k is asked about with a frequency of 1 / (k + 1).
-    indices, weights = range(len(texts)), [1 / (k + 1) for k in range(len(texts))]
+    indices = range(len(texts))
+    weights = [1 / (k + 1) for k in range(len(texts))]
     order = [*indices, *indices, *random.Random(1).choices(indices, weights, k=config.num_prompts)]
     encode = partial(llm.tokenizer.encode, add_special_tokens=False)
     questions = [encode(f"\n\nQuestion {i}: {QUESTIONS[i % len(QUESTIONS)]}") for i in range(len(order))]
@@ -87,11 +88,15 @@ def _load_task_questions(
     """Questions of a task behind the same solved examples."""
     file, format_record = DATASETS[workload]
     solved = [(*format_record(r), int(r["label"])) for r in load_records(config.data_dir, file)]
-    examples, length, i = "", 0, 0
+    examples = ""
+    length = 0
+    i = 0
     while length < prefix_len and i < len(solved) - config.num_prompts:
         prompt, choices, label = solved[i]
         example = f"{prompt}{choices[label]}\n\n"
-        examples, length, i = examples + example, length + len(llm.encode(example)), i + 1
+        examples = examples + example
+        length = length + len(llm.encode(example))
+        i = i + 1
     encode = partial(llm.tokenizer.encode, add_special_tokens=False)
     return [
         MultipleChoiceItem(workload, llm.encode(examples + prompt)[:room], list(map(encode, choices)), label)
@@ -138,7 +143,9 @@ def _run_questions(
     trace the pool offloads what it must, and figures are of all requests.
     """
     outputs: list[RequestOutput] = []
-    bytes_read, correct, num_loaded = [], [], dict[str, int]()
+    bytes_read = []
+    correct = []
+    num_loaded = dict[str, int]()
     for i, q in enumerate(questions):
         if num_prefixes and i in (num_prefixes, 2 * num_prefixes):
             setup.restart()

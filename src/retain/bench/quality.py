@@ -49,7 +49,8 @@ class QualityResults:
             return self.slot_bytes[dtype] / self.slot_bytes[""]
         if not isinstance(parsed, BudgetPolicy) or not parsed.budget.fraction:
             return None
-        kept, demoted = parsed.budget.fraction, 0.0
+        kept = parsed.budget.fraction
+        demoted = 0.0
         if parsed.demote:
             demoted = parsed.demote.amount.fraction if parsed.demote.amount else 1 - kept
         return (kept * self.slot_bytes[dtype] + demoted * self.demoted_slot_bytes) / self.slot_bytes[""]
@@ -61,7 +62,8 @@ class QualityResults:
         best = np.inf
         for _, mean, column in sorted(sized):
             if mean < best:
-                found, best = [*found, column], mean
+                found = [*found, column]
+                best = mean
         return found
 
     def paired_values(self, column: str, metric: str) -> tuple[Floats, Floats]:
@@ -188,7 +190,8 @@ def run(
         batch_size = max(1, llm.config.max_running_requests // requests_per_item)
         with tqdm(total=len(items) * len(results.item_metrics), desc=results.task, unit="item") as progress:
             for start in range(0, len(items), batch_size):
-                batch, full_state = items[start : start + batch_size], None
+                batch = items[start : start + batch_size]
+                full_state = None
                 for dtype, group in groups:
                     rows, state = task.measure(llms[dtype], batch, group, full_state)
                     full_state = full_state or state  # the first group is the full cache

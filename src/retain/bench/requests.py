@@ -14,7 +14,8 @@ NUM_TOKENS = 40_000  # of a vocabulary, at most; the first hundred are often con
 
 def random_prompts(vocab_size: int, prompt_len: int, num_prompts: int, seed: int) -> list[list[int]]:
     """Return pseudo-random token ids."""
-    rng, ids = random.Random(seed), plain_token_ids(vocab_size)
+    rng = random.Random(seed)
+    ids = plain_token_ids(vocab_size)
     return [[rng.randrange(ids.start, ids.stop) for _ in range(prompt_len)] for _ in range(num_prompts)]
 
 

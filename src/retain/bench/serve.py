@@ -70,7 +70,9 @@ def poisson_requests(
     num_requests: int, request_rate: float | None, prompt_words: int, output_len: int, seed: int = 0
 ) -> list[TimedRequest]:
     """Return random prompts with exponential gaps between them, or all due at once without a rate."""
-    rng, due, requests = random.Random(seed), 0.0, []
+    rng = random.Random(seed)
+    due = 0.0
+    requests = []
     for _ in range(num_requests):
         requests.append(TimedRequest(due, " ".join(rng.choice(WORDS) for _ in range(prompt_words)), output_len))
         due += rng.expovariate(request_rate) if request_rate else 0.0
@@ -150,7 +152,8 @@ async def _run(
 
 async def send_request(session: Any, url: str, model: str, request: TimedRequest, start_time: float) -> RequestTiming:
     """Send a request to the server of a base URL, and read its stream. Times count from `start_time`."""
-    timing, rest = RequestTiming(), b""
+    timing = RequestTiming()
+    rest = b""
     body = {
         "model": model,
         "prompt": request.prompt,
@@ -167,7 +170,8 @@ async def send_request(session: Any, url: str, model: str, request: TimedRequest
                 timing.error = f"{response.status}: {(await response.text())[:200]}"
                 return timing
             async for data in response.content.iter_any():
-                now, events = perf_counter(), (rest + data).split(b"\n\n")
+                now = perf_counter()
+                events = (rest + data).split(b"\n\n")
                 rest = events.pop()
                 for event in events:
                     if event.startswith(b"data: {") and b'"text"' in event:
@@ -186,7 +190,8 @@ async def send_request(session: Any, url: str, model: str, request: TimedRequest
     if not timing.itl:
         timing.error = timing.error or "no text"
         return timing
-    timing.ttft, timing.latency = timing.itl.pop(0), last - start_time
+    timing.ttft = timing.itl.pop(0)
+    timing.latency = last - start_time
     timing.completion_tokens = timing.completion_tokens or len(timing.itl) + 1  # the server sent no usage
     return timing
 

@@ -41,7 +41,8 @@ def check_names(config: SpeculateBenchConfig) -> None:
 
 def iter_workloads(llm: LLM, config: SpeculateBenchConfig) -> Iterator[tuple[str, list[list[int]]]]:
     """Yield names and prompts; `books` once for each context length."""
-    n, room = config.num_prompts, llm.max_model_len - config.output_len - 32
+    n = config.num_prompts
+    room = llm.max_model_len - config.output_len - 32
     for name in config.workloads:
         for context_len in config.context_lens if name == "books" else [0]:
             prompts = load_prompts(llm, name, config.data_dir, n, context_len or room)
@@ -93,7 +94,8 @@ class DecodeTotals:
 
     def to_json(self, baseline: DecodeTotals) -> Line:
         """Return the printed line; times are milliseconds of a step of the whole batch."""
-        rounds, baseline_step_ms = max(self.rounds, 1), 1e3 * baseline.seconds / max(baseline.steps, 1)
+        rounds = max(self.rounds, 1)
+        baseline_step_ms = 1e3 * baseline.seconds / max(baseline.steps, 1)
         draft_ms, verify_ms = (1e3 * s / rounds for s in (self.draft_s, self.verify_s))
         line = {
             "tok_s": round(self.tokens / self.seconds, 1),
@@ -123,10 +125,12 @@ def run(llm: LLM, config: SpeculateBenchConfig) -> Iterator[Line]:
         totals = {name: DecodeTotals() for name in engines}
         for i in range(0, len(prompts), config.batch_size):
             leaders = _prefill(llm, prompts[i : i + config.batch_size], config.output_len)
-            plain_tokens, plain_speed = list[list[int]](), 0.0
+            plain_tokens = list[list[int]]()
+            plain_speed = 0.0
             for name, engine in engines.items():
                 forks = [_fork_request(llm, r, config.output_len) for r in leaders]
-                engine.scheduler.running, started = forks.copy(), perf_counter()
+                engine.scheduler.running = forks.copy()
+                started = perf_counter()
                 while engine.has_unfinished_requests:
                     engine.step()
                     totals[name].steps += 1
@@ -134,7 +138,8 @@ def run(llm: LLM, config: SpeculateBenchConfig) -> Iterator[Line]:
                 output_tokens = [r.output_tokens for r in forks]
                 num_tokens = sum(len(tokens) - 1 for tokens in output_tokens)  # the first one was there
                 if name == PLAIN:
-                    plain_tokens, plain_speed = output_tokens, num_tokens / seconds
+                    plain_tokens = output_tokens
+                    plain_speed = num_tokens / seconds
                 totals[name].speedups.append(num_tokens / seconds / plain_speed)
                 totals[name].tokens_equal &= output_tokens == plain_tokens
                 _accumulate(totals[name], forks, seconds, num_tokens)
@@ -171,7 +176,8 @@ def _fork_request(llm: LLM, source: Request, output_len: int) -> Request:
     assert source.row is not None
     fork = greedy_request(source.prompt, source.policy, output_len + 1)
     fork.tokens = list(source.tokens)
-    fork.num_computed_tokens, fork.stats.first_token_time = source.num_computed_tokens, perf_counter()
+    fork.num_computed_tokens = source.num_computed_tokens
+    fork.stats.first_token_time = perf_counter()
     fork.row = llm.cache.fork_row(source.row, fork.policy, fork.num_computed_tokens)
     if fork.row is None:
         raise ValueError("the pool is too small for a copy of every prompt: raise --kv-memory or lower --batch-size")

@@ -95,7 +95,9 @@ def run(llm: LLM, workloads: Sequence[Workload], as_json: bool, peer: str | None
             if as_json:
                 print(json.dumps(other), json.dumps(ratios), sep="\n", flush=True)
             else:
-                name, prefill, decode = ratios["peer"], ratios["prefill_ratio"], ratios["decode_ratio"]
+                name = ratios["peer"]
+                prefill = ratios["prefill_ratio"]
+                decode = ratios["decode_ratio"]
                 print(f"{'':10} {prefill:.2f}x the prefill and {decode:.2f}x the decoding of {name}", flush=True)
 
 
@@ -115,7 +117,8 @@ def measure_read_bandwidth(device: torch.device) -> float:
 
 def decode_step_bytes(llm: LLM, workload: Workload) -> int:
     """Return the bytes that the step in the middle of decoding must read: weights, and visible slots."""
-    spec, policy = llm.spec, llm.policy.resolve(workload.prompt_len)
+    spec = llm.spec
+    policy = llm.policy.resolve(workload.prompt_len)
     length = workload.prompt_len + workload.output_len // 2
     most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # of layers without a window
     visible = sum(min(length, most, window) for window in llm.cache.planner.windows(policy).tolist())

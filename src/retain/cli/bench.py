@@ -53,7 +53,8 @@ def run_speed(args: Namespace) -> int:
     from retain.bench import speed
     from retain.cli import loading
 
-    config, options = engine_config(args), from_args(SpeedBenchConfig, args)
+    config = engine_config(args)
+    options = from_args(SpeedBenchConfig, args)
     workloads = speed.select_workloads(options.workloads)
     speed.run(loading.load_llm(config), workloads, as_json=args.json, peer=options.peer)
     return 0
@@ -64,7 +65,8 @@ def run_budget(args: Namespace) -> int:
     from retain.bench import budget
     from retain.cli import loading
 
-    config, names = engine_config(args), from_args(BudgetBenchConfig, args).measurements
+    config = engine_config(args)
+    names = from_args(BudgetBenchConfig, args).measurements
     budget.check_measurements(names)
     llm = loading.load_llm(config)
     for name in names:
@@ -80,7 +82,8 @@ def run_precision(args: Namespace) -> int:
 
     if hasattr(args, "kv_dtype"):
         raise ValueError("bench precision compares dtypes of K and V: name them by --kv-dtypes")
-    config, options = engine_config(args), from_args(PrecisionBenchConfig, args)
+    config = engine_config(args)
+    options = from_args(PrecisionBenchConfig, args)
     precision.check_measurements(options.measurements)
     variants = precision.list_variants(options)
     configs = {v: replace(config, kv_dtype=v.kv_dtype, kv_policy=v.policy) for v in variants}  # raises before it loads
@@ -98,8 +101,10 @@ def run_quality(args: Namespace) -> int:
     from retain.bench import plots, quality
     from retain.cli import loading
 
-    config, options = engine_config(args), from_args(QualityBenchConfig, args)
-    tasks, policies = quality.load_tasks(options.tasks), quality.expand_policies(options.policies, options.budgets)
+    config = engine_config(args)
+    options = from_args(QualityBenchConfig, args)
+    tasks = quality.load_tasks(options.tasks)
+    policies = quality.expand_policies(options.policies, options.budgets)
     if options.output_dir:
         plots.import_pyplot()
         options.output_dir.mkdir(parents=True, exist_ok=True)
@@ -125,7 +130,8 @@ def run_speculate(args: Namespace) -> int:
     from retain.bench import plots, speculate
     from retain.cli import loading
 
-    config, options = engine_config(args), from_args(SpeculateBenchConfig, args)
+    config = engine_config(args)
+    options = from_args(SpeculateBenchConfig, args)
     speculate.check_names(options)
     lines = _print_lines(args, speculate.run(loading.load_llm(config), options))
     if options.output_dir:
@@ -139,7 +145,8 @@ def run_prefix(args: Namespace) -> int:
     from retain.bench import prefix
     from retain.cli import loading
 
-    config, options = engine_config(args), from_args(PrefixBenchConfig, args)
+    config = engine_config(args)
+    options = from_args(PrefixBenchConfig, args)
     prefix.check_names(options)
     lines = _print_lines(args, prefix.run(loading.load_llm(config), options))
     if options.output_dir:

@@ -56,7 +56,8 @@ def list_store(path: Path, as_json: bool) -> int:
     for record in records:
         print(json.dumps(record) if as_json else _format_record(record))
     if not as_json:
-        size, hits = sum(r["bytes"] for r in records), sum(r["hits"] for r in records)
+        size = sum(r["bytes"] for r in records)
+        hits = sum(r["hits"] for r in records)
         print(f"{len(records)} spans, {size / 2**20:.1f} MiB, hit {hits - len(records)} times")
     return 0
 
@@ -64,7 +65,8 @@ def list_store(path: Path, as_json: bool) -> int:
 def verify_store(path: Path) -> int:
     """Read every span and remove the damaged ones. The exit code is 1 where there were any. Raises OSError."""
     store = _open_store(path)
-    num_spans, size = len(store.span_index.spans), store.span_index.used_bytes
+    num_spans = len(store.span_index.spans)
+    size = store.span_index.used_bytes
     store.verify()
     damaged = store.counts["damaged"]
     store.close()
@@ -77,7 +79,8 @@ def verify_store(path: Path) -> int:
 def clear_store(path: Path) -> int:
     """Remove every span. Raises OSError where a file cannot be removed."""
     store = _open_store(path)
-    num_spans, size = len(store.span_index.spans), store.span_index.used_bytes
+    num_spans = len(store.span_index.spans)
+    size = store.span_index.used_bytes
     store.clear()
     store.close()
     _check_removed(store)
@@ -117,7 +120,8 @@ def _iter_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _format_record(record: dict[str, Any]) -> str:
-    begin, end = record["first_page"], record["first_page"] + record["pages"]
+    begin = record["first_page"]
+    end = record["first_page"] + record["pages"]
     pages = f"pages {begin}-{end - 1}" if record["kind"] == "text" else f"windows at {begin}"
     ages = f"made {_format_age(record['age_s'])}, used {_format_age(record['idle_s'])}"
     return f"{record['span']:>6}  {pages:<18} {record['bytes'] / 2**20:8.1f} MiB  {record['hits']:>5} hits  {ages}"

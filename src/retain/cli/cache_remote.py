@@ -20,9 +20,12 @@ def parse_remote(spec: str) -> Tier:
 
 def list_bucket(tier: Tier, as_json: bool) -> int:
     """Print a line for each object."""
-    count, size, now = 0, 0, time()
+    count = 0
+    size = 0
+    now = time()
     for info, span in maintenance.iter_spans(tier.open_bucket()):
-        count, size = count + 1, size + info.size
+        count = count + 1
+        size = size + info.size
         kind = "damaged" if span is None else "windows" if span.window_starts else "text"
         record = {"object": info.name, "kind": kind, "bytes": info.size, "age_s": round(now - info.modified_at, 1)}
         if span:

@@ -30,7 +30,8 @@ def explain_files(args: Namespace) -> int:
         for prompt in read_prompts(Path(file), tokenizer):
             diagnosis, nearest = simulation.explain(prompt)
             report = build_report(diagnosis, tokenizer)
-            num_prompts, num_tokens = num_prompts + 1, num_tokens + len(prompt.token_ids)
+            num_prompts = num_prompts + 1
+            num_tokens = num_tokens + len(prompt.token_ids)
             num_cached += diagnosis.num_cached_tokens
             if args.json:
                 print(json.dumps({"request": prompt.source, "nearest": nearest, **report.to_json()}))

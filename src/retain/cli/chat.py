@@ -31,14 +31,16 @@ def chat(args: Namespace) -> int:
 
 def chat_with_engine(args: Namespace) -> int:
     """Answer with an engine in this process. Arguments are checked before the model is loaded."""
-    config, params = from_args(Config, args), from_args(SamplingParams, args)
+    config = from_args(Config, args)
+    params = from_args(SamplingParams, args)
     from retain.cli import loading
     from retain.cli.run import limit_max_tokens, print_stats, stream_to_stdout
 
     with closing(loading.load_llm(config)) as llm:
 
         def generate_reply(messages: list[Message]) -> str:
-            ids, num_system = llm.tokenizer.encode_chat(messages), llm.tokenizer.count_system_tokens(messages)
+            ids = llm.tokenizer.encode_chat(messages)
+            num_system = llm.tokenizer.count_system_tokens(messages)
             limited = limit_max_tokens(llm, params, len(ids), num_system)
             with deferred_interrupts() as check_interrupt:
                 output = stream_to_stdout(llm, ids, limited, check_interrupt, num_system)

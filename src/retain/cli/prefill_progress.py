@@ -25,7 +25,8 @@ class PrefillProgress:
         elapsed = perf_counter() - self._started_at
         if self._first is None:
             self._first = num_computed
-            self._started_at, elapsed = perf_counter(), 0.0
+            self._started_at = perf_counter()
+            elapsed = 0.0
         if not self._enabled or elapsed < SHOW_AFTER_S:
             return
         speed = (num_computed - self._first) / elapsed

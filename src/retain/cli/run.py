@@ -25,7 +25,8 @@ DEFAULT_MAX_TOKENS = 512
 def run(args: Namespace) -> int:
     """Answer one prompt. Arguments are checked before the model is loaded."""
     prompt = read_prompt(args)
-    config, params = from_args(Config, args), from_args(SamplingParams, args)
+    config = from_args(Config, args)
+    params = from_args(SamplingParams, args)
     with closing(loading.load_llm(config)) as llm:
         ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
         params = limit_max_tokens(llm, params, len(ids))

@@ -64,7 +64,8 @@ class Replica:
         context = serve.get_replica_context()
         self._id = context.replica_tag
         self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
-        self._settings, self._stack = settings, AsyncExitStack()
+        self._settings = settings
+        self._stack = AsyncExitStack()
         self._opened: OpenedService  # once the engine is loaded
         folder = get_cache_dir() / "replicas" / f"{context.app_name}-{settings.server.port}"
         self._index, lock = claim_index(folder)
@@ -83,7 +84,8 @@ class Replica:
 
         load_llm = partial(LLM, **vars(self._settings.engine_of(self._index)))
         self._opened = await self._stack.enter_async_context(launch.open_service(load_llm, self._settings.server))
-        service, inspector = self._opened.service, self._opened.inspector
+        service = self._opened.service
+        inspector = self._opened.inspector
         return app.create_app(service, self.render_all_metrics, self._settings.server, inspector)
 
     async def __del__(self) -> None:
@@ -133,7 +135,8 @@ class _Merged(Collector):
 
 def label_pages(pages: Mapping[str, bytes]) -> bytes:
     """Return one page with the samples of all pages, each with the label `replica`: its page's name."""
-    merged, registry = _Merged(), CollectorRegistry()
+    merged = _Merged()
+    registry = CollectorRegistry()
     for replica, page in pages.items():
         for metric in text_string_to_metric_families(page.decode()):
             known = merged.metrics.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))

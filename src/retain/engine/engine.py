@@ -41,8 +41,10 @@ class Engine:
         cache: KVCacheManager,
         drafter: Drafter | None = None,
     ):
-        self.runner, self.cache = runner, cache
-        self.speculator, self.sharing = Speculator(drafter), PromptSharing()
+        self.runner = runner
+        self.cache = cache
+        self.speculator = Speculator(drafter)
+        self.sharing = PromptSharing()
         self.scheduler = Scheduler(cache, self.sharing)
         self.depth = 1  # steps that `step` has pending before it waits for the oldest
         self.pending_steps: deque[PendingStep] = deque()
@@ -218,7 +220,8 @@ class Engine:
     def _commit_request(self, request: Request, num_tokens: int) -> None:
         """Count `num_tokens` of a running request as computed; evict, unless a scoring pass is due first."""
         assert request.row is not None
-        before, scoring = request.num_computed_tokens, request.scoring
+        before = request.num_computed_tokens
+        scoring = request.scoring
         request.advance(num_tokens)
         now = request.num_computed_tokens
         if before < len(request.prompt) <= now or now == request.branch_point:

@@ -46,7 +46,8 @@ class PromptSharing:
 
 def can_share_prompt(request: Request, leader: Request) -> bool:
     """Return whether the leader's prompt, computed under its policy, equals one computed under the request's own."""
-    a, b = request.policy, leader.policy
+    a = request.policy
+    b = leader.policy
     if request.prompt != leader.prompt or a.ring_window is not None or b.ring_window is not None:
         return False
     if request.input.needs_prompt_logits or leader.input.needs_prompt_logits:
@@ -58,5 +59,6 @@ def can_share_prompt(request: Request, leader: Request) -> bool:
 
 def score_key(request: Request) -> tuple[object, ...]:
     """Return all that masses at the end of the prompt depend on, but for the prompt; () if there are none."""
-    key, uses_noise = request.policy.score_key, request.policy.uses_noise
+    key = request.policy.score_key
+    uses_noise = request.policy.uses_noise
     return (*key, request.noise_seed) if uses_noise else key

@@ -103,7 +103,9 @@ class Request:
     _ids: ClassVar = itertools.count()
 
     def __init__(self, input: RequestInput, grammar: Grammar | None = None, max_model_len: int = 2**30):
-        self.input, self.grammar, self.max_model_len = input, grammar, max_model_len
+        self.input = input
+        self.grammar = grammar
+        self.max_model_len = max_model_len
         self.id = next(self._ids)
         self.policy = input.policy.resolve(len(input.prompt), input.num_system_tokens)
         self.tokens = [*input.prompt, *input.forced_tokens]
@@ -210,7 +212,8 @@ class Request:
 
     def start_from_prefix(self, num_computed_tokens: int, branch_point: int) -> None:
         """Begin with tokens that the prefix cache has."""
-        self.num_computed_tokens, self.branch_point = num_computed_tokens, branch_point
+        self.num_computed_tokens = num_computed_tokens
+        self.branch_point = branch_point
         if not self.stats.num_preemptions:
             self.stats.num_cached_tokens = num_computed_tokens
 
@@ -256,7 +259,8 @@ class Request:
 
     def set_drafts(self, tokens: list[int], draft_probs: Tensor | None = None) -> None:
         """Propose the next tokens; `draft_probs` [K, V] are the distributions that they were sampled from."""
-        self.drafts, self.draft_probs = tokens, draft_probs
+        self.drafts = tokens
+        self.draft_probs = draft_probs
 
     def trim_drafts(self, num_tokens: int) -> None:
         """Keep the drafts that fit into a step of `num_tokens` fresh tokens."""

@@ -28,7 +28,8 @@ class ProgramRunner:
     """Run a model as one program of the backend."""
 
     def __init__(self, program: Program, cache: KVCacheManager):
-        self.program, self.cache = program, cache
+        self.program = program
+        self.cache = cache
 
     def forward(self, batch: Batch) -> Tensor:
         """See Runner.forward."""
@@ -39,7 +40,9 @@ class TorchRunner:
     """Run a model's own layers, the definition, with the backend's `write` and `attend` between them."""
 
     def __init__(self, model: Decoder, backend: Backend, cache: KVCacheManager):
-        self.model, self.backend, self.cache = model, backend, cache
+        self.model = model
+        self.backend = backend
+        self.cache = cache
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:

@@ -39,7 +39,8 @@ class Scheduler:
     """Requests that wait and requests that run, both oldest first."""
 
     def __init__(self, cache: KVCacheManager, sharing: PromptSharing):
-        self.cache, self.sharing = cache, sharing
+        self.cache = cache
+        self.sharing = sharing
         self.max_batched_tokens = cache.config.max_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -49,9 +50,11 @@ class Scheduler:
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError when even the empty pool could not hold the request."""
-        num_prompt, max_tokens = len(request.prompt), request.input.max_tokens
+        num_prompt = len(request.prompt)
+        max_tokens = request.input.max_tokens
         length = num_prompt + max_tokens - 1  # the last token is never written
-        needed, total = self.cache.pages_needed(request.policy, length, length), self.cache.total_pages
+        needed = self.cache.pages_needed(request.policy, length, length)
+        total = self.cache.total_pages
         if needed > total:
             raise ValueError(
                 f"a request of {num_prompt} + {max_tokens} tokens needs {needed} pages of KV memory "
@@ -61,7 +64,8 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRequest]:
         """Choose the tokens of the next step, and reserve their pages."""
         scheduled: list[ScheduledRequest] = []
-        left, num_waiting = self.max_batched_tokens, len(self.waiting)
+        left = self.max_batched_tokens
+        num_waiting = len(self.waiting)
         running = sorted((r for r in self.running if not r.awaits_tokens), key=lambda r: r.id)
         turns = [r for r in running if r.num_uncomputed_tokens > 1]
         for request in running:
@@ -154,7 +158,9 @@ class Scheduler:
 
     def _attach_prefix(self, request: Request, row: int) -> None:
         """Begin with the prefix that is cached of a request; the first time, find out why there is no more of it."""
-        stats, query, prefix_cache = request.stats, request.prefix_query, self.cache.prefix_cache
+        stats = request.stats
+        query = request.prefix_query
+        prefix_cache = self.cache.prefix_cache
         explains = request.explains_prefix and stats.prefix_diagnosis is None
         if explains:
             prefix_cache.keep_history()
@@ -201,7 +207,8 @@ class Scheduler:
 
     def _next_pages(self, request: Request) -> int:
         """Return the pages that a running request needs for one more page of tokens, or for those that it may have."""
-        length, last = request.num_tokens, len(request.prompt) + request.input.max_tokens - 1
+        length = request.num_tokens
+        last = len(request.prompt) + request.input.max_tokens - 1
         longer = max(length, min(length + self.cache.page_size, last))
         before, after = (self.cache.pages_needed(request.policy, n, n) for n in (length, longer))
         return after - before

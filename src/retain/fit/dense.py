@@ -39,7 +39,8 @@ class DenseModel:
     """Compute tokens with float32 attention over all earlier ones."""
 
     def __init__(self, decoder: Decoder):
-        self.decoder, self.spec = decoder, decoder.spec
+        self.decoder = decoder
+        self.spec = decoder.spec
 
     @property
     def full_layers(self) -> list[int]:
@@ -59,14 +60,17 @@ class DenseModel:
         `kept` [G, n] marks, by layer, the tokens of `past` that may be seen. With `needs_grad` the result can be
         differentiated by every layer's `output`.
         """
-        s, present = self.spec, Past()
+        s = self.spec
+        present = Past()
         first = len(next(iter(past.keys.values()))) if past else 0
         pos = torch.arange(first, first + len(tokens))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-            present.keys[layer], present.values[layer] = k.detach(), v.detach()
+            present.keys[layer] = k.detach()
+            present.values[layer] = v.detach()
             if past:
-                k, v = torch.cat((past.keys[layer], k)), torch.cat((past.values[layer], v))
+                k = torch.cat((past.keys[layer], k))
+                v = torch.cat((past.values[layer], v))
             mask = self._visible(layer, pos, len(k))
             if kept and layer in kept:
                 fresh = torch.ones(s.num_kv_heads, len(k) - first, dtype=torch.bool)
@@ -94,7 +98,8 @@ class DenseModel:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams
     ) -> LayerAttention:
         """Attend with queries [T, H, D] over k and v [G, n, D]."""
-        s, T = self.spec, len(q)
+        s = self.spec
+        T = len(q)
         queries = q.transpose(0, 1).reshape(s.num_kv_heads, -1, s.head_dim)  # [G, R T, D]
         places = torch.arange(k.shape[1])
         products = (queries @ k.transpose(1, 2) * params.scale).view(-1, T, len(places))  # [H, T, n]

@@ -48,7 +48,8 @@ def fit_gate(path: Path, config: FitConfig) -> FitReport:
     if not model.full_layers:
         raise ValueError(f"{path.name}: all layers see a window, which needs no policy")
     collector = Collector(model, config.target, _rereads(tokenizer))
-    moments, held_moments = Moments(), Moments()
+    moments = Moments()
+    held_moments = Moments()
     held: list[tuple[HeldOut, Statistics]] = []
     for i, example in enumerate(tqdm(examples, desc="reading", unit="prompt")):
         found = collector.collect(example)

@@ -53,6 +53,8 @@ class Moments:
         ones = torch.ones_like(w[..., :1])
         residual = torch.cat((-w, ones, -gate.bias.double()[..., None]), -1)  # y - w x - bias
         error = (residual[..., None, :] @ self.sums @ residual[..., None])[..., 0, 0]  # [M, G]
-        y, yy, N = self.sums[..., -2, -1], self.sums[..., -2, -2], self.sums[..., -1, -1]
+        y = self.sums[..., -2, -1]
+        yy = self.sums[..., -2, -2]
+        N = self.sums[..., -1, -1]
         by_layer = 1 - error.sum(-1) / (yy.sum(-1) - y.sum(-1) ** 2 / N.sum(-1))
         return by_layer, float(1 - error.sum() / (yy.sum() - y.sum() ** 2 / N.sum()))

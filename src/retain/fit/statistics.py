@@ -40,7 +40,9 @@ class Collector:
     """Collect statistics of examples. `rereads` gives what follows a prompt to read it again, pass by pass."""
 
     def __init__(self, model: DenseModel, target: str, rereads: Callable[[list[int]], list[Sequence[int]]]):
-        self.model, self.target, self.rereads = model, target, rereads
+        self.model = model
+        self.target = target
+        self.rereads = rereads
 
     def collect(self, example: Example) -> Statistics:
         """Compute the example once with its answer, and once more for its second reading."""
@@ -51,7 +53,8 @@ class Collector:
             self.model.forward(example.prompt, first)
         else:
             maps += first.read_answer(example)
-        columns, mass = torch.stack(first.columns), torch.stack(first.masses)
+        columns = torch.stack(first.columns)
+        mass = torch.stack(first.masses)
         if self.target != "answers":
             norms = torch.stack([v.norm(dim=-1) for v in first.values])
             maps.insert(0, sum_rereads(self.model, example.prompt, self.rereads(example.prompt)) * norms)
@@ -64,7 +67,8 @@ class Collector:
 
 def sum_rereads(model: DenseModel, prompt: list[int], rereads: Sequence[Sequence[int]]) -> Tensor:
     """Return the attention that a prompt gets when these tokens follow it, each list by itself, [M, G, n]."""
-    n, sums = len(prompt), torch.zeros(())
+    n = len(prompt)
+    sums = torch.zeros(())
 
     for tokens in rereads:
         masses: list[Tensor] = []
@@ -92,7 +96,8 @@ class FirstReading:
     """Record the columns of a prompt's tokens, and what its answer takes of them, layer by layer."""
 
     def __init__(self, model: DenseModel, prompt_len: int):
-        self.model, self.prompt_len = model, prompt_len
+        self.model = model
+        self.prompt_len = prompt_len
         self.columns: list[Tensor] = []
         self.masses: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -103,7 +108,9 @@ class FirstReading:
         if self.model.spec.windows[found.layer] is not None:
             return
         n = self.prompt_len
-        k, v, pos = round_keys(found.keys[:, :n].detach()), round_8bit(found.values[:, :n].detach()), torch.arange(n)
+        k = round_keys(found.keys[:, :n].detach())
+        v = round_8bit(found.values[:, :n].detach())
+        pos = torch.arange(n)
         if (factors := self.model.decoder.key_factors.get(found.layer)) is not None:
             k = k / factors[:, None]  # as a policy sees keys
         mass = found.weights[:, :, :n, :n].detach().sum((1, 2))  # [G, n]
@@ -124,9 +131,11 @@ class FirstReading:
         # The first token of the answer is predicted from the whole prompt, so it does not count.
         log_probs = self.model.log_probs(hidden[n:-1])
         log_probs.gather(1, torch.tensor(example.answer[1:])[:, None]).sum().backward()  # type: ignore[no-untyped-call]
-        attended, needed = [], []
+        attended = []
+        needed = []
         for found, v in zip(self.answers, self.values, strict=True):
-            weights, output = found.weights[:, :, n:, :n].detach(), found.output[:, :, n:].detach()
+            weights = found.weights[:, :, n:, :n].detach()
+            output = found.output[:, :, n:].detach()
             assert found.output.grad is not None
             grad = found.output.grad[:, :, n:]
             change = weights * (grad @ v[:, None].transpose(-1, -2) - (grad * output).sum(-1, keepdim=True))

@@ -9,7 +9,9 @@ from typing import Any
 
 from retain.files import quote
 
-MAX_LAYERS, MAX_WIDTH, MAX_HEADS = 4096, 2**20, 2**16
+MAX_LAYERS = 4096
+MAX_WIDTH = 2**20
+MAX_HEADS = 2**16
 MAX_CONTEXT = 2**24  # the largest position that float32 angles hold exactly
 # Whole numbers from 1 on, with the largest that is accepted. Families name the same size differently.
 SIZES = {

@@ -53,7 +53,8 @@ def create_folder(name: str, parent: Path) -> Path:
     """Return the folder of a model below `parent`, created on the first call. Raises ValueError for an unknown name."""
     if name not in CONFIGS:
         raise ValueError(f"no random model {name!r}: choose one of {', '.join(f'random:{n}' for n in CONFIGS)}")
-    path, config = parent / "random" / name, CONFIGS[name]
+    path = parent / "random" / name
+    config = CONFIGS[name]
     if not (path / MARKER_FILE).is_file():
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         tokens = [*alphabet, *(f"w{i}" for i in range(len(alphabet), config["vocab_size"]))]
@@ -101,8 +102,11 @@ class RandomCheckpoint:
 
 def llama_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the names and shapes of a Llama model's tensors."""
-    E, M, D = c["hidden_size"], c["intermediate_size"], c["head_dim"]
-    q, kv = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
+    E = c["hidden_size"]
+    M = c["intermediate_size"]
+    D = c["head_dim"]
+    q = c["num_attention_heads"] * D
+    kv = c["num_key_value_heads"] * D
     yield "model.embed_tokens.weight", (c["vocab_size"], E)
     yield "model.norm.weight", (E,)
     if not c["tie_word_embeddings"]:

@@ -24,7 +24,9 @@ class GateLoader:
     """Load the gates of the model at `path`, each file once. `default` is the file that the engine was started with."""
 
     def __init__(self, path: Path, spec: KVCacheSpec, default: str = ""):
-        self.path, self.spec, self.default = path, spec, default
+        self.path = path
+        self.spec = spec
+        self.default = default
         self._shape: GateShape | None = None
         self._gates: dict[str, GateWeights] = {}
 
@@ -73,7 +75,8 @@ def model_fingerprint(path: Path) -> str:
 
     They are rounded to bfloat16: some formats store 1 + w in place of w, which costs the last bits.
     """
-    checkpoint, found = open_checkpoint(path), xxh3_128()
+    checkpoint = open_checkpoint(path)
+    found = xxh3_128()
     for name in sorted(n for n in checkpoint.names() if n.endswith(".weight") and ("norm" in n or "ln" in n)):
         found.update(name.encode())
         found.update(checkpoint.read(name).to(torch.bfloat16).view(torch.int16).numpy().tobytes())

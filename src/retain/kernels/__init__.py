@@ -33,7 +33,8 @@ def load(name: str, device: torch.device = CPU) -> Backend:
     if name == "auto":
         candidates = BACKEND_PRIORITY[device.type]
         usable = [n for n in candidates if import_backend(n).unavailable_reason() is None]
-        chosen, fastest = (usable or candidates)[0], candidates[0]
+        chosen = (usable or candidates)[0]
+        fastest = candidates[0]
         if chosen != fastest:
             reason = import_backend(fastest).unavailable_reason()
             logger.warning("the %s backend cannot run here: %s; %s is slower", fastest, reason, chosen)

@@ -116,7 +116,9 @@ class Tables:
     def for_layer(self, layer: int) -> Tables:
         """Return the tables of one layer, given the tables of all layers."""
         demoted = self.demoted.for_layer(layer) if self.demoted else None
-        pages, counts, windows = self.pages[layer], self.counts[layer], self.windows[layer]
+        pages = self.pages[layer]
+        counts = self.counts[layer]
+        windows = self.windows[layer]
         return replace(self, pages=pages, counts=counts, windows=windows, demoted=demoted)
 
 

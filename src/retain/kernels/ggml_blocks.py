@@ -28,7 +28,9 @@ Q5_0 = np.dtype([("d", "<f2"), ("high", "u1", 4), ("q", "u1", 16)])  # `high`: t
 Q4_K = np.dtype([("d", "<f2"), ("m", "<f2"), ("six", "u1", 12), ("q", "u1", (4, 32))])  # 256 elements in 8 groups
 
 
-INT4_TYPES, INT8_TYPES = (2, 3, 12), (6, 8)  # with the groups of Int4 and Int8: Q4_0, Q4_1, Q4_K; Q5_0, Q8_0
+# Types with the groups of Int4 (Q4_0, Q4_1, Q4_K) and of Int8 (Q5_0, Q8_0).
+INT4_TYPES = (2, 3, 12)
+INT8_TYPES = (6, 8)
 
 
 def convert_blocks(
@@ -75,7 +77,8 @@ def dequantize_blocks(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, 
 
 def _dequantize_simple(blocks: NDArray[Any]) -> NDArray[np.float32]:
     """Dequantize blocks [n] to float32 [n, 32]."""
-    d, q = blocks["d"].astype(np.float32)[:, None], blocks["q"]
+    d = blocks["d"].astype(np.float32)[:, None]
+    q = blocks["q"]
     if q.dtype == np.int8:
         return q * d
     out = np.empty((len(blocks), 32), np.float32)
@@ -97,7 +100,8 @@ def _unpack(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, int]) -> Q
             blocks = raw.view(Q5_0)
             return _make_int8(shape, _unpack_q5_0(blocks), blocks["d"])
         blocks = raw.view(SIMPLE_BLOCKS[ggml_type])
-        d, q = blocks["d"], blocks["q"]
+        d = blocks["d"]
+        q = blocks["q"]
         if q.dtype == np.int8:
             return _make_int8(shape, q, d)
         return _make_int4(shape, _unpack_nibbles(q), d, blocks["m"] if "m" in (blocks.dtype.names or ()) else -8 * d)

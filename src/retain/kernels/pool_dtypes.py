@@ -10,7 +10,8 @@ import torch
 
 from retain.kernels.quantized_slots import SCALE_BYTES, group_size
 
-INT8, K8V4 = torch.int8, torch.uint8
+INT8 = torch.int8
+K8V4 = torch.uint8
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
 QUANTIZED_DTYPES = (INT8, K8V4, INT4)
 

@@ -79,8 +79,11 @@ def quantize_int4(weight: Tensor) -> Int4:
     """
     x = _to_groups(weight)  # [out, n, 32]
     smallest, largest = x.aminmax(dim=-1)  # [out, n] both
-    smallest, largest = smallest + 0.0, largest + 0.0  # which of -0 and 0 is found depends on their order; now it is 0
-    scale, shift = _to_float16((largest - smallest) / 15), _to_float16(smallest)
+    # Which of -0 and 0 is found depends on their order; now it is 0.
+    smallest = smallest + 0.0
+    largest = largest + 0.0
+    scale = _to_float16((largest - smallest) / 15)
+    shift = _to_float16(smallest)
     q = (x - _expand_groups(shift)).div_(_nonzero_scale(scale)).round_().clamp_(0, 15)
     return Int4(q.to(torch.uint8).flatten(-2), scale, shift)
 

@@ -40,10 +40,12 @@ def rotate(x: Tensor) -> Tensor:
     Each block of 2^n numbers is transformed, where 2^n is the largest power of 2 that divides D.
     """
     block = largest_block(x.shape[-1])
-    y, h = _split(x.float(), block), 1
+    y = _split(x.float(), block)
+    h = 1
     while h < block:
         a, b = y.reshape(*y.shape[:-1], block // (2 * h), 2, h).unbind(-2)
-        y, h = torch.stack((a + b, a - b), -2).flatten(-3), 2 * h
+        y = torch.stack((a + b, a - b), -2).flatten(-3)
+        h = 2 * h
     return (y * block**-0.5).flatten(-2)
 
 
@@ -79,7 +81,8 @@ def pack_nibbles(integers: Tensor) -> Tensor:
     """Return uint8 [..., D / 2]: each group's first half in low nibbles, its second half in high ones."""
     half = group_size(integers.shape[-1]) // 2
     halves = _split(integers, half)
-    low, high = halves[..., ::2, :], halves[..., 1::2, :]
+    low = halves[..., ::2, :]
+    high = halves[..., 1::2, :]
     return (low | high << 4).flatten(-2)
 
 
@@ -102,7 +105,8 @@ def to_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
 def from_bytes(slots: Tensor, head_dim: int) -> Tensor:
     """Return the numbers of what `to_bytes` returned, float32 [..., D]."""
     width = head_dim if slots.dtype == torch.int8 else head_dim // 2
-    integers, scale = slots[..., :width], slots[..., width:].contiguous().view(torch.bfloat16)
+    integers = slots[..., :width]
+    scale = slots[..., width:].contiguous().view(torch.bfloat16)
     if slots.dtype == torch.int8:
         return dequantize(integers, scale[..., 0])
     return dequantize_4bit(unpack_nibbles(integers), scale)

@@ -26,7 +26,8 @@ class BufferShapes:
 
     def register(self, name: str, buffer_id: int, width: int) -> int:
         """Add a buffer and return its id."""
-        self.buffer_ids[name], self.widths[buffer_id] = buffer_id, width
+        self.buffer_ids[name] = buffer_id
+        self.widths[buffer_id] = width
         return buffer_id
 
     def check_embedding(self, out: int, width: int) -> None:
@@ -100,7 +101,9 @@ def check_write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor)
 def check_batch(batch: Batch) -> None:
     """Raise ValueError unless the tables of all layers and the tensors of a batch have matching shapes."""
     tables = batch.tables
-    T, B, (L, _, G, _) = len(batch.input_ids), len(tables.rows), tables.pages.shape
+    T = len(batch.input_ids)
+    B = len(tables.rows)
+    L, _, G, _ = tables.pages.shape
     shapes = [x.shape for x in (batch.positions, batch.slot_mapping, tables.query_start_loc)]
     if shapes != [(T,), (L, G, T), (B + 1,)]:
         raise shape_error(

@@ -77,7 +77,8 @@ class CapacityPlanner:
         if None not in self.spec.windows:
             return policies.parse("full")
         c = self.config
-        has_rings, step_room = any(self.spec.windows), c.max_batched_tokens - c.max_running_requests
+        has_rings = any(self.spec.windows)
+        step_room = c.max_batched_tokens - c.max_running_requests
         return policy.fit(CacheLimits(c.max_model_len, has_rings, step_room, self.pages_needed, self.load_gate))
 
     @property
@@ -94,7 +95,8 @@ class CapacityPlanner:
 
         It starts with `num_uncomputed_tokens`, which are computed in chunks.
         """
-        S, windows = self.config.page_size, self.windows(policy)
+        S = self.config.page_size
+        windows = self.windows(policy)
         fresh = min(policy.fresh_tokens(num_uncomputed_tokens), self.config.max_batched_tokens)
         ring_pages = self._ring_pages(policy, length, ring_capacities(windows, fresh, S))
         full = policy.peak_slots(length)
@@ -112,7 +114,8 @@ class CapacityPlanner:
 
     def _ring_pages(self, policy: EvictionPolicy, length: int, capacities: Ints) -> Ints:
         """Return the most pages of a head in each layer [L] if that is a ring; in a scoring pass with its copy."""
-        S, behind = self.config.page_size, policy.scoring_tokens
+        S = self.config.page_size
+        behind = policy.scoring_tokens
         pages: Ints = -(-np.minimum(length + behind, capacities) // S)
         return pages - (-np.minimum(length, capacities) // S) * (behind > 0)
 

@@ -49,11 +49,18 @@ class KVCacheManager:
         prefix_config: PrefixConfig | None = None,
         key_transform: KeyTransform | None = None,
     ):
-        c, spec = planner.config, planner.spec
-        self.planner, self.config, self.spec, self.store = planner, c, spec, store
-        self.pool, self.kv, self.backend = store.pool, store.kv, store.backend
+        c = planner.config
+        spec = planner.spec
+        self.planner = planner
+        self.config = c
+        self.spec = spec
+        self.store = store
+        self.pool = store.pool
+        self.kv = store.kv
+        self.backend = store.backend
         self.key_transform = key_transform or KeyTransform()
-        num_rows, num_layers = c.max_running_requests, len(spec.windows)
+        num_rows = c.max_running_requests
+        num_layers = len(spec.windows)
         demoted = store.reinterpret(DEMOTED_DTYPE) if c.demoted_page_size else None
         self.tables = BlockTables(store, num_rows, num_layers, spec.kv_heads, planner.max_pages_per_head, demoted)
         self.slots = KVCache(self.tables, c.max_batched_tokens)
@@ -148,7 +155,8 @@ class KVCacheManager:
             if not evictor.demoter.reserve(end_position, num_pages):
                 return False
         if evictor and evictor.layerwise and evictor.layerwise.scratch is not None:  # in one layer at a time
-            t, layer = self.tables, evictor.layers[0]
+            t = self.tables
+            layer = evictor.layers[0]
             t.peaks[row, layer] = t.counts[row, layer] + evictor.layerwise.scratch.shape[1]
         return True
 
@@ -302,7 +310,8 @@ class KVCacheManager:
 
     def _extra_pages(self, row: int) -> Ints:
         """Pages that the row holds beside its tables: scratch pages, and copies of its rings."""
-        evictor, snapshot = self.evictors.get(row), self.snapshots.get(row)
+        evictor = self.evictors.get(row)
+        snapshot = self.snapshots.get(row)
         scratch = evictor.scratch_pages if evictor else np.zeros(0, np.int32)
         return np.concatenate([scratch, snapshot.copies]) if snapshot else scratch
 

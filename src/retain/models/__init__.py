@@ -66,7 +66,8 @@ def build(weights: Weights, program: Program | None = None) -> Decoder:
 def check_shapes(decoder: Decoder) -> None:
     """Run the first and the last token at the first and the last position. Raises one of SHAPE_ERRORS."""
     s = decoder.spec
-    ids, pos = torch.tensor([0, s.vocab_size - 1]), torch.tensor([0, s.max_position_embeddings - 1])
+    ids = torch.tensor([0, s.vocab_size - 1])
+    pos = torch.tensor([0, s.max_position_embeddings - 1])
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         if (q.shape[1:], k.shape[1:], v.shape[1:]) != ((s.num_heads, s.head_dim), *[(s.num_kv_heads, s.head_dim)] * 2):

@@ -255,11 +255,13 @@ class Decoder:
 
     def emit(self, program: Program) -> None:
         """Write forward and logits into a program. Raises ValueError where a tensor's shape contradicts the spec."""
-        s, e = self.spec, self.embedding
+        s = self.spec
+        e = self.embedding
         num_positions = s.max_position_embeddings + e.position_offset
         if e.table.shape[0] < s.vocab_size or (e.position_table is not None and len(e.position_table) < num_positions):
             raise ValueError("the embedding has fewer rows than the vocabulary, or than the context")
-        x, last = program.buffer("x", s.hidden_size), program.buffer("last", s.hidden_size)
+        x = program.buffer("x", s.hidden_size)
+        last = program.buffer("last", s.hidden_size)
         e.emit(program, x)
         for layer in self._load_layers():
             layer.emit(program, x)
@@ -283,7 +285,8 @@ class Decoder:
 
 def _balance(layer: DecoderLayer) -> DecoderLayer:
     """Return the layer with factors of its queries and keys."""
-    a, s = layer.attention, layer.attention.spec
+    a = layer.attention
+    s = layer.attention.spec
     heads = s.num_heads, s.num_kv_heads, s.head_dim
     factors = find_qk_factors(layer.norm1, a.qkv_proj, a.qk_norm, a.rope, a.key_offset, heads)
     return cast(DecoderLayer, replace(cast(Any, layer), attention=replace(a, qk_factors=factors)))

@@ -38,7 +38,8 @@ class Linear:
     """Compute y = x W^T + b. The weight [out, in] is dense or quantized."""
 
     def __init__(self, weight: Weight, bias: Tensor | None = None):
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [T, in] -> [T, out].
@@ -143,7 +144,8 @@ class RMSNorm:
     """Compute x / rms(x) * weight in float32 (arXiv 1910.07467). weight [E], or [H + G, D] with a row for each head."""
 
     def __init__(self, weight: Tensor, eps: float):
-        self.weight, self.eps = weight.float(), eps
+        self.weight = weight.float()
+        self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalize a tensor whose shape ends in that of the weight."""
@@ -158,7 +160,9 @@ class LayerNorm:
     """Compute (x - mean) / deviation * weight + bias (arXiv 1607.06450)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float):
-        self.weight, self.bias, self.eps = weight, bias, eps
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalize a tensor whose shape ends in that of the weight."""
@@ -200,7 +204,9 @@ class MLP:
     """Compute down(act(up(x))). `act` is the activation's name in the config."""
 
     def __init__(self, up_proj: Linear, down_proj: Linear, act: str):
-        self.up_proj, self.down_proj, self.act = up_proj, down_proj, resolve_activation(act)
+        self.up_proj = up_proj
+        self.down_proj = down_proj
+        self.act = resolve_activation(act)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [T, E] -> [T, E]."""
@@ -219,7 +225,9 @@ class GatedMLP:
     """Compute down(act(gate(x)) * up(x)), with gate stacked over up in one linear layer (arXiv 2002.05202)."""
 
     def __init__(self, gate_up_proj: Linear, down_proj: Linear, act: str):
-        self.gate_up_proj, self.down_proj, self.act = gate_up_proj, down_proj, resolve_activation(act)
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+        self.act = resolve_activation(act)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [T, E] -> [T, E]."""
@@ -229,7 +237,8 @@ class GatedMLP:
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
         n = self.gate_up_proj.weight.shape[0] // 2
-        gate_up, wide = program.buffer("gate, up", 2 * n), program.buffer("wide", n)
+        gate_up = program.buffer("gate, up", 2 * n)
+        wide = program.buffer("wide", n)
         self.gate_up_proj.emit(program, x, gate_up)
         program.activation(gate_up, wide, self.act, n, gated=True)
         self.down_proj.emit(program, wide, out, add)

@@ -48,7 +48,8 @@ def find_qk_factors(
     if key_offset is not None and rope is not None:  # the mean of a rotated constant
         energy[H:] -= key_offset.double().square()
     energy = _mean_of_pairs(energy, rope).clamp(min=SMALLEST_ENERGY)
-    queries, keys = energy[:H].view(G, -1, D).mean(1), energy[H:]  # [G, D]
+    queries = energy[:H].view(G, -1, D).mean(1)  # [G, D]
+    keys = energy[H:]  # [G, D]
     exponents = ((queries / keys).log2() / 4).round().clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
     if not exponents.any():
         return None

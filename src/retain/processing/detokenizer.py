@@ -35,7 +35,8 @@ class TokenBytes:
         self.strip_space = strip_space
         # SentencePiece shows each invalid byte as one U+FFFD, byte level each broken character as one.
         self.errors = "replace" if byte_level else "surrogateescape"
-        self._core, self._special_token_ids = core, special_token_ids
+        self._core = core
+        self._special_token_ids = special_token_ids
         self._alphabet_bytes = unicode_to_bytes() if byte_level else None
         self._cache: dict[int, bytes] = {}
 
@@ -100,7 +101,8 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
     ):
         self._token_bytes = token_bytes
-        self._num_tokens, self._min_tokens = 0, min_tokens
+        self._num_tokens = 0
+        self._min_tokens = min_tokens
         self._stop_search = StopStringSearch(stop or StopStrings())
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(token_bytes.errors)
         self._utf8_decoder.decode(token_bytes.last_bytes(preceding))  # keeps what is incomplete, and no more

@@ -58,7 +58,8 @@ def _read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _to_texts(record: dict[str, Any], place: str) -> tuple[str, str]:
     """Return the texts of prompt and answer. Raises ValueError."""
-    prompt, answer = record.get("prompt", record.get("text")), record.get("answer", record.get("highlights", ""))
+    prompt = record.get("prompt", record.get("text"))
+    answer = record.get("answer", record.get("highlights", ""))
     if "article" in record:
         prompt = f"{SUMMARIZE}\n\n{record['article']}"
     if isinstance(prompt, str) and isinstance(answer, str):

@@ -20,7 +20,11 @@ from retain.files import atomic_write, get_cache_dir, quote
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types in GGUF; 6 is a byte
+# Token types in GGUF; 6 is a byte.
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
 CACHE_VERSION = 1  # changes when the same metadata gives another tokenizer
 
 LLAMA3_PATTERN = (
@@ -47,7 +51,8 @@ PRE_TOKENIZER_PATTERNS: Mapping[str, str] = (
 def build_tokenizer(reader: GGUFReader) -> Tokenizer:
     """Return the tokenizer of a GGUF file; it adds no bos and no eos. Raises ValueError for invalid metadata."""
     meta = reader.metadata
-    tokens, model = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.model")
+    tokens = meta.get("tokenizer.ggml.tokens")
+    model = meta.get("tokenizer.ggml.model")
     if not isinstance(tokens, list) or not tokens:
         raise UnsupportedError("the file has no tokenizer")
     if model == "gpt2":
@@ -168,7 +173,8 @@ def _derive_merges(ranked_tokens: list[str], vocabulary: Mapping[str, int]) -> I
 
 def _add_special_tokens(core: Tokenizer, tokens: list[str], token_types: list[int]) -> None:
     """Add control and user-defined tokens, which match the text as they are, before it is split into words."""
-    special, user_defined = [], []
+    special = []
+    user_defined = []
     for token, token_type in zip(tokens, token_types, strict=True):
         if token and token_type in (UNKNOWN, CONTROL):
             special.append(AddedToken(token, normalized=False))

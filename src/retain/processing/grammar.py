@@ -52,7 +52,8 @@ class GrammarCompiler:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError:
             raise ValueError("structured outputs need llguidance: pip install 'retain[serve]'") from None
-        self.tokenizer, stops = tokenizer, sorted(tokenizer.stop_token_ids)
+        self.tokenizer = tokenizer
+        stops = sorted(tokenizer.stop_token_ids)
         self.vocab_size = vocab_size
         self._ll_tokenizer: LLTokenizer = LLTokenizer(
             TokenizerWrapper(_TokenizerAdapter(tokenizer, vocab_size)), n_vocab=vocab_size, eos_token=stops or None
@@ -74,7 +75,8 @@ class GrammarState:
     """The progress of one answer through a grammar (see retain.engine.grammar)."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int):
-        self._matcher, self._vocab_size = matcher, vocab_size
+        self._matcher = matcher
+        self._vocab_size = vocab_size
         self._bitmask = np.empty((1, -(-vocab_size // 32)), np.int32)
 
     def copy(self) -> GrammarState:

@@ -59,7 +59,8 @@ class PromptTooLongError(ValueError):
     def __init__(self, num_tokens: int, max_context: int, limit: str, remedy: str = "shorten it"):
         """`limit`: what allows no more, in words."""
         super().__init__(f"the prompt has {num_tokens} tokens and {limit} {max_context}: {remedy}")
-        self.num_tokens, self.max_context = num_tokens, max_context
+        self.num_tokens = num_tokens
+        self.max_context = max_context
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ class InputProcessor:
         register_drafter: Callable[[str], None],
     ):
         """Raises ValueError where the cache cannot carry out the engine's own policy."""
-        self.tokenizer, self.info, self.cache, self.register_drafter = tokenizer, info, cache, register_drafter
+        self.tokenizer = tokenizer
+        self.info = info
+        self.cache = cache
+        self.register_drafter = register_drafter
         self._instruction_ids: dict[str, list[int]] = {}
         # Of requests in progress: building one takes longer than finding it, and all choices of a body have the same.
         self._stop_strings: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
@@ -121,8 +125,10 @@ class InputProcessor:
         self, generate_request: GenerateRequest, on_logits: Callable[[Tensor], None] | None = None
     ) -> list[RequestOutputState]:
         """Return the requests for a prompt, `params.n` of them. Raises ValueError where it cannot be run."""
-        g, limit = generate_request, self.info.max_model_len
-        token_ids, params = self.encode(g.prompt), g.params
+        g = generate_request
+        limit = self.info.max_model_len
+        token_ids = self.encode(g.prompt)
+        params = g.params
         self._check_token_ids([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])
         policy = self._parse_policy(g.kv_policy)
         self._check_prompt_length(len(token_ids), g.num_system_tokens, policy)
@@ -206,7 +212,8 @@ class InputProcessor:
 
     def _check_room(self, policy: EvictionPolicy) -> None:
         """Raise ValueError for a policy that the cache was built without room for."""
-        c, lacks = self.cache.config, ""
+        c = self.cache.config
+        lacks = ""
         if policy.per_query_head and c.score_columns == 1 < self.info.heads_per_kv_head:
             lacks = "needs the masses of every query head"
         elif policy.demotes and not c.demoted_page_size:
@@ -233,8 +240,10 @@ class InputProcessor:
         The engine refuses a request of more. Raises ValueError for a policy that cannot be carried out.
         """
         policy = self._parse_policy(g.kv_policy).resolve(num_prompt_tokens, g.num_system_tokens)
-        policy, total = self.cache.effective_policy(policy), self.cache.total_pages
-        lo, hi = 1, max(self.info.max_model_len - num_prompt_tokens, 1)
+        policy = self.cache.effective_policy(policy)
+        total = self.cache.total_pages
+        lo = 1
+        hi = max(self.info.max_model_len - num_prompt_tokens, 1)
         while lo < hi:
             mid = (lo + hi + 1) // 2
             length = num_prompt_tokens + mid - 1  # the last token is never written

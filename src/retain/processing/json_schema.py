@@ -66,7 +66,8 @@ class MatchableParts:
         for name in ("anyOf", "oneOf"):
             if name in part:
                 needed.append(self._any_of([self._add_part(p, root) for p in _schemas(part[name])]))
-        object_condition, array_condition = self._object(part, root), self._array(part, root)
+        object_condition = self._object(part, root)
+        array_condition = self._array(part, root)
         types = part.get("type", TYPES)
         if not isinstance(types, str | list) or not all(isinstance(t, str) for t in types):
             types = TYPES  # the compiler refuses it
@@ -88,7 +89,8 @@ class MatchableParts:
         items = part.get("items")
         first = _schemas(items if isinstance(items, list) else part.get("prefixItems"))
         rest = part.get("additionalItems") if isinstance(items, list) else items
-        places, others = [self._add_part(p, root) for p in first], self._add_part(rest, root)
+        places = [self._add_part(p, root) for p in first]
+        others = self._add_part(rest, root)
         length = part.get("minItems", 0)
         if not isinstance(length, int) or length <= len(places):
             return self._all_of(places[: length if isinstance(length, int) else 0])

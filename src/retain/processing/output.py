@@ -37,7 +37,9 @@ class RequestOutputState:
         is_speculative: bool,
         on_logits: Callable[[Tensor], None] | None = None,
     ):
-        self.request, self.detokenizer, self.is_speculative = request, detokenizer, is_speculative
+        self.request = request
+        self.detokenizer = detokenizer
+        self.is_speculative = is_speculative
         self.on_logits = on_logits or self._add_prompt_logprobs
         self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens but the first, where the caller wants them
         self._pending_text: list[str] = []
@@ -83,7 +85,8 @@ class OutputProcessor:
     """Run behind each step of an engine: detokenize the answers, and finish the requests whose text ends."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer):
-        self.engine, self.tokenizer = engine, tokenizer
+        self.engine = engine
+        self.tokenizer = tokenizer
         self._states: dict[Request, RequestOutputState] = {}  # of requests that have not ended
 
     def add(self, states: Sequence[RequestOutputState]) -> None:
@@ -120,7 +123,8 @@ class OutputProcessor:
 
     def to_output(self, state: RequestOutputState) -> RequestOutput:
         """Return the output of a request that has ended."""
-        request, stats = state.request, state.request.stats
+        request = state.request
+        stats = state.request.stats
         state.take_text()
         decode_s = stats.finish_time - stats.first_token_time
         prefix = self.report_prefix(request) if request.input.explain_prefix else None

@@ -97,7 +97,10 @@ def _compare_tools(p: Parting) -> Cause | None:
 
 def find_tools(text: str) -> list[ToolDefinition]:
     """Return the definitions of tools in a text: JSON objects with a name, and a description or parameters."""
-    found, at, decoder, left = [], 0, json.JSONDecoder(), MAX_WASTED_CHARACTERS
+    found = []
+    at = 0
+    decoder = json.JSONDecoder()
+    left = MAX_WASTED_CHARACTERS
     while (at := text.find("{", at)) >= 0 and left > 0:
         try:
             value, end = decoder.raw_decode(text, at)
@@ -142,7 +145,8 @@ def _compare_template(p: Parting) -> Cause | None:
 
 def _begins_with_thinking(before: str, text: str) -> bool:
     """Return whether a block of thinking begins or ends where two texts part."""
-    left, indent = before[-CONTEXT:], len(text) - len(text.lstrip())
+    left = before[-CONTEXT:]
+    indent = len(text) - len(text.lstrip())
     matches = THINKING.finditer(left + text[: indent + CONTEXT])
     return any(m.start() <= len(left) + indent and m.end() > len(left) for m in matches)
 

@@ -83,7 +83,8 @@ class PrefixReport:
 
 def build_report(diagnosis: PrefixDiagnosis, tokenizer: Tokenizer) -> PrefixReport:
     """Put a diagnosis into words."""
-    d, at = diagnosis, diagnosis.common_length
+    d = diagnosis
+    at = diagnosis.common_length
     cause, explanation = _explain(d, tokenizer)
     return PrefixReport(
         d,

@@ -50,11 +50,14 @@ class Tokenizer:
         """
         added = core.get_added_tokens_decoder()
         ends = find_end_tokens({token.content: i for i, token in added.items()})
-        self.path, self.stop_token_ids = path, stop_token_ids | ends
+        self.path = path
+        self.stop_token_ids = stop_token_ids | ends
         self.special_tokens_map = dict(special_tokens_map or {})
         self.special_token_ids = ends | {i for i, token in added.items() if token.special}
         self.chat_templates = ChatTemplates(chat_templates or {}, self.special_tokens_map)
-        self._core, self._bos_ids, self._eos_ids = core, list(bos_ids), list(eos_ids)
+        self._core = core
+        self._bos_ids = list(bos_ids)
+        self._eos_ids = list(eos_ids)
         self._token_bytes = _create_token_bytes(core, self.special_token_ids)
 
     @classmethod
@@ -101,7 +104,8 @@ class Tokenizer:
         spans = [span if span[1] > 0 else None for span in encoding.offsets]  # None: added
         starts = [span[0] for span in spans if span] + [len(text)]
         offsets = [0] * len(self._bos_ids)
-        end, num_seen = 0, 0
+        end = 0
+        num_seen = 0
         for span in [*spans, *(None for _ in self._eos_ids)]:
             offsets.append(end)
             if span:
@@ -179,7 +183,8 @@ class Tokenizer:
         if self.chat_template is not None:
             start = [{"role": "user", "content": "A"}]
             turn = [{"role": "assistant", "content": "B"}, {"role": "user", "content": content}]
-            before, after = self.apply_chat_template(start), self.apply_chat_template([*start, *turn])
+            before = self.apply_chat_template(start)
+            after = self.apply_chat_template([*start, *turn])
             if after.startswith(f"{before}B"):
                 return self.encode_continuation(after[len(before) + 1 :])
         return self.encode_continuation(f"\n\n{content}\n\n")
@@ -230,7 +235,8 @@ def _create_token_bytes(core: Core, special_token_ids: frozenset[int]) -> TokenB
 
 def _from_gguf(path: Path) -> Tokenizer:
     reader = GGUFReader(path)
-    meta, core = reader.metadata, build_tokenizer(reader)
+    meta = reader.metadata
+    core = build_tokenizer(reader)
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
 
     def get_token_id(name: str) -> int | None:

@@ -38,7 +38,8 @@ class AdmissionControl:
 
     def __init__(self, limits: Limits, max_running_requests: int, num_keys: int = 0):
         """`num_keys`: API keys that share the server; each leaves room for the others."""
-        self.limits, self.max_in_flight = limits, max_running_requests + limits.max_queued_requests
+        self.limits = limits
+        self.max_in_flight = max_running_requests + limits.max_queued_requests
         self.max_bytes = max(limits.max_in_flight_bytes, limits.max_body_size)  # an idle server takes any legal body
         self.num_keys = num_keys
         self.choices = InFlight()
@@ -70,7 +71,8 @@ class AdmissionControl:
         if num_choices > limits.max_choices:
             self._log_rejection("max_choices")
             raise APIError(400, f"prompts times n is {num_choices}: at most {limits.max_choices} on this server", "n")
-        of_key, per_key = self.choices.by_key[key_name], limits.max_requests_per_key
+        of_key = self.choices.by_key[key_name]
+        per_key = limits.max_requests_per_key
         if per_key is not None and of_key + num_choices > per_key:
             raise self._reject(
                 "max_requests_per_key", f"this key has {of_key} requests in flight, its limit is {per_key}"
@@ -122,7 +124,9 @@ class RequestAdmission:
     """What one request has in flight: its choices and the bytes of its body. The end of the context returns all."""
 
     def __init__(self, control: AdmissionControl, key_name: str, deadline: float):
-        self.control, self.key_name, self.deadline = control, key_name, deadline
+        self.control = control
+        self.key_name = key_name
+        self.deadline = deadline
         self.num_choices = self.num_bytes = 0
         self._work_began_at: float | None = None
 
@@ -132,7 +136,8 @@ class RequestAdmission:
         Raises APIError where they exceed a limit; then it counts as before. A server that drains admits no request
         that has nothing in flight.
         """
-        control, key_name = self.control, self.key_name
+        control = self.control
+        key_name = self.key_name
         if not self.num_choices:
             control.check_open()
         control.choices.add(key_name, -self.num_choices)  # not twice
@@ -148,7 +153,8 @@ class RequestAdmission:
 
     def hold_bytes(self, num_bytes: int) -> None:
         """Count the request's body as `num_bytes` bytes from now on. Raises APIError where they exceed a limit."""
-        control, key_name = self.control, self.key_name
+        control = self.control
+        key_name = self.key_name
         control.body_bytes.add(key_name, -self.num_bytes)
         try:
             control.check_bytes(key_name, num_bytes)

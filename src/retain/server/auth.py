@@ -60,7 +60,8 @@ class ApiKeys:
         if not self._hashed_keys:
             return ANONYMOUS
         scheme, _, key = (authorization or "").partition(" ")
-        given, match = _digest(key.strip()), None
+        given = _digest(key.strip())
+        match = None
         for digest, candidate in self._hashed_keys:
             if hmac.compare_digest(digest, given):
                 match = candidate

@@ -54,7 +54,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, limits: Limits, rejections: RejectionLog, **uvicorn_options: Any):
         super().__init__(**uvicorn_options)
-        self._limits, self._rejections = limits, rejections
+        self._limits = limits
+        self._rejections = rejections
         self._in_headers = True  # of a request, or before its first byte
         self._in_body = False
         self._header_bytes = 0  # of this request, up to the end of its headers
@@ -185,7 +186,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start the request, unless its headers are too large."""
         self._stop_timer()
-        self._in_headers, self._in_body = False, True
+        self._in_headers = False
+        self._in_body = True
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._limits.max_header_size:
             self._reject_headers()
@@ -209,7 +211,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Expect the next request."""
         self._stop_timer()
-        self._in_headers, self._in_body = True, False
+        self._in_headers = True
+        self._in_body = False
         self._header_bytes = self._frame_bytes = self._body_bytes = 0
         if not self._is_rejected:
             super().on_message_complete()

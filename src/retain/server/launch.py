@@ -84,7 +84,8 @@ async def _serve(
     watchdog: Watchdog,
 ) -> None:
     async with open_service(load_llm, server_config) as opened:
-        service, engine_thread = opened.service, opened.service.engine_thread
+        service = opened.service
+        engine_thread = opened.service.engine_thread
         render_metrics = partial(engine_thread.call, opened.metrics.render)
         config = uvicorn.Config(
             QuietlyCancelled(create_app(service, render_metrics, server_config, opened.inspector)),

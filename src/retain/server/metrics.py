@@ -31,12 +31,15 @@ class Metrics:
     """An engine's metrics. `prefix` precedes every name. Everything runs in the engine thread (see Observer)."""
 
     def __init__(self, llm: LLM, prefix: str = "retain_"):
-        self.llm, self.prefix, self.registry = llm, prefix, CollectorRegistry()
+        self.llm = llm
+        self.prefix = prefix
+        self.registry = CollectorRegistry()
         # Time and number of output tokens at the last step that sampled for a request.
         self._last_sample: WeakKeyDictionary[Request, tuple[float, int]] = WeakKeyDictionary()
         self.num_ring_overwrites = 0
         self.count_kv_events: Callable[[], Mapping[str, int]] | None = None  # by what became of them
-        counter, histogram = self._create_counter, self._create_histogram
+        counter = self._create_counter
+        histogram = self._create_histogram
         self.preemptions = counter("num_preemptions", "Preempted requests")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed")
         self.generation_tokens = counter("generation_tokens", "Generated tokens")
@@ -77,7 +80,8 @@ class Metrics:
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
         """Record the time of a step and the latencies of the tokens that it sampled."""
         self.step_time.observe(step_s)
-        now, num_new = perf_counter(), 0
+        now = perf_counter()
+        num_new = 0
         for request in sampled_requests:
             num_output = len(request.tokens) - len(request.prompt)
             last_time, last_output = self._last_sample.get(request, (0.0, 0))
@@ -120,7 +124,9 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the state of the scheduler, the pool and the tiers (a prometheus_client collector)."""
-        cache, scheduler, stats = self.llm.cache, self.llm.engine.scheduler, self.llm.cache.pool_stats()
+        cache = self.llm.cache
+        scheduler = self.llm.engine.scheduler
+        stats = self.llm.cache.pool_stats()
         yield self._gauge("num_requests_running", "Running requests", len(scheduler.running))
         yield self._gauge("num_requests_waiting", "Waiting requests", len(scheduler.waiting))
         usage = 1 - cache.free_pages / max(cache.total_pages, 1)

@@ -50,7 +50,8 @@ class AuthMiddleware:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = {k: v.decode("latin-1") for k, v in scope["headers"] if k in HEADERS}
-        key, response_started = self._authenticate(headers), False
+        key = self._authenticate(headers)
+        response_started = False
         scope.setdefault("state", {})["key"] = key
 
         async def send_wrapper(message: Message) -> None:

@@ -36,8 +36,12 @@ class OutputDelta:
         finish_reason: FinishReason | None = None,
         prompt_logprobs: Sequence[Logprob] = (),
     ):
-        self.index, self.text, self.token_ids = index, text, token_ids
-        self.logprobs, self.finish_reason, self.prompt_logprobs = logprobs, finish_reason, prompt_logprobs
+        self.index = index
+        self.text = text
+        self.token_ids = token_ids
+        self.logprobs = logprobs
+        self.finish_reason = finish_reason
+        self.prompt_logprobs = prompt_logprobs
 
 
 class Pin(NamedTuple):

@@ -116,7 +116,8 @@ def limit_memory(num_bytes: int) -> None:
 def main(timeout_s: float, memory_bytes: int) -> None:
     """Serve on stdin and stdout. What libraries print goes to stderr."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains first
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=serve, args=(requests, replies, timeout_s))

@@ -49,7 +49,9 @@ def mean_bytes(cache: KVCacheManager, spec: str, examples: Sequence[Example]) ->
 
 def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: int, answer_len: int) -> int:
     policy = cache.effective_policy(policy.resolve(prompt_len))
-    length, S, windows = prompt_len + answer_len, cache.config.page_size, cache.planner.windows(policy)
+    length = prompt_len + answer_len
+    S = cache.config.page_size
+    windows = cache.planner.windows(policy)
     held = min(length, policy.decode_slots) if isinstance(policy, BudgetPolicy) else length
     slots = np.where(windows == NO_WINDOW, held, np.minimum(length, ring_capacities(windows, 1, S)))
     num_pages = int((-(-slots // S)).sum())

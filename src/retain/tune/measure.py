@@ -50,13 +50,15 @@ class Measurer:
         return next(known, len(self.examples))
 
     def _measure_item(self, i: int, specs: Sequence[str]) -> None:
-        size, groups = self.llm.config.max_running_requests, group_policies([FULL, *specs])
+        size = self.llm.config.max_running_requests
+        groups = group_policies([FULL, *specs])
         measure = self._answer if self.metric == "rouge" else self._score
         measure(i, [group[j : j + size] for group in groups for j in range(0, len(group), size)])
 
     def _score(self, i: int, groups: Sequence[Sequence[str]]) -> None:
         """Force the answer on the model; the first group is the full cache."""
-        item, state = ForcedItem(self.examples[i].prompt, self.examples[i].answer), None
+        item = ForcedItem(self.examples[i].prompt, self.examples[i].answer)
+        state = None
         for group in groups:
             rows, found = teacher_force(self.llm, [item], group, state, compares_full=True)
             state = state or found

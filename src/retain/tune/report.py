@@ -76,7 +76,8 @@ class Report:
         figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
         for i, name in enumerate(dict.fromkeys(_without_budget(line.spec) for line in self.lines)):
             points = [line for line in self.lines if _without_budget(line.spec) == name]
-            x, y = [100 * p.memory for p in points], [p.excess.mean for p in points]
+            x = [100 * p.memory for p in points]
+            y = [p.excess.mean for p in points]
             errors = [p.excess.mean - p.excess.low for p in points], [p.excess.high - p.excess.mean for p in points]
             axes.errorbar(x, y, errors, label=name, marker="osD^v<>pPX*h"[i % 12], markersize=4, capsize=2)
         axes.axhline(self.bound.limit, color="black", linestyle="--", linewidth=1, label="bound")

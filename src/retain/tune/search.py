@@ -24,14 +24,16 @@ def find_smallest(
 
     `candidates` ascend by memory. The winner is measured on all items.
     """
-    active, n = list(candidates), min(FIRST_ROUND, num_items)
+    active = list(candidates)
+    n = min(FIRST_ROUND, num_items)
     num_measured: dict[Candidate, int] = {}
     while True:
         measure(active, n)
         num_measured |= dict.fromkeys(active, n)
         if n == num_items:
             break
-        active, n = halve(active, limit, lambda c, n=n: estimate(c, n).mean), min(2 * n, num_items)  # type: ignore[misc]
+        active = halve(active, limit, lambda c, n=n: estimate(c, n).mean)  # type: ignore[misc]
+        n = min(2 * n, num_items)
     for candidate in candidates:
         n = num_measured[candidate]
         if n < num_items and estimate(candidate, n).mean <= limit:
@@ -51,9 +53,13 @@ def halve(candidates: Sequence[Candidate], limit: float, mean: Callable[[Candida
 
 def count_measurements(num_candidates: int, num_items: int) -> int:
     """Return about how many pairs of candidate and prompt a search measures."""
-    n, done, total = min(FIRST_ROUND, num_items), 0, 0
+    n = min(FIRST_ROUND, num_items)
+    done = 0
+    total = 0
     while True:
         total += num_candidates * (n - done)
         if n == num_items:
             return total
-        num_candidates, done, n = -(-num_candidates // 2), n, min(2 * n, num_items)
+        num_candidates = -(-num_candidates // 2)
+        done = n
+        n = min(2 * n, num_items)

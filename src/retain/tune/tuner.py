@@ -54,7 +54,8 @@ def make_report(
     measurer: Measurer, candidates: Sequence[Candidate], bound: Bound, best: Candidate | None, full_bytes: float
 ) -> Report:
     """Return what is known of every candidate."""
-    lines, total = [], len(measurer.examples)
+    lines = []
+    total = len(measurer.examples)
     for candidate in candidates:
         n = measurer.num_measured(candidate.spec)
         excess = bound.interval(measurer.rows(candidate.spec, n), measurer.rows(FULL, n))

@@ -108,7 +108,9 @@ def teacher_force(
     pairs = [(item, absolute_budget(policy, item.budget_base)) for policy in policy_specs for item in items]
     likeliest: list[list[Tensor]] = [[] for _ in pairs]
     log_probs: list[list[Tensor]] = [[] for _ in pairs]
-    kl, num_agreed, num_read = [0.0] * len(pairs), [0] * len(pairs), [0] * len(pairs)
+    kl = [0.0] * len(pairs)
+    num_agreed = [0] * len(pairs)
+    num_read = [0] * len(pairs)
 
     def read_logits(i: int, logits: Tensor) -> None:
         likeliest[i].append(logits.argmax(-1).cpu())
@@ -120,13 +122,15 @@ def teacher_force(
             return
         full = full_log_probs[i % len(items)][num_read[i] : num_read[i] + len(log_p)].to(log_p.device).float()
         if not num_read[i]:  # the first token follows the whole prompt
-            full, log_p = full[1:], log_p[1:]
+            full = full[1:]
+            log_p = log_p[1:]
             num_read[i] = 1
         num_read[i] += len(log_p)
         kl[i] += float((full.exp() * (full - log_p)).sum())
         num_agreed[i] += int((full.argmax(-1) == log_p.argmax(-1)).sum())
 
-    prompts, continuations = [i.prompt for i, _ in pairs], [i.continuation for i, _ in pairs]
+    prompts = [i.prompt for i, _ in pairs]
+    continuations = [i.continuation for i, _ in pairs]
     scores = llm.score(prompts, continuations, [p for _, p in pairs], read_logits)
     rows = []
     for i, ((item, _), token_scores) in enumerate(zip(pairs, scores, strict=True)):

@@ -26,13 +26,15 @@ def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> lis
 
 def _join_passages(llm: LLM, records: list[dict[str, Any]], max_prompt_len: int) -> Iterator[Document]:
     encode = llm.tokenizer.encode
-    text, questions = llm.tokenizer.encode(""), list[Question]()
+    text = llm.tokenizer.encode("")
+    questions = list[Question]()
     for record in records:
         passages, _, question = record["turns"][0].rpartition("\n")
         ids = encode(f"{passages}\n\n", add_special_tokens=False)
         if questions and len(text) + len(ids) > max_prompt_len:
             yield Document(text, tuple(questions[:REQUESTS_PER_ITEM]))
-            text, questions = llm.tokenizer.encode(""), []
+            text = llm.tokenizer.encode("")
+            questions = []
         if len(text) + len(ids) > max_prompt_len:
             continue
         asked = encode(f"Question: {question}\nAnswer:", add_special_tokens=False)

@@ -31,9 +31,11 @@ class RecallItem(ForcedItem):
 def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> list[RecallItem]:
     """Return questions, kinds in turn, in haystacks of about `max_prompt_len` tokens; facts lie at even depths."""
     essays = llm.encode("\n\n".join(r["text"] for r in load_records(data, "paul_graham_essays", 12)))
-    rng, items = random.Random(0), []
+    rng = random.Random(0)
+    items = []
     for i in range(num_items):
-        kind, depth = KINDS[i % 3], (i // 3 % 9 + 0.5) / 9
+        kind = KINDS[i % 3]
+        depth = (i // 3 % 9 + 0.5) / 9
         facts, question, begun, rest = _make_puzzle(kind, rng)
         room = max(max_prompt_len - 30 * len(facts) - 40, 1)
         start = rng.randrange(max(len(essays) - room, 1))
@@ -54,7 +56,8 @@ def _make_puzzle(kind: str, rng: random.Random) -> tuple[list[str], str, str, st
         fact = f"The pass key is {number}. Remember it. {number} is the pass key"
         return [fact], "What is the pass key?", "The pass key is", f" {number}"
     if kind == "needle":
-        person, place = rng.choice(PEOPLE), rng.choice(PLACES)
+        person = rng.choice(PEOPLE)
+        place = rng.choice(PLACES)
         begun = f"{person} hid the silver coin behind the"
         return [f"{begun} {place}"], f"Where did {person} hide the silver coin?", begun, f" {place}"
     numbers = {person: str(rng.randrange(10_000, 100_000)) for person in PEOPLE[:4]}

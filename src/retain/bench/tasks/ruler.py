@@ -53,7 +53,8 @@ def make_puzzles(rng: random.Random) -> tuple[list[str], list[tuple[str, str, st
     codes = {name: str(rng.randrange(10_000, 100_000)) for name in names[:NUM_SINGLE_KEYS]}
     many, word = names[NUM_SINGLE_KEYS:]
     values = [str(rng.randrange(10_000, 100_000)) for _ in range(4)]
-    secret, start = str(rng.randrange(10_000, 100_000)), str(rng.randrange(10_000, 100_000))
+    secret = str(rng.randrange(10_000, 100_000))
+    start = str(rng.randrange(10_000, 100_000))
     variables = ["".join(rng.sample("ABCDEFGHKLMNPRSTUVWXYZ", 4)) for _ in range(4)]
     facts = [f"The code of {name} is {code}" for name, code in codes.items()]
     facts += [f"One of the prices of {many} is {value}" for value in values]

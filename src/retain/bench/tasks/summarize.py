@@ -47,7 +47,8 @@ def measure(
     texts = [output.text for output in llm.generate([i.prompt for i in items] * n, params, policies)]
     rows = []
     for item, text, full_text in zip([*items] * n, texts, [*(full_state or texts)] * n, strict=True):
-        to_reference, to_full = scorer.score(item.reference, text), scorer.score(full_text, text)
+        to_reference = scorer.score(item.reference, text)
+        to_full = scorer.score(full_text, text)
         row = {name: 100 * to_reference[kind].fmeasure for name, kind in ROUGE_TYPES.items()}
         rows.append(row | {f"{name} vs full": 100 * to_full[kind].fmeasure for name, kind in ROUGE_TYPES.items()})
     return rows, texts

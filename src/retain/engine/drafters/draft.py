@@ -85,7 +85,8 @@ class Drafter:
         Slots of rejected drafts are written over.
         """
         assert self._cache
-        cache, tokens = self._cache, request.tokens
+        cache = self._cache
+        tokens = request.tokens
         if len(tokens) + num_drafts > cache.max_model_len:
             return False
         if request not in self._states:
@@ -103,7 +104,8 @@ class Drafter:
         while (missing := len(tokens) - 1 - len(state.tokens)) > 0 and not is_near:
             # A shrunk ring has one spare page.
             limit = cache.page_size if cache.tables.rings_shrunk[state.row] else cache.config.max_batched_tokens
-            begin, n = len(state.tokens), min(missing, limit)
+            begin = len(state.tokens)
+            n = min(missing, limit)
             self._forward([state], [tokens[begin : begin + n]])
             cache.commit(state.row, len(state.tokens), missing - n)
         return is_near

@@ -54,7 +54,8 @@ class Drafter:
         self._indexes.pop(request, None)
 
     def _lookup(self, request: Request, max_drafts: int) -> list[int]:
-        tokens, index = request.tokens, self._indexes.setdefault(request, NgramIndex())
+        tokens = request.tokens
+        index = self._indexes.setdefault(request, NgramIndex())
         for end in range(index.num_tokens + 1, len(tokens)):  # without the n-grams that end the text
             for n in range(self.min, min(self.max, end) + 1):
                 index.end_positions[tuple(tokens[end - n : end])] = end

@@ -66,7 +66,8 @@ class Drafter:
 
     def attach(self, target: TargetModel) -> None:
         """Load the requantized target, if `weights` names one, and allocate the tables. Raises ValueError."""
-        self._target, cache = target, target.cache
+        self._target = target
+        cache = target.cache
         copies = None if self.dtype == "auto" else self._open_copies()
         self._runner = target.runner if self.weights == "auto" else target.load_requantized_runner(self.weights)
         N, L, G, n = cache.tables.pages.shape
@@ -78,7 +79,9 @@ class Drafter:
     def _open_copies(self) -> DemotedBlockTables:
         """Return the tables of copies in `dtype`. Raises ValueError where the cache cannot have them."""
         assert self._target
-        kv, copies, self._copy_dtype = self._target.cache.kv, self._target.cache.copies, pool_dtype(self.dtype)
+        kv = self._target.cache.kv
+        copies = self._target.cache.copies
+        self._copy_dtype = pool_dtype(self.dtype)
         if slots_in_page(kv.page_size, kv.k_dim, kv.dtype, self._copy_dtype, v_dim=kv.v_dim) <= kv.page_size:
             raise ValueError(f"self: dtype={self.dtype} saves no memory: a page of this cache has as many slots")
         return copies.open_tables(self._copy_dtype)
@@ -91,7 +94,8 @@ class Drafter:
     def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
         """Set the drafts of requests, of at most the given lengths."""
         assert self._target and self._runner
-        runner, cache = self._runner, self._target.cache
+        runner = self._runner
+        cache = self._target.cache
         for request in self._num_rounds:
             request.score_decay = None  # no masses for requests that are not drafted for in this round
         prepared = [(r, n) for r, n in draft_limits if self._prepare(r, n)]  # of all: one may need another's copy
@@ -118,7 +122,8 @@ class Drafter:
         Without a copy, a request with a long text cannot the first time: the masses that select pages come first.
         """
         assert self._target and request.row is not None
-        cache, num_computed = self._target.cache, request.num_computed_tokens
+        cache = self._target.cache
+        num_computed = request.num_computed_tokens
         if self._copy_dtype:
             num_old = 0 if self._must_attend_in_full(request.row) else max(num_computed - cache.page_size, 0)
             is_copied = cache.copies.extend(request.row, self._copy_dtype, num_old)
@@ -132,13 +137,15 @@ class Drafter:
     def _fill_tables(self, request: Request, num_drafts: int) -> None:
         """Fill the drafter's tables of a request's row for this round."""
         assert self._target and request.row is not None
-        tables, row = self._target.cache.tables, request.row
+        tables = self._target.cache.tables
+        row = request.row
         counts = self._counts[row] = tables.counts[row]
         self._device_tables.mark_dirty(row)
         self._pages[row, :, :, : counts.max()] = tables.pages[row, :, :, : counts.max()]
         if self._must_attend_in_full(row):
             return
-        end, full_layers = (request.num_computed_tokens + num_drafts) // tables.page_size + 1, tables.full_layers(row)
+        end = (request.num_computed_tokens + num_drafts) // tables.page_size + 1
+        full_layers = tables.full_layers(row)
         if self._copy_dtype:
             first = int(self._target.cache.copies.num_tokens[row]) // tables.page_size
             selected = np.broadcast_to(np.arange(first, end), (len(full_layers), counts.shape[1], end - first))
@@ -157,7 +164,8 @@ class Drafter:
     def _select_pages(self, request: Request, row: int, end: int) -> NDArray[np.int64]:
         """Select pages of unwindowed layers before page `end` by mass; return table indices [M, G, m]."""
         assert self._target
-        cache, S = self._target.cache, self._target.cache.page_size
+        cache = self._target.cache
+        S = self._target.cache.page_size
         full_layers = cache.tables.full_layers(row)
         newest = np.arange(max(request.num_computed_tokens - S, 0) // S, end)
         num_top = self._page_budget - len(newest)

@@ -28,7 +28,8 @@ class Place:
 
     def match_length(self, tokens: Sequence[int]) -> int:
         """Return how many tokens before the position equal the end of `tokens`."""
-        n, most = 0, min(self.position, len(tokens), MAX_MATCH)
+        n = 0
+        most = min(self.position, len(tokens), MAX_MATCH)
         while n < most and self.text[self.position - 1 - n] == tokens[-1 - n]:
             n += 1
         return n
@@ -66,7 +67,9 @@ class RecentAnswers:
     """Answers of ended requests, found only by requests of the same salt. The oldest leave at `capacity` tokens."""
 
     def __init__(self, n: int, capacity: int):
-        self.n, self.capacity, self.num_tokens = n, capacity, 0
+        self.n = n
+        self.capacity = capacity
+        self.num_tokens = 0
         self._answers: deque[tuple[str, Sequence[int]]] = deque()
         self._indexes: dict[str, PlaceIndex] = {}  # by salt
 

@@ -51,7 +51,8 @@ class LinearFit:
         """Return the height of the line at x, with no negative slope; 0 without points."""
         if not self.w:
             return 0.0
-        mean, variance = self.x / self.w, self.xx / self.w - (self.x / self.w) ** 2
+        mean = self.x / self.w
+        variance = self.xx / self.w - (self.x / self.w) ** 2
         slope = (self.xy / self.w - mean * self.y / self.w) / variance if variance > 0.01 else 0.0
         return max(self.y / self.w + max(slope, 0.0) * (x - mean), 1e-9)
 
@@ -121,16 +122,22 @@ class DraftLengthController:
 
     def estimate_throughput(self, depth: int, draft_limits: Sequence[tuple[Request, int]]) -> float:
         """Return the expected tokens a second if each request drafts `depth` tokens, or as many as its limit allows."""
-        tokens, num_fresh, longest = 0.0, len(draft_limits), 0
+        tokens = 0.0
+        num_fresh = len(draft_limits)
+        longest = 0
         for request, limit in draft_limits:
-            alpha, n = self._acceptance_rate(request).alpha, min(limit, depth)
+            alpha = self._acceptance_rate(request).alpha
+            n = min(limit, depth)
             tokens += (1 - alpha ** (n + 1)) / (1 - alpha)
-            num_fresh, longest = num_fresh + n, max(longest, n)
+            num_fresh = num_fresh + n
+            longest = max(longest, n)
         return tokens / max(self.step_time.predict(num_fresh) + self.draft_time.predict(1.0) * longest, 1e-9)
 
     def _max_useful_drafts(self, request: Request) -> int:
         """Return after how many drafts the next one would cost more than it gives."""
-        step, alpha, n = max(self.step_time.predict(1.0), 1e-9), self._acceptance_rate(request).alpha, 0
+        step = max(self.step_time.predict(1.0), 1e-9)
+        alpha = self._acceptance_rate(request).alpha
+        n = 0
         cost = (self.step_time.predict(2.0) - step) / step  # of one more fresh token, in tokens of plain decoding
         while n < self.max_draft_tokens and alpha ** (n + 1) > cost:
             n += 1
@@ -138,7 +145,8 @@ class DraftLengthController:
 
     def _explore_interval(self, draft_limits: Sequence[tuple[Request, int]]) -> int:
         """Return the rounds until the next exploration: the more, the more tokens one is expected to lose."""
-        plain, drafting = self.estimate_throughput(0, draft_limits), self.estimate_throughput(1, draft_limits)
+        plain = self.estimate_throughput(0, draft_limits)
+        drafting = self.estimate_throughput(1, draft_limits)
         loss = max(plain / drafting - 1, 0.0)
         round_s = self.step_time.predict(2.0 * len(draft_limits)) + self.draft_time.predict(1.0)
         return max(EXPLORE_INTERVAL, int(loss * round_s * drafting / len(draft_limits) / EXPLORE_BUDGET))

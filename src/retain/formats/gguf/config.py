@@ -80,7 +80,8 @@ def llama_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
     `attention.sliding_window` is left to the families that have one: llama.cpp and transformers read it in no other.
     """
     c = _common_config(meta)
-    heads, hidden = c["num_attention_heads"], c["hidden_size"]
+    heads = c["num_attention_heads"]
+    hidden = c["hidden_size"]
     dim = meta.get_positive("attention.key_length", max(1, hidden // heads))
     if meta.get_positive("attention.value_length", dim) != dim or meta.get_positive("rope.dimension_count", dim) != dim:
         raise UnsupportedError("heads whose keys, values and rotated part differ in size are not supported")
@@ -99,7 +100,8 @@ def llama_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
 
 def _rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
     """Return `rope_scaling` of config.json."""
-    kind, factor = meta.get("rope.scaling.type", "none"), meta.get("rope.scaling.factor", 1.0)
+    kind = meta.get("rope.scaling.type", "none")
+    factor = meta.get("rope.scaling.factor", 1.0)
     if kind == "none":
         linear = meta.get("rope.scale_linear", 1.0)  # the key of old files
         return {"rope_type": "linear", "factor": linear} if linear != 1 else None
@@ -116,8 +118,11 @@ def _rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
 
 def gemma3_config(meta: GGUFMetadata) -> HFConfig:
     """Return the config of Gemma 3's text model. Every sixth layer is full by default; without a window all are."""
-    c, window = llama_config(meta, "gemma3_text"), meta.get("attention.sliding_window", 0) or None
-    layers, heads, dim = c["num_hidden_layers"], c["num_attention_heads"], c["head_dim"]
+    c = llama_config(meta, "gemma3_text")
+    window = meta.get("attention.sliding_window", 0) or None
+    layers = c["num_hidden_layers"]
+    heads = c["num_attention_heads"]
+    dim = c["head_dim"]
     pattern: Any = meta.entries.get("gemma3.attention.sliding_window_pattern")
     if hasattr(pattern, "tolist"):  # whether each layer is sliding
         is_sliding = [bool(x) for x in pattern.tolist()]
@@ -173,7 +178,8 @@ def gpt_neox_config(meta: GGUFMetadata) -> HFConfig:
 def mpt_config(meta: GGUFMetadata) -> HFConfig:
     """Return the config of MPT, which has a separate dict for attention."""
     c = _common_config(meta)
-    alibi, clip = meta.get("attention.max_alibi_bias", 0.0), meta.get("attention.clamp_kqv", 0.0)
+    alibi = meta.get("attention.max_alibi_bias", 0.0)
+    clip = meta.get("attention.clamp_kqv", 0.0)
     return c | {
         "model_type": "mpt",
         "d_model": c["hidden_size"],

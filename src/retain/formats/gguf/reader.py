@@ -28,7 +28,8 @@ from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.types import ARRAY, BOOL, GGML_BLOCK_SIZES, NUMBER_DTYPES, STRING, TensorInfo
 from retain.kernels.block_weight import BlockRows
 
-U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
+U32 = struct.Struct("<I")
+U64 = struct.Struct("<Q")
 
 
 class GGUFReader:
@@ -51,7 +52,8 @@ class GGUFReader:
                 raise ValueError(
                     f"{path}: {kind} GGUF files are not supported: only little-endian versions 2 and 3 are"
                 )
-            tensors, pairs = self._read_u64(), self._read_u64()
+            tensors = self._read_u64()
+            pairs = self._read_u64()
             self.metadata: dict[str, Any] = {}
             for _ in range(pairs):
                 key = self._read_string()
@@ -125,7 +127,11 @@ class GGUFReader:
         """Read n strings. One tight loop, because vocabularies are long."""
         if 8 * n > len(self.data) - self._position:
             self._raise_damaged(f"{n} strings at {self._position} reach beyond its end")
-        strings, data, start, end, read_length = [], self.data, self._position, len(self.data), U64.unpack_from
+        strings = []
+        data = self.data
+        start = self._position
+        end = len(self.data)
+        read_length = U64.unpack_from
         for _ in range(n):
             if start + 8 > end:
                 self._raise_damaged(f"a string at {start} reaches beyond its end")
@@ -149,7 +155,8 @@ class GGUFReader:
             return self._read_numbers(value_type, 1)[0].item()
         if value_type != ARRAY:
             self._raise_damaged(f"the metadata type {value_type} is not known")
-        value_type, n = self._read_u32(), self._read_u64()
+        value_type = self._read_u32()
+        n = self._read_u64()
         if value_type == STRING:
             return self._read_strings(n)
         if value_type not in NUMBER_DTYPES:
@@ -166,7 +173,8 @@ class GGUFReader:
             if not 1 <= count <= 4:
                 self._raise_damaged(f"the tensor {quote(name)} has {count} dimensions")
             shape = tuple(self._read_u64() for _ in range(count))[::-1]  # ggml lists the fastest dimension first
-            ggml_type, offset = self._read_u32(), self._read_u64()
+            ggml_type = self._read_u32()
+            offset = self._read_u64()
             if ggml_type not in GGML_BLOCK_SIZES:
                 self._raise_damaged(f"the tensor {quote(name)} is of type {ggml_type}, which is not known")
             block_size, block_bytes = GGML_BLOCK_SIZES[ggml_type]
@@ -178,7 +186,8 @@ class GGUFReader:
         if not isinstance(align, int) or align < 8 or align & (align - 1):
             self._raise_damaged(f"the alignment is {quote(align)}, not a power of 2 from 8 on")
         data_start = -(-self._position // align) * align
-        tensors, previous_stop = {}, data_start
+        tensors = {}
+        previous_stop = data_start
         for name, (ggml_type, shape, offset, size) in sorted(found.items(), key=lambda item: item[1][2]):
             start = data_start + offset
             if start % align or start < previous_stop or size > len(self.data) - start:

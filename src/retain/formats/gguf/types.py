@@ -20,7 +20,9 @@ NUMBER_DTYPES = {
     11: "<i8",
     12: "<f8",
 }
-BOOL, STRING, ARRAY = 7, 8, 9
+BOOL = 7
+STRING = 8
+ARRAY = 9
 
 # Elements and bytes of one block, by ggml type.
 GGML_BLOCK_SIZES = {int(ggml_type): sizes for ggml_type, sizes in GGML_QUANT_SIZES.items()}

@@ -49,7 +49,8 @@ except ImportError as error:
 else:
     _import_error = None
 
-MAX_K_DIM, MAX_V_DIM = 576, 512
+MAX_K_DIM = 576
+MAX_V_DIM = 512
 MAX_PAGE_SIZE = 512
 DTYPES = (torch.float32, torch.bfloat16)
 DEVICES: tuple[str, ...] = ("cpu",)
@@ -86,7 +87,8 @@ def allocate(
         if dim % 8 or not 8 <= dim <= most:
             raise ValueError(f"the cpu backend needs a {name} (head_dim) of 8, 16, 24, ... up to {most}, not {dim}")
     if dtype in QUANTIZED_DTYPES:
-        sizes, dtypes = (key_bytes(k_dim, dtype), value_bytes(v_dim, dtype)), tensor_dtypes(dtype)
+        sizes = (key_bytes(k_dim, dtype), value_bytes(v_dim, dtype))
+        dtypes = tensor_dtypes(dtype)
         k, v = (_zeros((num_pages, page_size * n), t) for n, t in zip(sizes, dtypes, strict=True))
     else:
         k = _zeros((num_pages, k_dim, page_size), dtype)  # [P, k_dim, S]
@@ -110,7 +112,8 @@ def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> No
     """Store fresh tokens in their slots."""
     T, G, _ = k.shape
     if k.dtype not in DTYPES or v.dtype != k.dtype:
-        k, v = k.float(), v.float()
+        k = k.float()
+        v = v.float()
     check_write(kv, slot_mapping, k, v, pos)
     if slot_mapping.dtype != torch.int32 or pos.dtype != torch.int32:
         raise TypeError(f"write: slot_mapping and pos must be int32, not {slot_mapping.dtype} and {pos.dtype}")
@@ -153,7 +156,8 @@ def attend(
     ffi.check_tables(tables)
     ffi.check_scoring(scoring, T, len(tables.rows))
     tables = replace(tables, rows=tables.rows.contiguous(), query_start_loc=tables.query_start_loc.contiguous())
-    q_pos, params = q_pos.contiguous(), params.map_tensors(Tensor.contiguous)
+    q_pos = q_pos.contiguous()
+    params = params.map_tensors(Tensor.contiguous)
     o = q.new_empty(T, H, kv.v_dim)
     _C.attend(
         ffi.to_c_pool(kv), ffi.to_c_tables(tables), *ffi.to_c_demoted(tables),
@@ -179,7 +183,9 @@ def requantize(kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
         raise shape_error("requantize", "src, dst and pos [n], and one k_dim and v_dim", src=src, dst=dst, pos=pos)
     if (src.dtype, dst.dtype, pos.dtype) != (torch.int64, torch.int64, torch.int32):
         raise TypeError("requantize: src and dst must be int64, and pos int32")
-    src, dst, pos = src.contiguous(), dst.contiguous(), pos.contiguous()
+    src = src.contiguous()
+    dst = dst.contiguous()
+    pos = pos.contiguous()
     _C.requantize(
         ffi.to_c_pool(kv), src.data_ptr(), ffi.to_c_pool(to), dst.data_ptr(), pos.data_ptr(), len(src)
     )  # fmt: skip
@@ -191,7 +197,8 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
         raise shape_error("copy", "src and dst [n]", src=src, dst=dst)
     if src.dtype != torch.int64 or dst.dtype != torch.int64:
         raise ValueError(f"copy: src and dst must be int64, not {src.dtype} and {dst.dtype}")
-    src, dst = src.contiguous(), dst.contiguous()
+    src = src.contiguous()
+    dst = dst.contiguous()
     _C.copy(ffi.to_c_pool(kv), src.data_ptr(), dst.data_ptr(), src.shape[0])
 
 
@@ -201,7 +208,8 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
         raise shape_error("move", "src and dst [M, n]", src=src, dst=dst)
     if src.dtype != torch.int32 or dst.dtype != torch.int32:
         raise ValueError(f"move: src and dst must be int32, not {src.dtype} and {dst.dtype}")
-    src, dst = src.contiguous(), dst.contiguous()
+    src = src.contiguous()
+    dst = dst.contiguous()
     _C.move(ffi.to_c_pool(kv), src.data_ptr(), dst.data_ptr(), *src.shape)
 
 
@@ -215,7 +223,9 @@ def select_victims(
         raise shape_error("select_victims", expected, priority=priority, pos=pos, lengths=lengths)
     if pos.dtype != torch.int32 or lengths.dtype != torch.int32:
         raise TypeError(f"select_victims: pos and lengths must be int32, not {pos.dtype} and {lengths.dtype}")
-    priority, pos, lengths = priority.float().contiguous(), pos.contiguous(), lengths.contiguous()
+    priority = priority.float().contiguous()
+    pos = pos.contiguous()
+    lengths = lengths.contiguous()
     places = torch.empty(N, n, dtype=torch.int64)
     _C.select_victims(
         priority.data_ptr(), pos.data_ptr(), lengths.data_ptr(), N, S, first_evictable, last_evictable, n,

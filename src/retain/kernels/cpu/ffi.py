@@ -90,7 +90,9 @@ def check_scoring(scoring: AttentionScoring | None, T: int, B: int) -> None:
     """Raise ValueError or TypeError unless the scoring fits T fresh tokens of B requests."""
     if scoring is None:
         return
-    s, f32, i32 = scoring, torch.float32, torch.int32
+    s = scoring
+    f32 = torch.float32
+    i32 = torch.int32
     fields = {
         "weights": (s.weights, T, f32),
         "temperature": (s.temperature, T, f32),

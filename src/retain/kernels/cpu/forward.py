@@ -141,8 +141,10 @@ class CpuProgram:
     def run(self, kv: KV, batch: Batch) -> Tensor:
         """See Program.run."""
         check_batch(batch)
-        tables, slots = batch.tables, batch.slot_mapping
-        N, T = len(batch.logits_indices), len(batch.input_ids)
+        tables = batch.tables
+        slots = batch.slot_mapping
+        N = len(batch.logits_indices)
+        T = len(batch.input_ids)
         ffi.check_scoring(batch.scoring, T, len(tables.rows))
         if len(self._logits) < N:
             self._logits = torch.empty(N, self._shapes.widths[LOGITS_BUFFER])

@@ -49,9 +49,14 @@ def pack_weight(weight: Weight, arena: Arena) -> PackedWeight:
         return packed
     weight = unpack(weight)
     if isinstance(weight, Tensor):
-        dtype_code, numbers, scale, shift = DTYPE_CODES[weight.dtype], weight.contiguous(), None, None
+        dtype_code = DTYPE_CODES[weight.dtype]
+        numbers = weight.contiguous()
+        scale = None
+        shift = None
     else:
-        dtype_code, numbers, scale = DTYPE_CODES[type(weight)], weight.q.contiguous(), weight.scale.contiguous()
+        dtype_code = DTYPE_CODES[type(weight)]
+        numbers = weight.q.contiguous()
+        scale = weight.scale.contiguous()
         shift = weight.shift.contiguous() if isinstance(weight, Int4) else None
     packed = _allocate_packed(rows, columns, dtype_code, arena)
     _C.pack(numbers.data_ptr(), _data_ptr(scale), _data_ptr(shift), *packed.c_args)

@@ -60,19 +60,25 @@ def allocate(
 def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
     """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own."""
     k, v = reinterpret_bytes(kv, dtype, page_size)
-    P, k_dim, v_dim = kv.num_pages, kv.k_dim, kv.v_dim
+    P = kv.num_pages
+    k_dim = kv.k_dim
+    v_dim = kv.v_dim
     pos = torch.full((P, page_size), -1, dtype=torch.int32)
     mass = torch.zeros(P, kv.mass.shape[1], page_size)
-    k, v = k.view(P, page_size, key_bytes(k_dim, dtype)), v.view(P, page_size, value_bytes(v_dim, dtype))
+    k = k.view(P, page_size, key_bytes(k_dim, dtype))
+    v = v.view(P, page_size, value_bytes(v_dim, dtype))
     return KV(k, v, pos, mass, page_size, k_dim, v_dim, kv.layout)
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
     """Store fresh tokens in their slots."""
-    page, place = slot_mapping.long() // kv.page_size, slot_mapping.long() % kv.page_size  # [G, T]
-    k, v = k.transpose(0, 1), v.transpose(0, 1)
+    page = slot_mapping.long() // kv.page_size  # [G, T]
+    place = slot_mapping.long() % kv.page_size  # [G, T]
+    k = k.transpose(0, 1)
+    v = v.transpose(0, 1)
     if kv.dtype in QUANTIZED_DTYPES:
-        k, v = to_bytes(rotate(k), kv.k.dtype), to_bytes(v, kv.v.dtype)
+        k = to_bytes(rotate(k), kv.k.dtype)
+        v = to_bytes(v, kv.v.dtype)
     kv.k[page, place] = k.to(kv.k.dtype)
     kv.v[page, place] = v.to(kv.v.dtype)
     kv.pos[page, place] = pos.expand(page.shape)
@@ -128,17 +134,21 @@ def attend(
                     mean_noise = 0.0 if kind == NO_NOISE else GUMBEL_MEAN
                     w = softmax((x + noise) / tau, None if sink is None else (sink + mean_noise) / tau)  # [t, S]
                     column = h - g * R if kv.mass.shape[1] > 1 else 0
-                    added, end = scored.weights[fresh] @ w, 0  # [S]
+                    added = scored.weights[fresh] @ w  # [S]
+                    end = 0
                     for part, pages in parts:
-                        begin, end = end, end + len(pages) * part.page_size
+                        begin = end
+                        end = end + len(pages) * part.page_size
                         part.mass[pages, column] += added[begin:end].view(-1, part.page_size)
     return o
 
 
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of slots in float32."""
-    page, place = slots // kv.page_size, slots % kv.page_size
-    k, v = kv.k[page, place], kv.v[page, place]
+    page = slots // kv.page_size
+    place = slots % kv.page_size
+    k = kv.k[page, place]
+    v = kv.v[page, place]
     if kv.dtype in QUANTIZED_DTYPES:
         return rotate(from_bytes(k, kv.k_dim)), from_bytes(v, kv.v_dim)
     return k.float(), v.float()
@@ -160,7 +170,9 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
 
 def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy slots with positions and masses."""
-    src_slots, dst_slots, S = src.long().flatten(), dst.long().flatten(), kv.page_size
+    src_slots = src.long().flatten()
+    dst_slots = dst.long().flatten()
+    S = kv.page_size
     for x in (kv.k, kv.v, kv.pos, kv.mass.transpose(1, 2)):  # [P, S, ...]
         x[dst_slots // S, dst_slots % S] = x[src_slots // S, src_slots % S]
 

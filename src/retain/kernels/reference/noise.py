@@ -9,8 +9,11 @@ from torch import Tensor
 
 from retain.kernels.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
 
-GUMBEL_MEAN, GUMBEL_STD = 0.5772157, 1.2825498  # standard Gumbel distribution: Euler's constant, pi / sqrt 6
-MASK_32, GOLDEN_RATIO = 0xFFFFFFFF, 0x9E3779B9
+# Of the standard Gumbel distribution: Euler's constant, and pi / sqrt 6.
+GUMBEL_MEAN = 0.5772157
+GUMBEL_STD = 1.2825498
+MASK_32 = 0xFFFFFFFF
+GOLDEN_RATIO = 0x9E3779B9
 
 
 def mix_bits(x: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ class DemotedSlots:
 
 def number_tokens(counts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the head and the number in it of each token, int64 [n], where heads have `counts` [M, G] on the host."""
-    n, total = counts.flatten().to(device, non_blocking=True), int(counts.sum())
+    n = counts.flatten().to(device, non_blocking=True)
+    total = int(counts.sum())
     head = torch.arange(len(n), device=device).repeat_interleave(n, output_size=total)
     return head, torch.arange(total, device=device) - (n.cumsum(0) - n)[head]
 
@@ -50,9 +51,13 @@ class Demoter:
 
     def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, layers: Ints, key_factors: Tensor | None):
         assert tables.demoted, "the cache was built without room for demoted tokens"
-        self.policy, self.tables, self.row, self.layers = policy, tables.demoted, row, layers
+        self.policy = policy
+        self.tables = tables.demoted
+        self.row = row
+        self.layers = layers
         self.key_factors = key_factors  # [M, G, 1, D]
-        self.block_tables, self.spare = tables, np.zeros(0, np.int32)  # pages that `begin` will need
+        self.block_tables = tables
+        self.spare = np.zeros(0, np.int32)  # pages that `begin` will need
         # int64 [M, G] on the host: tokens that each head demotes at most, and tokens in its budget; until `begin` those
         # of a budget that begins with `add`
         shape = len(layers), tables.counts.shape[2]
@@ -66,7 +71,8 @@ class Demoter:
     @property
     def num_tokens(self) -> int:
         """Tokens of all heads that are demoted now. The host waits for the device."""
-        kv, pages = self.tables.store.kv, self.tables.page_list(self.row)
+        kv = self.tables.store.kv
+        pages = self.tables.page_list(self.row)
         return int((kv.pos[kv.to_index(pages)] >= 0).sum())
 
     def release(self) -> None:
@@ -96,39 +102,49 @@ class Demoter:
 
         Returns them, and what `begin` needs: the capacities and the budgets of all heads, int64 [M, G] on the host.
         """
-        policy, store = self.policy, self.block_tables.store
+        policy = self.policy
+        store = self.block_tables.store
         view = build_view(store, pages, query_position, slot_scores, self.key_factors)
         rank = eviction_key(policy.priority(view), view.pos, *policy.evictable_range(query_position))
         num_tokens = query_position + 1
         both = min(policy.budget_tokens + policy.demoted_tokens, num_tokens)
         if policy.share == "none":
-            kept, upto = policy.head_budgets(view), torch.full(rank.shape[:2], both)
+            kept = policy.head_budgets(view)
+            upto = torch.full(rank.shape[:2], both)
         else:  # the host waits
             kept, upto = (allocate_budgets(rank, n, policy.share).cpu() for n in (policy.budget_tokens, both))
         order = rank.topk(int(upto.max())).indices.flatten(0, 1)
         head, i = number_tokens(upto - kept, order.device)
         places = order[head, kept.flatten().to(order.device, non_blocking=True)[head] + i]
         capacities = upto - kept + (policy.budget_tokens + policy.demoted_tokens - both)  # room for the answer
-        slots, S = slots_at(store, pages, head, places), store.page_size
+        slots = slots_at(store, pages, head, places)
+        S = store.page_size
         k, v = store.backend.read_slots(store.kv, slots)
-        mass, pos = store.kv.mass.transpose(1, 2)[slots // S, slots % S], store.kv.pos.view(-1)[slots]
+        mass = store.kv.mass.transpose(1, 2)[slots // S, slots % S]
+        pos = store.kv.pos.view(-1)[slots]
         scores = None if slot_scores is None else slot_scores.flatten(0, 1)[head, places]
         return DemotedSlots(head, i, k, v, mass, pos, scores), capacities, kept
 
     def begin(self, demoted: DemotedSlots, capacities: Tensor, head_budgets: Tensor, num_computed_tokens: int) -> None:
         """Own the pages of the demoted tokens, and write them."""
-        self.capacities, self.head_budgets, self.has_begun = capacities, head_budgets, True
+        self.capacities = capacities
+        self.head_budgets = head_budgets
+        self.has_begun = True
         self._grow(num_computed_tokens)
-        store, S = self.tables.store, self.tables.store.page_size
+        store = self.tables.store
+        S = self.tables.store.page_size
         slots = self._slots(demoted.head, demoted.i, demoted.pos)
-        k, v = demoted.k[:, None], demoted.v[:, None]  # as one head
+        # As one head.
+        k = demoted.k[:, None]
+        v = demoted.v[:, None]
         store.backend.write(store.kv, slots[None].int(), k, v, demoted.pos)
         store.kv.mass.transpose(1, 2)[slots // S, slots % S] = demoted.mass
         self._write_scores(demoted.head, demoted.i, demoted.pos, demoted.scores)
 
     def add(self, victims: Victims, query_position: int, slot_scores: Tensor | None) -> None:
         """Take the tokens that a budget has just evicted, or as many of them as a head demotes, the highest first."""
-        before, device = self._num_evicted(self.num_computed_tokens), victims.pos.device
+        before = self._num_evicted(self.num_computed_tokens)
+        device = victims.pos.device
         self._grow(query_position + 1)
         after = self._num_evicted(query_position + 1)
         head, i = number_tokens(torch.minimum(after - before, self.capacities), device)
@@ -137,7 +153,8 @@ class Demoter:
         else:
             to = self._lowest_places(victims.pos.shape[-1], query_position)[head, i]
         slots, pos, places = (x.flip(-1).flatten(0, 1)[head, i] for x in (victims.slots, victims.pos, victims.places))
-        kv, demoted_kv = self.block_tables.kv, self.tables.store.kv
+        kv = self.block_tables.kv
+        demoted_kv = self.tables.store.kv
         self.tables.store.backend.requantize(kv, slots.long(), demoted_kv, self._slots(head, to, pos), pos)
         self._write_scores(head, to, pos, None if slot_scores is None else slot_scores.flatten(0, 1)[head, places])
 
@@ -166,7 +183,8 @@ class Demoter:
 
     def _grow(self, num_computed_tokens: int) -> None:
         """Own the pages of all tokens that are demoted when so many are computed."""
-        store, counts = self.tables.store, self._page_counts(num_computed_tokens)
+        store = self.tables.store
+        counts = self._page_counts(num_computed_tokens)
         self.num_computed_tokens = num_computed_tokens
         if (counts == self.tables.counts[self.row, self.layers]).all():
             return
@@ -190,5 +208,6 @@ class Demoter:
 
 def slots_at(store: PageStore, pages: Ints, head: Tensor, places: Tensor) -> Tensor:
     """Return the slots of places [n] in the tables [M, G, pages] of their heads [n], int64."""
-    table, S = store.kv.to_index(pages).flatten(0, 1), store.page_size
+    table = store.kv.to_index(pages).flatten(0, 1)
+    S = store.page_size
     return table[head, places // S] * S + places % S

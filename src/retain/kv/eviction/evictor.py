@@ -23,7 +23,10 @@ class BudgetEvictor:
     """
 
     def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, transform: KeyTransform):
-        self.policy, self.tables, self.row, self.transform = policy, tables, row, transform
+        self.policy = policy
+        self.tables = tables
+        self.row = row
+        self.transform = transform
         self.layers = tables.full_layers(row)
         self.key_factors = transform.factors_of(self.layers, tables.kv.device)
         shape = len(self.layers), tables.counts.shape[2]
@@ -97,13 +100,15 @@ class BudgetEvictor:
         """Evict from a layer right after its attention, where the prompt goes layer by layer."""
         assert self.layerwise
         if self.layerwise.finish_layer(layer):
-            self.holes, self.holes_from = self.layerwise.holes, self.policy.prompt_len
+            self.holes = self.layerwise.holes
+            self.holes_from = self.policy.prompt_len
             self.layerwise = None
             self._upload_holes()
 
     def shrink(self, num_computed_tokens: int) -> bool:
         """Halve the budget, where the policy allows it. Returns whether pages were freed."""
-        smaller, counts = self.policy.halved(), self.tables.counts[self.row]
+        smaller = self.policy.halved()
+        counts = self.tables.counts[self.row]
         if smaller is None or self.holes is None or num_computed_tokens < self.policy.prompt_len:
             return False
         before = int(counts.sum())
@@ -116,12 +121,16 @@ class BudgetEvictor:
         return int(counts.sum()) < before
 
     def _compact(self, num_computed_tokens: int, head_budgets: Tensor | None) -> None:
-        t, policy, last = self.tables, self.policy, num_computed_tokens - 1 - self.position_offset
+        t = self.tables
+        policy = self.policy
+        last = num_computed_tokens - 1 - self.position_offset
         pages = self._layer_tables()
         scores = self.slot_scores.update(policy, pages, last)
         demoted = self.demoter.take(pages, last, scores) if self.demoter and not self.demoter.has_begun else None
         done = compact(t.store, pages, policy, last, head_budgets, slot_scores=scores, key_factors=self.key_factors)
-        self.head_budgets, self.holes, self.holes_from = done.head_budgets, done.holes, num_computed_tokens
+        self.head_budgets = done.head_budgets
+        self.holes = done.holes
+        self.holes_from = num_computed_tokens
         counts = -(-(self.head_budgets + policy.interval) // t.page_size)
         self._trim_pages(counts)
         if self.demoter and demoted:
@@ -141,12 +150,14 @@ class BudgetEvictor:
         victims = punch(self.tables.store, pages, self.policy, last, slots_used, n, scores, self.key_factors)
         if self.demoter:
             self.demoter.add(victims, last, scores)
-        self.holes, self.holes_from = victims.slots, num_computed_tokens
+        self.holes = victims.slots
+        self.holes_from = num_computed_tokens
         self._renumber(num_computed_tokens)
 
     def _renumber(self, num_computed_tokens: int) -> None:
         if self.policy.positions == "new":
-            pages, kv = self._layer_tables(), self.tables.kv
+            pages = self._layer_tables()
+            kv = self.tables.kv
             renumber(self.tables.store, pages, self.transform)
             self.position_offset = num_computed_tokens - 1 - int(kv.pos[kv.to_index(pages[0, 0])].max())
 

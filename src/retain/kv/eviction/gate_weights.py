@@ -22,8 +22,12 @@ from retain.files import atomic_write, quote, shorten
 
 FORMAT = "retain gate 1"
 NUM_LOGS = 5
-LOWEST, HIGHEST = -8.0, 12.0  # beyond these a score is noise; of equal ones the oldest token goes first
-NORM_FLOOR, MASS_FLOOR = 1e-3, 1e-7  # added before a logarithm is taken
+# Beyond these a score is noise; of equal ones the oldest token goes first.
+LOWEST = -8.0
+HIGHEST = 12.0
+# Added before a logarithm is taken.
+NORM_FLOOR = 1e-3
+MASS_FLOOR = 1e-7
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,9 @@ def load_gate(path: Path, shape: GateShape) -> GateWeights:
     """Read a gate's file. Raises ValueError where it is damaged or for another model."""
     if read_fingerprint(path) != shape.fingerprint:
         raise ValueError(f"{path}: this gate is for another model: fit one with `retain fit`")
-    M, G, D = shape.num_layers, shape.kv_heads, shape.head_dim
+    M = shape.num_layers
+    G = shape.kv_heads
+    D = shape.head_dim
     expected = {"key": (M, G, D), "value": (M, G, D), "logs": (M, G, NUM_LOGS), "bias": (M, G)}
     found: dict[str, Tensor] = {}
     with safe_open(path, "pt") as file:

@@ -24,7 +24,10 @@ class LayerwisePrefill:
     """The prompt of one row, computed in one step; the `layers` [M] of `tables` share its scratch pages."""
 
     def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, layers: Ints, key_factors: Tensor | None):
-        self.policy, self.tables, self.row, self.layers = policy, tables, row, layers
+        self.policy = policy
+        self.tables = tables
+        self.row = row
+        self.layers = layers
         self.key_factors = key_factors  # [M, G, 1, D]
         self.scratch: Ints | None = None  # pages [G, n], from `allocate` to the last layer
         self.holes: Tensor | None = None  # [M, G, interval] behind the kept tokens
@@ -34,7 +37,8 @@ class LayerwisePrefill:
     def allocate(self) -> bool:
         """Take the scratch pages if they are not there yet. False when the pool has too few."""
         t = self.tables
-        G, n = t.counts.shape[2], -(-self.policy.prompt_len // t.page_size)
+        G = t.counts.shape[2]
+        n = -(-self.policy.prompt_len // t.page_size)
         if self.scratch is None and t.pool.ensure_free(G * n):
             self.scratch = t.store.allocate(G * n).reshape(G, n)
         return self.scratch is not None
@@ -48,7 +52,8 @@ class LayerwisePrefill:
     def begin_step(self, on_layer_evict: OnLayerEvict | None) -> None:
         """Put the scratch pages into the tables of every layer, for the step that computes the prompt."""
         assert self.scratch is not None
-        t, row = self.tables, self.row
+        t = self.tables
+        row = self.row
         self.on_layer_evict = on_layer_evict
         self._own = t.pages[row, self.layers], t.counts[row, self.layers]
         shape = *self._own[1].shape, self.policy.interval
@@ -65,14 +70,16 @@ class LayerwisePrefill:
         assert self._own and self.scratch is not None and self.holes is not None
         if self.on_layer_evict:
             self.on_layer_evict(layer, self.scratch)
-        i, t = int(index[0]), self.tables
+        i = int(index[0])
+        t = self.tables
         pages, counts = (x[i : i + 1] for x in self._own)
         own = pages[..., : int(counts.max())]
         query_position = self.policy.prompt_len - 1
         factors = None if self.key_factors is None else self.key_factors[i : i + 1]
         done = compact(t.store, self.scratch[None], self.policy, query_position, dst_pages=own, key_factors=factors)
         self.holes[i : i + 1] = done.holes
-        t.pages[self.row, layer], t.counts[self.row, layer] = pages[0], counts[0]
+        t.pages[self.row, layer] = pages[0]
+        t.counts[self.row, layer] = counts[0]
         t.mark_dirty(self.row)
         if i < len(self.layers) - 1:
             return False

@@ -41,7 +41,8 @@ def build_view(
     key_factors: Tensor | None = None,
 ) -> CacheView:
     """Gather positions and mass of the slots in tables [M, G, n]; K and V are read when a policy needs them."""
-    kv, (M, G, n) = store.kv, pages.shape
+    kv = store.kv
+    M, G, n = pages.shape
     p = kv.to_index(pages).flatten()
     pos = kv.pos.index_select(0, p).view(M, G, -1)  # [M, G, n S]; index_select is six times as fast as indexing here
     mass = kv.mass.index_select(0, p).view(M, G, n, -1, kv.page_size).transpose(2, 3).flatten(-2)  # [M, G, C, n S]
@@ -70,8 +71,10 @@ def punch(
     key_factors: Tensor | None = None,
 ) -> Victims:
     """Turn the n lowest slots of each head into holes, among the first `slots_used` [M, G] of its table."""
-    kv, view = store.kv, build_view(store, pages, query_position, slot_scores, key_factors)
-    priority, pos = policy.priority(view).flatten(0, 1), view.pos.flatten(0, 1)
+    kv = store.kv
+    view = build_view(store, pages, query_position, slot_scores, key_factors)
+    priority = policy.priority(view).flatten(0, 1)
+    pos = view.pos.flatten(0, 1)
     sinks, last_evictable = policy.evictable_range(query_position)
     lengths = torch.from_numpy(slots_used).flatten()
     places = store.backend.select_victims(priority, pos, lengths, sinks, last_evictable, n).view(*slots_used.shape, n)
@@ -108,15 +111,19 @@ def compact(
     `head_budgets` [M, G] is how many each head keeps; None: the policy decides. With `dst_pages` they move to the front
     of another table, and the content of the first means nothing afterwards.
     """
-    kv, view = store.kv, build_view(store, pages, query_position, slot_scores, key_factors)
-    S, device = kv.page_size, kv.device
+    kv = store.kv
+    view = build_view(store, pages, query_position, slot_scores, key_factors)
+    S = kv.page_size
+    device = kv.device
     rank = eviction_key(policy.priority(view), view.pos, *policy.evictable_range(query_position))
     if head_budgets is None and policy.share == "none":
         head_budgets = policy.head_budgets(view)
     elif head_budgets is None:
         head_budgets = allocate_budgets(rank, policy.budget_tokens, policy.share)
-    dst_pages, largest = pages if dst_pages is None else dst_pages, int(head_budgets.max())
-    kept, places = head_budgets.to(device, non_blocking=True), torch.arange(largest, device=device)
+    dst_pages = pages if dst_pages is None else dst_pages
+    largest = int(head_budgets.max())
+    kept = head_budgets.to(device, non_blocking=True)
+    places = torch.arange(largest, device=device)
     used = places < kept[..., None]  # [M, G, largest]; the rest is padding: slot 0 moves onto itself
     stay = rank.topk(largest).indices.masked_fill(~used, pages.shape[2] * S).sort().values
     src = gather_slots(pages, stay.clamp(max=pages.shape[2] * S - 1), S).masked_fill_(~used, 0)

@@ -19,7 +19,9 @@ class SlotScores:
     """
 
     def __init__(self, store: PageStore, transform: KeyTransform, key_factors: Tensor | None):
-        self.store, self.transform, self.key_factors = store, transform, key_factors  # [M, G, 1, D]
+        self.store = store
+        self.transform = transform
+        self.key_factors = key_factors  # [M, G, 1, D]
         self._scores = torch.zeros(0)  # float32 [M, G, S]
         self._pos = torch.zeros(0, dtype=torch.int32)  # [M, G, S]: the positions that were scored; -1 for none
 
@@ -30,10 +32,12 @@ class SlotScores:
         """
         if not policy.scores_slots:
             return None
-        kv, (M, G, n) = self.store.kv, pages.shape
+        kv = self.store.kv
+        M, G, n = pages.shape
         pos = kv.pos[kv.to_index(pages)].view(M, G, -1)  # [M, G, S]
         if not self._scores.numel():
-            self._scores, self._pos = torch.zeros_like(pos, dtype=torch.float32), torch.full_like(pos, -1)
+            self._scores = torch.zeros_like(pos, dtype=torch.float32)
+            self._pos = torch.full_like(pos, -1)
         self._resize(n * kv.page_size)
         is_new = (pos != self._pos) & (pos >= 0)
         num_new = int(is_new.sum(-1).max())
@@ -52,15 +56,18 @@ class SlotScores:
         """Record that the slots at these places [M, G, n] moved to the front, in order, of tables of `num_slots`."""
         if self._scores.numel():
             places = places.clamp(max=self._scores.shape[-1] - 1)
-            self._scores, self._pos = self._scores.gather(-1, places), self._pos.gather(-1, places)
+            self._scores = self._scores.gather(-1, places)
+            self._pos = self._pos.gather(-1, places)
             self._resize(num_slots)
 
     def _resize(self, num_slots: int) -> None:
         more = num_slots - self._scores.shape[-1]  # a negative number cuts
-        self._scores, self._pos = F.pad(self._scores, (0, more)), F.pad(self._pos, (0, more), value=-1)
+        self._scores = F.pad(self._scores, (0, more))
+        self._pos = F.pad(self._pos, (0, more), value=-1)
 
     def _view(self, pages: Ints, places: Tensor, layers: slice, query_position: int) -> CacheView:
-        kv, S = self.store.kv, self.store.page_size
+        kv = self.store.kv
+        S = self.store.page_size
         table = kv.to_index(pages)  # [m, G, pages]
         slots = table.gather(-1, places // S) * S + places % S  # [m, G, n]
 

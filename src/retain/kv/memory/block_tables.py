@@ -37,8 +37,13 @@ class BlockTables:
         max_pages: int,
         demoted_store: PageStore | None = None,
     ):
-        N, L, G = num_rows, num_layers, kv_heads
-        self.store, self.pool, self.kv, self.page_size = store, store.pool, store.kv, store.page_size
+        N = num_rows
+        L = num_layers
+        G = kv_heads
+        self.store = store
+        self.pool = store.pool
+        self.kv = store.kv
+        self.page_size = store.page_size
         self.max_pages = max_pages  # of one head, for the longest text
         self.pages: Ints = np.zeros((N, L, G, max_pages + EXTRA_TABLE_PAGES), np.int32)
         self.counts: Ints = np.zeros((N, L, G), np.int32)
@@ -64,9 +69,12 @@ class BlockTables:
     def open_row(self, windows: Ints, capacities: Ints) -> int:
         """Take a free row and reset it: no pages, these windows and capacities, both [L]."""
         row = self.free_rows.pop()
-        self.window[row], self.capacity[row] = windows, capacities
+        self.window[row] = windows
+        self.capacity[row] = capacities
         self.ring_base[row] = self.counts[row] = self.peaks[row] = self.headroom[row] = 0
-        self.allocated_upto[row], self.rings_shrunk[row], self.position_offset[row] = 0, False, 0
+        self.allocated_upto[row] = 0
+        self.rings_shrunk[row] = False
+        self.position_offset[row] = 0
         self.mark_dirty(row, dense=True)
         return row
 
@@ -125,7 +133,8 @@ class BlockTables:
 
     def remove_pages(self, row: int, layer: int, begin: int, end: int) -> None:
         """Free the pages of a layer from place `begin` to `end` of every head; those behind them move up."""
-        n, pages = int(self.counts[row, layer, 0]), self.pages[row, layer]
+        n = int(self.counts[row, layer, 0])
+        pages = self.pages[row, layer]
         if end > begin:
             removed = pages[:, begin:end].flatten()  # a copy: the next line writes over it
             pages[:, begin : n - end + begin] = pages[:, end:n].copy()

@@ -32,7 +32,8 @@ class KVCache:
     """Slots of the rows of `tables`, of whose tokens at most `max_batched_tokens` are written in one step."""
 
     def __init__(self, tables: BlockTables, max_batched_tokens: int):
-        self.tables, self.max_batched_tokens = tables, max_batched_tokens
+        self.tables = tables
+        self.max_batched_tokens = max_batched_tokens
 
     def open_row(self, windows: Ints, num_uncomputed: int) -> int:
         """Open a row of these windows [L] for a request with so many uncomputed tokens. It owns no pages yet."""
@@ -41,7 +42,8 @@ class KVCache:
 
     def reserve(self, row: int, upto: int) -> bool:
         """Own the pages of all positions below `upto`. False, and nothing is taken, when the pool has too few."""
-        t, S = self.tables, self.tables.page_size
+        t = self.tables
+        S = self.tables.page_size
         if upto <= t.allocated_upto[row]:
             return True
         had = t.counts[row]  # [L, G]
@@ -65,7 +67,8 @@ class KVCache:
 
     def slot_mapping(self, rows: Ints, places: Ints) -> Ints:
         """The slots of fresh tokens of these rows at these places in their texts, both [T] -> int32 [L, G, T]."""
-        t, S = self.tables, self.tables.page_size
+        t = self.tables
+        S = self.tables.page_size
         ring = ((places[:, None] - t.ring_base[rows]) % t.capacity[rows]).T  # [L, T]
         pages = t.pages[rows, np.arange(len(ring))[:, None], :, ring // S]  # [L, T, G]
         slots: Ints = (pages * np.int32(S) + (ring % S)[:, :, None].astype(np.int32)).transpose(0, 2, 1)  # [L, G, T]
@@ -76,16 +79,19 @@ class KVCache:
 
         False when the pool has too few pages; the caller then closes `dst`.
         """
-        t, S = self.tables, self.tables.page_size
+        t = self.tables
+        S = self.tables.page_size
         rings = t.ring_layers(dst)
-        t.capacity[dst, rings], t.ring_base[dst, rings] = t.capacity[src, rings], t.ring_base[src, rings]
+        t.capacity[dst, rings] = t.capacity[src, rings]
+        t.ring_base[dst, rings] = t.ring_base[src, rings]
         num_shared = np.zeros_like(t.counts[src])  # [L, G]
         if can_share:
             num_shared[t.full_layers(dst)] = num_computed_tokens // S
         places = np.arange(t.pages.shape[3])
         shared = places < num_shared[..., None]  # [L, G, n]
         t.pool.incref(t.pages[src][shared])
-        t.pages[dst][shared], t.counts[dst] = t.pages[src][shared], num_shared
+        t.pages[dst][shared] = t.pages[src][shared]
+        t.counts[dst] = num_shared
         if not self.reserve(dst, num_computed_tokens):
             return False
         t.peaks[dst] = np.maximum(t.peaks[dst], t.counts[dst])
@@ -95,7 +101,8 @@ class KVCache:
 
     def shrink_rings(self, row: int, computed: int) -> None:
         """Shrink rings to their window and free the rest: from now on one token a step is written."""
-        t, S = self.tables, self.tables.page_size
+        t = self.tables
+        S = self.tables.page_size
         if t.rings_shrunk[row]:
             return
         t.rings_shrunk[row] = True
@@ -105,12 +112,14 @@ class KVCache:
             n = int(t.counts[row, layer, 0])
             oldest = max(computed - int(t.window[row, layer]), 0)  # live, or one more
             place = (oldest - t.ring_base[row, layer]) % t.capacity[row, layer]
-            first, base = int(place // S), oldest - int(place % S)
+            first = int(place // S)
+            base = oldest - int(place % S)
             keep = -(-(computed - base) // S)
             table = np.roll(t.pages[row, layer, :, :n], -first, axis=1)
             t.pages[row, layer, :, :n] = table
             freed.append(table[:, keep:].ravel())
-            t.ring_base[row, layer], t.capacity[row, layer] = base, capacity[layer]
+            t.ring_base[row, layer] = base
+            t.capacity[row, layer] = capacity[layer]
             t.counts[row, layer] = keep
             t.allocated_upto[row] = min(t.allocated_upto[row], base + keep * S)
         if freed:

@@ -15,7 +15,8 @@ class DeviceRows:
     def __init__(self, arrays: Sequence[Ints], device: torch.device):
         self.host_tensors = [torch.from_numpy(x) for x in arrays]
         self.tensors = [x.to(device) for x in self.host_tensors]
-        self.device, self.dirty_rows = device, set[int]()
+        self.device = device
+        self.dirty_rows = set[int]()
 
     def mark_dirty(self, row: int) -> None:
         """Upload this row before kernels read."""

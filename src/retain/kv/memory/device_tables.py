@@ -27,7 +27,9 @@ class DeviceTables:
         N, L, G, _ = pages.shape
         self.dense: Ints = np.zeros(N, np.int32)
         self.rows = DeviceRows([pages, counts, windows, self.dense], device)
-        self.counts, self.device, self.demoted = counts, device, demoted
+        self.counts = counts
+        self.device = device
+        self.demoted = demoted
         self.holes = torch.zeros(N, L, G, 0, dtype=torch.int32, device=device)
 
     def mark_dirty(self, row: int, dense: bool | None = None) -> None:

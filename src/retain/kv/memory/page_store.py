@@ -49,7 +49,8 @@ class PageStore:
         self.kv.pos[self.kv.to_index(pages)] = -1  # the previous owner left its positions behind
         if self.kind or self.others:  # as numbers of this kind, bytes of another kind may be infinite
             i = self.kv.to_index(pages[self.pool.kinds[pages] != self.kind])
-            self.kv.k[i], self.kv.v[i] = 0, 0
+            self.kv.k[i] = 0
+            self.kv.v[i] = 0
             self.pool.kinds[pages] = self.kind
         return pages
 

@@ -25,7 +25,8 @@ class QuantizedCopies:
     """
 
     def __init__(self, tables: BlockTables, ensure_free: Callable[[int], bool]):
-        self.tables, self.ensure_free = tables, ensure_free
+        self.tables = tables
+        self.ensure_free = ensure_free
         self.by_dtype: dict[torch.dtype, DemotedBlockTables] = {}
         self.num_tokens: Ints = np.zeros(len(tables.pages), np.int32)  # that are copied, of each row
 
@@ -33,7 +34,8 @@ class QuantizedCopies:
         """Return the tables of copies in this dtype. Raises ValueError where the cache cannot have them."""
         if dtype not in self.by_dtype:
             N, L, G, _ = self.tables.pages.shape
-            store, num_slots = self.tables.store.reinterpret(dtype), self.tables.max_pages * self.tables.page_size
+            store = self.tables.store.reinterpret(dtype)
+            num_slots = self.tables.max_pages * self.tables.page_size
             self.by_dtype[dtype] = DemotedBlockTables(store, N, L, G, num_slots)
         return self.by_dtype[dtype]
 
@@ -42,8 +44,12 @@ class QuantizedCopies:
 
         Nothing is copied when the pool has too few pages for all of them, and not all at once when the text is long.
         """
-        t, copies, S = self.tables, self.by_dtype[dtype], self.tables.page_size
-        begin, all_tokens, layers = int(self.num_tokens[row]), num_tokens // S * S, t.full_layers(row)
+        t = self.tables
+        copies = self.by_dtype[dtype]
+        S = self.tables.page_size
+        begin = int(self.num_tokens[row])
+        all_tokens = num_tokens // S * S
+        layers = t.full_layers(row)
         end = min(all_tokens, begin + max(MAX_COPIED_TOKENS // S, 1) * S)
         if end <= begin:
             return True

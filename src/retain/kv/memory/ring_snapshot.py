@@ -14,7 +14,8 @@ class RingSnapshot:
 
     def __init__(self, tables: BlockTables, row: int):
         """Copy the pages. Raises OutOfPagesError, and copies nothing, when the pool has too few."""
-        self.tables, self.row = tables, row
+        self.tables = tables
+        self.row = row
         rings = tables.owned(row) & (tables.window[row] < NO_WINDOW)[:, None, None]
         self.pages: Ints = tables.pages[row][rings]
         self.copies = tables.store.allocate(len(self.pages))

@@ -14,7 +14,9 @@ class CircuitBreaker:
     """
 
     def __init__(self, first: float = 1.0, longest: float = 60.0):
-        self.first, self.longest, self.delay = first, longest, first
+        self.first = first
+        self.longest = longest
+        self.delay = first
         self.num_openings = 0
         self._lock = threading.Lock()
         self._probe_at: float | None = None  # None: closed

@@ -20,12 +20,15 @@ class DiskReader:
 
     def __init__(self, span: StoredSpan, fd: int, begin_read: Callable[[int], None]):
         """`begin_read` is called before each read with its number of bytes, and may wait."""
-        self.span, self.fd, self.begin_read = span, fd, begin_read
+        self.span = span
+        self.fd = fd
+        self.begin_read = begin_read
         self.checksum_offsets = [0, *accumulate(span.num_blocks)]
 
     def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
         """Read blocks of a layer, [end - begin, block_bytes]. They are valid until this thread reads again."""
-        size, first = self.span.block_bytes, self.checksum_offsets[layer]
+        size = self.span.block_bytes
+        first = self.checksum_offsets[layer]
         blocks = self._read(self.span.offsets[layer] + begin * size, (end - begin) * size).reshape(-1, size)
         return self._verify(blocks, first + begin)
 

@@ -18,7 +18,9 @@ class SpanIndex:
     """
 
     def __init__(self, capacity: int, replacement: str):
-        self.capacity, self.replacement, self.used_bytes = capacity, replacement, 0
+        self.capacity = capacity
+        self.replacement = replacement
+        self.used_bytes = 0
         self.by_key: dict[bytes, tuple[Span, int]] = {}
         self.spans: dict[Span, int] = {}  # with their ids
         self.by_id: dict[int, Span] = {}
@@ -42,7 +44,8 @@ class SpanIndex:
         """Record a use of these spans, at the same time for all."""
         now = time()
         for span in spans:
-            span.hits, span.last_used_at = span.hits + 1, now
+            span.hits = span.hits + 1
+            span.last_used_at = now
 
     def priority(self, span: Span) -> tuple[float, ...]:
         """Return the priority of a span. Among equals, the span that is deeper in its text is evicted first."""

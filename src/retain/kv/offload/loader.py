@@ -25,7 +25,9 @@ class LayerLoader:
     """
 
     def __init__(self, offloader: Offloader, jobs_by_layer: dict[int, list[ReadJob]], time_limit: float):
-        self.offloader, self.failed, self.cancelled = offloader, False, False
+        self.offloader = offloader
+        self.failed = False
+        self.cancelled = False
         self.deadline = monotonic() + time_limit
         self.bytes_read: dict[str, int] = {}  # by store
         self.loaded_spans: set[tuple[Store, Span]] = set()  # spans of which every block was loaded

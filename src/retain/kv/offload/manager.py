@@ -42,7 +42,9 @@ class Offloader:
         probe_config: ProbeConfig | None = None,
         block_cache: BlockCache | None = None,
     ):
-        self.stores, self.kv, self.model_fingerprint = stores, kv, model_fingerprint
+        self.stores = stores
+        self.kv = kv
+        self.model_fingerprint = model_fingerprint
         self.transfer = create_transfer(kv)
         self.block_bytes = kv_heads * (kv.k[0].nbytes + kv.v[0].nbytes)
         self.cost_model = LoadCostModel()
@@ -87,7 +89,8 @@ class Offloader:
 
     def other_formats(self) -> list[tuple[bytes, int, str]]:
         """Return fingerprints of others in the stores, with their page size, and how they differ from this one."""
-        own, found = self.formats.get(self.model_fingerprint, {}), []
+        own = self.formats.get(self.model_fingerprint, {})
+        found = []
         for fingerprint, other in self.formats.items():
             differing = [f"{name} {x}, here {own.get(name)}" for name, x in other.items() if x != own.get(name)]
             if fingerprint != self.model_fingerprint and isinstance(size := other.get("page_size"), int) and size > 0:

@@ -58,7 +58,8 @@ class Span:
 
     def view_layer(self, data: Bytes, layer: int) -> Bytes:
         """Return a view of the blocks of a layer, [blocks, block_bytes], in the span's bytes."""
-        begin, n = self.offsets[layer], self.num_blocks[layer]
+        begin = self.offsets[layer]
+        n = self.num_blocks[layer]
         return data[begin : begin + n * self.block_bytes].reshape(n, self.block_bytes)
 
     def view_metadata(self, data: Bytes) -> Bytes:

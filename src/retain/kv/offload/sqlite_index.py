@@ -127,9 +127,11 @@ class StoreIndex:
 
         Rows of damaged spans, and files without a row, are removed when the iterator is exhausted.
         """
-        complete, damaged = set(), []
+        complete = set()
+        damaged = []
         for row in self.db.execute("select * from spans order by used desc").fetchall():
-            number, span = row["number"], _span_from_row(row)
+            number = row["number"]
+            span = _span_from_row(row)
             if span and is_complete(span_file(self.path, number), span.size):
                 complete.add(span_file(self.path, number))
                 yield span
@@ -229,7 +231,8 @@ def _identify(path: Path) -> list[tuple[int, int]]:
 def _span_from_row(row: sqlite3.Row) -> StoredSpan | None:
     """Return the span of a row, or None if its checksum does not match."""
     try:
-        now, keys = time(), row["keys"]
+        now = time()
+        keys = row["keys"]
         span = StoredSpan(
             keys=tuple(keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)),
             num_blocks=tuple(json.loads(row["rows"])),

@@ -29,7 +29,10 @@ class StoreConnection:
 
         `adopt` gets the spans of the folder, the last used first and None for each damaged one, whenever it is opened.
         """
-        self.path, self.span_format, self.adopt, self.warnings = path, span_format, adopt, warnings
+        self.path = path
+        self.span_format = span_format
+        self.adopt = adopt
+        self.warnings = warnings
         self.formats: dict[bytes, dict[str, Any]] = {}  # of all engines that used the folder
         self.breaker = CircuitBreaker()
         self._index: StoreIndex | None = None
@@ -79,13 +82,15 @@ class StoreConnection:
         except BaseException:
             index.close()
             raise
-        self._index, self._device = index, file_system(self.path)
+        self._index = index
+        self._device = file_system(self.path)
         self.breaker.close()
         self.breaker.reset_delay()
 
     def _break(self, error: Exception) -> None:
         """Store nothing for a while."""
-        index, self._index = self._index, None
+        index = self._index
+        self._index = None
         if index:
             with suppress(OSError, sqlite3.Error):
                 index.close()

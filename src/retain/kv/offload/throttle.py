@@ -11,7 +11,8 @@ class Throttle:
 
     def __init__(self, rate: int | None):
         self.rate = rate
-        self._lock, self._next_read_at = threading.Lock(), 0.0
+        self._lock = threading.Lock()
+        self._next_read_at = 0.0
 
     def wait(self, num_bytes: int) -> None:
         """Wait until the limit allows a read of so many bytes."""

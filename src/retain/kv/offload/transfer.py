@@ -70,12 +70,14 @@ class HostTransfer:
     def download(self, pages: Ints, out: Bytes) -> None:
         """Copy pages out."""
         keys, values = self.byte_views
-        out[..., : self.num_key_bytes], out[..., self.num_key_bytes :] = keys[pages], values[pages]
+        out[..., : self.num_key_bytes] = keys[pages]
+        out[..., self.num_key_bytes :] = values[pages]
 
     def upload(self, pages: Ints, data: Bytes) -> None:
         """Copy pages in."""
         keys, values = self.byte_views
-        keys[pages], values[pages] = data[..., : self.num_key_bytes], data[..., self.num_key_bytes :]
+        keys[pages] = data[..., : self.num_key_bytes]
+        values[pages] = data[..., self.num_key_bytes :]
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
         """Set positions."""

@@ -36,7 +36,8 @@ class WarningLog:
     def close(self) -> None:
         """Log how often each problem happened that happened more than once."""
         with self._lock:
-            counts, self.counts = self.counts, Counter()
+            counts = self.counts
+            self.counts = Counter()
         for kind, count in counts.items():
             if count > 1:
                 self.logger.warning("%s: %d times in all", kind, count)

@@ -56,7 +56,10 @@ def attach_pages(tables: BlockTables, row: int, plan: AttachPlan, must_copy: boo
 
     Returns the blocks to load for each layer; None, and nothing is attached, where the pool has too few pages.
     """
-    t, S, G, matched = tables, tables.page_size, tables.counts.shape[2], plan.pages.shape[-1]
+    t = tables
+    S = tables.page_size
+    G = tables.counts.shape[2]
+    matched = plan.pages.shape[-1]
     shared = 0 if must_copy else min(plan.length // S, matched)
     full_layers = t.full_layers(row)
     sources = list(_page_sources(t, row, plan, shared))
@@ -71,7 +74,8 @@ def attach_pages(tables: BlockTables, row: int, plan: AttachPlan, must_copy: boo
     t.pages[row, full_layers, :, :shared] = plan.pages[..., :shared]
     t.counts[row, full_layers] = shared
     allocated = remaining = np.sort(t.store.allocate(num_pages))
-    dst, jobs = [NO_PAGES], dict[int, list[ReadJob]]()
+    dst = [NO_PAGES]
+    jobs = dict[int, list[ReadJob]]()
     for s in sources:
         own, remaining = np.split(remaining, [s.num_pages * G])
         pages = own.reshape(G, s.num_pages)
@@ -95,7 +99,9 @@ def attach_pages(tables: BlockTables, row: int, plan: AttachPlan, must_copy: boo
 
 def _page_sources(tables: BlockTables, row: int, plan: AttachPlan, num_shared: int) -> Iterator[PageSource]:
     """Yield the sources of all pages of the row that are not shared."""
-    S, matched, end_page = tables.page_size, plan.pages.shape[-1], -(-plan.length // tables.page_size)
+    S = tables.page_size
+    matched = plan.pages.shape[-1]
+    end_page = -(-plan.length // tables.page_size)
     for m, layer in enumerate(tables.full_layers(row).tolist()):
         if matched > num_shared:
             yield PageSource(layer, num_shared, matched - num_shared, plan.pages[m, :, num_shared:])

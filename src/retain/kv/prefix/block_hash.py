@@ -16,7 +16,8 @@ def hash_block(parent_hash: bytes, tokens: Ints) -> bytes:
 
 def hash_blocks(root_hash: bytes, tokens: Ints, page_size: int) -> list[bytes]:
     """Hash every whole page of a text, in order."""
-    block_hash, found = root_hash, []
+    block_hash = root_hash
+    found = []
     for i in range(0, len(tokens) - page_size + 1, page_size):
         found.append(block_hash := hash_block(block_hash, tokens[i : i + page_size]))
     return found

@@ -39,7 +39,9 @@ class PrefixCache:
     enabled = True
 
     def __init__(self, tables: BlockTables, planner: CapacityPlanner, config: PrefixConfig):
-        self.tables, self.planner, self.config = tables, planner, config
+        self.tables = tables
+        self.planner = planner
+        self.config = config
         self.tree = RadixTree(tables.pool, tables.page_size)
         self.offloader: Offloader | None = None
         self.selective_loader: type[SelectiveLoader] = SelectiveLoader
@@ -49,14 +51,16 @@ class PrefixCache:
 
     def set_offloader(self, offloader: Offloader, selective_loader: type[SelectiveLoader] = SelectiveLoader) -> None:
         """Put tiers below the pool: what the tree evicts goes there."""
-        self.offloader, self.selective_loader = offloader, selective_loader
+        self.offloader = offloader
+        self.selective_loader = selective_loader
         self.tree.on_evict = self._offload_evicted
 
     def _offload_evicted(self, node: Node, num_kept_pages: int) -> None:
         """Offload what a leaf loses. Of less than a page, only the windows are kept, as they are where it begins."""
         assert self.offloader and node.parent
         if len(node.tokens) == len(node.block_hashes) * self.tables.page_size:
-            n, windows = num_kept_pages, node.sliding_windows
+            n = num_kept_pages
+            windows = node.sliding_windows
             self.offloader.on_evicted(node.block_hashes[n:], node.start_page + n, node.pages[..., n:], windows)
         elif node.sliding_windows and node.start_page:
             windows = node.sliding_windows.before_page(node.start_page, self.tables.page_size)
@@ -115,7 +119,8 @@ class PrefixCache:
         Returns the number of computed tokens, and the position where more texts could branch off if the row stored its
         windows there (0: nowhere).
         """
-        S, evicts = self.tables.page_size, query.policy.has_budget
+        S = self.tables.page_size
+        evicts = query.policy.has_budget
         if history := self.tree.history:
             root = self.root_hash(query.salt, self.planner.windows(query.policy))
             history.start(row, SeenText(root, query.salt, query.policy, np.asarray(query.tokens, np.int32)))
@@ -139,7 +144,9 @@ class PrefixCache:
 
     def _plan_load(self, query: PrefixQuery, match: PrefixMatch | None) -> AttachPlan | None:
         """Return a plan of whole pages that continues the match from tiers, where reading is faster than computing."""
-        S, windows, offloader = self.tables.page_size, self.planner.windows(query.policy), self.offloader
+        S = self.tables.page_size
+        windows = self.planner.windows(query.policy)
+        offloader = self.offloader
         if not offloader or (offloader.probe_config and query.policy.has_budget):
             return None  # a policy must not score a selection of tokens
         tokens = np.asarray(query.tokens[: max(query.max_skipped_tokens, 0)], np.int32)
@@ -181,7 +188,9 @@ class PrefixCache:
         self, offloader: Offloader, row: int, plan: AttachPlan, jobs: dict[int, list[ReadJob]]
     ) -> LayerLoader:
         """Start to load the important blocks only; afterwards the row's tables are shorter than its text."""
-        t, S, first = self.tables, self.tables.page_size, plan.pages.shape[-1]
+        t = self.tables
+        S = self.tables.page_size
+        first = plan.pages.shape[-1]
         assert offloader.probe_config
         layers = t.full_layers(row)
         end = first + sum(len(p.span.keys) for p in plan.span_ranges)
@@ -248,7 +257,9 @@ class PrefixCache:
 
     def store(self, row: int, entry: PrefixEntry, still_running: bool = False) -> None:
         """Keep the pages of a text that a row has computed. A row that is still running shares only whole pages."""
-        t, S, n = self.tables, self.tables.page_size, len(entry.tokens)
+        t = self.tables
+        S = self.tables.page_size
+        n = len(entry.tokens)
         end = n if self.config.keep == "all" else min(n, entry.prompt_len)
         end = end // S * S if still_running else end
         if not end or row in self.loads or row in self.sparse_rows:

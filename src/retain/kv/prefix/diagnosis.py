@@ -75,7 +75,8 @@ def explain_prefix(
     slack = cache.tables.page_size if slides or cache.offloader else 0
     if num_cached_tokens and num_cached_tokens >= query.max_length - slack:
         return replace(begun, common_length=num_cached_tokens, known_length=num_cached_tokens)
-    root_hash, history = cache.root_hash(query.salt, windows), cache.keep_history()
+    root_hash = cache.root_hash(query.salt, windows)
+    history = cache.keep_history()
     nearest, common = cache.tree.nearest_text(root_hash, begun.prompt) or (NO_TOKENS, 0)
     usable = min(common, query.max_length)
     begun = replace(begun, nearest=nearest, common_length=common, known_length=common)
@@ -93,7 +94,8 @@ def explain_prefix(
         return begun
     own = history.text_of_row(row)
     if num_cached_tokens > common and (near := history.nearest_text(query.salt, begun.prompt, [own] if own else ())):
-        (text, common), nearest = near, near[0].tokens  # it is in a tier
+        text, common = near  # it is in a tier
+        nearest = text.tokens
         begun = replace(begun, nearest=text.tokens, common_length=common, known_length=common)
     if not len(nearest):
         return replace(begun, reason=MissReason.NEW_TEXT if num_cached_tokens else MissReason.FIRST_TEXT)
@@ -105,7 +107,8 @@ def explain_from_history(history: PrefixHistory, query: PrefixQuery, root_hash: 
     prompt = np.asarray(query.tokens, np.int32)
     absent = [t for t in history.of_salt(query.salt) if t.root_hash != root_hash or not t.num_stored_tokens]
     text, common = history.nearest_text(query.salt, prompt, besides=absent) or (None, 0)
-    usable, num_cached = min(common, query.max_length), min(common, query.max_skipped_tokens)
+    usable = min(common, query.max_length)
+    num_cached = min(common, query.max_skipped_tokens)
     nearest = text.tokens if text else NO_TOKENS
     begun = PrefixDiagnosis(prompt, num_cached, MissReason.COMPLETE, nearest, common, common)
     if num_cached >= query.max_length:
@@ -124,7 +127,8 @@ def _find_elsewhere(
     cache: PrefixCache, history: PrefixHistory, query: PrefixQuery, begun: PrefixDiagnosis, row: int
 ) -> Iterator[PrefixDiagnosis]:
     """Yield where more of the prompt is, or was, than in the tree under the query's own root hash."""
-    S, prompt = cache.tables.page_size, begun.prompt
+    S = cache.tables.page_size
+    prompt = begun.prompt
     root_hash = cache.root_hash(query.salt, cache.planner.windows(query.policy))
     keys = cache.tree.hash_blocks(root_hash, prompt)
     first = begun.common_length // S
@@ -185,7 +189,8 @@ def _explain_seen(begun: PrefixDiagnosis, text: SeenText, root_hash: bytes) -> P
 
 def _evicted_age(cache: PrefixCache, history: PrefixHistory, text: SeenText) -> float | None:
     """Return how many seconds ago the last page of a text was evicted; None where that is not known."""
-    S, n = cache.tables.page_size, text.num_stored_tokens
+    S = cache.tables.page_size
+    n = text.num_stored_tokens
     hashes = cache.tree.hash_blocks(text.root_hash, text.tokens[:n])
     if rest := n % S:
         hashes.append(hash_block(hashes[-1] if hashes else text.root_hash, text.tokens[n - rest : n]))

@@ -17,7 +17,9 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.prefix.block_hash import common_prefix_length
 from retain.types import Ints
 
-MAX_TEXTS, MAX_TOKENS, MAX_EVICTIONS = 256, 2**22, 256
+MAX_TEXTS = 256
+MAX_TOKENS = 2**22
+MAX_EVICTIONS = 256
 
 
 @dataclass(eq=False)
@@ -37,7 +39,8 @@ class PrefixHistory:
     """The latest texts of all salts, and the latest evictions; the oldest are dropped beyond the limits."""
 
     def __init__(self, max_texts: int = MAX_TEXTS, max_tokens: int = MAX_TOKENS):
-        self.max_texts, self.max_tokens = max_texts, max_tokens
+        self.max_texts = max_texts
+        self.max_tokens = max_tokens
         self.texts: deque[SeenText] = deque()
         self.num_tokens = 0
         self.evictions: deque[tuple[float, frozenset[bytes]]] = deque(maxlen=MAX_EVICTIONS)  # time, block hashes
@@ -61,7 +64,8 @@ class PrefixHistory:
         """Record that the first tokens of the row's text were stored; an answer may have made it longer."""
         if text := self._text_of_row.get(row):
             self.num_tokens -= len(text.tokens) if text in self.texts else 0
-            text.tokens, text.num_stored_tokens = np.asarray(tokens, np.int32), num_stored_tokens
+            text.tokens = np.asarray(tokens, np.int32)
+            text.num_stored_tokens = num_stored_tokens
             self.num_tokens += len(text.tokens) if text in self.texts else 0
             self._drop_oldest()
 

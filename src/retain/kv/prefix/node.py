@@ -39,11 +39,13 @@ class Node:
 
     def record_hit(self) -> None:
         """Count a request that begins with this node."""
-        self.hits, self.last_hit_at = self.hits + 1, monotonic()
+        self.hits = self.hits + 1
+        self.last_hit_at = monotonic()
 
     def to_eviction_record(self) -> EvictionRecord:
         """Summarize the node when it is evicted."""
-        now, used_at = monotonic(), self.last_hit_at or self.created_at
+        now = monotonic()
+        used_at = self.last_hit_at or self.created_at
         return EvictionRecord(self.num_pages, now - self.created_at, now - used_at, self.hits)
 
     @property

@@ -33,7 +33,8 @@ class RadixTree:
     """
 
     def __init__(self, pool: PagePool, page_size: int):
-        self.pool, self.page_size = pool, page_size
+        self.pool = pool
+        self.page_size = page_size
         self.roots: dict[bytes, Node] = {}
         self.owned_mask = np.zeros(pool.num_pages, bool)  # pages that the tree holds
         self.clock = itertools.count(1)
@@ -55,9 +56,11 @@ class RadixTree:
         root = self.roots.get(root_hash)
         if root is None or max_length < 1:
             return None
-        S, text = self.page_size, np.asarray(tokens[:max_length], np.int32)
+        S = self.page_size
+        text = np.asarray(tokens[:max_length], np.int32)
         path, num_full = self._walk(root, self.hash_blocks(root_hash, text))
-        full_length, partial = num_full * S, self._partial_matches(path, num_full, text)
+        full_length = num_full * S
+        partial = self._partial_matches(path, num_full, text)
         tail, num_equal = partial[0] if partial else (None, 0)
         common = length = full_length + num_equal
         windows = None
@@ -98,7 +101,8 @@ class RadixTree:
 
     def _walk(self, root: Node, block_hashes: Sequence[bytes]) -> tuple[list[tuple[Node, int]], int]:
         """Follow block hashes from the root. Returns each node with its number of matched pages, and their sum."""
-        path, at = [(root, 0)], 0
+        path = [(root, 0)]
+        at = 0
         while at < len(block_hashes) and (child := path[-1][0].children.get(block_hashes[at])):
             pairs = zip(child.block_hashes, block_hashes[at:], strict=False)
             n = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -112,7 +116,9 @@ class RadixTree:
         self, path: Sequence[tuple[Node, int]], num_full_pages: int, tokens: Ints
     ) -> list[tuple[Node, int]]:
         """Return the nodes that have a beginning of the page after a path, and its length; the longest first."""
-        S, (node, n), rest = self.page_size, path[-1], tokens[num_full_pages * self.page_size :]
+        S = self.page_size
+        node, n = path[-1]
+        rest = tokens[num_full_pages * self.page_size :]
         is_inside = n < len(node.block_hashes)
         pages = (
             [(node, node.tokens[n * S : (n + 1) * S])] if is_inside else [(c, c.tokens[:S]) for c in _children(node)]
@@ -140,7 +146,8 @@ class RadixTree:
 
         Returns the whole pages that are new, or None.
         """
-        S, text = self.page_size, np.asarray(tokens, np.int32)
+        S = self.page_size
+        text = np.asarray(tokens, np.int32)
         if root_hash not in self.roots:
             self.roots[root_hash] = Node(0, text[:0], [], pages[..., :0])
         hashes = self.hash_blocks(root_hash, text)
@@ -185,12 +192,15 @@ class RadixTree:
         """Split a node after its first pages. Returns the new parent, which has these."""
         assert node.parent
         cut = num_pages * self.page_size
-        hashes, pages = node.block_hashes[:num_pages], node.pages[..., :num_pages]
+        hashes = node.block_hashes[:num_pages]
+        pages = node.pages[..., :num_pages]
         upper = Node(node.start_page, node.tokens[:cut], hashes, pages, parent=node.parent, last_used=node.last_used)
         self.pins.inherit(upper, node)
         node.parent.children[node.block_hashes[0]] = upper
-        node.start_page, node.tokens = node.start_page + num_pages, node.tokens[cut:]
-        node.block_hashes, node.pages = node.block_hashes[num_pages:], node.pages[..., num_pages:]
+        node.start_page = node.start_page + num_pages
+        node.tokens = node.tokens[cut:]
+        node.block_hashes = node.block_hashes[num_pages:]
+        node.pages = node.pages[..., num_pages:]
         node.parent = upper
         upper.children[node.block_hashes[0]] = node
         return upper
@@ -246,12 +256,14 @@ class RadixTree:
 
     def _evict_leaves(self, num_pages: int, in_use: bool) -> int:
         """Evict leaves, with those `in_use` or without. Returns the number of freed pages."""
-        order, num_free = itertools.count(), self.pool.num_free
+        order = itertools.count()
+        num_free = self.pool.num_free
         leaves = [(n.last_used, next(order), n) for n in self.iter_nodes() if not n.children and n not in self.pins]
         heapq.heapify(leaves)
         while (missing := num_free + num_pages - self.pool.num_free) > 0 and leaves:
             node = heapq.heappop(leaves)[2]
-            parent, num_exclusive = node.parent, self._num_exclusive_pages(node)
+            parent = node.parent
+            num_exclusive = self._num_exclusive_pages(node)
             if num_exclusive > missing and not node.sliding_windows:  # the node's end is enough
                 num_blocks = len(node.block_hashes)
                 pages_per_block = max(num_exclusive // num_blocks, 1)
@@ -283,7 +295,8 @@ class RadixTree:
         if not num_pages:
             return self._remove(node)
         self._free_pages(node.pages[..., num_pages:].ravel())
-        node.tokens, node.block_hashes = node.tokens[: num_pages * self.page_size], node.block_hashes[:num_pages]
+        node.tokens = node.tokens[: num_pages * self.page_size]
+        node.block_hashes = node.block_hashes[:num_pages]
         node.pages = node.pages[..., :num_pages]
 
     def _remove(self, node: Node) -> None:

@@ -14,8 +14,12 @@ def capture_sliding_windows(tables: BlockTables, row: int, end: int, still_runni
 
     None where too much of a window is overwritten, or the pool has no pages for copies.
     """
-    t, S, end_page = tables, tables.page_size, -(-end // tables.page_size)
-    first_pages, found, min_resume_position = [], [], 0
+    t = tables
+    S = tables.page_size
+    end_page = -(-end // tables.page_size)
+    first_pages = []
+    found = []
+    min_resume_position = 0
     page_begin = end // S * S  # where a tier lets texts resume; the tree does at `end`
     for layer in t.ring_layers(row):
         W, capacity, base = (int(x[row, layer]) for x in (t.window, t.capacity, t.ring_base))

@@ -15,7 +15,9 @@ from retain.kernels.api import KV, NO_WINDOW
 from retain.kv.memory.block_tables import BlockTables
 from retain.types import Floats, Ints
 
-RECORD_EVERY_S, RECORD_EVERY_TOKENS = 0.2, 16  # at most, where no eviction is due
+# At most, where no eviction is due.
+RECORD_EVERY_S = 0.2
+RECORD_EVERY_TOKENS = 16
 
 
 class AttentionTrace:
@@ -78,4 +80,5 @@ class AttentionTrace:
         more = num_tokens - self.mass.shape[-1]
         if more > 0:
             room = [(0, 0), (0, 0), (0, more)]
-            self.mass, self.is_kept = np.pad(self.mass, room), np.pad(self.is_kept, room)
+            self.mass = np.pad(self.mass, room)
+            self.is_kept = np.pad(self.is_kept, room)

@@ -50,7 +50,8 @@ def classify_pages(
         state[pages] = np.broadcast_to(by_layer[:, None, None], owned.shape)[owned]
         owner[pages] = row
         for pages in [extra_pages[row], *([t.demoted.page_list(row)] if t.demoted else [])]:
-            state[pages], owner[pages] = unwindowed, row
+            state[pages] = unwindowed
+            owner[pages] = row
     state[t.pool.ref_counts > 1] = PAGE_STATES.index("shared")
     return state, owner
 
@@ -59,7 +60,8 @@ def collect_pool_stats(
     tables: BlockTables, state: PageStates, prefix_hit_tokens: dict[str, int], tier_stats: list[dict[str, Any]]
 ) -> PoolStats:
     """Count slots and pages by the states that `classify_pages` found."""
-    kv, used = tables.kv, (np.flatnonzero(state[1:]) + 1).astype(np.int32)
+    kv = tables.kv
+    used = (np.flatnonzero(state[1:]) + 1).astype(np.int32)
     holes = (kv.pos[kv.to_index(used)] < 0).sum(-1).cpu().numpy() if len(used) else np.zeros(0, np.int64)
     num_holes = int(holes.sum())
     for other in tables.store.others.values():  # pages of fewer bits have more slots, and positions elsewhere

@@ -51,7 +51,8 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
 
 def read_layer_types(c: Mapping[str, Any]) -> list[str]:
     """Return the type of each layer, from a config with the defaults. Old configs have a pattern only."""
-    every, layers = c["sliding_window_pattern"], range(1, c["num_hidden_layers"] + 1)
+    every = c["sliding_window_pattern"]
+    layers = range(1, c["num_hidden_layers"] + 1)
     return get_layer_types(c, ["full_attention" if i % every == 0 else "sliding_attention" for i in layers])
 
 
@@ -89,7 +90,8 @@ def load_norm(w: Weights, name: str, eps: float) -> RMSNorm:
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> SandwichNormLayer:
     """Build one layer from the weights in layers.<i>."""
-    c, eps = w.config, w.config["rms_norm_eps"]
+    c = w.config
+    eps = w.config["rms_norm_eps"]
     tensors = llama.OptionalTensors(qkv_bias=c["attention_bias"], o_bias=c["attention_bias"], qk_norm=True)
     gate_up = load_linear(w, "mlp.gate_proj", "mlp.up_proj", bias=False)
     return SandwichNormLayer(
@@ -116,7 +118,8 @@ def build(w: Weights) -> Decoder:
     w = w.with_defaults(DEFAULTS)
     c = w.config
     check_supported(c, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False)
-    s, layer_types = spec_from_config(c), read_layer_types(c)
+    s = spec_from_config(c)
+    layer_types = read_layer_types(c)
     ropes = get_ropes(c, s.head_dim)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
     # Rounded to dtype as in training: in bfloat16 25.25, not 25.3.

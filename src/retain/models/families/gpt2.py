@@ -69,7 +69,8 @@ def scale_q(qkv: Linear, s: ModelSpec, factor: float) -> Linear:
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names. The first GPT-2 files lack the prefix."""
     w = w.with_defaults(DEFAULTS, OTHER_NAMES)
-    c, s = w.config, spec_from_config(w.config)
+    c = w.config
+    s = spec_from_config(w.config)
     check_supported(c, add_cross_attention=False)
     m = scope_base_model(w, "wte.weight", "transformer.", "")
     embed = Embedding(m.load_matrix("wte.weight", embedding=True), position_table=m["wpe.weight"], dtype=m.dtype)

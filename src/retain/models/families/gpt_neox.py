@@ -41,7 +41,8 @@ IGNORED_TENSORS = (r"attention\.bias", r"attention\.masked_bias")  # causal mask
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS)
-    layers, context = c["num_hidden_layers"], c["max_position_embeddings"]
+    layers = c["num_hidden_layers"]
+    context = c["max_position_embeddings"]
     return multi_head_spec(c["vocab_size"], c["hidden_size"], c["num_attention_heads"], layers, context)
 
 
@@ -53,7 +54,8 @@ def regroup_qkv(qkv: Linear, s: ModelSpec) -> Linear:
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer | PreNormLayer:
     """Build one layer from the weights in layers.<i>."""
-    c, has_bias = w.config, w.config["attention_bias"]
+    c = w.config
+    has_bias = w.config["attention_bias"]
     qkv = regroup_qkv(load_linear(w, "attention.query_key_value", bias=has_bias), s)
     attention = Attention(i, s, qkv, load_linear(w, "attention.dense", bias=has_bias), rope)
     norm1, norm2 = (load_layer_norm(w, n, c["layer_norm_eps"]) for n in ("input_layernorm", "post_attention_layernorm"))
@@ -65,7 +67,8 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer |
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names. Old configs name rope's options in their own way."""
     w = w.with_defaults(DEFAULTS)
-    c, s = w.config, spec_from_config(w.config)
+    c = w.config
+    s = spec_from_config(w.config)
     p = get_rope_parameters(c, "rotary_emb_base", "rotary_pct", ROPE_DEFAULTS)
     rope = get_rope(int(s.head_dim * p["partial_rotary_factor"]), p)
     m = scope_base_model(w, "embed_in.weight", "gpt_neox.", "")

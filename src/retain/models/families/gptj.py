@@ -52,7 +52,8 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer:
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS, OTHER_NAMES)
-    c, s = w.config, spec_from_config(w.config)
+    c = w.config
+    s = spec_from_config(w.config)
     rope = get_rope(c["rotary_dim"], {"rope_theta": 10000.0, "rope_type": "default"}, interleaved=True)
     m = scope_base_model(w, "wte.weight", "transformer.", "")
     embed = Embedding(m.load_matrix("wte.weight", embedding=True), dtype=m.dtype)

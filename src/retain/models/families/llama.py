@@ -68,7 +68,8 @@ def make_spec(c: Mapping[str, Any], windows: tuple[int | None, ...]) -> ModelSpe
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: OptionalTensors) -> PreNormLayer:
     """Build one layer from the weights in layers.<i>."""
-    eps, bias = w.config["rms_norm_eps"], tensors.mlp_bias
+    eps = w.config["rms_norm_eps"]
+    bias = tensors.mlp_bias
     norm1, norm2 = (RMSNorm(w[f"{n}.weight"], eps) for n in ("input_layernorm", "post_attention_layernorm"))
     gate_up = load_linear(w, "mlp.gate_proj", "mlp.up_proj", bias=bias)
     mlp = GatedMLP(gate_up, load_linear(w, "mlp.down_proj", bias=bias), w.config["hidden_act"])

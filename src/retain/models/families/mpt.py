@@ -59,7 +59,8 @@ def get_alibi_slopes(num_heads: int, alibi_bias_max: float) -> tuple[float, ...]
 
 def build_layer(w: Weights, i: int, s: ModelSpec) -> PreNormLayer:
     """Build one layer from the weights in blocks.<i>."""
-    qkv, limit = load_linear(w, "attn.Wqkv", bias=False), get_attention_config(w.config)["clip_qkv"]
+    qkv = load_linear(w, "attn.Wqkv", bias=False)
+    limit = get_attention_config(w.config)["clip_qkv"]
     out = load_linear(w, "attn.out_proj", bias=False)
     attention = Attention(i, s, ClippedLinear(qkv, limit) if limit else qkv, out)
     eps = w.config["layer_norm_epsilon"]
@@ -71,7 +72,9 @@ def build_layer(w: Weights, i: int, s: ModelSpec) -> PreNormLayer:
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS, OTHER_NAMES)
-    c, s, a = w.config, spec_from_config(w.config), get_attention_config(w.config)
+    c = w.config
+    s = spec_from_config(w.config)
+    a = get_attention_config(w.config)
     check_supported(c, no_bias=True, logit_scale=None)
     check_supported(a, alibi=True, qk_ln=False, prefix_lm=False)
     check_supported(a, attn_type="multihead_attention", kv_n_heads=s.num_heads)

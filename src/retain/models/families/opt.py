@@ -42,7 +42,8 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS)
-    layers, context = c["num_hidden_layers"], c["max_position_embeddings"]
+    layers = c["num_hidden_layers"]
+    context = c["max_position_embeddings"]
     return multi_head_spec(c["vocab_size"], c["hidden_size"], c["num_attention_heads"], layers, context)
 
 
@@ -70,7 +71,9 @@ class PostNormLayer:
 
 def build_layer(w: Weights, i: int, s: ModelSpec) -> DecoderLayer:
     """Build one layer from the weights in layers.<i>."""
-    c, a, bias = w.config, w.scope("self_attn."), w.config["enable_bias"]
+    c = w.config
+    a = w.scope("self_attn.")
+    bias = w.config["enable_bias"]
     qkv = load_linear(a, "q_proj", "k_proj", "v_proj", bias=bias)
     attention = Attention(i, s, qkv, load_linear(a, "out_proj", bias=bias))
     norm1, norm2 = (load_layer_norm(w, n, 1e-5) for n in ("self_attn_layer_norm", "final_layer_norm"))
@@ -83,11 +86,13 @@ def build_layer(w: Weights, i: int, s: ModelSpec) -> DecoderLayer:
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS)
-    c, s = w.config, spec_from_config(w.config)
+    c = w.config
+    s = spec_from_config(w.config)
     check_supported(c, layer_norm_elementwise_affine=True)
     m = scope_base_model(w, "embed_tokens.weight", "model.decoder.", "decoder.")
     is_narrow = c["word_embed_proj_dim"] not in (None, s.hidden_size)  # E' < E: projected on the way in and out
-    table, positions = m.load_matrix("embed_tokens.weight", embedding=True), m["embed_positions.weight"]
+    table = m.load_matrix("embed_tokens.weight", embedding=True)
+    positions = m["embed_positions.weight"]
     projection = load_linear(m, "project_in", bias=False) if is_narrow else None
     embed = Embedding(table, position_table=positions, position_offset=2, projection=projection, dtype=m.dtype)
     tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None

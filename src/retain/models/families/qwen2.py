@@ -28,7 +28,8 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
 
 def make_spec(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from a config with its family's defaults. `sliding_window` needs `use_sliding_window`."""
-    first, layers = c["max_window_layers"], range(c["num_hidden_layers"])
+    first = c["max_window_layers"]
+    layers = range(c["num_hidden_layers"])
     layer_types = get_layer_types(c, ["full_attention" if i < first else "sliding_attention" for i in layers])
     return llama.make_spec(c, get_windows(layer_types, c["sliding_window"] if c["use_sliding_window"] else None))
 

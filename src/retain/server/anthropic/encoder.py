@@ -37,9 +37,12 @@ class MessagesEncoder(ResponseEncoder):
         fills_context: bool = False,
         warnings: Sequence[str] = (),
     ):
-        self.output_processor, self.prompt_only, self.fills_context = output_processor, prompt_only, fills_context
+        self.output_processor = output_processor
+        self.prompt_only = prompt_only
+        self.fills_context = fills_context
         self.headers = create_request_id_header() | build_warning_header(warnings)
-        self._parser, self._content = parser, ContentBlocks()
+        self._parser = parser
+        self._content = ContentBlocks()
         self._envelope: Json = {
             "id": f"msg_{uuid4().hex[:24]}",
             "type": "message",

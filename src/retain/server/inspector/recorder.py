@@ -24,7 +24,8 @@ from retain.kv.stats.pool import PAGE_STATES, PoolStats
 from retain.llm import LLM
 from retain.server.inspector.prefix_misses import PrefixMisses
 
-MAX_LIVE, MAX_FINISHED = 16, 16
+MAX_LIVE = 16
+MAX_FINISHED = 16
 MAP_CELLS = 1024  # of the page map
 
 
@@ -84,8 +85,10 @@ class Inspector:
 
         An operator sees everybody's pages, tokens and tiers; to others all that is not their own looks free.
         """
-        cache, scheduler = self.llm.cache, self.llm.engine.scheduler
-        stats, (page_states, page_rows) = cache.pool_stats(), cache.classify_pages()
+        cache = self.llm.cache
+        scheduler = self.llm.engine.scheduler
+        stats = cache.pool_stats()
+        page_states, page_rows = cache.classify_pages()
         tracked = self._requests_of_key(key_name)
         running, waiting = (
             [r for r in requests if is_operator or self._key_names.get(r) == key_name]
@@ -126,7 +129,8 @@ class Inspector:
         tracked = self._find_request(request_id, key_name)
         if not tracked:
             return None
-        request, trace = tracked.request, tracked.attention_trace
+        request = tracked.request
+        trace = tracked.attention_trace
         if request.row is not None and request.num_computed_tokens:
             trace.record(self.llm.cache.tables, request.row, request.num_computed_tokens)
         for token in request.tokens[len(tracked.token_texts) :]:
@@ -145,7 +149,8 @@ class Inspector:
         if not tracked or not 0 <= position < tracked.attention_trace.mass.shape[-1]:
             return None
         trace = tracked.attention_trace
-        mass, kept = trace.mass[..., position], trace.is_kept[..., position]
+        mass = trace.mass[..., position]
+        kept = trace.is_kept[..., position]
         return {"mass": np.round(mass.astype(float), 5).tolist(), "kept": kept.tolist()}
 
     def _requests_of_key(self, key_name: str) -> list[TrackedRequest]:

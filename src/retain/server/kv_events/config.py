@@ -72,9 +72,11 @@ def parse(spec: str) -> KVEventsConfig:
 def _split_address(address: str) -> tuple[str, int]:
     try:
         url = urlsplit(address.replace("*", "0.0.0.0"))
-        host, port = url.hostname, url.port
+        host = url.hostname
+        port = url.port
     except ValueError:
-        host, port = None, None
+        host = None
+        port = None
     if not host or port is None or url.scheme != SCHEME or url.path or not 0 <= port < 2**16 - 1:
         raise ValueError(f"--kv-events is an address such as tcp://127.0.0.1:5557, not {address!r}")
     return host, port

@@ -134,7 +134,8 @@ class KVEventPublisher:
         while batch := list(islice(events, MAX_BATCH_EVENTS)):
             self.num_events += len(batch)
             payload = msgspec.msgpack.encode([time.time(), batch, DATA_PARALLEL_RANK])
-            number, self._next_number = self._next_number, self._next_number + 1
+            number = self._next_number
+            self._next_number = self._next_number + 1
             self._keep(number, payload)
             self._events.send_multipart([self._topic, encode_sequence_number(number), payload])  # never waits
 

@@ -35,7 +35,8 @@ class KVEventQueue:
 
     def __init__(self, wake: Callable[[], None], max_pending: int = MAX_PENDING_EVENTS):
         """`wake`: tells the publisher that there is something to take; must not wait."""
-        self._wake, self.max_pending = wake, max_pending
+        self._wake = wake
+        self.max_pending = max_pending
         self._lock = Lock()  # held for moments only: nothing is encoded or sent under it
         self._cached: dict[int, Block] = {}  # by number; parents come before their children
         self._pending: list[Callable[[], Event]] = []
@@ -78,7 +79,8 @@ class KVEventQueue:
         self._pending.append(build)
         if len(self._pending) > self.max_pending:
             self.num_dropped += len(self._pending)
-            self._pending, self._must_restate = [], True
+            self._pending = []
+            self._must_restate = True
 
     # ---- in the publisher's thread -------------------------------------------------------------------------------
 
@@ -90,9 +92,11 @@ class KVEventQueue:
     def take(self) -> Taken:
         """Return what is to be sent now."""
         with self._lock:
-            pending, is_restatement = self._pending, self._must_restate
+            pending = self._pending
+            is_restatement = self._must_restate
             cached = list(self._cached.items()) if is_restatement else []
-            self._pending, self._must_restate = [], False
+            self._pending = []
+            self._must_restate = False
         if is_restatement:
             return Taken(_state_all(cached), True)
         return Taken((build() for build in pending), False)

@@ -32,7 +32,8 @@ from retain.server.openai.errors import APIError
 from retain.server.preparation import PreparationPool
 from retain.server.request_model import REFUSED_FIELD
 
-JSON_TYPE, CONTENT_TYPE = "application/json", b"content-type"
+JSON_TYPE = "application/json"
+CONTENT_TYPE = b"content-type"
 
 MAX_VALUES = 2**20  # in all lists and objects of a body: the token ids of the longest prompts
 MAX_CONTAINERS = 2**17  # lists and objects: the garbage collector visits each of them several times
@@ -45,7 +46,8 @@ STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # or 
 SMALL_BODY = 2**16  # bytes: parsed within milliseconds
 # Two would parse no faster for a key, because parsing holds the interpreter's lock, and the event loop would wait for
 # both.
-PARSING_THREADS, PARSING_THREADS_PER_KEY = 2, 1
+PARSING_THREADS = 2
+PARSING_THREADS_PER_KEY = 1
 
 
 class BodyRoute(APIRoute):
@@ -179,7 +181,9 @@ def find_excess_of_text(data: bytes | bytearray) -> str | None:
     """
     if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS and data.count(b",") <= MAX_VALUES:
         return None
-    num_containers, num_commas, position = 0, 0, 0
+    num_containers = 0
+    num_commas = 0
+    position = 0
     for start, end in chain((match.span() for match in STRING.finditer(data)), [(len(data), len(data))]):
         between = data[position:start]
         num_containers += between.count(b"[") + between.count(b"{")
@@ -195,7 +199,8 @@ def find_excess_of_text(data: bytes | bytearray) -> str | None:
 def find_excess(value: Any) -> str | None:
     """Return which bound a JSON value exceeds, in words; None if none."""
     items: Collection[Any]
-    containers, num_values = [(value, 1)], 0
+    containers = [(value, 1)]
+    num_values = 0
     while containers:
         x, depth = containers.pop()
         if depth > MAX_DEPTH:
@@ -219,7 +224,8 @@ def find_excess(value: Any) -> str | None:
 
 def count_values(value: Any) -> int:
     """Return the number of values in the lists and objects of a JSON value, as MAX_VALUES bounds them."""
-    containers, num_values = [value], 0
+    containers = [value]
+    num_values = 0
     while containers:
         x = containers.pop()
         num_values += len(x)

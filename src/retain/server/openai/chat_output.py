@@ -21,7 +21,8 @@ class ChatOutputParser:
     """Separates the text of one choice. None: the model's template has no tools, or no reasoning."""
 
     def __init__(self, tool_parser: ToolParser | None = None, reasoning_parser: ReasoningParser | None = None):
-        self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
         self._skipped = ChatOutput("", "", [])  # text of the prompt that the parsers may still return
 
     def skip(self, text: str) -> None:

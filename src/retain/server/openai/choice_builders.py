@@ -22,7 +22,9 @@ class ChoiceBuilder:
     """Accumulates the deltas of one choice and builds its JSON."""
 
     def __init__(self, tokenizer: Tokenizer, index: int, wants_logprobs: bool):
-        self.tokenizer, self.index, self.wants_logprobs = tokenizer, index, wants_logprobs
+        self.tokenizer = tokenizer
+        self.index = index
+        self.wants_logprobs = wants_logprobs
         self.text_deltas: list[str] = []
         self.num_tokens = 0
         self.logprobs: list[Logprob] = []
@@ -69,7 +71,8 @@ class CompletionChoiceBuilder(ChoiceBuilder):
         prompt_only: bool = False,
     ):
         super().__init__(tokenizer, index, wants_logprobs)
-        self.echo, self.prompt_only = echo, prompt_only
+        self.echo = echo
+        self.prompt_only = prompt_only
         self._text_length = len(echo.text) if echo else 0  # of what is shown
         self._offsets = TextOffsets(tokenizer, prompt_token_ids, self._text_length)
         self._located: deque[tuple[Logprob, int]] = deque()  # with its token's offset; not yet built
@@ -94,7 +97,8 @@ class CompletionChoiceBuilder(ChoiceBuilder):
             chunks = [self._build_echo(self.echo)] if self.echo else []
             self._echoed = True
         self.update(delta)
-        text, located = "" if self.prompt_only else delta.text, self._take_located()
+        text = "" if self.prompt_only else delta.text
+        located = self._take_located()
         if text or delta.finish_reason or located:
             chunk = self._choice_json(text, self.finish_reason_str)
             if self.wants_logprobs:
@@ -152,7 +156,9 @@ class ChatChoiceBuilder(ChoiceBuilder):
 
     def __init__(self, tokenizer: Tokenizer, index: int, wants_logprobs: bool, parser: ChatOutputParser):
         super().__init__(tokenizer, index, wants_logprobs)
-        self._parser, self._num_tool_calls, self._has_started = parser, 0, False
+        self._parser = parser
+        self._num_tool_calls = 0
+        self._has_started = False
 
     def build_chunks(self, delta: OutputDelta) -> list[Json]:
         """Add a delta and build its chunk."""

@@ -23,10 +23,14 @@ class CompletionEncoder(ResponseEncoder):
     What a stream tells of usage, and whether token ids are returned, is the request's choice.
     """
 
-    id_prefix, object_name, chunk_object_name = "cmpl-", "text_completion", "text_completion"
+    id_prefix = "cmpl-"
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
 
     def __init__(self, choices: Sequence[ChoiceBuilder], output_processor: OutputProcessor, body: SamplingFields):
-        self.choices, self.output_processor, self.body = choices, output_processor, body
+        self.choices = choices
+        self.output_processor = output_processor
+        self.body = body
         self._group: RequestGroup | None = None  # of a stream
         self._unsent_token_ids: list[list[int]] = [[] for _ in choices]
         self._has_started = [False] * len(choices)
@@ -124,7 +128,9 @@ def _encode_event(event: Json) -> bytes:
 class ChatCompletionEncoder(CompletionEncoder):
     """Encodes the answers of /v1/chat/completions."""
 
-    id_prefix, object_name, chunk_object_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
 
     def _add_prompt_token_ids(self, response: Json, choice: Json, token_ids: list[int]) -> None:
         """Add the prompt to the response: all choices have the same."""

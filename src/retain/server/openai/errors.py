@@ -104,7 +104,8 @@ class ContextLengthError(APIError):
             f"{error.num_tokens} tokens, and the answer needs at least one. Please reduce the length of the {field}."
         )
         super().__init__(400, message, field, "context_length_exceeded")
-        self.num_tokens, self.max_context = error.num_tokens, error.max_context
+        self.num_tokens = error.num_tokens
+        self.max_context = error.max_context
 
 
 def invalid_request(error: Exception, prompt_field: str = "messages") -> APIError:

@@ -48,7 +48,8 @@ def create_router(service: OpenAIServing) -> APIRouter:
     async def render_completion(body: CompletionRequest, request: Request) -> Response:
         """Return the token ids of each prompt of a completion."""
         service.check_model(body.model)
-        key, admission = request.state.key, request.state.admission
+        key = request.state.key
+        admission = request.state.admission
         num_choices = len(body.prompts) * (body.n or 1)
         async with service.admit(admission, body.prompt_field, num_choices):
             prepared, _ = await service.prepare(key.name, lambda: service.prepare_completion(body, key))

@@ -30,7 +30,8 @@ def create_router(service: OpenAIServing) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Create a completion for one or several prompts."""
         service.check_model(body.model)
-        key, num_choices = request.state.key, len(body.prompts) * (body.n or 1)
+        key = request.state.key
+        num_choices = len(body.prompts) * (body.n or 1)
         admission = request.state.admission
         return await service.handle(body, num_choices, admission, lambda: service.prepare_completion(body, key))
 

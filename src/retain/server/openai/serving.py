@@ -57,8 +57,10 @@ class OpenAIServing:
 
     def __init__(self, llm: LLM, engine_thread: EngineThread, server_config: ServerConfig, sandbox: Sandbox):
         """The model's chat template is rendered in the sandbox from now on."""
-        self.llm, self.engine_thread = llm, engine_thread
-        self.limits, self.model_names = server_config.limits, server_config.served_model_name
+        self.llm = llm
+        self.engine_thread = engine_thread
+        self.limits = server_config.limits
+        self.model_names = server_config.served_model_name
         self.any_model_name = server_config.any_model_name
         self.drafters = list(server_config.allowed_drafters)  # those that requests may select
         self.stream_interval = server_config.stream_interval
@@ -106,7 +108,8 @@ class OpenAIServing:
 
         Every API of conversations converts its requests to chat completions, so that all have the same prompt.
         """
-        tokenizer, (prompt, tools) = self.llm.tokenizer, self.render_chat(body)
+        tokenizer = self.llm.tokenizer
+        prompt, tools = self.render_chat(body)
         ids = tokenizer.encode(prompt, add_special_tokens=False)
         request = self._build_base_request(ids, body, key)
         if self.llm.input_processor.protects_system(body.kv_policy):
@@ -147,7 +150,9 @@ class OpenAIServing:
 
     def prepare_completion(self, body: CompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a completion of each prompt. Raises APIError or ValueError."""
-        prompts, n, echo = [self.llm.encode(p) for p in body.prompts], body.n or 1, bool(body.echo)
+        prompts = [self.llm.encode(p) for p in body.prompts]
+        n = body.n or 1
+        echo = bool(body.echo)
         default = max(DEFAULT_MAX_TOKENS, body.min_tokens)
         requested = default if body.requested_tokens is None else body.requested_tokens
         requests = []
@@ -160,7 +165,8 @@ class OpenAIServing:
                 needs_prompt_logprobs=echo and body.logprobs is not None,
             )
             requests.append(request)
-        tokenizer, prompt_only = self.llm.tokenizer, body.requested_tokens == 0
+        tokenizer = self.llm.tokenizer
+        prompt_only = body.requested_tokens == 0
         echoes: list[EchoedPrompt | None] = [None] * len(prompts)
         if echo:
             echoes = [

@@ -73,7 +73,10 @@ class GenerationResponse(Response):
     ):
         """`deadline` is a time of the event loop's clock."""
         super().__init__()
-        self.engine_thread, self.deadline, self.group, self.encoder = engine_thread, deadline, group, encoder
+        self.engine_thread = engine_thread
+        self.deadline = deadline
+        self.group = group
+        self.encoder = encoder
         self.stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,7 +16,8 @@ class TextOffsets:
     """Finds the offset of each token of a text that grows, `start` characters after the text of `preceding` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, preceding: Sequence[int] = (), start: int = 0):
-        self._detokenizer, self.length = tokenizer.create_detokenizer(preceding=preceding), start
+        self._detokenizer = tokenizer.create_detokenizer(preceding=preceding)
+        self.length = start
 
     def add_token(self, token: int) -> int:
         """Add a token, and return its offset in characters."""
@@ -43,7 +44,8 @@ def echo_tokens(tokenizer: Tokenizer, token_ids: Sequence[int], is_whole_text: b
 
     A character that is incomplete at the end is left to the answer, unless the prompt `is_whole_text`.
     """
-    detokenizer, length = tokenizer.create_detokenizer(), 0
+    detokenizer = tokenizer.create_detokenizer()
+    length = 0
     offsets: list[int] = []
     for token in token_ids:
         offsets.append(length)

@@ -77,7 +77,8 @@ class TokenizerInfo(BaseModel):
 
 def create_router(service: OpenAIServing) -> APIRouter:
     """Create the routes for a served model's tokenizer."""
-    router, tokenizer = APIRouter(responses=ERROR_RESPONSES, route_class=BodyRoute), service.llm.tokenizer
+    router = APIRouter(responses=ERROR_RESPONSES, route_class=BodyRoute)
+    tokenizer = service.llm.tokenizer
 
     @router.post("/tokenize", response_model=None, responses={200: {"model": TokenizeResponse}})
     async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest, request: Request) -> Response:
@@ -86,9 +87,11 @@ def create_router(service: OpenAIServing) -> APIRouter:
 
         def encode_body() -> Response:
             if isinstance(body, TokenizeCompletionRequest):
-                text, add_special_tokens = body.prompt, body.add_special_tokens
+                text = body.prompt
+                add_special_tokens = body.add_special_tokens
             else:
-                messages, add_special_tokens = to_template_messages(body.messages), False
+                messages = to_template_messages(body.messages)
+                add_special_tokens = False
                 text = tokenizer.apply_chat_template(
                     messages, body.add_generation_prompt, continue_final_message=body.continue_final_message
                 )
@@ -111,7 +114,8 @@ def create_router(service: OpenAIServing) -> APIRouter:
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> TokenizerInfo:
         """Get the special tokens and the chat template of the tokenizer (for lm-eval)."""
-        special, template = tokenizer.special_tokens_map, tokenizer.chat_template
+        special = tokenizer.special_tokens_map
+        template = tokenizer.chat_template
         bos, eos, pad = (special.get(f"{name}_token") for name in ("bos", "eos", "pad"))
         return TokenizerInfo(bos_token=bos, eos_token=eos, pad_token=pad, chat_template=template)
 

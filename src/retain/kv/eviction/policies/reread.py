@@ -95,6 +95,7 @@ class Policy(AttentionScoredPolicy):
         if view.slot_scores is None:
             return mass
         in_prompt = (view.pos >= 0) & (view.pos < self.prompt_len)
-        reread, answer = view.slot_scores, (mass - view.slot_scores).clamp(min=0)
+        reread = view.slot_scores
+        answer = (mass - view.slot_scores).clamp(min=0)
         sums = [x.where(in_prompt, 0).sum().clamp(min=1e-30) for x in (reread, answer)]
         return torch.maximum(reread / sums[0], answer / sums[1])

@@ -29,7 +29,8 @@ class Folder:
     """The files below `file://` and a path. See `Bucket` for the methods. Raises ValueError for what is no folder."""
 
     def __init__(self, url: str):
-        self.url, self.path = url, Path(url.removeprefix("file://"))
+        self.url = url
+        self.path = Path(url.removeprefix("file://"))
         if not self.path.is_absolute():
             raise ValueError(f"remote: url={url} should be file:// and an absolute path")
         with suppress(OSError):  # a folder that cannot be made now is a store that is away

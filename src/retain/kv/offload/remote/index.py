@@ -33,12 +33,17 @@ class RemoteIndex:
     """
 
     def __init__(self, bucket: Bucket, folder: str, breaker: CircuitBreaker, refresh: float, warnings: WarningLog):
-        self.bucket, self.folder, self.breaker, self.refresh, self.warnings = bucket, folder, breaker, refresh, warnings
+        self.bucket = bucket
+        self.folder = folder
+        self.breaker = breaker
+        self.refresh = refresh
+        self.warnings = warnings
         self.span_index = SpanIndex(UNLIMITED, "lru")
         self._lock = threading.Lock()
         self._span_of_name: dict[str, RemoteSpan] = {}
         self._unusable: dict[str, float] = {}  # damaged and foreign objects: when they were modified
-        self._requested, self._is_closed = threading.Event(), False
+        self._requested = threading.Event()
+        self._is_closed = False
         self._listed = threading.Condition(self._lock)
         self._num_started = self._num_finished = 0  # listings, from the first name to the last
         self._listed_to = ""  # a listing that is not complete goes on after this name
@@ -136,7 +141,8 @@ class RemoteIndex:
                 self._requested.set()
                 return
         with self._listed:
-            self._num_finished, self._next_at = self._num_started, monotonic() + self.refresh
+            self._num_finished = self._num_started
+            self._next_at = monotonic() + self.refresh
             self._listed.notify_all()
 
     def _update(self, executor: ThreadPoolExecutor) -> None:
@@ -144,7 +150,8 @@ class RemoteIndex:
 
         The newest come first. A listing that fails goes on from there the next time, and what it found counts.
         """
-        begin, failures = self._listed_to, list[Exception]()
+        begin = self._listed_to
+        failures = list[Exception]()
         found = nlargest(MAX_OBJECTS, self._iter_part(failures), key=lambda info: info.modified_at)
         end = self._listed_to
         is_last_part = not end and not failures
@@ -164,7 +171,8 @@ class RemoteIndex:
 
     def _iter_part(self, failures: list[Exception]) -> Iterator[ObjectInfo]:
         """Yield the next objects that are named as spans, for a while. Notes how far it came, and what ended it."""
-        deadline, begin = monotonic() + LIST_SECONDS, self._listed_to
+        deadline = monotonic() + LIST_SECONDS
+        begin = self._listed_to
         try:
             for i, info in enumerate(self.bucket.list(self.folder, begin), 1):
                 self._listed_to = info.name

@@ -54,7 +54,8 @@ def choose_expired(bucket: Bucket, max_bytes: int, oldest: float) -> list[Object
     """
     spans = sorted(iter_spans(bucket), key=lambda found: -found[0].modified_at)
     names = {info.name for info, _ in spans}
-    expired, total = [], 0
+    expired = []
+    total = 0
     for info, span in spans:
         folder = bytes.fromhex(info.name.partition("/")[0]) if span else b""
         is_superseded = bool(span and not span.is_reordered and object_name(folder, span.keys, True) in names)

@@ -25,7 +25,9 @@ from retain.kv.offload.span import IO_ALIGNMENT, CorruptionError, Span
 from retain.types import Bytes
 
 PREFIX = Struct("<8sIIIQ")  # magic, version, bytes of the description, checksums, checksum of the header
-MAGIC, FORMAT_VERSION, KEY_BYTES = b"retainkv", 1, 16
+MAGIC = b"retainkv"
+FORMAT_VERSION = 1
+KEY_BYTES = 16
 OBJECT_NAME = re.compile(r"([0-9a-f]{2})+/[0-9a-f]{2}/[0-9a-f]{32}")  # others are not ours
 FIRST_READ = 16 * 2**10  # bytes that hold most headers whole
 MAX_HEADER_BYTES = 16 * 2**20
@@ -69,7 +71,8 @@ def encode_header(fingerprint: bytes, span: Span, data: Bytes, description: dict
         "is_reordered": span.is_reordered,
         "created_at": span.last_used_at,
     }
-    text, sums = json.dumps(fields).encode(), span_checksums(span, data)
+    text = json.dumps(fields).encode()
+    sums = span_checksums(span, data)
     own = checksum(text + sums)
     header = PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), len(sums) // 8, own) + text + sums
     return header + bytes(-len(header) % IO_ALIGNMENT)
@@ -90,7 +93,8 @@ def decode_header(header: bytes, info: ObjectInfo) -> RemoteSpan:
     """Return the span of a whole header. Raises CorruptionError unless header, name and size agree."""
     size = header_size(header)
     _, _, text_size, _, own = PREFIX.unpack_from(header)
-    text, sums = header[PREFIX.size : PREFIX.size + text_size], header[PREFIX.size + text_size : size]
+    text = header[PREFIX.size : PREFIX.size + text_size]
+    sums = header[PREFIX.size + text_size : size]
     if len(header) < size or checksum(text + sums) != own:
         raise CorruptionError("the header differs from what was written")
     try:

@@ -27,7 +27,10 @@ class RemoteReader:
     """
 
     def __init__(self, span: RemoteSpan, fetch: Fetch, breaker: CircuitBreaker, deadline: float):
-        self.span, self.fetch, self.breaker, self.deadline = span, fetch, breaker, deadline
+        self.span = span
+        self.fetch = fetch
+        self.breaker = breaker
+        self.deadline = deadline
         self.first_checksum = [0, *accumulate(span.num_blocks)]
         self.range_of_layer = _group_layers(span)
         self.num_unread = [self.range_of_layer.count(i) for i in range(max(self.range_of_layer, default=0) + 1)]
@@ -37,7 +40,8 @@ class RemoteReader:
 
     def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
         """Read blocks of a layer, [end - begin, block_bytes]."""
-        size, offset = self.span.block_bytes, self.span.offsets[layer]
+        size = self.span.block_bytes
+        offset = self.span.offsets[layer]
         if end - begin == self.span.num_blocks[layer]:
             data = self._read_ahead(layer)
         else:
@@ -55,7 +59,8 @@ class RemoteReader:
     def close(self) -> None:
         """Forget what is under way."""
         with self._lock:
-            ranges, self.ranges = self.ranges, {}
+            ranges = self.ranges
+            self.ranges = {}
         for future in ranges.values():
             future.cancel()
         if self.has_read and not self.has_failed:
@@ -79,7 +84,8 @@ class RemoteReader:
         with self._lock:
             if i not in self.ranges:
                 layers = [layer for layer, j in enumerate(self.range_of_layer) if j == i]
-                begin, end = self.span.offsets[layers[0]], self.span.offsets[layers[-1] + 1]
+                begin = self.span.offsets[layers[0]]
+                end = self.span.offsets[layers[-1] + 1]
                 self.ranges[i] = self.fetch(self.span, begin, end)
             return self.ranges[i]
 

@@ -27,7 +27,8 @@ class BlockCache:
     """
 
     def __init__(self, capacity: int, replacement: str):
-        self.span_index, self._lock = SpanIndex(capacity, replacement), Lock()
+        self.span_index = SpanIndex(capacity, replacement)
+        self._lock = Lock()
         self.counts = {"found": 0, "missed": 0, "evicted": 0}
 
     def get(self, key: bytes, hits: int, attention_share: float) -> Bytes | None:
@@ -40,7 +41,8 @@ class BlockCache:
             entry = found[0]
             self.span_index.touch([entry])
             if self.span_index.replacement == "importance":
-                entry.hits, entry.attention_share = hits, attention_share
+                entry.hits = hits
+                entry.attention_share = attention_share
             return entry.data
 
     def put(self, key: bytes, block: Bytes, hits: int, attention_share: float) -> None:
@@ -71,7 +73,10 @@ class CachedReader:
     """Reads a span through a block cache. `content_id` identifies the span's bytes."""
 
     def __init__(self, reader: SpanReader, block_cache: BlockCache, span: Span, content_id: int):
-        self.reader, self.block_cache, self.span, self.content_id = reader, block_cache, span, content_id
+        self.reader = reader
+        self.block_cache = block_cache
+        self.span = span
+        self.content_id = content_id
         self.attention_shares: Floats | None = None  # of each block [M, n], relative to the average
 
     def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
@@ -82,7 +87,8 @@ class CachedReader:
         ]
         missing = [i for i, block in enumerate(blocks) if block is None]
         if missing:
-            first, last = missing[0], missing[-1] + 1
+            first = missing[0]
+            last = missing[-1] + 1
             read = self.reader.read_blocks(layer, begin + first, begin + last).copy()
             for i in missing:
                 share = self._attention_share(layer, begin + i)

@@ -44,10 +44,12 @@ def sketch_keys(k: Tensor) -> Bytes:
 
 def reconstruct_keys(sketch: Bytes, page_size: int, head_dim: int, out: Floats) -> Floats:
     """Return approximate keys [..., S, D] from sketches, in the memory of `out`, since fresh memory costs more."""
-    S, D = page_size, head_dim
+    S = page_size
+    D = head_dim
     shape = sketch.shape[:-1]
     numbers = np.ascontiguousarray(sketch[..., S * D // 8 :]).view(np.float16).astype(np.float32)
-    mean, deviation = numbers[..., None, :D], numbers[..., None, D:]
+    mean = numbers[..., None, :D]
+    deviation = numbers[..., None, D:]
     keys = out[: int(np.prod(shape)) * S * D]
     np.take(SIGN_TABLE, sketch[..., : S * D // 8], axis=0, out=keys.reshape(*shape, -1, 8), mode="clip")
     keys = keys.reshape(*shape, S, D)
@@ -61,7 +63,8 @@ def attention_mass(q: Tensor, k: Tensor, scale: float, kv_heads: int) -> Tensor:
 
     It is the mean over the newest queries and each kv head's query heads, with a softmax over these keys only.
     """
-    P, T = len(k), min(len(q), NUM_QUERIES)
+    P = len(k)
+    T = min(len(q), NUM_QUERIES)
     probes = q[-T:].reshape(T, kv_heads, -1, q.shape[-1])[:, :P].float()  # [T, P, R, D]
     scores = scale * probes.permute(1, 0, 2, 3).flatten(1, 2) @ k.mT  # [P, T R, N]
     return torch.softmax(scores, -1).mean(1)

@@ -53,7 +53,10 @@ class SelectiveLoader(LayerLoader):
         time_limit: float,
     ):
         super().__init__(offloader, other_jobs, time_limit)
-        self.probe_config, self.ranges, self.pages, self.trim_pages = probe_config, ranges, pages, trim_pages
+        self.probe_config = probe_config
+        self.ranges = ranges
+        self.pages = pages
+        self.trim_pages = trim_pages
         self.layer_index = {layer: m for m, layer in enumerate(layers)}
         self.num_selected_blocks: dict[int, int] = {}  # by index of the layer
         self.layer_mass: list[Floats] = []  # of each layer, [N]
@@ -133,7 +136,8 @@ class SelectiveLoader(LayerLoader):
 
     def _attention_mass(self, m: int, q: Tensor, metadata: Sequence[SpanMetadata]) -> Floats:
         """Return the mass [P, N] that the newest queries leave on the sketched keys of a layer."""
-        kv, probes = self.offloader.kv, self.probe_config
+        kv = self.offloader.kv
+        probes = self.probe_config
         sketches = np.concatenate([x.sketches[m] for x in metadata]).swapaxes(0, 1)  # [P, blocks, bytes]
         scratch = self.offloader.scratch_buffer(sketches.shape[0] * sketches.shape[1])
         k = torch.from_numpy(importance.reconstruct_keys(sketches, kv.page_size, kv.k_dim, scratch))
@@ -173,7 +177,8 @@ class SelectiveLoader(LayerLoader):
         numbered = zip(owners.tolist(), blocks.tolist(), range(len(blocks)), strict=True)
         for (owner, _), group in groupby(numbered, lambda x: (x[0], x[1] - x[2])):
             run = list(group)
-            (_, block, i), r = run[0], self.ranges[owner]
+            _, block, i = run[0]
+            r = self.ranges[owner]
             pages = self.pages[m][:, first_page + i : first_page + i + len(run)]
             yield ReadJob(r.store, r.span, m, block - int(first_blocks[owner]), pages.T, 0)
 
@@ -191,7 +196,8 @@ class SelectiveLoader(LayerLoader):
         """End the load, and record the attention of its queries for reordering. Whether all of it was loaded."""
         if not super().finish():
             return False
-        mass, begin = np.stack(self.layer_mass), 0  # [M, N]
+        mass = np.stack(self.layer_mass)  # [M, N]
+        begin = 0
         for r, future in zip(self.ranges, self.metadata_futures, strict=True):
             n = r.span.num_blocks[0] * self.offloader.kv.page_size
             if self.offloader.repacker and (metadata := future.result()):

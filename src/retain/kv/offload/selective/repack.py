@@ -45,12 +45,15 @@ class ProbeConfig:
 
     def parse_metadata(self, span: Span, data: Bytes, kv: KV) -> SpanMetadata:
         """Return the metadata of a span from its bytes."""
-        M, n = len(span.num_blocks), len(span.keys)
+        M = len(span.num_blocks)
+        n = len(span.keys)
         return importance.parse_metadata(data, M, n, self.num_probe_heads, kv.page_size, kv.k_dim)
 
     def initial_metadata(self, kv: KV, layer_pages: Sequence[Ints]) -> SpanMetadata:
         """Return metadata for pages [n, G] of each layer in text order, with no attention measured yet."""
-        S, M, n = kv.page_size, len(layer_pages), len(layer_pages[0])
+        S = kv.page_size
+        M = len(layer_pages)
+        n = len(layer_pages[0])
         pages = kv.to_index(np.stack([p[:, : self.num_probe_heads] for p in layer_pages]))  # [M, n, P]
         k, _ = self.backend.read_slots(kv, pages[..., None] * S + torch.arange(S, device=kv.device))
         order = np.broadcast_to(np.arange(n * S, dtype=np.uint16), (M, n * S))
@@ -66,7 +69,9 @@ class Repacker:
     """Averages the attention on spans, and reorders them by it in the background."""
 
     def __init__(self, probe_config: ProbeConfig, kv: KV, warnings: WarningLog):
-        self.probe_config, self.kv, self.warnings = probe_config, kv, warnings
+        self.probe_config = probe_config
+        self.kv = kv
+        self.warnings = warnings
         # For each span that still exists, a running average [M, n S] and the number of loads in it.
         self.average_mass: MutableMapping[Span, tuple[Floats, int]] = WeakKeyDictionary()
         self.executor = ThreadPoolExecutor(1, "retain-pack", reset_cpu_affinity)
@@ -110,8 +115,12 @@ class Repacker:
 
 def reorder_span(probe_config: ProbeConfig, kv: KV, span: Span, reader: SpanReader, mass: Floats) -> tuple[Span, Bytes]:
     """Return a copy of a span and its bytes, with each layer's tokens ordered by mass [M, n S], the largest first."""
-    S, M, n, G = kv.page_size, len(span.num_blocks), len(span.keys), probe_config.kv_heads
-    backend, P = probe_config.backend, probe_config.num_probe_heads
+    S = kv.page_size
+    M = len(span.num_blocks)
+    n = len(span.keys)
+    G = probe_config.kv_heads
+    backend = probe_config.backend
+    P = probe_config.num_probe_heads
     metadata = probe_config.parse_metadata(span, reader.read_metadata(), kv)
     order = np.argsort(-mass, axis=1, kind="stable").astype(np.uint16)
     new = Span(

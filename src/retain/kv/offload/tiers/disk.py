@@ -62,15 +62,23 @@ class Tier:
 class DiskStore:
     """A store in a folder. See `Store` for its methods. One thread writes, and only that thread uses the database."""
 
-    name, max_keys, write_through, distance, latency = "disk", 16, True, 1, 0.0
+    name = "disk"
+    max_keys = 16
+    write_through = True
+    distance = 1
+    latency = 0.0
 
     def __init__(self, options: Tier, span_format: SpanFormat):
         self.options = options
-        self.path, self.span_index = expand_path(options.path), SpanIndex(options.capacity, options.evict)
+        self.path = expand_path(options.path)
+        self.span_index = SpanIndex(options.capacity, options.evict)
         self.counts = dict.fromkeys(("written", "read", "evicted", "damaged", "failed", "skipped"), 0)
-        self.warnings, self.throttle = WarningLog(log), Throttle(options.read)
+        self.warnings = WarningLog(log)
+        self.throttle = Throttle(options.read)
         self._lock = threading.Lock()  # for the span index and for all that follows
-        self._queued_bytes, self._in_flight_keys, self._touched_spans = 0, set[bytes](), set[StoredSpan]()
+        self._queued_bytes = 0
+        self._in_flight_keys = set[bytes]()
+        self._touched_spans = set[StoredSpan]()
         self._last_file_number = 0
         self.connection = StoreConnection(self.path, span_format, self._adopt, self.warnings)
         self.formats = self.connection.formats
@@ -81,7 +89,8 @@ class DiskStore:
 
         Returns the file numbers of those beyond the capacity.
         """
-        found, excess = {span.file_number: span for span in spans if span}, []
+        found = {span.file_number: span for span in spans if span}
+        excess = []
         with self._lock:
             for span in self.span_index:
                 assert isinstance(span, StoredSpan)
@@ -103,7 +112,8 @@ class DiskStore:
         return excess
 
     def _log_event(self, event: str) -> None:
-        spans, size = len(self.span_index.spans), self.span_index.used_bytes / 2**20
+        spans = len(self.span_index.spans)
+        size = self.span_index.used_bytes / 2**20
         log.info("tier disk: %s %s, %d spans, %.1f MiB; %s", event, self.path, spans, size, self.counts)
 
     # ---- called by the engine ------------------------------------------------------------------------------------
@@ -226,7 +236,8 @@ class DiskStore:
 
     def _save_usage(self) -> None:
         with self._lock:
-            spans, self._touched_spans = self._touched_spans, set()
+            spans = self._touched_spans
+            self._touched_spans = set()
         if spans:
             self._run_logged("save when spans were used", lambda index: index.update_usage(list(spans)))
 

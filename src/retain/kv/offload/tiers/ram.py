@@ -40,7 +40,11 @@ class Tier:
 class RamStore:
     """A store in host memory. See `Store` for its methods."""
 
-    name, max_keys, write_through, distance, latency = "ram", 4, False, 0, 0.0
+    name = "ram"
+    max_keys = 4
+    write_through = False
+    distance = 0
+    latency = 0.0
 
     def __init__(self, options: Tier):
         self.formats: dict[bytes, dict[str, Any]] = {}

@@ -34,10 +34,14 @@ from retain.types import Bytes
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 2**28  # bytes that may wait to be written
-NUM_READ_THREADS, NUM_WRITE_THREADS = 4, 2
+NUM_READ_THREADS = 4
+NUM_WRITE_THREADS = 2
 START_SECONDS = 1.0  # that the first listing gets
 CLOSE_SECONDS = 10.0  # that pending writes get when the store is closed
-SHARE_OF_COMPUTE, EXTRA_SECONDS, FIRST_SECONDS = 0.2, 0.2, 1.0  # see load_time_limit
+# See load_time_limit.
+SHARE_OF_COMPUTE = 0.2
+EXTRA_SECONDS = 0.2
+FIRST_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,18 +77,26 @@ def load_time_limit(compute_seconds: float | None) -> float:
 class RemoteStore:
     """A store in a bucket. See `Store` for its methods."""
 
-    name, write_through, distance = "remote", True, 2
+    name = "remote"
+    write_through = True
+    distance = 2
 
     def __init__(self, options: Tier, bucket: Bucket, span_format: SpanFormat):
-        self.options, self.bucket, self.span_format = options, bucket, span_format
+        self.options = options
+        self.bucket = bucket
+        self.span_format = span_format
         # Objects of a range or more where pages are small: a request costs milliseconds, whatever its size.
         self.max_keys = min(max(16, -(-RANGE_BYTES // max(span_format.page_bytes, 1))), 256)
         self.counts = dict.fromkeys(("written", "read", "known", "damaged", "missing", "failed", "skipped"), 0)
-        self.warnings, self.throttle, self.breaker = WarningLog(log), Throttle(options.read), CircuitBreaker()
+        self.warnings = WarningLog(log)
+        self.throttle = Throttle(options.read)
+        self.breaker = CircuitBreaker()
         folder = span_format.fingerprint.hex()
         self.index = RemoteIndex(bucket, folder, self.breaker, options.refresh, self.warnings)
         self.formats = {span_format.fingerprint: span_format.description}
-        self._lock, self._queued_bytes, self._in_flight_keys = threading.Lock(), 0, set[bytes]()
+        self._lock = threading.Lock()
+        self._queued_bytes = 0
+        self._in_flight_keys = set[bytes]()
         self._writes = set[Future[None]]()
         self.readers = ThreadPoolExecutor(NUM_READ_THREADS, "retain-remote-read", reset_cpu_affinity)
         self.writers = ThreadPoolExecutor(NUM_WRITE_THREADS, "retain-remote-write", reset_cpu_affinity)
