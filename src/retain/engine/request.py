@@ -177,7 +177,8 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens to be computed before the next step towards the answer can be taken."""
-        return s.num_left if (s := self.scoring) else self.num_tokens - self.num_computed_tokens
+        num_left = len(self.tokens) + self.num_pending_tokens - self.num_computed_tokens
+        return s.num_left if (s := self.scoring) else num_left
 
     @property
     def num_tokens(self) -> int:
@@ -187,8 +188,8 @@ class Request:
     @property
     def awaits_tokens(self) -> bool:
         """Whether nothing can be computed before pending tokens are known; the last one is never computed."""
-        is_last = self.num_tokens - len(self.prompt) >= self.input.max_tokens
-        return self.num_pending_tokens > 0 and (self.needs_token_values or is_last)
+        num_tokens = self.num_output_tokens + self.num_pending_tokens
+        return self.num_pending_tokens > 0 and (self.needs_token_values or num_tokens >= self.input.max_tokens)
 
     @property
     def next_position(self) -> int:
@@ -200,8 +201,8 @@ class Request:
         if s := self.scoring:
             return s.scoring.tokens[s.num_done : s.num_done + num_tokens]
         uncomputed = self.tokens[self.num_computed_tokens : self.num_computed_tokens + num_tokens]
-        pending = [0] * min(num_tokens - len(uncomputed), self.num_pending_tokens)
-        return uncomputed + pending + self.drafts[: max(num_tokens - self.num_uncomputed_tokens, 0)]
+        following = self.drafts or [0] * self.num_pending_tokens  # never both
+        return uncomputed + following[: num_tokens - len(uncomputed)]
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens as computed."""
