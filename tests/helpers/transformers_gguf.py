@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,12 +16,14 @@ import torch
 
 @contextmanager
 def fast_gguf_reader() -> Iterator[None]:
-    """Parse each GGUF file once, from an ordinary array.
+    """Parse each GGUF file once, from an ordinary array, and nothing of it several times.
 
     transformers parses a file for the config, the tokenizer and the weights each. Most of that time goes into slices of
-    `np.memmap`, several for each token of the vocabulary.
+    `np.memmap`, several for each token of the vocabulary, and into the names of tensors, anew for each module.
     """
-    open_file, readers = gguf.GGUFReader, {}
+    from transformers import modeling_gguf_pytorch_utils
+
+    open_file, readers, get_parts = gguf.GGUFReader, {}, gguf.GGUFReader._get_field_parts
 
     def open_once(path: str | Path) -> Any:
         if path not in readers:
@@ -28,8 +31,42 @@ def fast_gguf_reader() -> Iterator[None]:
                 readers[path] = open_file(path)
         return readers[path]
 
-    with patch.object(gguf, "GGUFReader", open_once):
+    def get_field_parts(reader: Any, start: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        found = read_array(reader, start) if raw_type == gguf.GGUFValueType.ARRAY else None
+        return found or get_parts(reader, start, raw_type)
+
+    with ExitStack() as patches:
+        for owner, name, value in (
+            (gguf, "GGUFReader", open_once),
+            (open_file, "_get_field_parts", get_field_parts),
+            (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+            (modeling_gguf_pytorch_utils, "_gguf_parse_value", parse_value),
+        ):
+            patches.enter_context(patch.object(owner, name, value))
         yield
+
+
+def read_array(reader: Any, start: int) -> tuple[int, list[Any], list[int], list[Any]] | None:
+    """Return what GGUFReader._get_field_parts gives for an array, less the lengths of strings; None if it is empty."""
+    item_type, count = reader._get(start, np.uint32), reader._get(start + 4, np.uint64)
+    kind, n, offset = gguf.GGUFValueType(item_type[0]), int(count[0]), start + 12
+    items: list[Any] = []
+    if kind == gguf.GGUFValueType.STRING:
+        for _ in range(n):
+            end = offset + 8 + int.from_bytes(reader.data[offset : offset + 8].tobytes(), "little")
+            items.append(reader.data[offset + 8 : end])
+            offset = end
+    elif dtype := reader.gguf_scalar_to_np.get(kind):
+        numbers = reader._get(offset, dtype, n)
+        items, offset = list(numbers[:, None]), offset + numbers.nbytes
+    if not items:
+        return None
+    return offset - start, [item_type, count, *items], list(range(2, 2 + n)), [gguf.GGUFValueType.ARRAY, kind]
+
+
+def parse_value(value: np.ndarray, types: list[Any]) -> Any:
+    """Return a string or number of a field, as transformers does."""
+    return value.tobytes().decode() if types[-1] == gguf.GGUFValueType.STRING else value[0].item()
 
 
 def load_transformers_model(path: Path) -> Any:
