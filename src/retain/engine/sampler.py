@@ -47,6 +47,8 @@ class Samples:
         Raises ValueError for NaN logits.
         """
         row_tokens = tokens_to_host(self.tokens) if self.requests else []
+        if not self.drafts and not self.logprobs:
+            return [[(token, None)] for token in row_tokens]
         found: list[SampledTokens] = []
         for start, end, request in zip(self.starts, self.starts[1:], self.requests, strict=False):
             drafts, draft_probs = self.drafts.get(request, ([], None))
