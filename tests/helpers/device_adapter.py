@@ -14,6 +14,7 @@ from torch import Tensor
 
 from retain.kernels import triton
 from retain.kernels.api import KV, Backend, DemotedTables, Tables
+from retain.kernels.attention_params import AttentionParams
 
 HOST_FIELDS = ("rows", "query_start_loc")  # fields of Tables that stay on the host
 HOST_FUNCTIONS = ("unavailable_reason", "program", "allocate", "reinterpret")  # they make what the tests hold
@@ -51,6 +52,8 @@ class DeviceAdapter:
             parts = {f.name: getattr(x, f.name) for f in fields(x) if f.name not in HOST_FIELDS}
             parts = {n: part for n, part in parts.items() if isinstance(part, (Tensor, KV, DemotedTables))}
             return replace(x, **{n: self._to_device(part) for n, part in parts.items()})
+        if isinstance(x, AttentionParams):
+            return x.map_tensors(self._to_device)
         return x.to(self.device) if isinstance(x, Tensor) else x
 
 
