@@ -1,7 +1,9 @@
 """Measurements that need a GPU, and a check of the compiled kernels that needs none. See docs/guide/gpu.md.
 
     python tools/gpu.py compile                 compile every kernel for sm_90 with Triton's compiler, without a GPU
+    python tools/gpu.py all                     each part below in a process of its own with a limit; tests first
     python tools/gpu.py attention mass          decode attention: memory bandwidth, peers; the cost of scoring
+    python tools/gpu.py step                    a decode step at 1, 32 and 128 requests, with and without overlap
     python tools/gpu.py decode --model random:mpt-7b
     python tools/gpu.py speculate --model random:llama-3.1-8b
     python tools/gpu.py peer --model random:llama-3.1-8b
@@ -22,16 +24,20 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
+from threading import Timer
 from time import perf_counter
 from typing import Any
 
 import torch
 
+GPU_ONLY = ("attention", "mass")
+BENCHES = ("step", "decode", "speculate", "peer")
 Line = dict[str, Any]
 HEAD_SHAPES = {"llama-3.1-8b": (32, 8, 128), "mpt-7b": (32, 32, 128)}  # H, G, D
 CACHE_LENS = (4096, 8192, 16384, 32768, 65536)
@@ -404,6 +410,64 @@ def bench_decode(model: str, device: str, memory: str | None, prompt_len: int, o
             yield {**line, "speedup_over_full": speed / full_speed[min(batch, full_batch)]}
 
 
+def bench_step(model: str, device: str, batch_sizes: Sequence[int], prompt_len: int) -> Iterator[Line]:
+    """Time decode steps of a full cache, with one and with two pending steps (see Engine.launch).
+
+    `gpu_ms` is what the kernels of a step take; the rest of `wall_ms` the device is idle.
+    """
+    from retain.bench.requests import greedy_request, random_prompts
+    from retain.kv.eviction import policies
+    from retain.llm import LLM
+
+    max_batch = max(batch_sizes)
+    llm = LLM(
+        model,
+        device=device,
+        prefix_cache="off",
+        max_model_len=prompt_len + 256,
+        max_running_requests=max_batch,
+        max_batched_tokens=max(2048, max_batch + 1),
+    )
+    for batch in batch_sizes:
+        for depth in (1, 2):
+            llm.engine.depth = depth
+            prompts = random_prompts(llm.spec.vocab_size, prompt_len, batch, seed=0)
+            requests = [greedy_request(prompt, policies.parse("full"), 200) for prompt in prompts]
+            llm.engine.add(*requests)
+            while any(not request.output_tokens for request in requests):
+                llm.engine.step()
+            for _ in range(16):  # captures graphs
+                llm.engine.step()
+            times = [time_call(llm.engine.step) for _ in range(48)]
+            line = {"model": model, "batch": batch, "depth": depth, "wall_ms": 1e3 * mean(times)}
+            if device == "cuda":
+                line["gpu_ms"] = kernel_ms(llm.engine.step, 8)
+            yield line
+            for request in requests:
+                llm.engine.cancel(request)
+            while llm.engine.has_unfinished_requests:
+                llm.engine.step()
+    llm.close()
+
+
+def time_call(function: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes."""
+    started = perf_counter()
+    function()
+    return perf_counter() - started
+
+
+def kernel_ms(function: Callable[[], Any], repeats: int) -> float:
+    """Return the milliseconds of the device in a call: the sum over its kernels and copies."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            function()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e3 / repeats
+
+
 def bench_speculate(model: str, device: str, prompt_len: int) -> Iterator[Line]:
     """Measure decode speed after a long prompt, with and without drafts of the model itself on a few pages."""
     from retain.llm import LLM
@@ -455,33 +519,81 @@ def bench_transformers(model: str, device: str, prompt_len: int, output_len: int
         yield {"engine": "transformers", "model": model, "prompt": prompt_len, "batch": batch, "tok_s": speed}
 
 
+# ---- all parts ---------------------------------------------------------------------------------------------------
+
+TESTS = (
+    *("tests/kernels/test_triton.py", "tests/kernels/test_backends.py", "tests/kernels/test_attention_mass.py"),
+    *("tests/kernels/test_demoted.py", "tests/kernels/test_value_sizes.py", "tests/models/test_programs.py"),
+    "tests/invariants/test_fake_device.py",
+)
+
+
+def run_all(device: str, model: str, quick: bool) -> Iterator[Line]:
+    """Run the parts, most important first, each in a process of its own that ends at its limit.
+
+    Yields the lines of a part as they come, and then one with its exit status and seconds. `quick`: small sizes, to try
+    the parts themselves.
+    """
+    bench = [sys.executable, __file__, "--device", device, "--model", model]
+    small = ["--input-len", "128", "--output-len", "64", "--speculate-input-len", "256"] if quick else []
+    large = ["--input-len", "1024", "--output-len", "1024"] if quick else []
+    mpt = model if quick else "random:mpt-7b"
+    parts: dict[str, tuple[list[str], int]] = {  # its command, and its limit in seconds
+        "tests": ([sys.executable, "-m", "pytest", "-n", "8", "-k", "triton or device", "--tb=short", *TESTS], 150),
+        "step": ([*bench, "--input-len", "256", "step"], 120),
+        "attention": ([*bench, "attention", "mass"], 90),
+        "decode": ([*bench, *large, "--model", mpt, "decode"], 150),
+        "speculate": ([*bench, *small, "speculate"], 120),
+        "peer": ([*bench, *small, "peer"], 60),
+    }
+    if device == "cpu":
+        del parts["tests"], parts["attention"]
+    for name, (command, limit) in parts.items():
+        started = perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        timer = Timer(limit, process.kill)
+        timer.start()
+        assert process.stdout
+        tail = deque[str](maxlen=20)  # of what is no result
+        for text in process.stdout:
+            if text.startswith("{"):
+                yield json.loads(text)
+            else:
+                tail.append(text.rstrip())
+        status = process.wait()
+        timer.cancel()
+        yield {"bench": "all", "part": name, "exit": status, "seconds": perf_counter() - started, "tail": list(tail)}
+
+
 def main() -> None:
     """Run the benches of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bench", nargs="+", choices=("compile", "attention", "mass", "decode", "speculate", "peer"))
+    parser.add_argument("bench", nargs="+", choices=("all", "compile", *GPU_ONLY, *BENCHES))
     parser.add_argument("--model", default="random:llama-3.1-8b")
-    parser.add_argument("--device", default="cuda", help="device of decode, speculate and peer: cuda or cpu")
+    parser.add_argument("--device", default="cuda", help="device of all but attention and mass: cuda or cpu")
     parser.add_argument("--kv-memory", help="pool size of decode, such as 8GiB; default: what is free")
     parser.add_argument("--input-len", type=int, default=8192, help="prompt tokens of decode and peer")
     parser.add_argument("--output-len", type=int, default=8192, help="generated tokens of decode")
     parser.add_argument("--speculate-input-len", type=int, default=32768, help="prompt tokens of speculate")
     parser.add_argument("--arch", type=int, default=90, help="target of compile: 80, 86, 89, 90, ...")
-    parser.add_argument("--quick", action="store_true", help="compile only the first launch cases")
+    parser.add_argument("--quick", action="store_true", help="few launch cases of compile, small sizes of all")
     args = parser.parse_args()
     benches: dict[str, Callable[[], Iterator[Line]]] = {
+        "all": lambda: run_all(args.device, args.model, args.quick),
         "compile": lambda: compile_kernels(args.arch, args.quick),
         "attention": lambda: bench_attention(False),
         "mass": lambda: bench_attention(True),
+        "step": lambda: bench_step(args.model, args.device, (1, 4) if args.quick else (1, 32, 128), args.input_len),
         "decode": lambda: bench_decode(args.model, args.device, args.kv_memory, args.input_len, args.output_len),
         "speculate": lambda: bench_speculate(args.model, args.device, args.speculate_input_len),
         "peer": lambda: bench_transformers(args.model, args.device, args.input_len, 64),
     }
-    need_gpu = {"attention", "mass"} | ({"decode", "speculate", "peer"} if args.device == "cuda" else set())
+    need_gpu = {*GPU_ONLY, *(BENCHES if args.device == "cuda" else ())}
     if need_gpu & set(args.bench) and not torch.cuda.is_available():
         sys.exit("gpu.py: there is no NVIDIA GPU here; use --device cpu, or compile, which needs none")
     for name in args.bench:
         for line in benches[name]():
-            print(json.dumps({"bench": name, **line}), flush=True)
+            print(json.dumps({"bench": name} | line), flush=True)
 
 
 if __name__ == "__main__":
