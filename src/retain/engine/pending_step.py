@@ -12,6 +12,7 @@ from retain.engine.sampler import Samples
 from retain.engine.scheduler import ScheduledRequest
 from retain.engine.spec_decode.rejection_sampler import to_device_like
 from retain.kernels.api import Batch
+from retain.kernels.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def insert_pending_tokens(
                 next_index[request] = index + 1
         if sources:
             tokens = step.samples.tokens.clamp(min=0)  # those of NaN logits are -1, which `read` will tell
-            input_ids = input_ids.to(tokens.device, non_blocking=True)
+            input_ids = to_device(input_ids, tokens.device)
             chosen = tokens.index_select(0, to_device_like(tokens, sources))
             input_ids = input_ids.index_copy(0, to_device_like(tokens, targets), chosen)
     return replace(batch, input_ids=input_ids)

@@ -24,6 +24,7 @@ from retain.engine.spec_decode.rejection_sampler import (
     verify_deterministic,
     verify_greedy,
 )
+from retain.kernels.transfers import HostCopy
 from retain.sampling_params import SamplingParams
 
 
@@ -37,6 +38,7 @@ class Samples:
     requests: list[Request]
     starts: list[int]
     tokens: Tensor  # int64 [N]
+    host_tokens: HostCopy  # the same
     drafts: dict[Request, tuple[list[int], Tensor | None]]  # of requests that have some, with their distributions
     probs: dict[Request, Tensor]  # [K + 1, V]: the target's distributions where drafts are verified at random
     logprobs: dict[Request, Tensor]  # [K + 1, V] of requests that want some
@@ -46,7 +48,7 @@ class Samples:
 
         Raises ValueError for NaN logits.
         """
-        row_tokens = tokens_to_host(self.tokens) if self.requests else []
+        row_tokens = tokens_to_host(self.host_tokens) if self.requests else []
         if not self.drafts and not self.logprobs:
             return [[(token, None)] for token in row_tokens]
         found: list[SampledTokens] = []
@@ -71,7 +73,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Samples:
     """
     starts = [0, *accumulate(len(r.drafts) + 1 for r in requests)]
     if not requests:
-        return Samples([], starts, torch.zeros(0, dtype=torch.int64), {}, {}, {})
+        none = torch.zeros(0, dtype=torch.int64)
+        return Samples([], starts, none, HostCopy(none), {}, {}, {})
     row_requests = [r for r in requests for _ in range(len(r.drafts) + 1)]  # [N]
     row_drafts = [r.drafts[:i] for r in requests for i in range(len(r.drafts) + 1)]  # [N]: those before the row
     adjusted = apply_penalties(logits, row_requests, row_drafts)
@@ -95,6 +98,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Samples:
         requests=list(requests),
         starts=starts,
         tokens=tokens,
+        host_tokens=HostCopy(tokens),
         drafts={r: (r.drafts, r.draft_probs) for r in requests if r.drafts},
         probs={r: probs[first : first + n] for r, first, n in verified},
         logprobs={r: logits[b:e].log_softmax(-1) for r, b, e in ranges if r.params.logprobs is not None},
@@ -123,9 +127,9 @@ def argmax_tokens(logits: Tensor) -> Tensor:
     return torch.from_numpy(np.where(np.isnan(x[np.arange(len(x)), found]), -1, found))
 
 
-def tokens_to_host(tokens: Tensor) -> list[int]:
+def tokens_to_host(tokens: Tensor | HostCopy) -> list[int]:
     """Copy the tokens of `argmax_tokens` [N] to the host. Raises ValueError for NaN logits."""
-    found: list[int] = tokens.tolist()
+    found: list[int] = (tokens.wait() if isinstance(tokens, HostCopy) else tokens).tolist()
     if -1 in found:
         raise ValueError("the model computes NaN: its weights are damaged, or too large for this dtype")
     return found

@@ -44,6 +44,7 @@ from torch import Tensor
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import dtype_of_tensors
 from retain.kernels.scoring import AttentionScoring
+from retain.kernels.transfers import to_device
 from retain.kernels.weight import Weight
 
 NO_WINDOW = 2**31 - 1  # a window that every position is inside of
@@ -80,7 +81,7 @@ class KV:
 
     def to_index(self, indices: NDArray[np.int32]) -> Tensor:
         """Return numbers of pages or slots as an int64 index on the pool's device."""
-        return torch.from_numpy(indices).long().to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(indices).long(), self.device)
 
 
 @dataclass(frozen=True)

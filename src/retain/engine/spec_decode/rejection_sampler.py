@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from retain.kernels.transfers import to_device
+
 UniformSampler = Callable[[], float]  # numbers in [0, 1)
 
 
@@ -67,4 +69,4 @@ def sample_inverse_cdf(p: Tensor, uniforms: Sequence[float]) -> Tensor:
 
 def to_device_like(x: Tensor, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
     """Copy numbers of the host to the device of x, without waiting."""
-    return torch.tensor(values, dtype=dtype).to(x.device, non_blocking=True)
+    return to_device(torch.tensor(values, dtype=dtype), x.device)

@@ -23,6 +23,7 @@ from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtype
 from retain.kernels.reinterpret import reinterpret_bytes
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import check_write, shape_error
+from retain.kernels.transfers import to_device
 
 try:
     import triton
@@ -186,7 +187,7 @@ def select_victims(
     if N and n:
         block = min(triton.next_power_of_2(S), 2048)
         slots.select_victims[(N,)](
-            priority.float().contiguous(), pos.contiguous(), lengths.to(pos.device, non_blocking=True), places,
+            priority.float().contiguous(), pos.contiguous(), to_device(lengths, pos.device), places,
             S, first_evictable, last_evictable, n, BLOCK=block,
         )  # fmt: skip
     return places

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from weakref import ref
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from retain.kernels.api import KV, Batch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
+from retain.kernels.transfers import to_device
 from retain.kernels.triton import attention, elementwise, fresh_tokens
 from retain.kernels.triton.fresh_tokens import RopeParams, rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
@@ -211,7 +213,8 @@ class TritonProgram:
                 return logits
         plan = plan_attention(batch.tables, self._num_queries_per_kv, self._head_dim, kv, batch.scoring)
         moved = ("input_ids", "positions", "slot_mapping", "logits_indices")
-        on_device = replace(batch, **{name: getattr(batch, name).to(self.device, non_blocking=True) for name in moved})
+        tensors: dict[str, Any] = {name: to_device(getattr(batch, name), self.device) for name in moved}
+        on_device = replace(batch, **tensors)
         return self._forward(DeviceStep(**vars(on_device), kv=kv, plan=plan))
 
     def _forward(self, s: DeviceStep) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from retain.kernels.api import KV, Tables
 from retain.kernels.scoring import GAUSSIAN, GUMBEL, AttentionScoring
+from retain.kernels.transfers import to_device
 from retain.kernels.triton import attention_kernels, noise
 
 MAX_DECODE_ROWS = 64  # query rows of a decode tile, at most
@@ -158,7 +159,7 @@ def make_mass_buffers(
     scoring: AttentionScoring, kv: KV, max_pages: int, T: int, H: int, num_decode_tokens: int
 ) -> MassBuffers:
     """Copy the scoring to the device and allocate its buffers."""
-    on_device = {f.name: getattr(scoring, f.name).to(kv.device, non_blocking=True) for f in fields(scoring)}
+    on_device = {f.name: to_device(getattr(scoring, f.name), kv.device) for f in fields(scoring)}
     buffers = allocate_mass_buffers(kv, max_pages, T, H, num_decode_tokens)
     return MassBuffers(AttentionScoring(**on_device), noise_mode_of(scoring), *buffers)
 
@@ -180,4 +181,4 @@ def allocate_split_weights(kv: KV, max_pages: int, H: int, t: int) -> tuple[Tens
 
 
 def _tiles_to_device(tiles: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    return torch.tensor(tiles, dtype=torch.int32).view(-1, 6).to(device, non_blocking=True)
+    return to_device(torch.tensor(tiles, dtype=torch.int32).view(-1, 6), device)

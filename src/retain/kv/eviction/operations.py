@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.eviction_order import eviction_key
+from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView, KeyTransform
 from retain.kv.memory.page_store import PageStore
@@ -56,7 +57,7 @@ def build_view(
 
 def gather_slots(pages: Ints, places: Tensor, page_size: int) -> Tensor:
     """Return the slot numbers of places [M, G, n] in tables [M, G, pages], int32."""
-    table = torch.from_numpy(pages).to(places.device, non_blocking=True)
+    table = to_device(torch.from_numpy(pages), places.device)
     return table.gather(-1, places // page_size) * page_size + (places % page_size).int()
 
 
@@ -122,7 +123,7 @@ def compact(
         head_budgets = allocate_budgets(rank, policy.budget_tokens, policy.share)
     dst_pages = pages if dst_pages is None else dst_pages
     largest = int(head_budgets.max())
-    kept = head_budgets.to(device, non_blocking=True)
+    kept = to_device(head_budgets, device)
     places = torch.arange(largest, device=device)
     used = places < kept[..., None]  # [M, G, largest]; the rest is padding: slot 0 moves onto itself
     stay = rank.topk(largest).indices.masked_fill(~used, pages.shape[2] * S).sort().values

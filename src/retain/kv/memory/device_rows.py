@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from retain.kernels.transfers import pin
 from retain.types import Ints
 
 
@@ -26,5 +27,5 @@ class DeviceRows:
         """Copy dirty rows to the device."""
         for row in self.dirty_rows if self.device.type != "cpu" else ():
             for host, device in zip(self.host_tensors, self.tensors, strict=True):
-                device[row].copy_(host[row], non_blocking=True)
+                device[row].copy_(pin(host[row], self.device), non_blocking=True)
         self.dirty_rows.clear()

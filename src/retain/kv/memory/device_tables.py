@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import Tables
+from retain.kernels.transfers import to_device
 from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_rows import DeviceRows
 from retain.types import Ints
@@ -83,4 +84,4 @@ class DeviceTables:
         )
 
     def _to_device(self, x: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(x).to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(x), self.device)

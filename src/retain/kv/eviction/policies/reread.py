@@ -96,6 +96,5 @@ class Policy(AttentionScoredPolicy):
             return mass
         in_prompt = (view.pos >= 0) & (view.pos < self.prompt_len)
         reread = view.slot_scores
-        answer = (mass - view.slot_scores).clamp(min=0)
-        sums = [x.where(in_prompt, 0).sum().clamp(min=1e-30) for x in (reread, answer)]
-        return torch.maximum(reread / sums[0], answer / sums[1])
+        answer = (mass - reread).clamp(min=0)
+        return torch.maximum(*(x / x.where(in_prompt, 0).sum().clamp(min=1e-30) for x in (reread, answer)))
