@@ -25,7 +25,7 @@ from retain.engine.runner import Runner
 from retain.kernels.pool_dtypes import page_bytes, pool_dtype
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
-from retain.kv.eviction.auto_policy import AutoPolicy
+from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
 from retain.kv.manager import KVCacheManager
 from retain.kv.offload import tiers
 from retain.kv.prefix import config as prefix_configs
@@ -52,7 +52,7 @@ class LLM:
         started = perf_counter()
         self.config = c = Config(model, kv_memory=None if kv_memory is None else parse_size(kv_memory), **options)
         for spec in (c.kv_policy, *c.allow_policy):
-            policies.parse(AutoPolicy().choose(spec))  # refuse now what no model could have
+            check_spec(spec)  # refuse it before the model is loaded
         prefix_config = prefix_configs.parse(c.prefix_cache)
         tier_configs = tiers.parse_all(c.tier)
         if tier_configs and not prefix_config:

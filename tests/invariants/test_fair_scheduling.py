@@ -40,6 +40,19 @@ def test_an_owner_waits_for_no_long_prompts_of_another(num_running: int, max_tok
         assert num_steps_to_end(engine, bobs()) <= 2 * alone
 
 
+@pytest.mark.parametrize("prompt_len", [1, 33], ids=["one token", "cached but for one token"])
+def test_an_owner_waits_for_no_prompts_of_one_uncomputed_token(prompt_len: int) -> None:
+    """They are admitted without a prompt to compute; that is a turn all the same."""
+    engine = make_engine("llama", backend="cpu", max_running_requests=2, prefix_cache="exact")
+    prompts = {"ann": [8] * 33, "ben": [9] * 33, "bob": [10] * 33}
+    for owner, prompt in prompts.items():
+        num_steps_to_end(engine, make_request(prompt, 4, owner=owner))
+    for owner in ("ann", "ben") * 20:
+        engine.add(make_request(prompts[owner][:prompt_len], 8, owner=owner))  # alone: equal ones would share a prompt
+    engine.step()
+    assert num_steps_to_end(engine, bobs()) <= 40
+
+
 def test_an_owner_waits_for_no_running_places_of_another() -> None:
     engine = make_engine("llama", backend="cpu", max_running_requests=4)
     alone = num_steps_to_end(engine, bobs())

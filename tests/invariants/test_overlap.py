@@ -65,11 +65,12 @@ def test_equal_prompts_logprobs_and_logits_are_those_of_single_steps() -> None:
     assert all(torch.equal(a, b) for a, b in zip(logits, expected_logits, strict=True))
 
 
-def test_a_text_that_ends_drops_the_tokens_of_steps_behind_it() -> None:
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_a_text_that_ends_drops_the_tokens_of_steps_behind_it(depth: int) -> None:
     prompts = random_prompts(4, seed=8)
     plain = run_to_completion(make_engine("llama", backend="cpu"), [make_request(p, 20) for p in prompts])
     engine = make_engine("llama", backend="cpu")
-    engine.depth = 2
+    engine.depth = depth
     requests = [make_request(p, 20) for p in prompts]
     stops = [a[n] for a, n in zip(plain, (3, 7, 11, 19), strict=True)]
     with watch_launches(engine) as overlapped:

@@ -9,7 +9,7 @@ import pytest
 
 from retain import LLM
 from retain.kv.eviction import policies
-from retain.kv.eviction.auto_policy import AutoPolicy
+from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
 from retain.plugins import parse_spec
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "policies.md"
@@ -46,6 +46,11 @@ def test_another_spec_stays(spec: str) -> None:
 def test_options_are_checked_before_a_model_is_loaded(spec: str) -> None:
     with pytest.raises(ValueError, match=r"budget|window"):
         LLM("/nowhere", kv_policy=spec)
+
+
+@pytest.mark.parametrize("spec", ["auto:budget=64,first=24", "auto:budget=64,file=x", "auto:budget=64,prefill=stream"])
+def test_an_option_of_any_policy_that_auto_stands_for_is_let_through(spec: str) -> None:
+    check_spec(spec)
 
 
 def test_engine_and_requests_have_the_policy_that_auto_stands_for() -> None:

@@ -167,9 +167,11 @@ def test_logprobs_are_those_of_the_whole_distribution() -> None:
     assert dict(found.top_logprobs)[7] == found.logprob
 
 
-def test_nan_logits_raise_an_error() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_nan_logits_raise_an_error(temperature: float) -> None:
+    request = make_request([1], params=SamplingParams(temperature=temperature, seed=0))
     with pytest.raises(ValueError, match="NaN"):
-        sample(torch.tensor([[0.0, float("nan")]]), [make_request([1])]).read()
+        sample(torch.tensor([[0.0, float("nan")]]), [request]).read()
 
 
 def run_seeded(seeds_and_prompts: list[tuple[int, list[int]]], num_pages: int = 100_000) -> tuple[list[list[int]], int]:

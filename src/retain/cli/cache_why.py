@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retain.kv.eviction import policies
+from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
 from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis, explain_from_history
 from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.query import PrefixQuery
@@ -22,7 +23,7 @@ SHOWS_PARTING = {MissReason.DIVERGED, MissReason.NEW_TEXT}
 
 def explain_files(args: Namespace) -> int:
     """Print for each prompt of the files, in order, what an infinite cache would have of it after those before it."""
-    policies.parse(args.kv_policy)
+    check_spec(args.kv_policy)
     tokenizer = Tokenizer.open(resolve_model(args.model))
     simulation = CacheSimulation(args.kv_policy)
     num_tokens = num_cached = num_prompts = 0
@@ -56,7 +57,8 @@ class CacheSimulation:
         if not ids:
             raise ValueError(f"{prompt.source}: the prompt is empty")
         try:
-            policy = policies.parse(prompt.kv_policy or self.default_policy).resolve(len(ids))
+            # Whatever `auto` stands for has a budget, and that is all that matters here.
+            policy = policies.parse(AutoPolicy().choose(prompt.kv_policy or self.default_policy)).resolve(len(ids))
         except ValueError as error:
             raise ValueError(f"{prompt.source}: {error}") from None
         root = f"{policy.ring_window} {prompt.salt}".encode(errors="surrogatepass")

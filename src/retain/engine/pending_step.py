@@ -36,21 +36,24 @@ def insert_pending_tokens(
     """
     if not pending_steps:
         return batch
+    starts = batch.tables.query_start_loc.tolist()
+    fresh = {s.request: range(*bounds) for s, *bounds in zip(scheduled, starts, starts[1:], strict=False)}
     next_index = {
         s.request: start + len(s.request.tokens) - s.request.num_computed_tokens
-        for s, start in zip(scheduled, batch.tables.query_start_loc.tolist(), strict=False)
+        for s, start in zip(scheduled, starts, strict=False)
         if s.request.num_pending_tokens and not s.request.scoring
     }
-    ends = {s.request: end for s, end in zip(scheduled, batch.tables.query_start_loc[1:].tolist(), strict=True)}
     input_ids = batch.input_ids
     for step in pending_steps if next_index else ():
         sources: list[int] = []  # rows of the step's samples
         targets: list[int] = []  # fresh tokens of the batch
         for request, row in zip(step.samples.requests, step.samples.starts, strict=False):
-            if (index := next_index.get(request)) is not None and index < ends[request]:
+            if (index := next_index.get(request)) is None:
+                continue
+            next_index[request] = index + 1
+            if index in fresh[request]:  # an older pending token is computed already
                 sources.append(row)
                 targets.append(index)
-                next_index[request] = index + 1
         if sources:
             tokens = step.samples.tokens.clamp(min=0)  # those of NaN logits are -1, which `read` will tell
             input_ids = to_device(input_ids, tokens.device)

@@ -90,7 +90,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Samples:
         rows = [random_rows[k] for k in undrafted]
         uniforms = [row_requests[i].next_uniform() for i in rows]
         sampled = sample_inverse_cdf(select_rows(probs, undrafted), uniforms)
-        tokens = tokens.index_copy(0, to_device_like(tokens, rows), sampled)
+        index = to_device_like(tokens, rows)
+        tokens = tokens.index_copy(0, index, sampled.where(tokens.index_select(0, index) >= 0, -1))
     first_probs = {i: k for k, i in enumerate(random_rows)}
     ranges = list(zip(requests, starts, starts[1:], strict=False))
     verified = [(r, first_probs[b], e - b) for r, b, e in ranges if r.drafts and not r.params.greedy]

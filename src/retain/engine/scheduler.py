@@ -44,7 +44,7 @@ class Scheduler:
         self.max_batched_tokens = cache.config.max_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._num_turns = 0  # of prompts
+        self._num_turns = 0  # of owners
         self._last_turn = Counter[str]()  # by owner
         self._stalled = dict[int, int]()  # tokens of requests that got no pages although they ran alone, by id
 
@@ -111,9 +111,13 @@ class Scheduler:
             return 0
         scheduled.append(ScheduledRequest(request, n, request.num_logits(n)))
         if request.num_uncomputed_tokens > 1:
-            self._num_turns += 1
-            self._last_turn[request.input.owner] = self._num_turns
+            self._count_turn(request.input.owner)
         return n
+
+    def _count_turn(self, owner: str) -> None:
+        """Record that it was an owner's turn: a prompt of it is computed, or a request of it was admitted."""
+        self._num_turns += 1
+        self._last_turn[owner] = self._num_turns
 
     def _turn(self, request: Request) -> tuple[int, bool, int]:
         """Return a key by which prompts are computed, and requests admitted for it.
@@ -146,6 +150,7 @@ class Scheduler:
         request.row = self.cache.open_row(request.policy, request.num_uncomputed_tokens)
         self.running.append(request)
         self._attach_prefix(request, request.row)
+        self._count_turn(request.input.owner)  # a prompt that is cached takes no other turn
         return True
 
     def _comes_before(self, request: Request, refused: Request) -> bool:

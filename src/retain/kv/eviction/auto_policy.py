@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from retain.kv.eviction import policies
 from retain.plugins import parse_spec
 
 AUTO = "auto"
@@ -42,3 +43,15 @@ class AutoPolicy:
             defaults = {"recent": "10%"}
         words = ",".join(f"{key}={value}" for key, value in {**options, **(defaults | options)}.items())
         return f"{chosen}:{words}" if words else chosen
+
+
+def check_spec(spec: str) -> None:
+    """Raise ValueError for the spec of a policy that no model could have."""
+    errors = []
+    for auto in (AutoPolicy(), AutoPolicy(is_chat_model=True), AutoPolicy(has_gate=lambda: True)):
+        try:
+            policies.parse(auto.choose(spec))
+            return
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
