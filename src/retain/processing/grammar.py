@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.kernels.transfers import to_device
 from retain.processing.json_schema import Schema, drop_unmatchable
 from retain.processing.schema_width import MAX_WIDTH, WAYS_PER_OPTIONAL_PROPERTY, find_width
 from retain.processing.tokenizer import Tokenizer
@@ -97,7 +98,7 @@ class GrammarState:
         matcher = self._matcher.deep_copy() if drafts else self._matcher  # errors are final, and drafts may be wrong
         for row, draft in zip(logits, [*drafts, None], strict=True):
             allowed = self.allowed_tokens(matcher)
-            masked = row.masked_fill(torch.from_numpy(~allowed).to(row.device, non_blocking=True), -torch.inf)
+            masked = row.masked_fill(to_device(torch.from_numpy(~allowed), row.device), -torch.inf)
             if masked.max() == -torch.inf:
                 break
             row.copy_(masked)

@@ -41,7 +41,7 @@ class AutoPolicy:
         else:
             chosen = "h2o"
             defaults = {"recent": "10%"}
-        words = ",".join(f"{key}={value}" for key, value in {**options, **(defaults | options)}.items())
+        words = ",".join(f"{key}={value}" for key, value in (defaults | options).items())
         return f"{chosen}:{words}" if words else chosen
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retain.kernels.eviction_order import eviction_key
+from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.operations import Victims, allocate_budgets, build_view
 from retain.kv.memory.block_tables import BlockTables
@@ -35,7 +36,7 @@ class DemotedSlots:
 
 def number_tokens(counts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the head and the number in it of each token, int64 [n], where heads have `counts` [M, G] on the host."""
-    n = counts.flatten().to(device, non_blocking=True)
+    n = to_device(counts.flatten(), device)
     total = int(counts.sum())
     head = torch.arange(len(n), device=device).repeat_interleave(n, output_size=total)
     return head, torch.arange(total, device=device) - (n.cumsum(0) - n)[head]
@@ -115,7 +116,7 @@ class Demoter:
             kept, upto = (allocate_budgets(rank, n, policy.share).cpu() for n in (policy.budget_tokens, both))
         order = rank.topk(int(upto.max())).indices.flatten(0, 1)
         head, i = number_tokens(upto - kept, order.device)
-        places = order[head, kept.flatten().to(order.device, non_blocking=True)[head] + i]
+        places = order[head, to_device(kept.flatten(), order.device)[head] + i]
         capacities = upto - kept + (policy.budget_tokens + policy.demoted_tokens - both)  # room for the answer
         slots = slots_at(store, pages, head, places)
         S = store.page_size
@@ -149,7 +150,7 @@ class Demoter:
         after = self._num_evicted(query_position + 1)
         head, i = number_tokens(torch.minimum(after - before, self.capacities), device)
         if bool((after <= self.capacities).all()):
-            to = before.flatten().to(device, non_blocking=True)[head] + i
+            to = to_device(before.flatten(), device)[head] + i
         else:
             to = self._lowest_places(victims.pos.shape[-1], query_position)[head, i]
         slots, pos, places = (x.flip(-1).flatten(0, 1)[head, i] for x in (victims.slots, victims.pos, victims.places))
@@ -163,7 +164,7 @@ class Demoter:
         pages = self.tables.layer_tables(self.row, self.layers)
         view = build_view(self.tables.store, pages, query_position, self.scores, self.key_factors)
         key = eviction_key(self.policy.priority(view), view.pos, *self.policy.evictable_range(query_position))
-        held = self._num_demoted(query_position + 1).to(key.device, non_blocking=True)[..., None]
+        held = to_device(self._num_demoted(query_position + 1), key.device)[..., None]
         key.masked_fill_(torch.arange(key.shape[-1], device=key.device) >= held, 2**63 - 1)
         return key.topk(min(n, key.shape[-1]), largest=False).indices.flatten(0, 1)
 
