@@ -192,6 +192,7 @@ def launch_kernels(
 
 def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype) -> None:
     """Launch the kernels of a program of one layer."""
+    from retain.kernels.api import GroupInputs
     from retain.kernels.attention_params import AttentionParams
     from retain.kernels.triton import forward
     from retain.kernels.triton.plan import plan_attention
@@ -209,12 +210,11 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     p.attend(qkv, out, 0, (R * G, G, D), AttentionParams(0.1, slopes, torch.zeros(G, D)))
     pos = torch.ones(T, dtype=torch.int32)
     step = forward.DeviceStep(
-        kv=kv,
-        tables=as_single_layer(tables),
-        plan=plan_attention(tables, R, D, kv, None),
+        groups=[GroupInputs(kv, as_single_layer(tables), torch.ones(1, G, T, dtype=torch.int32))],
+        layers=[(0, 0)],
+        plans=[plan_attention(tables, R, D, kv, None)],
         input_ids=pos,
         positions=pos,
-        slot_mapping=torch.ones(1, G, T, dtype=torch.int32),
         logits_indices=pos,
     )
     widths = 4096, (R + 1) * G * D + G * kv.v_dim

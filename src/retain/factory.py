@@ -19,13 +19,14 @@ from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend
 from retain.kernels.kv_cache_spec import KVCacheSpec
-from retain.kernels.pool_dtypes import page_bytes, slots_in_page
+from retain.kernels.pool_dtypes import slots_in_page
 from retain.kv.capacity import CacheConfig, CapacityPlanner, refuse_gates
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.manager import KVCacheManager
+from retain.kv.memory.group_pages import divide_pages
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.pool import PagePool
 from retain.kv.offload import tiers
@@ -34,6 +35,7 @@ from retain.kv.offload.selective.block_cache import BlockCache
 from retain.kv.offload.selective.repack import ProbeConfig
 from retain.kv.offload.span import SpanFormat
 from retain.kv.offload.tiers import ram
+from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.weights import open_weights
@@ -105,22 +107,27 @@ def build_cache(
     device: torch.device = CPU,
 ) -> KVCacheManager:
     """Build a cache of at most `memory_bytes`, and no more than all rows could ever use."""
-    planner = CapacityPlanner(spec, config, load_gate)
-    group = spec.only_group
-    size = page_bytes(config.page_size, group.k_dim, dtype, config.score_columns)
-    size += config.demoted_page_size * (4 + 4 * config.score_columns)  # their positions and masses
-    most = config.max_running_requests * len(group.layers) * group.num_kv_heads * planner.max_pages_per_head
+    demoted_dtype = DEMOTED_DTYPE if config.demoted_page_size else None
+    pages = divide_pages(spec, config.page_size, dtype, config.score_columns, demoted_dtype)
+    planner = CapacityPlanner(spec, config, load_gate, pages=pages)
+    size = pages.page_bytes
+    most = config.max_running_requests * planner.max_pages
     pool = PagePool(1 + min(max(memory_bytes // size - 1, 0), most))  # the trash page counts too
-    kv = backend.allocate(pool.num_pages, config.page_size, group.k_dim, dtype, config.score_columns, device)
-    log.info("KV pool: %d pages of %d slots, %.1f MiB", pool.num_pages, config.page_size, pool.num_pages * size / 2**20)
+    f = pages.formats[0]
+    kv = backend.allocate(
+        pool.num_pages, f.page_size, f.k_dim, dtype, f.score_columns, device, f.v_dim, pages.key_and_value_bytes
+    )
+    slots = ", ".join(str(f.page_size) for f in pages.formats)
+    log.info("KV pool: %d pages of %s slots, %.1f MiB", pool.num_pages, slots, pool.num_pages * size / 2**20)
+    if any(pages.unused_bytes):
+        log.info("KV pool: bytes of a page that slots of each group leave unused: %s", pages.unused_bytes)
     return KVCacheManager(planner, PageStore(pool, kv, backend, size), prefix_config, key_transform)
 
 
 def default_pool_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
     """Return the bytes of a pool by what the machine has free."""
-    group = spec.kv_cache.only_group
-    pages = len(group.layers) * group.num_kv_heads * -(-config.max_model_len // config.page_size)
-    request = pages * page_bytes(config.page_size, group.k_dim, dtype, config.score_columns)
+    pages = divide_pages(spec.kv_cache, config.page_size, dtype, config.score_columns)
+    request = CapacityPlanner(spec.kv_cache, config, pages=pages).max_pages * pages.page_bytes
     return default_kv_memory(request, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None)
 
 
@@ -173,22 +180,31 @@ def open_offload_tiers(
 
     The nearest tiers are searched first. With selective loading, a memory tier caches blocks that were read.
     """
-    group = spec.kv_cache.only_group
+    prefix = cache.prefix_cache
+    assert isinstance(prefix, PrefixCache)
     memory = [t for t in tier_configs if isinstance(t, ram.Tier)]
     probe_config = None
     block_cache = None
     if isinstance(prefix_config, SelectiveConfig):
-        probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, group.num_kv_heads, cache.backend)
+        heads = spec.kv_cache.only_group.num_kv_heads
+        probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, heads, cache.backend)
         block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
         tier_configs = [t for t in tier_configs if t not in memory]
         if not tier_configs:
             raise ValueError("prefix_cache=selective loads from a tier: give --tier disk:path=DIR,capacity=SIZE")
     elif memory and memory[0].evict == "importance":
         raise ValueError("evict=importance goes by what is important: it is for prefix_cache=selective")
-    kv = cache.kv
-    num_full = cache.spec.windows.count(None)
-    page_bytes = (num_full or len(group.layers)) * group.num_kv_heads * (kv.k[0].nbytes + kv.v[0].nbytes)
+    pools = [t.kv for t in prefix.groups]
+    parts = zip(prefix.layout.groups, pools, cache.spec.groups, strict=True)
+    num_full = sum(g.num_layers for g in prefix.layout.groups)
+    page_bytes = sum(
+        (g.num_layers if num_full else len(group.layers))
+        * g.num_kv_heads
+        * g.pages_per_block
+        * (kv.k[0].nbytes + kv.v[0].nbytes)
+        for g, kv, group in parts
+    )
     span_format = SpanFormat(model_fingerprint, description or {}, page_bytes)
     opened = sorted((t.open(span_format) for t in tier_configs), key=lambda s: s.distance)
     log.info("tiers: %s", ", ".join(s.name for s in opened))
-    return Offloader(opened, kv, group.num_kv_heads, model_fingerprint, probe_config, block_cache)
+    return Offloader(opened, pools, prefix.layout, model_fingerprint, probe_config, block_cache)

@@ -10,8 +10,9 @@ import pytest
 from retain import kernels
 from retain.engine.request import Request
 from retain.engine.runner import TorchRunner
+from retain.kernels.kv_cache_spec import uniform_layers
 from retain.kv import capacity
-from retain.kv.capacity import CapacityPlanner
+from retain.kv.capacity import CapacityPlanner, GroupPlanner
 from retain.kv.memory import cache as memory_cache
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import (
@@ -175,13 +176,17 @@ def run_without_eviction(
     engine = make_engine(family)
     runner = engine.runner
     assert isinstance(runner, TorchRunner)
-    runner.model = dataclasses.replace(runner.model, spec=dataclasses.replace(runner.model.spec, windows=windows))
+    spec = runner.model.spec
+    group = spec.kv_cache.only_group
+    layers = uniform_layers(group.num_kv_heads, group.k_dim, windows)
+    runner.model = dataclasses.replace(runner.model, spec=dataclasses.replace(spec, layers=layers))
     visible = np.array([w or kernels.api.NO_WINDOW for w in windows], np.int32)
     unbounded = np.full(len(windows), 2**30, np.int32)
     with monkeypatch.context() as patch:
-        patch.setattr(CapacityPlanner, "windows", lambda self, policy: visible)
+        for planner in (CapacityPlanner, GroupPlanner):
+            patch.setattr(planner, "windows", lambda self, policy: visible)
         for module in (capacity, memory_cache):
-            patch.setattr(module, "ring_capacities", lambda windows, fresh, page_size: unbounded)
+            patch.setattr(module, "ring_capacities", lambda windows, fresh, page_size, block_size: unbounded)
         return run_to_completion(engine, [make_request(prompt, 40)])[0]
 
 

@@ -63,7 +63,7 @@ def test_reordered_span_has_the_same_keys_and_values_in_another_order(tmp_path: 
     r = make_request(text)
     run_to_completion(engine, [r])
     match = cache.prefix_cache.match_prefix(PrefixQuery(r.policy, text, 96))
-    pages = match.pages[..., :6]  # [L, G, n]
+    (pages,) = cache.prefix_cache.layout.split(match.pages[:, :6])  # [L, G, n]
     k, v = (x.view(*pages.shape, 16, -1) for x in read_kv(engine, pages))
     finish_repacking(engine)
     clear_pool(engine)

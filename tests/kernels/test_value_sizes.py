@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from retain.kernels import cpu, reference, triton
-from retain.kernels.api import CPU, NO_WINDOW, Backend, Batch, Tables
+from retain.kernels.api import CPU, NO_WINDOW, Backend, Batch, GroupInputs, Tables
 from retain.kernels.attention_params import AttentionParams
 from tests.helpers.attention_case import assert_close
 from tests.helpers.device_adapter import triton_backend
@@ -46,7 +46,8 @@ def test_a_program_attends_to_values_of_another_size(name: str) -> None:
     ours = backend.allocate(1 + 2 * G, 16, D, torch.float32, v_dim=V)
     ours.pos.fill_(-1)
     all_layers = Tables(pages[None], tables.counts[None].contiguous(), tables.windows[None], zero, starts)
-    batch = Batch(all_layers, pos.long(), pos, slots[None].contiguous(), logits_indices=pos.long())
-    assert_close(program.run(ours, batch), expected)
+    group = GroupInputs(ours, all_layers, slots[None].contiguous())
+    batch = Batch([group], [(0, 0)], pos.long(), pos, logits_indices=pos.long())
+    assert_close(program.run(batch), expected)
     with pytest.raises(ValueError, match="q, k and v has width"):
         program.attend(qkv, program.buffer("wide", H * D), 0, (H, G, D), params)

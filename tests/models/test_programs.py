@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retain import models
 from retain.kernels import cpu, triton
-from retain.kernels.api import CPU, NO_WINDOW, Backend, Batch, Program, Tables
+from retain.kernels.api import CPU, NO_WINDOW, Backend, Batch, GroupInputs, Program, Tables
 from retain.kernels.triton import graphs
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
@@ -69,17 +69,18 @@ class ProgramSteps:
         positions = torch.cat([torch.arange(done[b], done[b] + counts[b]) for b in chosen])
         owner = torch.tensor(chosen).repeat_interleave(torch.tensor([counts[b] for b in chosen]))
         pages = self.pages[:, owner, :, positions // PAGE_SIZE].permute(1, 2, 0)  # [L, G, T] of [T, L, G]
+        tables = replace(
+            self.tables,
+            rows=torch.tensor(chosen, dtype=torch.int32),
+            query_start_loc=torch.tensor([0, *(counts[b] for b in chosen)]).cumsum(0).int(),
+        )
+        slots = (pages * PAGE_SIZE + positions % PAGE_SIZE).int().contiguous().to(self.device)
         logits = self.program.run(
-            self.kv,
             Batch(
-                tables=replace(
-                    self.tables,
-                    rows=torch.tensor(chosen, dtype=torch.int32),
-                    query_start_loc=torch.tensor([0, *(counts[b] for b in chosen)]).cumsum(0).int(),
-                ),
+                groups=[GroupInputs(self.kv, tables, slots)],
+                layers=[(0, i) for i in range(len(pages))],
                 input_ids=torch.cat([prompts[b][done[b] : done[b] + counts[b]] for b in chosen]),
                 positions=positions.int(),
-                slot_mapping=(pages * PAGE_SIZE + positions % PAGE_SIZE).int().contiguous().to(self.device),
                 logits_indices=torch.arange(len(positions)),
             ),
         )

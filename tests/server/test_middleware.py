@@ -269,7 +269,7 @@ def test_failing_step_fails_only_running_requests(secured_server, monkeypatch):
     forward, failed = engine.runner.forward, []
 
     def fail(batch):
-        if len(batch.tables.rows) == 2 and not failed:
+        if len(batch.rows) == 2 and not failed:
             failed.append(1)
             raise RuntimeError("a bug at /secret/path")
         return forward(batch)

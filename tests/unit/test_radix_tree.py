@@ -50,7 +50,7 @@ class CachedTexts:
         pages, windows = self.allocate(text, 0, n), None
         if self.sliding:
             min_resume_position = first * S + W - 1 if first else 0
-            windows = SlidingWindows((first,), (self.allocate(text, first, n - first),), min_resume_position)
+            windows = SlidingWindows((first,), (self.allocate(text, first, n - first),), min_resume_position, (0,))
         self.tree.insert(root, text, pages[None], windows)
         self.pool.free(pages.ravel())
         self.texts.setdefault(root, []).append(tuple(text))

@@ -43,8 +43,8 @@ class WorkRecorder:
 
     def forward(self, batch: Batch) -> Tensor:
         """See Runner.forward."""
-        starts, ends = batch.tables.query_start_loc[:-1].tolist(), batch.tables.query_start_loc[1:].tolist()
-        first_positions = batch.positions[batch.tables.query_start_loc[:-1].long()].tolist()
+        starts, ends = batch.query_start_loc[:-1].tolist(), batch.query_start_loc[1:].tolist()
+        first_positions = batch.positions[batch.query_start_loc[:-1].long()].tolist()
         self.work = measure_work((p, end - start) for p, start, end in zip(first_positions, starts, ends, strict=True))
         return self.runner.forward(batch)
 

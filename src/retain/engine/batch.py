@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.scheduler import ScheduledRequest
-from retain.kernels.api import Batch, Tables
+from retain.kernels.api import Batch, GroupInputs, Tables
 from retain.kernels.scoring import AttentionScoring
 from retain.kv.eviction.policy import QueryWeights
 from retain.kv.manager import KVCacheManager
@@ -63,11 +63,12 @@ def pack_tokens(
     indices = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), num_logits, strict=True)]
     slot_mapping = cache.slot_mapping(token_rows, places)
     build_tables = build_tables or cache.tables.device.build_tables
+    tables = build_tables(torch.from_numpy(row_ids), torch.from_numpy(starts))
     return Batch(
-        tables=build_tables(torch.from_numpy(row_ids), torch.from_numpy(starts)),
+        groups=[GroupInputs(cache.kv, tables, slot_mapping)],
+        layers=cache.spec.group_indices,
         input_ids=torch.tensor([t for f in fresh for t in f]),
         positions=torch.from_numpy(places - cache.tables.position_offset[token_rows]),
-        slot_mapping=slot_mapping,
         logits_indices=torch.from_numpy(np.concatenate(indices)),
     )
 

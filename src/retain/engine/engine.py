@@ -196,13 +196,13 @@ class Engine:
 
     def _commit_drafts(self, step: PendingStep, sampled: dict[Request, SampledTokens]) -> None:
         """Turn the slots of rejected drafts into holes, and commit the requests that had drafts."""
-        slots = step.batch.slot_mapping
-        ends = zip(step.scheduled, step.batch.tables.query_start_loc[1:].tolist(), strict=True)
+        ends = zip(step.scheduled, step.batch.query_start_loc[1:].tolist(), strict=True)
         drafted = [(s, end) for s, end in ends if s.request in step.samples.drafts and s.request.row is not None]
         num_rejected = [s.request.accept_drafts(len(sampled[s.request])) for s, _ in drafted]
         rejected = [t for (_, end), n in zip(drafted, num_rejected, strict=True) for t in range(end - n, end)]
         if rejected:
-            self.cache.reject(slots.index_select(-1, to_device_like(slots, rejected)))
+            slots = [g.slot_mapping for g in step.batch.groups]
+            self.cache.reject([s.index_select(-1, to_device_like(s, rejected)) for s in slots])
         for (s, _), n in zip(drafted, num_rejected, strict=True):
             self._commit_request(s.request, s.num_tokens - n)
 

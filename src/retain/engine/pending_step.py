@@ -36,7 +36,7 @@ def insert_pending_tokens(
     """
     if not pending_steps:
         return batch
-    starts = batch.tables.query_start_loc.tolist()
+    starts = batch.query_start_loc.tolist()
     fresh = {s.request: range(*bounds) for s, *bounds in zip(scheduled, starts, starts[1:], strict=False)}
     next_index = {
         s.request: start + len(s.request.tokens) - s.request.num_computed_tokens

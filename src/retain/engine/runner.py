@@ -33,7 +33,7 @@ class ProgramRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """See Runner.forward."""
-        return self.program.run(self.cache.kv, batch)
+        return self.program.run(batch)
 
 
 class TorchRunner:
@@ -47,14 +47,16 @@ class TorchRunner:
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
         """See Runner.forward."""
-        kv = self.cache.kv
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
             if batch.before_attention:
                 batch.before_attention(layer, q)
-            self.backend.write(kv, batch.slot_mapping[layer], k, v, batch.positions)
-            tables = batch.tables.for_layer(layer)
-            o = self.backend.attend(q, kv, tables, batch.positions, params, scoring=batch.scoring, layer=layer)
+            cache = batch.layer(layer)
+            has_kv = k.shape[1] > 0
+            if has_kv:
+                self.backend.write(cache.kv, cache.slot_mapping, k, v, batch.positions)
+            scoring = batch.scoring if has_kv else None
+            o = self.backend.attend(q, cache.kv, cache.tables, batch.positions, params, scoring=scoring, layer=layer)
             if batch.after_attention:
                 batch.after_attention(layer)
             return o

@@ -32,7 +32,7 @@ Devices. Tensors lie on the pool's device; "host" tensors are small, to plan lau
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -125,21 +125,55 @@ class Tables:
 
 
 @dataclass(frozen=True)
+class GroupInputs:
+    """What the layers of a KV cache group read and write in a step.
+
+    `tables` and `slot_mapping` are of all L layers of the group, or of one of them, without the leading L.
+    """
+
+    kv: KV
+    tables: Tables  # the pages that the tokens attend to
+    slot_mapping: Tensor  # int32 [L, G, T]: the slot of each fresh token
+
+    def for_layer(self, index: int) -> GroupInputs:
+        """Return the inputs of one layer, by its place in the group."""
+        return GroupInputs(self.kv, self.tables.for_layer(index), self.slot_mapping[index])
+
+
+@dataclass(frozen=True)
 class Batch:
     """One step as flat tensors: T fresh tokens of B requests, one request behind the other.
+
+    `layers` names, for each layer of the model, the group whose cache it attends to and its place in there. Rows and
+    `query_start_loc` are the same in the tables of all groups.
 
     A program calls `before_attention(layer, q)` before each layer writes and attends. The layer's queries [T, H, D],
     rotated already, are valid until the call returns. The program calls `after_attention(layer)` afterwards.
     """
 
-    tables: Tables  # of all layers: the pages that the tokens attend to
+    groups: Sequence[GroupInputs]
+    layers: Sequence[tuple[int, int]]
     input_ids: Tensor  # int64 [T], on the host or on the device
     positions: Tensor  # host int32 [T]
-    slot_mapping: Tensor  # int32 [L, G, T]: the slot of each fresh token
     logits_indices: Tensor  # host int64 [N], ascending: the fresh tokens whose logits the caller needs
     scoring: AttentionScoring | None = None
     before_attention: Callable[[int, Tensor], None] | None = None
     after_attention: Callable[[int], None] | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """The row of each request, on the host [B]."""
+        return self.groups[0].tables.rows
+
+    @property
+    def query_start_loc(self) -> Tensor:
+        """The first fresh token of each request, and the end of the last one, on the host [B + 1]."""
+        return self.groups[0].tables.query_start_loc
+
+    def layer(self, layer: int) -> GroupInputs:
+        """Return the inputs of a layer of the model."""
+        group, index = self.layers[layer]
+        return self.groups[group].for_layer(index)
 
 
 class Program(Protocol):
@@ -204,7 +238,10 @@ class Program(Protocol):
         heads: tuple[int, int, int],
         params: AttentionParams,
     ) -> None:
-        """Write k - key_offset and v of rows [q | k | v] into their slots, then attend; `heads` is (H, G, D)."""
+        """Write k - key_offset and v of rows [q | k | v] into their slots, then attend; `heads` is (H, G, D).
+
+        Rows may be [q] alone: the layer attends to the cache of another one, writes nothing, and changes no mass.
+        """
         ...
 
     def gather_rows(self, x: int, out: int) -> None:
@@ -215,7 +252,7 @@ class Program(Protocol):
         """End the list of operations, and free what only adding operations needed."""
         ...
 
-    def run(self, kv: KV, batch: Batch) -> Tensor:
+    def run(self, batch: Batch) -> Tensor:
         """Compute one step: write the fresh tokens' K and V, attend, and return logits float32 [N, V].
 
         The next step overwrites the logits, which lie on the pool's device.

@@ -91,6 +91,12 @@ class KVCacheSpec:
         """The groups of layers that have a cache, in the order of their first layers."""
         return self._group(range(len(self.layers)))
 
+    @cached_property
+    def group_indices(self) -> tuple[tuple[int, int], ...]:
+        """For each layer, the group whose cache it attends to, and the place in that group."""
+        places = {layer: (j, i) for j, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
+        return tuple(places[self.cached_layer(i)] for i in range(len(self.layers)))
+
     @property
     def only_group(self) -> KVCacheGroupSpec:
         """The layers that have a cache, where all are alike. Raises ValueError where they differ."""

@@ -67,17 +67,21 @@ class BufferShapes:
                 f" {self.widths[x]}"
             )
 
-    def check_attention(self, qkv: int, out: int, heads: tuple[int, int, int], params: AttentionParams) -> int:
+    def check_attention(
+        self, qkv: int, out: int, heads: tuple[int, int, int], params: AttentionParams
+    ) -> tuple[int, bool]:
         """Check attention of H query heads and G kv heads with keys of D numbers; `heads` is (H, G, D).
 
-        Returns the numbers of a value, which follow from the width of the output.
+        Returns the numbers of a value, which follow from the width of the output, and whether rows have k and v.
         """
         H, G, D = heads
         v_dim = self.widths[out] // H
         check_equal("the attention output", H * v_dim, self.widths[out])
-        check_equal("q, k and v", (H + G) * D + G * v_dim, self.widths[qkv])
+        has_kv = self.widths[qkv] != H * D
+        if has_kv:
+            check_equal("q, k and v", (H + G) * D + G * v_dim, self.widths[qkv])
         params.check(H, G, D)
-        return v_dim
+        return v_dim, has_kv
 
     def check_gather_rows(self, x: int, out: int) -> None:
         """Check that the gathered rows keep their width."""
@@ -100,19 +104,20 @@ def check_write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor)
 
 def check_batch(batch: Batch) -> None:
     """Raise ValueError unless the tables of all layers and the tensors of a batch have matching shapes."""
-    tables = batch.tables
     T = len(batch.input_ids)
-    B = len(tables.rows)
-    L, _, G, _ = tables.pages.shape
-    shapes = [x.shape for x in (batch.positions, batch.slot_mapping, tables.query_start_loc)]
-    if shapes != [(T,), (L, G, T), (B + 1,)]:
-        raise shape_error(
-            "run",
-            f"positions [{T}], slot_mapping [{L}, {G}, {T}], query_start_loc [{B + 1}]",
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            query_start_loc=tables.query_start_loc,
-        )
+    B = len(batch.rows)
+    for group in batch.groups:
+        tables = group.tables
+        L, _, G, _ = tables.pages.shape
+        shapes = [x.shape for x in (batch.positions, group.slot_mapping, tables.query_start_loc)]
+        if shapes != [(T,), (L, G, T), (B + 1,)]:
+            raise shape_error(
+                "run",
+                f"positions [{T}], slot_mapping [{L}, {G}, {T}], query_start_loc [{B + 1}]",
+                positions=batch.positions,
+                slot_mapping=group.slot_mapping,
+                query_start_loc=tables.query_start_loc,
+            )
 
 
 def numel_or_none(x: Tensor | None) -> int | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -15,6 +16,7 @@ from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
 from retain.kv.memory.cache import ring_capacities
+from retain.kv.memory.group_pages import GroupPages
 from retain.types import Ints
 
 
@@ -22,8 +24,9 @@ from retain.types import Ints
 class CacheConfig:
     """Sizes of a cache: slots of a page, rows, tokens of the longest text, fresh tokens of a step.
 
-    `score_columns`: masses of a slot, one for each query head of a kv head, or one for all. `demoted_page_size`: slots
-    of a page of demoted tokens; 0 where no policy may demote.
+    `page_size` is of the layers whose slots take the most bytes. `score_columns`: masses of a slot, one for each query
+    head of a kv head, or one for all. `demoted_page_size`: slots of a page of demoted tokens; 0 where no policy may
+    demote.
     """
 
     page_size: int
@@ -40,12 +43,107 @@ def refuse_gates(file: str) -> GateWeights:
 
 
 @dataclass(frozen=True)
+class GroupPlanner:
+    """Plan the pages of requests in the layers of one KV cache group.
+
+    A page has `page_size` slots, or `demoted_page_size` of demoted tokens; a block has `block_size` tokens.
+    """
+
+    group: KVCacheGroupSpec
+    config: CacheConfig
+    page_size: int
+    demoted_page_size: int
+    block_size: int
+
+    @property
+    def model_windows(self) -> Ints:
+        """How far each layer of the group sees, [L]."""
+        return np.array([w or NO_WINDOW for w in self.group.windows], np.int32)
+
+    @property
+    def max_pages_per_head(self) -> int:
+        """Pages of the longest text."""
+        return -(-self.config.max_model_len // self.page_size)
+
+    @property
+    def num_heads(self) -> int:
+        """The kv heads of all layers."""
+        return len(self.group.layers) * self.group.num_kv_heads
+
+    def windows(self, policy: EvictionPolicy) -> Ints:
+        """Return how far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
+        return np.minimum(self.model_windows, policy.ring_window or NO_WINDOW)
+
+    def pages_needed(self, policy: EvictionPolicy, length: int, num_uncomputed_tokens: int) -> int:
+        """Return the pages that a request owns at most on the way to `length` tokens.
+
+        It starts with `num_uncomputed_tokens`, which are computed in chunks.
+        """
+        S = self.page_size
+        windows = self.windows(policy)
+        fresh = min(policy.fresh_tokens(num_uncomputed_tokens), self.config.max_batched_tokens)
+        ring_pages = self._ring_pages(policy, length, ring_capacities(windows, fresh, S, self.block_size))
+        full = policy.peak_slots(length)
+        if policy.has_budget:
+            full = min(full, self.max_pages_per_head * S)
+        num_full = int((windows == NO_WINDOW).sum())
+        scratch = -(-policy.scratch_slots(length) // S) if num_full else 0
+        before = int(np.where(windows == NO_WINDOW, -(-full // S), ring_pages).sum() + scratch)
+        if not policy.demoted_slots(length):
+            return before * self.group.num_kv_heads
+        if policy.prefill == "stream":  # the demoted tokens of the prompt are beside its last chunk
+            before += num_full * self._demoted_pages(policy, min(length, cast(BudgetPolicy, policy).prompt_len))
+        after = int(ring_pages[windows < NO_WINDOW].sum()) + num_full * self.pages_after_demotion(policy, length)
+        return max(before, after) * self.group.num_kv_heads
+
+    def _ring_pages(self, policy: EvictionPolicy, length: int, capacities: Ints) -> Ints:
+        """Return the most pages of a head in each layer [L] if that is a ring; in a scoring pass with its copy."""
+        S = self.page_size
+        behind = policy.scoring_tokens
+        pages: Ints = -(-np.minimum(length + behind, capacities) // S)
+        return pages - (-np.minimum(length, capacities) // S) * (behind > 0)
+
+    def pages_after_demotion(self, policy: EvictionPolicy, length: int) -> int:
+        """Return the most pages that a head of an unwindowed layer owns at `length` tokens, once it demotes; resolved.
+
+        Where heads share their budgets this is their mean.
+        """
+        budget = cast(BudgetPolicy, policy)
+        kept = -(-budget.decode_slots // self.page_size)
+        partial = 2 * budget.ragged  # heads that share budgets may each have two pages that are not full
+        return kept + self._demoted_pages(policy, length) + partial
+
+    def _demoted_pages(self, policy: EvictionPolicy, length: int) -> int:
+        return -(-policy.demoted_slots(length) // self.demoted_page_size)
+
+
+@dataclass(frozen=True)
 class CapacityPlanner:
-    """Plan the pages of requests in a cache for a model."""
+    """Plan the pages of requests in a cache for a model.
+
+    `pages` divides pages into slots of each KV cache group. Without it they all have the sizes in `config`.
+    """
 
     spec: KVCacheSpec
     config: CacheConfig
     load_gate: Callable[[str], GateWeights] = refuse_gates
+    pages: GroupPages | None = field(default=None, kw_only=True)
+
+    @cached_property
+    def groups(self) -> tuple[GroupPlanner, ...]:
+        """The planners of the KV cache groups."""
+        c = self.config
+        sizes = [(c.page_size, c.demoted_page_size)] * len(self.spec.groups)
+        if self.pages:
+            demoted = [f.page_size for f in self.pages.demoted_formats] or [0] * len(sizes)
+            sizes = list(zip((f.page_size for f in self.pages.formats), demoted, strict=True))
+        block_size = max(page_size for page_size, _ in sizes)
+        return tuple(GroupPlanner(g, c, *x, block_size) for g, x in zip(self.spec.groups, sizes, strict=True))
+
+    @property
+    def block_size(self) -> int:
+        """The tokens of a block of the prefix cache: slots of the largest page."""
+        return self.groups[0].block_size
 
     @property
     def model_windows(self) -> Ints:
@@ -53,14 +151,9 @@ class CapacityPlanner:
         return np.array([w or NO_WINDOW for w in self.spec.windows], np.int32)
 
     @property
-    def group(self) -> KVCacheGroupSpec:
-        """The layers, which must be alike."""
-        return self.spec.only_group
-
-    @property
-    def max_pages_per_head(self) -> int:
-        """Pages of the longest text."""
-        return -(-self.config.max_model_len // self.config.page_size)
+    def max_pages(self) -> int:
+        """Pages of the longest text, in all layers and heads."""
+        return sum(g.num_heads * g.max_pages_per_head for g in self.groups)
 
     def windows(self, policy: EvictionPolicy) -> Ints:
         """Return how far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
@@ -88,43 +181,5 @@ class CapacityPlanner:
         return True
 
     def pages_needed(self, policy: EvictionPolicy, length: int, num_uncomputed_tokens: int) -> int:
-        """Return the pages that a request owns at most on the way to `length` tokens.
-
-        It starts with `num_uncomputed_tokens`, which are computed in chunks.
-        """
-        S = self.config.page_size
-        windows = self.windows(policy)
-        fresh = min(policy.fresh_tokens(num_uncomputed_tokens), self.config.max_batched_tokens)
-        ring_pages = self._ring_pages(policy, length, ring_capacities(windows, fresh, S))
-        full = policy.peak_slots(length)
-        if policy.has_budget:
-            full = min(full, self.max_pages_per_head * S)
-        scratch = -(-policy.scratch_slots(length) // S)
-        before = int(np.where(windows == NO_WINDOW, -(-full // S), ring_pages).sum() + scratch)
-        if not policy.demoted_slots(length):
-            return before * self.group.num_kv_heads
-        num_full = int((windows == NO_WINDOW).sum())
-        if policy.prefill == "stream":  # the demoted tokens of the prompt are beside its last chunk
-            before += num_full * self._demoted_pages(policy, min(length, cast(BudgetPolicy, policy).prompt_len))
-        after = int(ring_pages[windows < NO_WINDOW].sum()) + num_full * self.pages_after_demotion(policy, length)
-        return max(before, after) * self.group.num_kv_heads
-
-    def _ring_pages(self, policy: EvictionPolicy, length: int, capacities: Ints) -> Ints:
-        """Return the most pages of a head in each layer [L] if that is a ring; in a scoring pass with its copy."""
-        S = self.config.page_size
-        behind = policy.scoring_tokens
-        pages: Ints = -(-np.minimum(length + behind, capacities) // S)
-        return pages - (-np.minimum(length, capacities) // S) * (behind > 0)
-
-    def pages_after_demotion(self, policy: EvictionPolicy, length: int) -> int:
-        """Return the most pages that a head of an unwindowed layer owns at `length` tokens, once it demotes; resolved.
-
-        Where heads share their budgets this is their mean.
-        """
-        budget = cast(BudgetPolicy, policy)
-        kept = -(-budget.decode_slots // self.config.page_size)
-        partial = 2 * budget.ragged  # heads that share budgets may each have two pages that are not full
-        return kept + self._demoted_pages(policy, length) + partial
-
-    def _demoted_pages(self, policy: EvictionPolicy, length: int) -> int:
-        return -(-policy.demoted_slots(length) // self.config.demoted_page_size)
+        """Return the pages that a request owns at most on the way to `length` tokens, in all layers."""
+        return sum(g.pages_needed(policy, length, num_uncomputed_tokens) for g in self.groups)

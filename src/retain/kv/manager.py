@@ -60,16 +60,15 @@ class KVCacheManager:
         self.backend = store.backend
         self.key_transform = key_transform or KeyTransform()
         num_rows = c.max_running_requests
-        num_layers = len(spec.windows)
         demoted = store.in_dtype(DEMOTED_DTYPE) if c.demoted_page_size else None
-        heads = planner.group.num_kv_heads
-        self.tables = BlockTables(store, num_rows, num_layers, heads, planner.max_pages_per_head, demoted)
+        (group,) = planner.groups
+        self.tables = BlockTables(store, num_rows, group.group, group.max_pages_per_head, demoted, group.block_size)
         self.slots = KVCache(self.tables, c.max_batched_tokens)
         self.evictors: dict[int, BudgetEvictor] = {}  # of rows with a budget
         self.snapshots: dict[int, RingSnapshot] = {}  # of rows in a scoring pass
         self.prefix_cache: PrefixCache | NullPrefixCache = NullPrefixCache(store.pool.num_pages)
         if prefix_config:
-            self.prefix_cache = PrefixCache(self.tables, planner, prefix_config)
+            self.prefix_cache = PrefixCache([self.tables], planner, prefix_config)
         self.copies = QuantizedCopies(self.tables, self._ensure_unused)  # of rows that a drafter copies
         self.pool.evict_callback = self._free_unneeded
         self._evicted_slots: Counter[str] = Counter()  # of closed rows, by policy
@@ -152,7 +151,9 @@ class KVCacheManager:
         if not self.slots.reserve(row, end_position):
             return False
         if evictor and evictor.demoter and evictor.demotes_by(end_position):
-            num_pages = evictor.head_budgets.size * self.planner.pages_after_demotion(evictor.policy, end_position)
+            num_pages = evictor.head_budgets.size * self.planner.groups[0].pages_after_demotion(
+                evictor.policy, end_position
+            )
             if not evictor.demoter.reserve(end_position, num_pages):
                 return False
         if evictor and evictor.layerwise and evictor.layerwise.scratch is not None:  # in one layer at a time
@@ -241,9 +242,9 @@ class KVCacheManager:
         """Drop a chunk of a scoring pass: slots from that position on are holes, and rings are as they were."""
         self.snapshots[row].restore(num_computed_tokens)
 
-    def reject(self, slots: Tensor) -> None:
-        """Turn the slots of rejected drafts into holes."""
-        self.tables.reject(slots)
+    def reject(self, slots: Sequence[Tensor]) -> None:
+        """Turn the slots of rejected drafts into holes: those of each KV cache group, [L, G, n]."""
+        self.tables.reject(slots[0])
 
     def shrink_budget(self, row: int, num_computed_tokens: int) -> bool:
         """Halve the row's budget where its policy allows it. Returns whether pages were freed."""
@@ -293,7 +294,7 @@ class KVCacheManager:
     def ring_overwrites(self, policy: EvictionPolicy, num_tokens: int) -> int:
         """Return the slots that rings overwrite in a text of so many tokens."""
         windows = self.planner.windows(policy)
-        return int(np.maximum(num_tokens - windows[windows < NO_WINDOW], 0).sum()) * self.planner.group.num_kv_heads
+        return int(np.maximum(num_tokens - windows[windows < NO_WINDOW], 0).sum()) * self.spec.only_group.num_kv_heads
 
     def request_stats(self, policy: EvictionPolicy, num_tokens: int, memory: RequestMemory) -> dict[str, Any]:
         """Return the bytes and slots that a request took; see stats.request."""
@@ -306,7 +307,7 @@ class KVCacheManager:
             memory=memory,
             page_bytes=self.store.page_bytes,
             page_size=self.page_size,
-            kv_heads=self.planner.group.num_kv_heads,
+            kv_heads=self.spec.only_group.num_kv_heads,
         )
 
     def _extra_pages(self, row: int) -> Ints:

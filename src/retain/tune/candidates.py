@@ -50,13 +50,14 @@ def mean_bytes(cache: KVCacheManager, spec: str, examples: Sequence[Example]) ->
 def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: int, answer_len: int) -> int:
     policy = cache.effective_policy(policy.resolve(prompt_len))
     length = prompt_len + answer_len
-    S = cache.config.page_size
-    windows = cache.planner.windows(policy)
     held = min(length, policy.decode_slots) if isinstance(policy, BudgetPolicy) else length
-    slots = np.where(windows == NO_WINDOW, held, np.minimum(length, ring_capacities(windows, 1, S)))
-    num_pages = int((-(-slots // S)).sum())
-    if policy.demotes:
-        num_pages += -(-policy.demoted_slots(length) // cache.config.demoted_page_size) * int(
-            (windows == NO_WINDOW).sum()
-        )
-    return num_pages * cache.spec.only_group.num_kv_heads * cache.store.page_bytes
+    num_pages = 0
+    for g in cache.planner.groups:
+        S = g.page_size
+        windows = g.windows(policy)
+        slots = np.where(windows == NO_WINDOW, held, np.minimum(length, ring_capacities(windows, 1, S, g.block_size)))
+        pages = -(-slots // S)  # [L], of a head
+        if policy.demotes:
+            pages = pages + (windows == NO_WINDOW) * -(-policy.demoted_slots(length) // g.demoted_page_size)
+        num_pages += int(pages.sum()) * g.group.num_kv_heads
+    return num_pages * cache.store.page_bytes

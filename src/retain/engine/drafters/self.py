@@ -100,7 +100,7 @@ class Drafter:
             request.score_decay = None  # no masses for requests that are not drafted for in this round
         prepared = [(r, n) for r, n in draft_limits if self._prepare(r, n)]  # of all: one may need another's copy
         ready: list[tuple[Request, int]] = []
-        written: list[Tensor] = []
+        written: list[list[Tensor]] = []  # the slot mappings of each pass
         for request, limit in prepared:
             assert request.row is not None
             self._fill_tables(request, limit)
@@ -109,12 +109,12 @@ class Drafter:
 
         def forward(active: Sequence[int], latest: Sequence[int], step: int) -> Tensor:
             batch = self._build_batch([ready[j][0] for j in active], latest, step)
-            written.append(batch.slot_mapping)
+            written.append([g.slot_mapping for g in batch.groups])
             return runner.forward(batch)
 
         draft_autoregressive(ready, forward)
         if written:  # verification writes these slots again
-            cache.reject(torch.cat(written, -1))
+            cache.reject([torch.cat(slots, -1) for slots in zip(*written, strict=True)])
 
     def _prepare(self, request: Request, num_drafts: int) -> bool:
         """Own the pages of drafts, and extend the copy or ask for masses. Returns whether the request can have drafts.

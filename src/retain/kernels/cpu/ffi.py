@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import retain.kernels.cpu._C as _C
-from retain.kernels.api import KV, Tables
+from retain.kernels.api import KV, GroupInputs, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import INT4, INT8, K8V4
 from retain.kernels.scoring import AttentionScoring
@@ -47,6 +47,16 @@ def to_c_demoted(t: Tables) -> tuple[_C.Pool, _C.PageTables]:
     if t.demoted is None:
         return _C.Pool(), _C.PageTables()
     return to_c_pool(t.demoted.kv), to_c_tables(replace(t, pages=t.demoted.pages, counts=t.demoted.counts))
+
+
+def to_c_group(group: GroupInputs) -> _C.GroupArgs:
+    """Convert what the layers of a KV cache group read and write."""
+    tables = group.tables
+    slots = group.slot_mapping
+    return _C.GroupArgs(
+        to_c_pool(group.kv), to_c_tables(tables), *to_c_demoted(tables),
+        slots.data_ptr(), *slots.stride(), len(tables.pages),
+    )  # fmt: skip
 
 
 def to_c_params(params: AttentionParams, address: Callable[[Tensor], int] = Tensor.data_ptr) -> _C.AttentionParams:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import retain.kernels.cpu._C as _C
-from retain.kernels.api import KV, Batch
+from retain.kernels.api import Batch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import Arena
@@ -118,9 +118,9 @@ class CpuProgram:
     ) -> None:
         """Emit a layer's write and attention."""
         H, G, D = heads
-        v_dim = self._shapes.check_attention(qkv, out, heads, params)
+        v_dim, has_kv = self._shapes.check_attention(qkv, out, heads, params)
         self._attention_ops.append(AttentionOp(layer, self._program.num_ops(), qkv, H, D))
-        self._program.attend(qkv, out, layer, H, G, D, v_dim, ffi.to_c_params(params, self._keep_alive))
+        self._program.attend(qkv, out, layer, H, G, D, v_dim, has_kv, ffi.to_c_params(params, self._keep_alive))
 
     def gather_rows(self, x: int, out: int) -> None:
         """Emit the selection of the rows whose logits the caller needs."""
@@ -138,20 +138,18 @@ class CpuProgram:
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
-    def run(self, kv: KV, batch: Batch) -> Tensor:
+    def run(self, batch: Batch) -> Tensor:
         """See Program.run."""
         check_batch(batch)
-        tables = batch.tables
-        slots = batch.slot_mapping
         N = len(batch.logits_indices)
         T = len(batch.input_ids)
-        ffi.check_scoring(batch.scoring, T, len(tables.rows))
+        ffi.check_scoring(batch.scoring, T, len(batch.rows))
         if len(self._logits) < N:
             self._logits = torch.empty(N, self._shapes.widths[LOGITS_BUFFER])
         c_args = (
-            ffi.to_c_pool(kv), ffi.to_c_tables(tables), *ffi.to_c_demoted(tables), len(tables.pages),
+            [ffi.to_c_group(group) for group in batch.groups], batch.layers,
             batch.input_ids.data_ptr(), batch.positions.data_ptr(), batch.logits_indices.data_ptr(),
-            self._logits.data_ptr(), T, N, slots.data_ptr(), *slots.stride(), ffi.to_c_scoring(batch.scoring),
+            self._logits.data_ptr(), T, N, ffi.to_c_scoring(batch.scoring),
         )  # fmt: skip
         begin = 0
         for op in self._attention_ops if batch.before_attention or batch.after_attention else []:

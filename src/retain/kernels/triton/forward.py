@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from retain.kernels.api import KV, Batch
+from retain.kernels.api import Batch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
 from retain.kernels.transfers import to_device
@@ -40,8 +40,7 @@ class TritonProgram:
         self._pending_ropes: dict[int, RopeParams] = {}  # by buffer, until `attend` applies them
         self._dense_weights: dict[int, tuple[ref[Weight], Tensor]] = {}  # by id of the weight
         self._weight_bytes = 0
-        self._num_queries_per_kv = 0  # R, known once an attention is emitted
-        self._head_dim = 0
+        self._num_heads = 0  # H, known once an attention is emitted
         self._graphs = CUDAGraphRunner(self._forward, device)
 
     # ---- operations ----------------------------------------------------------------------------------------------
@@ -160,22 +159,27 @@ class TritonProgram:
         params: AttentionParams,
     ) -> None:
         """Emit a layer's write and attention."""
-        v_dim = self._shapes.check_attention(qkv, out, heads, params)
+        v_dim, has_kv = self._shapes.check_attention(qkv, out, heads, params)
         H, G, D = heads
-        self._num_queries_per_kv, self._head_dim = H // G, D
+        self._num_heads = H
         rope = self._pending_ropes.pop(qkv, None)
         params = params.map_tensors(self._to_float32)
 
         def op(s: DeviceStep) -> None:
-            parts = torch.split(s.buffers[qkv], [H * D, G * D, G * v_dim], dim=1)
-            q, k, v = (x.unflatten(1, (n, -1)) for x, n in zip(parts, (H, G, G), strict=True))
+            q = s.buffers[qkv][:, : H * D].unflatten(1, (H, D))
             if rope and len(q):
                 q = rotate(q, s.positions, rope)
             if s.before_attention:
                 s.before_attention(layer, q)
-            fresh_tokens.write(s.kv, s.slot_mapping[layer], k, v, s.positions, rope, params.key_offset)
-            tables = s.tables.for_layer(layer)
-            o = attention.attend(q, s.kv, tables, s.plan, s.positions, params, layer)
+            cache = s.layer(layer)
+            plan = s.plans[s.layers[layer][0]]
+            if has_kv:
+                k, v = torch.split(s.buffers[qkv][:, H * D :], [G * D, G * v_dim], dim=1)
+                k, v = k.unflatten(1, (G, D)), v.unflatten(1, (G, v_dim))
+                fresh_tokens.write(cache.kv, cache.slot_mapping, k, v, s.positions, rope, params.key_offset)
+            else:
+                plan = plan.without_masses()
+            o = attention.attend(q, cache.kv, cache.tables, plan, s.positions, params, layer)
             s.buffers[out] = o.flatten(1)
             if s.after_attention:
                 s.after_attention(layer)
@@ -204,18 +208,22 @@ class TritonProgram:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def run(self, kv: KV, batch: Batch) -> Tensor:
+    def run(self, batch: Batch) -> Tensor:
         """Compute one step."""
         check_batch(batch)
         if not (batch.before_attention or batch.after_attention):
-            logits = self._graphs.run(kv, batch, self._num_queries_per_kv)
+            logits = self._graphs.run(batch, self._num_heads)
             if logits is not None:
                 return logits
-        plan = plan_attention(batch.tables, self._num_queries_per_kv, self._head_dim, kv, batch.scoring)
-        moved = ("input_ids", "positions", "slot_mapping", "logits_indices")
+        plans = [
+            plan_attention(g.tables, self._num_heads // g.tables.pages.shape[2], g.kv.k_dim, g.kv, batch.scoring)
+            for g in batch.groups
+        ]
+        moved = ("input_ids", "positions", "logits_indices")
         tensors: dict[str, Any] = {name: to_device(getattr(batch, name), self.device) for name in moved}
-        on_device = replace(batch, **tensors)
-        return self._forward(DeviceStep(**vars(on_device), kv=kv, plan=plan))
+        groups = [replace(g, slot_mapping=to_device(g.slot_mapping, self.device)) for g in batch.groups]
+        on_device = replace(batch, groups=groups, **tensors)
+        return self._forward(DeviceStep(**vars(on_device), plans=plans))
 
     def _forward(self, s: DeviceStep) -> Tensor:
         for op in self._ops:

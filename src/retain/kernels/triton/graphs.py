@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from retain.kernels.api import KV, Batch, Tables
+from retain.kernels.api import Batch, GroupInputs
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.triton import plan
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
@@ -49,15 +49,22 @@ def unpack(words: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
+class GroupShape:
+    """What a graph is captured for in the layers of a KV cache group."""
+
+    L: int
+    G: int
+    max_pages: int  # pages of a head, at most
+    max_demoted_pages: int  # the same of demoted tokens; 0 if the step has none
+
+
+@dataclass(frozen=True)
 class GraphShape:
     """What a graph is captured for."""
 
     B: int  # requests, padding included
     F: int  # fresh tokens of each request
-    L: int
-    G: int
-    max_pages: int  # pages of a head, at most
-    max_demoted_pages: int  # the same of demoted tokens; 0 if the step has none
+    groups: tuple[GroupShape, ...]
     noise_mode: int | None  # which noise the requests draw; None without scoring
 
     @property
@@ -67,7 +74,7 @@ class GraphShape:
 
 
 class GraphInputs:
-    """The inputs of a graph: one buffer of 32-bit words on the host, its copy on the device, and the slot mapping."""
+    """The inputs of a graph: one buffer of 32-bit words on the host, its copy on the device, and slot mappings."""
 
     def __init__(self, shape: GraphShape, device: torch.device):
         T, B = shape.T, shape.B
@@ -77,7 +84,7 @@ class GraphInputs:
         self.host_buffer = torch.cat([x.view(torch.int32) for x in inputs.values()])
         self.host_buffer = self.host_buffer.pin_memory() if cuda else self.host_buffer
         self.device_buffer = torch.zeros_like(self.host_buffer, device=device)
-        self.slot_mapping = torch.zeros(shape.L, shape.G, T, dtype=torch.int32, device=device)
+        self.slot_mappings = [torch.zeros(g.L, g.G, T, dtype=torch.int32, device=device) for g in shape.groups]
         self.copy_done = torch.cuda.Event() if cuda else None
         self.host_views = unpack(self.host_buffer, inputs)
         self.device_views = unpack(self.device_buffer, inputs)
@@ -92,24 +99,25 @@ class GraphInputs:
         """Copy the inputs of a step to the device; padding requests get no tokens."""
         if self.copy_done:
             self.copy_done.synchronize()
-        tables, host = batch.tables, self.host_views
-        B, T = len(tables.rows), len(batch.input_ids)
+        rows, host = batch.rows, self.host_views
+        B, T = len(rows), len(batch.input_ids)
         inputs = {"positions": batch.positions, **(vars(batch.scoring) if batch.scoring else {})}
         if batch.input_ids.device.type == "cpu":
             inputs["input_ids"] = batch.input_ids
         for name, x in inputs.items():
             host[name][: len(x)] = x
         host["positions"][T:] = -1
-        tiles, starts = host["tiles"].view(-1, 6), tables.query_start_loc
+        tiles, starts = host["tiles"].view(-1, 6), batch.query_start_loc
         tiles[:, 3] = 0
-        tiles[:B, 0], tiles[:B, 1] = torch.arange(B, dtype=torch.int32), tables.rows
+        tiles[:B, 0], tiles[:B, 1] = torch.arange(B, dtype=torch.int32), rows
         tiles[:B, 2], tiles[:B, 3] = starts[:-1], starts[1:] - starts[:-1]
         tiles[:B, 5] = starts[:-1]
         self._upload()
         if "input_ids" not in inputs:
             self.device_views["input_ids"][:T].copy_(batch.input_ids, non_blocking=True)
-        self.slot_mapping[..., :T].copy_(batch.slot_mapping, non_blocking=True)
-        self.slot_mapping[..., T:] = 0
+        for slots, group in zip(self.slot_mappings, batch.groups, strict=True):
+            slots[..., :T].copy_(group.slot_mapping, non_blocking=True)
+            slots[..., T:] = 0
 
     def _upload(self) -> None:
         self.device_buffer.copy_(self.host_buffer, non_blocking=True)
@@ -135,21 +143,22 @@ class CUDAGraphRunner:
         self.memory_pool: Any = None  # shared by all graphs, because only one runs at a time
         self.capture_stream: torch.cuda.Stream | None = None
 
-    def run(self, kv: KV, batch: Batch, R: int) -> Tensor | None:
-        """Return the logits [T, V], valid until the next step, or None if the step has no graph (yet)."""
-        tables = batch.tables
-        shape = self._graph_shape(batch, R, plan.max_decode_rows(kv.k_dim))
+    def run(self, batch: Batch, num_heads: int) -> Tensor | None:
+        """Return the logits [T, V], valid until the next step, or None if the step has no graph (yet).
+
+        The model has `num_heads` query heads.
+        """
+        shape = self._graph_shape(batch, num_heads)
         if shape is None:
             return None
-        tensors = [kv.k, tables.pages, tables.counts, tables.windows, tables.dense]
-        tensors += [tables.demoted.pages, tables.demoted.kv.pos] if tables.demoted else []
+        tensors = [x for group in batch.groups for x in _addressed_tensors(group)]
         key = (shape, *(0 if x is None else x.data_ptr() for x in tensors))
         if key not in self.graphs:
             self.num_calls[key] = self.num_calls.get(key, 0) + 1
             if self.num_calls[key] < CAPTURE_AFTER:
                 return None
             try:
-                self.graphs[key] = self._capture(shape, kv, tables, R)
+                self.graphs[key] = self._capture(shape, batch, num_heads)
             except torch.OutOfMemoryError:
                 self.graphs[key] = None
         self.graphs[key] = captured = self.graphs.pop(key)
@@ -160,43 +169,42 @@ class CUDAGraphRunner:
         captured.inputs.fill(batch)
         return captured.replay()[: len(batch.input_ids)]
 
-    def _graph_shape(self, batch: Batch, R: int, max_rows: int) -> GraphShape | None:
+    def _graph_shape(self, batch: Batch, num_heads: int) -> GraphShape | None:
         """Return the shape of the graph that serves a step, or None if the step cannot be a graph."""
-        tables = batch.tables
-        T, B = len(batch.input_ids), len(tables.rows)
+        T, B = len(batch.input_ids), len(batch.rows)
         batch_size = pad_batch_size(B)
         if not B or T % B or batch_size is None or len(batch.logits_indices) != T:
             return None
-        if T // B * R > max_rows or not bool((tables.query_start_loc.diff() == T // B).all()):
+        if not bool((batch.query_start_loc.diff() == T // B).all()):
             return None
-        L, _, G, n = tables.pages.shape
-        max_pages = min(triton.next_power_of_2(tables.max_pages or n), n)
-        demoted = plan.max_demoted_pages(tables)
-        if demoted and tables.demoted:
-            demoted = min(triton.next_power_of_2(demoted), tables.demoted.pages.shape[-1])
+        groups = []
+        for group in batch.groups:
+            tables = group.tables
+            L, _, G, n = tables.pages.shape
+            if T // B * (num_heads // G) > plan.max_decode_rows(group.kv.k_dim):
+                return None
+            max_pages = min(triton.next_power_of_2(tables.max_pages or n), n)
+            demoted = plan.max_demoted_pages(tables)
+            if demoted and tables.demoted:
+                demoted = min(triton.next_power_of_2(demoted), tables.demoted.pages.shape[-1])
+            groups.append(GroupShape(L, G, max_pages, demoted))
         noise_mode = plan.noise_mode_of(batch.scoring) if batch.scoring else None
-        return GraphShape(batch_size, T // B, L, G, max_pages, demoted, noise_mode)
+        return GraphShape(batch_size, T // B, tuple(groups), noise_mode)
 
-    def _capture(self, shape: GraphShape, kv: KV, tables: Tables, R: int) -> CapturedStep:
+    def _capture(self, shape: GraphShape, batch: Batch, num_heads: int) -> CapturedStep:
         inputs = GraphInputs(shape, self.device)
-        block_n = plan.choose_block_n(kv)
-        num_splits = plan.max_splits(shape.max_pages * (kv.page_size // block_n))
-        num_rows = shape.F * R
-        tiles = TileList(inputs.device_views["tiles"].view(-1, 6), plan.pad_rows(num_rows), num_splits, num_rows)
+        groups = [
+            GroupInputs(group.kv, replace(group.tables, max_pages=own.max_pages), slots)
+            for group, own, slots in zip(batch.groups, shape.groups, inputs.slot_mappings, strict=True)
+        ]
 
         def forward() -> Tensor:
-            mass_buffers = None
-            if shape.noise_mode is not None:
-                buffers = plan.allocate_mass_buffers(kv, shape.max_pages, shape.T, shape.G * R, shape.T)
-                mass_buffers = MassBuffers(inputs.scoring, shape.noise_mode, *buffers)
-            own = AttentionPlan([tiles], None, None, mass_buffers, block_n, shape.max_pages)
             step = DeviceStep(
-                kv=kv,
-                tables=replace(tables, max_pages=shape.max_pages),
-                plan=plan.add_demoted(own, tables, shape.max_demoted_pages),
+                groups=groups,
+                layers=batch.layers,
+                plans=[_plan_group(shape, *x, inputs, num_heads) for x in zip(shape.groups, groups, strict=True)],
                 input_ids=inputs.device_views["input_ids"],
                 positions=inputs.device_views["positions"],
-                slot_mapping=inputs.slot_mapping,
                 logits_indices=torch.arange(shape.T, device=self.device),
             )
             return self.forward(step)
@@ -218,3 +226,27 @@ class CUDAGraphRunner:
             return logits
 
         return CapturedStep(inputs, replay)
+
+
+def _plan_group(
+    shape: GraphShape, own: GroupShape, group: GroupInputs, inputs: GraphInputs, num_heads: int
+) -> AttentionPlan:
+    """Return the plan of the layers of a group: one decode tile for each request."""
+    kv = group.kv
+    block_n = plan.choose_block_n(kv)
+    num_splits = plan.max_splits(own.max_pages * (kv.page_size // block_n))
+    num_rows = shape.F * num_heads // own.G
+    tiles = TileList(inputs.device_views["tiles"].view(-1, 6), plan.pad_rows(num_rows), num_splits, num_rows)
+    mass_buffers = None
+    if shape.noise_mode is not None:
+        buffers = plan.allocate_mass_buffers(kv, own.max_pages, shape.T, num_heads, shape.T)
+        mass_buffers = MassBuffers(inputs.scoring, shape.noise_mode, *buffers)
+    whole = AttentionPlan([tiles], None, None, mass_buffers, block_n, own.max_pages)
+    return plan.add_demoted(whole, group.tables, own.max_demoted_pages)
+
+
+def _addressed_tensors(group: GroupInputs) -> list[Tensor | None]:
+    """Return the tensors whose addresses a graph holds."""
+    t = group.tables
+    tensors = [group.kv.k, group.kv.pos, t.pages, t.counts, t.windows, t.dense]
+    return [*tensors, t.demoted.pages, t.demoted.kv.pos] if t.demoted else tensors

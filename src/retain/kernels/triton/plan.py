@@ -55,6 +55,13 @@ class AttentionPlan:
     max_pages: int  # pages of a head, at most
     demoted: AttentionPlan | None = None  # the same tiles over demoted tokens; None where the step has none
 
+    def without_masses(self) -> AttentionPlan:
+        """Return the plan of a layer that changes no mass."""
+        if self.mass_buffers is None:
+            return self
+        demoted = self.demoted and self.demoted.without_masses()
+        return replace(self, mass_tiles=None, mass_buffers=None, demoted=demoted)
+
     @property
     def tile_lists(self) -> list[TileList]:
         """Return the decode tiles and, if there are any, the prefill tiles."""

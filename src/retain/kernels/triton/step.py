@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from retain.kernels.api import KV, Batch
+from retain.kernels.api import Batch
 from retain.kernels.triton.plan import AttentionPlan
 
 
@@ -14,6 +15,5 @@ from retain.kernels.triton.plan import AttentionPlan
 class DeviceStep(Batch):
     """A batch with all of its tensors on the device, and what a program needs and computes beside it."""
 
-    kv: KV
-    plan: AttentionPlan
+    plans: Sequence[AttentionPlan]  # of each KV cache group
     buffers: dict[int, Tensor] = field(default_factory=dict)  # the rows [T, width] of each buffer written until now

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from retain.kernels.api import NO_WINDOW
+from retain.kernels.kv_cache_spec import KVCacheGroupSpec
 from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_tables import DeviceTables
 from retain.kv.memory.page_store import PageStore
@@ -25,25 +26,29 @@ EXTRA_TABLE_PAGES = 16  # a selective load begins with more pages than its text 
 class BlockTables:
     """Tables of N rows, L layers and G kv heads over one pool; every head may own another number of pages.
 
-    The place of a token in a ring is `(pos - ring_base) mod capacity`; its page is `pages[place // S]`.
+    The layers are those of a KV cache group, counted from 0. A block of the prefix cache has `block_size` tokens, as a
+    page has where it is 0. The place of a token in a ring is `(pos - ring_base) mod capacity`; its page is
+    `pages[place // S]`.
     """
 
     def __init__(
         self,
         store: PageStore,
         num_rows: int,
-        num_layers: int,
-        kv_heads: int,
+        group: KVCacheGroupSpec,
         max_pages: int,
         demoted_store: PageStore | None = None,
+        block_size: int = 0,
     ):
         N = num_rows
-        L = num_layers
-        G = kv_heads
+        L = len(group.layers)
+        G = group.num_kv_heads
         self.store = store
         self.pool = store.pool
         self.kv = store.kv
         self.page_size = store.page_size
+        self.block_size = block_size or store.page_size
+        self.layers: Ints = np.array(group.layers, np.int32)  # their numbers in the model, [L]
         self.max_pages = max_pages  # of one head, for the longest text
         self.pages: Ints = np.zeros((N, L, G, max_pages + EXTRA_TABLE_PAGES), np.int32)
         self.counts: Ints = np.zeros((N, L, G), np.int32)

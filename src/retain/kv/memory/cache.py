@@ -6,8 +6,9 @@ Row and layer have a ring, given by two numbers:
 
 `full` is a ring whose capacity is never reached. A ring of window W that is written T fresh tokens at a time has room
 for W + T - 1 slots, so that no chunk overwrites a key that one of its own queries still sees; rounded up to whole
-pages, and at least W + S - 1, so that no page ever mixes live tokens with dead ones. That makes `shrink_rings` a
-change of labels: after the prompt the pages with live tokens come first, the others are freed, and nothing moves.
+pages, and at least W + S - 1, so that no page ever mixes live tokens with dead ones. (W + B - 1 where blocks of the
+prefix cache have B > S tokens: its windows end with a block.) That makes `shrink_rings` a change of labels: after the
+prompt the pages with live tokens come first, the others are freed, and nothing moves.
 
               pages  | 8 9 | 2 3 | 4 5 | 6 7 |     S = 2, capacity 8, W = 3, next token 10: 8 and 9 (and 7) are live
     shrink_rings ->  | 6 7 | 8 9 |                 ring_base 6, capacity 4
@@ -22,9 +23,9 @@ from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.types import Ints
 
 
-def ring_capacities(windows: Ints, fresh: int, page_size: int) -> Ints:
+def ring_capacities(windows: Ints, fresh: int, page_size: int, block_size: int) -> Ints:
     """Slots that a head of each layer may own when `fresh` tokens are written at a time, [L]."""
-    slots = windows.astype(np.int64) + max(fresh, page_size) - 1
+    slots = windows.astype(np.int64) + max(fresh, block_size) - 1
     return np.minimum(-(-slots // page_size) * page_size, UNBOUNDED).astype(np.int32)
 
 
@@ -38,7 +39,8 @@ class KVCache:
     def open_row(self, windows: Ints, num_uncomputed: int) -> int:
         """Open a row of these windows [L] for a request with so many uncomputed tokens. It owns no pages yet."""
         fresh = min(num_uncomputed, self.max_batched_tokens)
-        return self.tables.open_row(windows, ring_capacities(windows, fresh, self.tables.page_size))
+        t = self.tables
+        return t.open_row(windows, ring_capacities(windows, fresh, t.page_size, t.block_size))
 
     def reserve(self, row: int, upto: int) -> bool:
         """Own the pages of all positions below `upto`. False, and nothing is taken, when the pool has too few."""
@@ -47,8 +49,7 @@ class KVCache:
         if upto <= t.allocated_upto[row]:
             return True
         had = t.counts[row]  # [L, G]
-        slots = np.minimum(upto - t.ring_base[row] + t.headroom[row], t.capacity[row])  # [L]
-        wanted = np.maximum(-(-slots // S)[:, None], had)
+        wanted = self._wanted_pages(row, upto)
         n = int((wanted - had).sum())
         if not t.pool.ensure_free(n):
             return False
@@ -64,6 +65,20 @@ class KVCache:
         upto_by_layer = np.where(owned >= t.capacity[row], UNBOUNDED, t.ring_base[row] + owned - t.headroom[row])
         t.allocated_upto[row] = int(upto_by_layer.min())
         return True
+
+    def num_missing_pages(self, row: int, upto: int) -> int:
+        """Return the pages that the row needs for all positions below `upto` and does not own yet."""
+        t = self.tables
+        if upto <= t.allocated_upto[row]:
+            return 0
+        return int((self._wanted_pages(row, upto) - t.counts[row]).sum())
+
+    def _wanted_pages(self, row: int, upto: int) -> Ints:
+        """Return the pages of each head for all positions below `upto`, [L, G], or those that it owns already."""
+        t = self.tables
+        slots = np.minimum(upto - t.ring_base[row] + t.headroom[row], t.capacity[row])  # [L]
+        wanted: Ints = np.maximum(-(-slots // t.page_size)[:, None], t.counts[row])
+        return wanted
 
     def slot_mapping(self, rows: Ints, places: Ints) -> Ints:
         """The slots of fresh tokens of these rows at these places in their texts, both [T] -> int32 [L, G, T]."""
@@ -106,7 +121,7 @@ class KVCache:
         if t.rings_shrunk[row]:
             return
         t.rings_shrunk[row] = True
-        capacity = ring_capacities(t.window[row], 1, S)
+        capacity = ring_capacities(t.window[row], 1, S, t.block_size)
         freed = []
         for layer in np.flatnonzero((capacity < t.capacity[row]) & (t.window[row] < NO_WINDOW)):
             n = int(t.counts[row, layer, 0])

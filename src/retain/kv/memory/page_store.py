@@ -60,6 +60,12 @@ class PageStore:
             self.pool.kinds[pages] = self.kind
         return pages
 
+    def copy_of(self, pages: Pages) -> Pages:
+        """Return new pages with the content of these, of the same shape. Raises OutOfPages."""
+        copies: Pages = self.allocate(pages.size).reshape(pages.shape)
+        self.copy(pages.ravel(), copies.ravel())
+        return copies
+
     def copy(self, src: Pages, dst: Pages) -> None:
         """Copy K, V, positions and mass of pages, both [n]."""
         self.backend.copy(self.kv, self.kv.to_index(src), self.kv.to_index(dst))

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from retain.types import Ints
 
 
 @dataclass(frozen=True)
 class SlidingWindows:
-    """Pages [G, n] of each sliding layer, from page `first_pages[i]` of the text on.
+    """Pages [G, n] of each sliding layer, from page `first_pages[i]` of the text on; group after group.
 
-    A text can resume from position `min_resume_position` or later.
+    A text can resume from position `min_resume_position` or later. Layer i is of the KV cache group `groups[i]`.
     """
 
     first_pages: tuple[int, ...]
     pages: tuple[Ints, ...]
     min_resume_position: int
+    groups: tuple[int, ...]
 
-    def before_page(self, page: int, page_size: int) -> SlidingWindows | None:
-        """Return the windows at the first position of a page of the text; None where no text can resume there."""
-        if self.min_resume_position > page * page_size:
+    def before(self, position: int, page_sizes: Sequence[int]) -> SlidingWindows | None:
+        """Return the windows at the first position of a block of the text; None where no text can resume there.
+
+        `page_sizes` are those of each group.
+        """
+        if self.min_resume_position > position:
             return None
-        pages = tuple(p[:, : page - first] for p, first in zip(self.pages, self.first_pages, strict=True))
-        return SlidingWindows(self.first_pages, pages, self.min_resume_position)
+        layers = zip(self.pages, self.first_pages, self.groups, strict=True)
+        pages = tuple(p[:, : position // page_sizes[g] - first] for p, first, g in layers)
+        return replace(self, pages=pages)

@@ -56,7 +56,8 @@ class LayerLoader:
             if len(job.pages) == job.span.num_blocks[job.layer]:
                 self.loaded_spans.add((job.store, job.span))
         try:
-            write_positions(self.offloader.transfer, self.offloader.kv.page_size, jobs)
+            group = self.offloader.groups[jobs[0].group]
+            write_positions(group.transfer, group.kv.page_size, jobs)
             self.finished_at = perf_counter()
             return self.offloader.transfer.record_event()
         except Exception as error:
@@ -69,7 +70,7 @@ class LayerLoader:
             return False
         try:
             blocks = self.readers[job.span].read_blocks(job.layer, job.start_block, job.start_block + len(job.pages))
-            write_pages(self.offloader.transfer, job, blocks)
+            write_pages(self.offloader.groups[job.group].transfer, job, blocks)
             self._count_bytes(job.store, blocks.size)
         except Exception as error:
             self._fail(job.store, job.span, error)
@@ -128,8 +129,9 @@ class LayerLoader:
 
 
 def write_pages(transfer: PageTransfer, job: ReadJob, blocks: Bytes) -> None:
-    """Upload blocks [n, block_bytes] into the pages of a job."""
-    transfer.upload(job.pages, blocks.reshape(*job.pages.shape, -1))
+    """Upload blocks [n, block_bytes] into the pages of a job; the last bytes of a block may be padding."""
+    n, G = job.pages.shape
+    transfer.upload(job.pages, blocks[:, : G * transfer.page_bytes].reshape(n, G, -1))
 
 
 def write_positions(transfer: PageTransfer, page_size: int, jobs: Sequence[ReadJob]) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
 from typing import Any
@@ -13,17 +14,32 @@ from typing import Any
 import numpy as np
 
 from retain.kernels.api import KV
+from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.offload.selective.block_cache import BlockCache, CachedReader
 from retain.kv.offload.selective.repack import ProbeConfig, Repacker
 from retain.kv.offload.span import Span, SpanRange, SpanReader, Store
-from retain.kv.offload.transfer import create_transfer
+from retain.kv.offload.transfer import PageTransfer, create_transfers
 from retain.kv.offload.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
 from retain.types import Floats, Ints
 
 NUM_READ_THREADS = 2
+
+
+@dataclass(frozen=True)
+class OffloadGroup:
+    """A KV cache group as tiers see it: its pages, the copies of them, and the kv heads of a layer."""
+
+    kv: KV
+    transfer: PageTransfer
+    num_kv_heads: int
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a page of all heads of a layer."""
+        return self.num_kv_heads * self.transfer.page_bytes
 
 
 class Offloader:
@@ -36,17 +52,20 @@ class Offloader:
     def __init__(
         self,
         stores: Sequence[Store],
-        kv: KV,
-        kv_heads: int,
+        pools: Sequence[KV],
+        layout: BlockLayout,
         model_fingerprint: bytes,
         probe_config: ProbeConfig | None = None,
         block_cache: BlockCache | None = None,
     ):
         self.stores = stores
-        self.kv = kv
+        self.layout = layout
         self.model_fingerprint = model_fingerprint
-        self.transfer = create_transfer(kv)
-        self.block_bytes = kv_heads * (kv.k[0].nbytes + kv.v[0].nbytes)
+        transfers = create_transfers(pools)
+        heads = [g.num_kv_heads for g in layout.groups]
+        self.groups = [OffloadGroup(*x) for x in zip(pools, transfers, heads, strict=True)]
+        self.transfer = transfers[0]  # for what orders the work of all groups
+        self.kv = pools[0]  # for selective loading, where there is one group
         self.cost_model = LoadCostModel()
         self.warnings = WarningLog(logging.getLogger(__name__))
         self.num_loaded_tokens = dict.fromkeys((s.name for s in stores), 0)  # by store
@@ -54,7 +73,7 @@ class Offloader:
         # Reads that a step already waits for.
         self.urgent_executor = ThreadPoolExecutor(NUM_READ_THREADS, "retain-read-now", reset_cpu_affinity)
         self.probe_config = probe_config
-        self.repacker = Repacker(probe_config, kv, self.warnings) if probe_config else None
+        self.repacker = Repacker(probe_config, self.kv, self.warnings) if probe_config else None
         self.block_cache = block_cache
         # What the fingerprints in the stores mean, this one's too.
         self.formats: dict[bytes, dict[str, Any]] = {k: v for s in stores for k, v in s.formats.items()}
@@ -119,29 +138,28 @@ class Offloader:
     # ---- offloading ----------------------------------------------------------------------------------------------
 
     def on_computed(
-        self, keys: Sequence[bytes], start_page: int, pages: Ints, sliding_windows: SlidingWindows | None
+        self, keys: Sequence[bytes], start_page: int, blocks: Ints, sliding_windows: SlidingWindows | None
     ) -> None:
-        """Put computed pages [M, G, n] into the write-through stores, with the sliding windows at their end.
+        """Put computed blocks [K, n] into the write-through stores, with the sliding windows at their end.
 
-        `keys` are the pages' keys, and `start_page` is the first one's number in its text.
+        `keys` are the blocks' keys, and `start_page` is the first one's number in its text.
         """
-        self._offload_pages([s for s in self.stores if s.write_through], keys, start_page, pages, sliding_windows)
+        self._offload_pages([s for s in self.stores if s.write_through], keys, start_page, blocks, sliding_windows)
 
     def on_evicted(
-        self, keys: Sequence[bytes], start_page: int, pages: Ints, sliding_windows: SlidingWindows | None
+        self, keys: Sequence[bytes], start_page: int, blocks: Ints, sliding_windows: SlidingWindows | None
     ) -> None:
-        """Put pages that the pool evicts into every store that lacks them. Arguments as in `on_computed`."""
-        self._offload_pages(self.stores, keys, start_page, pages, sliding_windows)
+        """Put blocks that the pool evicts into every store that lacks them. Arguments as in `on_computed`."""
+        self._offload_pages(self.stores, keys, start_page, blocks, sliding_windows)
 
     def _offload_pages(
         self,
         stores: Sequence[Store],
         keys: Sequence[bytes],
         start_page: int,
-        pages: Ints,
+        blocks: Ints,
         sliding_windows: SlidingWindows | None,
     ) -> None:
-        blocks = pages.transpose(0, 2, 1)  # [M, n, G]
         for store in stores:
             i = 0
             while blocks.size and i < len(keys):
@@ -149,32 +167,36 @@ class Offloader:
                 while j < len(keys) and j - i < store.max_keys and not store.contains(keys[j]):
                     j += 1
                 if j > i:
-                    self._store_span(store, tuple(keys[i:j]), start_page + i, list(blocks[:, i:j]))
+                    self._store_span(store, tuple(keys[i:j]), start_page + i, self._layer_pages(blocks[:, i:j]))
                 i = max(j, i + 1)
             if sliding_windows and not store.contains(_window_key(keys[-1])):
                 self._store_span(
                     store,
                     (_window_key(keys[-1]),),
                     start_page + len(keys),
-                    layer_pages=[p.T for p in sliding_windows.pages],
+                    layer_pages=[(g, p.T) for g, p in zip(sliding_windows.groups, sliding_windows.pages, strict=True)],
                     window_starts=sliding_windows.first_pages,
                     min_resume_position=sliding_windows.min_resume_position,
                 )
+
+    def _layer_pages(self, blocks: Ints) -> list[tuple[int, Ints]]:
+        """Return the group and the pages [p, G] of each layer of blocks [K, n]."""
+        return [(g, layer.T) for g, pages in enumerate(self.layout.split(blocks)) for layer in pages]
 
     def _store_span(
         self,
         store: Store,
         keys: tuple[bytes, ...],
         start_page: int,
-        layer_pages: list[Ints],  # [n, G] of each layer
+        layer_pages: list[tuple[int, Ints]],  # the group and the pages [p, G] of each layer
         window_starts: Sequence[int] = (),
         min_resume_position: int = 0,
     ) -> None:
         probes = None if window_starts else self.probe_config
         span = Span(
             keys=keys,
-            num_blocks=tuple(map(len, layer_pages)),
-            block_bytes=self.block_bytes,
+            num_blocks=tuple(len(pages) for _, pages in layer_pages),
+            block_bytes=max(self.groups[g].block_bytes for g, _ in layer_pages),
             start_page=start_page,
             window_starts=tuple(window_starts),
             min_resume_position=min_resume_position,
@@ -187,12 +209,14 @@ class Offloader:
         except (OSError, MemoryError) as error:
             self.warnings.warn(f"tier {store.name}: no host memory for a span, which is not kept", error)
             return
-        for layer, pages in enumerate(layer_pages):
+        for layer, (g, pages) in enumerate(layer_pages):
             if not pages.size:
                 continue  # the window of one token has none at a page's begin
-            self.transfer.download(pages, span.view_layer(data, layer).reshape(*pages.shape, -1))
+            group = self.groups[g]
+            own = span.view_layer(data, layer)[:, : group.block_bytes]
+            group.transfer.download(pages, own.reshape(*pages.shape, -1))
         if probes:
-            span.view_metadata(data)[:] = probes.initial_metadata(self.kv, layer_pages).serialized
+            span.view_metadata(data)[:] = probes.initial_metadata(self.kv, [p for _, p in layer_pages]).serialized
         store.put(span, data)
 
     # ---- loading -------------------------------------------------------------------------------------------------
@@ -200,7 +224,7 @@ class Offloader:
     def record_load(self, ranges: Sequence[SpanRange], windows: SpanRange | None) -> None:
         """Count the tokens that a row starts with from these ranges."""
         for r in ranges or ([windows] if windows else []):
-            self.num_loaded_tokens[r.store.name] += (r.end - r.begin) * self.kv.page_size
+            self.num_loaded_tokens[r.store.name] += (r.end - r.begin) * self.layout.block_size
 
     def open_span(self, store: Store, span: Span, deadline: float) -> SpanReader:
         """Open a span, with reads through the block cache if there is one. Raises OSError."""

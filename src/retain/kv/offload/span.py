@@ -1,9 +1,10 @@
 """Spans: consecutive pages of a text in one piece, as stores keep them; and the interfaces of stores and readers.
 
-A block is one page of every kv head of one layer, as bytes: for each of the G heads its keys, then its values. A span
-of text has one key for each of its pages, and as many blocks in every layer: key i, the chained hash of that page's
-tokens, names block i of each layer. The windows of sliding layers are a span of one key. Each of its layers has as
-many blocks as its window takes.
+A block is one page of every kv head of one layer, as bytes: for each of the G heads its keys, then its values. Blocks
+of a span have one size; where layers differ, those with fewer bytes are padded. A span of text has one key for each
+block of the prefix cache, and in every layer as many blocks for a key as that has pages: the chained hash of those
+tokens names them. The windows of sliding layers are a span of one key. Each of its layers has as many blocks as its
+window takes.
 """
 
 from __future__ import annotations
@@ -207,6 +208,7 @@ class ReadJob:
     start_block: int
     pages: Ints
     start_position: int
+    group: int = 0  # the KV cache group of the layer
 
 
 def alloc_aligned(size: int) -> Bytes:

@@ -6,6 +6,7 @@ the computation. The computing stream waits for an upload by an event; the host 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -20,7 +21,12 @@ from retain.types import Bytes, Ints
 
 
 class PageTransfer(Protocol):
-    """Copies pages of one pool. The n bytes of a page are its keys, then its values."""
+    """Copies pages of one pool. The n bytes of a page, `page_bytes`, are its keys, then its values."""
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of K and V of a page."""
+        ...
 
     def allocate(self, size: int) -> Bytes:
         """Allocate host memory. Raises OSError or MemoryError."""
@@ -61,6 +67,7 @@ class HostTransfer:
     def __init__(self, kv: KV):
         self.byte_views: list[Bytes] = [x.flatten(1).view(torch.uint8).numpy() for x in (kv.k, kv.v)]
         self.num_key_bytes: int = kv.k[0].nbytes
+        self.page_bytes: int = kv.k[0].nbytes + kv.v[0].nbytes
         self.positions: Ints = kv.pos.numpy()
 
     def allocate(self, size: int) -> Bytes:
@@ -99,11 +106,14 @@ class HostTransfer:
 class DeviceTransfer:
     """Copies between host memory and a device, with streams and pinned memory on CUDA."""
 
-    def __init__(self, kv: KV):
+    def __init__(self, kv: KV, stream: torch.cuda.Stream | None = None):
         self.kv = kv
         self.byte_views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v)]
+        self.page_bytes: int = kv.k[0].nbytes + kv.v[0].nbytes
         self.is_cuda = kv.device.type == "cuda"
-        self.stream = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        self.stream = stream
+        if self.is_cuda and stream is None:
+            self.stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
 
     def allocate(self, size: int) -> Bytes:
         """Allocate zeroed memory, pinned on CUDA."""
@@ -119,7 +129,7 @@ class DeviceTransfer:
         """Copy pages out, on the computing stream."""
         index = self.kv.to_index(pages.ravel())
         data = torch.cat([x.index_select(0, index) for x in self.byte_views], 1)  # [N, n]
-        torch.from_numpy(out).view(data.shape).copy_(data)
+        torch.from_numpy(out).copy_(data.view(out.shape))
 
     def upload(self, pages: Ints, data: Bytes) -> None:
         """Copy pages in, on the transfer stream."""
@@ -164,6 +174,9 @@ class DeviceTransfer:
         return host.to(self.kv.device, non_blocking=True)
 
 
-def create_transfer(kv: KV) -> PageTransfer:
-    """Return the transfer for a pool, by its device."""
-    return HostTransfer(kv) if kv.device.type == "cpu" else DeviceTransfer(kv)
+def create_transfers(pools: Sequence[KV]) -> list[PageTransfer]:
+    """Return the transfers for pools of one device. They share a stream: an event of one orders the work of all."""
+    if pools[0].device.type == "cpu":
+        return [HostTransfer(kv) for kv in pools]
+    first = DeviceTransfer(pools[0])
+    return [first, *(DeviceTransfer(kv, first.stream) for kv in pools[1:])]

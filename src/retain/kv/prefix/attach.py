@@ -1,8 +1,8 @@
 """Attaching a prefix to a row: shared pages, copied pages, and pages that a loader fills.
 
-Whole pages of the radix tree are shared. A page of which only a part matches is copied, and so is every page that will
-be written over: the windows of sliding layers, and all pages of a row that evicts. An offloaded prefix gets pages of
-the row's own, all holes until its blocks are loaded.
+Whole blocks of the radix tree are shared. A block of which only a part matches is copied, and so is every page that
+will be written over: the windows of sliding layers, and all pages of a row that evicts. An offloaded prefix gets pages
+of the row's own, all holes until its blocks are loaded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.offload.span import ReadJob, SpanRange
@@ -23,13 +24,13 @@ NO_PAGES: Ints = np.zeros((0, 0), np.int32)
 
 @dataclass(frozen=True)
 class AttachPlan:
-    """What a row can begin with: `length` tokens, in pages of the tree, then in offloaded spans.
+    """What a row can begin with: `length` tokens, in blocks of the tree, then in offloaded spans.
 
     Sliding layers resume from windows of the tree, or from offloaded ones.
     """
 
     length: int
-    pages: Ints  # [M, G, n]
+    blocks: Ints  # [K, n]
     sliding_windows: SlidingWindows | None
     span_ranges: Sequence[SpanRange] = ()
     offloaded_windows: SpanRange | None = None
@@ -41,41 +42,60 @@ class PageSource:
     """Where `num_pages` pages of every head of a layer come from; they begin at page `first_page` of the text.
 
     They are copies of `src_pages` [G, n]; or, where that is empty, blocks of offloaded spans, one run behind the other:
-    (span range, layer of the span, first block, number of blocks).
+    (span range, layer of the span, first block of that layer, number of blocks).
     """
 
-    layer: int
+    group: int
+    layer: int  # of the group
     first_page: int
     num_pages: int
     src_pages: Ints
     offloaded: Sequence[tuple[SpanRange, int, int, int]] = ()
 
 
-def attach_pages(tables: BlockTables, row: int, plan: AttachPlan, must_copy: bool) -> dict[int, list[ReadJob]] | None:
+def attach_pages(
+    groups: Sequence[BlockTables], layout: BlockLayout, row: int, plan: AttachPlan, must_copy: bool
+) -> dict[int, list[ReadJob]] | None:
     """Put a plan's pages into a row's tables.
 
-    Returns the blocks to load for each layer; None, and nothing is attached, where the pool has too few pages.
+    Returns the blocks to load for each layer of the model; None, and nothing is attached, where the pool has too few
+    pages.
     """
-    t = tables
-    S = tables.page_size
-    G = tables.counts.shape[2]
-    matched = plan.pages.shape[-1]
-    shared = 0 if must_copy else min(plan.length // S, matched)
-    full_layers = t.full_layers(row)
-    sources = list(_page_sources(t, row, plan, shared))
-    src = np.concatenate([NO_PAGES.ravel(), *(s.src_pages.ravel() for s in sources)])
-    held = np.concatenate([plan.pages[..., :shared].ravel(), src])
-    num_pages = sum(s.num_pages for s in sources) * G
-    t.pool.incref(held)  # before ensure_free, which may evict them
-    if not t.pool.ensure_free(num_pages):
-        t.pool.free(held)
+    pool = groups[0].pool
+    matched = plan.blocks.shape[-1]
+    num_shared = 0 if must_copy else min(plan.length // layout.block_size, matched)
+    sources = list(_page_sources(groups, layout, row, plan, num_shared))
+    held = np.concatenate([plan.blocks[:, :num_shared].ravel(), *(s.src_pages.ravel() for s in sources)])
+    num_pages = sum(s.num_pages * groups[s.group].counts.shape[2] for s in sources)
+    pool.incref(held)  # before ensure_free, which may evict them
+    if not pool.ensure_free(num_pages):
+        pool.free(held)
         return None
-    t.ring_base[row] = [_first_visible_page(plan.length, w, S) * S for w in t.window[row].tolist()]
-    t.pages[row, full_layers, :, :shared] = plan.pages[..., :shared]
-    t.counts[row, full_layers] = shared
-    allocated = remaining = np.sort(t.store.allocate(num_pages))
-    dst = [NO_PAGES]
-    jobs = dict[int, list[ReadJob]]()
+    jobs: dict[int, list[ReadJob]] = {}
+    for g, (tables, shared) in enumerate(zip(groups, layout.split(plan.blocks[:, :num_shared]), strict=True)):
+        own_sources = [s for s in sources if s.group == g]
+        _attach_group(tables, row, plan.length, shared, own_sources, jobs)
+    return jobs
+
+
+def _attach_group(
+    t: BlockTables,
+    row: int,
+    length: int,
+    shared: Ints,
+    sources: Sequence[PageSource],
+    jobs: dict[int, list[ReadJob]],
+) -> None:
+    """Put shared pages [M, G, n], and pages of the row's own, into the tables of a group; add what is to be loaded."""
+    S = t.page_size
+    G = t.counts.shape[2]
+    full_layers = t.full_layers(row)
+    t.ring_base[row] = [_first_visible_page(length, w, S) * S for w in t.window[row].tolist()]
+    t.pages[row, full_layers, :, : shared.shape[-1]] = shared
+    t.counts[row, full_layers] = shared.shape[-1]
+    allocated = remaining = np.sort(t.store.allocate(sum(s.num_pages for s in sources) * G))
+    src = np.concatenate([NO_PAGES.ravel(), *(s.src_pages.ravel() for s in sources)])
+    dst = [NO_PAGES.ravel()]
     for s in sources:
         own, remaining = np.split(remaining, [s.num_pages * G])
         pages = own.reshape(G, s.num_pages)
@@ -83,43 +103,53 @@ def attach_pages(tables: BlockTables, row: int, plan: AttachPlan, must_copy: boo
         t.pages[row, s.layer, :, place : place + s.num_pages] = pages
         t.counts[row, s.layer] = place + s.num_pages
         if s.src_pages.size:
-            dst.append(pages)
+            dst.append(pages.ravel())
         starts = accumulate((n for *_, n in s.offloaded), initial=0)
         for (part, layer, first_block, n), i in zip(s.offloaded, starts, strict=False):
-            job = ReadJob(part.store, part.span, layer, first_block, pages[:, i : i + n].T, (s.first_page + i) * S)
-            jobs.setdefault(s.layer, []).append(job)
-    _copy_pages(t, src, np.concatenate([d.ravel() for d in dst]), plan.length)
+            position = (s.first_page + i) * S
+            job = ReadJob(part.store, part.span, layer, first_block, pages[:, i : i + n].T, position, s.group)
+            jobs.setdefault(int(t.layers[s.layer]), []).append(job)
+    _copy_pages(t, src, np.concatenate(dst), length)
     t.kv.mass[t.kv.to_index(allocated)] = 0
     t.pool.free(src)
     t.peaks[row] = t.counts[row]
     t.mark_dirty(row)
-    t.allocated_upto[row] = plan.length
-    return jobs
+    t.allocated_upto[row] = length
 
 
-def _page_sources(tables: BlockTables, row: int, plan: AttachPlan, num_shared: int) -> Iterator[PageSource]:
-    """Yield the sources of all pages of the row that are not shared."""
-    S = tables.page_size
-    matched = plan.pages.shape[-1]
-    end_page = -(-plan.length // tables.page_size)
-    for m, layer in enumerate(tables.full_layers(row).tolist()):
-        if matched > num_shared:
-            yield PageSource(layer, num_shared, matched - num_shared, plan.pages[m, :, num_shared:])
-        if plan.selective:
-            yield PageSource(layer, matched, sum(len(p.span.keys) for p in plan.span_ranges), NO_PAGES)
-        elif end_page > matched:
-            offloaded = [(p, m, p.begin, p.end - p.begin) for p in plan.span_ranges]
-            yield PageSource(layer, matched, end_page - matched, NO_PAGES, offloaded)
-    for i, layer in enumerate(tables.ring_layers(row).tolist()):
-        first = _first_visible_page(plan.length, int(tables.window[row, layer]), S)
-        if plan.offloaded_windows:
-            start_block = first - plan.offloaded_windows.span.window_starts[i]
-            offloaded = [(plan.offloaded_windows, i, start_block, end_page - first)]
-            yield PageSource(layer, first, end_page - first, NO_PAGES, offloaded)
-        elif plan.sliding_windows:
-            place = plan.sliding_windows.first_pages[i]
-            pages = plan.sliding_windows.pages[i][:, first - place : end_page - place]
-            yield PageSource(layer, first, end_page - first, pages)
+def _page_sources(
+    groups: Sequence[BlockTables], layout: BlockLayout, row: int, plan: AttachPlan, num_shared: int
+) -> Iterator[PageSource]:
+    """Yield the sources of all pages of the row that are not shared.
+
+    Spans have the layers in this order too: those without a window, or those with one, group after group.
+    """
+    full_layer = ring_layer = 0
+    for g, (t, blocks) in enumerate(zip(groups, layout.split(plan.blocks), strict=True)):
+        r = layout.groups[g].pages_per_block
+        end_page = -(-plan.length // t.page_size)
+        matched = min(plan.blocks.shape[-1] * r, end_page)
+        shared = num_shared * r
+        for m, layer in enumerate(t.full_layers(row).tolist()):
+            if matched > shared:
+                yield PageSource(g, layer, shared, matched - shared, blocks[m, :, shared:matched])
+            if plan.selective:
+                yield PageSource(g, layer, matched, sum(len(p.span.keys) for p in plan.span_ranges), NO_PAGES)
+            elif end_page > matched:
+                offloaded = [(p, full_layer, p.begin * r, (p.end - p.begin) * r) for p in plan.span_ranges]
+                yield PageSource(g, layer, matched, end_page - matched, NO_PAGES, offloaded)
+            full_layer = full_layer + 1
+        for layer in t.ring_layers(row).tolist():
+            first = _first_visible_page(plan.length, int(t.window[row, layer]), t.page_size)
+            if plan.offloaded_windows:
+                start_block = first - plan.offloaded_windows.span.window_starts[ring_layer]
+                offloaded = [(plan.offloaded_windows, ring_layer, start_block, end_page - first)]
+                yield PageSource(g, layer, first, end_page - first, NO_PAGES, offloaded)
+            elif plan.sliding_windows:
+                place = plan.sliding_windows.first_pages[ring_layer]
+                pages = plan.sliding_windows.pages[ring_layer][:, first - place : end_page - place]
+                yield PageSource(g, layer, first, end_page - first, pages)
+            ring_layer = ring_layer + 1
 
 
 def _first_visible_page(position: int, window: int, page_size: int) -> int:

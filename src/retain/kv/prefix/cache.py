@@ -16,6 +16,7 @@ from torch import Tensor
 from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
 from retain.kv.offload.loader import LayerLoader
 from retain.kv.offload.manager import Offloader
@@ -34,15 +35,18 @@ BeforeAttention = Callable[[int, Tensor], None]  # (layer, its queries [T, H, D]
 
 
 class PrefixCache:
-    """Share the pages of `tables` between texts that begin alike."""
+    """Share the pages of the tables of all KV cache groups between texts that begin alike."""
 
     enabled = True
 
-    def __init__(self, tables: BlockTables, planner: CapacityPlanner, config: PrefixConfig):
-        self.tables = tables
+    def __init__(self, groups: Sequence[BlockTables], planner: CapacityPlanner, config: PrefixConfig):
+        self.groups = groups
+        self.pool = groups[0].pool
         self.planner = planner
         self.config = config
-        self.tree = RadixTree(tables.pool, tables.page_size)
+        self.layout = block_layout(groups, [g.windows for g in planner.spec.groups])
+        self._page_sizes = [t.page_size for t in groups]
+        self.tree = RadixTree(self.pool, self.layout.block_size)
         self.offloader: Offloader | None = None
         self.selective_loader: type[SelectiveLoader] = SelectiveLoader
         self.loads: dict[int, LayerLoader] = {}  # by row, until the step after which everything is loaded
@@ -58,12 +62,13 @@ class PrefixCache:
     def _offload_evicted(self, node: Node, num_kept_pages: int) -> None:
         """Offload what a leaf loses. Of less than a page, only the windows are kept, as they are where it begins."""
         assert self.offloader and node.parent
-        if len(node.tokens) == len(node.block_hashes) * self.tables.page_size:
+        B = self.layout.block_size
+        if len(node.tokens) == len(node.block_hashes) * B:
             n = num_kept_pages
             windows = node.sliding_windows
             self.offloader.on_evicted(node.block_hashes[n:], node.start_page + n, node.pages[..., n:], windows)
         elif node.sliding_windows and node.start_page:
-            windows = node.sliding_windows.before_page(node.start_page, self.tables.page_size)
+            windows = node.sliding_windows.before(node.start_page * B, self._page_sizes)
             self.offloader.on_evicted(node.parent.block_hashes[-1:], node.start_page - 1, node.pages[..., :0], windows)
 
     def close_offloader(self) -> None:
@@ -88,8 +93,8 @@ class PrefixCache:
         match = None if query.policy.has_budget else self.match_prefix(query)
         if not match:
             return 0
-        shared = match.pages[..., : match.length // self.tables.page_size]
-        return int(np.count_nonzero(self.tables.pool.ref_counts[shared] > 1))
+        shared = match.pages[..., : match.length // self.layout.block_size]
+        return int(np.count_nonzero(self.pool.ref_counts[shared] > 1))
 
     def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float, owner: str = "") -> int:
         """Keep what the tree has of a text for `seconds`, as far as pins have room. Returns the number of tokens."""
@@ -119,7 +124,7 @@ class PrefixCache:
         Returns the number of computed tokens, and the position where more texts could branch off if the row stored its
         windows there (0: nowhere).
         """
-        S = self.tables.page_size
+        S = self.layout.block_size
         evicts = query.policy.has_budget
         if history := self.tree.history:
             root = self.root_hash(query.salt, self.planner.windows(query.policy))
@@ -132,7 +137,7 @@ class PrefixCache:
         length = plan.length if plan else 0
         branch_point = match.common_length // S * S if match and not evicts else 0  # a row that evicts stores nothing
         branch_point = branch_point if branch_point > length else 0
-        jobs = attach_pages(self.tables, row, plan, must_copy=evicts) if plan and length else None
+        jobs = attach_pages(self.groups, self.layout, row, plan, evicts) if plan and length else None
         if plan is None or jobs is None:
             return 0, branch_point
         if self.offloader and (plan.span_ranges or plan.offloaded_windows):
@@ -144,7 +149,7 @@ class PrefixCache:
 
     def _plan_load(self, query: PrefixQuery, match: PrefixMatch | None) -> AttachPlan | None:
         """Return a plan of whole pages that continues the match from tiers, where reading is faster than computing."""
-        S = self.tables.page_size
+        S = self.layout.block_size
         windows = self.planner.windows(query.policy)
         offloader = self.offloader
         if not offloader or (offloader.probe_config and query.policy.has_budget):
@@ -167,11 +172,11 @@ class PrefixCache:
             return None
         if not offloader.should_load([*ranges, found] if found else ranges, end_page * S - length):
             return None
-        pages = np.zeros((num_full, self.planner.group.num_kv_heads, 0), np.int32)
+        blocks = np.zeros((self.layout.pages_per_block if num_full else 0, 0), np.int32)
         if match:
-            pages = match.pages[..., : min(num_matched, end_page)]
+            blocks = match.pages[..., : min(num_matched, end_page)]
         selective = bool(offloader.probe_config and ranges)
-        return AttachPlan(end_page * S, pages, None, ranges, found, selective)
+        return AttachPlan(end_page * S, blocks, None, ranges, found, selective)
 
     def _start_load(
         self, offloader: Offloader, row: int, plan: AttachPlan, jobs: dict[int, list[ReadJob]]
@@ -181,16 +186,17 @@ class PrefixCache:
     def _time_limit(self, offloader: Offloader, plan: AttachPlan) -> float:
         """Return the seconds that a load may take."""
         ranges = [*plan.span_ranges, *([plan.offloaded_windows] if plan.offloaded_windows else [])]
-        num_tokens = plan.length - plan.pages.shape[-1] * self.tables.page_size
-        return offloader.time_limit([r.store for r in ranges], max(num_tokens, self.tables.page_size))
+        B = self.layout.block_size
+        num_tokens = plan.length - plan.blocks.shape[-1] * B
+        return offloader.time_limit([r.store for r in ranges], max(num_tokens, B))
 
     def _start_selective_load(
         self, offloader: Offloader, row: int, plan: AttachPlan, jobs: dict[int, list[ReadJob]]
     ) -> LayerLoader:
         """Start to load the important blocks only; afterwards the row's tables are shorter than its text."""
-        t = self.tables
-        S = self.tables.page_size
-        first = plan.pages.shape[-1]
+        (t,) = self.groups  # see SelectiveConfig: layers are alike
+        S = t.page_size
+        first = plan.blocks.shape[-1]
         assert offloader.probe_config
         layers = t.full_layers(row)
         end = first + sum(len(p.span.keys) for p in plan.span_ranges)
@@ -225,7 +231,8 @@ class PrefixCache:
         def before_attention(layer: int, q: Tensor) -> None:
             for load, begin, end in loads:
                 load.wait_layer(layer, q[begin:end])
-            self.tables.device.rows.upload()  # selective loads shorten tables
+            for tables in self.groups:
+                tables.device.rows.upload()  # selective loads shorten tables
 
         return before_attention if loads else None
 
@@ -250,30 +257,35 @@ class PrefixCache:
 
     def record_compute(self, num_tokens: int, seconds: float) -> None:
         """Tell the cost model how long a step took that waited for no load."""
-        if self.offloader and num_tokens >= self.tables.page_size:
+        if self.offloader and num_tokens >= self.layout.block_size:
             self.offloader.cost_model.record_compute(num_tokens, seconds)
 
     # ---- storing -------------------------------------------------------------------------------------------------
 
     def store(self, row: int, entry: PrefixEntry, still_running: bool = False) -> None:
         """Keep the pages of a text that a row has computed. A row that is still running shares only whole pages."""
-        t = self.tables
-        S = self.tables.page_size
+        B = self.layout.block_size
         n = len(entry.tokens)
         end = n if self.config.keep == "all" else min(n, entry.prompt_len)
-        end = end // S * S if still_running else end
+        end = end // B * B if still_running or not self.layout.has_partial_blocks else end
         if not end or row in self.loads or row in self.sparse_rows:
             return
-        slides = bool(len(t.ring_layers(row)))
-        windows = capture_sliding_windows(t, row, end, still_running) if slides else None
+        slides = any(len(t.ring_layers(row)) for t in self.groups)
+        windows = capture_sliding_windows(self.groups, row, end, still_running) if slides else None
         if slides and not windows:
             return
-        pages = t.pages[row, t.full_layers(row), :, : -(-end // S)]
+        num_blocks = -(-end // B)
+        pages = self.layout.join(
+            [
+                t.pages[row, t.full_layers(row), :, : num_blocks * g.pages_per_block]
+                for t, g in zip(self.groups, self.layout.groups, strict=True)
+            ]
+        )
         visible = self.planner.windows(entry.policy)
         root = self.root_hash(entry.salt, visible)
         if self.offloader:
             keys = self.tree.hash_blocks(root, np.asarray(entry.tokens[:end], np.int32))
-            stored_windows = windows.before_page(len(keys), S) if windows and keys else None
+            stored_windows = windows.before(len(keys) * B, self._page_sizes) if windows and keys else None
             self.offloader.on_computed(keys, 0, pages[..., : len(keys)], stored_windows)
         stored = self.tree.insert(root, entry.tokens[:end], pages, windows)
         if stored and self.tree.observer and np.array_equal(visible, self.planner.model_windows):

@@ -72,7 +72,7 @@ def explain_prefix(
     windows = cache.planner.windows(query.policy)
     slides = bool((windows < NO_WINDOW).any())
     # Tiers, and windows of sliding layers, end with a page: some tokens behind it are always computed.
-    slack = cache.tables.page_size if slides or cache.offloader else 0
+    slack = cache.layout.block_size if slides or cache.offloader else 0
     if num_cached_tokens and num_cached_tokens >= query.max_length - slack:
         return replace(begun, common_length=num_cached_tokens, known_length=num_cached_tokens)
     root_hash = cache.root_hash(query.salt, windows)
@@ -89,7 +89,7 @@ def explain_prefix(
     further = [d for d in found if min(d.known_length, query.max_length) > least]
     if further:  # the first of those that know as much, to a page
         longest = max(d.known_length for d in further)
-        return next(d for d in further if d.known_length > longest - cache.tables.page_size)
+        return next(d for d in further if d.known_length > longest - cache.layout.block_size)
     if usable >= query.max_length:
         return begun
     own = history.text_of_row(row)
@@ -127,7 +127,7 @@ def _find_elsewhere(
     cache: PrefixCache, history: PrefixHistory, query: PrefixQuery, begun: PrefixDiagnosis, row: int
 ) -> Iterator[PrefixDiagnosis]:
     """Yield where more of the prompt is, or was, than in the tree under the query's own root hash."""
-    S = cache.tables.page_size
+    S = cache.layout.block_size
     prompt = begun.prompt
     root_hash = cache.root_hash(query.salt, cache.planner.windows(query.policy))
     keys = cache.tree.hash_blocks(root_hash, prompt)
@@ -189,7 +189,7 @@ def _explain_seen(begun: PrefixDiagnosis, text: SeenText, root_hash: bytes) -> P
 
 def _evicted_age(cache: PrefixCache, history: PrefixHistory, text: SeenText) -> float | None:
     """Return how many seconds ago the last page of a text was evicted; None where that is not known."""
-    S = cache.tables.page_size
+    S = cache.layout.block_size
     n = text.num_stored_tokens
     hashes = cache.tree.hash_blocks(text.root_hash, text.tokens[:n])
     if rest := n % S:

@@ -28,7 +28,7 @@ class Node:
     start_page: int
     tokens: Ints  # [n * page_size], or fewer than one page
     block_hashes: list[bytes]  # of each of its pages
-    pages: Ints  # [M, G, n]
+    pages: Ints  # [K, n]: a column for each block, see block_layout.py
     sliding_windows: SlidingWindows | None = None  # at its end
     parent: Node | None = None
     children: dict[bytes, Node] = field(default_factory=dict)  # by their first block hash
@@ -69,6 +69,6 @@ class PrefixMatch:
     """
 
     length: int
-    pages: Ints  # [M, G, n], of all tokens that agree; the last page may agree only in part
+    pages: Ints  # [K, n], of all tokens that agree; the last page may agree only in part
     sliding_windows: SlidingWindows | None
     common_length: int

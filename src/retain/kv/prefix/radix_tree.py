@@ -140,7 +140,7 @@ class RadixTree:
     def insert(
         self, root_hash: bytes, tokens: Sequence[int], pages: Ints, sliding_windows: SlidingWindows | None = None
     ) -> StoredPages | None:
-        """Cache a text: `pages` [M, G, n] hold its tokens, `sliding_windows` the last positions of sliding layers.
+        """Cache a text: `pages` [K, n] hold its tokens, `sliding_windows` the last positions of sliding layers.
 
         The tree takes a reference to the pages that it does not have. It takes over `sliding_windows`, or frees them.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from retain.kv.memory.block_tables import BlockTables
@@ -9,25 +11,27 @@ from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.types import Ints
 
 
-def capture_sliding_windows(tables: BlockTables, row: int, end: int, still_running: bool) -> SlidingWindows | None:
+def capture_sliding_windows(
+    groups: Sequence[BlockTables], row: int, end: int, still_running: bool
+) -> SlidingWindows | None:
     """Return the pages of the row's rings as they are before position `end`; copies, if the row is still running.
 
     None where too much of a window is overwritten, or the pool has no pages for copies.
     """
-    t = tables
-    S = tables.page_size
-    end_page = -(-end // tables.page_size)
     first_pages = []
-    found = []
+    found: list[tuple[int, Ints]] = []  # group and pages of each layer
     min_resume_position = 0
-    page_begin = end // S * S  # where a tier lets texts resume; the tree does at `end`
-    for layer in t.ring_layers(row):
+    layers = [(g, t, layer) for g, t in enumerate(groups) for layer in t.ring_layers(row)]
+    for g, t, layer in layers:
+        S = t.page_size
+        end_page = -(-end // S)
+        block_begin = end // t.block_size * t.block_size  # where a tier lets texts resume; the tree does at `end`
         W, capacity, base = (int(x[row, layer]) for x in (t.window, t.capacity, t.ring_base))
-        first = max((page_begin - W) // S, end_page - capacity // S, base // S, 0)
+        first = max((block_begin - W) // S, end_page - capacity // S, base // S, 0)
         places = (np.arange(first, end_page) * S - base) % capacity // S
         pages: Ints = t.pages[row, layer][:, places]
         first_pages.append(first)
-        found.append(pages)
+        found.append((g, pages))
         # Later tokens may have overwritten the oldest ones. All heads of a ring hold the same positions.
         expected = np.arange(first * S, end)
         actual = t.kv.pos[t.kv.to_index(pages[0])].flatten()[: len(expected)].cpu().numpy()
@@ -36,14 +40,13 @@ def capture_sliding_windows(tables: BlockTables, row: int, end: int, still_runni
         min_resume_position = max(min_resume_position, begin + W - 1 if begin else 0)
     if min_resume_position > end:
         return None
-    flat = np.concatenate([p.ravel() for p in found])
+    pool = groups[0].pool
+    held = [pages for _, pages in found]
+    flat = np.concatenate([pages.ravel() for pages in held])
     if not still_running:
-        t.pool.incref(flat)
-        return SlidingWindows(tuple(first_pages), tuple(found), min_resume_position)
-    if not t.pool.ensure_free(len(flat)):
+        pool.incref(flat)
+    elif not pool.ensure_free(len(flat)):
         return None
-    copies = t.store.allocate(len(flat))
-    t.store.copy(flat, copies)
-    split = np.split(copies, np.cumsum([p.size for p in found])[:-1])
-    shaped = tuple(x.reshape(p.shape) for x, p in zip(split, found, strict=True))
-    return SlidingWindows(tuple(first_pages), shaped, min_resume_position)
+    else:
+        held = [groups[g].store.copy_of(pages) for g, pages in found]
+    return SlidingWindows(tuple(first_pages), tuple(held), min_resume_position, tuple(g for g, _ in found))

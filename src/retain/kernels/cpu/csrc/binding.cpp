@@ -1,7 +1,9 @@
 // The Python module `_C`. Python checks types and shapes and passes tensors as addresses, sizes and strides. A call
 // costs less than exporting one tensor by DLPack; without a program, a decode step makes two calls in every layer.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "program.h"
 
@@ -61,6 +63,13 @@ static void bind_structs(nb::module_& m) {
 }
 
 static void bind_program(nb::module_& m) {
+  nb::class_<GroupArgs>(m, "GroupArgs")
+      .def("__init__", [](GroupArgs* g, const Pool& kv, const PageTables& tables, const Pool& demoted_kv,
+                          const PageTables& demoted_tables, Address slots, int64_t layer_stride, int64_t head_stride,
+                          int64_t token_stride, int num_layers) {
+        new (g) GroupArgs{kv, tables, demoted_kv, demoted_tables, ptr<int32_t>(slots), layer_stride, head_stride,
+                          token_stride, num_layers};
+      });
   nb::class_<Program>(m, "Program")
       .def(nb::init<>())
       .def_prop_ro_static("LOGITS", [](nb::handle) { return int(Program::LOGITS); })
@@ -92,21 +101,19 @@ static void bind_program(nb::module_& m) {
            [](Program& p, int buffer, Address factors, int n) { p.scale(buffer, ptr<float>(factors), n); })
       .def("rope", &Program::rope)
       .def("attend",
-           [](Program& p, int qkv, int out, int layer, int H, int G, int k_dim, int v_dim,
-              const AttentionParams& params) { p.attend(qkv, out, layer, {H, G, k_dim, v_dim}, params); })
+           [](Program& p, int qkv, int out, int layer, int H, int G, int k_dim, int v_dim, bool has_kv,
+              const AttentionParams& params) { p.attend(qkv, out, layer, {H, G, k_dim, v_dim, has_kv}, params); })
       .def("gather_rows", &Program::gather_rows)
       .def("buffer_address",
            [](const Program& p, int buffer) { return reinterpret_cast<Address>(p.buffer_address(buffer)); })
       .def("num_ops", &Program::num_ops)
       .def(
           "run",
-          [](Program& p, const Pool& kv, const PageTables& tables, const Pool& demoted_kv,
-             const PageTables& demoted_tables, int num_layers, Address ids, Address pos, Address logits_indices,
-             Address logits, int T, int N, Address slots, int64_t slot_layer_stride, int64_t slot_head_stride,
-             int64_t slot_token_stride, const AttentionScoring& scoring, int begin, int end) {
-            p.run({T, N, ptr<int64_t>(ids), ptr<int32_t>(pos), ptr<int64_t>(logits_indices), ptr<float>(logits), kv,
-                   ptr<int32_t>(slots), slot_layer_stride, slot_head_stride, slot_token_stride, tables, demoted_kv,
-                   demoted_tables, num_layers, scoring}, begin, end);
+          [](Program& p, const std::vector<GroupArgs>& groups, const std::vector<std::pair<int, int>>& layers,
+             Address ids, Address pos, Address logits_indices, Address logits, int T, int N,
+             const AttentionScoring& scoring, int begin, int end) {
+            p.run({T, N, ptr<int64_t>(ids), ptr<int32_t>(pos), ptr<int64_t>(logits_indices), ptr<float>(logits),
+                   groups, layers, scoring}, begin, end);
           },
           nb::call_guard<nb::gil_scoped_release>());
 }

@@ -155,31 +155,37 @@ struct Program::AttentionOp {
 
   AttentionArgs attention_args(const StepState& state) const {
     const StepArgs& s = state.step;
+    const auto [group, i] = s.layers[layer];
+    const GroupArgs& g = s.groups[group];
     const StridedRows q = {state.data(qkv), state.width(qkv), layout.k_dim, DType::float32};
-    AttentionScoring scoring = s.scoring;
+    AttentionScoring scoring = layout.has_kv ? s.scoring : AttentionScoring();
     scoring.layer = layer;
-    return {s.kv, s.tables.for_layer(layer), s.demoted_kv, s.demoted_tables.for_layer(layer), q, state.data(out), s.pos,
-            s.T, layout.H / layout.G, params, scoring};
+    return {g.kv, g.tables.for_layer(i), g.demoted_kv, g.demoted_tables.for_layer(i), q, state.data(out), s.pos, s.T,
+            layout.H / layout.G, params, scoring};
   }
 
   WriteArgs write_args(const StepState& state) const {
     const StepArgs& s = state.step;
+    const auto [group, i] = s.layers[layer];
+    const GroupArgs& g = s.groups[group];
     const int64_t width = state.width(qkv);
     const float* k = state.data(qkv) + layout.H * layout.k_dim;
     const StridedRows keys = {k, width, layout.k_dim, DType::float32};
     const StridedRows values = {k + layout.G * layout.k_dim, width, layout.v_dim, DType::float32};
-    return {s.kv, keys, values, s.slots + layer * s.slot_layer_stride, s.slot_head_stride, s.slot_token_stride, s.pos,
-            s.T, layout.G};
+    return {g.kv, keys, values, g.slots + i * g.slot_layer_stride, g.slot_head_stride, g.slot_token_stride, s.pos, s.T,
+            layout.G};
   }
 
   void run(StepState& state, ThreadTeam::Member& member) const {
-    const WriteArgs write = write_args(state);
     const AttentionArgs args = attention_args(state);
     if (member.id == 0) state.program.attention_.build(args, member.size);
-    member.parallel_for(write.T, [&](int begin, int end) {
-      if (params.key_offset) subtract_offset(state, begin, end);
-      for (int g = 0; g < layout.G; ++g) selected_isa().write(write, g, begin, end);
-    });
+    if (layout.has_kv) {
+      const WriteArgs write = write_args(state);
+      member.parallel_for(write.T, [&](int begin, int end) {
+        if (params.key_offset) subtract_offset(state, begin, end);
+        for (int g = 0; g < layout.G; ++g) selected_isa().write(write, g, begin, end);
+      });
+    }
     member.barrier();
     retain::attend(args, state.program.attention_, member);
   }
@@ -192,10 +198,17 @@ struct Program::AttentionOp {
   }
 
   void check(const StepState& state) const {
-    if (layer >= state.step.num_layers)
+    const StepArgs& s = state.step;
+    if (layer >= int(s.layers.size()))
       throw std::invalid_argument("the step has tables of fewer layers than the program");
+    const auto [group, i] = s.layers[layer];
+    if (group < 0 || group >= int(s.groups.size()) || i < 0 || i >= s.groups[group].num_layers)
+      throw std::invalid_argument("the step has no tables of a layer");
+    const GroupArgs& g = s.groups[group];
+    if (g.tables.G != layout.G || g.kv.k_dim != layout.k_dim || g.kv.v_dim != layout.v_dim)
+      throw std::invalid_argument("the slots of the step have other sizes than the program's");
     retain::check(attention_args(state));
-    retain::check(write_args(state));
+    if (layout.has_kv) retain::check(write_args(state));
   }
 };
 

@@ -3,31 +3,41 @@
 #pragma once
 
 #include <functional>
+#include <utility>
+#include <vector>
 
 #include "kernels.h"
 
 namespace retain {
 
-// The inputs of a step. Letters as in types.h, and N rows of logits. Tables are the first layer's.
+// What the L layers of a KV cache group read and write in a step. Tables are the first layer's.
+struct GroupArgs {
+  Pool kv;
+  PageTables tables;
+  Pool demoted_kv;
+  PageTables demoted_tables;
+  const int32_t* slots;  // [L, G, T]
+  int64_t slot_layer_stride, slot_head_stride, slot_token_stride;
+  int num_layers;
+};
+
+// The inputs of a step. Letters as in types.h, and N rows of logits.
 struct StepArgs {
   int T, N;
   const int64_t* ids;            // [T]
   const int32_t* pos;            // [T]
   const int64_t* logits_indices;  // [N]; the tokens whose logits are computed
   float* logits;                 // [N, V]
-  Pool kv;
-  const int32_t* slots;  // [L, G, T]
-  int64_t slot_layer_stride, slot_head_stride, slot_token_stride;
-  PageTables tables;
-  Pool demoted_kv;
-  PageTables demoted_tables;
-  int num_layers;
+  const std::vector<GroupArgs>& groups;
+  const std::vector<std::pair<int, int>>& layers;  // of the model: the group of the cache it reads, its place in there
   AttentionScoring scoring;
 };
 
-// The layout of a row of q, k and v: H heads of q and G of k, each of k_dim numbers, and G of v, each of v_dim.
+// The layout of a row of q, k and v: H heads of q and G of k, each of k_dim numbers, and G of v, each of v_dim. Without
+// `has_kv` a row is q alone: the layer reads what another layer caches, and changes no mass.
 struct QkvLayout {
   int H, G, k_dim, v_dim;
+  bool has_kv;
 };
 
 class Program {

@@ -1,0 +1,74 @@
+"""Blocks of the prefix cache: the pages of all layers without a window for the same tokens of a text.
+
+A block has as many tokens as the largest page has slots; a group with shorter pages has several pages of it in each
+head. The prefix cache keeps blocks as one array [K, n] of K pages for each of n blocks, whatever the groups are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from retain.kv.memory.block_tables import BlockTables
+from retain.types import Ints
+
+
+@dataclass(frozen=True)
+class GroupBlocks:
+    """The part of a KV cache group: M layers without a window and G kv heads, each with so many pages of a block."""
+
+    num_layers: int
+    num_kv_heads: int
+    pages_per_block: int
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Which pages of each group make up a block. Pages of a group are [M, G, p], p = n * pages_per_block."""
+
+    groups: tuple[GroupBlocks, ...]
+    block_size: int
+
+    @property
+    def has_partial_blocks(self) -> bool:
+        """Whether the first tokens of a block can be cached without the rest: every group has one page of it."""
+        return all(g.pages_per_block == 1 for g in self.groups)
+
+    @property
+    def pages_per_block(self) -> int:
+        """K, where layers of the model slide no further than it says."""
+        return sum(g.num_layers * g.num_kv_heads * g.pages_per_block for g in self.groups)
+
+    def join(self, pages: Sequence[Ints]) -> Ints:
+        """Return the blocks [K, n] of pages [M, G, p] of each group."""
+        parts = []
+        for group, p in zip(self.groups, pages, strict=True):
+            M, G, num_pages = p.shape
+            r = group.pages_per_block
+            parts.append(p.reshape(M, G, num_pages // r, r).swapaxes(2, 3).reshape(M * G * r, num_pages // r))
+        return np.concatenate(parts)
+
+    def split(self, blocks: Ints) -> list[Ints]:
+        """Return the pages [M, G, p] of each group; M is 0 where a policy lets all layers slide, so that K is 0."""
+        n = blocks.shape[-1]
+        found = []
+        begin = 0
+        for g in self.groups:
+            M = g.num_layers if len(blocks) else 0
+            r = g.pages_per_block
+            end = begin + M * g.num_kv_heads * r
+            part = blocks[begin:end].reshape(M, g.num_kv_heads, r, n)
+            found.append(part.swapaxes(2, 3).reshape(M, g.num_kv_heads, n * r))
+            begin = end
+        return found
+
+
+def block_layout(tables: Sequence[BlockTables], windows: Sequence[Sequence[int | None]]) -> BlockLayout:
+    """Return the layout of blocks over these groups' tables; `windows` are the model's, of the layers of each group."""
+    groups = tuple(
+        GroupBlocks(sum(w is None for w in own), t.counts.shape[2], t.block_size // t.page_size)
+        for t, own in zip(tables, windows, strict=True)
+    )
+    return BlockLayout(groups, tables[0].block_size)

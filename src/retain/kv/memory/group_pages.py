@@ -1,0 +1,82 @@
+"""Pages that the KV cache groups of a model share: how many slots of each group a page has, and its bytes.
+
+All groups take pages from one pool, so pages have one size in bytes. The group whose slots take the most has
+`page_size` slots in a page, the others a power of two times as many (vLLM unifies page sizes in the same way). So the
+tokens of a block, the largest page in slots, fill whole pages of every group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+
+import torch
+
+from retain.kernels.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec
+from retain.kernels.pool_dtypes import key_bytes, slots_in_page, value_bytes
+from retain.kernels.reinterpret import PageFormat, shared_page_bytes
+
+LARGEST_PAGE = 512  # slots; the cpu backend has no larger ones
+
+
+@dataclass(frozen=True)
+class GroupPages:
+    """The pages of all groups. Formats are in the order of the groups."""
+
+    formats: tuple[PageFormat, ...]
+    demoted_formats: tuple[PageFormat, ...]  # of tokens in fewer bits; empty where no policy demotes
+
+    @property
+    def key_and_value_bytes(self) -> tuple[int, int]:
+        """The bytes of K, and of V, of a page."""
+        return shared_page_bytes(list(self.formats))
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of a page with the positions and masses that it has in every format."""
+        states = sum(f.slot_state_bytes for f in (*self.formats, *self.demoted_formats))
+        return sum(self.key_and_value_bytes) + states
+
+    @property
+    def block_size(self) -> int:
+        """The tokens of a block: slots of the largest page."""
+        return max(f.page_size for f in self.formats)
+
+    @property
+    def unused_bytes(self) -> tuple[int, ...]:
+        """The bytes of K and V in a page that slots of each group leave unused."""
+        whole = sum(self.key_and_value_bytes)
+        return tuple(whole - sum(f.bytes) for f in self.formats)
+
+
+def divide_pages(
+    spec: KVCacheSpec,
+    page_size: int,
+    dtype: torch.dtype,
+    score_columns: int = 1,
+    demoted_dtype: torch.dtype | None = None,
+) -> GroupPages:
+    """Return the pages of a model's groups.
+
+    A slot has masses for each of up to `score_columns` query heads of a kv head; where it is 1, one for all of them.
+    Raises ValueError where slots of `demoted_dtype` save no memory.
+    """
+    num_heads = score_columns * min(g.num_kv_heads for g in spec.groups)
+    largest = max(_slot_bytes(g, dtype) for g in spec.groups)
+    formats = []
+    demoted = []
+    for g in spec.groups:
+        most = max(LARGEST_PAGE // page_size, 1)
+        slots = page_size * 2 ** min(round(log2(largest / _slot_bytes(g, dtype))), int(log2(most)))
+        columns = num_heads // g.num_kv_heads if score_columns > 1 else 1
+        formats.append(PageFormat(slots, dtype, g.k_dim, g.v_dim, columns))
+        if demoted_dtype:
+            fewer = slots_in_page(slots, g.k_dim, dtype, demoted_dtype, v_dim=g.v_dim)
+            if fewer <= slots:
+                raise ValueError("demote=int4 saves no memory in a cache of 4 bits: use --kv-dtype int8 or bfloat16")
+            demoted.append(PageFormat(fewer, demoted_dtype, g.k_dim, g.v_dim, columns))
+    return GroupPages(tuple(formats), tuple(demoted))
+
+
+def _slot_bytes(group: KVCacheGroupSpec, dtype: torch.dtype) -> int:
+    return key_bytes(group.k_dim, dtype) + value_bytes(group.v_dim, dtype)
