@@ -12,8 +12,9 @@ from torch import Tensor
 
 from retain import models
 from retain.kernels import cpu, triton
-from retain.kernels.api import CPU, NO_WINDOW, Backend, Batch, GroupInputs, Program, Tables
+from retain.kernels.api import CPU, KV, NO_WINDOW, Backend, Batch, GroupInputs, Program, Tables
 from retain.kernels.triton import graphs
+from retain.kv.memory.group_pages import divide_pages
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
 from tests.helpers.attention_case import assert_close
@@ -47,38 +48,49 @@ class ProgramSteps:
 
     def __init__(self, program: Program, spec: ModelSpec, backend: Backend, dtype: torch.dtype, num_requests: int):
         self.device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
-        group = spec.kv_cache.only_group
-        self.program, L, G = program, spec.num_layers, group.num_kv_heads
-        shape = (L, num_requests, G, PAGES_PER_HEAD)
-        self.pages = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int32).view(shape)
-        self.kv = backend.allocate(1 + self.pages.numel(), PAGE_SIZE, group.k_dim, dtype, 1, self.device)
-        self.kv.pos.fill_(-1)
-        windows = torch.tensor([w or NO_WINDOW for w in spec.kv_cache.windows], dtype=torch.int32)
-        none = torch.zeros(0, dtype=torch.int32)
-        self.tables = Tables(
-            pages=self.pages.to(self.device),
-            counts=torch.full(shape[:3], PAGES_PER_HEAD, dtype=torch.int32, device=self.device),
-            windows=windows[:, None].repeat(1, num_requests).to(self.device),
-            rows=none,
-            query_start_loc=none,
-        )
+        self.program = program
+        self.layers = spec.kv_cache.group_indices
+        self.groups: list[tuple[KV, Tensor, Tables]] = []  # memory, pages [L, N, G, n] and tables of each group
+        formats = divide_pages(spec.kv_cache, PAGE_SIZE, dtype)
+        shapes = [(len(g.layers), num_requests, g.num_kv_heads, PAGES_PER_HEAD) for g in spec.kv_cache.groups]
+        num_pages, kv, end = 1 + sum(torch.Size(shape).numel() for shape in shapes), None, 1
+        for group, format, shape in zip(spec.kv_cache.groups, formats.formats, shapes, strict=True):
+            first = format.page_size, format.k_dim, dtype, 1, self.device, format.v_dim, formats.key_and_value_bytes
+            kv = backend.reinterpret(kv, format) if kv else backend.allocate(num_pages, *first)
+            kv.pos.fill_(-1)
+            begin, end = end, end + torch.Size(shape).numel()
+            pages = torch.arange(begin, end, dtype=torch.int32).view(shape)
+            windows = torch.tensor([w or NO_WINDOW for w in group.windows], dtype=torch.int32)
+            none = torch.zeros(0, dtype=torch.int32)
+            tables = Tables(
+                pages=pages.to(self.device),
+                counts=torch.full(shape[:3], PAGES_PER_HEAD, dtype=torch.int32, device=self.device),
+                windows=windows[:, None].repeat(1, num_requests).to(self.device),
+                rows=none,
+                query_start_loc=none,
+            )
+            self.groups.append((kv, pages, tables))
 
     def run(self, prompts: Sequence[Tensor], done: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
         """The logits [count, V] of the next tokens of each request."""
         chosen = [b for b, n in enumerate(counts) if n]
         positions = torch.cat([torch.arange(done[b], done[b] + counts[b]) for b in chosen])
         owner = torch.tensor(chosen).repeat_interleave(torch.tensor([counts[b] for b in chosen]))
-        pages = self.pages[:, owner, :, positions // PAGE_SIZE].permute(1, 2, 0)  # [L, G, T] of [T, L, G]
-        tables = replace(
-            self.tables,
-            rows=torch.tensor(chosen, dtype=torch.int32),
-            query_start_loc=torch.tensor([0, *(counts[b] for b in chosen)]).cumsum(0).int(),
-        )
-        slots = (pages * PAGE_SIZE + positions % PAGE_SIZE).int().contiguous().to(self.device)
+        groups = []
+        for kv, own, all_tables in self.groups:
+            S = kv.page_size
+            pages = own[:, owner, :, positions // S].permute(1, 2, 0)  # [L, G, T] of [T, L, G]
+            tables = replace(
+                all_tables,
+                rows=torch.tensor(chosen, dtype=torch.int32),
+                query_start_loc=torch.tensor([0, *(counts[b] for b in chosen)]).cumsum(0).int(),
+            )
+            slots = (pages * S + positions % S).int().contiguous().to(self.device)
+            groups.append(GroupInputs(kv, tables, slots))
         logits = self.program.run(
             Batch(
-                groups=[GroupInputs(self.kv, tables, slots)],
-                layers=[(0, i) for i in range(len(pages))],
+                groups=groups,
+                layers=self.layers,
                 input_ids=torch.cat([prompts[b][done[b] : done[b] + counts[b]] for b in chosen]),
                 positions=positions.int(),
                 logits_indices=torch.arange(len(positions)),
