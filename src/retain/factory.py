@@ -88,7 +88,7 @@ def load_model(
 def build_key_transform(decoder: Decoder) -> KeyTransform:
     """Return how cached keys differ from those of a model whose layers are loaded."""
     rotate = decoder.ropes[0].shift if decoder.ropes else None
-    return KeyTransform(rotate, decoder.key_offsets, decoder.key_factors)
+    return KeyTransform(rotate, decoder.key_factors)
 
 
 def build_cache(

@@ -67,11 +67,6 @@ POLICIES = {
     "dilated:budget=40,interval=3": ListPolicy("dilated", interval=3),
     "window:budget=40,interval=1": ListPolicy("window"),
     "random:budget=40,interval=2": ListPolicy("random", interval=2),
-    "h2o:budget=40,interval=3,positions=new": ListPolicy("h2o", interval=3, new_positions=True),
-    "keyformer:budget=40,interval=1,positions=new,recent=25%": ListPolicy("keyformer", recent=10, new_positions=True),
-    "h2o:budget=30,prefill=stream,chunk=13,positions=new": ListPolicy(
-        "h2o", budget=30, recent=9, interval=16, chunk=13, new_positions=True
-    ),
     "h2o:budget=30,prefill=stream,chunk=13": ListPolicy("h2o", budget=30, recent=9, interval=16, chunk=13),
     "keyformer:budget=30,prefill=stream,chunk=25": ListPolicy("keyformer", budget=30, recent=9, interval=16, chunk=25),
 }
@@ -122,10 +117,6 @@ def list_cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("family", "policy", "backend"), list(list_cases()))
 def test_an_independent_implementation_with_lists_keeps_the_same_tokens(family: str, policy: str, backend: str) -> None:
     spec = ListModel(family, POLICIES[policy]).spec
-    if POLICIES[policy].new_positions and any(spec.windows):
-        with pytest.raises(ValueError, match="window"):
-            make_engine(family).add(make_request([1], 1, policy))
-        return
     lists, expected = answer_of_lists(family, policy)
     engine = make_engine(family, backend=backend, score_columns=spec.num_heads // spec.num_kv_heads)
     parsed = policies.parse(policy).with_instruction(lists.policy.instruction)
@@ -145,13 +136,6 @@ def test_an_independent_implementation_with_lists_keeps_the_same_tokens(family: 
                 continue
             assert kept == set(head.position_list)
             assert_close(head_contents(engine, request.row, layer, g), torch.stack((head.keys, head.values), 1))
-
-
-@pytest.mark.slow
-def test_keys_of_a_model_with_biases_move_to_new_positions() -> None:
-    """Cached keys lack the mean of their rotated bias, and it does not move with them."""
-    policy = "h2o:budget=40,interval=3,positions=new"
-    test_an_independent_implementation_with_lists_keeps_the_same_tokens("gpt_neox", policy, "cpu")
 
 
 BUDGET_POLICIES = [n for n in policies.names() if n not in ("full", "ring")]

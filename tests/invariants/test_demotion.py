@@ -254,7 +254,7 @@ def test_tune_knows_the_pages_of_a_policy_that_demotes(policy: str) -> None:
         ("h2o:budget=25%,demote=int4:150%", "at most 100%, not 150%"),
         ("h2o:budget=25%,demote=int4:", "should be int4, or int4 and an amount"),
         ("h2o:budget=25%,demote=int4:0", "at least 1 and at most"),
-        ("h2o:budget=25%,demote=int4:50%,positions=new", "demote does not go with"),
+        ("h2o:budget=25%,demote=int4:50%,shrink=10%", "demote does not go with"),
         ("h2o:budget=25%,demote=int4:50%,heads=union", "not with heads=union"),
         ("full:demote=int4:50%", "full has no option 'demote'"),
     ],

@@ -38,7 +38,6 @@ POLICIES = [
     "h2o:budget=12,prefill=stream,chunk=9",
     "h2o:budget=30%,share=all",
     "tova:budget=5,interval=2",  # layer by layer, where steps are long enough
-    "h2o:budget=20,interval=3,positions=new",
     "h2o:budget=50%,shrink=10,share=all",
     "tova:budget=40,shrink=20%",
     "reread:budget=30%,share=layer,rereads=20",
@@ -135,9 +134,7 @@ class Schedule(RuleBasedStateMachine):
         try:
             self.engine.add(request)
             self.requests.append(request)
-        except ValueError as error:
-            if "positions=new" in str(error):
-                return  # refused where some layers slide
+        except ValueError:
             length = prompt_len + max_tokens - 1
             assert self.cache.pages_needed(request.policy, length, length) > self.cache.total_pages
 

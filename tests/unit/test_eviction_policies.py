@@ -51,7 +51,7 @@ def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -
         policy = cls(budget=Amount(fraction=0.5)).resolve(100)
         if policy.scores_slots:
             gate = random_gate(KVCacheSpec(2, 8, (None, None)))
-            policy = policy.fit(CacheLimits(200, False, 64, lambda *_: 0, lambda file: gate))
+            policy = policy.fit(CacheLimits(200, 64, lambda *_: 0, lambda file: gate))
             view = dataclasses.replace(view, slot_scores=policy.score_slots(view))
         assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50
         return
@@ -99,6 +99,7 @@ def test_a_policy_is_one_short_file_with_its_name(name: str) -> None:
         "h2o:budget=150%",
         "h2o:budget=x",
         "h2o:budget=10,prompt=5",
+        "h2o:budget=10,positions=new",
         "h2o:budget=10,interval=0",
         "h2o:budget=10,chunk=0",
         "h2o:budget=10,shrink=0",

@@ -29,7 +29,7 @@ def build_batch(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) ->
     batch = pack_tokens(
         cache,
         rows=rows,
-        first_places=[s.request.next_position for s in scheduled],
+        first_positions=[s.request.next_position for s in scheduled],
         fresh=[s.request.next_tokens(s.num_tokens) for s in scheduled],
         num_logits=[s.num_logits for s in scheduled],
     )
@@ -44,12 +44,12 @@ def build_batch(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) ->
 def pack_tokens(
     cache: KVCacheManager,
     rows: Sequence[int | None],
-    first_places: Sequence[int],
+    first_positions: Sequence[int],
     fresh: Sequence[Sequence[int]],
     num_logits: Sequence[int],
     build_tables: Callable[[Tensor, Tensor], Tables] | None = None,
 ) -> Batch:
-    """Pack fresh tokens of these rows, which follow one another from their first places in the text on.
+    """Pack fresh tokens of these rows, which follow one another from their first positions on.
 
     The last `num_logits` tokens of each row need logits. `build_tables(rows, query_start_loc)` returns the pages that
     the tokens attend to, if not all that the rows own.
@@ -58,15 +58,15 @@ def pack_tokens(
     starts = np.concatenate(([0], counts.cumsum(dtype=np.int32))).astype(np.int32)  # [B + 1]
     row_ids = np.array(rows, np.int32)  # [B]
     token_rows = np.repeat(row_ids, counts)  # [T]
-    offsets = np.array(first_places, np.int32) - starts[:-1]
-    places = np.arange(starts[-1], dtype=np.int32) + np.repeat(offsets, counts)  # [T], in their texts
+    offsets = np.array(first_positions, np.int32) - starts[:-1]
+    positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(offsets, counts)  # [T]
     indices = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), num_logits, strict=True)]
-    slot_mapping = cache.slot_mapping(token_rows, places)
+    slot_mapping = cache.slot_mapping(token_rows, positions)
     build_tables = build_tables or cache.tables.device.build_tables
     return Batch(
         tables=build_tables(torch.from_numpy(row_ids), torch.from_numpy(starts)),
         input_ids=torch.tensor([t for f in fresh for t in f]),
-        positions=torch.from_numpy(places - cache.tables.position_offset[token_rows]),
+        positions=torch.from_numpy(positions),
         slot_mapping=slot_mapping,
         logits_indices=torch.from_numpy(np.concatenate(indices)),
     )
@@ -76,8 +76,8 @@ def build_attention_scoring(scheduled: Sequence[ScheduledRequest]) -> AttentionS
     """Collect what the queries of a step add to the mass of slots; None where no request needs masses."""
     num_certain = [s.num_tokens - len(s.request.drafts) for s in scheduled]  # drafts may be rejected: weight 0
     starts = [s.request.next_position for s in scheduled]
-    places = [np.arange(b, b + n, dtype=np.int32) for b, n in zip(starts, num_certain, strict=True)]
-    needed = [s.request.query_weights(p) for s, p in zip(scheduled, places, strict=True)]
+    positions = [np.arange(b, b + n, dtype=np.int32) for b, n in zip(starts, num_certain, strict=True)]
+    needed = [s.request.query_weights(p) for s, p in zip(scheduled, positions, strict=True)]
     if not any(needed):
         return None
     each = [w or QueryWeights(np.zeros(n, np.float32)) for w, n in zip(needed, num_certain, strict=True)]

@@ -193,7 +193,7 @@ class Request:
 
     @property
     def next_position(self) -> int:
-        """Place in the text of the next fresh token."""
+        """Position of the next fresh token."""
         return self.num_computed_tokens + (s.chunk_offset if (s := self.scoring) else 0)
 
     def next_tokens(self, num_tokens: int) -> Sequence[int]:
@@ -297,12 +297,12 @@ class Request:
         """Seed of a policy's noise, 31 bits."""
         return self.generator.initial_seed() & 0x7FFFFFFF
 
-    def query_weights(self, places: NDArray[np.int32]) -> QueryWeights | None:
-        """Weigh the queries of fresh tokens at these places of the text: for the policy, a drafter or a trace."""
-        weights = self.policy.query_weights(places, self.input.max_tokens)
+    def query_weights(self, positions: NDArray[np.int32]) -> QueryWeights | None:
+        """Weigh the queries of fresh tokens at these positions: for the policy, a drafter or a trace."""
+        weights = self.policy.query_weights(positions, self.input.max_tokens)
         if weights or (self.score_decay is None and not self.attention_trace):
             return weights
-        return QueryWeights(np.ones(len(places), np.float32), decay=self.score_decay or 1.0)
+        return QueryWeights(np.ones(len(positions), np.float32), decay=self.score_decay or 1.0)
 
     def append_token(self, token: int, logprob: Logprob | None) -> None:
         """Add a sampled token to the answer."""

@@ -77,9 +77,8 @@ class CapacityPlanner:
         if None not in self.spec.windows:
             return policies.parse("full")
         c = self.config
-        has_rings = any(self.spec.windows)
         step_room = c.max_batched_tokens - c.max_running_requests
-        return policy.fit(CacheLimits(c.max_model_len, has_rings, step_room, self.pages_needed, self.load_gate))
+        return policy.fit(CacheLimits(c.max_model_len, step_room, self.pages_needed, self.load_gate))
 
     @property
     def has_gate(self) -> bool:

@@ -184,23 +184,23 @@ class KVCacheManager:
         evictor = self.evictors.get(row)
         return evictor is not None and evictor.layerwise is not None
 
-    def slot_mapping(self, rows: Ints, places: Ints) -> Tensor:
-        """Return the slots of fresh tokens of these rows at these places in their texts, both [T].
+    def slot_mapping(self, rows: Ints, positions: Ints) -> Tensor:
+        """Return the slots of fresh tokens of these rows at these positions, both [T].
 
         int32 [L, G, T], on the pool's device.
         """
-        slots = self.slots.slot_mapping(rows, places)
+        slots = self.slots.slot_mapping(rows, positions)
         holes_from = np.full(len(self.tables.allocated_upto), UNBOUNDED, np.int64)  # by row
         for row, evictor in self.evictors.items():
             tokens = np.flatnonzero(rows == row)
             if evictor.layerwise and evictor.layerwise.scratch is not None and len(tokens):
-                slots[evictor.layers[:, None], :, tokens] = evictor.layerwise.slots(places[tokens]).T
+                slots[evictor.layers[:, None], :, tokens] = evictor.layerwise.slots(positions[tokens]).T
             elif evictor.holes is not None:
                 holes_from[row] = evictor.holes_from
-        tokens = np.flatnonzero(places >= holes_from[rows])
+        tokens = np.flatnonzero(positions >= holes_from[rows])
         evicting = rows[tokens]
         in_layer = self.tables.window[evicting].T == NO_WINDOW
-        hole_indices = places[tokens] - holes_from[evicting]
+        hole_indices = positions[tokens] - holes_from[evicting]
         return self.tables.device.map_holes(slots, tokens, evicting, hole_indices, in_layer)
 
     def begin_layerwise(

@@ -116,7 +116,7 @@ class Drafter:
         batch = pack_tokens(
             self._cache,
             rows=[s.row for s in states],
-            first_places=[len(s.tokens) for s in states],
+            first_positions=[len(s.tokens) for s in states],
             fresh=fresh,
             num_logits=[1] * len(states),
         )

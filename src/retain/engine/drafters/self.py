@@ -180,12 +180,12 @@ class Drafter:
         return np.concatenate((self._top_pages[request], np.broadcast_to(newest, (*heads, len(newest)))), -1)
 
     def _build_batch(self, requests: Sequence[Request], tokens: Sequence[int], step: int) -> Batch:
-        """Build the batch of one token of each request, `step` places after its computed tokens."""
+        """Build the batch of one token of each request, `step` positions after its computed tokens."""
         assert self._target
         return pack_tokens(
             self._target.cache,
             rows=[r.row for r in requests],
-            first_places=[r.num_computed_tokens + step for r in requests],
+            first_positions=[r.num_computed_tokens + step for r in requests],
             fresh=[[t] for t in tokens],
             num_logits=[1] * len(tokens),
             build_tables=self._device_tables.build_tables,

@@ -9,7 +9,7 @@ from torch import Tensor
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.demoter import Demoter
 from retain.kv.eviction.layerwise import LayerwisePrefill
-from retain.kv.eviction.operations import compact, punch, renumber
+from retain.kv.eviction.operations import compact, punch
 from retain.kv.eviction.slot_scores import SlotScores
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
@@ -19,14 +19,13 @@ from retain.types import Ints
 class BudgetEvictor:
     """Evict from the unwindowed layers [M] of one row as a resolved policy says.
 
-    Where there are `holes` [M, G, n], the token at place `holes_from` + i of the text is written into holes[..., i].
+    Where there are `holes` [M, G, n], the token at position `holes_from` + i is written into holes[..., i].
     """
 
     def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, transform: KeyTransform):
         self.policy = policy
         self.tables = tables
         self.row = row
-        self.transform = transform
         self.layers = tables.full_layers(row)
         self.key_factors = transform.factors_of(self.layers, tables.kv.device)
         shape = len(self.layers), tables.counts.shape[2]
@@ -36,7 +35,6 @@ class BudgetEvictor:
         self.holes_from = 0
         self.compacts_at = policy.prompt_len + policy.eviction_delay  # computed tokens when the budget begins
         self._num_left = 0  # tokens of all heads that have left the budget, so far
-        self.position_offset = 0  # position = place in the text - offset, for tokens to come
         self.slot_scores = SlotScores(tables.store, transform, self.key_factors)
         self.demoter = Demoter(policy, tables, row, self.layers, self.key_factors) if policy.demote else None
         self.layerwise: LayerwisePrefill | None = None  # until the prompt is computed
@@ -123,7 +121,7 @@ class BudgetEvictor:
     def _compact(self, num_computed_tokens: int, head_budgets: Tensor | None) -> None:
         t = self.tables
         policy = self.policy
-        last = num_computed_tokens - 1 - self.position_offset
+        last = num_computed_tokens - 1
         pages = self._layer_tables()
         scores = self.slot_scores.update(policy, pages, last)
         demoted = self.demoter.take(pages, last, scores) if self.demoter and not self.demoter.has_begun else None
@@ -136,7 +134,6 @@ class BudgetEvictor:
         if self.demoter and demoted:
             self.demoter.begin(*demoted, num_computed_tokens)
         self.slot_scores.keep(done.places, int(counts.max()) * t.page_size)
-        self._renumber(num_computed_tokens)
 
     def _punch_chunk(self, num_computed_tokens: int) -> None:
         """Evict all tokens over the budget, behind a chunk of a streamed prompt."""
@@ -144,7 +141,7 @@ class BudgetEvictor:
         self._punch(num_computed_tokens, owned, int(owned.min()) - self.policy.budget_tokens)
 
     def _punch(self, num_computed_tokens: int, slots_used: Ints, n: int) -> None:
-        last = num_computed_tokens - 1 - self.position_offset
+        last = num_computed_tokens - 1
         pages = self._layer_tables()
         scores = self.slot_scores.update(self.policy, pages, last)
         victims = punch(self.tables.store, pages, self.policy, last, slots_used, n, scores, self.key_factors)
@@ -152,20 +149,11 @@ class BudgetEvictor:
             self.demoter.add(victims, last, scores)
         self.holes = victims.slots
         self.holes_from = num_computed_tokens
-        self._renumber(num_computed_tokens)
-
-    def _renumber(self, num_computed_tokens: int) -> None:
-        if self.policy.positions == "new":
-            pages = self._layer_tables()
-            kv = self.tables.kv
-            renumber(self.tables.store, pages, self.transform)
-            self.position_offset = num_computed_tokens - 1 - int(kv.pos[kv.to_index(pages[0, 0])].max())
 
     def _publish(self, num_computed_tokens: int) -> None:
-        """Count evicted slots, and tell the tables about holes and positions."""
+        """Count evicted slots, and tell the tables about holes."""
         kept = int(np.minimum(self.head_budgets, num_computed_tokens).sum())
         self._num_left = num_computed_tokens * self.head_budgets.size - kept
-        self.tables.position_offset[self.row] = self.position_offset
         self._upload_holes()
 
     def _upload_holes(self) -> None:

@@ -43,11 +43,11 @@ class LayerwisePrefill:
             self.scratch = t.store.allocate(G * n).reshape(G, n)
         return self.scratch is not None
 
-    def slots(self, places: Ints) -> Ints:
-        """Return the slots [G, T] of fresh tokens in the scratch pages."""
+    def slots(self, positions: Ints) -> Ints:
+        """Return the slots [G, T] of fresh tokens at these positions [T], in the scratch pages."""
         assert self.scratch is not None
         S = self.tables.page_size
-        return self.scratch[:, places // S] * np.int32(S) + places % S
+        return self.scratch[:, positions // S] * np.int32(S) + positions % S
 
     def begin_step(self, on_layer_evict: OnLayerEvict | None) -> None:
         """Put the scratch pages into the tables of every layer, for the step that computes the prompt."""
