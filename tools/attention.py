@@ -18,7 +18,8 @@ import torch
 
 from retain import factory, kernels
 from retain.kernels.attention_params import AttentionParams
-from retain.kv.capacity import CacheConfig, KVCacheSpec
+from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
+from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 
 SLOTS, CHUNK, LAYERS = 4096, 512, 30
@@ -27,7 +28,7 @@ SLOTS, CHUNK, LAYERS = 4096, 512, 30
 def measure_step_ms(page_size: int, num_steps: int = 300) -> tuple[float, float]:
     """Return the median and the best time of a decode step, in milliseconds."""
     cpu = kernels.load("cpu")
-    spec = KVCacheSpec(kv_heads=3, head_dim=64, windows=(None,) * LAYERS)
+    spec = KVCacheSpec(uniform_layers(3, 64, (None,) * LAYERS))
     config = CacheConfig(page_size, max_running_requests=1, max_model_len=8192, max_batched_tokens=CHUNK)
     cache = factory.build_cache(spec, config, cpu, torch.bfloat16, 2**30)
     row = cache.open_row(policies.parse("full"), SLOTS)

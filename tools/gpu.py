@@ -391,7 +391,8 @@ def bench_decode(model: str, device: str, memory: str | None, prompt_len: int, o
         max_running_requests=256,
         max_batched_tokens=min(8192, prompt_len),
     )
-    S, pages = llm.cache.page_size, llm.cache.total_pages // (llm.spec.num_layers * llm.spec.num_kv_heads)  # of a head
+    heads = llm.spec.num_layers * llm.spec.kv_cache.only_group.num_kv_heads
+    S, pages = llm.cache.page_size, llm.cache.total_pages // heads  # of a head
     full_pages = -(-max_model_len // S)  # pages that a request with a full cache needs
     full_batch = min(pages // full_pages, 64)
     if not full_batch:

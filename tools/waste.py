@@ -21,12 +21,13 @@ from retain import factory, kernels
 from retain.bench.requests import greedy_request
 from retain.engine.engine import Engine
 from retain.kernels.api import Batch
-from retain.kv.capacity import CacheConfig, KVCacheSpec
+from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
+from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 
 KV_SPECS = {  # kv heads, head dim and windows of the embedded models
-    "smollm2": KVCacheSpec(3, 64, (None,) * 30),
-    "gemma3": KVCacheSpec(1, 256, tuple(512 if (i + 1) % 6 else None for i in range(18))),
+    "smollm2": KVCacheSpec(uniform_layers(3, 64, (None,) * 30)),
+    "gemma3": KVCacheSpec(uniform_layers(1, 256, [512 if (i + 1) % 6 else None for i in range(18)])),
 }
 POOL_BYTES = 2**36
 

@@ -18,8 +18,9 @@ from retain.config import Config, default_kv_memory
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend
+from retain.kernels.kv_cache_spec import KVCacheSpec
 from retain.kernels.pool_dtypes import page_bytes, slots_in_page
-from retain.kv.capacity import CacheConfig, CapacityPlanner, KVCacheSpec, refuse_gates
+from retain.kv.capacity import CacheConfig, CapacityPlanner, refuse_gates
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import EvictionPolicy
@@ -55,7 +56,7 @@ class LoadedModel:
     @property
     def cache_spec(self) -> KVCacheSpec:
         """What a cache needs to know of the model."""
-        return KVCacheSpec(self.spec.num_kv_heads, self.spec.head_dim, self.spec.windows)
+        return self.spec.kv_cache
 
     def gate_loader(self, default_file: str = "") -> GateLoader:
         """Return what loads the gates of this model; `default_file` is of policies that name none."""
@@ -105,19 +106,21 @@ def build_cache(
 ) -> KVCacheManager:
     """Build a cache of at most `memory_bytes`, and no more than all rows could ever use."""
     planner = CapacityPlanner(spec, config, load_gate)
-    size = page_bytes(config.page_size, spec.head_dim, dtype, config.score_columns)
+    group = spec.only_group
+    size = page_bytes(config.page_size, group.k_dim, dtype, config.score_columns)
     size += config.demoted_page_size * (4 + 4 * config.score_columns)  # their positions and masses
-    most = config.max_running_requests * len(spec.windows) * spec.kv_heads * planner.max_pages_per_head
+    most = config.max_running_requests * len(group.layers) * group.num_kv_heads * planner.max_pages_per_head
     pool = PagePool(1 + min(max(memory_bytes // size - 1, 0), most))  # the trash page counts too
-    kv = backend.allocate(pool.num_pages, config.page_size, spec.head_dim, dtype, config.score_columns, device)
+    kv = backend.allocate(pool.num_pages, config.page_size, group.k_dim, dtype, config.score_columns, device)
     log.info("KV pool: %d pages of %d slots, %.1f MiB", pool.num_pages, config.page_size, pool.num_pages * size / 2**20)
     return KVCacheManager(planner, PageStore(pool, kv, backend, size), prefix_config, key_transform)
 
 
 def default_pool_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
     """Return the bytes of a pool by what the machine has free."""
-    pages = spec.num_layers * spec.num_kv_heads * -(-config.max_model_len // config.page_size)
-    request = pages * page_bytes(config.page_size, spec.head_dim, dtype, config.score_columns)
+    group = spec.kv_cache.only_group
+    pages = len(group.layers) * group.num_kv_heads * -(-config.max_model_len // config.page_size)
+    request = pages * page_bytes(config.page_size, group.k_dim, dtype, config.score_columns)
     return default_kv_memory(request, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None)
 
 
@@ -170,11 +173,12 @@ def open_offload_tiers(
 
     The nearest tiers are searched first. With selective loading, a memory tier caches blocks that were read.
     """
+    group = spec.kv_cache.only_group
     memory = [t for t in tier_configs if isinstance(t, ram.Tier)]
     probe_config = None
     block_cache = None
     if isinstance(prefix_config, SelectiveConfig):
-        probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, spec.num_kv_heads, cache.backend)
+        probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, group.num_kv_heads, cache.backend)
         block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
         tier_configs = [t for t in tier_configs if t not in memory]
         if not tier_configs:
@@ -183,8 +187,8 @@ def open_offload_tiers(
         raise ValueError("evict=importance goes by what is important: it is for prefix_cache=selective")
     kv = cache.kv
     num_full = cache.spec.windows.count(None)
-    page_bytes = (num_full or len(spec.windows)) * spec.num_kv_heads * (kv.k[0].nbytes + kv.v[0].nbytes)
+    page_bytes = (num_full or len(group.layers)) * group.num_kv_heads * (kv.k[0].nbytes + kv.v[0].nbytes)
     span_format = SpanFormat(model_fingerprint, description or {}, page_bytes)
     opened = sorted((t.open(span_format) for t in tier_configs), key=lambda s: s.distance)
     log.info("tiers: %s", ", ".join(s.name for s in opened))
-    return Offloader(opened, kv, spec.num_kv_heads, model_fingerprint, probe_config, block_cache)
+    return Offloader(opened, kv, group.num_kv_heads, model_fingerprint, probe_config, block_cache)

@@ -72,7 +72,7 @@ class LLM:
         auto = AutoPolicy(loaded.gate_loader().has_gate, self.tokenizer.chat_template is not None)
         self.policy, *allowed = (policies.parse(auto.choose(spec)) for spec in (c.kv_policy, *c.allow_policy))
         self.allowed_policies = [self.policy, *allowed]  # there is room for them
-        query_heads = self.spec.num_heads // self.spec.num_kv_heads  # of a kv head
+        query_heads = self.spec.num_heads // self.spec.kv_cache.only_group.num_kv_heads  # of a kv head
         cache_config = self._cache_config(query_heads if any(p.per_query_head for p in self.allowed_policies) else 1)
         self.cache = factory.build_cache(
             loaded.cache_spec,
@@ -121,7 +121,8 @@ class LLM:
     def _cache_config(self, columns: int) -> CacheConfig:
         c = self.config
         sizes = c.slots_per_page, c.max_running_requests, self.max_model_len, c.max_batched_tokens
-        demoted = factory.demoted_page_size(self.allowed_policies, sizes[0], self.spec.head_dim, self.kv_dtype)
+        head_dim = self.spec.kv_cache.only_group.k_dim
+        demoted = factory.demoted_page_size(self.allowed_policies, sizes[0], head_dim, self.kv_dtype)
         return CacheConfig(*sizes, columns, demoted)
 
     def add_drafter(self, spec: str) -> None:
@@ -154,14 +155,15 @@ class LLM:
         loaded = self._load_model(model, weights)
         config = self._cache_config(1)
         spec = loaded.spec
-        pages_per_head = self.cache.pool.num_pages // (self.spec.num_layers * self.spec.num_kv_heads) + 1
-        size = page_bytes(config.page_size, spec.head_dim, self.kv_dtype)
+        own, group = (s.kv_cache.only_group for s in (self.spec, spec))
+        pages_per_head = self.cache.pool.num_pages // (len(own.layers) * own.num_kv_heads) + 1
+        size = page_bytes(config.page_size, group.k_dim, self.kv_dtype)
         cache = factory.build_cache(
             loaded.cache_spec,
             replace(config, max_model_len=min(self.max_model_len, spec.max_position_embeddings), demoted_page_size=0),
             self.cache.backend,
             self.kv_dtype,
-            pages_per_head * spec.num_layers * spec.num_kv_heads * size,
+            pages_per_head * len(group.layers) * group.num_kv_heads * size,
             device=self.device,
         )
         return loaded.create_runner(cache), cache

@@ -26,9 +26,9 @@ class ReferenceCache:
 
     def __init__(self, spec: ModelSpec, num_requests: int, length: int, dtype: torch.dtype = torch.float32):
         self.spec, n = spec, -(-length // self.PAGE_SIZE)
-        shape = (spec.num_layers, num_requests, spec.num_kv_heads, n)
+        shape = (spec.num_layers, num_requests, spec.kv_cache.only_group.num_kv_heads, n)
         self.pages = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int32).view(shape)
-        self.kv = reference.allocate(1 + self.pages.numel(), self.PAGE_SIZE, spec.head_dim, dtype)
+        self.kv = reference.allocate(1 + self.pages.numel(), self.PAGE_SIZE, spec.kv_cache.only_group.k_dim, dtype)
         self.kv.pos.fill_(-1)
 
     def make_attend(self, counts: Sequence[int], pos: Tensor) -> Attend:
@@ -46,7 +46,7 @@ class ReferenceCache:
             tables = Tables(
                 pages=pages,
                 counts=torch.full(pages.shape[:2], pages.shape[2], dtype=torch.int32),
-                windows=torch.full(rows.shape, s.windows[layer] or NO_WINDOW, dtype=torch.int32),
+                windows=torch.full(rows.shape, s.kv_cache.windows[layer] or NO_WINDOW, dtype=torch.int32),
                 rows=rows,
                 query_start_loc=starts,
             )

@@ -18,7 +18,7 @@ from retain.engine.engine import Engine
 from retain.engine.request import Request, RequestInput
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
 from retain.kernels.pool_dtypes import page_bytes, slots_in_page
-from retain.kv.capacity import CacheConfig, KVCacheSpec
+from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.policy import EvictionPolicy
@@ -75,9 +75,10 @@ def make_engine(
     slot_dtype = kv_dtype or dtype
     program = kernel.program(dtype, device)
     model = models.build(Weights(tiny_checkpoint(family), dtype, weights), program)
-    spec = KVCacheSpec(model.spec.num_kv_heads, model.spec.head_dim, model.spec.windows)
+    spec = model.spec.kv_cache
+    head_dim = spec.only_group.k_dim
     sizes = page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns
-    config = CacheConfig(*sizes, slots_in_page(page_size, spec.head_dim, slot_dtype, DEMOTED_DTYPE) if demotes else 0)
+    config = CacheConfig(*sizes, slots_in_page(page_size, head_dim, slot_dtype, DEMOTED_DTYPE) if demotes else 0)
     cache = factory.build_cache(
         spec,
         config,
@@ -85,7 +86,7 @@ def make_engine(
         slot_dtype,
         (num_pages + 1)
         * (
-            page_bytes(page_size, spec.head_dim, slot_dtype, score_columns)
+            page_bytes(page_size, head_dim, slot_dtype, score_columns)
             + config.demoted_page_size * 4 * (1 + score_columns)
         ),
         prefix_config=prefix_configs.parse(prefix_cache),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from retain.kv.capacity import KVCacheSpec
+from retain.kernels.kv_cache_spec import KVCacheSpec
 from retain.kv.eviction.gate_weights import NUM_LOGS, GateWeights
 
 
 def random_gate(spec: KVCacheSpec) -> GateWeights:
     """Return a gate for the unwindowed layers of a model; equal models get equal numbers."""
     rng = torch.Generator().manual_seed(0)
-    M, G, D = spec.windows.count(None), spec.kv_heads, spec.head_dim
+    group = spec.full_attention_group
+    M, G, D = len(group.layers), group.num_kv_heads, group.k_dim
     key, value = torch.randn(2, M, G, D, generator=rng)
     return GateWeights(key, value, torch.randn(M, G, NUM_LOGS, generator=rng), torch.randn(M, G, generator=rng))

@@ -14,7 +14,6 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.quantized_slots import dequantize_4bit, quantize_4bit, rotate
 from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
 from retain.kernels.scoring import GUMBEL
-from retain.kv.capacity import KVCacheSpec
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
@@ -120,18 +119,19 @@ class ListModel:
         self.model = models.build(Weights(tiny_checkpoint(family), torch.float32))
         self.spec: ModelSpec = self.model.spec
         self.policy = policy
-        s, R = self.spec, self.spec.num_heads // self.spec.num_kv_heads
+        s = self.spec
         self.heads = {
             (layer, g): ListHead(
                 torch.zeros(0, dtype=torch.int64),
-                torch.zeros(0, s.head_dim),
-                torch.zeros(0, s.head_dim),
-                torch.zeros(0, R, dtype=torch.float64),
+                torch.zeros(0, group.k_dim),
+                torch.zeros(0, group.v_dim),
+                torch.zeros(0, s.num_heads // group.num_kv_heads, dtype=torch.float64),
                 torch.zeros(0, dtype=torch.float64),
                 torch.zeros(0, dtype=torch.bool),
             )
-            for layer in range(s.num_layers)
-            for g in range(s.num_kv_heads)
+            for group in s.kv_cache.groups
+            for layer in group.layers
+            for g in range(group.num_kv_heads)
         }
         self.sizes: dict[HeadId, int] = {}  # tokens that each head keeps; empty before the first eviction
         self.fresh_positions = torch.zeros(0, dtype=torch.int64)
@@ -140,19 +140,20 @@ class ListModel:
 
     @cached_property
     def full_layers(self) -> list[int]:
-        return [i for i, w in enumerate(self.spec.windows) if w is None]
+        return [i for i, w in enumerate(self.spec.kv_cache.windows) if w is None]
 
     # ---- attention -----------------------------------------------------------------------------------------------
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         """Append fresh tokens, and attend one query [R, D] after another. q [T, H, D]; k and v [T, G, D]."""
         s, o = self.spec, torch.zeros_like(q)
-        R = s.num_heads // s.num_kv_heads
-        for g in range(s.num_kv_heads):
+        G = s.kv_cache.attention(layer).num_kv_heads
+        R = s.num_heads // G
+        for g in range(G):
             head, queries = self.heads[layer, g], slice(g * R, (g + 1) * R)
             head.append(self.fresh_positions, k[:, g], v[:, g])
             for t, p in enumerate(self.fresh_positions.tolist()):
-                is_visible = (head.positions <= p) & (head.positions > p - (s.windows[layer] or 10**9))
+                is_visible = (head.positions <= p) & (head.positions > p - (s.kv_cache.windows[layer] or 10**9))
                 x = params.scale * q[t, queries] @ head.keys.T  # [R, n]
                 if params.softcap:
                     x = params.softcap * (x / params.softcap).tanh()
@@ -205,7 +206,8 @@ class ListModel:
         if policy.name == "dilated":
             return {j: positions[j] - 10**6 * (positions[j] % 2) for j in free}
         if policy.name == "random":  # a number of its own for each layer, head and position
-            rng, shape = torch.Generator().manual_seed(0), (len(self.full_layers), self.spec.num_kv_heads)
+            rng = torch.Generator().manual_seed(0)
+            shape = len(self.full_layers), self.spec.kv_cache.only_group.num_kv_heads
             numbers = torch.rand(*shape, generator=rng, dtype=torch.float64)
             factor = 12.9898 + float(numbers[self.full_layers.index(layer), g])
             return {j: abs(math.fmod(math.sin((positions[j] + 1) * factor) * 43758.5453, 1)) for j in free}
@@ -245,7 +247,7 @@ class ListModel:
 
     @cached_property
     def gate(self) -> GateWeights:
-        return random_gate(KVCacheSpec(self.spec.num_kv_heads, self.spec.head_dim, self.spec.windows))
+        return random_gate(self.spec.kv_cache)
 
     def unscaled(self, layer: int, g: int, keys: Tensor) -> Tensor:
         """Return keys without the factors that balance them with queries."""
@@ -273,7 +275,7 @@ class ListModel:
     def evict(self, now: int) -> None:
         """Delete what the windows of sliding layers hide from the token at place `now`, and what is over the budget."""
         for (layer, _), head in self.heads.items():
-            if window := self.spec.windows[layer]:
+            if window := self.spec.kv_cache.windows[layer]:
                 head.keep((head.positions > now - window).nonzero()[:, 0].tolist())
         policy = self.policy
         full_heads = {h: head for h, head in self.heads.items() if h[0] in self.full_layers}

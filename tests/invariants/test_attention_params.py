@@ -148,7 +148,7 @@ def test_every_policy_keeps_the_tokens_of_plain_torch(sink_family: str, policy: 
     if backend == "triton" and policy not in ("full", "keyformer:budget=40,interval=5"):
         pytest.skip("the interpreter is slow")
     expected = lists.generate(PROMPT, NUM_TOKENS, NUM_TOKENS, seed=0)
-    columns = lists.spec.num_heads // lists.spec.num_kv_heads
+    columns = lists.spec.num_heads // lists.spec.kv_cache.only_group.num_kv_heads
     engine = make_engine(sink_family, backend=backend, score_columns=columns)
     assert run_to_completion(engine, [make_request(PROMPT, NUM_TOKENS, policy)]) == [expected]
 

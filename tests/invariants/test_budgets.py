@@ -118,7 +118,7 @@ def list_cases() -> Iterator[Any]:
 def test_an_independent_implementation_with_lists_keeps_the_same_tokens(family: str, policy: str, backend: str) -> None:
     spec = ListModel(family, POLICIES[policy]).spec
     lists, expected = answer_of_lists(family, policy)
-    engine = make_engine(family, backend=backend, score_columns=spec.num_heads // spec.num_kv_heads)
+    engine = make_engine(family, backend=backend, score_columns=spec.num_heads // spec.kv_cache.only_group.num_kv_heads)
     parsed = policies.parse(policy).with_instruction(lists.policy.instruction)
     request = make_request(PROMPT, NUM_TOKENS + 1, parsed)
     assert request.noise_seed == 0
@@ -128,7 +128,7 @@ def test_an_independent_implementation_with_lists_keeps_the_same_tokens(family: 
     assert request.output_tokens == expected
     assert request.row is not None
     for (layer, g), head in lists.heads.items():
-        if spec.windows[layer] is None:
+        if spec.kv_cache.windows[layer] is None:
             kept = head_positions(engine, request.row, layer, g)
             has_positions_in_keys = spec.attention.alibi_slopes is None
             if lists.policy.name == "keydiff" and not has_positions_in_keys:  # equal tokens: equal but for rounding
@@ -268,7 +268,7 @@ def test_budgets_shrink_before_a_request_is_preempted(family: str, share: str) -
 
     # All requests fit at first, but the first one cannot grow to its end beside them.
     spec = make_engine(family).cache.spec
-    num_pages = 40 * len(spec.windows) * spec.kv_heads
+    num_pages = 40 * len(spec.windows) * spec.only_group.num_kv_heads
     fixed, shrinking = run("", num_pages), run(",shrink=16", num_pages)
     assert sum(r.stats.num_preemptions for r in fixed) and not sum(r.stats.num_preemptions for r in shrinking)
     assert fixed[0].output_tokens == shrinking[0].output_tokens == run("", 10_000)[0].output_tokens

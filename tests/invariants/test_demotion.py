@@ -76,7 +76,7 @@ def test_an_independent_implementation_with_lists_keeps_and_demotes_the_same_tok
     demoted = engine.cache.tables.demoted
     assert request.row is not None and demoted
     for (layer, g), head in lists.heads.items():
-        if lists.spec.windows[layer] is None:
+        if lists.spec.kv_cache.windows[layer] is None:
             pages = torch.from_numpy(demoted.pages[request.row, layer, g, : demoted.counts[request.row, layer, g]])
             pos = demoted.store.kv.pos[pages.long()].flatten()
             assert sorted(pos[pos >= 0].tolist()) == head.positions[head.demoted].tolist()

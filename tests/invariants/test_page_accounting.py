@@ -22,8 +22,9 @@ from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Request, RequestInput
 from retain.factory import build_cache
 from retain.kernels.api import Batch
+from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kernels.pool_dtypes import page_bytes, slots_in_page
-from retain.kv.capacity import CacheConfig, KVCacheSpec
+from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
 from retain.kv.prefix.config import PrefixConfig
@@ -103,7 +104,7 @@ class Schedule(RuleBasedStateMachine):
     )
     def start(self, num_pages, max_batched_tokens, windows, prefix, drafter):
         self.cache = build_cache(
-            KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows)),
+            KVCacheSpec(uniform_layers(2, 8, windows)),
             CacheConfig(
                 page_size=16,
                 max_running_requests=4,

@@ -85,7 +85,7 @@ def check_drafts(family: str, dtype: str, backend: str, prompt: list[int], outpu
         num_checked, copies = num_checked + 1, cache.copies.by_dtype[pool_dtype]
         assert n % t.page_size == 0 and n > request.num_computed_tokens - 3 * t.page_size
         for layer in t.full_layers(row).tolist():
-            for g in range(cache.spec.kv_heads):
+            for g in range(cache.spec.only_group.num_kv_heads):
                 positions = read_positions(engine, engine.speculator.default, row, layer, g)
                 assert sorted(set(positions)) == sorted(positions)  # rejected drafts are holes
                 assert sorted(positions) == list(range(request.num_computed_tokens))
@@ -160,7 +160,7 @@ def test_a_request_is_never_preempted_for_a_copy() -> None:
 
 def test_a_copy_takes_free_pages_only_and_gives_them_to_tokens() -> None:
     spec = make_engine("llama").cache.spec
-    heads = len(spec.windows) * spec.kv_heads
+    heads = len(spec.windows) * spec.only_group.num_kv_heads
     cache = make_engine("llama", num_pages=heads * (10 + 10 + 2 + 1)).cache  # two rows, a copy, and a page
     a, b = (cache.open_row(policies.parse("full"), 160) for _ in range(2))
     copies, dtype = cache.copies, torch.int4

@@ -160,7 +160,7 @@ def test_a_preempted_request_evicts_the_same_tokens_again(family: str, policy: s
 def test_a_ring_equals_full_with_a_window_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring gives what a model with that window in every layer gives from a cache that evicts nothing."""
     W, prompt = 24, random_prompts(1, seed=5, max_prompt_len=150)[0] + [7] * 40
-    windows = tiny_model(family).spec.windows
+    windows = tiny_model(family).spec.kv_cache.windows
     masked = run_without_eviction(monkeypatch, family, tuple(min(w or W, W) for w in windows), prompt)
     assert run_alone(family, prompt, 40, policy=f"ring:window={W}") == masked
     full = run_alone(family, prompt, 40)

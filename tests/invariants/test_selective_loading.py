@@ -114,7 +114,7 @@ def test_selected_tokens_are_a_row_that_has_already_evicted(
         positions = cache.tables.positions(r.row)
         for m, layer in enumerate(np.flatnonzero(cache.tables.window[r.row] == NO_WINDOW)):
             heads = positions[layer]
-            assert len(heads) == cache.spec.kv_heads and all(head == heads[0] for head in heads)
+            assert len(heads) == cache.spec.only_group.num_kv_heads and all(head == heads[0] for head in heads)
             assert selected[i][m] == (3 if i else 10) and len(heads[0]) == 16 * selected[i][m] + 3
             assert set(range(160, 163)) <= set(heads[0])
         for _ in iter_steps(engine):

@@ -47,12 +47,13 @@ class ProgramSteps:
 
     def __init__(self, program: Program, spec: ModelSpec, backend: Backend, dtype: torch.dtype, num_requests: int):
         self.device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
-        self.program, L, G = program, spec.num_layers, spec.num_kv_heads
+        group = spec.kv_cache.only_group
+        self.program, L, G = program, spec.num_layers, group.num_kv_heads
         shape = (L, num_requests, G, PAGES_PER_HEAD)
         self.pages = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int32).view(shape)
-        self.kv = backend.allocate(1 + self.pages.numel(), PAGE_SIZE, spec.head_dim, dtype, 1, self.device)
+        self.kv = backend.allocate(1 + self.pages.numel(), PAGE_SIZE, group.k_dim, dtype, 1, self.device)
         self.kv.pos.fill_(-1)
-        windows = torch.tensor([w or NO_WINDOW for w in spec.windows], dtype=torch.int32)
+        windows = torch.tensor([w or NO_WINDOW for w in spec.kv_cache.windows], dtype=torch.int32)
         none = torch.zeros(0, dtype=torch.int32)
         self.tables = Tables(
             pages=self.pages.to(self.device),

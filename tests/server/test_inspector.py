@@ -31,7 +31,7 @@ def test_attention_trace_equals_cached_positions(family, policy):
     engine = make_engine(family, max_batched_tokens=48)
     tables = engine.cache.tables
     requests = [make_request(p, 30, policy) for p in random_prompts(3, max_prompt_len=90)]
-    L, G = len(engine.cache.spec.windows), engine.cache.spec.kv_heads
+    L, G = len(engine.cache.spec.windows), engine.cache.spec.only_group.num_kv_heads
     for r in requests:
         r.attention_trace, r.score_decay = AttentionTrace(L, G), 1.0
         engine.add(r)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retain.kv.capacity import KVCacheSpec
+from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.policy import CacheLimits
@@ -50,7 +50,7 @@ def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -
     if issubclass(cls, BudgetPolicy):
         policy = cls(budget=Amount(fraction=0.5)).resolve(100)
         if policy.scores_slots:
-            gate = random_gate(KVCacheSpec(2, 8, (None, None)))
+            gate = random_gate(KVCacheSpec(uniform_layers(2, 8, (None, None))))
             policy = policy.fit(CacheLimits(200, 64, lambda *_: 0, lambda file: gate))
             view = dataclasses.replace(view, slot_scores=policy.score_slots(view))
         assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50

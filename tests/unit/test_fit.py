@@ -20,7 +20,6 @@ from retain.fit.statistics import TARGET_FLOOR, Collector, FirstReading, Statist
 from retain.gates.loader import SUFFIX
 from retain.kernels import reference
 from retain.kernels.attention_params import AttentionParams
-from retain.kv.capacity import KVCacheSpec
 from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS
 from retain.kv.eviction.policies import gate as gate_policy
 from retain.kv.eviction.view import CacheView
@@ -41,7 +40,7 @@ EXAMPLE = Example(PROMPT, [5, 9, 33, 70])
 def test_a_gate_is_fitted_on_the_numbers_that_a_cache_gives_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = DenseModel(tiny_model(family))
     s = model.spec
-    gate = random_gate(KVCacheSpec(s.num_kv_heads, s.head_dim, s.windows))
+    gate = random_gate(s.kv_cache)
     ranked: list[Tensor] = []
     priority = gate_policy.Policy.priority
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from retain.factory import build_cache
 from retain.kernels import load
 from retain.kernels.api import NO_WINDOW
-from retain.kv.capacity import CacheConfig, KVCacheSpec
+from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
+from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
 from retain.types import Ints
@@ -24,7 +25,7 @@ MAX_BATCHED_TOKENS = 64
 
 def make_cache(windows: Sequence[int | None], page_size: int = 16, num_pages: int = 4000) -> KVCacheManager:
     """Build a cache of 2 rows and 2 kv heads."""
-    spec = KVCacheSpec(kv_heads=2, head_dim=8, windows=tuple(windows))
+    spec = KVCacheSpec(uniform_layers(2, 8, windows))
     config = CacheConfig(page_size, max_running_requests=2, max_model_len=400, max_batched_tokens=MAX_BATCHED_TOKENS)
     return build_cache(spec, config, load("reference"), torch.float32, num_pages * page_size * (2 * 8 * 4 + 8))
 

@@ -54,7 +54,7 @@ def calibrate(llm: LLM) -> Calibration:
     config, cache = llm.config, llm.cache
     if cache.planner.windows(llm.policy).min() < NO_WINDOW or llm.policy.has_budget or config.tier:
         raise ValueError("a simulated replica has no sliding layers, no KV budget and no --tier of its own")
-    heads = llm.spec.num_layers * llm.spec.num_kv_heads
+    heads = llm.spec.num_layers * llm.spec.kv_cache.only_group.num_kv_heads
     seconds, error, num_steps = fit_steps(list(measure_steps(llm)))
     given = {f.name: getattr(config, f.name) for f in fields(config)}
     defaults = {f.name: f.default for f in fields(Config)}

@@ -177,7 +177,7 @@ def run(
     llms = {"": llm, **(other_llms or {})}
     specs = {dtype: (FULL, *possible_policies(policy_specs, dtype)) for dtype in llms}
     columns = [f"{p} {dtype}".rstrip() for dtype in llms for p in specs[dtype]]
-    D = llm.spec.head_dim
+    D = llm.spec.kv_cache.only_group.k_dim
     slot_bytes = {dtype: float(page_bytes(1, D, x.kv_dtype)) for dtype, x in llms.items()}
     demoted_slot_bytes = page_bytes(1, D, DEMOTED_DTYPE)
     for task in tasks:

@@ -122,7 +122,7 @@ def decode_step_bytes(llm: LLM, workload: Workload) -> int:
     length = workload.prompt_len + workload.output_len // 2
     most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # of layers without a window
     visible = sum(min(length, most, window) for window in llm.cache.planner.windows(policy).tolist())
-    slots = workload.batch_size * visible * spec.num_kv_heads
+    slots = workload.batch_size * visible * spec.kv_cache.only_group.num_kv_heads
     return llm.weight_bytes + slots * llm.cache.store.page_bytes // llm.cache.page_size
 
 

@@ -45,7 +45,7 @@ class DenseModel:
     @property
     def full_layers(self) -> list[int]:
         """The layers without a window, [M]."""
-        return [i for i, window in enumerate(self.spec.windows) if window is None]
+        return [i for i, window in enumerate(self.spec.kv_cache.windows) if window is None]
 
     def forward(
         self,
@@ -73,7 +73,7 @@ class DenseModel:
                 v = torch.cat((past.values[layer], v))
             mask = self._visible(layer, pos, len(k))
             if kept and layer in kept:
-                fresh = torch.ones(s.num_kv_heads, len(k) - first, dtype=torch.bool)
+                fresh = torch.ones(s.kv_cache.attention(layer).num_kv_heads, len(k) - first, dtype=torch.bool)
                 mask = mask & torch.cat((kept[layer], fresh), 1)[:, None, None]
             found = self._attend(layer, q, k.transpose(0, 1), v.transpose(0, 1), mask, params)
             if needs_grad:
@@ -98,19 +98,19 @@ class DenseModel:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams
     ) -> LayerAttention:
         """Attend with queries [T, H, D] over k and v [G, n, D]."""
-        s = self.spec
         T = len(q)
-        queries = q.transpose(0, 1).reshape(s.num_kv_heads, -1, s.head_dim)  # [G, R T, D]
+        G = len(k)
+        queries = q.transpose(0, 1).reshape(G, -1, q.shape[-1])  # [G, R T, D]
         places = torch.arange(k.shape[1])
         products = (queries @ k.transpose(1, 2) * params.scale).view(-1, T, len(places))  # [H, T, n]
         scores = adjust_scores(products, places - places[-T:, None], params)
-        sinks = None if params.sink_logits is None else params.sink_logits.view(s.num_kv_heads, -1, 1, 1)
-        scores = scores.view(s.num_kv_heads, -1, T, len(places)).masked_fill(~mask, -torch.inf)
+        sinks = None if params.sink_logits is None else params.sink_logits.view(G, -1, 1, 1)
+        scores = scores.view(G, -1, T, len(places)).masked_fill(~mask, -torch.inf)
         weights = softmax(scores, sinks)
         return LayerAttention(layer, k, v, weights, weights @ v[:, None])
 
     def _visible(self, layer: int, pos: Tensor, num_tokens: int) -> Tensor:
         """Return which tokens each query sees, bool [T, n]."""
         distance = pos[:, None] - torch.arange(num_tokens)
-        window = self.spec.windows[layer]
+        window = self.spec.kv_cache.windows[layer]
         return (distance >= 0) & (distance < (window or num_tokens))

@@ -99,7 +99,7 @@ def _compare(model: DenseModel, gate: GateWeights, held: list[tuple[HeldOut, Sta
     """Return the mean KL divergence of the gate, of reread (share=all, value=norm) and of h2o, at each budget."""
 
     def reread_norms(example: Example, found: Statistics) -> Tensor:
-        D = model.spec.head_dim
+        D = model.spec.kv_cache.full_attention_group.k_dim
         return sum_rereads(model, example.prompt, [example.prompt]) * found.columns[..., D : 2 * D].norm(dim=-1)
 
     scorers: dict[str, tuple[str, Callable[[Example, Statistics], Tensor]]] = {
@@ -117,8 +117,8 @@ def _compare(model: DenseModel, gate: GateWeights, held: list[tuple[HeldOut, Sta
 
 
 def _shape(model: DenseModel, path: Path) -> GateShape:
-    s = model.spec
-    return GateShape(len(model.full_layers), s.num_kv_heads, s.head_dim, model_fingerprint(path))
+    group = model.spec.kv_cache.full_attention_group
+    return GateShape(len(group.layers), group.num_kv_heads, group.k_dim, model_fingerprint(path))
 
 
 def _notes(config: FitConfig, num_examples: int, r2: float) -> dict[str, str]:

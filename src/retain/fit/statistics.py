@@ -74,7 +74,7 @@ def sum_rereads(model: DenseModel, prompt: list[int], rereads: Sequence[Sequence
         masses: list[Tensor] = []
 
         def add_mass(found: LayerAttention, masses: list[Tensor] = masses) -> None:
-            if model.spec.windows[found.layer] is None:
+            if model.spec.kv_cache.windows[found.layer] is None:
                 masses.append(found.weights[:, :, n:, :n].sum((1, 2)))
 
         model.forward([*prompt, *tokens], add_mass)
@@ -105,7 +105,7 @@ class FirstReading:
 
     def __call__(self, found: LayerAttention) -> None:
         """Record a layer."""
-        if self.model.spec.windows[found.layer] is not None:
+        if self.model.spec.kv_cache.windows[found.layer] is not None:
             return
         n = self.prompt_len
         k = round_keys(found.keys[:, :n].detach())

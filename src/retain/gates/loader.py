@@ -13,7 +13,7 @@ import torch
 from xxhash import xxh3_128
 
 from retain.formats.checkpoint import open_checkpoint
-from retain.kv.capacity import KVCacheSpec
+from retain.kernels.kv_cache_spec import KVCacheSpec
 from retain.kv.eviction.gate_weights import GateShape, GateWeights, load_gate, read_fingerprint
 
 SUFFIX = ".gate.safetensors"
@@ -44,9 +44,9 @@ class GateLoader:
     def shape(self) -> GateShape:
         """What a gate of this model must fit."""
         if self._shape is None:
-            num_layers = self.spec.windows.count(None)
+            group = self.spec.full_attention_group
             fingerprint = model_fingerprint(self.path)
-            self._shape = GateShape(num_layers, self.spec.kv_heads, self.spec.head_dim, fingerprint)
+            self._shape = GateShape(len(group.layers), group.num_kv_heads, group.k_dim, fingerprint)
         return self._shape
 
     def has_gate(self) -> bool:

@@ -9,21 +9,13 @@ from typing import cast
 import numpy as np
 
 from retain.kernels.api import NO_WINDOW
+from retain.kernels.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
 from retain.kv.memory.cache import ring_capacities
 from retain.types import Ints
-
-
-@dataclass(frozen=True)
-class KVCacheSpec:
-    """What the cache needs to know of a model: kv heads G, head dim D, and a window (or None) for each of L layers."""
-
-    kv_heads: int
-    head_dim: int
-    windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -59,6 +51,11 @@ class CapacityPlanner:
     def model_windows(self) -> Ints:
         """How far each layer of the model sees, [L]."""
         return np.array([w or NO_WINDOW for w in self.spec.windows], np.int32)
+
+    @property
+    def group(self) -> KVCacheGroupSpec:
+        """The layers, which must be alike."""
+        return self.spec.only_group
 
     @property
     def max_pages_per_head(self) -> int:
@@ -104,12 +101,12 @@ class CapacityPlanner:
         scratch = -(-policy.scratch_slots(length) // S)
         before = int(np.where(windows == NO_WINDOW, -(-full // S), ring_pages).sum() + scratch)
         if not policy.demoted_slots(length):
-            return before * self.spec.kv_heads
+            return before * self.group.num_kv_heads
         num_full = int((windows == NO_WINDOW).sum())
         if policy.prefill == "stream":  # the demoted tokens of the prompt are beside its last chunk
             before += num_full * self._demoted_pages(policy, min(length, cast(BudgetPolicy, policy).prompt_len))
         after = int(ring_pages[windows < NO_WINDOW].sum()) + num_full * self.pages_after_demotion(policy, length)
-        return max(before, after) * self.spec.kv_heads
+        return max(before, after) * self.group.num_kv_heads
 
     def _ring_pages(self, policy: EvictionPolicy, length: int, capacities: Ints) -> Ints:
         """Return the most pages of a head in each layer [L] if that is a ring; in a scoring pass with its copy."""

@@ -62,7 +62,8 @@ class KVCacheManager:
         num_rows = c.max_running_requests
         num_layers = len(spec.windows)
         demoted = store.reinterpret(DEMOTED_DTYPE) if c.demoted_page_size else None
-        self.tables = BlockTables(store, num_rows, num_layers, spec.kv_heads, planner.max_pages_per_head, demoted)
+        heads = planner.group.num_kv_heads
+        self.tables = BlockTables(store, num_rows, num_layers, heads, planner.max_pages_per_head, demoted)
         self.slots = KVCache(self.tables, c.max_batched_tokens)
         self.evictors: dict[int, BudgetEvictor] = {}  # of rows with a budget
         self.snapshots: dict[int, RingSnapshot] = {}  # of rows in a scoring pass
@@ -292,7 +293,7 @@ class KVCacheManager:
     def ring_overwrites(self, policy: EvictionPolicy, num_tokens: int) -> int:
         """Return the slots that rings overwrite in a text of so many tokens."""
         windows = self.planner.windows(policy)
-        return int(np.maximum(num_tokens - windows[windows < NO_WINDOW], 0).sum()) * self.spec.kv_heads
+        return int(np.maximum(num_tokens - windows[windows < NO_WINDOW], 0).sum()) * self.planner.group.num_kv_heads
 
     def request_stats(self, policy: EvictionPolicy, num_tokens: int, memory: RequestMemory) -> dict[str, Any]:
         """Return the bytes and slots that a request took; see stats.request."""
@@ -305,7 +306,7 @@ class KVCacheManager:
             memory=memory,
             page_bytes=self.store.page_bytes,
             page_size=self.page_size,
-            kv_heads=self.spec.kv_heads,
+            kv_heads=self.planner.group.num_kv_heads,
         )
 
     def _extra_pages(self, row: int) -> Ints:

@@ -70,10 +70,12 @@ def check_shapes(decoder: Decoder) -> None:
     pos = torch.tensor([0, s.max_position_embeddings - 1])
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        if (q.shape[1:], k.shape[1:], v.shape[1:]) != ((s.num_heads, s.head_dim), *[(s.num_kv_heads, s.head_dim)] * 2):
+        a = s.kv_cache.attention(layer)
+        G = a.num_kv_heads if s.kv_cache.cached_layer(layer) == layer else 0
+        if (q.shape[1:], k.shape[1:], v.shape[1:]) != ((s.num_heads, a.k_dim), (G, a.k_dim), (G, a.v_dim)):
             raise RuntimeError(f"layer {layer} has heads q {q.shape[1:]}, k {k.shape[1:]}, v {v.shape[1:]}")
-        params.check(s.num_heads, s.num_kv_heads, s.head_dim)
-        return q
+        params.check(s.num_heads, a.num_kv_heads, a.k_dim)
+        return q.new_zeros(len(q), s.num_heads, a.v_dim)
 
     x = decoder.forward(ids, pos, attend)
     if x.shape[1] != s.hidden_size:

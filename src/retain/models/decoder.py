@@ -22,6 +22,7 @@ from torch import Tensor
 
 from retain.kernels.api import Program
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.kv_cache_spec import AttentionSpec, KVCacheSpec, LayerCacheSpec, uniform_layers
 from retain.models.layers import Embedding, Layer, Linear
 from retain.models.qk_balance import find_qk_factors
 from retain.models.rope import Angles, Rope
@@ -55,21 +56,24 @@ class DecoderLayer(Protocol):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The sizes of a model, and the part of the cache that each layer attends to."""
+    """The sizes of a model, and what each of its layers caches."""
 
     vocab_size: int
     hidden_size: int
     num_heads: int  # H
-    num_kv_heads: int  # G
-    head_dim: int  # D
     max_position_embeddings: int  # context length, in tokens
-    windows: tuple[int | None, ...]  # sliding window of each layer, in tokens; None is full attention
+    layers: tuple[LayerCacheSpec, ...]
     attention: AttentionParams  # of every layer that has none of its own
 
     @property
     def num_layers(self) -> int:
         """Return L."""
-        return len(self.windows)
+        return len(self.layers)
+
+    @cached_property
+    def kv_cache(self) -> KVCacheSpec:
+        """What the layers cache."""
+        return KVCacheSpec(self.layers)
 
 
 def multi_head_spec(
@@ -81,10 +85,8 @@ def multi_head_spec(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
-        windows=(None,) * num_layers,
+        layers=uniform_layers(num_heads, head_dim, (None,) * num_layers),
         attention=AttentionParams(head_dim**-0.5),
     )
 
@@ -93,6 +95,8 @@ def multi_head_spec(
 class Attention:
     """Compute o_proj(attend(q, k, v)). `qkv_proj` returns all heads of q, then those of k, then those of v.
 
+    A layer that shares the cache of an earlier one has heads of q alone. Sizes are those of the cache that it reads.
+
     Heads of q and k are multiplied by `qk_factors` (qk_balance.py), and keys are cached less `key_offset`. Products q.k
     stay, or all scores of a query change by the same number, so its weights stay. (Where they would not, because of a
     softcap or sink logits, there is no offset.)
@@ -100,7 +104,7 @@ class Attention:
 
     layer_idx: int
     spec: ModelSpec
-    qkv_proj: Layer  # [T, E] -> [T, (H + 2 G) D]
+    qkv_proj: Layer  # [T, E] -> [T, (H + G) D + G V], or [T, H D]; a key has D numbers, a value V
     o_proj: Linear
     rope: Rope | None = None
     qk_norm: Layer | None = None  # applied to the heads of q and k before rope
@@ -109,19 +113,40 @@ class Attention:
 
     def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
         """Compute [T, E] -> [T, E]."""
-        s = self.spec
-        heads = self.qkv_proj(x).view(x.shape[0], -1, s.head_dim)  # [T, H + 2 G, D]
-        qk, v = torch.split(heads, [s.num_heads + s.num_kv_heads, s.num_kv_heads], dim=1)
+        H = self.spec.num_heads
+        G = self.num_written_heads
+        D = self.sizes.k_dim
+        qkv = self.qkv_proj(x)
+        qk = qkv[:, : (H + G) * D].view(len(x), H + G, D)  # [T, H + G, D]
+        v = qkv[:, (H + G) * D :].view(len(x), G, self.sizes.v_dim)
         if self.qk_norm:
             qk = self.qk_norm(qk)
         if self.qk_factors is not None:
             qk = qk * self.qk_factors.to(qk.dtype)
         if self.rope:
             qk = self.rope.apply(qk, angles[self.rope])
-        q, k = torch.split(qk, [s.num_heads, s.num_kv_heads], dim=1)
+        q, k = torch.split(qk, [H, G], dim=1)
         if self.key_offset is not None:
             k = (k.float() - self.key_offset).to(k.dtype)
         return self.o_proj(attend(self.layer_idx, q, k, v, self.params).flatten(1))
+
+    @property
+    def sizes(self) -> AttentionSpec:
+        """The sizes of the cache that the layer attends to."""
+        return self.spec.kv_cache.attention(self.layer_idx)
+
+    @property
+    def num_written_heads(self) -> int:
+        """The heads of k and v that the layer computes and caches: G, or 0."""
+        is_own = self.spec.kv_cache.cached_layer(self.layer_idx) == self.layer_idx
+        return self.sizes.num_kv_heads if is_own else 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one layer attends to the cache, so that keys must stay as they are."""
+        cache = self.spec.kv_cache
+        own = cache.cached_layer(self.layer_idx)
+        return any(cache.cached_layer(i) == own for i in range(self.spec.num_layers) if i != self.layer_idx)
 
     @cached_property
     def params(self) -> AttentionParams:
@@ -145,10 +170,13 @@ class Attention:
         the range of the few bits that a slot has.
         """
         bias = getattr(self.qkv_proj, "bias", None)
-        if bias is None or self.qk_norm or not self._params_without_offset.is_shift_invariant:
+        is_shift_invariant = self._params_without_offset.is_shift_invariant
+        if bias is None or self.qk_norm or self.is_shared or not is_shift_invariant:
             return None
         s = self.spec
-        keys = bias.float().view(-1, s.head_dim)[s.num_heads : s.num_heads + s.num_kv_heads]  # [G, D]
+        D = self.sizes.k_dim
+        end = (s.num_heads + self.num_written_heads) * D
+        keys = bias[s.num_heads * D : end].float().view(-1, D)  # [G, D]
         keys = keys if self.key_factors is None else keys * self.key_factors
         if not self.rope:
             return keys
@@ -157,10 +185,12 @@ class Attention:
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """Write the layer into a program: read buffer `x`, write buffer `out`, or add to it."""
-        s = self.spec
-        num_qk_heads = s.num_heads + s.num_kv_heads
-        qkv = program.buffer("qkv", (num_qk_heads + s.num_kv_heads) * s.head_dim)
-        o = program.buffer("o", s.num_heads * s.head_dim)
+        H = self.spec.num_heads
+        G = self.num_written_heads
+        a = self.sizes
+        qkv_width = (H + G) * a.k_dim + G * a.v_dim
+        qkv = program.buffer(f"qkv {qkv_width}", qkv_width)
+        o = program.buffer(f"o {H * a.v_dim}", H * a.v_dim)
         self.qkv_proj.emit(program, x, qkv)
         if self.qk_norm:
             self.qk_norm.emit(program, qkv, qkv)
@@ -168,9 +198,8 @@ class Attention:
             program.scale(qkv, self.qk_factors.flatten())
         if self.rope:
             rope = self.rope
-            program.rope(qkv, rope.freqs, rope.attention_factor, rope.interleaved, num_qk_heads, s.head_dim)
-        heads = s.num_heads, s.num_kv_heads, s.head_dim
-        program.attend(qkv, o, self.layer_idx, heads, self.params)
+            program.rope(qkv, rope.freqs, rope.attention_factor, rope.interleaved, H + G, a.k_dim)
+        program.attend(qkv, o, self.layer_idx, (H, a.num_kv_heads, a.k_dim), self.params)
         self.o_proj.emit(program, o, out, add)
 
 
@@ -286,8 +315,9 @@ class Decoder:
 def _balance(layer: DecoderLayer) -> DecoderLayer:
     """Return the layer with factors of its queries and keys."""
     a = layer.attention
-    s = layer.attention.spec
-    heads = s.num_heads, s.num_kv_heads, s.head_dim
+    if a.is_shared:
+        return layer
+    heads = a.spec.num_heads, a.sizes.num_kv_heads, a.sizes.k_dim
     factors = find_qk_factors(layer.norm1, a.qkv_proj, a.qk_norm, a.rope, a.key_offset, heads)
     return cast(DecoderLayer, replace(cast(Any, layer), attention=replace(a, qk_factors=factors)))
 

@@ -59,4 +59,4 @@ def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: in
         num_pages += -(-policy.demoted_slots(length) // cache.config.demoted_page_size) * int(
             (windows == NO_WINDOW).sum()
         )
-    return num_pages * cache.spec.kv_heads * cache.store.page_bytes
+    return num_pages * cache.spec.only_group.num_kv_heads * cache.store.page_bytes

@@ -167,7 +167,7 @@ class PrefixCache:
             return None
         if not offloader.should_load([*ranges, found] if found else ranges, end_page * S - length):
             return None
-        pages = np.zeros((num_full, self.planner.spec.kv_heads, 0), np.int32)
+        pages = np.zeros((num_full, self.planner.group.num_kv_heads, 0), np.int32)
         if match:
             pages = match.pages[..., : min(num_matched, end_page)]
         selective = bool(offloader.probe_config and ranges)

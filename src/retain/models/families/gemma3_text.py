@@ -120,7 +120,7 @@ def build(w: Weights) -> Decoder:
     check_supported(c, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False)
     s = spec_from_config(c)
     layer_types = read_layer_types(c)
-    ropes = get_ropes(c, s.head_dim)
+    ropes = get_ropes(c, s.kv_cache.attention(0).k_dim)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
     # Rounded to dtype as in training: in bfloat16 25.25, not 25.3.
     scale = torch.tensor(s.hidden_size**0.5, dtype=m.dtype).item()

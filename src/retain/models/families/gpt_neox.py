@@ -48,7 +48,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
 
 def regroup_qkv(qkv: Linear, s: ModelSpec) -> Linear:
     """Reorder rows: the file has q, k and v of each head in turn; Attention wants all q, then all k, then all v."""
-    order = torch.arange(qkv.weight.shape[0]).view(s.num_heads, 3, s.head_dim).transpose(0, 1).flatten()  # [3 H D]
+    order = torch.arange(qkv.weight.shape[0]).view(s.num_heads, 3, -1).transpose(0, 1).flatten()  # [3 H D]
     return Linear(select_rows(qkv.weight, order), None if qkv.bias is None else qkv.bias[order])
 
 
@@ -70,7 +70,7 @@ def build(w: Weights) -> Decoder:
     c = w.config
     s = spec_from_config(w.config)
     p = get_rope_parameters(c, "rotary_emb_base", "rotary_pct", ROPE_DEFAULTS)
-    rope = get_rope(int(s.head_dim * p["partial_rotary_factor"]), p)
+    rope = get_rope(int(s.kv_cache.attention(0).k_dim * p["partial_rotary_factor"]), p)
     m = scope_base_model(w, "embed_in.weight", "gpt_neox.", "")
     embed = Embedding(m.load_matrix("embed_in.weight", embedding=True), dtype=m.dtype)
     name = "embed_out" if "embed_out.weight" in w else "lm_head"

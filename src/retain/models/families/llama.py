@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.kv_cache_spec import uniform_layers
 from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, scope_base_model
 from retain.models.family_config import add_defaults
 from retain.models.layers import Embedding, GatedMLP, RMSNorm, load_linear, load_lm_head
@@ -58,10 +59,8 @@ def make_spec(c: Mapping[str, Any], windows: tuple[int | None, ...]) -> ModelSpe
         vocab_size=c["vocab_size"],
         hidden_size=c["hidden_size"],
         num_heads=heads,
-        num_kv_heads=c["num_key_value_heads"] or heads,
-        head_dim=head_dim,
         max_position_embeddings=c["max_position_embeddings"],
-        windows=windows,
+        layers=uniform_layers(c["num_key_value_heads"] or heads, head_dim, windows),
         attention=AttentionParams(head_dim**-0.5),
     )
 
@@ -83,7 +82,7 @@ def build_attention(
     norm = None
     if tensors.qk_norm:
         q = w["q_norm.weight"].float().expand(s.num_heads, -1)
-        k = w["k_norm.weight"].float().expand(s.num_kv_heads, -1)
+        k = w["k_norm.weight"].float().expand(s.kv_cache.attention(i).num_kv_heads, -1)
         norm = RMSNorm(torch.cat((q, k)) + norm_offset, w.config["rms_norm_eps"])  # [H + G, D]
     qkv = load_linear(w, "q_proj", "k_proj", "v_proj", bias=tensors.qkv_bias)
     return Attention(i, s, qkv, load_linear(w, "o_proj", bias=tensors.o_bias), rope, norm)
@@ -99,7 +98,7 @@ def build(w: Weights) -> Decoder:
 
 def build_decoder(w: Weights, s: ModelSpec, tensors: OptionalTensors) -> Decoder:
     """Build a decoder of such layers from weights whose config has its family's defaults."""
-    rope = get_whole_head_rope(s.head_dim, w.config)
+    rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, w.config)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "")
     table = m.load_matrix("embed_tokens.weight", embedding=True)
     tied_to = m.full_name("embed_tokens.weight") if w.config["tie_word_embeddings"] else None

@@ -60,7 +60,7 @@ class Inspector:
         self._key_names[request] = key_name
         if len(self.live) < MAX_LIVE:
             spec = self.llm.spec
-            request.attention_trace = AttentionTrace(spec.num_layers, spec.num_kv_heads)
+            request.attention_trace = AttentionTrace(spec.num_layers, spec.kv_cache.only_group.num_kv_heads)
             self.live[request.id] = TrackedRequest(request, key_name, request.attention_trace)
 
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
@@ -117,7 +117,7 @@ class Inspector:
             "prefix_hits": stats.prefix_hit_tokens,
             "prefix_misses": self.prefix_misses.of_key(key_name),
             "layers": self.llm.spec.num_layers,
-            "heads": self.llm.spec.num_kv_heads,
+            "heads": self.llm.spec.kv_cache.only_group.num_kv_heads,
             "windows": [None if w > 2**30 else int(w) for w in cache.planner.windows(self.llm.policy)],
         }
 

@@ -1,0 +1,123 @@
+"""What the layers of a model cache: one value for each layer, and the groups of layers whose slots are equal.
+
+The names are vLLM's (vllm/v1/kv_cache_interface.py). A layer whose cache is a state in place of slots, as in linear
+attention, will be one more kind here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    """A layer that caches every token: a slot has `k_dim` and `v_dim` numbers in each of `num_kv_heads` heads."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def window(self) -> int | None:
+        """Return None: a query sees all tokens before it."""
+        return None
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec:
+    """A layer whose queries see the latest `window` tokens, their own included. Older ones are overwritten."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int
+
+
+@dataclass(frozen=True)
+class SharedCacheSpec:
+    """A layer that attends to what an earlier layer has cached, and caches nothing (Gemma 3n, arXiv 2405.05254)."""
+
+    layer: int
+
+
+AttentionSpec = FullAttentionSpec | SlidingWindowSpec
+LayerCacheSpec = AttentionSpec | SharedCacheSpec
+
+
+@dataclass(frozen=True)
+class KVCacheGroupSpec:
+    """Layers whose slots are equal. Such layers have pages of one size in slots, and tables of one shape."""
+
+    layers: tuple[int, ...]  # of the model, ascending; they all have a cache of their own
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    windows: tuple[int | None, ...]  # of each of these layers
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """What all layers of a model cache. Raises ValueError where a layer shares the cache of one that has none."""
+
+    layers: tuple[LayerCacheSpec, ...]
+
+    def __post_init__(self) -> None:
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, SharedCacheSpec):
+                source = self.layers[layer.layer] if 0 <= layer.layer < i else layer
+                if isinstance(source, SharedCacheSpec):
+                    raise ValueError(f"layer {i} shares the cache of layer {layer.layer}, which is no cache before it")
+
+    def cached_layer(self, layer: int) -> int:
+        """Return the layer whose cache a layer attends to: itself, unless it shares one."""
+        spec = self.layers[layer]
+        return spec.layer if isinstance(spec, SharedCacheSpec) else layer
+
+    def attention(self, layer: int) -> AttentionSpec:
+        """Return the sizes of the cache that a layer attends to."""
+        spec = self.layers[self.cached_layer(layer)]
+        assert not isinstance(spec, SharedCacheSpec)
+        return spec
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, in tokens; None is full attention."""
+        return tuple(self.attention(i).window for i in range(len(self.layers)))
+
+    @cached_property
+    def groups(self) -> tuple[KVCacheGroupSpec, ...]:
+        """The groups of layers that have a cache, in the order of their first layers."""
+        return self._group(range(len(self.layers)))
+
+    @property
+    def only_group(self) -> KVCacheGroupSpec:
+        """The layers that have a cache, where all are alike. Raises ValueError where they differ."""
+        if len(self.groups) != 1:
+            raise ValueError("layers must be alike here: they differ in heads or head dims")
+        return self.groups[0]
+
+    @property
+    def full_attention_group(self) -> KVCacheGroupSpec:
+        """The layers without a window that have a cache. Raises ValueError where they differ, or there are none."""
+        groups = self._group([i for i, window in enumerate(self.windows) if window is None])
+        if len(groups) != 1:
+            found = "there is none" if not groups else "they differ in heads or head dims"
+            raise ValueError(f"layers without a window must be alike here: {found}")
+        return groups[0]
+
+    def _group(self, layers: Sequence[int]) -> tuple[KVCacheGroupSpec, ...]:
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for i in layers:
+            if self.cached_layer(i) == i:
+                a = self.attention(i)
+                found.setdefault((a.num_kv_heads, a.k_dim, a.v_dim), []).append(i)
+        windows = self.windows
+        return tuple(KVCacheGroupSpec(tuple(g), *sizes, tuple(windows[i] for i in g)) for sizes, g in found.items())
+
+
+def uniform_layers(num_kv_heads: int, head_dim: int, windows: Sequence[int | None]) -> tuple[LayerCacheSpec, ...]:
+    """Return layers that differ in nothing but their windows; None is full attention."""
+    sizes = num_kv_heads, head_dim, head_dim
+    return tuple(FullAttentionSpec(*sizes) if w is None else SlidingWindowSpec(*sizes, w) for w in windows)
