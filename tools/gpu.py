@@ -234,8 +234,10 @@ def demoted_pages(kv: Any) -> Any:
     """Return the pages of a pool as pages of slots of 4 bits."""
     from retain.kernels import triton
     from retain.kernels.pool_dtypes import slots_in_page
+    from retain.kernels.reinterpret import PageFormat
 
-    return triton.reinterpret(kv, INT4, slots_in_page(kv.page_size, kv.k_dim, kv.dtype, INT4))
+    num_slots = slots_in_page(kv.page_size, kv.k_dim, kv.dtype, INT4)
+    return triton.reinterpret(kv, PageFormat(num_slots, INT4, kv.k_dim, kv.v_dim))
 
 
 def keyformer_scoring(T: int, B: int, device: str = "cpu") -> Any:

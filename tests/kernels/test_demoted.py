@@ -15,6 +15,7 @@ from retain.kernels import cpu, reference
 from retain.kernels.api import KV, NO_WINDOW, Backend, DemotedTables, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import slots_in_page
+from retain.kernels.reinterpret import PageFormat, shared_page_bytes
 from retain.kernels.scoring import GAUSSIAN, GUMBEL, NO_NOISE, AttentionScoring
 from tests.helpers.attention_case import assert_close, cpu_tolerance
 from tests.helpers.backend_variants import ISAS, use_isa
@@ -59,7 +60,8 @@ class Step:
         rng, B = torch.Generator().manual_seed(0), len(self.fresh)
         P = 1 + sum(sum(map(sum, pages)) for pages in (self.own, self.demoted))
         kv = backend.allocate(P, self.S, self.D, dtype, columns, v_dim=self.V)
-        demoted = backend.reinterpret(kv, INT4, slots_in_page(self.S, self.D, dtype, INT4, v_dim=self.V))
+        num_slots = slots_in_page(self.S, self.D, dtype, INT4, v_dim=self.V)
+        demoted = backend.reinterpret(kv, PageFormat(num_slots, INT4, self.D, self.V or self.D, columns))
         pages = (torch.randperm(P - 1, generator=rng) + 1).int()
         k, v = keys_and_values(P, max(self.D, self.V or 0))
         k, v = k[..., : self.D], v[..., : self.V or self.D]
@@ -172,7 +174,7 @@ def test_a_page_keeps_its_bytes(backend: Backend) -> None:
     kv = backend.allocate(4, 64, 64, BF16)
     assert slots_in_page(64, 64, BF16, INT4) == 224  # 64 x 128 bytes, 36 a slot
     with pytest.raises(ValueError, match="cannot hold 240 slots"):
-        backend.reinterpret(kv, INT4, 240)
+        backend.reinterpret(kv, PageFormat(240, INT4, 64, 64))
 
 
 @needs_triton
@@ -218,15 +220,17 @@ def test_dense_tables_say_nothing_of_demoted_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16, INT8])
 @pytest.mark.parametrize("backend", [reference, *needs(cpu, triton)])
-def test_pages_of_another_dtype_are_read_copied_and_moved(backend: Backend, dtype: torch.dtype) -> None:
+def test_pages_of_other_slots_are_read_copied_and_moved(backend: Backend, dtype: torch.dtype) -> None:
     """In the memory of the pool, whose pages are longer. The pages beside them keep their bytes."""
     S, D = 32, 64
-    kv = backend.allocate(5, S, D, dtype)
-    for other in (INT4, torch.uint8, INT8):
-        n = slots_in_page(S, D, dtype, other)
-        if n < S:
-            continue
-        pool = backend.reinterpret(kv, other, n)
+    in_fewer_bits = [PageFormat(slots_in_page(S, D, dtype, x), x, D, D) for x in (INT4, torch.uint8, INT8)]
+    of_other_layers = [PageFormat(16, dtype, 2 * D, 2 * D), PageFormat(2 * S, dtype, D // 2, D // 2)]
+    formats = [*(f for f in in_fewer_bits if f.page_size >= S), *of_other_layers]
+    sizes = shared_page_bytes([PageFormat(S, dtype, D, D), *formats])
+    kv = backend.allocate(5, S, D, dtype, page_bytes=sizes)
+    for format in formats:
+        n, D, other = format.page_size, format.k_dim, format.dtype
+        pool = backend.reinterpret(kv, format)
         exact = backend.allocate(5, n, D, other)
         kv.k.zero_(), kv.v.zero_()
         k, v = torch.randn(2, n, 1, D, generator=torch.Generator().manual_seed(3))

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import dtype_of_tensors
+from retain.kernels.reinterpret import PageFormat
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.transfers import to_device
 from retain.kernels.weight import Weight
@@ -251,15 +252,17 @@ class Backend(Protocol):
         score_columns: int = 1,
         device: torch.device = CPU,
         v_dim: int | None = None,
+        page_bytes: tuple[int, int] | None = None,
     ) -> KV:
         """Allocate a pool with C = `score_columns`, and make the trash page all holes.
 
-        `v_dim` is None where it is `k_dim`. Raises ValueError if the backend does not support the dtype or a size.
+        `v_dim` is None where it is `k_dim`. `page_bytes` of K and of V are for pages that other slots need more room
+        in. Raises ValueError if the backend does not support the dtype or a size, or if pages are too short.
         """
         ...
 
-    def reinterpret(self, kv: KV, dtype: torch.dtype, page_size: int) -> KV:
-        """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own.
+    def reinterpret(self, kv: KV, format: PageFormat) -> KV:
+        """Return the pages of a pool as pages of other slots, with positions and masses of their own.
 
         Their K and V share memory: a page is of one kind at a time. Raises ValueError if such a page is longer.
         """

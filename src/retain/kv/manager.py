@@ -61,7 +61,7 @@ class KVCacheManager:
         self.key_transform = key_transform or KeyTransform()
         num_rows = c.max_running_requests
         num_layers = len(spec.windows)
-        demoted = store.reinterpret(DEMOTED_DTYPE) if c.demoted_page_size else None
+        demoted = store.in_dtype(DEMOTED_DTYPE) if c.demoted_page_size else None
         heads = planner.group.num_kv_heads
         self.tables = BlockTables(store, num_rows, num_layers, heads, planner.max_pages_per_head, demoted)
         self.slots = KVCache(self.tables, c.max_batched_tokens)

@@ -36,8 +36,8 @@ from torch import Tensor
 from retain.kernels.api import CPU, KV, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu.memory import map_zeros
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
-from retain.kernels.reinterpret import reinterpret_bytes
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.reinterpret import PageFormat, view_pages
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import check_write, shape_error
 
@@ -76,6 +76,7 @@ def allocate(
     score_columns: int = 1,
     device: torch.device = CPU,
     v_dim: int | None = None,
+    page_bytes: tuple[int, int] | None = None,
 ) -> KV:
     """Allocate a pool. The system provides its memory page by page, at the first write."""
     if dtype not in (*DTYPES, *QUANTIZED_DTYPES):
@@ -86,26 +87,27 @@ def allocate(
     for name, dim, most in (("k_dim", k_dim, MAX_K_DIM), ("v_dim", v_dim, MAX_V_DIM)):
         if dim % 8 or not 8 <= dim <= most:
             raise ValueError(f"the cpu backend needs a {name} (head_dim) of 8, 16, 24, ... up to {most}, not {dim}")
-    if dtype in QUANTIZED_DTYPES:
-        sizes = (key_bytes(k_dim, dtype), value_bytes(v_dim, dtype))
-        dtypes = tensor_dtypes(dtype)
-        k, v = (_zeros((num_pages, page_size * n), t) for n, t in zip(sizes, dtypes, strict=True))
-    else:
-        k = _zeros((num_pages, k_dim, page_size), dtype)  # [P, k_dim, S]
-        v = _zeros((num_pages, page_size, v_dim), dtype)  # [P, S, v_dim]
-    pos = _zeros((num_pages, page_size), torch.int32)  # [P, S]
-    pos[0] = -1
-    mass = _zeros((num_pages, score_columns, page_size), torch.float32)
-    return KV(k, v, pos, mass, page_size, k_dim, v_dim, "cpu")
+    format = PageFormat(page_size, dtype, k_dim, v_dim, score_columns)
+    k, v = (_zeros((num_pages, size), torch.uint8) for size in page_bytes or format.bytes)
+    return _view_pool((k, v), format)
 
 
-def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
-    """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own."""
-    k, v = reinterpret_bytes(kv, dtype, page_size)
-    pos = _zeros((kv.num_pages, page_size), torch.int32)
+def reinterpret(kv: KV, format: PageFormat) -> KV:
+    """Return the pages of a pool as pages of other slots, with positions and masses of their own."""
+    return _view_pool((kv.k, kv.v), format)
+
+
+def _view_pool(memory: tuple[Tensor, Tensor], format: PageFormat) -> KV:
+    P = len(memory[0])
+    S = format.page_size
+    k, v = view_pages(memory, format)
+    if format.dtype not in QUANTIZED_DTYPES:
+        k = k.view(P, format.k_dim, S)
+        v = v.view(P, S, format.v_dim)
+    pos = _zeros((P, S), torch.int32)
     pos[0] = -1
-    mass = _zeros((kv.num_pages, kv.mass.shape[1], page_size), torch.float32)
-    return KV(k, v, pos, mass, page_size, kv.k_dim, kv.v_dim, kv.layout)
+    mass = _zeros((P, format.score_columns, S), torch.float32)
+    return KV(k, v, pos, mass, S, format.k_dim, format.v_dim, "cpu")
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:

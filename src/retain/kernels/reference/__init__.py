@@ -12,11 +12,11 @@ from torch import Tensor
 from retain.kernels.api import CPU, KV, NO_WINDOW, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.eviction_order import eviction_key
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
 from retain.kernels.reference.softmax import adjust_scores, softmax
-from retain.kernels.reinterpret import reinterpret_bytes
+from retain.kernels.reinterpret import PageFormat, view_pages
 from retain.kernels.scoring import NO_NOISE, AttentionScoring
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,33 +41,29 @@ def allocate(
     score_columns: int = 1,
     device: torch.device = CPU,
     v_dim: int | None = None,
+    page_bytes: tuple[int, int] | None = None,
 ) -> KV:
     """Allocate a pool. K and V start as zeros, because a hole's weight of 0 times NaN would be NaN."""
-    v_dim = v_dim or k_dim
-    widths = k_dim, v_dim
-    if dtype in QUANTIZED_DTYPES:
-        widths = key_bytes(k_dim, dtype), value_bytes(v_dim, dtype)
-    k, v = (
-        torch.zeros(num_pages, page_size, width, dtype=t, device=device)
-        for width, t in zip(widths, tensor_dtypes(dtype), strict=True)
-    )
-    pos = torch.zeros(num_pages, page_size, dtype=torch.int32, device=device)
+    format = PageFormat(page_size, dtype, k_dim, v_dim or k_dim, score_columns)
+    sizes = page_bytes or format.bytes
+    k, v = (torch.zeros(num_pages, size, dtype=torch.uint8, device=device) for size in sizes)
+    return _view_pool((k, v), format)
+
+
+def reinterpret(kv: KV, format: PageFormat) -> KV:
+    """Return the pages of a pool as pages of other slots, with positions and masses of their own."""
+    return _view_pool((kv.k, kv.v), format)
+
+
+def _view_pool(memory: tuple[Tensor, Tensor], format: PageFormat) -> KV:
+    P = len(memory[0])
+    S = format.page_size
+    device = memory[0].device
+    k, v = (x.view(P, S, -1) for x in view_pages(memory, format))
+    pos = torch.zeros(P, S, dtype=torch.int32, device=device)
     pos[0] = -1
-    mass = torch.zeros(num_pages, score_columns, page_size, device=device)
-    return KV(k, v, pos, mass, page_size, k_dim, v_dim, "plain")
-
-
-def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
-    """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own."""
-    k, v = reinterpret_bytes(kv, dtype, page_size)
-    P = kv.num_pages
-    k_dim = kv.k_dim
-    v_dim = kv.v_dim
-    pos = torch.full((P, page_size), -1, dtype=torch.int32)
-    mass = torch.zeros(P, kv.mass.shape[1], page_size)
-    k = k.view(P, page_size, key_bytes(k_dim, dtype))
-    v = v.view(P, page_size, value_bytes(v_dim, dtype))
-    return KV(k, v, pos, mass, page_size, k_dim, v_dim, kv.layout)
+    mass = torch.zeros(P, format.score_columns, S, device=device)
+    return KV(k, v, pos, mass, S, format.k_dim, format.v_dim, "plain")
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, Program, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, key_bytes, tensor_dtypes, value_bytes
-from retain.kernels.reinterpret import reinterpret_bytes
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.reinterpret import PageFormat, view_pages
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import check_write, shape_error
 from retain.kernels.transfers import to_device
@@ -66,6 +66,7 @@ def allocate(
     score_columns: int = 1,
     device: torch.device = CPU,
     v_dim: int | None = None,
+    page_bytes: tuple[int, int] | None = None,
 ) -> KV:
     """Allocate a pool. K and V start as zeros, because a hole's weight of 0 times NaN would be NaN."""
     if dtype not in (*DTYPES, *QUANTIZED_DTYPES):
@@ -77,27 +78,28 @@ def allocate(
     for name, dim, most in (("k_dim", k_dim, MAX_K_DIM), ("v_dim", v_dim, MAX_V_DIM)):
         if not 1 <= dim <= most:
             raise ValueError(f"the triton backend needs a {name} (head_dim) of 1 to {most}, not {dim}")
-    if dtype in QUANTIZED_DTYPES:
-        sizes = key_bytes(k_dim, dtype), value_bytes(v_dim, dtype)
-        k, v = (
-            torch.zeros(num_pages, page_size * size, dtype=t, device=device)
-            for size, t in zip(sizes, tensor_dtypes(dtype), strict=True)
-        )
-    else:
-        k, v = (torch.zeros(num_pages, page_size, dim, dtype=dtype, device=device) for dim in (k_dim, v_dim))
-    pos = torch.zeros(num_pages, page_size, dtype=torch.int32, device=device)
-    pos[0] = -1
-    mass = torch.zeros(num_pages, score_columns, page_size, device=device)
-    return KV(k, v, pos, mass, page_size, k_dim, v_dim, "plain")
+    format = PageFormat(page_size, dtype, k_dim, v_dim, score_columns)
+    k, v = (torch.zeros(num_pages, n, dtype=torch.uint8, device=device) for n in page_bytes or format.bytes)
+    return _view_pool((k, v), format)
 
 
-def reinterpret(kv: KV, dtype: torch.dtype, page_size: int) -> KV:
-    """Return the pages of a pool as pages of another dtype and size, with positions and masses of their own."""
-    k, v = reinterpret_bytes(kv, dtype, page_size)
-    pos = torch.zeros(kv.num_pages, page_size, dtype=torch.int32, device=kv.device)
+def reinterpret(kv: KV, format: PageFormat) -> KV:
+    """Return the pages of a pool as pages of other slots, with positions and masses of their own."""
+    return _view_pool((kv.k, kv.v), format)
+
+
+def _view_pool(memory: tuple[Tensor, Tensor], format: PageFormat) -> KV:
+    P = len(memory[0])
+    S = format.page_size
+    device = memory[0].device
+    k, v = view_pages(memory, format)
+    if format.dtype not in QUANTIZED_DTYPES:
+        k = k.view(P, S, format.k_dim)
+        v = v.view(P, S, format.v_dim)
+    pos = torch.zeros(P, S, dtype=torch.int32, device=device)
     pos[0] = -1
-    mass = torch.zeros(kv.num_pages, kv.mass.shape[1], page_size, device=kv.device)
-    return KV(k, v, pos, mass, page_size, kv.k_dim, kv.v_dim, kv.layout)
+    mass = torch.zeros(P, format.score_columns, S, device=device)
+    return KV(k, v, pos, mass, S, format.k_dim, format.v_dim, "plain")
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:

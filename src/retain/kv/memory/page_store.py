@@ -8,6 +8,7 @@ import torch
 
 from retain.kernels.api import KV, Backend
 from retain.kernels.pool_dtypes import slots_in_page
+from retain.kernels.reinterpret import PageFormat
 from retain.kv.memory.pool import PagePool, Pages
 
 
@@ -15,8 +16,8 @@ from retain.kv.memory.pool import PagePool, Pages
 class PageStore:
     """The pool of page numbers, the tensors that they index, and the kernels that read and write those tensors.
 
-    `others` are stores over the same pool and memory, for slots of other dtypes. A page is of the kind of the store
-    that allocated it last.
+    `others` are stores over the same pool and memory, for other slots: those of other groups of layers, and of other
+    dtypes. A page is of the kind of the store that allocated it last.
     """
 
     pool: PagePool
@@ -24,24 +25,29 @@ class PageStore:
     backend: Backend
     page_bytes: int  # K, V, positions and mass of one page
     kind: int = 0
-    others: dict[torch.dtype, PageStore] = field(default_factory=dict)
+    others: dict[PageFormat, PageStore] = field(default_factory=dict)  # one dictionary of all stores over a memory
 
     @property
     def page_size(self) -> int:
         """Slots of a page."""
         return self.kv.page_size
 
-    def reinterpret(self, dtype: torch.dtype) -> PageStore:
-        """Return the store of the same pages for slots of fewer bits; see `Backend.reinterpret`. Raises ValueError.
+    def in_dtype(self, dtype: torch.dtype) -> PageStore:
+        """Return the store of the same pages for such slots in fewer bits. Raises ValueError."""
+        kv = self.kv
+        num_slots = slots_in_page(self.page_size, kv.k_dim, kv.dtype, dtype, v_dim=kv.v_dim)
+        return self.reinterpret(PageFormat(num_slots, dtype, kv.k_dim, kv.v_dim, kv.mass.shape[1]))
+
+    def reinterpret(self, format: PageFormat) -> PageStore:
+        """Return the store of the same pages for other slots; see `Backend.reinterpret`. Raises ValueError.
 
         Its positions and masses are allocated at the first call.
         """
-        if dtype not in self.others:
-            own = self.kv
-            num_slots = slots_in_page(self.page_size, own.k_dim, own.dtype, dtype, v_dim=own.v_dim)
-            kv = self.backend.reinterpret(own, dtype, num_slots)
-            self.others[dtype] = PageStore(self.pool, kv, self.backend, self.page_bytes, 1 + len(self.others))
-        return self.others[dtype]
+        if format not in self.others:
+            kv = self.backend.reinterpret(self.kv, format)
+            kind = 1 + len(self.others)
+            self.others[format] = PageStore(self.pool, kv, self.backend, self.page_bytes, kind, self.others)
+        return self.others[format]
 
     def allocate(self, n: int) -> Pages:
         """Take n pages whose slots are all holes, [n]. Raises OutOfPages."""

@@ -34,7 +34,7 @@ class QuantizedCopies:
         """Return the tables of copies in this dtype. Raises ValueError where the cache cannot have them."""
         if dtype not in self.by_dtype:
             N, L, G, _ = self.tables.pages.shape
-            store = self.tables.store.reinterpret(dtype)
+            store = self.tables.store.in_dtype(dtype)
             num_slots = self.tables.max_pages * self.tables.page_size
             self.by_dtype[dtype] = DemotedBlockTables(store, N, L, G, num_slots)
         return self.by_dtype[dtype]
