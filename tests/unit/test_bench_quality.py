@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retain import LLM, SamplingParams
+from retain import LLM
 from retain.bench import budget, plots, quality, tasks
 from retain.bench.config import QualityBenchConfig
 from retain.config import KV_DTYPES, Config
@@ -184,37 +182,6 @@ def test_kept_positions_follow_the_policy(llm: LLM, tmp_path: Path) -> None:
     assert llm.kept_positions(ids, "full") == [[list(range(n))] * 3] * 30
     assert llm.cache.free_pages == llm.cache.total_pages
     assert len(plots.plot_kept_positions({"sinks": kept}, n, tmp_path)) == 2
-
-
-@pytest.mark.slow
-def test_lm_eval_adapter_equals_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval itself is not needed: only its base class is stood in for."""
-    module = types.ModuleType("lm_eval.api.model")
-    module.LM = object  # type: ignore[attr-defined]
-    for name in ("lm_eval", "lm_eval.api"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "lm_eval.api.model", module)
-    monkeypatch.delitem(sys.modules, "retain.bench.lm_eval", raising=False)
-    from retain.bench.lm_eval import RetainLM
-
-    policy = "h2o:budget=20"
-    harness = RetainLM(llm, policy, batch_size=2)
-    requests = [types.SimpleNamespace(args=(STORY, end)) for end in ("He slept.", "Soon it rained.", "Stop")]
-    greedy = SamplingParams(max_tokens=5, temperature=0)
-    said = llm.generate(STORY.rstrip(), greedy, policy)[0].token_ids
-    requests.append(types.SimpleNamespace(args=(STORY.rstrip(), llm.tokenizer.decode(said))))
-    found = harness.loglikelihood(requests)
-    for (text, end), (total, _) in zip((r.args for r in requests), found, strict=True):
-        blank = text[len(text.rstrip()) :]
-        ids = llm.tokenizer.encode(blank + end, add_special_tokens=False)
-        assert total == pytest.approx(sum(llm.score([text.rstrip()], [ids], policy)[0]), abs=0.05)
-    assert [greedy for _, greedy in found] == [False, False, False, True]
-    (whole,) = harness.loglikelihood_rolling([types.SimpleNamespace(args=(STORY,))])
-    ids = llm.tokenizer.encode(STORY, add_special_tokens=False)
-    (start,) = llm.tokenizer.encode(llm.tokenizer.special_tokens_map["eos_token"], add_special_tokens=False)
-    assert whole == pytest.approx(sum(llm.score([[start]], [ids], policy)[0]), abs=0.05)
-    (text,) = harness.generate_until([types.SimpleNamespace(args=(STORY, {"max_gen_toks": 5, "until": []}))])
-    assert text == llm.generate(STORY, greedy, policy)[0].text
 
 
 def test_malformed_records_are_reported(llm: LLM, data: Path, tmp_path: Path) -> None:
