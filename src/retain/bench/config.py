@@ -88,15 +88,10 @@ class QualityBenchConfig:
     )
     num_prompts: PositiveInt = field(default=20, metadata={"help": "items of each task"})
     max_prompt_len: PositiveInt = field(default=900, metadata={"help": "tokens of a prompt, at most"})
-    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON, and plots as PNG"})
-    plot_kept: bool = field(
-        default=False, metadata={"help": "with --output-dir: plot the positions that each policy keeps"}
-    )
+    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.plot_kept and not self.output_dir:
-            raise ValueError("--plot-kept writes plots: name their folder by --output-dir")
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,7 @@ class SpeculateBenchConfig:
     context_lens: tuple[PositiveInt, ...] = field(
         default=(4000,), metadata={"help": "tokens of each prompt of books, comma-separated", "separator": ","}
     )
-    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON, and plots as PNG"})
+    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -98,7 +98,7 @@ def run_precision(args: Namespace) -> int:
 
 def run_quality(args: Namespace) -> int:
     """Run `retain bench quality`."""
-    from retain.bench import plots, quality
+    from retain.bench import quality
     from retain.cli import loading
 
     config = engine_config(args)
@@ -106,7 +106,6 @@ def run_quality(args: Namespace) -> int:
     tasks = quality.load_tasks(options.tasks)
     policies = quality.expand_policies(options.policies, options.budgets)
     if options.output_dir:
-        plots.import_pyplot()
         options.output_dir.mkdir(parents=True, exist_ok=True)
     config = replace(config, allow_policy=tuple(policies))
     others = {  # raises before anything is loaded
@@ -116,18 +115,12 @@ def run_quality(args: Namespace) -> int:
     llm, *other_llms = (loading.load_llm(c) for c in (config, *others.values()))
     for results in quality.run(llm, options, tasks, policies, dict(zip(others, other_llms, strict=True))):
         print(*(map(json.dumps, results.summarize()) if args.json else [quality.format_table(results)]), sep="\n")
-        if options.output_dir:
-            plots.plot_metrics(results, options.output_dir)
-    if options.output_dir and options.plot_kept:
-        prompt = quality.load_items(llm, options, tasks[0])[0].prompt
-        kept_positions = {policy: llm.kept_positions(prompt, policy) for policy in policies}
-        plots.plot_kept_positions(kept_positions, len(prompt), options.output_dir)
     return 0
 
 
 def run_speculate(args: Namespace) -> int:
     """Run `retain bench speculate`."""
-    from retain.bench import plots, speculate
+    from retain.bench import speculate
     from retain.cli import loading
 
     config = engine_config(args)
@@ -136,7 +129,6 @@ def run_speculate(args: Namespace) -> int:
     lines = _print_lines(args, speculate.run(loading.load_llm(config), options))
     if options.output_dir:
         _write_lines(lines, options.output_dir, "speculate")
-        plots.plot_speedups(lines, options.output_dir)
     return 0
 
 
