@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,7 +14,6 @@ from retain.bench.config import (
     PrecisionBenchConfig,
     PrefixBenchConfig,
     QualityBenchConfig,
-    ServeBenchConfig,
     SpeculateBenchConfig,
     SpeedBenchConfig,
 )
@@ -146,18 +144,6 @@ def run_prefix(args: Namespace) -> int:
     return 0
 
 
-def run_serve(args: Namespace) -> int:
-    """Run `retain bench serve`."""
-    from retain.bench import serve
-
-    options = from_args(ServeBenchConfig, args)
-    requests = serve.make_requests(options)
-    lines = _print_lines(args, [serve.run(options, requests, os.environ.get("OPENAI_API_KEY"))])
-    if options.output_dir:
-        _write_lines(lines, options.output_dir, "serve")
-    return 0
-
-
 BENCHES: dict[str, Callable[[Namespace], int]] = {
     "speed": run_speed,
     "budget": run_budget,
@@ -165,7 +151,6 @@ BENCHES: dict[str, Callable[[Namespace], int]] = {
     "quality": run_quality,
     "speculate": run_speculate,
     "prefix": run_prefix,
-    "serve": run_serve,
 }
 
 
