@@ -33,15 +33,12 @@ class Observer(Protocol):
 
     def on_request(self, request: Request, key_name: str) -> None:
         """Handle a request that was just queued."""
-        ...
 
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
         """Handle a step that took `step_s` seconds and sampled tokens for these requests."""
-        ...
 
     def on_finish(self, request: Request) -> None:
         """Handle a request that finished, failed or was cancelled."""
-        ...
 
 
 class EngineThread:

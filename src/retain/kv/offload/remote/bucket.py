@@ -38,26 +38,21 @@ class Bucket(Protocol):
 
     def get(self, name: str, begin: int, end: int) -> Bytes:
         """Read bytes `begin` to `end` of an object; fewer where it ends earlier."""
-        ...
 
     def put(self, name: str, parts: Sequence[Any], overwrite: bool = False) -> bool:
         """Write an object of these buffers in one piece. False where it exists and must not be overwritten."""
-        ...
 
     def find(self, name: str) -> ObjectInfo | None:
         """Return what the store says of an object, None where it is missing."""
-        ...
 
     def list(self, folder: str, after: str = "") -> Iterator[ObjectInfo]:
         """Yield every object whose name begins with `folder` and a slash, or all objects for an empty one.
 
         They come by name, and only those after `after`.
         """
-        ...
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""
-        ...
 
 
 class ObjectStore:
