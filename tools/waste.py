@@ -66,10 +66,10 @@ def main() -> None:
         engine.step()
         num_steps += 1
         for r in engine.scheduler.running:
-            slots = tables.counts[r.row].astype(np.int64) * S  # [L, G]
+            slots = tables.counts[r.row.index].astype(np.int64) * S  # [L, G]
             owned += int(slots.sum())
-            holding += int(np.minimum(slots, r.num_computed_tokens - tables.ring_base[r.row][:, None]).sum())
-            in_window = np.minimum(r.num_computed_tokens, tables.window[r.row][:, None])
+            holding += int(np.minimum(slots, r.num_computed_tokens - tables.ring_base[r.row.index][:, None]).sum())
+            in_window = np.minimum(r.num_computed_tokens, tables.window[r.row.index][:, None])
             visible += int(np.minimum(slots, in_window).sum())
     cache.check()
     assert cache.free_pages == cache.total_pages

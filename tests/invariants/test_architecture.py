@@ -32,6 +32,8 @@ LAYERS = [
     {"outputs", "gates"},
     {"engine"},
     {"kv.manager"},
+    {"kv.draft_tables"},
+    {"kv.row"},
     {"kv.prefix"},
     {"kv.capacity"},
     {"kv.eviction", "kv.offload", "kv.stats"},

@@ -14,6 +14,7 @@ from torch import Tensor
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.eviction import policies
+from retain.kv.row import Row
 from retain.sampling_params import SamplingParams
 from tests.helpers.attention_case import assert_close
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
@@ -72,17 +73,17 @@ POLICIES = {
 }
 
 
-def head_positions(engine: Engine, row: int, layer: int, g: int) -> set[int]:
+def head_positions(engine: Engine, row: Row, layer: int, g: int) -> set[int]:
     """Return the positions in the slots of a head."""
     cache = engine.cache
-    pages = torch.from_numpy(cache.tables.pages[row, layer, g, : cache.tables.counts[row, layer, g]]).long()
+    pages = torch.from_numpy(cache.tables.pages[row.index, layer, g, : cache.tables.counts[row.index, layer, g]]).long()
     return {p for p in cache.kv.pos[pages].flatten().tolist() if p >= 0}
 
 
-def head_contents(engine: Engine, row: int, layer: int, g: int) -> Tensor:
+def head_contents(engine: Engine, row: Row, layer: int, g: int) -> Tensor:
     """Return keys and values of a head's tokens by position, [n, 2, D]."""
     cache = engine.cache
-    pages = torch.from_numpy(cache.tables.pages[row, layer, g, : cache.tables.counts[row, layer, g]]).long()
+    pages = torch.from_numpy(cache.tables.pages[row.index, layer, g, : cache.tables.counts[row.index, layer, g]]).long()
     pos = cache.kv.pos[pages].flatten()
     kv = torch.stack([x.flatten(0, 1) for x in read_pages(cache.backend, cache.kv, pages)], 1)
     return kv[pos >= 0][pos[pos >= 0].argsort()]

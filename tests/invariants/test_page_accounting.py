@@ -165,8 +165,7 @@ class Schedule(RuleBasedStateMachine):
             waiting, running = self.engine.scheduler.waiting, self.engine.scheduler.running
             assert {r.id for r in waiting + running} == {r.id for r in self.requests if not r.finish_reason}
             assert all(r.row is None and r.num_computed_tokens == 0 for r in waiting)
-            assert len({r.row for r in running}) == len(running)
-            assert set(np.flatnonzero(self.cache.copies.num_tokens)) <= {r.row for r in running}
+            assert {r.row.index: r.row for r in running} == self.cache.rows
 
     def teardown(self):
         """Step to the end: every step computes something, every request ends, and all pages are free."""

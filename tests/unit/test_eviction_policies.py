@@ -31,14 +31,14 @@ def test_the_priority_of_a_ring_defines_what_it_overwrites() -> None:
     policy = policies.parse("ring:window=24")
     assert policy.ring_window
     cache = make_cache([None], page_size=16)
-    row = cache.open_row(policy, 1)
+    row = cache.open(policy, 1)
     kept: list[int] = []
     for p in range(150):
         compute(cache, row, p, 1)
         kept.append(p)
         if len(kept) > policy.ring_window:
             kept.pop(int(policy.priority(view_of(torch.tensor([[kept]]))).argmin()))
-        visible = [q for q in cached_positions(cache, row, 0, 0) if p - q < cache.tables.window[row, 0]]
+        visible = [q for q in cached_positions(cache, row, 0, 0) if p - q < cache.tables.window[row.index, 0]]
         assert sorted(visible) == kept
 
 

@@ -178,12 +178,12 @@ def _fork_request(llm: LLM, source: Request, output_len: int) -> Request:
     fork.tokens = list(source.tokens)
     fork.num_computed_tokens = source.num_computed_tokens
     fork.stats.first_token_time = perf_counter()
-    fork.row = llm.cache.fork_row(source.row, fork.policy, fork.num_computed_tokens)
+    fork.row = source.row.fork(fork.policy, fork.num_computed_tokens)
     if fork.row is None:
         raise ValueError("the pool is too small for a copy of every prompt: raise --kv-memory or lower --batch-size")
-    pages = llm.cache.kv.to_index(llm.cache.tables.pages[fork.row].ravel())
+    pages = llm.cache.kv.to_index(llm.cache.tables.pages[fork.row.index].ravel())
     llm.cache.kv.mass[pages] = 0  # the forks before this one left masses on the shared pages
-    llm.cache.commit(fork.row, fork.num_computed_tokens, 0)
+    fork.row.commit(fork.num_computed_tokens, 0)
     return fork
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -21,11 +20,10 @@ from retain.types import Floats
 
 def build_batch(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) -> Batch:
     """Build the batch of a step; the scheduler has reserved its pages."""
-    rows = [row for s in scheduled if (row := s.request.row) is not None]
+    rows = [s.request.row.index for s in scheduled if s.request.row is not None]
     query_start_loc = [0, *accumulate(s.num_tokens for s in scheduled)]
     traces = {r: trace for s, r in zip(scheduled, rows, strict=True) if (trace := s.request.attention_trace)}
-    on_layer_evict = {row: partial(trace.record_layer, cache.tables) for row, trace in traces.items()}
-    after_attention = cache.begin_layerwise(rows, on_layer_evict)  # before tables are built: it changes them
+    hooks = cache.begin_step(rows, query_start_loc, traces)
     batch = pack_tokens(
         cache,
         rows=rows,
@@ -36,20 +34,20 @@ def build_batch(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) ->
     return replace(
         batch,
         scoring=build_attention_scoring(scheduled),
-        before_attention=cache.prefix_cache.load_hook(rows, query_start_loc),
-        after_attention=after_attention,
+        before_attention=hooks.before_attention,
+        after_attention=hooks.after_attention,
     )
 
 
 def pack_tokens(
     cache: KVCacheManager,
-    rows: Sequence[int | None],
+    rows: Sequence[int],
     first_positions: Sequence[int],
     fresh: Sequence[Sequence[int]],
     num_logits: Sequence[int],
     build_tables: Callable[[Tensor, Tensor], Tables] | None = None,
 ) -> Batch:
-    """Pack fresh tokens of these rows, which follow one another from their first positions on.
+    """Pack fresh tokens of the rows of these indices, which follow one another from their first positions on.
 
     The last `num_logits` tokens of each row need logits. `build_tables(rows, query_start_loc)` returns the pages that
     the tokens attend to, if not all that the rows own.
@@ -62,7 +60,7 @@ def pack_tokens(
     positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(offsets, counts)  # [T]
     indices = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), num_logits, strict=True)]
     slot_mapping = cache.slot_mapping(token_rows, positions)
-    build_tables = build_tables or cache.tables.device.build_tables
+    build_tables = build_tables or cache.build_tables
     return Batch(
         tables=build_tables(torch.from_numpy(row_ids), torch.from_numpy(starts)),
         input_ids=torch.tensor([t for f in fresh for t in f]),

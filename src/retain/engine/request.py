@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.engine.cache_interface import RequestRow
 from retain.engine.grammar import Grammar
 from retain.engine.penalties import LogitPenalties
 from retain.engine.request_stats import RequestStats
@@ -118,7 +119,7 @@ class Request:
         self.draft_probs: Tensor | None = None
         self.score_decay: float | None = None  # of masses that a drafter needs, where the policy needs none
         self.num_logits_read = 1 - len(input.prompt) if input.needs_prompt_logits else 0  # below 0: of the prompt
-        self.row: int | None = None  # of the block tables, while the request runs
+        self.row: RequestRow | None = None  # while the request runs
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[Logprob] = []
         self.penalties: LogitPenalties | None = None  # set by the sampler, where the params have some

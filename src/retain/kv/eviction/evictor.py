@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -65,6 +67,21 @@ class BudgetEvictor:
         if self.demoter:
             self.demoter.release()
         return self.layerwise is None or self.layerwise.allocate()
+
+    def finish_reserve(self, end_position: int, pages_after_demotion: Callable[[BudgetPolicy, int], int]) -> bool:
+        """Own the pages of the tokens that are demoted when `end_position` are computed. False if there are too few.
+
+        `pages_after_demotion(policy, length)` returns the most pages of a head then, see CapacityPlanner.
+        """
+        if self.demoter and self.demotes_by(end_position):
+            num_pages = self.head_budgets.size * pages_after_demotion(self.policy, end_position)
+            if not self.demoter.reserve(end_position, num_pages):
+                return False
+        if self.layerwise and self.layerwise.scratch is not None:  # in one layer at a time
+            t = self.tables
+            layer = self.layers[0]
+            t.peaks[self.row, layer] = t.counts[self.row, layer] + self.layerwise.scratch.shape[1]
+        return True
 
     def demotes_by(self, num_computed_tokens: int) -> bool:
         """Return whether tokens are demoted when so many are computed."""

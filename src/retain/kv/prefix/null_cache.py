@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.prefix.cache import BeforeAttention
+from retain.kv.prefix.cache import FoundPrefix
+from retain.kv.prefix.history import SeenText
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.types import Ints
 
@@ -22,15 +23,16 @@ class NullPrefixCache:
     def __init__(self, num_pages: int):
         self.pages: Ints = np.zeros(0, np.int32)
         self.cached_mask = np.zeros(num_pages, bool)
-        self.sparse_rows: frozenset[int] = frozenset()
 
     def num_shared_pages(self, query: PrefixQuery) -> int:  # noqa: D102
         return 0
 
-    def attach(self, row: int, query: PrefixQuery, was_preempted: bool = False) -> tuple[int, int]:  # noqa: D102
-        return 0, 0
+    def attach(self, row: int, query: PrefixQuery, was_preempted: bool = False) -> FoundPrefix:  # noqa: D102
+        return FoundPrefix()
 
-    def store(self, row: int, entry: PrefixEntry, still_running: bool = False) -> None:  # noqa: D102
+    def store(  # noqa: D102
+        self, row: int, entry: PrefixEntry, still_running: bool = False, seen_text: SeenText | None = None
+    ) -> None:
         return
 
     def pin(  # noqa: D102
@@ -43,15 +45,6 @@ class NullPrefixCache:
 
     def unpin_all(self) -> bool:  # noqa: D102
         return False
-
-    def load_hook(self, rows: Sequence[int], query_start_loc: Sequence[int]) -> BeforeAttention | None:  # noqa: D102
-        return None
-
-    def finish_load(self, row: int, evicts: bool) -> bool:  # noqa: D102
-        return True
-
-    def cancel_load(self, row: int) -> None:  # noqa: D102
-        return
 
     def record_compute(self, num_tokens: int, seconds: float) -> None:  # noqa: D102
         return

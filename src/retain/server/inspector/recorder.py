@@ -95,11 +95,11 @@ class Inspector:
             for requests in (scheduler.running, scheduler.waiting)
         )
         if not is_operator:
-            own = np.isin(page_rows, [r.row for r in running if r.row is not None])
+            own = np.isin(page_rows, [r.row.index for r in running if r.row is not None])
             page_states = np.where(own, page_states, PAGE_STATES.index("free")).astype(np.int8)
             pages = np.bincount(page_states[1:], minlength=len(PAGE_STATES)).tolist()
             stats = PoolStats({}, 0, stats.page_bytes, dict(zip(PAGE_STATES, pages, strict=True)), {}, [])
-        request_id_of_row = {t.request.row: t.request.id for t in tracked if t.request.row is not None}
+        request_id_of_row = {t.request.row.index: t.request.id for t in tracked if t.request.row is not None}
         tokens = self.num_generated_tokens
         return {
             "time": time(),
@@ -132,7 +132,7 @@ class Inspector:
         request = tracked.request
         trace = tracked.attention_trace
         if request.row is not None and request.num_computed_tokens:
-            trace.record(self.llm.cache.tables, request.row, request.num_computed_tokens)
+            request.row.record_attention(trace, request.num_computed_tokens)
         for token in request.tokens[len(tracked.token_texts) :]:
             tracked.token_texts.append(self.llm.tokenizer.token_bytes(token).decode(errors="replace"))
         mass, kept = trace.scores(layer)
@@ -168,7 +168,7 @@ class Inspector:
         if request.finish_reason:
             state = request.finish_reason.value
         elif request.row is not None:
-            num_pages = self.llm.cache.num_pages(request.row)
+            num_pages = request.row.num_pages
         return {
             "id": request.id,
             "started_at": tracked.started_at,
