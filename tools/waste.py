@@ -77,7 +77,7 @@ def main() -> None:
         f"{args.model}, pages of {S}: {len(lengths[: args.requests])} requests, {num_steps} steps, "
         f"{perf_counter() - started:.0f} s; owned slots that hold no token {100 * (1 - holding / owned):.2f} %, "
         f"that hold none a query can still see {100 * (1 - visible / owned):.2f} %; "
-        f"peak {cache.pool.peak_used * cache.store.page_bytes / 2**30:.2f} GiB"
+        f"peak {cache.pool.peak_used * cache.page_bytes / 2**30:.2f} GiB"
     )
 
 

@@ -29,7 +29,6 @@ from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
 from retain.kv.manager import KVCacheManager
 from retain.kv.offload import tiers
 from retain.kv.prefix import config as prefix_configs
-from retain.kv.prefix.cache import PrefixCache
 from retain.models.resolve import resolve_model
 from retain.outputs import RequestOutput, StreamChunk
 from retain.plugins import parse_size
@@ -86,9 +85,9 @@ class LLM:
             device=self.device,
         )
         selective = isinstance(prefix_config, prefix_configs.SelectiveConfig)
-        if prefix_config and isinstance(self.cache.prefix_cache, PrefixCache) and (tier_configs or selective):
+        if prefix_config and (tier_configs or selective):
             offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, self.spec, loaded.path)
-            self.cache.prefix_cache.set_offloader(offloader)
+            self.cache.set_offloader(offloader)
         self.engine = Engine(loaded.create_runner(self.cache), self.cache, drafter)
         self.output_processor = OutputProcessor(self.engine, self.tokenizer)
         info = EngineInfo(
@@ -156,7 +155,7 @@ class LLM:
         config = self._cache_config(1)
         spec = loaded.spec
         own, group = (s.kv_cache.only_group for s in (self.spec, spec))
-        pages_per_head = self.cache.pool.num_pages // (len(own.layers) * own.num_kv_heads) + 1
+        pages_per_head = (self.cache.total_pages + 1) // (len(own.layers) * own.num_kv_heads) + 1
         size = page_bytes(config.page_size, group.k_dim, self.kv_dtype)
         cache = factory.build_cache(
             loaded.cache_spec,
@@ -170,7 +169,7 @@ class LLM:
 
     def close(self) -> None:
         """Finish writing to tiers, and release them. The engine can go on without them."""
-        self.cache.prefix_cache.close_offloader()
+        self.cache.close_offloader()
 
     # ---- answering -----------------------------------------------------------------------------------------------
 
@@ -299,12 +298,12 @@ class LLM:
 
     def pin(self, prompt: Prompt, seconds: float, salt: str = "") -> int:
         """Compute a prompt, keep its prefix for `seconds`, and return how many tokens of it. Raises ValueError."""
-        if not self.cache.prefix_cache.enabled:
+        if not self.cache.caches_prefixes:
             raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
         g = GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
         (state,) = self.input_processor.process(g)
         self._run_to_completion([state])
-        return self.cache.prefix_cache.pin(state.request.policy, state.request.prompt, salt, seconds)
+        return self.cache.pin(state.request.policy, state.request.prompt, salt, seconds)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; given ids are checked. Raises ValueError."""

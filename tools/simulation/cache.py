@@ -122,6 +122,9 @@ class SimulatedRow:
     def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
         """Do nothing: nothing is evicted."""
 
+    def clear_masses(self) -> None:
+        """Do nothing: there are no masses."""
+
     def positions(self) -> list[list[list[int]]]:
         """List nothing: there are no slots."""
         return []

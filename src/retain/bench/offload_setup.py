@@ -78,7 +78,7 @@ class OffloadSetup:
         self.bytes_before_restart = 0
         prefix_cache.tree.clear()
         if method == "recompute":
-            llm.cache.set_prefix_cache(NullPrefixCache(llm.cache.pool.num_pages))
+            llm.cache.set_prefix_cache(NullPrefixCache(llm.cache.total_pages + 1))
         self._attach_tiers()
 
     def _attach_tiers(self) -> None:

@@ -89,7 +89,7 @@ def measure_requests(load: Load, options: PrecisionBenchConfig) -> Iterator[Line
     num_requests = 40
     variants = list_variants(options)
     first = load(variants[0], None)
-    memory = (8 * _pages(first, prompt_len, output_len) + 1) * first.cache.store.page_bytes  # 1 is the trash page
+    memory = (8 * _pages(first, prompt_len, output_len) + 1) * first.cache.page_bytes  # 1 is the trash page
     first_fit = first_slot_bytes = first_tok_s = 0.0
     for variant in variants:
         llm = load(variant, memory)
@@ -104,7 +104,7 @@ def measure_requests(load: Load, options: PrecisionBenchConfig) -> Iterator[Line
             max_running = max(max_running, len(engine.scheduler.running))
         tok_s = num_requests * output_len / (perf_counter() - started)
         fit = llm.cache.total_pages / _pages(llm, prompt_len, output_len)
-        slot_bytes = llm.cache.store.page_bytes / llm.cache.page_size
+        slot_bytes = llm.cache.page_bytes / llm.cache.page_size
         first_fit = first_fit or fit
         first_slot_bytes = first_slot_bytes or slot_bytes
         first_tok_s = first_tok_s or tok_s

@@ -121,9 +121,9 @@ def decode_step_bytes(llm: LLM, workload: Workload) -> int:
     policy = llm.policy.resolve(workload.prompt_len)
     length = workload.prompt_len + workload.output_len // 2
     most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # of layers without a window
-    visible = sum(min(length, most, window) for window in llm.cache.planner.windows(policy).tolist())
+    visible = sum(min(length, most, window) for window in llm.cache.windows(policy).tolist())
     slots = workload.batch_size * visible * spec.kv_cache.only_group.num_kv_heads
-    return llm.weight_bytes + slots * llm.cache.store.page_bytes // llm.cache.page_size
+    return llm.weight_bytes + slots * llm.cache.page_bytes // llm.cache.page_size
 
 
 def measure_workload(

@@ -72,6 +72,10 @@ class RequestRow(Protocol):
         """Evict what is over the budget, after a step."""
         ...
 
+    def clear_masses(self) -> None:
+        """Forget the attention that the slots of the row received."""
+        ...
+
     def positions(self) -> list[list[list[int]]]:
         """List the positions in the slots of every layer and head, [L][G], ascending."""
         ...

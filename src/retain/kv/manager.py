@@ -25,8 +25,11 @@ from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.quantized_copies import QuantizedCopies
+from retain.kv.offload.manager import Offloader
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig
+from retain.kv.prefix.events import PrefixObserver
+from retain.kv.prefix.node import EvictionRecord
 from retain.kv.prefix.null_cache import NullPrefixCache
 from retain.kv.prefix.query import PrefixQuery
 from retain.kv.row import CacheParts, Row
@@ -143,13 +146,57 @@ class KVCacheManager:
         """See CapacityPlanner.pages_needed."""
         return self.planner.pages_needed(policy, length, num_uncomputed_tokens)
 
+    def windows(self, policy: EvictionPolicy) -> Ints:
+        """See CapacityPlanner.windows."""
+        return self.planner.windows(policy)
+
+    @property
+    def has_gate(self) -> bool:
+        """See CapacityPlanner.has_gate."""
+        return self.planner.has_gate
+
+    @property
+    def page_bytes(self) -> int:
+        """K, V, positions and mass of a page."""
+        return self.store.page_bytes
+
+    # ---- prefixes ------------------------------------------------------------------------------------------------
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether rows may begin with pages of others."""
+        return self.prefix_cache.enabled
+
     def num_shared_pages(self, query: PrefixQuery) -> int:
         """Return how many pages of a text are in the tables of rows already."""
         return self.prefix_cache.num_shared_pages(query)
 
+    def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float, owner: str = "") -> int:
+        """Keep what is cached of a text for `seconds`, as far as pins have room. Returns the number of tokens.
+
+        Raises ValueError where no prefixes are cached.
+        """
+        return self.prefix_cache.pin(policy, tokens, salt, seconds, owner)
+
     def unpin_all(self) -> bool:
         """Drop all pins of prefixes. Returns whether there were any."""
         return self.prefix_cache.unpin_all()
+
+    def set_offloader(self, offloader: Offloader) -> None:
+        """Put tiers below the pool: what the prefix cache evicts goes there. Raises ValueError where there is none."""
+        self.prefix_cache.set_offloader(offloader)
+
+    def close_offloader(self) -> None:
+        """Close the tiers, if there are any."""
+        self.prefix_cache.close_offloader()
+
+    def observe_prefixes(self, observer: PrefixObserver) -> None:
+        """Tell an observer from now on what prefixes are cached. Raises ValueError where none are."""
+        self.prefix_cache.set_observer(observer)
+
+    def take_evictions(self) -> list[EvictionRecord]:
+        """Return what the prefix cache evicted since the last call, or the latest of it."""
+        return self.prefix_cache.take_evictions()
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 

@@ -217,6 +217,11 @@ class Row:
             self.copy.free()
             self.copy = None
 
+    def clear_masses(self) -> None:
+        """Forget the attention that the slots of the row received."""
+        kv = self.tables.kv
+        kv.mass[kv.to_index(self.tables.pages[self.index][self.tables.owned(self.index)])] = 0
+
     # ---- statistics ----------------------------------------------------------------------------------------------
 
     @property

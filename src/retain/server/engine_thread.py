@@ -205,16 +205,16 @@ class EngineThread:
 
     def _pin_prompt(self, group: RequestGroup, request: Request) -> None:
         """Pin what the client wants pinned of the prompt of a group's first sampled request."""
-        prefix_cache = self.llm.cache.prefix_cache
+        cache = self.llm.cache
         pins = group.pins
         group.pins = ()
         for pin in pins:
             prefix = request.prompt[: pin.num_tokens]
             num_pinned = 0
-            if prefix_cache.enabled:
+            if cache.caches_prefixes:
                 salt = request.input.salt
-                num_pinned = prefix_cache.pin(request.policy, prefix, salt, pin.seconds, group.key_name)
-            group.record_pin(len(prefix) // self.llm.cache.page_size * self.llm.cache.page_size, num_pinned)
+                num_pinned = cache.pin(request.policy, prefix, salt, pin.seconds, group.key_name)
+            group.record_pin(len(prefix) // cache.page_size * cache.page_size, num_pinned)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:
         """Call each observer. A failing observer is logged and does not affect the requests."""

@@ -33,7 +33,7 @@ def make_candidates(llm: LLM, config: TuneConfig, examples: Sequence[Example]) -
     A policy `gate` without options is left out where no gate is fitted for the model. Raises ValueError.
     """
     names = list(config.policies)
-    if "gate" in names and not llm.cache.planner.has_gate:
+    if "gate" in names and not llm.cache.has_gate:
         names.remove("gate")
     specs = expand_policies(names, config.budgets)
     found = [Candidate(spec, mean_bytes(llm.cache, spec, examples)) for spec in specs]
@@ -51,7 +51,7 @@ def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: in
     policy = cache.effective_policy(policy.resolve(prompt_len))
     length = prompt_len + answer_len
     S = cache.config.page_size
-    windows = cache.planner.windows(policy)
+    windows = cache.windows(policy)
     held = min(length, policy.decode_slots) if isinstance(policy, BudgetPolicy) else length
     slots = np.where(windows == NO_WINDOW, held, np.minimum(length, ring_capacities(windows, 1, S)))
     num_pages = int((-(-slots // S)).sum())
@@ -59,4 +59,4 @@ def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: in
         num_pages += -(-policy.demoted_slots(length) // cache.config.demoted_page_size) * int(
             (windows == NO_WINDOW).sum()
         )
-    return num_pages * cache.spec.only_group.num_kv_heads * cache.store.page_bytes
+    return num_pages * cache.spec.only_group.num_kv_heads * cache.page_bytes

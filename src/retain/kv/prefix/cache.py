@@ -23,8 +23,9 @@ from retain.kv.offload.selective.loader import SelectiveLoader
 from retain.kv.offload.span import ReadJob, SpanRange
 from retain.kv.prefix.attach import AttachPlan, attach_pages
 from retain.kv.prefix.config import PrefixConfig
+from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.history import PrefixHistory, SeenText
-from retain.kv.prefix.node import Node, PrefixMatch
+from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.prefix.windows import capture_sliding_windows
@@ -286,6 +287,16 @@ class PrefixCache:
         """Return the history of texts and evictions, which begins at the first call."""
         self.tree.history = self.tree.history or PrefixHistory()
         return self.tree.history
+
+    def set_observer(self, observer: PrefixObserver) -> None:
+        """Tell an observer from now on which pages requests may begin with."""
+        self.tree.observer = observer
+
+    def take_evictions(self) -> list[EvictionRecord]:
+        """Return what the tree evicted since the last call, or the latest of it."""
+        found = list(self.tree.evictions)
+        self.tree.evictions.clear()
+        return found
 
     def root_hash(self, salt: str, windows: Ints, model: bytes = b"") -> bytes:
         """Hash what every text of this tenant, these windows and this model (default: the tiers' own) begins with."""

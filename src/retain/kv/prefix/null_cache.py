@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.offload.manager import Offloader
 from retain.kv.prefix.cache import FoundPrefix
+from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.history import SeenText
+from retain.kv.prefix.node import EvictionRecord
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.types import Ints
 
@@ -48,6 +51,15 @@ class NullPrefixCache:
 
     def record_compute(self, num_tokens: int, seconds: float) -> None:  # noqa: D102
         return
+
+    def set_offloader(self, offloader: Offloader) -> None:  # noqa: D102
+        raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
+
+    def set_observer(self, observer: PrefixObserver) -> None:  # noqa: D102
+        raise ValueError("prefix_cache=off keeps nothing: there are no events for --kv-events")
+
+    def take_evictions(self) -> list[EvictionRecord]:  # noqa: D102
+        return []
 
     def close_offloader(self) -> None:  # noqa: D102
         return

@@ -118,7 +118,7 @@ class Inspector:
             "prefix_misses": self.prefix_misses.of_key(key_name),
             "layers": self.llm.spec.num_layers,
             "heads": self.llm.spec.kv_cache.only_group.num_kv_heads,
-            "windows": [None if w > 2**30 else int(w) for w in cache.planner.windows(self.llm.policy)],
+            "windows": [None if w > 2**30 else int(w) for w in cache.windows(self.llm.policy)],
         }
 
     def get_request_detail(self, request_id: int, key_name: str, layer: int | None) -> dict[str, Any] | None:
