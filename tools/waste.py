@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from retain import factory, kernels
-from retain.bench.requests import greedy_request
+from retain.bench.engines import greedy_request
 from retain.engine.engine import Engine
 from retain.kernels.api import Batch
 from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers

@@ -14,9 +14,8 @@ from retain.bench.tasks import ItemMetrics
 from retain.kv.eviction import policies
 from retain.tune.bound import Bound, Interval, parse_bound
 from retain.tune.candidates import Candidate
-from retain.tune.journal import Journal
-from retain.tune.measure import Measurer
-from retain.tune.search import count_measurements, find_smallest, halve
+from retain.tune.measure import Journal, Measurer
+from retain.tune.tuner import count_measurements, find_smallest, halve
 from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.marks import slow
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retain.bench.requests import greedy_request, random_prompts
+from retain.bench.engines import greedy_request, random_prompts
 from retain.config import Config
 from retain.engine.runner import Runner
 from retain.kernels.api import NO_WINDOW, Batch

@@ -100,11 +100,11 @@ class QualityResults:
         return lines
 
 
-def bootstrap_interval(differences: Floats, resamples: int = 2000) -> tuple[float, float]:
-    """Return a 95 % interval of the mean."""
+def bootstrap_interval(differences: Floats, resamples: int = 2000, level: float = 0.95) -> tuple[float, float]:
+    """Return the interval of a level around the mean."""
     rng = np.random.default_rng(0)
     means = differences[rng.integers(len(differences), size=(resamples, len(differences)))].mean(-1)
-    lo, hi = np.quantile(means, (0.025, 0.975))
+    lo, hi = np.quantile(means, ((1 - level) / 2, (1 + level) / 2))
     return float(lo), float(hi)
 
 

@@ -14,13 +14,14 @@ from time import perf_counter
 from typing import Any
 
 from retain.bench.config import SpeculateBenchConfig
-from retain.bench.requests import greedy_request
+from retain.bench.engines import greedy_request
 from retain.bench.tasks import load_articles, load_records
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.eviction import policies
 from retain.llm import LLM
+from retain.plugins import check_known
 
 Line = dict[str, Any]
 PLAIN = "plain"
@@ -32,9 +33,7 @@ MAX_SUMMARY_PROMPT_LEN = 2000
 
 def check_names(config: SpeculateBenchConfig) -> None:
     """Raise ValueError for an unknown workload or drafter."""
-    for name in config.workloads:
-        if name not in WORKLOADS:
-            raise ValueError(f"unknown workload {name!r}: choose from {', '.join(WORKLOADS)}")
+    check_known("workload", config.workloads, WORKLOADS)
     for spec in config.drafters:
         drafters.parse(spec)
 

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 import retain
-from retain.bench.decode_timer import DecodeTimer
+from retain.bench.engines import DecodeTimer, greedy_request, random_prompts
 from retain.bench.peer import compare, measure_peer
-from retain.bench.requests import greedy_request, random_prompts
 from retain.engine.request import Request
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.llm import LLM
+from retain.plugins import check_known
 
 REPEATS = 3
 
@@ -60,9 +60,7 @@ LARGE_BATCHES = tuple(Workload(f"short-{n}", 128, 64, n) for n in (64, 128, 256)
 def select_workloads(names: Sequence[str]) -> list[Workload]:
     """Return the workloads of these names, without names all but the large batches. Raises ValueError."""
     known = {w.name: w for w in (*WORKLOADS, *LARGE_BATCHES)}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown workload {name!r}: choose from {', '.join(known)}")
+    check_known("workload", names, known)
     return [known[n] for n in names or (w.name for w in WORKLOADS)]
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from retain.plugins import needs_extra
 from retain.types import Bytes
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")
@@ -67,18 +68,15 @@ class ObjectStore:
         scheme = url.partition("://")[0]
         if scheme not in SCHEMES or "://" not in url:
             raise ValueError(f"remote: url={url} should begin with {', '.join(f'{s}://' for s in SCHEMES)}")
-        try:
+        with needs_extra("the remote tier", "remote"):
             import obstore
             from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError
-        except ModuleNotFoundError:
-            raise ValueError("the remote tier needs obstore: pip install 'retain[remote]'") from None
+            from obstore.store import from_url
         self.url = url
         self._api = obstore
         self._exists = AlreadyExistsError
         self._denied = PermissionDeniedError
         self._error = BaseError
-        from obstore.store import from_url
-
         try:
             self._store: Any = from_url(url, **self._client_options(scheme, endpoint, region, timeout))
         except BaseError as error:
