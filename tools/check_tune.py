@@ -22,9 +22,8 @@ from retain.processing.examples import load_examples
 from retain.tune.bound import Bound, Interval, parse_bound
 from retain.tune.candidates import Candidate, make_candidates
 from retain.tune.config import TuneConfig
-from retain.tune.journal import Journal
-from retain.tune.measure import Measurer, complete_answers
-from retain.tune.search import find_smallest
+from retain.tune.measure import Journal, Measurer, complete_answers
+from retain.tune.tuner import find_smallest
 
 
 def choose(

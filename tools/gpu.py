@@ -418,7 +418,7 @@ def bench_step(model: str, device: str, batch_sizes: Sequence[int], prompt_len: 
 
     `gpu_ms` is what the kernels of a step take; the rest of `wall_ms` the device is idle.
     """
-    from retain.bench.requests import greedy_request, random_prompts
+    from retain.bench.engines import greedy_request, random_prompts
     from retain.kv.eviction import policies
     from retain.llm import LLM
 

@@ -1,8 +1,8 @@
 """Load-test `retain serve`: disconnects, malformed bodies, and throughput beside the engine's own.
 
-    python tools/serve.py soak --max-concurrency 200 --seconds 120
-    python tools/serve.py fuzz --num-requests 10000
-    python tools/serve.py throughput --max-concurrency 32 --rounds 5
+    python -m tools.serve soak --max-concurrency 200 --seconds 120
+    python -m tools.serve fuzz --num-requests 10000
+    python -m tools.serve throughput --max-concurrency 32 --rounds 5
 
 Each command starts a server of SmolLM2 on a free port of this machine and ends it by SIGTERM.
 
@@ -30,14 +30,13 @@ from typing import Any
 
 import aiohttp
 
-from retain.bench import serve as load
-from retain.bench.config import ServeBenchConfig
+from tools import load
 
 IN_PROCESS_SCRIPT = """
 import sys
 from time import perf_counter
 from retain import LLM, SamplingParams
-from retain.bench.serve import poisson_requests
+from tools.load import poisson_requests
 llm = LLM("smollm2")
 for line in sys.stdin:
     n, output_len, seed = map(int, line.split())
@@ -219,7 +218,7 @@ def compare_throughput(url: str, concurrency: int, rounds: int, output_len: int)
     command = [sys.executable, "-c", IN_PROCESS_SCRIPT]
     in_process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert in_process.stdin and in_process.stdout
-    config = ServeBenchConfig(model="smollm2", url=url)
+    config = load.LoadConfig(model="smollm2", url=url)
     ratios = []
     for i in range(rounds + 1):
         in_process.stdin.write(f"{concurrency} {output_len} {2 * i}\n")

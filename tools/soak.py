@@ -9,7 +9,7 @@ asks for /health. At the end SIGTERM must drain the server, and `retain cache ve
 
 Prints a table of what was measured, and the laws that it breaks; the exit status is 1 if there is one.
 
-`python tools/serve.py soak` is another load: well-formed streams of one client, and nobody attacks. It judges nothing.
+`python -m tools.serve soak` is another load: well-formed streams of one client, and nobody attacks. It judges nothing.
 """
 
 from __future__ import annotations

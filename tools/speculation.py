@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from retain.bench.requests import greedy_request
+from retain.bench.engines import greedy_request
 from retain.bench.speculate import load_prompts
 from retain.engine import drafters
 from retain.engine.engine import Engine

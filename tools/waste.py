@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from retain import factory, kernels
-from retain.bench.requests import greedy_request
+from retain.bench.engines import greedy_request
 from retain.engine.engine import Engine
 from retain.kernels.api import Batch
 from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
@@ -66,10 +66,10 @@ def main() -> None:
         engine.step()
         num_steps += 1
         for r in engine.scheduler.running:
-            slots = tables.counts[r.row].astype(np.int64) * S  # [L, G]
+            slots = tables.counts[r.row.index].astype(np.int64) * S  # [L, G]
             owned += int(slots.sum())
-            holding += int(np.minimum(slots, r.num_computed_tokens - tables.ring_base[r.row][:, None]).sum())
-            in_window = np.minimum(r.num_computed_tokens, tables.window[r.row][:, None])
+            holding += int(np.minimum(slots, r.num_computed_tokens - tables.ring_base[r.row.index][:, None]).sum())
+            in_window = np.minimum(r.num_computed_tokens, tables.window[r.row.index][:, None])
             visible += int(np.minimum(slots, in_window).sum())
     cache.check()
     assert cache.free_pages == cache.total_pages
@@ -77,7 +77,7 @@ def main() -> None:
         f"{args.model}, pages of {S}: {len(lengths[: args.requests])} requests, {num_steps} steps, "
         f"{perf_counter() - started:.0f} s; owned slots that hold no token {100 * (1 - holding / owned):.2f} %, "
         f"that hold none a query can still see {100 * (1 - visible / owned):.2f} %; "
-        f"peak {cache.pool.peak_used * cache.store.page_bytes / 2**30:.2f} GiB"
+        f"peak {cache.pool.peak_used * cache.page_bytes / 2**30:.2f} GiB"
     )
 
 

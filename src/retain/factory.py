@@ -35,7 +35,6 @@ from retain.kv.offload.selective.block_cache import BlockCache
 from retain.kv.offload.selective.repack import ProbeConfig
 from retain.kv.offload.span import SpanFormat
 from retain.kv.offload.tiers import ram
-from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.weights import open_weights
@@ -91,7 +90,7 @@ def load_model(
 def build_key_transform(decoder: Decoder) -> KeyTransform:
     """Return how cached keys differ from those of a model whose layers are loaded."""
     rotate = decoder.ropes[0].shift if decoder.ropes else None
-    return KeyTransform(rotate, decoder.key_offsets, decoder.key_factors)
+    return KeyTransform(rotate, decoder.key_factors)
 
 
 def build_cache(
@@ -124,10 +123,15 @@ def build_cache(
     return KVCacheManager(planner, PageStore(pool, kv, backend, size), prefix_config, key_transform)
 
 
+def text_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, num_tokens: int) -> int:
+    """Return the bytes of the pages that keep a text whole."""
+    pages = divide_pages(spec.kv_cache, config.page_size, dtype, config.score_columns)
+    return CapacityPlanner(spec.kv_cache, config, pages=pages).pages_of_text(num_tokens) * pages.page_bytes
+
+
 def default_pool_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
     """Return the bytes of a pool by what the machine has free."""
-    pages = divide_pages(spec.kv_cache, config.page_size, dtype, config.score_columns)
-    request = CapacityPlanner(spec.kv_cache, config, pages=pages).max_pages * pages.page_bytes
+    request = text_bytes(config, spec, dtype, config.max_model_len)
     return default_kv_memory(request, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None)
 
 
@@ -180,12 +184,12 @@ def open_offload_tiers(
 
     The nearest tiers are searched first. With selective loading, a memory tier caches blocks that were read.
     """
-    prefix = cache.prefix_cache
-    assert isinstance(prefix, PrefixCache)
     memory = [t for t in tier_configs if isinstance(t, ram.Tier)]
     probe_config = None
     block_cache = None
     if isinstance(prefix_config, SelectiveConfig):
+        if len(spec.kv_cache.groups) > 1 or spec.kv_cache.has_shared_caches:
+            raise ValueError("prefix_cache=selective needs layers that cache alike, and share nothing: use exact")
         heads = spec.kv_cache.only_group.num_kv_heads
         probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, heads, cache.backend)
         block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
@@ -194,9 +198,10 @@ def open_offload_tiers(
             raise ValueError("prefix_cache=selective loads from a tier: give --tier disk:path=DIR,capacity=SIZE")
     elif memory and memory[0].evict == "importance":
         raise ValueError("evict=importance goes by what is important: it is for prefix_cache=selective")
-    pools = [t.kv for t in prefix.groups]
-    parts = zip(prefix.layout.groups, pools, cache.spec.groups, strict=True)
-    num_full = sum(g.num_layers for g in prefix.layout.groups)
+    pools = cache.pools
+    layout = cache.block_layout
+    parts = zip(layout.groups, pools, cache.spec.groups, strict=True)
+    num_full = sum(g.num_layers for g in layout.groups)
     page_bytes = sum(
         (g.num_layers if num_full else len(group.layers))
         * g.num_kv_heads
@@ -207,4 +212,4 @@ def open_offload_tiers(
     span_format = SpanFormat(model_fingerprint, description or {}, page_bytes)
     opened = sorted((t.open(span_format) for t in tier_configs), key=lambda s: s.distance)
     log.info("tiers: %s", ", ".join(s.name for s in opened))
-    return Offloader(opened, pools, prefix.layout, model_fingerprint, probe_config, block_cache)
+    return Offloader(opened, pools, layout, model_fingerprint, probe_config, block_cache)

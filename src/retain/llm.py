@@ -22,14 +22,13 @@ from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.output import StepOutput
 from retain.engine.runner import Runner
-from retain.kernels.pool_dtypes import page_bytes, pool_dtype
+from retain.kernels.pool_dtypes import pool_dtype
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
 from retain.kv.manager import KVCacheManager
 from retain.kv.offload import tiers
 from retain.kv.prefix import config as prefix_configs
-from retain.kv.prefix.cache import PrefixCache
 from retain.models.resolve import resolve_model
 from retain.outputs import RequestOutput, StreamChunk
 from retain.plugins import parse_size
@@ -72,7 +71,7 @@ class LLM:
         auto = AutoPolicy(loaded.gate_loader().has_gate, self.tokenizer.chat_template is not None)
         self.policy, *allowed = (policies.parse(auto.choose(spec)) for spec in (c.kv_policy, *c.allow_policy))
         self.allowed_policies = [self.policy, *allowed]  # there is room for them
-        query_heads = self.spec.num_heads // self.spec.kv_cache.only_group.num_kv_heads  # of a kv head
+        query_heads = self.spec.num_heads // min(g.num_kv_heads for g in self.spec.kv_cache.groups)  # of a kv head
         cache_config = self._cache_config(query_heads if any(p.per_query_head for p in self.allowed_policies) else 1)
         self.cache = factory.build_cache(
             loaded.cache_spec,
@@ -86,9 +85,9 @@ class LLM:
             device=self.device,
         )
         selective = isinstance(prefix_config, prefix_configs.SelectiveConfig)
-        if prefix_config and isinstance(self.cache.prefix_cache, PrefixCache) and (tier_configs or selective):
+        if prefix_config and (tier_configs or selective):
             offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, self.spec, loaded.path)
-            self.cache.prefix_cache.set_offloader(offloader)
+            self.cache.set_offloader(offloader)
         self.engine = Engine(loaded.create_runner(self.cache), self.cache, drafter)
         self.output_processor = OutputProcessor(self.engine, self.tokenizer)
         info = EngineInfo(
@@ -121,7 +120,7 @@ class LLM:
     def _cache_config(self, columns: int) -> CacheConfig:
         c = self.config
         sizes = c.slots_per_page, c.max_running_requests, self.max_model_len, c.max_batched_tokens
-        head_dim = self.spec.kv_cache.only_group.k_dim
+        head_dim = max(g.k_dim for g in self.spec.kv_cache.groups)
         demoted = factory.demoted_page_size(self.allowed_policies, sizes[0], head_dim, self.kv_dtype)
         return CacheConfig(*sizes, columns, demoted)
 
@@ -155,22 +154,21 @@ class LLM:
         loaded = self._load_model(model, weights)
         config = self._cache_config(1)
         spec = loaded.spec
-        own, group = (s.kv_cache.only_group for s in (self.spec, spec))
-        pages_per_head = self.cache.pool.num_pages // (len(own.layers) * own.num_kv_heads) + 1
-        size = page_bytes(config.page_size, group.k_dim, self.kv_dtype)
+        block = self.cache.block_size
+        num_tokens = ((self.cache.total_pages + 1) // self.cache.pages_of_text(block) + 1) * block
         cache = factory.build_cache(
             loaded.cache_spec,
             replace(config, max_model_len=min(self.max_model_len, spec.max_position_embeddings), demoted_page_size=0),
             self.cache.backend,
             self.kv_dtype,
-            pages_per_head * len(group.layers) * group.num_kv_heads * size,
+            factory.text_bytes(config, spec, self.kv_dtype, num_tokens),
             device=self.device,
         )
         return loaded.create_runner(cache), cache
 
     def close(self) -> None:
         """Finish writing to tiers, and release them. The engine can go on without them."""
-        self.cache.prefix_cache.close_offloader()
+        self.cache.close_offloader()
 
     # ---- answering -----------------------------------------------------------------------------------------------
 
@@ -292,19 +290,19 @@ class LLM:
             while request.finish_reason is None and (not request.stats.first_token_time or request.scoring):
                 self.step()
             if request.row is not None:
-                return self.cache.tables.positions(request.row)
+                return request.row.positions()
             raise MemoryError("the request needs more KV memory than was planned")
         finally:
             self.output_processor.cancel(request)
 
     def pin(self, prompt: Prompt, seconds: float, salt: str = "") -> int:
         """Compute a prompt, keep its prefix for `seconds`, and return how many tokens of it. Raises ValueError."""
-        if not self.cache.prefix_cache.enabled:
+        if not self.cache.caches_prefixes:
             raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
         g = GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
         (state,) = self.input_processor.process(g)
         self._run_to_completion([state])
-        return self.cache.prefix_cache.pin(state.request.policy, state.request.prompt, salt, seconds)
+        return self.cache.pin(state.request.policy, state.request.prompt, salt, seconds)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; given ids are checked. Raises ValueError."""

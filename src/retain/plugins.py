@@ -11,7 +11,8 @@ import importlib
 import pkgutil
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,10 +26,26 @@ AMOUNT = Bounds(1)
 PERCENTAGE = Bounds(0, 100, above=True)
 
 
+@contextmanager
+def needs_extra(purpose: str, extra: str) -> Iterator[None]:
+    """Import optional packages inside. Raises ValueError where one is missing: `extra` of this package brings it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{purpose} needs the package {error.name}: pip install 'retain[{extra}]'") from None
+
+
 def check_choice(name: str, value: str, *allowed: str) -> None:
     """Raise ValueError unless `value` is allowed."""
     if value not in allowed:
         raise ValueError(f"{name} is {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
+
+
+def check_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise ValueError for a name that is not known; `kind` is the word for it in the message."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {kind} {name!r}: choose from {', '.join(known)}")
 
 
 def parse_size(text: str | int) -> int:

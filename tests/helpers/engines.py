@@ -17,12 +17,13 @@ from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request, RequestInput
 from retain.engine.runner import ProgramRunner, Runner, TorchRunner
-from retain.kernels.pool_dtypes import page_bytes, slots_in_page
+from retain.kernels.pool_dtypes import slots_in_page
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
+from retain.kv.memory.group_pages import divide_pages
 from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.offload.tiers import parse_all
 from retain.kv.prefix import config as prefix_configs
@@ -76,19 +77,17 @@ def make_engine(
     program = kernel.program(dtype, device)
     model = models.build(Weights(tiny_checkpoint(family), dtype, weights), program)
     spec = model.spec.kv_cache
-    head_dim = spec.only_group.k_dim
+    head_dim = max(g.k_dim for g in spec.groups)
     sizes = page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns
     config = CacheConfig(*sizes, slots_in_page(page_size, head_dim, slot_dtype, DEMOTED_DTYPE) if demotes else 0)
+    demoted_dtype = DEMOTED_DTYPE if demotes else None
+    page_bytes = divide_pages(spec, page_size, slot_dtype, score_columns, demoted_dtype).page_bytes
     cache = factory.build_cache(
         spec,
         config,
         kernel,
         slot_dtype,
-        (num_pages + 1)
-        * (
-            page_bytes(page_size, head_dim, slot_dtype, score_columns)
-            + config.demoted_page_size * 4 * (1 + score_columns)
-        ),
+        (num_pages + 1) * page_bytes,
         prefix_config=prefix_configs.parse(prefix_cache),
         key_transform=factory.build_key_transform(model),
         load_gate=lambda file: random_gate(spec),

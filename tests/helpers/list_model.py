@@ -47,7 +47,6 @@ class ListPolicy:
     scope: str = "head"
     share: str = "none"
     norm_values: bool = False
-    new_positions: bool = False
     redraw_noise: bool = True
     num_queries: int = 0  # of snapkv
     reread_chunk: int = 0
@@ -137,8 +136,7 @@ class ListModel:
         self.sizes: dict[HeadId, int] = {}  # tokens that each head keeps; empty before the first eviction
         self.fresh_positions = torch.zeros(0, dtype=torch.int64)
         self.prompt_len, self.expected_len, self.seed = 0, 1, 0
-        self.next_eviction = 0  # place in the text
-        self.shift = 0  # place in the text of a fresh token, less its position
+        self.next_eviction = 0  # computed tokens at that moment
 
     @cached_property
     def full_layers(self) -> list[int]:
@@ -170,14 +168,14 @@ class ListModel:
 
     def received_masses(self, x: Tensor, sinks: Tensor | None, positions: Tensor, head: HeadId, p: int) -> Tensor:
         """Return what a query at position p with scores x [R, n] adds to the masses of tokens."""
-        policy, place = self.policy, p + self.shift
-        if policy.name == "reread" and place < self.prompt_len and not policy.mix_h2o:
+        policy = self.policy
+        if policy.name == "reread" and p < self.prompt_len and not policy.mix_h2o:
             return torch.zeros_like(x)
-        if policy.name == "snapkv" and place < self.prompt_len - policy.num_queries:
+        if policy.name == "snapkv" and p < self.prompt_len - policy.num_queries:
             return torch.zeros_like(x)
         if policy.name != "keyformer":
             return softmax(x, sinks)
-        tau = 1 + max(place - self.prompt_len + 1, 0) / self.expected_len
+        tau = 1 + max(p - self.prompt_len + 1, 0) / self.expected_len
         query_pos = torch.tensor(p if policy.redraw_noise else -1)
         noise = sample_noise(GUMBEL, noise_key(torch.tensor(self.seed), *head, query_pos), positions)
         return softmax((x + noise) / tau, None if sinks is None else (sinks + GUMBEL_MEAN) / tau)
@@ -292,7 +290,7 @@ class ListModel:
         num_held = sum(int((~head.demoted).sum()) for head in full_heads.values())
         if not is_due or num_held <= policy.budget * len(positions):
             return
-        newest = now - self.shift - policy.recent
+        newest = now - policy.recent
         free = {h: [j for j, p in enumerate(ps) if policy.sinks <= p <= newest] for h, ps in positions.items()}
         scores = {h: self.scores(*h, free[h]) for h in positions}
         if at_prompt_end:
@@ -311,8 +309,6 @@ class ListModel:
             gone = {*lowest, *forgotten} - set(saved)
             head.keep([j for j in range(len(ps)) if j not in gone])
         self.next_eviction = now + policy.interval
-        if policy.new_positions:
-            self.renumber(now)
 
     def divide_budget(
         self,
@@ -354,17 +350,6 @@ class ListModel:
             room = policy.budget + policy.demote - both
             self.heads[h].max_demoted = upto[h] - self.sizes[h] + room if at_prompt_end else policy.demote
 
-    def renumber(self, now: int) -> None:
-        """Number the tokens of every head from 0 on, and rotate their keys back to these positions."""
-        for (layer, g), head in self.heads.items():
-            new = torch.arange(len(head))
-            lacking = self.model.key_offsets[layer][g] if self.model.key_offsets else 0
-            for rope in self.model.ropes:
-                keys, angles = head.keys + lacking, rope.angles(new - head.positions, head.keys.dtype)
-                head.keys = rope.apply(keys[:, None], angles)[:, 0] - lacking
-            head.positions = new
-        self.shift = now + 1 - len(next(iter(self.heads.values())))
-
     # ---- generation ----------------------------------------------------------------------------------------------
 
     def forward(self, tokens: list[int], first_position: int) -> Tensor:
@@ -394,11 +379,11 @@ class ListModel:
             n = policy.chunk + policy.budget  # the first chunk fills the budget, too
             while len(fresh) > n:  # the last chunk is computed below
                 first = len(tokens) - len(fresh)
-                self.forward(fresh[:n], first - self.shift)
+                self.forward(fresh[:n], first)
                 self.evict(first + n - 1)
                 fresh, n = fresh[n:], policy.chunk
         while len(tokens) < self.prompt_len + num_tokens:
-            x = self.forward(fresh, len(tokens) - len(fresh) - self.shift)
+            x = self.forward(fresh, len(tokens) - len(fresh))
             fresh = [int(self.model.compute_logits(x[-1:]).argmax())]
             if len(tokens) == self.prompt_len and policy.name == "reread":
                 self.reread(tokens)

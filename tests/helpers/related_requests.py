@@ -18,7 +18,7 @@ POLICIES = [
     "h2o:budget=30%",
     "reread:budget=50%",
     "window:budget=30,prefill=stream,chunk=20",
-    "keyformer:budget=40,positions=new",
+    "keyformer:budget=40",
     "knorm:budget=30%",
 ]
 
@@ -37,12 +37,11 @@ def related_prompts(seed: int, num_prompts: int = 14) -> list[list[int]]:
 
 def related_requests(family: str, seed: int, only_full: bool = False) -> list[Request]:
     """Return greedy and sampled requests: every second one full, or all of them, the others of all policies."""
-    allowed = [p for p in POLICIES if "positions=new" not in p or family in ("llama", "gpt2")]
     requests = []
     for i, prompt in enumerate(related_prompts(seed)):
         params = SamplingParams(temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
         n = i + seed
-        policy = "full" if only_full or n % 2 == 0 else allowed[n // 2 % len(allowed)]
+        policy = "full" if only_full or n % 2 == 0 else POLICIES[n // 2 % len(POLICIES)]
         requests.append(make_request(prompt, 5 + i, policy, params))
     return requests
 

@@ -186,7 +186,7 @@ class ScheduleRun:
     def _step(self, engine: Engine) -> None:
         running = list(engine.scheduler.running)
         before = {r: (len(r.output_tokens), num_drafts(r)[1]) for r in running}
-        evictors = {r: e for r in running if r.row is not None and (e := engine.cache.evictors.get(r.row))}
+        evictors = {r: r.row.evictors[0] for r in running if r.row is not None and r.row.evictors}
         engine.step()
         engine.cache.check()
         drafter = engine.speculator.default

@@ -26,7 +26,6 @@ from tests.helpers.tiny_models import tiny_model
 
 MAX_MODEL_LEN = 512
 FAMILIES = ("llama", "gemma3_text", "mpt", "gpt2", "mistral", "qwen2")
-ROTARY_WITHOUT_RINGS = ("llama", "gpt2", "mpt")  # families for which positions=new is allowed
 SEPARATOR = 11  # a token that separates the messages of a prompt, for reread:ask=repeat
 INSTRUCTION = (3, 90, 41, 5)
 DRAFTERS = (
@@ -194,14 +193,14 @@ def draw_requests(rng: random.Random, family: str, can_demote: bool, num_restart
             stems.append(list(prompt))
         arrives_at = rng.choice([arrives_at, arrives_at, rng.randint(0, 60)])
         salt = rng.choice(["", "", "", "a"])
-        policy = draw_policy(rng, family, can_demote)
+        policy = draw_policy(rng, can_demote)
         engine = rng.randint(0, num_restarts)
         for _ in range(rng.choice([1, 1, 1, 2, 3])):  # n answers to one prompt
             found.append(
                 PlannedRequest(
                     prompt=prompt,
                     max_tokens=rng.choice([1, 2, rng.randint(3, 70), rng.randint(3, 70)]),
-                    policy=policy if rng.random() < 0.8 else draw_policy(rng, family, can_demote),
+                    policy=policy if rng.random() < 0.8 else draw_policy(rng, can_demote),
                     params=draw_params(rng),
                     salt=salt,
                     num_system_tokens=rng.choice([0, 0, rng.randint(0, len(prompt) // 4)]),
@@ -227,11 +226,11 @@ def draw_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def draw_policy(rng: random.Random, family: str, can_demote: bool) -> str:
+def draw_policy(rng: random.Random, can_demote: bool) -> str:
     """Draw a policy with random options."""
     while True:
         name = rng.choice(["full", *policies.names()])
-        options = draw_options(rng, name, family, can_demote)
+        options = draw_options(rng, name, can_demote)
         spec = ":".join(filter(None, [name, ",".join(f"{k}={v}" for k, v in options.items())]))
         try:
             parse_policy(spec)
@@ -240,7 +239,7 @@ def draw_policy(rng: random.Random, family: str, can_demote: bool) -> str:
         return spec
 
 
-def draw_options(rng: random.Random, name: str, family: str, can_demote: bool) -> dict[str, Any]:
+def draw_options(rng: random.Random, name: str, can_demote: bool) -> dict[str, Any]:
     """Draw the options of a policy; not all of them need go together."""
     if name == "full":
         return {}
@@ -255,7 +254,6 @@ def draw_options(rng: random.Random, name: str, family: str, can_demote: bool) -
         "chunk": lambda: rng.randint(1, 60),
         "prefill": lambda: "stream",
         "share": lambda: rng.choice(["none", "layer", "all"]),
-        "positions": lambda: "new" if family in ROTARY_WITHOUT_RINGS else "original",
         "protect": lambda: "system",
         "shrink": lambda: rng.choice(["10%", rng.randint(1, 30)]),
         "demote": lambda: rng.choice(["int4", f"int4:{rng.randint(1, 50)}", "int4:30%"]),

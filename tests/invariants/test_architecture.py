@@ -1,6 +1,7 @@
 """Law 8: imports go down only and in no circle; files and functions stay small; the map is true."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from collections import defaultdict
@@ -13,7 +14,11 @@ from tokenize import tokenize
 
 import pytest
 
+from retain.engine.cache_interface import RequestRow, SchedulerCache
+from retain.kv.manager import KVCacheManager
+from retain.kv.row import Row
 from tools.map import compare
+from tools.simulation.cache import SimulatedCache, SimulatedRow
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "retain"
@@ -32,6 +37,8 @@ LAYERS = [
     {"outputs", "gates"},
     {"engine"},
     {"kv.manager"},
+    {"kv.draft_tables"},
+    {"kv.row"},
     {"kv.prefix"},
     {"kv.capacity"},
     {"kv.eviction", "kv.offload", "kv.stats"},
@@ -45,6 +52,26 @@ LAYERS = [
 # Rooms of the server, and which of the others each may import.
 SERVER_ROOMS = {"openai": set(), "anthropic": {"openai"}, "inspector": {"openai"}}
 LAYER_OF = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
+
+# What may be known of the cache outside of `kv`: the manager, rows, what they are asked for and what they answer.
+CACHE_INTERFACE = {
+    *("manager", "row", "draft_tables"),
+    *("eviction.policy", "prefix.query", "prefix.diagnosis", "stats.attention_trace", "stats.request"),
+}
+CACHE_OPTIONS = {
+    "capacity",
+    "eviction.policies",
+    "eviction.auto_policy",
+    "eviction.cost",
+    "offload.tiers",
+    "prefix.config",
+}
+KNOWN_OF_KV = {
+    "engine": CACHE_INTERFACE,
+    "llm": CACHE_INTERFACE | CACHE_OPTIONS,
+    "processing": CACHE_INTERFACE | CACHE_OPTIONS,
+}
+PARTS_OF_A_CACHE = {"prefix_cache", "tables", "planner", "slots", "copies", "store", "pool"}
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines
 MAX_STEP_LINES = 25
@@ -108,6 +135,36 @@ def test_imports_only_go_down():
             assert there == here or LAYER_OF[there] > LAYER_OF[here], (
                 f"{here} must not import {there}: {path}, {module}"
             )
+
+
+@pytest.mark.parametrize("room", KNOWN_OF_KV)
+def test_little_is_known_of_the_cache(room):
+    for name, path in MODULES.items():
+        if room_of(name) == room:
+            used = {module.removeprefix("retain.kv.") for module in imported_modules(path) if ".kv." in module}
+            assert used <= KNOWN_OF_KV[room], path
+
+
+def test_nobody_reaches_through_the_cache():
+    """`cache.tables.x` outside of kv is a method that the manager or a row lacks. A bench of prefixes may."""
+    for path, node in all_nodes():
+        inside = room_of(module_name(path)).startswith("kv.") or path == PACKAGE / "bench" / "prefix.py"
+        if isinstance(node, ast.Attribute) and node.attr in PARTS_OF_A_CACHE and not inside:
+            assert not ast.unparse(node.value).endswith("cache"), f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("cls", [SimulatedCache, KVCacheManager])
+def test_a_scheduler_can_use_any_cache_that_has_the_members_of_the_protocol(cls):
+    """Their rows, too. Attributes that only instances have are not looked for."""
+    row = SimulatedRow if cls is SimulatedCache else Row
+    for protocol, found in ((SchedulerCache, cls), (RequestRow, row)):
+        functions = {name for name, value in vars(protocol).items() if inspect.isfunction(value) and name[0] != "_"}
+        for name in functions:
+            wanted, given = (inspect.signature(getattr(c, name)).parameters for c in (protocol, found))
+            assert list(given) == list(wanted), name
+        init = inspect.getsource(found.__init__)
+        properties = {name for name, value in vars(protocol).items() if isinstance(value, property)}
+        assert all(hasattr(found, name) or f"self.{name}" in init for name in properties)
 
 
 @pytest.mark.parametrize("room", SERVER_ROOMS)

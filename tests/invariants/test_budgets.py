@@ -14,6 +14,7 @@ from torch import Tensor
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.eviction import policies
+from retain.kv.row import Row
 from retain.sampling_params import SamplingParams
 from tests.helpers.attention_case import assert_close
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
@@ -67,27 +68,22 @@ POLICIES = {
     "dilated:budget=40,interval=3": ListPolicy("dilated", interval=3),
     "window:budget=40,interval=1": ListPolicy("window"),
     "random:budget=40,interval=2": ListPolicy("random", interval=2),
-    "h2o:budget=40,interval=3,positions=new": ListPolicy("h2o", interval=3, new_positions=True),
-    "keyformer:budget=40,interval=1,positions=new,recent=25%": ListPolicy("keyformer", recent=10, new_positions=True),
-    "h2o:budget=30,prefill=stream,chunk=13,positions=new": ListPolicy(
-        "h2o", budget=30, recent=9, interval=16, chunk=13, new_positions=True
-    ),
     "h2o:budget=30,prefill=stream,chunk=13": ListPolicy("h2o", budget=30, recent=9, interval=16, chunk=13),
     "keyformer:budget=30,prefill=stream,chunk=25": ListPolicy("keyformer", budget=30, recent=9, interval=16, chunk=25),
 }
 
 
-def head_positions(engine: Engine, row: int, layer: int, g: int) -> set[int]:
+def head_positions(engine: Engine, row: Row, layer: int, g: int) -> set[int]:
     """Return the positions in the slots of a head."""
     cache = engine.cache
-    pages = torch.from_numpy(cache.tables.pages[row, layer, g, : cache.tables.counts[row, layer, g]]).long()
+    pages = torch.from_numpy(cache.tables.pages[row.index, layer, g, : cache.tables.counts[row.index, layer, g]]).long()
     return {p for p in cache.kv.pos[pages].flatten().tolist() if p >= 0}
 
 
-def head_contents(engine: Engine, row: int, layer: int, g: int) -> Tensor:
+def head_contents(engine: Engine, row: Row, layer: int, g: int) -> Tensor:
     """Return keys and values of a head's tokens by position, [n, 2, D]."""
     cache = engine.cache
-    pages = torch.from_numpy(cache.tables.pages[row, layer, g, : cache.tables.counts[row, layer, g]]).long()
+    pages = torch.from_numpy(cache.tables.pages[row.index, layer, g, : cache.tables.counts[row.index, layer, g]]).long()
     pos = cache.kv.pos[pages].flatten()
     kv = torch.stack([x.flatten(0, 1) for x in read_pages(cache.backend, cache.kv, pages)], 1)
     return kv[pos >= 0][pos[pos >= 0].argsort()]
@@ -122,10 +118,6 @@ def list_cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("family", "policy", "backend"), list(list_cases()))
 def test_an_independent_implementation_with_lists_keeps_the_same_tokens(family: str, policy: str, backend: str) -> None:
     spec = ListModel(family, POLICIES[policy]).spec
-    if POLICIES[policy].new_positions and any(spec.kv_cache.windows):
-        with pytest.raises(ValueError, match="window"):
-            make_engine(family).add(make_request([1], 1, policy))
-        return
     lists, expected = answer_of_lists(family, policy)
     engine = make_engine(family, backend=backend, score_columns=spec.num_heads // spec.kv_cache.only_group.num_kv_heads)
     parsed = policies.parse(policy).with_instruction(lists.policy.instruction)
@@ -145,13 +137,6 @@ def test_an_independent_implementation_with_lists_keeps_the_same_tokens(family: 
                 continue
             assert kept == set(head.position_list)
             assert_close(head_contents(engine, request.row, layer, g), torch.stack((head.keys, head.values), 1))
-
-
-@pytest.mark.slow
-def test_keys_of_a_model_with_biases_move_to_new_positions() -> None:
-    """Cached keys lack the mean of their rotated bias, and it does not move with them."""
-    policy = "h2o:budget=40,interval=3,positions=new"
-    test_an_independent_implementation_with_lists_keeps_the_same_tokens("gpt_neox", policy, "cpu")
 
 
 BUDGET_POLICIES = [n for n in policies.names() if n not in ("full", "ring")]

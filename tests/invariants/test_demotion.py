@@ -77,10 +77,12 @@ def test_an_independent_implementation_with_lists_keeps_and_demotes_the_same_tok
     assert request.row is not None and demoted
     for (layer, g), head in lists.heads.items():
         if lists.spec.kv_cache.windows[layer] is None:
-            pages = torch.from_numpy(demoted.pages[request.row, layer, g, : demoted.counts[request.row, layer, g]])
+            pages = torch.from_numpy(
+                demoted.pages[request.row.index, layer, g, : demoted.counts[request.row.index, layer, g]]
+            )
             pos = demoted.store.kv.pos[pages.long()].flatten()
             assert sorted(pos[pos >= 0].tolist()) == head.positions[head.demoted].tolist()
-            assert engine.cache.tables.positions(request.row)[layer][g] == head.position_list
+            assert request.row.positions()[layer][g] == head.position_list
             k, v = (x.flatten(0, 1)[pos >= 0] for x in read_pages(engine.cache.backend, demoted.store.kv, pages.long()))
             order = pos[pos >= 0].argsort()
             held = torch.stack((head.keys, head.values), 1)[head.demoted]
@@ -187,10 +189,10 @@ def test_demoted_tokens_are_held_in_fewer_bytes() -> None:
         while not request.output_tokens:
             engine.step()
         assert request.row is not None
-        positions = engine.cache.tables.positions(request.row)
+        positions = request.row.positions()
         tokens = sum(len(head) for heads in positions for head in heads)
         assert engine.cache.pool_stats().slots_by_state["budgeted"] == tokens
-        held[policy] = tokens, engine.cache.num_pages(request.row)
+        held[policy] = tokens, request.row.num_pages
     (tokens, pages), (more_tokens, more_pages) = held.values()
     assert more_tokens == 4 * tokens and more_pages < 2 * pages
 
@@ -206,7 +208,7 @@ def test_a_request_owns_no_more_pages_than_planned(policy: str, prompt_len: int)
         engine.step()
         assert request.row is not None
         length = len(request.tokens) - 1 if request.output_tokens else request.num_computed_tokens
-        owned = engine.cache.num_pages(request.row)
+        owned = request.row.num_pages
         assert owned <= engine.cache.pages_needed(request.policy, length, prompt_len)
 
 
@@ -243,7 +245,7 @@ def test_tune_knows_the_pages_of_a_policy_that_demotes(policy: str) -> None:
         engine.step()
     cache = engine.cache
     assert request.row is not None
-    held = cache.num_pages(request.row) * cache.store.page_bytes
+    held = request.row.num_pages * cache.store.page_bytes
     assert held == mean_bytes(cache, policy, [Example(prompt, [0] * 18)])
 
 
@@ -254,7 +256,7 @@ def test_tune_knows_the_pages_of_a_policy_that_demotes(policy: str) -> None:
         ("h2o:budget=25%,demote=int4:150%", "at most 100%, not 150%"),
         ("h2o:budget=25%,demote=int4:", "should be int4, or int4 and an amount"),
         ("h2o:budget=25%,demote=int4:0", "at least 1 and at most"),
-        ("h2o:budget=25%,demote=int4:50%,positions=new", "demote does not go with"),
+        ("h2o:budget=25%,demote=int4:50%,shrink=10%", "demote does not go with"),
         ("h2o:budget=25%,demote=int4:50%,heads=union", "not with heads=union"),
         ("full:demote=int4:50%", "full has no option 'demote'"),
     ],

@@ -150,8 +150,8 @@ def test_chunks_and_preemption() -> None:
 
 @slow
 def test_heads_of_different_lengths() -> None:
-    """Budgets shared among heads and new positions are counted on the host, which waits for them."""
-    policies = ["h2o:budget=10,share=layer,value=norm", "h2o:budget=8,share=all", "h2o:budget=8,positions=new"]
+    """Budgets shared among heads are counted on the host, which waits for them."""
+    policies = ["h2o:budget=10,share=layer,value=norm", "h2o:budget=8,share=all"]
     assert_matches_reference("llama", policies, may_wait=None)
 
 

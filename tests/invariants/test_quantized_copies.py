@@ -55,9 +55,14 @@ def num_accepted(request: Request) -> int:
     return sum(request.stats.spec_decode.num_accepted_per_position)
 
 
+def num_copied(request: Request) -> int:
+    """Return how many tokens of a request are copied now."""
+    return request.row.copy.num_tokens if request.row and request.row.copy else 0
+
+
 def read_positions(engine: Engine, drafter: Any, row: int, layer: int, g: int) -> list[int]:
     """Return the positions that drafts of a row attend to in one head: those of its own pages, then of the copy."""
-    tables, found = drafter._device_tables.build_tables(torch.tensor([row]), torch.tensor([0, 1])), list[int]()
+    tables, found = drafter._tables.build_tables(torch.tensor([row]), torch.tensor([0, 1])), list[int]()
     for kv, t in ((engine.cache.kv, tables), (tables.demoted.kv, tables.demoted)):
         pages = t.pages[layer, row, g, : int(t.counts[layer, row, g])].long()
         found += [int(p) for p in kv.pos[pages].flatten() if p >= 0]
@@ -79,7 +84,7 @@ def check_drafts(family: str, dtype: str, backend: str, prompt: list[int], outpu
     engine.add(request)
     cache, t, num_checked = engine.cache, engine.cache.tables, 0
     for _ in iter_steps(engine):
-        row, n = request.row, 0 if request.row is None else int(cache.copies.num_tokens[request.row])
+        row, n = request.row and request.row.index, num_copied(request)
         if row is None or not n:
             continue
         num_checked, copies = num_checked + 1, cache.copies.by_dtype[pool_dtype]
@@ -117,7 +122,7 @@ def test_a_long_text_is_copied_in_parts_before_it_gets_drafts(at_once: int, monk
     while engine.has_unfinished_requests:
         engine.step()
         if request.row is not None and request.output_tokens:
-            copied.append(int(engine.cache.copies.num_tokens[request.row]))
+            copied.append(num_copied(request))
             assert copied[-1] <= copied[-2] + at_once
             assert copied[-1] >= 272 or not request.stats.spec_decode.num_drafted_per_position
     assert copied[-1] >= 320 and num_accepted(request) > 5
@@ -147,11 +152,11 @@ def test_a_request_is_never_preempted_for_a_copy() -> None:
     num_pages = sum(sizes.pages_needed(r.policy, len(r.prompt) + 119, len(r.prompt)) for r in requests)
     engine = make_drafting_engine(family="llama", num_pages=num_pages)
     engine.add(*requests)
-    num_released, before = 0, engine.cache.copies.num_tokens.copy()
+    num_released, before = 0, [0] * len(requests)
     for _ in iter_steps(engine):
-        now = engine.cache.copies.num_tokens
-        num_released += sum(bool(before[r.row] and not now[r.row]) for r in requests if r.row is not None)
-        before = now.copy()
+        now = [num_copied(r) for r in requests]
+        num_released += sum(bool(b and not n) for r, b, n in zip(requests, before, now, strict=True) if r.row)
+        before = now
     assert [r.output_tokens for r in requests] == expected
     assert not sum(r.stats.num_preemptions for r in requests)
     assert num_released and sum(map(num_accepted, requests)) > 50
@@ -162,14 +167,13 @@ def test_a_copy_takes_free_pages_only_and_gives_them_to_tokens() -> None:
     spec = make_engine("llama").cache.spec
     heads = len(spec.windows) * spec.only_group.num_kv_heads
     cache = make_engine("llama", num_pages=heads * (10 + 10 + 2 + 1)).cache  # two rows, a copy, and a page
-    a, b = (cache.open_row(policies.parse("full"), 160) for _ in range(2))
+    a, b = (cache.open(policies.parse("full"), 160) for _ in range(2))
     copies, dtype = cache.copies, torch.int4
-    copies.open_tables(dtype)
-    assert cache.reserve(a, 160) and cache.reserve(b, 160) and copies.extend(a, dtype, 160)
-    assert copies.num_pages == heads * 2 and not copies.extend(b, dtype, 160)
-    assert copies.num_tokens[[a, b]].tolist() == [160, 0] and cache.free_pages == heads * 3
-    assert cache.reserve(b, 176) and copies.num_pages == heads * 2
-    assert cache.reserve(a, 176) and copies.num_pages == 0
+    assert a.reserve(160) and b.reserve(160) and a.extend_copy(dtype, 160)
+    assert copies.num_pages == heads * 2 and not b.extend_copy(dtype, 160)
+    assert (a.copy.num_tokens, b.copy.num_tokens) == (160, 0) and cache.free_pages == heads * 3
+    assert b.reserve(176) and copies.num_pages == heads * 2
+    assert a.reserve(176) and copies.num_pages == 0
     assert cache.pool.num_free == heads
     cache.check()
 
@@ -186,11 +190,11 @@ def test_preemption_and_cancellation_give_copies_back(family: str, prefix_cache:
     engine.add(*requests)
     copies, num_closed = engine.cache.copies, 0
     for step in iter_steps(engine):
-        running = [r for r in engine.scheduler.running if r.row is not None and copies.num_tokens[r.row]]
+        running = [r for r in engine.scheduler.running if num_copied(r)]
         if running and step in (4, 9, 12):
-            row = running[0].row
+            row, before = running[0].row.index, copies.num_pages
             engine.cancel(running[0]) if step == 12 else engine.scheduler.preempt(running[0])
-            num_closed += not copies.num_tokens[row] and not copies.page_list(row).size
+            num_closed += copies.num_pages < before and not copies.by_dtype[torch.int4].counts[row].any()
             engine.cache.check()
     assert num_closed >= 2 and sum(map(num_accepted, requests)) > 20
     for request, answer in zip(requests, plain, strict=True):

@@ -111,8 +111,8 @@ def test_selected_tokens_are_a_row_that_has_already_evicted(
         r = make_request([*stem, 5, 6, i], 40)
         engine.add(r)
         engine.step()
-        positions = cache.tables.positions(r.row)
-        for m, layer in enumerate(np.flatnonzero(cache.tables.window[r.row] == NO_WINDOW)):
+        positions = r.row.positions()
+        for m, layer in enumerate(np.flatnonzero(cache.tables.window[r.row.index] == NO_WINDOW)):
             heads = positions[layer]
             assert len(heads) == cache.spec.only_group.num_kv_heads and all(head == heads[0] for head in heads)
             assert selected[i][m] == (3 if i else 10) and len(heads[0]) == 16 * selected[i][m] + 3
@@ -150,7 +150,7 @@ def test_selective_rows_beside_budgets_equal_prompts_and_preemption(tmp_path: Pa
         assert [r.output_tokens for r in plain] == (expected if not round else [])
         finished = [*selective[:3], *selective[4:], *equal]
         assert all(len(r.output_tokens) == r.input.max_tokens for r in finished)
-        assert not engine.cache.prefix_cache.sparse_rows and not engine.cache.prefix_cache.loads
+        assert not engine.cache.rows
         finish_repacking(engine)
     assert disk_store_of(engine).counts["read"] > 0
     engine.cache.prefix_cache.close_offloader()

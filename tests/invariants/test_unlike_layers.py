@@ -11,8 +11,9 @@ import torch
 from retain.kernels import cpu, triton
 from tests.helpers.attention_case import assert_close
 from tests.helpers.backend_variants import ISAS, use_isa
+from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.tiny_models import tiny_checkpoint
-from tests.helpers.unlike_family import plain_logits
+from tests.helpers.unlike_family import plain_answer, plain_logits
 from tests.helpers.unlike_family import unlike_family as unlike_family
 from tests.models.test_programs import make_prompts, program_logits
 
@@ -35,3 +36,14 @@ def test_the_triton_program_equals_plain_torch(unlike_family: str) -> None:
     steps = [(5, 3), (1, 1), (1, 1), (1, 1)]  # the last ones replay what was captured
     expected = torch.cat([plain_logits(prompt.tolist()) for prompt in make_prompts(128, steps)])
     assert_close(program_logits(tiny_checkpoint(unlike_family), steps, backend=triton), expected, 2e-5)
+
+
+PROMPT, NUM_TOKENS = [7 * i % 128 for i in range(50)], 30
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_cpu)])
+def test_an_engine_equals_plain_torch(unlike_family: str, backend: str) -> None:
+    expected = plain_answer(PROMPT, NUM_TOKENS)
+    engine = make_engine(unlike_family, backend=backend, max_batched_tokens=32)
+    first, second = make_request(PROMPT, NUM_TOKENS), make_request(PROMPT[:20], NUM_TOKENS)
+    assert run_to_completion(engine, [first, second]) == [expected, plain_answer(PROMPT[:20], NUM_TOKENS)]

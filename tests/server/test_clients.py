@@ -1,4 +1,4 @@
-"""Our own clients: `retain bench serve` measures load, and `retain chat --url` prints what the server generates."""
+"""Our own clients: `tools.load` measures load, and `retain chat --url` prints what the server generates."""
 
 import io
 import json
@@ -7,15 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from retain.bench import serve as load
-from retain.bench.config import ServeBenchConfig
 from retain.cli import main
 from retain.cli.http_client import Client
+from tools import load
 
 
 @pytest.mark.slow
-def test_bench_serve_reports_load(server):
-    config = ServeBenchConfig("smollm2", server.url, ttft_slo=60_000, tpot_slo=60_000)
+def test_load_is_reported(server):
+    config = load.LoadConfig("smollm2", server.url, ttft_slo=60_000, tpot_slo=60_000)
     requests = load.poisson_requests(6, request_rate=20, prompt_words=30, output_len=5, seed=3)
     report = load.run(config, requests)
     assert (report["requests"], report["num_failed"], report["slo_attainment"]) == (6, 0, 1.0)
@@ -51,8 +50,8 @@ def test_trace_shares_prefixes_by_hash_ids(tmp_path):
 
 
 def test_unreachable_server_prints_one_line(capsys):
-    command = ["bench", "serve", "--url", "http://127.0.0.1:1/v1", "--model", "x", "--num-prompts", "2"]
-    assert main.main(command) == 2
+    command = ["--url", "http://127.0.0.1:1/v1", "--model", "x", "--num-prompts", "2"]
+    assert load.main(command) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 

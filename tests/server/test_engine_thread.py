@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from retain.kv.row import Row
 from retain.processing.grammar import GrammarState
 from retain.server.config import Limits
 from retain.server.inspector.recorder import Inspector
@@ -43,8 +44,7 @@ def test_extreme_policy_options_do_not_break_the_engine(tiny_server, policy):
 
 def test_failing_fork_fails_only_its_request(tiny_server, monkeypatch):
     """The second choice of a prompt starts as a fork of the first, and its first commit raises."""
-    cache, commit = tiny_server.service.llm.cache, tiny_server.service.llm.cache.commit
-    calls = []
+    commit, calls = Row.commit, []
 
     def fail(row, num_computed_tokens, num_uncomputed_tokens):
         calls.append(row)
@@ -52,7 +52,7 @@ def test_failing_fork_fails_only_its_request(tiny_server, monkeypatch):
             raise RuntimeError("a bug")
         commit(row, num_computed_tokens, num_uncomputed_tokens)
 
-    monkeypatch.setattr(cache, "commit", fail)
+    monkeypatch.setattr(Row, "commit", fail)
     assert post(tiny_server, n=2).status_code == 500
     monkeypatch.undo()
     assert post(tiny_server, n=2).status_code == 200 and tiny_server.service.engine_thread.fatal_error is None

@@ -41,9 +41,9 @@ def test_attention_trace_equals_cached_positions(family, policy):
             if r.row is None or not r.num_computed_tokens:
                 continue
             trace = r.attention_trace
-            trace.record(tables, r.row, r.num_computed_tokens)
-            window = tables.window[r.row]
-            for layer, heads in enumerate(tables.positions(r.row)):
+            r.row.record_attention(trace, r.num_computed_tokens)
+            window = tables.window[r.row.index]
+            for layer, heads in enumerate(r.row.positions()):
                 for head, positions in enumerate(heads):
                     visible = [p for p in positions if r.num_computed_tokens - 1 - p < window[layer]]
                     assert np.flatnonzero(trace.is_kept[layer, head]).tolist() == visible
@@ -108,7 +108,7 @@ def test_pool_stats_count_every_page_once(prefix_cache, drafter):
         for copies in cache.copies.by_dtype.values():  # whose pages have more slots
             num_slots += cache.copies.num_pages * (copies.store.page_size - cache.page_size)
         assert sum(stats.slots_by_state.values()) + stats.num_holes == num_slots
-        rows = {r.row for r in requests if r.row is not None}
+        rows = {r.row.index for r in requests if r.row is not None}
         assert set(page_rows[page_rows >= 0].tolist()) <= rows
         states |= {PAGE_STATES[s] for s in np.unique(page_states)}
     assert {"free", "full", "ring", "budgeted"} <= states and ("cached" in states) == (prefix_cache == "exact")

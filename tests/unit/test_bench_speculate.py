@@ -58,7 +58,6 @@ def test_every_workload_and_drafter_has_a_line_equal_to_plain(
             expected_length = 1 + x["acceptance_rate"] * x["mean_draft_len"]
             assert x["mean_acceptance_length"] == pytest.approx(expected_length, abs=0.02)
             assert (x["acceptance_rate"] > 0.5 or model == "random:tiny") and x["expected_speedup"] > 0
-    assert {p.name for p in tmp_path.glob("*.png")} == {"speculate-k.png", "speculate-context.png"}
 
 
 @pytest.mark.slow

@@ -158,7 +158,6 @@ def bad_inputs(tmp_path):
     yield ("run", hello), "--model"
     yield (*RUN_ARGS, "--log-level", "loud", hello), "warning"
     yield ("bench", "speed", "--model", "smollm2", "--workloads", "short-9"), "short-1"
-    yield ("bench", "serve"), "--model"
     yield ("serve",), "--model"
     yield ("chat", "--url", "nowhere"), "http"
     yield ("chat", "--url", "http://127.0.0.1:1/v1"), "refused"

@@ -31,14 +31,14 @@ def test_the_priority_of_a_ring_defines_what_it_overwrites() -> None:
     policy = policies.parse("ring:window=24")
     assert policy.ring_window
     cache = make_cache([None], page_size=16)
-    row = cache.open_row(policy, 1)
+    row = cache.open(policy, 1)
     kept: list[int] = []
     for p in range(150):
         compute(cache, row, p, 1)
         kept.append(p)
         if len(kept) > policy.ring_window:
             kept.pop(int(policy.priority(view_of(torch.tensor([[kept]]))).argmin()))
-        visible = [q for q in cached_positions(cache, row, 0, 0) if p - q < cache.tables.window[row, 0]]
+        visible = [q for q in cached_positions(cache, row, 0, 0) if p - q < cache.tables.window[row.index, 0]]
         assert sorted(visible) == kept
 
 
@@ -51,7 +51,7 @@ def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -
         policy = cls(budget=Amount(fraction=0.5)).resolve(100)
         if policy.scores_slots:
             gate = random_gate(KVCacheSpec(uniform_layers(2, 8, (None, None))))
-            policy = policy.fit(CacheLimits(200, False, 64, lambda *_: 0, lambda file: gate))
+            policy = policy.fit(CacheLimits(200, 64, lambda *_: 0, lambda file: gate))
             view = dataclasses.replace(view, slot_scores=policy.score_slots(view))
         assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50
         return
@@ -99,6 +99,7 @@ def test_a_policy_is_one_short_file_with_its_name(name: str) -> None:
         "h2o:budget=150%",
         "h2o:budget=x",
         "h2o:budget=10,prompt=5",
+        "h2o:budget=10,positions=new",
         "h2o:budget=10,interval=0",
         "h2o:budget=10,chunk=0",
         "h2o:budget=10,shrink=0",

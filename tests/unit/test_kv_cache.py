@@ -17,6 +17,7 @@ from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
+from retain.kv.row import Row
 from retain.types import Ints
 
 FULL = policies.parse("full")
@@ -30,11 +31,11 @@ def make_cache(windows: Sequence[int | None], page_size: int = 16, num_pages: in
     return build_cache(spec, config, load("reference"), torch.float32, num_pages * page_size * (2 * 8 * 4 + 8))
 
 
-def compute(cache: KVCacheManager, row: int, num_computed: int, n: int) -> Ints:
+def compute(cache: KVCacheManager, row: Row, num_computed: int, n: int) -> Ints:
     """Reserve pages for the next n tokens and write their positions. Returns their slots [L, G, n]."""
-    assert cache.reserve(row, num_computed + n)
+    assert row.reserve(num_computed + n)
     pos = np.arange(num_computed, num_computed + n, dtype=np.int32)
-    slots: Ints = cache.slot_mapping(np.full(n, row, np.int32), pos).numpy()
+    slots: Ints = cache.slot_mapping(np.full(n, row.index, np.int32), pos)[0].numpy()
     kv = torch.zeros(n, 2, 8)
     for layer in slots:
         load("reference").write(cache.kv, torch.from_numpy(layer), kv, kv, torch.from_numpy(pos))
@@ -42,9 +43,9 @@ def compute(cache: KVCacheManager, row: int, num_computed: int, n: int) -> Ints:
     return slots
 
 
-def cached_positions(cache: KVCacheManager, row: int, layer: int, g: int) -> list[int]:
+def cached_positions(cache: KVCacheManager, row: Row, layer: int, g: int) -> list[int]:
     """Return the positions in the slots of a head, without holes."""
-    pages = cache.tables.pages[row, layer, g, : cache.tables.counts[row, layer, g]]
+    pages = cache.tables.pages[row.index, layer, g, : cache.tables.counts[row.index, layer, g]]
     pos: list[int] = cache.kv.pos[torch.from_numpy(pages).long()].flatten().tolist()
     return [p for p in pos if p >= 0]
 
@@ -61,10 +62,10 @@ def check_windows(windows: list[int | None], chunks: list[int], num_decoded: int
     """Compute a prompt in chunks, and an answer. Every query finds its window, and no ring has a page too many."""
     cache = make_cache(windows, page_size)
     prompt_len, num_computed = sum(chunks), 0
-    row = cache.open_row(FULL, prompt_len)
+    row = cache.open(FULL, prompt_len)
     for n in chunks + [1] * num_decoded:
         if num_computed == prompt_len:
-            cache.commit(row, num_computed, 0)
+            row.commit(num_computed, 0)
             cache.check()
         compute(cache, row, num_computed, n)
         for layer, window in enumerate(windows):
@@ -76,9 +77,9 @@ def check_windows(windows: list[int | None], chunks: list[int], num_decoded: int
                     assert set(visible) <= set(positions)
                 chunk = 1 if num_computed >= prompt_len else min(prompt_len, MAX_BATCHED_TOKENS)
                 bound = (window or NO_WINDOW) + max(chunk, page_size) - 1
-                assert cache.tables.counts[row, layer, g] * page_size < bound + page_size
+                assert cache.tables.counts[row.index, layer, g] * page_size < bound + page_size
         num_computed += n
-    cache.close_row(row)
+    row.close()
     cache.check()
     assert cache.free_pages == cache.total_pages and cache.free_rows == 2
 
@@ -102,53 +103,53 @@ def test_every_query_finds_its_window_in_many_schedules(
 
 def test_a_ring_shrinks_to_its_window_after_the_prompt() -> None:
     cache = make_cache([None, 32], page_size=16)
-    row = cache.open_row(FULL, 200)
+    row = cache.open(FULL, 200)
     for start in range(0, 192, 64):
         compute(cache, row, start, 64)
     compute(cache, row, 192, 8)
     num_free = cache.free_pages
-    assert cache.tables.counts[row, 1, 0] == 6  # 32 + 64 - 1 slots in whole pages of 16
-    cache.commit(row, 200, 0)
-    assert cache.tables.counts[row, 1, 0] == 3 and cache.free_pages == num_free + 3 * 2
+    assert cache.tables.counts[row.index, 1, 0] == 6  # 32 + 64 - 1 slots in whole pages of 16
+    row.commit(200, 0)
+    assert cache.tables.counts[row.index, 1, 0] == 3 and cache.free_pages == num_free + 3 * 2
     assert set(range(168, 200)) <= set(cached_positions(cache, row, 1, 0))
     slots = [compute(cache, row, p, 1)[1, 0, 0] for p in range(200, 296)]
-    assert cache.tables.counts[row, 1].tolist() == [3, 3]  # 32 + 16 - 1 slots, however long the text is
+    assert cache.tables.counts[row.index, 1].tolist() == [3, 3]  # 32 + 16 - 1 slots, however long the text is
     assert slots[:48] == slots[48:]  # slot = pos mod capacity
-    assert cache.tables.counts[row, 0].tolist() == [19, 19]
+    assert cache.tables.counts[row.index, 0].tolist() == [19, 19]
 
 
 @pytest.mark.parametrize(("length", "prompt_len"), [(1, 1), (40, 40), (200, 200), (200, 7), (64, 64)])
 def test_a_request_owns_no_more_pages_than_planned(length: int, prompt_len: int) -> None:
     cache = make_cache([None, 20, 50])
-    row, num_computed = cache.open_row(FULL, prompt_len), 0
+    row, num_computed = cache.open(FULL, prompt_len), 0
     while num_computed < length:
         n = min(MAX_BATCHED_TOKENS, prompt_len - num_computed) if num_computed < prompt_len else 1
         if num_computed == prompt_len:
-            cache.commit(row, num_computed, 0)
+            row.commit(num_computed, 0)
         compute(cache, row, num_computed, n)
         num_computed += n
-    peaks = cache.tables.peaks[row].sum()
+    peaks = cache.tables.peaks[row.index].sum()
     assert peaks <= cache.pages_needed(FULL, length, prompt_len)
     if length == prompt_len:
         assert peaks == cache.pages_needed(FULL, length, prompt_len)
-    assert cache.close_row(row) == [int(p) * 16 for p in cache.tables.peaks[row, :, 0]]
+    assert row.close() == [int(p) * 16 for p in cache.tables.peaks[row.index, :, 0]]
 
 
 def test_a_row_gets_all_pages_that_it_needs_or_none() -> None:
     cache = make_cache([None], num_pages=7)  # the trash page and six more
-    a, b = cache.open_row(FULL, 1), cache.open_row(FULL, 1)
-    assert cache.reserve(a, 32) and not cache.reserve(b, 32)
-    assert cache.free_pages == 2 and cache.tables.counts[b].sum() == 0
+    a, b = cache.open(FULL, 1), cache.open(FULL, 1)
+    assert a.reserve(32) and not b.reserve(32)
+    assert cache.free_pages == 2 and cache.tables.counts[b.index].sum() == 0
     cache.check()
-    assert cache.reserve(b, 16) and cache.free_pages == 0
+    assert b.reserve(16) and cache.free_pages == 0
 
 
 def test_a_page_comes_without_the_positions_of_its_former_owner() -> None:
     cache = make_cache([None])
-    a = cache.open_row(FULL, 30)
+    a = cache.open(FULL, 30)
     compute(cache, a, 0, 30)
-    cache.close_row(a)
-    b = cache.open_row(FULL, 3)
+    a.close()
+    b = cache.open(FULL, 3)
     compute(cache, b, 0, 3)
     assert cached_positions(cache, b, 0, 1) == [0, 1, 2]
 

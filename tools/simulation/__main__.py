@@ -19,7 +19,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from retain.bench import plots
 from retain.cli import loading
 from retain.cli.args import CommandParser, add_arguments, from_args, given_args
 from retain.config import Config
@@ -85,8 +84,6 @@ def run(args: Namespace) -> None:
         raise ValueError(f"--{min(given).replace('_', '-')} is an option of --calibrate: the calibration holds it")
     check_names(options)
     calibration = open_calibration(options, getattr(args, "kv_memory", None))
-    if options.output_dir:
-        plots.import_pyplot()  # raises before anything is computed
     if options.validate:
         lines = print_lines(validation.run(options, calibration), json.dumps)
     elif args.json:

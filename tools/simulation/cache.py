@@ -1,13 +1,13 @@
 """The cache of a simulated replica: the engine's own pool and radix tree, with tables of pages but no K and V.
 
-It does for models without sliding layers, and the policy `full`, what `KVCacheManager` does for the `Scheduler`. One
-page stands for the pages of all layers and heads, which come and go together.
+It does for models without sliding layers, and the policy `full`, what `KVCacheManager` and its rows do for the
+`Scheduler`. One page stands for the pages of all layers and heads, which come and go together.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.prefix.node import Node, PrefixMatch
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
+from retain.kv.row import AttachedPrefix
+from retain.kv.stats.attention_trace import AttentionTrace
 from retain.types import Ints
 from tools.simulation.calibration import Calibration
 from tools.simulation.tiers import KeyListener, SimulatedTier
@@ -33,35 +35,139 @@ class SimulatedCostModel(LoadCostModel):
         self._slow_stores |= {tier.kind for tier in tiers}
 
 
+class SimulatedRow:
+    """Pages of one running request, and what it loads. It keeps all its tokens, so it never evicts."""
+
+    needs_single_step = False
+
+    def __init__(self, cache: SimulatedCache, index: int):
+        self.cache = cache
+        self.index = index
+        self.pages: Ints = np.zeros(0, np.int32)  # one for each page of its text
+        self.loads: dict[SimulatedTier, list[bytes]] = {}  # until the step that reads them has ended
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the row owns now."""
+        return len(self.pages)
+
+    @property
+    def slots_per_layer(self) -> list[int]:
+        """Nothing: slots are not counted by layer."""
+        return []
+
+    def attach_prefix(self, query: PrefixQuery, was_preempted: bool = False, explain: bool = False) -> AttachedPrefix:
+        """Begin with the longest prefix that the tree has, and with pages of tiers where loading pays.
+
+        No position is worth a branch point.
+        """
+        cache = self.cache
+        match = cache.match_prefix(query)
+        S = cache.page_size
+        loads, end_page = cache.plan_load(query, match)
+        length = end_page * S if loads else match.length if match else 0
+        matched = match.pages[0, 0] if match else np.zeros(0, np.int32)
+        num_shared = match.length // S if match else 0
+        held = matched[:num_shared] if loads else matched  # a page that agrees in part is copied
+        num_own = -(-length // S) - num_shared
+        cache.pool.incref(held)  # before ensure_free, which may evict them
+        has_room = cache.pool.ensure_free(num_own)
+        cache.pool.free(held[num_shared:] if has_room else held)
+        if not has_room:
+            return AttachedPrefix(0, 0)
+        self.pages = np.concatenate([held[:num_shared], cache.pool.allocate(num_own)])
+        self.loads = loads
+        for tier, keys in loads.items():
+            cache.num_loaded_tokens[tier.kind] += len(keys) * S
+        return AttachedPrefix(length, 0)
+
+    def fork(self, policy: EvictionPolicy, num_computed_tokens: int) -> None:
+        """Return None: every request computes its own prompt."""
+        return
+
+    def reserve(self, end_position: int, scoring: bool = False) -> bool:
+        """Own the pages of all positions below `end_position`. False when the pool has too few."""
+        n = -(-end_position // self.cache.page_size) - len(self.pages)
+        if n <= 0:
+            return True
+        if not self.cache.pool.ensure_free(n):
+            return False
+        self.pages = np.concatenate([self.pages, self.cache.pool.allocate(n)])
+        return True
+
+    def tokens_until_eviction(self, num_computed_tokens: int) -> int:
+        """Return how many tokens can be computed before the row evicts."""
+        return UNBOUNDED
+
+    def shrink_budget(self, num_computed_tokens: int) -> bool:
+        """Return whether a budget gave pages back: there is none."""
+        return False
+
+    def finish_load(self) -> bool:
+        """Return whether the prefix is loaded after the step: simulated reads never fail."""
+        self.loads = {}
+        return True
+
+    def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
+        """Keep the pages of the row's text for others; of a row that is still running only whole pages."""
+        S = self.cache.page_size
+        end = len(entry.tokens)
+        end = end // S * S if still_running else end
+        if end and not self.loads:
+            self.cache.store(entry.tokens[:end], self.pages[: -(-end // S)])
+
+    def rollback(self, num_computed_tokens: int) -> None:
+        """Do nothing: no policy here has a scoring pass."""
+
+    def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
+        """Do nothing: nothing is evicted."""
+
+    def clear_masses(self) -> None:
+        """Do nothing: there are no masses."""
+
+    def positions(self) -> list[list[list[int]]]:
+        """List nothing: there are no slots."""
+        return []
+
+    def record_attention(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
+        """Do nothing: there are no masses."""
+
+    record_attention_if_due = record_attention
+
+    def close(self) -> list[int]:
+        """Free the row's pages. Returns nothing: slots are not counted by layer."""
+        self.cache.pool.free(self.pages)
+        del self.cache.rows[self.index]
+        return []
+
+
 class SimulatedCache:
-    """Rows of running requests over one pool. `listener` hears of the pages of the tree."""
+    """Rows of running requests over one pool: a SchedulerCache. `listener` hears of the pages of the tree."""
 
     def __init__(
         self, calibration: Calibration, tiers: Sequence[SimulatedTier] = (), listener: KeyListener | None = None
     ):
-        self.config, self.tiers, self.page_size = calibration, tiers, calibration.page_size
+        self.tiers = tiers
+        self.page_size = calibration.page_size
+        self.max_batched_tokens = calibration.max_batched_tokens
+        self.max_running_requests = calibration.max_running_requests
         self.listener = listener
         self.tree_keys = set[bytes]()  # of the whole pages in the tree
         self.pool = PagePool(calibration.num_pages + 1)
         self.tree = RadixTree(self.pool, self.page_size)
-        self.pool.evict_callback, self.tree.on_evict = self.tree.evict, self._offload_evicted
+        self.pool.evict_callback = self.tree.evict
+        self.tree.on_evict = self._offload_evicted
         self.cost_model = SimulatedCostModel(tiers)
-        self.pages: dict[int, Ints] = {}  # by row: a page for each page of its text
-        self.loads: dict[int, dict[SimulatedTier, list[bytes]]] = {}  # by row, until the step that reads them has ended
+        self.rows: dict[int, SimulatedRow] = {}  # open ones, by index
         self.num_loaded_tokens = dict.fromkeys((tier.kind for tier in tiers), 0)
         self._row_numbers = itertools.count()
 
     # ---- capacity ------------------------------------------------------------------------------------------------
 
     @property
-    def prefix_cache(self) -> SimulatedCache:
-        """This cache: the scheduler asks it for shared pages, too."""
-        return self
-
-    @property
     def free_rows(self) -> int:
         """Requests that can still be opened."""
-        return self.config.max_running_requests - len(self.pages)
+        return self.max_running_requests - len(self.rows)
 
     @property
     def total_pages(self) -> int:
@@ -79,7 +185,7 @@ class SimulatedCache:
 
     def num_shared_pages(self, query: PrefixQuery) -> int:
         """Return how many pages of the text are in other rows already."""
-        match = self._match_prefix(query)
+        match = self.match_prefix(query)
         if not match:
             return 0
         shared = match.pages[..., : match.length // self.page_size]
@@ -89,72 +195,19 @@ class SimulatedCache:
         """Return whether there were pins: there are none."""
         return False
 
-    # ---- rows ----------------------------------------------------------------------------------------------------
-
-    def open_row(self, policy: EvictionPolicy, num_uncomputed_tokens: int) -> int:
+    def open(self, policy: EvictionPolicy, num_uncomputed_tokens: int) -> SimulatedRow:
         """Open a row. It owns no pages yet."""
-        row = next(self._row_numbers)
-        self.pages[row] = np.zeros(0, np.int32)
-        return row
-
-    def reserve(self, row: int, end_position: int, scoring: bool = False) -> bool:
-        """Own the pages of all positions below `end_position`. False when the pool has too few."""
-        n = -(-end_position // self.page_size) - len(self.pages[row])
-        if n <= 0:
-            return True
-        if not self.pool.ensure_free(n):
-            return False
-        self.pages[row] = np.concatenate([self.pages[row], self.pool.allocate(n)])
-        return True
-
-    def close_row(self, row: int) -> list[int]:
-        """Free the row's pages. Returns nothing: slots are not counted by layer."""
-        self.loads.pop(row, None)
-        self.pool.free(self.pages.pop(row))
-        return []
-
-    def tokens_until_eviction(self, row: int, num_computed_tokens: int) -> int:
-        """Return how many tokens can be computed before the row evicts: it never does."""
-        return UNBOUNDED
-
-    def needs_single_step(self, row: int) -> bool:
-        """Return whether all tokens must be computed in one step: never."""
-        return False
-
-    def shrink_budget(self, row: int, num_computed_tokens: int) -> bool:
-        """Return whether a budget gave pages back: there is none."""
-        return False
+        index = next(self._row_numbers)
+        self.rows[index] = SimulatedRow(self, index)
+        return self.rows[index]
 
     # ---- prefixes ------------------------------------------------------------------------------------------------
 
-    def attach_prefix(self, row: int, query: PrefixQuery, was_preempted: bool = False) -> tuple[int, int]:
-        """Begin an empty row with the longest prefix that the tree has, and with pages of tiers where loading pays.
-
-        Returns the number of computed tokens, and 0: no position is worth a branch point.
-        """
-        match, S = self._match_prefix(query), self.page_size
-        loads, end_page = self._plan_load(query, match)
-        length = end_page * S if loads else match.length if match else 0
-        matched = match.pages[0, 0] if match else np.zeros(0, np.int32)
-        num_shared = match.length // S if match else 0
-        held = matched[:num_shared] if loads else matched  # a page that agrees in part is copied
-        num_own = -(-length // S) - num_shared
-        self.pool.incref(held)  # before ensure_free, which may evict them
-        has_room = self.pool.ensure_free(num_own)
-        self.pool.free(held[num_shared:] if has_room else held)
-        if not has_room:
-            return 0, 0
-        self.pages[row] = np.concatenate([held[:num_shared], self.pool.allocate(num_own)])
-        if loads:
-            self.loads[row] = loads
-            for tier, keys in loads.items():
-                self.num_loaded_tokens[tier.kind] += len(keys) * self.page_size
-        return length, 0
-
-    def _match_prefix(self, query: PrefixQuery) -> PrefixMatch | None:
+    def match_prefix(self, query: PrefixQuery) -> PrefixMatch | None:
+        """Return what the tree has of a text, or None."""
         return self.tree.match_prefix(ROOT_HASH, query.tokens, query.max_skipped_tokens, has_sliding_layers=False)
 
-    def _plan_load(self, query: PrefixQuery, match: PrefixMatch | None) -> tuple[dict[SimulatedTier, list[bytes]], int]:
+    def plan_load(self, query: PrefixQuery, match: PrefixMatch | None) -> tuple[dict[SimulatedTier, list[bytes]], int]:
         """Return the pages to read behind the match, by tier, and the page at which they end; none where it is slower.
 
         The rule is that of `PrefixCache`.
@@ -184,30 +237,26 @@ class SimulatedCache:
         pays = self.cost_model.should_load(num_bytes, num_tokens, latency, time_limit)
         return (loads, end_page) if pays else ({}, 0)
 
-    def finish_loads(self, rows: Sequence[int]) -> float:
-        """End the loads of these rows. Returns the seconds that their reads take, one after the other."""
+    def read_loads(self, rows: Iterable[int]) -> float:
+        """Read what the rows of these indices load. Returns the seconds that this takes, one after the other."""
         seconds = 0.0
-        for row in rows:
-            for tier, keys in self.loads.pop(row, {}).items():
+        for index in rows:
+            for tier, keys in self.rows[index].loads.items():
                 read_s = tier.read(keys)
                 self.cost_model.record_read(tier.kind, len(keys) * tier.page_bytes, read_s)
                 seconds += read_s
                 if not tier.write_through:
                     tier.remove(keys)  # the tree will have them
+            self.rows[index].finish_load()
         return seconds
 
-    def store_prefix(self, row: int, entry: PrefixEntry, still_running: bool = False) -> None:
-        """Keep the pages of the row's text for others; of a row that is still running only whole pages."""
-        S, end = self.page_size, len(entry.tokens)
-        end = end // S * S if still_running else end
-        if not end or row in self.loads:
-            return
-        tokens = np.asarray(entry.tokens[:end], np.int32)
-        keys = self.tree.hash_blocks(ROOT_HASH, tokens)
+    def store(self, text: Sequence[int], pages: Ints) -> None:
+        """Keep the pages of a text that a row has computed."""
+        keys = self.tree.hash_blocks(ROOT_HASH, np.asarray(text, np.int32))
         for tier in self.tiers:
             if tier.write_through:
                 tier.add(keys)
-        self.tree.insert(ROOT_HASH, entry.tokens[:end], self.pages[row][None, None, : -(-end // S)])
+        self.tree.insert(ROOT_HASH, text, pages[None, None])
         new = [key for key in keys if key not in self.tree_keys]
         self.tree_keys.update(new)
         if self.listener:
@@ -227,4 +276,4 @@ class SimulatedCache:
 
     def check(self) -> None:
         """Check that every page is free, or in rows or in the tree. Raises AssertionError."""
-        self.pool.check(np.concatenate([*self.pages.values(), self.tree.all_pages]))
+        self.pool.check(np.concatenate([*(row.pages for row in self.rows.values()), self.tree.all_pages]))

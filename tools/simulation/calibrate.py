@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retain.bench.requests import greedy_request, random_prompts
+from retain.bench.engines import greedy_request, random_prompts
 from retain.config import Config
 from retain.engine.runner import Runner
 from retain.kernels.api import NO_WINDOW, Batch
@@ -52,7 +52,7 @@ class WorkRecorder:
 def calibrate(llm: LLM) -> Calibration:
     """Measure an engine that nobody else uses. Raises ValueError for one that cannot be simulated."""
     config, cache = llm.config, llm.cache
-    if cache.planner.windows(llm.policy).min() < NO_WINDOW or llm.policy.has_budget or config.tier:
+    if cache.windows(llm.policy).min() < NO_WINDOW or llm.policy.has_budget or config.tier:
         raise ValueError("a simulated replica has no sliding layers, no KV budget and no --tier of its own")
     heads = llm.spec.num_layers * llm.spec.kv_cache.only_group.num_kv_heads
     seconds, error, num_steps = fit_steps(list(measure_steps(llm)))
@@ -61,7 +61,7 @@ def calibrate(llm: LLM) -> Calibration:
     return Calibration(
         seconds=seconds,
         page_size=cache.page_size,
-        page_bytes=cache.store.page_bytes * heads,
+        page_bytes=cache.page_bytes * heads,
         num_pages=cache.total_pages // heads,
         max_running_requests=config.max_running_requests,
         max_batched_tokens=config.max_batched_tokens,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from retain.engine.prompt_sharing import PromptSharing
 from retain.engine.request import FinishReason, Request
 from retain.engine.scheduler import ScheduledRequest, Scheduler
-from retain.kv.manager import KVCacheManager
 from tools.simulation.cache import SimulatedCache
 from tools.simulation.calibration import Calibration, measure_work
 
@@ -19,8 +16,7 @@ class SimulatedReplica:
 
     def __init__(self, calibration: Calibration, cache: SimulatedCache):
         self.calibration, self.cache = calibration, cache
-        # The scheduler counts tokens and reserves pages: it needs no more of the cache than SimulatedCache has.
-        self.scheduler = Scheduler(cast(KVCacheManager, cache), PromptSharing())
+        self.scheduler = Scheduler(cache, PromptSharing())
         self.scheduled: list[ScheduledRequest] = []  # of the step that runs
         self.busy_seconds = 0.0
         self.num_computed_tokens = 0
@@ -45,7 +41,7 @@ class SimulatedReplica:
             return None
         chunks = [(s.request.num_computed_tokens, s.num_tokens) for s in scheduled]
         compute_s = self.calibration.step_seconds(measure_work(chunks))
-        load_s = self.cache.finish_loads([s.request.row for s in scheduled if s.request.row is not None])
+        load_s = self.cache.read_loads(s.request.row.index for s in scheduled if s.request.row is not None)
         num_tokens = sum(s.num_tokens for s in scheduled)
         if not load_s and num_tokens >= self.cache.page_size:
             self.cache.cost_model.record_compute(num_tokens, compute_s)
@@ -74,7 +70,7 @@ class SimulatedReplica:
         before = request.num_computed_tokens
         request.advance(num_tokens)
         if before < len(request.prompt) <= request.num_computed_tokens:
-            self.cache.store_prefix(request.row, request.prefix_entry, still_running=True)
+            request.row.store_prefix(request.prefix_entry, still_running=True)
 
     def _answer(self, request: Request, now: float) -> None:
         """Append a token to the answer, and end the request with its last one."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from retain.bench.plots import import_pyplot
 from retain.engine.request import Request
+from tools.plots import plt
 from tools.simulation.simulator import Cluster
 
 Line = dict[str, Any]
@@ -79,7 +79,7 @@ def _width(spec: str) -> str:
 
 def plot_replicas(lines: Sequence[Line], out: Path) -> Path:
     """Plot hit rate and time to first token over the number of replicas; a column of plots for each tier setting."""
-    plt, settings = import_pyplot(), list(dict.fromkeys(line["tiers"] for line in lines))
+    settings = list(dict.fromkeys(line["tiers"] for line in lines))
     shape, size = (len(PLOTTED), len(settings)), (4 * len(settings), 8)
     figure, axes = plt.subplots(*shape, figsize=size, constrained_layout=True, sharex=True, sharey="row", squeeze=False)
     for column, setting in zip(axes.T, settings, strict=True):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retain.bench.requests import plain_token_ids
+from retain.bench.engines import plain_token_ids
 from retain.bench.tasks import load_records
 from retain.kv.prefix.block_hash import hash_blocks
 from retain.types import Ints

@@ -20,9 +20,10 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
+import aiohttp
 import numpy as np
 
-from retain.bench.serve import RequestTiming, TimedRequest, import_aiohttp, send_request
+from tools.load import RequestTiming, TimedRequest, send_request
 from tools.simulation.calibration import Calibration
 from tools.simulation.config import SimulationConfig
 from tools.simulation.routing import Router, router_class
@@ -144,7 +145,7 @@ async def drive(
 
     Returns also the seconds that the replicas spent on them on the processor. Raises ValueError.
     """
-    aiohttp, loads = import_aiohttp(), [0] * len(replicas)
+    loads = [0] * len(replicas)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         for replica in replicas:  # the first request of a process takes longer
             await send_request(session, replica.url, SERVED_NAME, TimedRequest(0.0, [5] * 8, 4), perf_counter())

@@ -11,10 +11,16 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from retain.bench.decode_timer import DecodeTimer
-from retain.bench.engines import cancel_all, make_engine, run_until_first_tokens
+from retain.bench.engines import (
+    cancel_all,
+    greedy_request,
+    make_engine,
+    random_prompts,
+    run_queued,
+    run_until_first_tokens,
+)
 from retain.bench.quality import policy_at_budget
-from retain.bench.requests import greedy_request, random_prompts
+from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.eviction import policies
 from retain.llm import LLM
@@ -29,13 +35,6 @@ SCORING_POLICIES = {
 }
 EVICTION_POLICIES = ("full", "h2o", "h2o:share=all,value=norm", "gate", "reread:share=all,value=norm")
 THROUGHPUT_POLICIES = ("full", "h2o:budget=25%", "h2o:budget=25%,prefill=stream", "keyformer:budget=25%")
-
-
-def check_measurements(names: Sequence[str]) -> None:
-    """Raise ValueError for an unknown measurement."""
-    for name in names:
-        if name not in MEASUREMENTS:
-            raise ValueError(f"unknown measurement {name!r}: choose from {', '.join(MEASUREMENTS)}")
 
 
 def measure_scoring(llm: LLM) -> list[Line]:
@@ -58,7 +57,7 @@ def measure_eviction(llm: LLM) -> Iterator[Line]:
     A policy that the model has no gate for is left out. The ratios are to h2o, the second of the policies.
     """
     specs = [policy_at_budget(p, "25%") if p != "full" else p for p in EVICTION_POLICIES]
-    specs = [spec for spec in specs if not spec.startswith("gate") or llm.cache.planner.has_gate]
+    specs = [spec for spec in specs if not spec.startswith("gate") or llm.cache.has_gate]
     for prompt_len in (700, min(4096, llm.max_model_len - 200)):
         prefills = time_prefills(llm, specs, prompt_len, num_repeats=7)
         steps = time_side_by_side(llm, specs, prompt_len, batch_size=1, num_steps=96)
@@ -92,16 +91,11 @@ def measure_throughput(
     pages = llm.cache.pages_needed(policies.parse("full"), prompt_len + output_len, prompt_len)
     full_rates: tuple[float, float] | None = None
     for policy in THROUGHPUT_POLICIES:
-        prefill_s = num_requests * _time_prefill(llm, _make_request(llm, prompt_len, policy, num_requests, 1))
+        first = make_engine(llm, [_make_request(llm, prompt_len, policy, num_requests, 1)])
+        prefill_s = num_requests * time_first_tokens(first)
         requests = [_make_request(llm, prompt_len, policy, seed, output_len) for seed in range(num_requests)]
-        engine = make_engine(llm, requests)
-        timer = DecodeTimer(engine)
-        max_running = 0
-        started = perf_counter()
-        while engine.has_unfinished_requests:
-            timer.step()
-            max_running = max(max_running, len(engine.scheduler.running))
-        rates = num_requests * output_len / (perf_counter() - started), timer.tokens_per_s
+        run = run_queued(make_engine(llm, requests))
+        rates = num_requests * output_len / run.seconds, run.decode_tok_s
         full_rates = full_rates or rates
         yield {
             "measurement": f"{num_requests} requests",
@@ -111,7 +105,7 @@ def measure_throughput(
             "max_speedup": round(num_requests * output_len / prefill_s / full_rates[0], 2),
             "decode_tok_s": round(rates[1], 1) or None,
             "decode_speedup_over_full": round(rates[1] / full_rates[1], 2) if all((rates[1], full_rates[1])) else None,
-            "max_running": max_running,
+            "max_running": run.max_running,
             "full_requests_fit": round(llm.cache.total_pages / pages, 1),
             "num_preemptions": sum(r.stats.num_preemptions for r in requests),
         }
@@ -130,10 +124,8 @@ def time_prefills(llm: LLM, policy_specs: Sequence[str], prompt_len: int, num_re
     times: list[list[float]] = [[] for _ in policy_specs]
     for seed in range(num_repeats):
         for policy_times, policy in zip(times, policy_specs, strict=True):
-            started = perf_counter()
             engine = make_engine(llm, [_make_request(llm, prompt_len, policy, seed)])
-            run_until_first_tokens(engine)
-            policy_times.append(perf_counter() - started)
+            policy_times.append(time_first_tokens(engine))
             cancel_all(engine)
     return times
 
@@ -170,8 +162,8 @@ def _make_request(llm: LLM, prompt_len: int, policy: str, seed: int, output_len:
     return greedy_request(prompt, policies.parse(policy), output_len, seed)
 
 
-def _time_prefill(llm: LLM, request: Request) -> float:
-    engine = make_engine(llm, [request])
+def time_first_tokens(engine: Engine) -> float:
+    """Return the seconds until every request of an engine has its first token."""
     started = perf_counter()
     run_until_first_tokens(engine)
     return perf_counter() - started

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from retain.options import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Seed, Size, check_bounds
+from retain.options import Fraction, PositiveInt, Size, check_bounds
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,10 @@ class QualityBenchConfig:
     )
     num_prompts: PositiveInt = field(default=20, metadata={"help": "items of each task"})
     max_prompt_len: PositiveInt = field(default=900, metadata={"help": "tokens of a prompt, at most"})
-    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON, and plots as PNG"})
-    plot_kept: bool = field(
-        default=False, metadata={"help": "with --output-dir: plot the positions that each policy keeps"}
-    )
+    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.plot_kept and not self.output_dir:
-            raise ValueError("--plot-kept writes plots: name their folder by --output-dir")
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,7 @@ class SpeculateBenchConfig:
     context_lens: tuple[PositiveInt, ...] = field(
         default=(4000,), metadata={"help": "tokens of each prompt of books, comma-separated", "separator": ","}
     )
-    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON, and plots as PNG"})
+    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -159,44 +154,4 @@ class PrefixBenchConfig:
     output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
 
     def __post_init__(self) -> None:
-        check_bounds(self)
-
-
-@dataclass(frozen=True)
-class ServeBenchConfig:
-    """Options of `retain bench serve`. Raises ValueError for a number out of range."""
-
-    model: str = field(metadata={"help": "the served model's name"})
-    url: str = field(
-        default="http://127.0.0.1:8000/v1", metadata={"help": "base URL of the server (key: $OPENAI_API_KEY)"}
-    )
-    num_prompts: PositiveInt = field(default=100, metadata={"help": "requests"})
-    request_rate: PositiveFloat | None = field(
-        default=None, metadata={"help": "requests per second, Poisson (default: all at once)"}
-    )
-    max_concurrency: PositiveInt | None = field(
-        default=None, metadata={"help": "concurrent requests at most: measures throughput, not waiting times"}
-    )
-    input_len: PositiveInt = field(default=128, metadata={"help": "words of a prompt"})
-    output_len: PositiveInt = field(default=64, metadata={"help": "output tokens of a request"})
-    seed: Seed = field(default=0, metadata={"help": "seed of prompts and arrival times"})
-    trace: Path | None = field(
-        default=None,
-        metadata={"help": "JSON lines of timestamp (ms), lengths and hash_ids, as Mooncake publishes them"},
-    )
-    trace_speedup: PositiveFloat = field(default=1.0, metadata={"help": "replay the trace this many times faster"})
-    trace_length_divisor: PositiveFloat = field(
-        default=1.0, metadata={"help": "divide the lengths of the trace by this"}
-    )
-    ttft_slo: NonNegativeFloat = field(
-        default=1000.0, metadata={"help": "goodput: time to first token at most, in milliseconds"}
-    )
-    tpot_slo: NonNegativeFloat = field(
-        default=100.0, metadata={"help": "goodput: time per output token at most, in milliseconds"}
-    )
-    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
-
-    def __post_init__(self) -> None:
-        if self.trace and self.request_rate:
-            raise ValueError("--trace has arrival times of its own: it cannot be combined with --request-rate")
         check_bounds(self)

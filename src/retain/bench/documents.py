@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from retain.bench.tasks import ItemMetrics, absolute_budget
 from retain.llm import LLM
@@ -64,6 +65,20 @@ def ask(
         row = {k: _mean([m for m, q in zip(found, document.questions, strict=True) if q.kind == k]) for k in kinds}
         rows.append(row | {"mean": _mean(found)})
     return rows
+
+
+def measure(
+    llm: LLM, items: Sequence[Document], policy_specs: Sequence[str], full_state: Any
+) -> tuple[list[ItemMetrics], None]:
+    """Ask each question together with its document (see retain.bench.tasks)."""
+    return ask(llm, items, policy_specs, after_eviction=False), None
+
+
+def measure_later(
+    llm: LLM, items: Sequence[Document], policy_specs: Sequence[str], full_state: Any
+) -> tuple[list[ItemMetrics], None]:
+    """Ask each question after its document was evicted to its budget (see retain.bench.tasks)."""
+    return ask(llm, items, policy_specs, after_eviction=True), None
 
 
 def mark_answer(answer: str, facts: Sequence[Sequence[str]]) -> float:

@@ -78,7 +78,7 @@ class OffloadSetup:
         self.bytes_before_restart = 0
         prefix_cache.tree.clear()
         if method == "recompute":
-            llm.cache.prefix_cache = NullPrefixCache(llm.cache.pool.num_pages)
+            llm.cache.set_prefix_cache(NullPrefixCache(llm.cache.total_pages + 1))
         self._attach_tiers()
 
     def _attach_tiers(self) -> None:
@@ -116,6 +116,6 @@ class OffloadSetup:
 
     def close(self) -> None:
         """Restore the engine."""
-        self.llm.cache.prefix_cache = self.prefix_cache
+        self.llm.cache.set_prefix_cache(self.prefix_cache)
         self.prefix_cache.close_offloader()
         self.prefix_cache.tree.clear()

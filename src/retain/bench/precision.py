@@ -6,7 +6,7 @@ machine, and medians are compared with the first one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import mean, median
 from time import perf_counter
@@ -14,10 +14,15 @@ from typing import Any
 
 from retain.bench.budget import time_prefills
 from retain.bench.config import PrecisionBenchConfig
-from retain.bench.decode_timer import DecodeTimer
-from retain.bench.engines import cancel_all, make_engine, run_until_first_tokens
+from retain.bench.engines import (
+    cancel_all,
+    greedy_request,
+    make_engine,
+    random_prompts,
+    run_queued,
+    run_until_first_tokens,
+)
 from retain.bench.quality import possible_policies
-from retain.bench.requests import greedy_request, random_prompts
 from retain.llm import LLM
 
 
@@ -36,13 +41,6 @@ Load = Callable[[Variant, int | None], LLM]  # an engine with this cache, and a 
 def list_variants(options: PrecisionBenchConfig) -> list[Variant]:
     """Return each dtype with each policy that it can have; the others are compared with the first."""
     return [Variant(d, p) for d in options.kv_dtypes for p in possible_policies(options.policies, d)]
-
-
-def check_measurements(names: Sequence[str]) -> None:
-    """Raise ValueError for an unknown measurement."""
-    for name in names:
-        if name not in MEASUREMENTS:
-            raise ValueError(f"unknown measurement {name!r}: choose from {', '.join(MEASUREMENTS)}")
 
 
 def measure_prefill(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]:
@@ -89,22 +87,16 @@ def measure_requests(load: Load, options: PrecisionBenchConfig) -> Iterator[Line
     num_requests = 40
     variants = list_variants(options)
     first = load(variants[0], None)
-    memory = (8 * _pages(first, prompt_len, output_len) + 1) * first.cache.store.page_bytes  # 1 is the trash page
+    memory = (8 * _pages(first, prompt_len, output_len) + 1) * first.cache.page_bytes  # 1 is the trash page
     first_fit = first_slot_bytes = first_tok_s = 0.0
     for variant in variants:
         llm = load(variant, memory)
         prompts = random_prompts(llm.spec.vocab_size, prompt_len, num_requests, seed=1)
         requests = [greedy_request(prompt, llm.policy, output_len) for prompt in prompts]
-        engine = make_engine(llm, requests)
-        timer = DecodeTimer(engine)
-        max_running = 0
-        started = perf_counter()
-        while engine.has_unfinished_requests:
-            timer.step()
-            max_running = max(max_running, len(engine.scheduler.running))
-        tok_s = num_requests * output_len / (perf_counter() - started)
+        run = run_queued(make_engine(llm, requests))
+        tok_s = num_requests * output_len / run.seconds
         fit = llm.cache.total_pages / _pages(llm, prompt_len, output_len)
-        slot_bytes = llm.cache.store.page_bytes / llm.cache.page_size
+        slot_bytes = llm.cache.page_bytes / llm.cache.page_size
         first_fit = first_fit or fit
         first_slot_bytes = first_slot_bytes or slot_bytes
         first_tok_s = first_tok_s or tok_s
@@ -116,11 +108,11 @@ def measure_requests(load: Load, options: PrecisionBenchConfig) -> Iterator[Line
             "requests_fit": round(fit, 2),
             "ratio": round(fit / first_fit, 3),
             "expected_ratio": round(first_slot_bytes / slot_bytes, 3),
-            "max_running": max_running,
+            "max_running": run.max_running,
             "num_preemptions": sum(r.stats.num_preemptions for r in requests),
             "tok_s": round(tok_s, 1),
             "speedup": round(tok_s / first_tok_s, 2),
-            "decode_tok_s": round(timer.tokens_per_s, 1),
+            "decode_tok_s": round(run.decode_tok_s, 1),
         }
 
 

@@ -22,6 +22,7 @@ from retain.bench.tasks.choice import DATASETS, MultipleChoiceItem
 from retain.kv.prefix.cache import PrefixCache
 from retain.llm import LLM
 from retain.outputs import RequestOutput
+from retain.plugins import check_known
 from retain.sampling_params import SamplingParams
 
 Line = dict[str, Any]
@@ -40,12 +41,8 @@ FIRST_TOKEN_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True
 
 def check_names(config: PrefixBenchConfig) -> None:
     """Raise ValueError for an unknown workload or method."""
-    for name in config.workloads:
-        if name not in WORKLOADS:
-            raise ValueError(f"unknown workload {name!r}: choose from {', '.join(WORKLOADS)}")
-    for name in config.methods:
-        if name not in METHODS:
-            raise ValueError(f"unknown method {name!r}: choose from {', '.join(METHODS)}")
+    check_known("workload", config.workloads, WORKLOADS)
+    check_known("method", config.methods, METHODS)
 
 
 def load_questions(llm: LLM, config: PrefixBenchConfig, workload: str) -> tuple[list[MultipleChoiceItem], int]:

@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from retain.bench.config import QualityBenchConfig
 from retain.bench.tasks import ItemMetrics, load_task, task_names
-from retain.kernels.pool_dtypes import page_bytes
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
+from retain.kv.memory.group_pages import mean_slot_bytes
 from retain.llm import LLM
 
 Floats = NDArray[np.float64]
@@ -100,11 +100,11 @@ class QualityResults:
         return lines
 
 
-def bootstrap_interval(differences: Floats, resamples: int = 2000) -> tuple[float, float]:
-    """Return a 95 % interval of the mean."""
+def bootstrap_interval(differences: Floats, resamples: int = 2000, level: float = 0.95) -> tuple[float, float]:
+    """Return the interval of a level around the mean."""
     rng = np.random.default_rng(0)
     means = differences[rng.integers(len(differences), size=(resamples, len(differences)))].mean(-1)
-    lo, hi = np.quantile(means, (0.025, 0.975))
+    lo, hi = np.quantile(means, ((1 - level) / 2, (1 + level) / 2))
     return float(lo), float(hi)
 
 
@@ -177,9 +177,9 @@ def run(
     llms = {"": llm, **(other_llms or {})}
     specs = {dtype: (FULL, *possible_policies(policy_specs, dtype)) for dtype in llms}
     columns = [f"{p} {dtype}".rstrip() for dtype in llms for p in specs[dtype]]
-    D = llm.spec.kv_cache.only_group.k_dim
-    slot_bytes = {dtype: float(page_bytes(1, D, x.kv_dtype)) for dtype, x in llms.items()}
-    demoted_slot_bytes = page_bytes(1, D, DEMOTED_DTYPE)
+    spec = llm.spec.kv_cache
+    slot_bytes = {dtype: mean_slot_bytes(spec, x.kv_dtype) for dtype, x in llms.items()}
+    demoted_slot_bytes = int(mean_slot_bytes(spec, DEMOTED_DTYPE))
     for task in tasks:
         items = load_items(llm, config, task)
         results = QualityResults(

@@ -14,13 +14,14 @@ from time import perf_counter
 from typing import Any
 
 from retain.bench.config import SpeculateBenchConfig
-from retain.bench.requests import greedy_request
+from retain.bench.engines import greedy_request
 from retain.bench.tasks import load_articles, load_records
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.eviction import policies
 from retain.llm import LLM
+from retain.plugins import check_known
 
 Line = dict[str, Any]
 PLAIN = "plain"
@@ -32,9 +33,7 @@ MAX_SUMMARY_PROMPT_LEN = 2000
 
 def check_names(config: SpeculateBenchConfig) -> None:
     """Raise ValueError for an unknown workload or drafter."""
-    for name in config.workloads:
-        if name not in WORKLOADS:
-            raise ValueError(f"unknown workload {name!r}: choose from {', '.join(WORKLOADS)}")
+    check_known("workload", config.workloads, WORKLOADS)
     for spec in config.drafters:
         drafters.parse(spec)
 
@@ -178,12 +177,11 @@ def _fork_request(llm: LLM, source: Request, output_len: int) -> Request:
     fork.tokens = list(source.tokens)
     fork.num_computed_tokens = source.num_computed_tokens
     fork.stats.first_token_time = perf_counter()
-    fork.row = llm.cache.fork_row(source.row, fork.policy, fork.num_computed_tokens)
+    fork.row = source.row.fork(fork.policy, fork.num_computed_tokens)
     if fork.row is None:
         raise ValueError("the pool is too small for a copy of every prompt: raise --kv-memory or lower --batch-size")
-    pages = llm.cache.kv.to_index(llm.cache.tables.pages[fork.row].ravel())
-    llm.cache.kv.mass[pages] = 0  # the forks before this one left masses on the shared pages
-    llm.cache.commit(fork.row, fork.num_computed_tokens, 0)
+    fork.row.clear_masses()  # the forks before this one left masses on the shared pages
+    fork.row.commit(fork.num_computed_tokens, 0)
     return fork
 
 

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 import retain
-from retain.bench.decode_timer import DecodeTimer
+from retain.bench.engines import DecodeTimer, greedy_request, random_prompts
 from retain.bench.peer import compare, measure_peer
-from retain.bench.requests import greedy_request, random_prompts
 from retain.engine.request import Request
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.llm import LLM
+from retain.plugins import check_known
 
 REPEATS = 3
 
@@ -60,9 +60,7 @@ LARGE_BATCHES = tuple(Workload(f"short-{n}", 128, 64, n) for n in (64, 128, 256)
 def select_workloads(names: Sequence[str]) -> list[Workload]:
     """Return the workloads of these names, without names all but the large batches. Raises ValueError."""
     known = {w.name: w for w in (*WORKLOADS, *LARGE_BATCHES)}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown workload {name!r}: choose from {', '.join(known)}")
+    check_known("workload", names, known)
     return [known[n] for n in names or (w.name for w in WORKLOADS)]
 
 
@@ -117,13 +115,12 @@ def measure_read_bandwidth(device: torch.device) -> float:
 
 def decode_step_bytes(llm: LLM, workload: Workload) -> int:
     """Return the bytes that the step in the middle of decoding must read: weights, and visible slots."""
-    spec = llm.spec
     policy = llm.policy.resolve(workload.prompt_len)
     length = workload.prompt_len + workload.output_len // 2
     most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # of layers without a window
-    visible = sum(min(length, most, window) for window in llm.cache.planner.windows(policy).tolist())
-    slots = workload.batch_size * visible * spec.kv_cache.only_group.num_kv_heads
-    return llm.weight_bytes + slots * llm.cache.store.page_bytes // llm.cache.page_size
+    layers = llm.cache.layer_sizes(policy)
+    pages = sum(min(length, most, s.window) * s.num_kv_heads / s.page_size for s in layers)
+    return llm.weight_bytes + int(workload.batch_size * pages * llm.cache.page_bytes)
 
 
 def measure_workload(

@@ -147,7 +147,7 @@ def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandPars
     benches = bench.add_subparsers(
         dest="bench",
         required=True,
-        metavar="speed | budget | precision | quality | speculate | prefix | serve",
+        metavar="speed | budget | precision | quality | speculate | prefix",
     )
 
     def add(name: str, config: type, help: str, json_help: str, parents: list[CommandParser]) -> None:
@@ -174,7 +174,6 @@ def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandPars
         "a JSON line for each workload and method",
         [engine],
     )
-    add("serve", c.ServeBenchConfig, "load on a server, and its latencies", "one JSON line", [])
 
 
 def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:

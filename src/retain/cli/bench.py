@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from retain.bench import budget, precision, prefix, quality, speculate, speed
 from retain.bench.config import (
     BudgetBenchConfig,
     PrecisionBenchConfig,
     PrefixBenchConfig,
     QualityBenchConfig,
-    ServeBenchConfig,
     SpeculateBenchConfig,
     SpeedBenchConfig,
 )
+from retain.cli import loading
 from retain.cli.args import from_args
 from retain.config import Config
-
-if TYPE_CHECKING:
-    from retain.llm import LLM
+from retain.llm import LLM
+from retain.plugins import check_known
 
 Line = dict[str, Any]
 
 
 def bench(args: Namespace) -> int:
     """Run a bench. Its arguments are checked before a model is loaded."""
-    return BENCHES[args.bench](args)
+    BENCHES[args.bench](args)
+    return 0
 
 
 def engine_config(args: Namespace) -> Config:
@@ -48,43 +48,31 @@ def engine_config(args: Namespace) -> Config:
     return from_args(Config, args, prefix_cache="exact" if args.bench == "prefix" else "off")
 
 
-def run_speed(args: Namespace) -> int:
+def run_speed(args: Namespace) -> None:
     """Run `retain bench speed`."""
-    from retain.bench import speed
-    from retain.cli import loading
-
     config = engine_config(args)
     options = from_args(SpeedBenchConfig, args)
     workloads = speed.select_workloads(options.workloads)
     speed.run(loading.load_llm(config), workloads, as_json=args.json, peer=options.peer)
-    return 0
 
 
-def run_budget(args: Namespace) -> int:
+def run_budget(args: Namespace) -> None:
     """Run `retain bench budget`."""
-    from retain.bench import budget
-    from retain.cli import loading
-
     config = engine_config(args)
     names = from_args(BudgetBenchConfig, args).measurements
-    budget.check_measurements(names)
+    check_known("measurement", names, budget.MEASUREMENTS)
     llm = loading.load_llm(config)
     for name in names:
-        for line in budget.MEASUREMENTS[name](llm):
-            print(_format_line({"bench": name, **line}, args.json), flush=True)
-    return 0
+        _print_lines(args, ({"bench": name, **line} for line in budget.MEASUREMENTS[name](llm)))
 
 
-def run_precision(args: Namespace) -> int:
+def run_precision(args: Namespace) -> None:
     """Run `retain bench precision`."""
-    from retain.bench import precision
-    from retain.cli import loading
-
     if hasattr(args, "kv_dtype"):
         raise ValueError("bench precision compares dtypes of K and V: name them by --kv-dtypes")
     config = engine_config(args)
     options = from_args(PrecisionBenchConfig, args)
-    precision.check_measurements(options.measurements)
+    check_known("measurement", options.measurements, precision.MEASUREMENTS)
     variants = precision.list_variants(options)
     configs = {v: replace(config, kv_dtype=v.kv_dtype, kv_policy=v.policy) for v in variants}  # raises before it loads
 
@@ -93,20 +81,15 @@ def run_precision(args: Namespace) -> int:
 
     for name in options.measurements:
         _print_lines(args, precision.MEASUREMENTS[name](load, options))
-    return 0
 
 
-def run_quality(args: Namespace) -> int:
+def run_quality(args: Namespace) -> None:
     """Run `retain bench quality`."""
-    from retain.bench import plots, quality
-    from retain.cli import loading
-
     config = engine_config(args)
     options = from_args(QualityBenchConfig, args)
     tasks = quality.load_tasks(options.tasks)
     policies = quality.expand_policies(options.policies, options.budgets)
     if options.output_dir:
-        plots.import_pyplot()
         options.output_dir.mkdir(parents=True, exist_ok=True)
     config = replace(config, allow_policy=tuple(policies))
     others = {  # raises before anything is loaded
@@ -116,82 +99,46 @@ def run_quality(args: Namespace) -> int:
     llm, *other_llms = (loading.load_llm(c) for c in (config, *others.values()))
     for results in quality.run(llm, options, tasks, policies, dict(zip(others, other_llms, strict=True))):
         print(*(map(json.dumps, results.summarize()) if args.json else [quality.format_table(results)]), sep="\n")
-        if options.output_dir:
-            plots.plot_metrics(results, options.output_dir)
-    if options.output_dir and options.plot_kept:
-        prompt = quality.load_items(llm, options, tasks[0])[0].prompt
-        kept_positions = {policy: llm.kept_positions(prompt, policy) for policy in policies}
-        plots.plot_kept_positions(kept_positions, len(prompt), options.output_dir)
-    return 0
 
 
-def run_speculate(args: Namespace) -> int:
+def run_speculate(args: Namespace) -> None:
     """Run `retain bench speculate`."""
-    from retain.bench import plots, speculate
-    from retain.cli import loading
-
     config = engine_config(args)
     options = from_args(SpeculateBenchConfig, args)
     speculate.check_names(options)
-    lines = _print_lines(args, speculate.run(loading.load_llm(config), options))
-    if options.output_dir:
-        _write_lines(lines, options.output_dir, "speculate")
-        plots.plot_speedups(lines, options.output_dir)
-    return 0
+    _print_lines(args, speculate.run(loading.load_llm(config), options), options.output_dir)
 
 
-def run_prefix(args: Namespace) -> int:
+def run_prefix(args: Namespace) -> None:
     """Run `retain bench prefix`."""
-    from retain.bench import prefix
-    from retain.cli import loading
-
     config = engine_config(args)
     options = from_args(PrefixBenchConfig, args)
     prefix.check_names(options)
-    lines = _print_lines(args, prefix.run(loading.load_llm(config), options))
-    if options.output_dir:
-        _write_lines(lines, options.output_dir, "prefix")
-    return 0
+    _print_lines(args, prefix.run(loading.load_llm(config), options), options.output_dir)
 
 
-def run_serve(args: Namespace) -> int:
-    """Run `retain bench serve`."""
-    from retain.bench import serve
-
-    options = from_args(ServeBenchConfig, args)
-    requests = serve.make_requests(options)
-    lines = _print_lines(args, [serve.run(options, requests, os.environ.get("OPENAI_API_KEY"))])
-    if options.output_dir:
-        _write_lines(lines, options.output_dir, "serve")
-    return 0
-
-
-BENCHES: dict[str, Callable[[Namespace], int]] = {
+BENCHES: dict[str, Callable[[Namespace], None]] = {
     "speed": run_speed,
     "budget": run_budget,
     "precision": run_precision,
     "quality": run_quality,
     "speculate": run_speculate,
     "prefix": run_prefix,
-    "serve": run_serve,
 }
 
 
-def _print_lines(args: Namespace, lines: Iterable[Line]) -> list[Line]:
-    """Print each line as soon as it is measured; return all of them."""
+def _print_lines(args: Namespace, lines: Iterable[Line], folder: Path | None = None) -> None:
+    """Print each line as soon as it is measured; at the end write all of them to a folder, if one is given."""
     printed = []
     for line in lines:
         print(_format_line(line, args.json), flush=True)
         printed.append(line)
-    return printed
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{args.bench}.json").write_text(json.dumps(printed, indent=1), encoding="utf-8")
 
 
 def _format_line(line: Line, as_json: bool) -> str:
     if as_json:
         return json.dumps(line)
     return "  ".join(f"{value}" if isinstance(value, str) else f"{key} {value}" for key, value in line.items())
-
-
-def _write_lines(lines: list[Line], folder: Path, name: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")

@@ -9,9 +9,11 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from retain.cli import cache_remote
+from retain.kv.offload import tiers
+from retain.kv.offload.remote import maintenance
 from retain.kv.offload.sqlite_index import list_spans
-from retain.kv.offload.tiers.disk import DiskStore, Tier
+from retain.kv.offload.tiers import disk, remote
+from retain.plugins import needs_extra
 
 AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 UNLIMITED = 2**62  # bytes
@@ -32,21 +34,21 @@ def cache(args: Namespace) -> int:
 
 
 def _manage_bucket(args: Namespace) -> int:
-    tier = cache_remote.parse_remote(args.path)
+    tier = tiers.parse(args.path)
+    if not isinstance(tier, remote.Tier):
+        raise ValueError(
+            f"{args.path!r} is no remote tier: give remote:url=s3://BUCKET/FOLDER, or a disk tier's folder"
+        )
     if args.action == "ls":
-        return cache_remote.list_bucket(tier, args.json)
-    if args.action == "verify":
-        return cache_remote.verify_bucket(tier)
-    return cache_remote.sweep_bucket(tier, args.max_bytes, args.max_age)
+        return list_bucket(tier, args.json)
+    return verify_bucket(tier) if args.action == "verify" else sweep_bucket(tier, args.max_bytes, args.max_age)
 
 
 def _explain_files(args: Namespace) -> int:
     if not hasattr(args, "model"):
         raise ValueError("--model is missing: the tokenizer and the chat template of a model encode the requests")
-    try:
+    with needs_extra("reading requests", "serve"):
         from retain.cli.cache_why import explain_files
-    except ModuleNotFoundError as error:
-        raise ValueError(f"reading requests needs the package {error.name}: pip install 'retain[serve]'") from None
     return explain_files(args)
 
 
@@ -88,14 +90,14 @@ def clear_store(path: Path) -> int:
     return 0
 
 
-def _check_removed(store: DiskStore) -> None:
+def _check_removed(store: disk.DiskStore) -> None:
     if failed := store.counts["failed"] + store.counts["skipped"]:
         raise OSError(f"{failed} of them could not be removed")
 
 
-def _open_store(path: Path) -> DiskStore:
+def _open_store(path: Path) -> disk.DiskStore:
     _check_store_exists(path)
-    return Tier(str(path), capacity=UNLIMITED).open()
+    return disk.Tier(str(path), capacity=UNLIMITED).open()
 
 
 def _check_store_exists(path: Path) -> None:
@@ -130,3 +132,44 @@ def _format_record(record: dict[str, Any]) -> str:
 def _format_age(seconds: float) -> str:
     unit, unit_seconds = next((u for u in AGE_UNITS if seconds >= u[1]), AGE_UNITS[-1])
     return f"{seconds / unit_seconds:.0f} {unit} ago"
+
+
+def list_bucket(tier: remote.Tier, as_json: bool) -> int:
+    """Print a line for each object."""
+    count = 0
+    size = 0
+    now = time()
+    for info, span in maintenance.iter_spans(tier.open_bucket()):
+        count = count + 1
+        size = size + info.size
+        kind = "damaged" if span is None else "windows" if span.window_starts else "text"
+        record = {"object": info.name, "kind": kind, "bytes": info.size, "age_s": round(now - info.modified_at, 1)}
+        if span:
+            record |= {"first_page": span.start_page, "pages": len(span.keys), "is_reordered": span.is_reordered}
+        if as_json:
+            print(json.dumps(record))
+        else:
+            pages = f"pages {span.start_page}-{span.start_page + len(span.keys) - 1}" if span else ""
+            print(f"{info.name}  {kind:<8} {pages:<16} {info.size / 2**20:8.1f} MiB")
+    if not as_json:
+        print(f"{count} objects, {size / 2**20:.1f} MiB")
+    return 0
+
+
+def verify_bucket(tier: remote.Tier) -> int:
+    """Read every object and delete the damaged ones. The exit code is 1 where there were any."""
+    results = [(info.size, is_intact) for info, is_intact in maintenance.verify(tier)]
+    damaged = sum(not is_intact for _, is_intact in results)
+    result = f"{damaged} were damaged, and are deleted" if damaged else "all intact"
+    print(f"{len(results)} objects, {sum(size for size, _ in results) / 2**20:.1f} MiB: {result}")
+    return 1 if damaged else 0
+
+
+def sweep_bucket(tier: remote.Tier, max_bytes: int, max_age_days: float) -> int:
+    """Delete objects that are too old, and the oldest ones beyond `max_bytes`."""
+    bucket = tier.open_bucket()
+    expired = maintenance.choose_expired(bucket, max_bytes, time() - 86400 * max_age_days)
+    for info in expired:
+        bucket.delete(info.name)
+    print(f"deleted {len(expired)} objects, {sum(info.size for info in expired) / 2**20:.1f} MiB")
+    return 0

@@ -12,6 +12,7 @@ from types import FrameType
 
 from retain.cli.args import from_args, given_args
 from retain.config import Config
+from retain.plugins import needs_extra
 from retain.sampling_params import SamplingParams
 from retain.signals import interrupt_at_first_signal, restored_handlers
 from retain.terminal import escape_controls
@@ -56,10 +57,8 @@ def chat_with_server(args: Namespace) -> int:
     given = given_args(args, Config)
     if wrong := [name for name in given if name not in SERVER_OPTIONS]:
         raise ValueError(f"--{wrong[0].replace('_', '-')} is an option of the server, not of --url")
-    try:
+    with needs_extra("--url", "client"):
         from retain.cli.http_client import Client
-    except ImportError:
-        raise ValueError("--url needs the httpx package: pip install 'retain[client]'") from None
 
     with closing(Client(args.url, given.pop("model", None), os.environ.get("OPENAI_API_KEY"))) as client:
         options = given_args(args, SamplingParams) | given

@@ -22,10 +22,6 @@ def fit(args: Namespace) -> int:
 
     started = perf_counter()
     report = fit_gate(resolve_model(args.model), config)
-    if config.plot:
-        from retain.fit.plot import plot_report
-
-        plot_report(report, config.plot)
     seconds = perf_counter() - started
     if args.json:
         print(json.dumps({**asdict(report), "seconds": round(seconds, 1)}))

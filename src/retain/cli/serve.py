@@ -9,6 +9,7 @@ from pathlib import Path
 
 from retain.cli.args import from_args, given_args
 from retain.config import Config
+from retain.plugins import needs_extra
 from retain.server import auth
 from retain.server.config import Limits, ServerConfig
 
@@ -17,11 +18,9 @@ def serve(args: Namespace) -> int:
     """Serve a model until SIGTERM or SIGINT. Arguments are checked before the model is loaded."""
     config = from_args(Config, args)
     server_config = parse_server_config(args, config.model)
-    try:
+    with needs_extra("serving", "serve"):
         from retain.server import launch
         from retain.server.drain import EXIT_GRACE_S, Watchdog
-    except ModuleNotFoundError as error:
-        raise ValueError(f"serving needs the package {error.name}: pip install 'retain[serve]'") from None
     from retain.cli import loading
 
     watchdog = Watchdog()

@@ -34,8 +34,6 @@ def tune(args: Namespace) -> int:
         raise ValueError(f"{config.data}: no such file for --data")
     specs = tuple(expand_policies(config.policies, config.budgets))
     report = tune(loading.load_llm(from_args(Config, args, prefix_cache="off", allow_policy=specs)), config, bound)
-    if config.plot:
-        report.plot(config.plot)
     print(report.to_table(), file=sys.stderr)
     if args.json:
         print(json.dumps(report.to_json()))

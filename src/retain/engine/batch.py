@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -21,35 +20,34 @@ from retain.types import Floats
 
 def build_batch(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) -> Batch:
     """Build the batch of a step; the scheduler has reserved its pages."""
-    rows = [row for s in scheduled if (row := s.request.row) is not None]
+    rows = [s.request.row.index for s in scheduled if s.request.row is not None]
     query_start_loc = [0, *accumulate(s.num_tokens for s in scheduled)]
     traces = {r: trace for s, r in zip(scheduled, rows, strict=True) if (trace := s.request.attention_trace)}
-    on_layer_evict = {row: partial(trace.record_layer, cache.tables) for row, trace in traces.items()}
-    after_attention = cache.begin_layerwise(rows, on_layer_evict)  # before tables are built: it changes them
+    hooks = cache.begin_step(rows, query_start_loc, traces)
     batch = pack_tokens(
         cache,
         rows=rows,
-        first_places=[s.request.next_position for s in scheduled],
+        first_positions=[s.request.next_position for s in scheduled],
         fresh=[s.request.next_tokens(s.num_tokens) for s in scheduled],
         num_logits=[s.num_logits for s in scheduled],
     )
     return replace(
         batch,
         scoring=build_attention_scoring(scheduled),
-        before_attention=cache.prefix_cache.load_hook(rows, query_start_loc),
-        after_attention=after_attention,
+        before_attention=hooks.before_attention,
+        after_attention=hooks.after_attention,
     )
 
 
 def pack_tokens(
     cache: KVCacheManager,
-    rows: Sequence[int | None],
-    first_places: Sequence[int],
+    rows: Sequence[int],
+    first_positions: Sequence[int],
     fresh: Sequence[Sequence[int]],
     num_logits: Sequence[int],
-    build_tables: Callable[[Tensor, Tensor], Tables] | None = None,
+    build_tables: Callable[[Tensor, Tensor], list[Tables]] | None = None,
 ) -> Batch:
-    """Pack fresh tokens of these rows, which follow one another from their first places in the text on.
+    """Pack fresh tokens of the rows of these indices, which follow one another from their first positions on.
 
     The last `num_logits` tokens of each row need logits. `build_tables(rows, query_start_loc)` returns the pages that
     the tokens attend to, if not all that the rows own.
@@ -58,17 +56,17 @@ def pack_tokens(
     starts = np.concatenate(([0], counts.cumsum(dtype=np.int32))).astype(np.int32)  # [B + 1]
     row_ids = np.array(rows, np.int32)  # [B]
     token_rows = np.repeat(row_ids, counts)  # [T]
-    offsets = np.array(first_places, np.int32) - starts[:-1]
-    places = np.arange(starts[-1], dtype=np.int32) + np.repeat(offsets, counts)  # [T], in their texts
+    offsets = np.array(first_positions, np.int32) - starts[:-1]
+    positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(offsets, counts)  # [T]
     indices = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), num_logits, strict=True)]
-    slot_mapping = cache.slot_mapping(token_rows, places)
-    build_tables = build_tables or cache.tables.device.build_tables
+    slot_mapping = cache.slot_mapping(token_rows, positions)
+    build_tables = build_tables or cache.build_tables
     tables = build_tables(torch.from_numpy(row_ids), torch.from_numpy(starts))
     return Batch(
-        groups=[GroupInputs(cache.kv, tables, slot_mapping)],
+        groups=[GroupInputs(*x) for x in zip(cache.pools, tables, slot_mapping, strict=True)],
         layers=cache.spec.group_indices,
         input_ids=torch.tensor([t for f in fresh for t in f]),
-        positions=torch.from_numpy(places - cache.tables.position_offset[token_rows]),
+        positions=torch.from_numpy(positions),
         logits_indices=torch.from_numpy(np.concatenate(indices)),
     )
 
@@ -77,8 +75,8 @@ def build_attention_scoring(scheduled: Sequence[ScheduledRequest]) -> AttentionS
     """Collect what the queries of a step add to the mass of slots; None where no request needs masses."""
     num_certain = [s.num_tokens - len(s.request.drafts) for s in scheduled]  # drafts may be rejected: weight 0
     starts = [s.request.next_position for s in scheduled]
-    places = [np.arange(b, b + n, dtype=np.int32) for b, n in zip(starts, num_certain, strict=True)]
-    needed = [s.request.query_weights(p) for s, p in zip(scheduled, places, strict=True)]
+    positions = [np.arange(b, b + n, dtype=np.int32) for b, n in zip(starts, num_certain, strict=True)]
+    needed = [s.request.query_weights(p) for s, p in zip(scheduled, positions, strict=True)]
     if not any(needed):
         return None
     each = [w or QueryWeights(np.zeros(n, np.float32)) for w, n in zip(needed, num_certain, strict=True)]

@@ -157,7 +157,7 @@ class Engine:
     def _requeue_failed_loads(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Put requests whose offloaded prefix did not arrive back into the queue; they begin with less."""
         for s in scheduled:
-            if s.request.row is not None and not self.cache.finish_load(s.request.row):
+            if s.request.row is not None and not s.request.row.finish_load():
                 self.scheduler.requeue(s.request)
 
     def _sample(self, logits: Tensor, scheduled: Sequence[ScheduledRequest]) -> Samples:
@@ -179,7 +179,7 @@ class Engine:
         step_s = perf_counter() - step.started - step.draft_s
         waited_for_device = bool(sampled) or self.cache.kv.device.type == "cpu"
         if waited_for_device and not step.batch.before_attention:
-            self.cache.prefix_cache.record_compute(len(step.batch.input_ids), step_s)
+            self.cache.record_compute(len(step.batch.input_ids), step_s)
         self.speculator.update(step.scheduled, sampled, step_s, step.draft_s)
 
     def _commit(self, logits: Tensor, scheduled: Sequence[ScheduledRequest]) -> dict[Request, Tensor]:
@@ -225,23 +225,22 @@ class Engine:
         request.advance(num_tokens)
         now = request.num_computed_tokens
         if before < len(request.prompt) <= now or now == request.branch_point:
-            self.cache.store_prefix(request.row, request.prefix_entry, still_running=True)
+            request.row.store_prefix(request.prefix_entry, still_running=True)
         if scoring and scoring.at_chunk_end:
-            self.cache.rollback(request.row, now)
+            request.row.rollback(now)
         if request.scoring:
             return
         if now >= len(request.prompt):
             self._start_followers(request)
         if request.attention_trace:
-            evicts_now = self.cache.evicts_at(request.row, now)
-            request.attention_trace.record_if_due(self.cache.tables, request.row, now, evicts_now)
-        self.cache.commit(request.row, now, max(request.num_uncomputed_tokens, 0))
+            request.row.record_attention_if_due(request.attention_trace, now)
+        request.row.commit(now, max(request.num_uncomputed_tokens, 0))
 
     def _start_followers(self, leader: Request) -> None:
         """Fork the leader's row for every follower; one that gets no pages is enqueued alone."""
         assert leader.row is not None
         for follower in self.sharing.release(leader):
-            row = self.cache.fork_row(leader.row, follower.policy, follower.num_computed_tokens)
+            row = leader.row.fork(follower.policy, follower.num_computed_tokens)
             if row is None:
                 self.scheduler.enqueue(follower)
                 continue
@@ -250,7 +249,7 @@ class Engine:
             if leader.scoring_passes:  # the same passes: masses are copied with the slots
                 follower.skip_scoring()
             if not follower.scoring:
-                self.cache.commit(row, follower.num_computed_tokens, follower.num_uncomputed_tokens)
+                row.commit(follower.num_computed_tokens, follower.num_uncomputed_tokens)
 
     def _append_tokens(self, request: Request, tokens: SampledTokens) -> list[int]:
         """Append tokens to a request up to its end by a stop token or its length. Returns those that were appended."""
@@ -267,9 +266,9 @@ class Engine:
         request.penalties = None  # its tensors, where the request is kept for the inspector
         if request.row is not None:
             if request.attention_trace:
-                request.attention_trace.record(self.cache.tables, request.row, request.num_computed_tokens)
-            request.stats.final_slots = self.cache.tables.slots_per_layer(request.row)
-            request.stats.num_final_pages = self.cache.num_pages(request.row)
+                request.row.record_attention(request.attention_trace, request.num_computed_tokens)
+            request.stats.final_slots = request.row.slots_per_layer
+            request.stats.num_final_pages = request.row.num_pages
         self.scheduler.remove(request)
         self.speculator.remove_request(request)
         request.stats.finish_time = perf_counter()

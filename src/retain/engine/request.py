@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.engine.cache_interface import RequestRow
 from retain.engine.grammar import Grammar
 from retain.engine.penalties import LogitPenalties
 from retain.engine.request_stats import RequestStats
@@ -118,7 +119,7 @@ class Request:
         self.draft_probs: Tensor | None = None
         self.score_decay: float | None = None  # of masses that a drafter needs, where the policy needs none
         self.num_logits_read = 1 - len(input.prompt) if input.needs_prompt_logits else 0  # below 0: of the prompt
-        self.row: int | None = None  # of the block tables, while the request runs
+        self.row: RequestRow | None = None  # while the request runs
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[Logprob] = []
         self.penalties: LogitPenalties | None = None  # set by the sampler, where the params have some
@@ -193,7 +194,7 @@ class Request:
 
     @property
     def next_position(self) -> int:
-        """Place in the text of the next fresh token."""
+        """Position of the next fresh token."""
         return self.num_computed_tokens + (s.chunk_offset if (s := self.scoring) else 0)
 
     def next_tokens(self, num_tokens: int) -> Sequence[int]:
@@ -297,12 +298,12 @@ class Request:
         """Seed of a policy's noise, 31 bits."""
         return self.generator.initial_seed() & 0x7FFFFFFF
 
-    def query_weights(self, places: NDArray[np.int32]) -> QueryWeights | None:
-        """Weigh the queries of fresh tokens at these places of the text: for the policy, a drafter or a trace."""
-        weights = self.policy.query_weights(places, self.input.max_tokens)
+    def query_weights(self, positions: NDArray[np.int32]) -> QueryWeights | None:
+        """Weigh the queries of fresh tokens at these positions: for the policy, a drafter or a trace."""
+        weights = self.policy.query_weights(positions, self.input.max_tokens)
         if weights or (self.score_decay is None and not self.attention_trace):
             return weights
-        return QueryWeights(np.ones(len(places), np.float32), decay=self.score_decay or 1.0)
+        return QueryWeights(np.ones(len(positions), np.float32), decay=self.score_decay or 1.0)
 
     def append_token(self, token: int, logprob: Logprob | None) -> None:
         """Add a sampled token to the answer."""

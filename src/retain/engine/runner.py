@@ -51,12 +51,12 @@ class TorchRunner:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
             if batch.before_attention:
                 batch.before_attention(layer, q)
-            cache = batch.layer(layer)
+            inputs = batch.layer(layer)
             has_kv = k.shape[1] > 0
             if has_kv:
-                self.backend.write(cache.kv, cache.slot_mapping, k, v, batch.positions)
+                self.backend.write(inputs.kv, inputs.slot_mapping, k, v, batch.positions)
             scoring = batch.scoring if has_kv else None
-            o = self.backend.attend(q, cache.kv, cache.tables, batch.positions, params, scoring=scoring, layer=layer)
+            o = self.backend.attend(q, inputs.kv, inputs.tables, batch.positions, params, scoring=scoring, layer=layer)
             if batch.after_attention:
                 batch.after_attention(layer)
             return o

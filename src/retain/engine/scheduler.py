@@ -18,10 +18,9 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
+from retain.engine.cache_interface import RequestRow, SchedulerCache
 from retain.engine.prompt_sharing import PromptSharing
 from retain.engine.request import Request
-from retain.kv.manager import KVCacheManager
-from retain.kv.prefix.diagnosis import explain_prefix
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +37,10 @@ class ScheduledRequest:
 class Scheduler:
     """Requests that wait and requests that run, both oldest first."""
 
-    def __init__(self, cache: KVCacheManager, sharing: PromptSharing):
+    def __init__(self, cache: SchedulerCache, sharing: PromptSharing):
         self.cache = cache
         self.sharing = sharing
-        self.max_batched_tokens = cache.config.max_batched_tokens
+        self.max_batched_tokens = cache.max_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._num_turns = 0  # of owners
@@ -102,7 +101,7 @@ class Scheduler:
         assert request.row is not None
         limit = self._token_limit(request)
         n = min(request.num_uncomputed_tokens + len(request.drafts), token_budget, limit)
-        if n < limit and self.cache.needs_single_step(request.row):
+        if n < limit and request.row.needs_single_step:
             return 0  # until a step has room for all of it
         if request.drafts and not self._reserve(request, n):
             n = 1  # no request is preempted for drafts
@@ -133,7 +132,7 @@ class Scheduler:
             return len(request.prompt) - request.num_computed_tokens
         if request.scoring:
             return request.scoring.chunk_left
-        limit = self.cache.tokens_until_eviction(request.row, request.num_computed_tokens)
+        limit = request.row.tokens_until_eviction(request.num_computed_tokens)
         to_branch_point = request.branch_point - request.num_computed_tokens
         return min(limit, to_branch_point) if to_branch_point > 0 else limit
 
@@ -147,7 +146,7 @@ class Scheduler:
         if not self._can_admit(request) and (own or not self._make_room(request)):
             return False
         self.waiting.remove(request)
-        request.row = self.cache.open_row(request.policy, request.num_uncomputed_tokens)
+        request.row = self.cache.open(request.policy, request.num_uncomputed_tokens)
         self.running.append(request)
         self._attach_prefix(request, request.row)
         self._count_turn(request.input.owner)  # a prompt that is cached takes no other turn
@@ -161,18 +160,13 @@ class Scheduler:
         num_running = Counter(r.input.owner for r in self.running)
         return num_running[request.input.owner] < num_running[refused.input.owner]
 
-    def _attach_prefix(self, request: Request, row: int) -> None:
+    def _attach_prefix(self, request: Request, row: RequestRow) -> None:
         """Begin with the prefix that is cached of a request; the first time, find out why there is no more of it."""
         stats = request.stats
-        query = request.prefix_query
-        prefix_cache = self.cache.prefix_cache
-        explains = request.explains_prefix and stats.prefix_diagnosis is None
-        if explains:
-            prefix_cache.keep_history()
-        num_computed, branch_point = self.cache.attach_prefix(row, query, stats.num_preemptions > 0)
-        request.start_from_prefix(num_computed, branch_point)
-        if explains:
-            stats.prefix_diagnosis = explain_prefix(prefix_cache, query, num_computed, row)
+        explain = request.explains_prefix and stats.prefix_diagnosis is None
+        found = row.attach_prefix(request.prefix_query, stats.num_preemptions > 0, explain)
+        request.start_from_prefix(found.num_tokens, found.branch_point)
+        stats.prefix_diagnosis = found.diagnosis or stats.prefix_diagnosis
 
     def _can_admit(self, request: Request) -> bool:
         """Return whether all tokens of a request fit beside one more page of tokens for each that runs.
@@ -188,7 +182,7 @@ class Scheduler:
         missing += sum(map(self._next_pages, self.running))
         if missing <= 0 or not self.running:  # alone it fits: see check_fits
             return True
-        return self.cache.prefix_cache.num_shared_pages(request.prefix_query) >= missing
+        return self.cache.num_shared_pages(request.prefix_query) >= missing
 
     def _make_room(self, request: Request) -> bool:
         """Preempt requests of another owner that has more than half of the rows or pages, until a request is admitted.
@@ -198,8 +192,8 @@ class Scheduler:
         while not self._can_admit(request):
             victim = self._find_victim()
             owned = [r for r in self.running if r.input.owner == victim.input.owner]
-            num_pages = sum(self.cache.num_pages(r.row) for r in owned if r.row is not None)
-            has_half = 2 * len(owned) > self.cache.config.max_running_requests or 2 * num_pages > self.cache.total_pages
+            num_pages = sum(r.row.num_pages for r in owned if r.row is not None)
+            has_half = 2 * len(owned) > self.cache.max_running_requests or 2 * num_pages > self.cache.total_pages
             if len(owned) == 1 or not has_half:
                 return False
             self.preempt(victim)
@@ -223,14 +217,14 @@ class Scheduler:
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         assert request.row is not None
         end = request.next_position + num_tokens
-        return self.cache.reserve(request.row, end, scoring=request.scoring is not None)
+        return request.row.reserve(end, scoring=request.scoring is not None)
 
     def _reserve_or_preempt(self, request: Request, num_tokens: int) -> bool:
         """Reserve pages; shrink a budget or preempt a request while there are too few."""
         while not self._reserve(request, num_tokens):
             if self._shrink_one_budget():
                 continue
-            if len(self.running) == 1 and self.cache.prefix_cache.unpin_all():
+            if len(self.running) == 1 and self.cache.unpin_all():
                 continue  # alone it fits: see check_fits
             victim = self._find_victim()
             self.preempt(victim)
@@ -241,7 +235,7 @@ class Scheduler:
     def _shrink_one_budget(self) -> bool:
         """Halve the budget of the youngest request that allows it. Returns whether pages were freed."""
         for request in sorted(self.running, key=lambda r: -r.id):
-            if request.row is not None and self.cache.shrink_budget(request.row, request.num_computed_tokens):
+            if request.row is not None and request.row.shrink_budget(request.num_computed_tokens):
                 log.info("KV memory is full: the budget of request %d was halved", request.id)
                 return True
         return False
@@ -265,7 +259,7 @@ class Scheduler:
         self._close_row(request)
         self.enqueue(request)
 
-    def start_forked(self, request: Request, row: int) -> None:
+    def start_forked(self, request: Request, row: RequestRow) -> None:
         """Run a request that begins with a fork of its leader's row."""
         request.row = row
         self.running.append(request)
@@ -281,12 +275,12 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Store the request's prefix, and close its row."""
         assert request.row is not None
-        self.cache.store_prefix(request.row, request.prefix_entry)
+        request.row.store_prefix(request.prefix_entry)
         self._close_row(request)
 
     def _close_row(self, request: Request) -> None:
         assert request.row is not None
-        peaks = self.cache.close_row(request.row)
+        peaks = request.row.close()
         before = request.stats.peak_slots or peaks
         request.stats.peak_slots = [max(p) for p in zip(peaks, before, strict=True)]
         self.running.remove(request)

@@ -27,7 +27,6 @@ class FitConfig:
     max_prompt_len: Annotated[int, Bounds(64)] = field(
         default=750, metadata={"help": "tokens of a prompt, at most; memory is quadratic"}
     )
-    plot: Path | None = field(default=None, metadata={"help": "draw R2 by layer and KL by budget, as PNG"})
 
     def __post_init__(self) -> None:
         check_choice("target", self.target, "reread", "answers", "both")

@@ -24,18 +24,15 @@ class Checkpoint(Protocol):
 
     def names(self) -> Set[str]:
         """Return the Hugging Face names of all tensors."""
-        ...
 
     def read(self, name: str) -> Tensor:
         """Read one tensor, dequantized, as float32, float16 or bfloat16. Raises ValueError when it is damaged."""
-        ...
 
     def read_blocks(self, name: str, transposed: bool = False) -> BlockWeight | None:
         """Return a matrix [out, in] in the file's blocks, or None where the file does not hold it so.
 
         `transposed`: the tensor that `read` returns is [in, out]. Raises ValueError when the tensor is damaged.
         """
-        ...
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -6,6 +6,7 @@ attention, will be one more kind here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,6 +82,11 @@ class KVCacheSpec:
         assert not isinstance(spec, SharedCacheSpec)
         return spec
 
+    @property
+    def has_shared_caches(self) -> bool:
+        """Whether some layers attend to the cache of another one."""
+        return any(isinstance(layer, SharedCacheSpec) for layer in self.layers)
+
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer, in tokens; None is full attention."""
@@ -96,6 +102,11 @@ class KVCacheSpec:
         """For each layer, the group whose cache it attends to, and the place in that group."""
         places = {layer: (j, i) for j, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
         return tuple(places[self.cached_layer(i)] for i in range(len(self.layers)))
+
+    @property
+    def num_traced_heads(self) -> int:
+        """The kv heads that stand for those of any layer: the least common multiple of their numbers."""
+        return math.lcm(*(group.num_kv_heads for group in self.groups))
 
     @property
     def only_group(self) -> KVCacheGroupSpec:

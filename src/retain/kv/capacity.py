@@ -17,6 +17,7 @@ from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
 from retain.kv.memory.cache import ring_capacities
 from retain.kv.memory.group_pages import GroupPages
+from retain.kv.stats.request import LayerSizes
 from retain.types import Ints
 
 
@@ -96,6 +97,16 @@ class GroupPlanner:
         after = int(ring_pages[windows < NO_WINDOW].sum()) + num_full * self.pages_after_demotion(policy, length)
         return max(before, after) * self.group.num_kv_heads
 
+    def pages_held(self, policy: EvictionPolicy, num_kept: int, length: int) -> int:
+        """Return the pages of a text of `length` tokens, of which layers without a window keep `num_kept` exactly."""
+        S = self.page_size
+        windows = self.windows(policy)
+        ring = np.minimum(length, ring_capacities(windows, 1, S, self.block_size))
+        pages = -(-np.where(windows == NO_WINDOW, num_kept, ring) // S)  # [L], of a head
+        if policy.demotes:
+            pages = pages + (windows == NO_WINDOW) * self._demoted_pages(policy, length)
+        return int(pages.sum()) * self.group.num_kv_heads
+
     def _ring_pages(self, policy: EvictionPolicy, length: int, capacities: Ints) -> Ints:
         """Return the most pages of a head in each layer [L] if that is a ring; in a scoring pass with its copy."""
         S = self.page_size
@@ -153,11 +164,24 @@ class CapacityPlanner:
     @property
     def max_pages(self) -> int:
         """Pages of the longest text, in all layers and heads."""
-        return sum(g.num_heads * g.max_pages_per_head for g in self.groups)
+        return self.pages_of_text(self.config.max_model_len)
+
+    def pages_of_text(self, length: int) -> int:
+        """Return the pages of a text of so many tokens, in all layers and heads, if all of them are kept."""
+        return sum(g.num_heads * -(-length // g.page_size) for g in self.groups)
 
     def windows(self, policy: EvictionPolicy) -> Ints:
         """Return how far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
         return np.minimum(self.model_windows, policy.ring_window or NO_WINDOW)
+
+    def layer_sizes(self, policy: EvictionPolicy) -> list[LayerSizes]:
+        """Return the sizes of the layers that have a cache, in their order in the model."""
+        found = [
+            LayerSizes(layer, int(window), g.group.num_kv_heads, g.page_size)
+            for g in self.groups
+            for layer, window in zip(g.group.layers, g.windows(policy), strict=True)
+        ]
+        return sorted(found, key=lambda sizes: sizes.layer)
 
     def effective_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Return a resolved policy as this cache carries it out. Raises ValueError where it cannot.
@@ -166,10 +190,14 @@ class CapacityPlanner:
         """
         if None not in self.spec.windows:
             return policies.parse("full")
+        num_evicting = sum(None in g.group.windows for g in self.groups)
+        if num_evicting > 1 and (getattr(policy, "share", "none") == "all" or getattr(policy, "scope", "") == "shared"):
+            raise ValueError("share=all and scope=shared need layers without a window that are alike: use share=layer")
         c = self.config
-        has_rings = any(self.spec.windows)
         step_room = c.max_batched_tokens - c.max_running_requests
-        return policy.fit(CacheLimits(c.max_model_len, has_rings, step_room, self.pages_needed, self.load_gate))
+        if self.spec.has_shared_caches:  # a layer must not evict before those that share its cache have read it
+            step_room = 0
+        return policy.fit(CacheLimits(c.max_model_len, step_room, self.pages_needed, self.load_gate))
 
     @property
     def has_gate(self) -> bool:

@@ -1,39 +1,52 @@
-"""The KV cache manager: the only part of `kv` that the engine sees.
+"""The KV cache manager: what concerns all rows of a cache.
 
-A request that runs has a row. The manager opens it, attaches a cached prefix, reserves pages, maps fresh tokens to
-slots, commits a step (evicts, shrinks rings), stores prefixes, and closes the row.
+It opens rows (row.py), says what there is room for, maps fresh tokens to slots, and counts pages.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from retain.kernels.api import NO_WINDOW
+from retain.kernels.api import KV, NO_WINDOW, Tables
 from retain.kv.capacity import CapacityPlanner
+from retain.kv.draft_tables import DraftTables
 from retain.kv.eviction import policies
-from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
-from retain.kv.eviction.evictor import BudgetEvictor
-from retain.kv.eviction.layerwise import OnLayerEvict
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
+from retain.kv.memory.block_layout import BlockLayout, block_layout
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
+from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.quantized_copies import QuantizedCopies
-from retain.kv.memory.ring_snapshot import RingSnapshot
+from retain.kv.offload.manager import Offloader
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig
+from retain.kv.prefix.events import PrefixObserver
+from retain.kv.prefix.node import EvictionRecord
 from retain.kv.prefix.null_cache import NullPrefixCache
-from retain.kv.prefix.query import PrefixEntry, PrefixQuery
+from retain.kv.prefix.query import PrefixQuery
+from retain.kv.row import CacheParts, Row
+from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, collect_pool_stats
-from retain.kv.stats.request import RequestMemory, request_memory_stats
+from retain.kv.stats.request import LayerSizes, RequestMemory, request_memory_stats
 from retain.types import Ints
+
+
+@dataclass(frozen=True)
+class LayerHooks:
+    """What a runner calls in each layer of a step: None where nothing is to be done."""
+
+    before_attention: Callable[[int, Tensor], None] | None  # (layer, its queries [T, H, D])
+    after_attention: Callable[[int], None] | None  # (layer)
 
 
 class KVCacheManager:
@@ -58,27 +71,55 @@ class KVCacheManager:
         self.pool = store.pool
         self.kv = store.kv
         self.backend = store.backend
-        self.key_transform = key_transform or KeyTransform()
-        num_rows = c.max_running_requests
-        demoted = store.in_dtype(DEMOTED_DTYPE) if c.demoted_page_size else None
-        (group,) = planner.groups
-        self.tables = BlockTables(store, num_rows, group.group, group.max_pages_per_head, demoted, group.block_size)
-        self.slots = KVCache(self.tables, c.max_batched_tokens)
-        self.evictors: dict[int, BudgetEvictor] = {}  # of rows with a budget
-        self.snapshots: dict[int, RingSnapshot] = {}  # of rows in a scoring pass
-        self.prefix_cache: PrefixCache | NullPrefixCache = NullPrefixCache(store.pool.num_pages)
-        if prefix_config:
-            self.prefix_cache = PrefixCache([self.tables], planner, prefix_config)
+        self.slots = GroupedKVCache([KVCache(t, c.max_batched_tokens) for t in _open_tables(planner, store)])
+        self.tables = self.slots.tables[0]  # of the first group; its rows are those of all groups
         self.copies = QuantizedCopies(self.tables, self._ensure_unused)  # of rows that a drafter copies
+        prefix_cache: PrefixCache | NullPrefixCache = NullPrefixCache(store.pool.num_pages)
+        if prefix_config:
+            prefix_cache = PrefixCache(self.slots.tables, planner, prefix_config)
+        self._parts = CacheParts(planner, self.slots, prefix_cache, self.copies, key_transform or KeyTransform())
         self.pool.evict_callback = self._free_unneeded
-        self._evicted_slots: Counter[str] = Counter()  # of closed rows, by policy
+
+    @property
+    def prefix_cache(self) -> PrefixCache | NullPrefixCache:
+        """What caches prefixes. Rows that are open keep theirs."""
+        return self._parts.prefix_cache
+
+    def set_prefix_cache(self, prefix_cache: PrefixCache | NullPrefixCache) -> None:
+        """Let rows that are opened from now on use another prefix cache."""
+        self._parts.prefix_cache = prefix_cache
+
+    @property
+    def rows(self) -> Mapping[int, Row]:
+        """The open rows, by index."""
+        return self._parts.rows
 
     # ---- capacity ------------------------------------------------------------------------------------------------
 
     @property
     def page_size(self) -> int:
-        """Slots of a page."""
+        """Slots of a page, in the layers whose slots take the most bytes."""
         return self.config.page_size
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the prefix cache."""
+        return self.planner.block_size
+
+    @property
+    def block_layout(self) -> BlockLayout:
+        """Which pages of each KV cache group make up such a block."""
+        return block_layout(self.slots.tables, [group.windows for group in self.spec.groups])
+
+    @property
+    def max_batched_tokens(self) -> int:
+        """Most fresh tokens of a step."""
+        return self.config.max_batched_tokens
+
+    @property
+    def max_running_requests(self) -> int:
+        """Rows, open or not."""
+        return self.config.max_running_requests
 
     @property
     def max_model_len(self) -> int:
@@ -108,175 +149,168 @@ class KVCacheManager:
         """See CapacityPlanner.pages_needed."""
         return self.planner.pages_needed(policy, length, num_uncomputed_tokens)
 
-    # ---- the life of a row ---------------------------------------------------------------------------------------
+    def pages_held(self, policy: EvictionPolicy, num_kept: int, length: int) -> int:
+        """See GroupPlanner.pages_held; of all layers."""
+        return sum(group.pages_held(policy, num_kept, length) for group in self.planner.groups)
 
-    def open_row(self, policy: EvictionPolicy, num_uncomputed_tokens: int) -> int:
-        """Open a row for a request with so many uncomputed tokens. It owns no pages yet."""
-        row = self.slots.open_row(self.planner.windows(policy), policy.fresh_tokens(num_uncomputed_tokens))
-        if policy.has_budget:
-            self.evictors[row] = BudgetEvictor(cast(BudgetPolicy, policy), self.tables, row, self.key_transform)
-        return row
+    def pages_of_text(self, length: int) -> int:
+        """See CapacityPlanner.pages_of_text."""
+        return self.planner.pages_of_text(length)
 
-    def attach_prefix(self, row: int, query: PrefixQuery, was_preempted: bool = False) -> tuple[int, int]:
-        """See PrefixCache.attach."""
-        return self.prefix_cache.attach(row, query, was_preempted)
+    def layer_sizes(self, policy: EvictionPolicy) -> list[LayerSizes]:
+        """See CapacityPlanner.layer_sizes."""
+        return self.planner.layer_sizes(policy)
 
-    def fork_row(self, row: int, policy: EvictionPolicy, num_computed_tokens: int) -> int | None:
-        """Open a row that continues the text of another one under its own policy.
+    def windows(self, policy: EvictionPolicy) -> Ints:
+        """See CapacityPlanner.windows."""
+        return self.planner.windows(policy)
 
-        Full pages that neither row will write are shared, the others copied. None where there is no row or no page, or
-        where the other row holds only the important tokens of its prefix.
+    @property
+    def has_gate(self) -> bool:
+        """See CapacityPlanner.has_gate."""
+        return self.planner.has_gate
+
+    @property
+    def page_bytes(self) -> int:
+        """K, V, positions and mass of a page."""
+        return self.store.page_bytes
+
+    # ---- prefixes ------------------------------------------------------------------------------------------------
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether rows may begin with pages of others."""
+        return self.prefix_cache.enabled
+
+    def num_shared_pages(self, query: PrefixQuery) -> int:
+        """Return how many pages of a text are in the tables of rows already."""
+        return self.prefix_cache.num_shared_pages(query)
+
+    def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float, owner: str = "") -> int:
+        """Keep what is cached of a text for `seconds`, as far as pins have room. Returns the number of tokens.
+
+        Raises ValueError where no prefixes are cached.
         """
-        if not self.free_rows or row in self.prefix_cache.sparse_rows:
-            return None
-        new = self.open_row(policy, num_computed_tokens)
-        can_share = row not in self.evictors and new not in self.evictors
-        if not self.slots.fork_row(row, new, num_computed_tokens, can_share):
-            self.close_row(new)
-            return None
-        return new
+        return self.prefix_cache.pin(policy, tokens, salt, seconds, owner)
 
-    def reserve(self, row: int, end_position: int, scoring: bool = False) -> bool:
-        """Own the pages of all positions below `end_position`. False when the pool has too few.
+    def unpin_all(self) -> bool:
+        """Drop all pins of prefixes. Returns whether there were any."""
+        return self.prefix_cache.unpin_all()
 
-        `scoring`: the step computes a scoring pass, which `rollback` undoes.
-        """
-        evictor = self.evictors.get(row)
-        if scoring and row not in self.snapshots:
-            if not self.pool.ensure_free(RingSnapshot.num_pages(self.tables, row)):
-                return False
-            self.snapshots[row] = RingSnapshot(self.tables, row)
-        if evictor and not evictor.begin_reserve():
-            return False
-        if not self.slots.reserve(row, end_position):
-            return False
-        if evictor and evictor.demoter and evictor.demotes_by(end_position):
-            num_pages = evictor.head_budgets.size * self.planner.groups[0].pages_after_demotion(
-                evictor.policy, end_position
+    def set_offloader(self, offloader: Offloader) -> None:
+        """Put tiers below the pool: what the prefix cache evicts goes there. Raises ValueError where there is none."""
+        self.prefix_cache.set_offloader(offloader)
+
+    def close_offloader(self) -> None:
+        """Close the tiers, if there are any."""
+        self.prefix_cache.close_offloader()
+
+    def observe_prefixes(self, observer: PrefixObserver) -> None:
+        """Tell an observer from now on what prefixes are cached. Raises ValueError where none are."""
+        self.prefix_cache.set_observer(observer)
+
+    def take_evictions(self) -> list[EvictionRecord]:
+        """Return what the prefix cache evicted since the last call, or the latest of it."""
+        return self.prefix_cache.take_evictions()
+
+    # ---- rows -----------------------------------------------------------------------------------------------------
+
+    def open(self, policy: EvictionPolicy, num_uncomputed_tokens: int) -> Row:
+        """Open a row for a request with so many uncomputed tokens and this resolved policy. It owns no pages yet."""
+        return Row(self._parts, policy, num_uncomputed_tokens)
+
+    def open_draft_tables(self, dtype: torch.dtype | None) -> DraftTables:
+        """Return tables for a drafter that attends to pages of rows, or to copies in `dtype`. Raises ValueError."""
+        if len(self.slots.groups) > 1:
+            raise ValueError(
+                "self: drafts need layers that are alike; those of this model differ in heads or head dims"
             )
-            if not evictor.demoter.reserve(end_position, num_pages):
-                return False
-        if evictor and evictor.layerwise and evictor.layerwise.scratch is not None:  # in one layer at a time
-            t = self.tables
-            layer = evictor.layers[0]
-            t.peaks[row, layer] = t.counts[row, layer] + evictor.layerwise.scratch.shape[1]
-        return True
-
-    def close_row(self, row: int) -> list[int]:
-        """Free every page of the row, and the row. Returns for each layer the most slots that one head owned, [L]."""
-        self.prefix_cache.cancel_load(row)
-        peaks = self.tables.peak_slots_per_layer(row)
-        self.copies.release(row)
-        self.pool.free(self._extra_pages(row))
-        if evictor := self.evictors.pop(row, None):
-            self._evicted_slots[policies.name_of(evictor.policy)] += evictor.num_evicted
-        self.tables.close_row(row)
-        self.snapshots.pop(row, None)
-        return peaks
+        return DraftTables(self.tables, self.copies, self.rows, dtype)
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
-    def tokens_until_eviction(self, row: int, num_computed_tokens: int) -> int:
-        """Return how many tokens of the row can be computed before it evicts; a step must not pass that point."""
-        evictor = self.evictors.get(row)
-        return evictor.next_eviction - num_computed_tokens if evictor else UNBOUNDED
+    def slot_mapping(self, rows: Ints, positions: Ints) -> list[Tensor]:
+        """Return the slots of fresh tokens of these rows at these positions, both [T], in each KV cache group.
 
-    def needs_single_step(self, row: int) -> bool:
-        """Return whether all tokens up to the next eviction must be computed in one step."""
-        evictor = self.evictors.get(row)
-        return evictor is not None and evictor.layerwise is not None
-
-    def slot_mapping(self, rows: Ints, places: Ints) -> Tensor:
-        """Return the slots of fresh tokens of these rows at these places in their texts, both [T].
-
-        int32 [L, G, T], on the pool's device.
+        int32 [L, G, T] each, on the pool's device.
         """
-        slots = self.slots.slot_mapping(rows, places)
-        holes_from = np.full(len(self.tables.allocated_upto), UNBOUNDED, np.int64)  # by row
-        for row, evictor in self.evictors.items():
-            tokens = np.flatnonzero(rows == row)
+        return [self._group_slots(group, rows, positions) for group in self.slots.groups]
+
+    def _group_slots(self, group: KVCache, rows: Ints, positions: Ints) -> Tensor:
+        tables = group.tables
+        slots = group.slot_mapping(rows, positions)
+        holes_from = np.full(len(tables.allocated_upto), UNBOUNDED, np.int64)  # by row
+        evictors = [(i, e) for i, row in self.rows.items() for e in row.evictors if e.tables is tables]
+        for index, evictor in evictors:
+            tokens = np.flatnonzero(rows == index)
             if evictor.layerwise and evictor.layerwise.scratch is not None and len(tokens):
-                slots[evictor.layers[:, None], :, tokens] = evictor.layerwise.slots(places[tokens]).T
+                slots[evictor.layers[:, None], :, tokens] = evictor.layerwise.slots(positions[tokens]).T
             elif evictor.holes is not None:
-                holes_from[row] = evictor.holes_from
-        tokens = np.flatnonzero(places >= holes_from[rows])
+                holes_from[index] = evictor.holes_from
+        tokens = np.flatnonzero(positions >= holes_from[rows])
         evicting = rows[tokens]
-        in_layer = self.tables.window[evicting].T == NO_WINDOW
-        hole_indices = places[tokens] - holes_from[evicting]
-        return self.tables.device.map_holes(slots, tokens, evicting, hole_indices, in_layer)
+        in_layer = tables.window[evicting].T == NO_WINDOW
+        hole_indices = positions[tokens] - holes_from[evicting]
+        return tables.device.map_holes(slots, tokens, evicting, hole_indices, in_layer)
 
-    def begin_layerwise(
-        self, rows: Sequence[int], on_layer_evict: Mapping[int, OnLayerEvict]
-    ) -> Callable[[int], None] | None:
-        """Prepare the rows whose prompt is computed layer by layer, before the step that does it.
+    def begin_step(
+        self, rows: Sequence[int], query_start_loc: Sequence[int], traces: Mapping[int, AttentionTrace]
+    ) -> LayerHooks:
+        """Prepare the rows of a step before its tables are built, and return what must be done in each layer.
 
-        Returns a hook that the runner calls after each layer's attention; None where it is not needed.
+        Queries query_start_loc[b] : query_start_loc[b + 1] are those of rows[b]. Traces are by row.
         """
-        evictors = [e for row in rows if (e := self.evictors.get(row)) and e.layerwise]
+        ends = zip(rows, query_start_loc, query_start_loc[1:], strict=False)
+        loads = [(load, begin, end) for row, begin, end in ends if (load := self.rows[row].load)]
+        evictors = [e for row in rows for e in self.rows[row].evictors if e.layerwise]
         for evictor in evictors:
             assert evictor.layerwise
-            evictor.layerwise.begin_step(on_layer_evict.get(evictor.row))
+            trace = traces.get(evictor.row)
+            evictor.layerwise.begin_step(partial(trace.record_layer, evictor.tables) if trace else None)
+
+        def before_attention(layer: int, q: Tensor) -> None:
+            for load, begin, end in loads:
+                load.wait_layer(layer, q[begin:end])
+            for tables in self.slots.tables:
+                tables.device.rows.upload()  # selective loads shorten tables
 
         def after_attention(layer: int) -> None:
             for evictor in evictors:
                 if evictor.layerwise:
                     evictor.finish_layer(layer)
 
-        return after_attention if evictors else None
+        return LayerHooks(before_attention if loads else None, after_attention if evictors else None)
 
-    def evicts_at(self, row: int, num_computed_tokens: int) -> bool:
-        """Return whether `commit` will evict."""
-        evictor = self.evictors.get(row)
-        return evictor is not None and num_computed_tokens >= evictor.next_eviction
+    def build_tables(self, rows: Tensor, query_start_loc: Tensor) -> list[Tables]:
+        """Return the tables of each KV cache group, see DeviceTables.build_tables."""
+        return [tables.device.build_tables(rows, query_start_loc) for tables in self.slots.tables]
 
-    def commit(self, row: int, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
-        """Evict what is over the budget, after a step; without uncomputed tokens shrink rings to their windows."""
-        if snapshot := self.snapshots.pop(row, None):
-            snapshot.free()
-        if self.evicts_at(row, num_computed_tokens):
-            self.evictors[row].evict(num_computed_tokens)
-        if not num_uncomputed_tokens:
-            self.slots.shrink_rings(row, num_computed_tokens)
-
-    def rollback(self, row: int, num_computed_tokens: int) -> None:
-        """Drop a chunk of a scoring pass: slots from that position on are holes, and rings are as they were."""
-        self.snapshots[row].restore(num_computed_tokens)
+    @property
+    def pools(self) -> list[KV]:
+        """The memory as pages of each KV cache group."""
+        return [tables.kv for tables in self.slots.tables]
 
     def reject(self, slots: Sequence[Tensor]) -> None:
         """Turn the slots of rejected drafts into holes: those of each KV cache group, [L, G, n]."""
-        self.tables.reject(slots[0])
+        for tables, own in zip(self.slots.tables, slots, strict=True):
+            tables.reject(own)
 
-    def shrink_budget(self, row: int, num_computed_tokens: int) -> bool:
-        """Halve the row's budget where its policy allows it. Returns whether pages were freed."""
-        evictor = self.evictors.get(row)
-        return evictor is not None and evictor.shrink(num_computed_tokens)
-
-    def store_prefix(self, row: int, entry: PrefixEntry, still_running: bool = False) -> None:
-        """Keep the pages of the row's text for others, unless the row evicts."""
-        if row not in self.evictors:
-            self.prefix_cache.store(row, entry, still_running)
-
-    def finish_load(self, row: int) -> bool:
-        """See PrefixCache.finish_load."""
-        return self.prefix_cache.finish_load(row, evicts=row in self.evictors)
+    def record_compute(self, num_tokens: int, seconds: float) -> None:
+        """Record how long a step took that waited for no load."""
+        self.prefix_cache.record_compute(num_tokens, seconds)
 
     # ---- statistics and the accountant ---------------------------------------------------------------------------
 
     def check(self) -> None:
         """Check that every page is free, or in the tables of open rows or of the tree. Raises AssertionError."""
-        rows = self.tables.open_rows
-        extra = [pages for row in rows for pages in (self._extra_pages(row), self.copies.page_list(row))]
-        self.pool.check(np.concatenate([self.tables.page_list(rows), *extra, self.prefix_cache.pages]))
-
-    def num_pages(self, row: int) -> int:
-        """Return the pages that the row owns now, of all layers and heads, without a quantized copy."""
-        return len(self.tables.page_list([row])) + len(self._extra_pages(row))
+        assert sorted(self.rows) == self.tables.open_rows, "a row was closed without its tables, or never closed"
+        in_tables = self.slots.page_list(self.tables.open_rows)
+        self.pool.check(np.concatenate([in_tables, *self._pages_beside_tables().values(), self.prefix_cache.pages]))
 
     def classify_pages(self) -> tuple[PageStates, Ints]:
         """See stats.pool.classify_pages; between two steps."""
-        rows = self.tables.open_rows
-        extra = {row: np.concatenate([self._extra_pages(row), self.copies.page_list(row)]) for row in rows}
-        return classify_pages(self.tables, self.prefix_cache.cached_mask, extra, self.evictors)
+        evicting = {index for index, row in self.rows.items() if row.evictors}
+        return classify_pages(self.slots.tables, self.prefix_cache.cached_mask, self._pages_beside_tables(), evicting)
 
     def pool_stats(self) -> PoolStats:
         """Count slots and pages by what they are used for, between two steps."""
@@ -286,15 +320,20 @@ class KVCacheManager:
 
     def evicted_slots(self) -> dict[str, int]:
         """Return the slots that budgets evicted since the start, by policy."""
-        found = self._evicted_slots.copy()
-        for evictor in self.evictors.values():
-            found[policies.name_of(evictor.policy)] += evictor.num_evicted
+        found = self._parts.num_evicted_slots.copy()
+        for row in self.rows.values():
+            for evictor in row.evictors:
+                found[policies.name_of(evictor.policy)] += evictor.num_evicted
         return dict(found)
 
     def ring_overwrites(self, policy: EvictionPolicy, num_tokens: int) -> int:
         """Return the slots that rings overwrite in a text of so many tokens."""
-        windows = self.planner.windows(policy)
-        return int(np.maximum(num_tokens - windows[windows < NO_WINDOW], 0).sum()) * self.spec.only_group.num_kv_heads
+        found = 0
+        for group in self.planner.groups:
+            windows = group.windows(policy)
+            overwritten = np.maximum(num_tokens - windows[windows < NO_WINDOW], 0)
+            found += int(overwritten.sum()) * group.group.num_kv_heads
+        return found
 
     def request_stats(self, policy: EvictionPolicy, num_tokens: int, memory: RequestMemory) -> dict[str, Any]:
         """Return the bytes and slots that a request took; see stats.request."""
@@ -302,20 +341,17 @@ class KVCacheManager:
         return request_memory_stats(
             policy=spec,
             unwindowed=spec if policy.ring_window is None else "full",
-            windows=self.planner.windows(policy),
+            layers=self.planner.layer_sizes(policy),
             num_tokens=num_tokens,
             memory=memory,
             page_bytes=self.store.page_bytes,
-            page_size=self.page_size,
-            kv_heads=self.spec.only_group.num_kv_heads,
         )
 
-    def _extra_pages(self, row: int) -> Ints:
-        """Pages that the row holds beside its tables: scratch pages, and copies of its rings."""
-        evictor = self.evictors.get(row)
-        snapshot = self.snapshots.get(row)
-        scratch = evictor.scratch_pages if evictor else np.zeros(0, np.int32)
-        return np.concatenate([scratch, snapshot.copies]) if snapshot else scratch
+    def _pages_beside_tables(self) -> dict[int, Ints]:
+        """Return the pages that each open row holds beside its tables, by index."""
+        return {
+            i: np.concatenate([r.extra_pages, *([r.copy.page_list] if r.copy else [])]) for i, r in self.rows.items()
+        }
 
     def _ensure_unused(self, n: int) -> bool:
         """Return whether n pages are free that no row uses, quantized copies included."""
@@ -326,6 +362,20 @@ class KVCacheManager:
     def _free_unneeded(self, num_pages: int) -> None:
         """Free pages that no request needs: cached prefixes, and quantized copies where these are too few."""
         wanted = self.pool.num_free + num_pages
-        self.copies.release_until_free(wanted - self.prefix_cache.num_evictable_pages)
+        for _, row in sorted(self.rows.items()):
+            if self.pool.num_free + self.prefix_cache.num_evictable_pages < wanted:
+                row.drop_copy()
         if isinstance(self.prefix_cache, PrefixCache) and wanted > self.pool.num_free:
             self.prefix_cache.tree.evict(wanted - self.pool.num_free)
+
+
+def _open_tables(planner: CapacityPlanner, store: PageStore) -> list[BlockTables]:
+    """Return the tables of each KV cache group, over pages of one pool; `store` has those of the first group."""
+    c = planner.config
+    found = []
+    for i, group in enumerate(planner.groups):
+        own = store if i == 0 or planner.pages is None else store.reinterpret(planner.pages.formats[i])
+        demoted = own.in_dtype(DEMOTED_DTYPE) if c.demoted_page_size else None
+        most = group.max_pages_per_head
+        found.append(BlockTables(own, c.max_running_requests, group.group, most, demoted, group.block_size))
+    return found

@@ -28,7 +28,6 @@ class TemplateRenderer(Protocol):
         variables: Variables,
     ) -> str:
         """Return the messages as prompt text by the template `source`. Raises ValueError as `ChatTemplate` does."""
-        ...
 
 
 class ChatTemplate:

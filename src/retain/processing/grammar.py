@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.transfers import to_device
+from retain.plugins import needs_extra
 from retain.processing.json_schema import Schema, drop_unmatchable
 from retain.processing.schema_width import MAX_WIDTH, WAYS_PER_OPTIONAL_PROPERTY, find_width
 from retain.processing.tokenizer import Tokenizer
@@ -49,10 +50,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         """`vocab_size`: logits in a row, V. Raises ValueError where llguidance is not installed."""
-        try:
+        with needs_extra("a grammar", "serve"):
             from llguidance import LLTokenizer, TokenizerWrapper
-        except ImportError:
-            raise ValueError("structured outputs need llguidance: pip install 'retain[serve]'") from None
         self.tokenizer = tokenizer
         stops = sorted(tokenizer.stop_token_ids)
         self.vocab_size = vocab_size

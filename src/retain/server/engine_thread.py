@@ -33,15 +33,12 @@ class Observer(Protocol):
 
     def on_request(self, request: Request, key_name: str) -> None:
         """Handle a request that was just queued."""
-        ...
 
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
         """Handle a step that took `step_s` seconds and sampled tokens for these requests."""
-        ...
 
     def on_finish(self, request: Request) -> None:
         """Handle a request that finished, failed or was cancelled."""
-        ...
 
 
 class EngineThread:
@@ -208,16 +205,16 @@ class EngineThread:
 
     def _pin_prompt(self, group: RequestGroup, request: Request) -> None:
         """Pin what the client wants pinned of the prompt of a group's first sampled request."""
-        prefix_cache = self.llm.cache.prefix_cache
+        cache = self.llm.cache
         pins = group.pins
         group.pins = ()
         for pin in pins:
             prefix = request.prompt[: pin.num_tokens]
             num_pinned = 0
-            if prefix_cache.enabled:
+            if cache.caches_prefixes:
                 salt = request.input.salt
-                num_pinned = prefix_cache.pin(request.policy, prefix, salt, pin.seconds, group.key_name)
-            group.record_pin(len(prefix) // self.llm.cache.page_size * self.llm.cache.page_size, num_pinned)
+                num_pinned = cache.pin(request.policy, prefix, salt, pin.seconds, group.key_name)
+            group.record_pin(len(prefix) // cache.page_size * cache.page_size, num_pinned)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:
         """Call each observer. A failing observer is logged and does not affect the requests."""

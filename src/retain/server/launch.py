@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import uvicorn
 
 from retain.llm import LLM
+from retain.plugins import needs_extra
 from retain.server import hosts
 from retain.server.app import create_app
 from retain.server.config import ServerConfig
@@ -61,10 +62,8 @@ def serve(
 def _open_publisher(spec: str, stack: ExitStack) -> KVEventPublisher:
     """Bind the addresses of KV events until the stack is closed, before a model is loaded. Raises ValueError."""
     config = kv_events_config.parse(spec)
-    try:
+    with needs_extra("--kv-events", "events"):
         from retain.server.kv_events.publisher import KVEventPublisher
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--kv-events needs the package {error.name}: pip install 'retain[events]'") from None
     return stack.enter_context(closing(KVEventPublisher(config)))
 
 

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from retain.engine.request import Request
-from retain.kv.prefix.cache import PrefixCache
 from retain.llm import LLM
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -114,9 +113,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        prefix_cache = self.llm.cache.prefix_cache
-        while isinstance(prefix_cache, PrefixCache) and prefix_cache.tree.evictions:
-            record = prefix_cache.tree.evictions.popleft()
+        for record in self.llm.cache.take_evictions():
             self.eviction_age.observe(record.age)
             self.eviction_idle.observe(record.idle)
             self.eviction_hits.observe(record.hits)

@@ -55,6 +55,11 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     other_fields: ClassVar[FieldTable] = {}
 
+    def __init_subclass__(cls, other_fields: FieldTable | None = None, **config: Any) -> None:
+        """`other_fields` are those of the class; without them it has those of its base."""
+        super().__init_subclass__(**config)
+        cls.other_fields = cls.other_fields if other_fields is None else other_fields
+
     @model_validator(mode="before")
     @classmethod
     def _keep_honoured_fields(cls, data: Any) -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from retain.bench.quality import bootstrap_interval
 from retain.bench.tasks import ItemMetrics
 
 FORMS = "kl=0.02, loss=1%, loss=0.02, top1=0.95 or rouge=0.98"
@@ -43,7 +43,7 @@ class Bound:
         excess = found - whole if self.metric in ("kl", "loss") else whole - found
         if self.is_relative:
             excess = excess / max(float(whole.mean()), 1e-9)
-        return bootstrap(excess)
+        return Interval(float(excess.mean()), *bootstrap_interval(excess, RESAMPLES, LEVEL))
 
 
 def parse_bound(text: str) -> Bound:
@@ -59,11 +59,3 @@ def parse_bound(text: str) -> Bound:
     if metric in ("top1", "rouge") and 0 < value < 1:
         return Bound(metric, 1 - value, is_relative=metric == "rouge")
     raise ValueError(f"--within {text}: not a bound such as {FORMS}")
-
-
-def bootstrap(values: NDArray[np.float64]) -> Interval:
-    """Return the mean of values and the interval of `LEVEL` around it."""
-    rng = np.random.default_rng(0)
-    means = values[rng.integers(len(values), size=(RESAMPLES, len(values)))].mean(-1)
-    low, high = np.quantile(means, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return Interval(float(values.mean()), float(low), float(high))

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from retain.bench.quality import FULL, expand_policies
-from retain.kernels.api import NO_WINDOW
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
-from retain.kv.memory.cache import ring_capacities
 from retain.llm import LLM
 from retain.processing.examples import Example
 from retain.tune.config import TuneConfig
@@ -33,7 +29,7 @@ def make_candidates(llm: LLM, config: TuneConfig, examples: Sequence[Example]) -
     A policy `gate` without options is left out where no gate is fitted for the model. Raises ValueError.
     """
     names = list(config.policies)
-    if "gate" in names and not llm.cache.planner.has_gate:
+    if "gate" in names and not llm.cache.has_gate:
         names.remove("gate")
     specs = expand_policies(names, config.budgets)
     found = [Candidate(spec, mean_bytes(llm.cache, spec, examples)) for spec in specs]
@@ -51,13 +47,4 @@ def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: in
     policy = cache.effective_policy(policy.resolve(prompt_len))
     length = prompt_len + answer_len
     held = min(length, policy.decode_slots) if isinstance(policy, BudgetPolicy) else length
-    num_pages = 0
-    for g in cache.planner.groups:
-        S = g.page_size
-        windows = g.windows(policy)
-        slots = np.where(windows == NO_WINDOW, held, np.minimum(length, ring_capacities(windows, 1, S, g.block_size)))
-        pages = -(-slots // S)  # [L], of a head
-        if policy.demotes:
-            pages = pages + (windows == NO_WINDOW) * -(-policy.demoted_slots(length) // g.demoted_page_size)
-        num_pages += int(pages.sum()) * g.group.num_kv_heads
-    return num_pages * cache.store.page_bytes
+    return cache.pages_held(policy, held, length) * cache.page_bytes

@@ -47,7 +47,6 @@ class TuneConfig:
     journal: Path | None = field(
         default=None, metadata={"help": "file of the measurements: a run that was stopped continues from it"}
     )
-    plot: Path | None = field(default=None, metadata={"help": "draw quality against memory, as PNG"})
 
     def __post_init__(self) -> None:
         check_bounds(self)

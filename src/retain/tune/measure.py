@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from retain.bench.quality import FULL, group_policies
 from retain.bench.tasks import ForcedItem, ItemMetrics, teacher_force
 from retain.llm import LLM
+from retain.plugins import needs_extra
 from retain.processing.examples import Example
 from retain.sampling_params import SamplingParams
-from retain.tune.journal import Journal
 
 TOP1 = "top1_agreement"
 
@@ -91,8 +93,60 @@ def complete_answers(llm: LLM, examples: Sequence[Example], journal: Journal, nu
 
 def rouge_scorer() -> Any:
     """Return the scorer of ROUGE-L (Lin, 2004). Raises ValueError where the package is missing."""
-    try:
+    with needs_extra("rouge", "bench"):
         from rouge_score.rouge_scorer import RougeScorer
-    except ImportError:
-        raise ValueError("rouge needs the rouge-score package: pip install 'retain[bench]'") from None
     return RougeScorer(["rougeL"], use_stemmer=True)
+
+
+class Journal:
+    """Metrics by policy and item, [spec][item], and the model's own answers by item; on disk where there is a path.
+
+    The first line says what is measured: the model, its options and the data. Raises ValueError where it differs.
+    """
+
+    def __init__(self, path: Path | None, subject: dict[str, Any]):
+        self.path = path
+        self.metrics: dict[str, dict[int, ItemMetrics]] = {}
+        self.answers: dict[int, list[int]] = {}
+        if path and path.exists() and path.stat().st_size:
+            self._read(path, subject)
+        else:
+            self._append({"subject": subject})
+
+    def add_metrics(self, spec: str, item: int, metrics: ItemMetrics) -> None:
+        """Record what a policy did on an item. Metrics of the same pair are merged."""
+        self.metrics.setdefault(spec, {}).setdefault(item, {}).update(metrics)
+        self._append({"policy": spec, "item": item, "metrics": metrics})
+
+    def add_answer(self, item: int, answer: list[int]) -> None:
+        """Record the answer that the model gives with the full cache."""
+        self.answers[item] = answer
+        self._append({"item": item, "answer": answer})
+
+    def has(self, spec: str, item: int, metric: str) -> bool:
+        """Whether the metric of the pair is known."""
+        return metric in self.metrics.get(spec, {}).get(item, {})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self.path:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _read(self, path: Path, subject: dict[str, Any]) -> None:
+        text = path.read_text(encoding="utf-8")
+        whole, _, rest = text.rpartition("\n")
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+            found = lines[0]["subject"]
+            for line in lines[1:]:
+                if "answer" in line:
+                    self.answers[line["item"]] = line["answer"]
+                else:
+                    self.metrics.setdefault(line["policy"], {}).setdefault(line["item"], {}).update(line["metrics"])
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            raise ValueError(f"{path}: not a journal of retain tune, or damaged") from None
+        if found != subject:
+            differs = ", ".join(k for k in subject if found.get(k) != subject[k])
+            raise ValueError(f"{path}: measured with another {differs or 'subject'}: give another --journal")
+        if rest:  # a line that was being written when the run was stopped
+            path.write_text(whole + "\n", encoding="utf-8")

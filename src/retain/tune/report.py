@@ -1,13 +1,11 @@
-"""The table and the picture of a search."""
+"""The table of a search."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from retain.bench.plots import import_pyplot
 from retain.tune.bound import Bound, Interval
 from retain.tune.candidates import Candidate
 
@@ -69,29 +67,3 @@ class Report:
     def _excess_name(self) -> str:
         names = {"kl": "KL", "loss": "loss above full", "top1": "1 - top1", "rouge": "ROUGE-L below full"}
         return names[self.bound.metric] + (", share" if self.bound.is_relative else "")
-
-    def plot(self, out: Path) -> None:
-        """Draw quality against memory, and the bound, as PNG. Raises ValueError where matplotlib is missing."""
-        plt = import_pyplot()
-        figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
-        for i, name in enumerate(dict.fromkeys(_without_budget(line.spec) for line in self.lines)):
-            points = [line for line in self.lines if _without_budget(line.spec) == name]
-            x = [100 * p.memory for p in points]
-            y = [p.excess.mean for p in points]
-            errors = [p.excess.mean - p.excess.low for p in points], [p.excess.high - p.excess.mean for p in points]
-            axes.errorbar(x, y, errors, label=name, marker="osD^v<>pPX*h"[i % 12], markersize=4, capsize=2)
-        axes.axhline(self.bound.limit, color="black", linestyle="--", linewidth=1, label="bound")
-        if self.best:
-            best = next(line for line in self.lines if self.best and line.spec == self.best.spec)
-            axes.plot(100 * best.memory, best.excess.mean, "o", markersize=13, fillstyle="none", color="black")
-        axes.set(xlabel="KV memory, % of the full cache's", ylabel=self._excess_name, yscale="symlog")
-        axes.set_yscale("symlog", linthresh=self.bound.limit)
-        axes.legend(fontsize=7)
-        figure.savefig(out, dpi=120)
-        plt.close(figure)
-
-
-def _without_budget(spec: str) -> str:
-    name, _, options = spec.partition(":")
-    rest = ",".join(o for o in options.split(",") if not o.startswith("budget="))
-    return f"{name}:{rest}" if rest else name

@@ -6,13 +6,15 @@ group `rag` in Spec-Bench: each document has the passages of several questions. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from retain.bench.documents import Document, Question, ask
-from retain.bench.tasks import ItemMetrics, load_records
+from retain.bench.documents import Document, Question, measure
+from retain.bench.tasks import load_records
 from retain.llm import LLM
+
+__all__ = ["METRICS", "REQUESTS_PER_ITEM", "load_items", "measure"]
 
 METRICS = ("mean",)
 REQUESTS_PER_ITEM = 5
@@ -42,10 +44,3 @@ def _join_passages(llm: LLM, records: list[dict[str, Any]], max_prompt_len: int)
         questions.append(Question("mean", asked, (tuple(record["reference"][0]),)))
     if questions:
         yield Document(text, tuple(questions[:REQUESTS_PER_ITEM]))
-
-
-def measure(
-    llm: LLM, items: Sequence[Document], policy_specs: Sequence[str], full_state: Any
-) -> tuple[list[ItemMetrics], Any]:
-    """Return the share of the answers that name what the reference names, 0 to 100."""
-    return ask(llm, items, policy_specs, after_eviction=False), None

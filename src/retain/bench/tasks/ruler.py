@@ -7,13 +7,13 @@ and variables that get their value from each other. Prompts are raw text; one do
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from retain.bench.documents import Document, Question, ask
-from retain.bench.tasks import ItemMetrics, load_records
+from retain.bench.documents import Document, Question, measure
+from retain.bench.tasks import load_records
 from retain.llm import LLM
+
+__all__ = ["METRICS", "REQUESTS_PER_ITEM", "load_items", "measure"]
 
 METRICS = ("mean", "single", "multikey", "multivalue", "multiquery", "tracking")
 REQUESTS_PER_ITEM = 5
@@ -82,10 +82,3 @@ def make_puzzles(rng: random.Random) -> tuple[list[str], list[tuple[str, str, st
             variables,
         ),
     ]
-
-
-def measure(
-    llm: LLM, items: Sequence[Document], policy_specs: Sequence[str], full_state: Any
-) -> tuple[list[ItemMetrics], Any]:
-    """Return the share of the right answers, 0 to 100, by kind of question."""
-    return ask(llm, items, policy_specs, after_eviction=False), None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from retain.bench.tasks import ItemMetrics, load_articles
 from retain.llm import LLM
+from retain.plugins import needs_extra
 from retain.sampling_params import SamplingParams
 
 METRICS = ("R-1", "R-2", "R-L", "R-1 vs full", "R-2 vs full", "R-L vs full")
@@ -36,10 +37,8 @@ def measure(
     llm: LLM, items: list[Article], policy_specs: Sequence[str], full_state: list[str] | None
 ) -> tuple[list[ItemMetrics], list[str]]:
     """Return ROUGE, 0 to 100. Raises ValueError where the package is missing."""
-    try:
+    with needs_extra("summarize", "bench"):
         from rouge_score.rouge_scorer import RougeScorer
-    except ImportError:
-        raise ValueError("summarize needs the rouge-score package: pip install 'retain[bench]'") from None
     scorer = RougeScorer(list(ROUGE_TYPES.values()), use_stemmer=True)
     params = SamplingParams(max_tokens=MAX_SUMMARY_TOKENS, temperature=0, seed=0)
     n = len(policy_specs)

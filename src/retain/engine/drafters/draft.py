@@ -16,8 +16,9 @@ from retain.engine.drafters.self import Drafter as SelfDrafter
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.draft_loop import draft_autoregressive
-from retain.kv.eviction import policies
+from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
+from retain.kv.row import Row
 
 MAX_CATCH_UP_TOKENS = 16  # the first draft is computed together with at most these missed tokens; less than a page
 
@@ -26,7 +27,7 @@ MAX_CATCH_UP_TOKENS = 16  # the first draft is computed together with at most th
 class DraftState:
     """The row of a request in the draft model's cache, and the tokens that are computed there."""
 
-    row: int
+    row: Row
     tokens: list[int] = field(default_factory=list)
 
 
@@ -61,8 +62,8 @@ class Drafter:
         """Free the request's row in the draft model's cache."""
         if self._self_drafter:
             self._self_drafter.remove_request(request)
-        if (state := self._states.pop(request, None)) and self._cache:
-            self._cache.close_row(state.row)
+        if state := self._states.pop(request, None):
+            state.row.close()
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
         """Set the drafts of requests that fit into the draft model's cache, and whose text is nearly computed there."""
@@ -92,22 +93,20 @@ class Drafter:
         if request not in self._states:
             if not cache.free_rows:
                 return False
-            self._states[request] = DraftState(cache.open_row(policies.parse("full"), len(tokens)))
+            self._states[request] = DraftState(cache.open(EvictionPolicy(), len(tokens)))
         state = self._states[request]
         num_equal = min(len(state.tokens), len(tokens) - 1)
         while state.tokens[:num_equal] != tokens[:num_equal]:  # only rejected drafts at the end differ
             num_equal -= 1
         del state.tokens[num_equal:]
-        if not cache.reserve(state.row, len(tokens) + num_drafts):
+        if not state.row.reserve(len(tokens) + num_drafts):
             return False
         is_near = len(tokens) - len(state.tokens) <= MAX_CATCH_UP_TOKENS
         while (missing := len(tokens) - 1 - len(state.tokens)) > 0 and not is_near:
-            # A shrunk ring has one spare page.
-            limit = cache.page_size if cache.tables.rings_shrunk[state.row] else cache.config.max_batched_tokens
             begin = len(state.tokens)
-            n = min(missing, limit)
+            n = min(missing, state.row.max_step_tokens)
             self._forward([state], [tokens[begin : begin + n]])
-            cache.commit(state.row, len(state.tokens), missing - n)
+            state.row.commit(len(state.tokens), missing - n)
         return is_near
 
     def _forward(self, states: Sequence[DraftState], fresh: Sequence[Sequence[int]]) -> Tensor:
@@ -115,8 +114,8 @@ class Drafter:
         assert self._cache and self._runner
         batch = pack_tokens(
             self._cache,
-            rows=[s.row for s in states],
-            first_places=[len(s.tokens) for s in states],
+            rows=[s.row.index for s in states],
+            first_positions=[len(s.tokens) for s in states],
             fresh=fresh,
             num_logits=[1] * len(states),
         )

@@ -171,15 +171,15 @@ class TritonProgram:
                 q = rotate(q, s.positions, rope)
             if s.before_attention:
                 s.before_attention(layer, q)
-            cache = s.layer(layer)
+            inputs = s.layer(layer)
             plan = s.plans[s.layers[layer][0]]
             if has_kv:
                 k, v = torch.split(s.buffers[qkv][:, H * D :], [G * D, G * v_dim], dim=1)
                 k, v = k.unflatten(1, (G, D)), v.unflatten(1, (G, v_dim))
-                fresh_tokens.write(cache.kv, cache.slot_mapping, k, v, s.positions, rope, params.key_offset)
+                fresh_tokens.write(inputs.kv, inputs.slot_mapping, k, v, s.positions, rope, params.key_offset)
             else:
                 plan = plan.without_masses()
-            o = attention.attend(q, cache.kv, cache.tables, plan, s.positions, params, layer)
+            o = attention.attend(q, inputs.kv, inputs.tables, plan, s.positions, params, layer)
             s.buffers[out] = o.flatten(1)
             if s.after_attention:
                 s.after_attention(layer)

@@ -41,7 +41,6 @@ class BudgetPolicy(EvictionPolicy):
     prefill: str = "exact"  # or stream; `fit` turns exact into layers where that takes less memory
     chunk: PositiveInt = 448  # of a streamed prompt: evict after as many; a step has room for it beside 64 answers
     share: str = "none"  # or layer, or all: heads that divide the sum of their budgets, by priority
-    positions: str = "original"  # or new: kept tokens are numbered from 0, keys shifted (an ablation, and slow)
     protect: str = "none"  # or system: the system prompt is among the sinks
     shrink: Amount | None = None  # how far the budget may fall, by halves, before a request is preempted
     demote: Demotion | None = None  # tokens over the budget that stay in 4 bits: int4 (all), int4:50%
@@ -54,13 +53,10 @@ class BudgetPolicy(EvictionPolicy):
         check_choice("prefill", self.prefill, "exact", "stream", "layers")
         check_choice("share", self.share, "none", "layer", "all")
         check_choice("protect", self.protect, "none", "system")
-        check_choice("positions", self.positions, "original", "new")
         if self.share != "none" and self.prefill == "stream":
             raise ValueError("share divides a whole prompt's budget: it does not go with prefill=stream")
-        if self.positions == "new" and self.ragged:
-            raise ValueError("positions=new wants heads that keep equally many tokens: not with share or heads=union")
-        if self.demote and (self.positions == "new" or self.shrink):
-            raise ValueError("demote does not go with positions=new or shrink")
+        if self.demote and self.shrink:
+            raise ValueError("demote does not go with shrink")
 
     # ---- resolving -----------------------------------------------------------------------------------------------
 
@@ -91,12 +87,7 @@ class BudgetPolicy(EvictionPolicy):
                 object.__setattr__(other, f.name, getattr(self, f.name))
 
     def fit(self, limits: CacheLimits) -> Self:
-        """Bound the interval, and prefill layer by layer where that takes less memory. See EvictionPolicy.fit.
-
-        Raises ValueError for positions=new beside rings: where a ring keeps a token depends on its position.
-        """
-        if self.positions == "new" and limits.has_rings:
-            raise ValueError("positions=new: some layers of this model see a window, and need the original ones")
+        """Bound the interval, and prefill layer by layer where that takes less memory. See EvictionPolicy.fit."""
         policy = self.with_options(interval=min(self.interval, max(limits.max_model_len - self.prompt_len, 1)))
         if self.demote:  # no head has more tokens than a text
             most = max(limits.max_model_len - self.budget_tokens, 1)
@@ -245,7 +236,7 @@ class BudgetPolicy(EvictionPolicy):
     @property
     def supports_layerwise(self) -> bool:
         """Whether a layer can evict as soon as it has computed the prompt."""
-        return not (self.ragged or self.scoring_chunk or self.scores_slots or self.positions == "new" or self.demote)
+        return not (self.ragged or self.scoring_chunk or self.scores_slots or self.demote)
 
     @property
     def max_skippable_tokens(self) -> int:

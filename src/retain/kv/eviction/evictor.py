@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.demoter import Demoter
 from retain.kv.eviction.layerwise import LayerwisePrefill
-from retain.kv.eviction.operations import compact, punch, renumber
+from retain.kv.eviction.operations import compact, punch
 from retain.kv.eviction.slot_scores import SlotScores
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
@@ -19,16 +21,15 @@ from retain.types import Ints
 class BudgetEvictor:
     """Evict from the unwindowed layers [M] of one row as a resolved policy says.
 
-    Where there are `holes` [M, G, n], the token at place `holes_from` + i of the text is written into holes[..., i].
+    Where there are `holes` [M, G, n], the token at position `holes_from` + i is written into holes[..., i].
     """
 
     def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, transform: KeyTransform):
         self.policy = policy
         self.tables = tables
         self.row = row
-        self.transform = transform
         self.layers = tables.full_layers(row)
-        self.key_factors = transform.factors_of(self.layers, tables.kv.device)
+        self.key_factors = transform.factors_of(tables.layers[self.layers], tables.kv.device)
         shape = len(self.layers), tables.counts.shape[2]
         self.head_budgets: Ints = np.full(shape, policy.budget_tokens, np.int32)  # tokens that each head keeps
         self.next_eviction = policy.next_eviction(0)  # computed tokens at that moment
@@ -36,7 +37,6 @@ class BudgetEvictor:
         self.holes_from = 0
         self.compacts_at = policy.prompt_len + policy.eviction_delay  # computed tokens when the budget begins
         self._num_left = 0  # tokens of all heads that have left the budget, so far
-        self.position_offset = 0  # position = place in the text - offset, for tokens to come
         self.slot_scores = SlotScores(tables.store, transform, self.key_factors)
         self.demoter = Demoter(policy, tables, row, self.layers, self.key_factors) if policy.demote else None
         self.layerwise: LayerwisePrefill | None = None  # until the prompt is computed
@@ -67,6 +67,21 @@ class BudgetEvictor:
         if self.demoter:
             self.demoter.release()
         return self.layerwise is None or self.layerwise.allocate()
+
+    def finish_reserve(self, end_position: int, pages_after_demotion: Callable[[BudgetPolicy, int], int]) -> bool:
+        """Own the pages of the tokens that are demoted when `end_position` are computed. False if there are too few.
+
+        `pages_after_demotion(policy, length)` returns the most pages of a head then, see GroupPlanner.
+        """
+        if self.demoter and self.demotes_by(end_position):
+            num_pages = self.head_budgets.size * pages_after_demotion(self.policy, end_position)
+            if not self.demoter.reserve(end_position, num_pages):
+                return False
+        if self.layerwise and self.layerwise.scratch is not None:  # in one layer at a time
+            t = self.tables
+            layer = self.layers[0]
+            t.peaks[self.row, layer] = t.counts[self.row, layer] + self.layerwise.scratch.shape[1]
+        return True
 
     def demotes_by(self, num_computed_tokens: int) -> bool:
         """Return whether tokens are demoted when so many are computed."""
@@ -123,7 +138,7 @@ class BudgetEvictor:
     def _compact(self, num_computed_tokens: int, head_budgets: Tensor | None) -> None:
         t = self.tables
         policy = self.policy
-        last = num_computed_tokens - 1 - self.position_offset
+        last = num_computed_tokens - 1
         pages = self._layer_tables()
         scores = self.slot_scores.update(policy, pages, last)
         demoted = self.demoter.take(pages, last, scores) if self.demoter and not self.demoter.has_begun else None
@@ -136,7 +151,6 @@ class BudgetEvictor:
         if self.demoter and demoted:
             self.demoter.begin(*demoted, num_computed_tokens)
         self.slot_scores.keep(done.places, int(counts.max()) * t.page_size)
-        self._renumber(num_computed_tokens)
 
     def _punch_chunk(self, num_computed_tokens: int) -> None:
         """Evict all tokens over the budget, behind a chunk of a streamed prompt."""
@@ -144,7 +158,7 @@ class BudgetEvictor:
         self._punch(num_computed_tokens, owned, int(owned.min()) - self.policy.budget_tokens)
 
     def _punch(self, num_computed_tokens: int, slots_used: Ints, n: int) -> None:
-        last = num_computed_tokens - 1 - self.position_offset
+        last = num_computed_tokens - 1
         pages = self._layer_tables()
         scores = self.slot_scores.update(self.policy, pages, last)
         victims = punch(self.tables.store, pages, self.policy, last, slots_used, n, scores, self.key_factors)
@@ -152,20 +166,11 @@ class BudgetEvictor:
             self.demoter.add(victims, last, scores)
         self.holes = victims.slots
         self.holes_from = num_computed_tokens
-        self._renumber(num_computed_tokens)
-
-    def _renumber(self, num_computed_tokens: int) -> None:
-        if self.policy.positions == "new":
-            pages = self._layer_tables()
-            kv = self.tables.kv
-            renumber(self.tables.store, pages, self.transform)
-            self.position_offset = num_computed_tokens - 1 - int(kv.pos[kv.to_index(pages[0, 0])].max())
 
     def _publish(self, num_computed_tokens: int) -> None:
-        """Count evicted slots, and tell the tables about holes and positions."""
+        """Count evicted slots, and tell the tables about holes."""
         kept = int(np.minimum(self.head_budgets, num_computed_tokens).sum())
         self._num_left = num_computed_tokens * self.head_budgets.size - kept
-        self.tables.position_offset[self.row] = self.position_offset
         self._upload_holes()
 
     def _upload_holes(self) -> None:

@@ -43,11 +43,11 @@ class LayerwisePrefill:
             self.scratch = t.store.allocate(G * n).reshape(G, n)
         return self.scratch is not None
 
-    def slots(self, places: Ints) -> Ints:
-        """Return the slots [G, T] of fresh tokens in the scratch pages."""
+    def slots(self, positions: Ints) -> Ints:
+        """Return the slots [G, T] of fresh tokens at these positions [T], in the scratch pages."""
         assert self.scratch is not None
         S = self.tables.page_size
-        return self.scratch[:, places // S] * np.int32(S) + places % S
+        return self.scratch[:, positions // S] * np.int32(S) + positions % S
 
     def begin_step(self, on_layer_evict: OnLayerEvict | None) -> None:
         """Put the scratch pages into the tables of every layer, for the step that computes the prompt."""
@@ -63,8 +63,8 @@ class LayerwisePrefill:
         t.mark_dirty(row)
 
     def finish_layer(self, layer: int) -> bool:
-        """Move what a layer keeps into its own pages, after its attention. True after the last layer."""
-        index = np.flatnonzero(self.layers == layer)
+        """Move what a layer of the model keeps into its own pages, after its attention. True after the last layer."""
+        index = np.flatnonzero(self.tables.layers[self.layers] == layer)
         if not len(index):
             return False
         assert self._own and self.scratch is not None and self.holes is not None
@@ -78,8 +78,8 @@ class LayerwisePrefill:
         factors = None if self.key_factors is None else self.key_factors[i : i + 1]
         done = compact(t.store, self.scratch[None], self.policy, query_position, dst_pages=own, key_factors=factors)
         self.holes[i : i + 1] = done.holes
-        t.pages[self.row, layer] = pages[0]
-        t.counts[self.row, layer] = counts[0]
+        t.pages[self.row, self.layers[i]] = pages[0]
+        t.counts[self.row, self.layers[i]] = counts[0]
         t.mark_dirty(self.row)
         if i < len(self.layers) - 1:
             return False

@@ -1,4 +1,4 @@
-"""Operations on tables of pages: punch holes, compact, renumber, by the priorities of a policy."""
+"""Operations on tables of pages: punch holes, compact, by the priorities of a policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from retain.kernels.eviction_order import eviction_key
 from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.view import CacheView, KeyTransform
+from retain.kv.eviction.view import CacheView
 from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
 
@@ -135,22 +135,3 @@ def compact(
     kv.pos[table] = kv.pos[table].masked_fill_(behind, -1)
     holes = kept[..., None] + torch.arange(policy.interval, device=device)
     return Compaction(head_budgets.cpu().numpy().astype(np.int32), stay, gather_slots(dst_pages, holes, S))
-
-
-def renumber(store: PageStore, pages: Ints, transform: KeyTransform) -> None:
-    """Give the tokens of each head the positions 0, 1, ... in their order, and shift their keys accordingly."""
-    kv = store.kv
-    p = kv.to_index(pages)
-    slot = (p[..., None] * kv.page_size + torch.arange(kv.page_size, device=kv.device)).flatten(2)  # [M, G, S]
-    pos = kv.pos.view(-1)[slot]
-    live = pos >= 0
-    new = pos.masked_fill(~live, 2**31 - 1).argsort(-1).argsort(-1).int()
-    if transform.rotate:
-        s = slot[live]
-        k, v = (x[:, None] for x in store.backend.read_slots(kv, s))  # [n, 1, D]
-        mass = kv.mass.transpose(1, 2)[s // kv.page_size, s % kv.page_size]  # [n, C]
-        layers, heads, _ = live.nonzero(as_tuple=True)  # of all layers: none has a window
-        k = transform.shift(k[:, 0], (new - pos)[live], layers, heads)[:, None]
-        store.backend.write(kv, s[None].int(), k, v, new[live])  # as one head of n tokens; this clears their mass
-        kv.mass.transpose(1, 2)[s // kv.page_size, s % kv.page_size] = mass
-    kv.pos.view(-1)[slot[live]] = new[live]

@@ -49,7 +49,6 @@ class CacheLimits:
     """Limits of a cache that a policy has to fit into."""
 
     max_model_len: int
-    has_rings: bool  # whether some layers slide
     step_room: int  # tokens of one request that fit into any step, whatever else runs
     pages_needed: Callable[[EvictionPolicy, int, int], int]  # of (policy, length, uncomputed tokens)
     load_gate: Callable[[str], GateWeights]  # of a file's name; "" is the model's own. Raises ValueError
@@ -161,7 +160,7 @@ class EvictionPolicy:
         return []
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights | None:
-        """Weigh the queries of fresh tokens at these places in the text; None if the policy needs no masses.
+        """Weigh the queries of fresh tokens at these positions; None if the policy needs no masses.
 
         `expected_tokens`: length of the answer.
         """

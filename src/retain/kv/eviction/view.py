@@ -14,21 +14,11 @@ from retain.types import Ints
 
 @dataclass(frozen=True)
 class KeyTransform:
-    """How cached keys differ from a model's keys: rotated(key) * factors - offset (see models/decoder.py)."""
+    """How cached keys differ from those without positions: rotated(key) * factors - offset (models/decoder.py)."""
 
     # (keys [n, D], by how many positions [n]) -> keys [n, D]; None for models without rotary positions
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None
-    offsets: Mapping[int, Tensor] = field(default_factory=dict)  # by layer, float32 [G, D]
     factors: Mapping[int, Tensor] = field(default_factory=dict)  # by layer, float32 [G, D]
-
-    def shift(self, keys: Tensor, positions: Tensor, layers: Tensor, heads: Tensor) -> Tensor:
-        """Rotate cached keys [n, D] of these layers [n] and kv heads [n] by these numbers of positions [n]."""
-        if self.rotate is None:
-            return keys
-        if not self.offsets:
-            return self.rotate(keys, positions)
-        offsets = torch.stack([offset for _, offset in sorted(self.offsets.items())]).to(keys.device)[layers, heads]
-        return self.rotate(keys + offsets, positions) - offsets
 
     def factors_of(self, layers: Ints, device: torch.device) -> Tensor | None:
         """Return the factors of these layers [M], float32 [M, G, 1, D]; None where all are 1."""

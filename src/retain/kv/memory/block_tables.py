@@ -59,7 +59,6 @@ class BlockTables:
         self.headroom: Ints = np.zeros((N, L), np.int32)  # slots owned beyond those of the tokens there are
         self.allocated_upto = [0] * N  # positions below this have their pages in every layer
         self.rings_shrunk = [False] * N
-        self.position_offset: Ints = np.zeros(N, np.int32)  # position = place in the text - offset
         self.free_rows = list(range(N - 1, -1, -1))
         self.demoted: DemotedBlockTables | None = None
         if demoted_store:
@@ -79,7 +78,6 @@ class BlockTables:
         self.ring_base[row] = self.counts[row] = self.peaks[row] = self.headroom[row] = 0
         self.allocated_upto[row] = 0
         self.rings_shrunk[row] = False
-        self.position_offset[row] = 0
         self.mark_dirty(row, dense=True)
         return row
 

@@ -80,11 +80,11 @@ class KVCache:
         wanted: Ints = np.maximum(-(-slots // t.page_size)[:, None], t.counts[row])
         return wanted
 
-    def slot_mapping(self, rows: Ints, places: Ints) -> Ints:
-        """The slots of fresh tokens of these rows at these places in their texts, both [T] -> int32 [L, G, T]."""
+    def slot_mapping(self, rows: Ints, positions: Ints) -> Ints:
+        """The slots of fresh tokens of these rows at these positions, both [T] -> int32 [L, G, T]."""
         t = self.tables
         S = self.tables.page_size
-        ring = ((places[:, None] - t.ring_base[rows]) % t.capacity[rows]).T  # [L, T]
+        ring = ((positions[:, None] - t.ring_base[rows]) % t.capacity[rows]).T  # [L, T]
         pages = t.pages[rows, np.arange(len(ring))[:, None], :, ring // S]  # [L, T, G]
         slots: Ints = (pages * np.int32(S) + (ring % S)[:, :, None].astype(np.int32)).transpose(0, 2, 1)  # [L, G, T]
         return slots

@@ -78,5 +78,12 @@ def divide_pages(
     return GroupPages(tuple(formats), tuple(demoted))
 
 
+def mean_slot_bytes(spec: KVCacheSpec, dtype: torch.dtype) -> float:
+    """Return the bytes of a slot with its position and one mass, the mean over all kv heads of all layers."""
+    heads = [len(g.layers) * g.num_kv_heads for g in spec.groups]
+    sizes = [_slot_bytes(g, dtype) + 8 for g in spec.groups]
+    return sum(n * size for n, size in zip(heads, sizes, strict=True)) / sum(heads)
+
+
 def _slot_bytes(group: KVCacheGroupSpec, dtype: torch.dtype) -> int:
     return key_bytes(group.k_dim, dtype) + value_bytes(group.v_dim, dtype)

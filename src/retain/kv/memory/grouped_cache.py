@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.cache import KVCache
 from retain.types import Ints
+
+T = TypeVar("T")
 
 
 class GroupedKVCache:
@@ -59,10 +62,19 @@ class GroupedKVCache:
         return np.concatenate([tables.page_list(rows) for tables in self.tables])
 
     def peak_slots_per_layer(self, row: int) -> list[int]:
-        """Most slots that one head of each layer with a cache ever owned, in the order of the model's layers."""
-        found = {
-            layer: slots
-            for tables in self.tables
-            for layer, slots in zip(tables.layers.tolist(), tables.peak_slots_per_layer(row), strict=True)
-        }
-        return [found[layer] for layer in sorted(found)]
+        """Most slots that one head of each layer ever owned."""
+        return self._in_order([tables.peak_slots_per_layer(row) for tables in self.tables])
+
+    def slots_per_layer(self, row: int) -> list[int]:
+        """Slots that the largest head of each layer owns now."""
+        return self._in_order([tables.slots_per_layer(row) for tables in self.tables])
+
+    def positions(self, row: int) -> list[list[list[int]]]:
+        """List the positions in the slots of every layer and head, ascending."""
+        return self._in_order([tables.positions(row) for tables in self.tables])
+
+    def _in_order(self, by_group: Sequence[Sequence[T]]) -> list[T]:
+        """Return what each group says of its layers, in the order of the model's layers that have a cache."""
+        layers = np.concatenate([tables.layers for tables in self.tables])
+        found = [x for own in by_group for x in own]
+        return [found[i] for i in np.argsort(layers)]

@@ -19,7 +19,7 @@ MAX_COPIED_TOKENS = 2048  # of a row at once, so that a long text does not delay
 
 
 class QuantizedCopies:
-    """The copies of rows, of each in one dtype. Slot i of a head's copy holds the token at place i of the text.
+    """The tables of the copies of all rows, by dtype.
 
     `ensure_free(n)` returns whether n pages are free that no row uses, without taking a copy back.
     """
@@ -28,7 +28,6 @@ class QuantizedCopies:
         self.tables = tables
         self.ensure_free = ensure_free
         self.by_dtype: dict[torch.dtype, DemotedBlockTables] = {}
-        self.num_tokens: Ints = np.zeros(len(tables.pages), np.int32)  # that are copied, of each row
 
     def open_tables(self, dtype: torch.dtype) -> DemotedBlockTables:
         """Return the tables of copies in this dtype. Raises ValueError where the cache cannot have them."""
@@ -39,15 +38,36 @@ class QuantizedCopies:
             self.by_dtype[dtype] = DemotedBlockTables(store, N, L, G, num_slots)
         return self.by_dtype[dtype]
 
-    def extend(self, row: int, dtype: torch.dtype, num_tokens: int) -> bool:
-        """Copy more of the full pages of a row's first `num_tokens` tokens. Returns whether all of them are copied now.
+    def open(self, row: int, dtype: torch.dtype) -> QuantizedCopy:
+        """Return a copy of a row that has none, without tokens yet."""
+        return QuantizedCopy(self, row, dtype)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all copies."""
+        return sum(int(copies.counts.sum()) for copies in self.by_dtype.values())
+
+
+class QuantizedCopy:
+    """The copy of one row. Slot i of a head's copy holds the token at position i of the text."""
+
+    def __init__(self, copies: QuantizedCopies, row: int, dtype: torch.dtype):
+        self.tables = copies.tables
+        self.copy_tables = copies.open_tables(dtype)
+        self.ensure_free = copies.ensure_free
+        self.row = row
+        self.num_tokens = 0  # that are copied
+
+    def extend(self, num_tokens: int) -> bool:
+        """Copy more of the full pages of the row's first `num_tokens` tokens. Returns whether all are copied now.
 
         Nothing is copied when the pool has too few pages for all of them, and not all at once when the text is long.
         """
         t = self.tables
-        copies = self.by_dtype[dtype]
-        S = self.tables.page_size
-        begin = int(self.num_tokens[row])
+        S = t.page_size
+        row = self.row
+        copies = self.copy_tables
+        begin = self.num_tokens
         all_tokens = num_tokens // S * S
         layers = t.full_layers(row)
         end = min(all_tokens, begin + max(MAX_COPIED_TOKENS // S, 1) * S)
@@ -62,27 +82,16 @@ class QuantizedCopies:
             src = (pages[:, None] * S + torch.arange(S, device=t.kv.device)).flatten()  # [G n S]
             dst = t.kv.to_index(copies.slots(row, int(layer), begin, end).ravel())
             t.store.backend.requantize(t.kv, src, copies.store.kv, dst, t.kv.pos[pages].flatten())
-        self.num_tokens[row] = end
+        self.num_tokens = end
         return end == all_tokens
 
-    def release(self, row: int) -> None:
-        """Free the pages of a row's copy."""
-        self.tables.pool.free(self.page_list(row))
-        self.num_tokens[row] = 0
-        for copies in self.by_dtype.values():
-            copies.clear(row)
-
-    def release_until_free(self, num_pages: int) -> None:
-        """Free the copies of rows, one after another, until so many pages are free."""
-        for row in np.flatnonzero(self.num_tokens):
-            if self.tables.pool.num_free < num_pages:
-                self.release(int(row))
-
-    def page_list(self, row: int) -> Ints:
-        """List the pages of a row's copy."""
-        return np.concatenate([np.zeros(0, np.int32), *(c.page_list(row) for c in self.by_dtype.values())])
-
     @property
-    def num_pages(self) -> int:
-        """Pages of all copies."""
-        return sum(int(copies.counts.sum()) for copies in self.by_dtype.values())
+    def page_list(self) -> Ints:
+        """The pages of the copy."""
+        return self.copy_tables.page_list(self.row)
+
+    def free(self) -> None:
+        """Free the pages of the copy."""
+        self.tables.pool.free(self.page_list)
+        self.num_tokens = 0
+        self.copy_tables.clear(self.row)

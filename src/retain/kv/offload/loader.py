@@ -127,6 +127,12 @@ class LayerLoader:
             self.offloader.cost_model.record_read(name, size, max(self.read_seconds, 1e-6))
         return True
 
+    def delete_loaded_spans(self) -> None:
+        """Delete the spans of which every block was loaded, where a store need not keep them."""
+        for store, span in self.loaded_spans:
+            if not store.write_through and not span.window_starts:
+                store.delete(span)
+
 
 def write_pages(transfer: PageTransfer, job: ReadJob, blocks: Bytes) -> None:
     """Upload blocks [n, block_bytes] into the pages of a job; the last bytes of a block may be padding."""

@@ -6,12 +6,12 @@ layers see, so the windows are part of the root hash, like the tenant's salt and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
@@ -24,14 +24,28 @@ from retain.kv.offload.selective.loader import SelectiveLoader
 from retain.kv.offload.span import ReadJob, SpanRange
 from retain.kv.prefix.attach import AttachPlan, attach_pages
 from retain.kv.prefix.config import PrefixConfig
+from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.history import PrefixHistory, SeenText
-from retain.kv.prefix.node import Node, PrefixMatch
+from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.prefix.windows import capture_sliding_windows
 from retain.types import Ints
 
-BeforeAttention = Callable[[int, Tensor], None]  # (layer, its queries [T, H, D])
+
+@dataclass(frozen=True)
+class FoundPrefix:
+    """What a row was given: `length` computed tokens, and a position where more texts could branch off (0: nowhere).
+
+    `load` is still reading them; `is_sparse` where it reads only the important ones. `text` is the row's in the
+    history.
+    """
+
+    length: int = 0
+    branch_point: int = 0
+    load: LayerLoader | None = None
+    is_sparse: bool = False
+    text: SeenText | None = None
 
 
 class PrefixCache:
@@ -49,8 +63,6 @@ class PrefixCache:
         self.tree = RadixTree(self.pool, self.layout.block_size)
         self.offloader: Offloader | None = None
         self.selective_loader: type[SelectiveLoader] = SelectiveLoader
-        self.loads: dict[int, LayerLoader] = {}  # by row, until the step after which everything is loaded
-        self.sparse_rows = set[int]()  # rows that hold only the important tokens of a prefix
         self.num_reused_tokens = 0
 
     def set_offloader(self, offloader: Offloader, selective_loader: type[SelectiveLoader] = SelectiveLoader) -> None:
@@ -116,19 +128,15 @@ class PrefixCache:
 
     # ---- attaching -----------------------------------------------------------------------------------------------
 
-    def attach(self, row: int, query: PrefixQuery, was_preempted: bool = False) -> tuple[int, int]:
-        """Begin an empty row with cached pages; blocks in tiers are being read when this returns (see `load_hook`).
+    def attach(self, row: int, query: PrefixQuery, was_preempted: bool = False) -> FoundPrefix:
+        """Begin an empty row with cached pages; blocks in tiers are being read when this returns.
 
-        A request that was preempted loads nothing selectively: that can take more pages than computing does.
-
-        Returns the number of computed tokens, and the position where more texts could branch off if the row stored its
-        windows there (0: nowhere).
+        A request that was preempted loads nothing selectively: that can take more pages than computing does. Where the
+        row stores its windows at the branch point, more texts can branch off.
         """
         S = self.layout.block_size
         evicts = query.policy.has_budget
-        if history := self.tree.history:
-            root = self.root_hash(query.salt, self.planner.windows(query.policy))
-            history.start(row, SeenText(root, query.salt, query.policy, np.asarray(query.tokens, np.int32)))
+        text = self._record_text(query)
         match = self.match_prefix(query)
         selective = self.offloader is not None and self.offloader.probe_config is not None
         plan = None if was_preempted and selective else self._plan_load(query, match)
@@ -139,13 +147,23 @@ class PrefixCache:
         branch_point = branch_point if branch_point > length else 0
         jobs = attach_pages(self.groups, self.layout, row, plan, evicts) if plan and length else None
         if plan is None or jobs is None:
-            return 0, branch_point
+            return FoundPrefix(branch_point=branch_point, text=text)
+        load: LayerLoader | None = None
         if self.offloader and (plan.span_ranges or plan.offloaded_windows):
-            load = self._start_selective_load if plan.selective else self._start_load
-            self.loads[row] = load(self.offloader, row, plan, jobs)
+            start_load = self._start_selective_load if plan.selective else self._start_load
+            load = start_load(self.offloader, row, plan, jobs)
             self.offloader.record_load(plan.span_ranges, plan.offloaded_windows)
         self.num_reused_tokens += length
-        return length, branch_point
+        return FoundPrefix(length, branch_point, load, load is not None and plan.selective, text)
+
+    def _record_text(self, query: PrefixQuery) -> SeenText | None:
+        """Remember a text that a row begins to compute, where there is a history."""
+        if not self.tree.history:
+            return None
+        root = self.root_hash(query.salt, self.planner.windows(query.policy))
+        text = SeenText(root, query.salt, query.policy, np.asarray(query.tokens, np.int32), is_running=True)
+        self.tree.history.add(text)
+        return text
 
     def _plan_load(self, query: PrefixQuery, match: PrefixMatch | None) -> AttachPlan | None:
         """Return a plan of whole pages that continues the match from tiers, where reading is faster than computing."""
@@ -194,7 +212,7 @@ class PrefixCache:
         self, offloader: Offloader, row: int, plan: AttachPlan, jobs: dict[int, list[ReadJob]]
     ) -> LayerLoader:
         """Start to load the important blocks only; afterwards the row's tables are shorter than its text."""
-        (t,) = self.groups  # see SelectiveConfig: layers are alike
+        (t,) = self.groups  # others are refused
         S = t.page_size
         first = plan.blocks.shape[-1]
         assert offloader.probe_config
@@ -202,7 +220,6 @@ class PrefixCache:
         end = first + sum(len(p.span.keys) for p in plan.span_ranges)
         t.ring_base[row, layers] = plan.length - end * S
         t.mark_dirty(row, dense=False)
-        self.sparse_rows.add(row)
 
         def trim(layer: int, n: int) -> None:
             t.remove_pages(row, layer, first + n, end)
@@ -218,43 +235,6 @@ class PrefixCache:
             time_limit=self._time_limit(offloader, plan),
         )
 
-    # ---- loads in progress ---------------------------------------------------------------------------------------
-
-    def load_hook(self, rows: Sequence[int], query_start_loc: Sequence[int]) -> BeforeAttention | None:
-        """Return a hook that waits for a layer's blocks before its attention; None where these rows load nothing.
-
-        Queries query_start_loc[b] : query_start_loc[b + 1] are those of rows[b].
-        """
-        ends = zip(rows, query_start_loc, query_start_loc[1:], strict=False)
-        loads = [(load, begin, end) for row, begin, end in ends if (load := self.loads.get(row))]
-
-        def before_attention(layer: int, q: Tensor) -> None:
-            for load, begin, end in loads:
-                load.wait_layer(layer, q[begin:end])
-            for tables in self.groups:
-                tables.device.rows.upload()  # selective loads shorten tables
-
-        return before_attention if loads else None
-
-    def finish_load(self, row: int, evicts: bool) -> bool:
-        """Return whether everything that the row began with is loaded, after the step; if not, it must start again."""
-        load = self.loads.pop(row, None)
-        if load and not load.finish():
-            return False
-        if load and not evicts and row not in self.sparse_rows:
-            for store, span in load.loaded_spans:
-                if not store.write_through and not span.window_starts:
-                    store.delete(span)  # the tree will have it
-        return True
-
-    def cancel_load(self, row: int) -> None:
-        """Stop writing into the row's pages."""
-        self.sparse_rows.discard(row)
-        if self.tree.history:
-            self.tree.history.finish(row)
-        if load := self.loads.pop(row, None):
-            load.cancel()
-
     def record_compute(self, num_tokens: int, seconds: float) -> None:
         """Tell the cost model how long a step took that waited for no load."""
         if self.offloader and num_tokens >= self.layout.block_size:
@@ -262,13 +242,18 @@ class PrefixCache:
 
     # ---- storing -------------------------------------------------------------------------------------------------
 
-    def store(self, row: int, entry: PrefixEntry, still_running: bool = False) -> None:
-        """Keep the pages of a text that a row has computed. A row that is still running shares only whole pages."""
+    def store(
+        self, row: int, entry: PrefixEntry, still_running: bool = False, seen_text: SeenText | None = None
+    ) -> None:
+        """Keep the pages of a text that a row has computed. A row that is still running shares only whole pages.
+
+        `seen_text` is the row's in the history.
+        """
         B = self.layout.block_size
         n = len(entry.tokens)
         end = n if self.config.keep == "all" else min(n, entry.prompt_len)
         end = end // B * B if still_running or not self.layout.has_partial_blocks else end
-        if not end or row in self.loads or row in self.sparse_rows:
+        if not end:
             return
         slides = any(len(t.ring_layers(row)) for t in self.groups)
         windows = capture_sliding_windows(self.groups, row, end, still_running) if slides else None
@@ -290,8 +275,8 @@ class PrefixCache:
         stored = self.tree.insert(root, entry.tokens[:end], pages, windows)
         if stored and self.tree.observer and np.array_equal(visible, self.planner.model_windows):
             self.tree.observer.on_stored(stored, entry.salt)
-        if self.tree.history:
-            self.tree.history.store(row, entry.tokens, end)
+        if self.tree.history and seen_text:
+            self.tree.history.store(seen_text, entry.tokens, end)
 
     # ---- statistics ----------------------------------------------------------------------------------------------
 
@@ -313,6 +298,16 @@ class PrefixCache:
         """Return the history of texts and evictions, which begins at the first call."""
         self.tree.history = self.tree.history or PrefixHistory()
         return self.tree.history
+
+    def set_observer(self, observer: PrefixObserver) -> None:
+        """Tell an observer from now on which pages requests may begin with."""
+        self.tree.observer = observer
+
+    def take_evictions(self) -> list[EvictionRecord]:
+        """Return what the tree evicted since the last call, or the latest of it."""
+        found = list(self.tree.evictions)
+        self.tree.evictions.clear()
+        return found
 
     def root_hash(self, salt: str, windows: Ints, model: bytes = b"") -> bytes:
         """Hash what every text of this tenant, these windows and this model (default: the tiers' own) begins with."""

@@ -63,9 +63,9 @@ class PrefixDiagnosis:
 
 
 def explain_prefix(
-    cache: PrefixCache | NullPrefixCache, query: PrefixQuery, num_cached_tokens: int, row: int
+    cache: PrefixCache | NullPrefixCache, query: PrefixQuery, num_cached_tokens: int, own: SeenText | None
 ) -> PrefixDiagnosis:
-    """Diagnose a prompt whose row has just begun with `num_cached_tokens` cached tokens."""
+    """Diagnose a prompt whose row has just begun with `num_cached_tokens` cached tokens; `own` is its own text."""
     begun = PrefixDiagnosis(np.asarray(query.tokens, np.int32), num_cached_tokens)
     if not isinstance(cache, PrefixCache):
         return replace(begun, reason=MissReason.OFF)
@@ -85,14 +85,13 @@ def explain_prefix(
     if usable - num_cached_tokens > slack:
         return replace(begun, reason=MissReason.SLIDING_WINDOW if slides else MissReason.NO_PAGES)
     least = max(usable, num_cached_tokens + slack if num_cached_tokens else 0)
-    found = _find_elsewhere(cache, history, query, begun, row)
+    found = _find_elsewhere(cache, history, query, begun, own)
     further = [d for d in found if min(d.known_length, query.max_length) > least]
     if further:  # the first of those that know as much, to a page
         longest = max(d.known_length for d in further)
         return next(d for d in further if d.known_length > longest - cache.layout.block_size)
     if usable >= query.max_length:
         return begun
-    own = history.text_of_row(row)
     if num_cached_tokens > common and (near := history.nearest_text(query.salt, begun.prompt, [own] if own else ())):
         text, common = near  # it is in a tier
         nearest = text.tokens
@@ -124,7 +123,7 @@ def explain_from_history(history: PrefixHistory, query: PrefixQuery, root_hash: 
 
 
 def _find_elsewhere(
-    cache: PrefixCache, history: PrefixHistory, query: PrefixQuery, begun: PrefixDiagnosis, row: int
+    cache: PrefixCache, history: PrefixHistory, query: PrefixQuery, begun: PrefixDiagnosis, own: SeenText | None
 ) -> Iterator[PrefixDiagnosis]:
     """Yield where more of the prompt is, or was, than in the tree under the query's own root hash."""
     S = cache.layout.block_size
@@ -143,7 +142,6 @@ def _find_elsewhere(
     if times:
         length = (first + len(times)) * S
         yield replace(begun, reason=MissReason.EVICTED, known_length=length, age=monotonic() - max(times))
-    own = history.text_of_row(row)
     if near := history.nearest_text(query.salt, prompt, besides=[own] if own else ()):
         text, known = near
         seen = _explain_seen(replace(begun, known_length=known), text, root_hash)

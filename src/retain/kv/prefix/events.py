@@ -25,12 +25,9 @@ class PrefixObserver(Protocol):
 
     def on_stored(self, pages: StoredPages, salt: str) -> None:
         """Handle pages that requests of this salt may begin with."""
-        ...
 
     def on_removed(self, block_hashes: Sequence[bytes]) -> None:
         """Handle pages that were evicted; some of them may never have been stored for observers."""
-        ...
 
     def on_cleared(self) -> None:
         """Handle the removal of all pages."""
-        ...

@@ -44,7 +44,6 @@ class PrefixHistory:
         self.texts: deque[SeenText] = deque()
         self.num_tokens = 0
         self.evictions: deque[tuple[float, frozenset[bytes]]] = deque(maxlen=MAX_EVICTIONS)  # time, block hashes
-        self._text_of_row: dict[int, SeenText] = {}
 
     # ---- recording -----------------------------------------------------------------------------------------------
 
@@ -54,25 +53,13 @@ class PrefixHistory:
         self.num_tokens += len(text.tokens)
         self._drop_oldest()
 
-    def start(self, row: int, text: SeenText) -> None:
-        """Remember a text that a row begins to compute."""
-        text.is_running = True
-        self._text_of_row[row] = text
-        self.add(text)
-
-    def store(self, row: int, tokens: Sequence[int], num_stored_tokens: int) -> None:
-        """Record that the first tokens of the row's text were stored; an answer may have made it longer."""
-        if text := self._text_of_row.get(row):
-            self.num_tokens -= len(text.tokens) if text in self.texts else 0
-            text.tokens = np.asarray(tokens, np.int32)
-            text.num_stored_tokens = num_stored_tokens
-            self.num_tokens += len(text.tokens) if text in self.texts else 0
-            self._drop_oldest()
-
-    def finish(self, row: int) -> None:
-        """Record that the row was closed."""
-        if text := self._text_of_row.pop(row, None):
-            text.is_running = False
+    def store(self, text: SeenText, tokens: Sequence[int], num_stored_tokens: int) -> None:
+        """Record that the first tokens of a text were stored; an answer may have made it longer."""
+        self.num_tokens -= len(text.tokens) if text in self.texts else 0
+        text.tokens = np.asarray(tokens, np.int32)
+        text.num_stored_tokens = num_stored_tokens
+        self.num_tokens += len(text.tokens) if text in self.texts else 0
+        self._drop_oldest()
 
     def evict(self, block_hashes: Sequence[bytes]) -> None:
         """Record that pages were evicted."""
@@ -92,10 +79,6 @@ class PrefixHistory:
     def of_salt(self, salt: str) -> list[SeenText]:
         """Return the texts of a salt, the oldest first."""
         return [t for t in self.texts if t.salt == salt]
-
-    def text_of_row(self, row: int) -> SeenText | None:
-        """Return the text of a row that is open."""
-        return self._text_of_row.get(row)
 
     def evicted_at(self, block_hash: bytes) -> float | None:
         """Return when the page with this hash was last evicted; None where that is not known."""

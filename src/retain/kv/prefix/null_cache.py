@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.prefix.cache import BeforeAttention
+from retain.kv.offload.manager import Offloader
+from retain.kv.prefix.cache import FoundPrefix
+from retain.kv.prefix.events import PrefixObserver
+from retain.kv.prefix.history import SeenText
+from retain.kv.prefix.node import EvictionRecord
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.types import Ints
 
@@ -22,15 +26,16 @@ class NullPrefixCache:
     def __init__(self, num_pages: int):
         self.pages: Ints = np.zeros(0, np.int32)
         self.cached_mask = np.zeros(num_pages, bool)
-        self.sparse_rows: frozenset[int] = frozenset()
 
     def num_shared_pages(self, query: PrefixQuery) -> int:  # noqa: D102
         return 0
 
-    def attach(self, row: int, query: PrefixQuery, was_preempted: bool = False) -> tuple[int, int]:  # noqa: D102
-        return 0, 0
+    def attach(self, row: int, query: PrefixQuery, was_preempted: bool = False) -> FoundPrefix:  # noqa: D102
+        return FoundPrefix()
 
-    def store(self, row: int, entry: PrefixEntry, still_running: bool = False) -> None:  # noqa: D102
+    def store(  # noqa: D102
+        self, row: int, entry: PrefixEntry, still_running: bool = False, seen_text: SeenText | None = None
+    ) -> None:
         return
 
     def pin(  # noqa: D102
@@ -44,17 +49,17 @@ class NullPrefixCache:
     def unpin_all(self) -> bool:  # noqa: D102
         return False
 
-    def load_hook(self, rows: Sequence[int], query_start_loc: Sequence[int]) -> BeforeAttention | None:  # noqa: D102
-        return None
-
-    def finish_load(self, row: int, evicts: bool) -> bool:  # noqa: D102
-        return True
-
-    def cancel_load(self, row: int) -> None:  # noqa: D102
-        return
-
     def record_compute(self, num_tokens: int, seconds: float) -> None:  # noqa: D102
         return
+
+    def set_offloader(self, offloader: Offloader) -> None:  # noqa: D102
+        raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
+
+    def set_observer(self, observer: PrefixObserver) -> None:  # noqa: D102
+        raise ValueError("prefix_cache=off keeps nothing: there are no events for --kv-events")
+
+    def take_evictions(self) -> list[EvictionRecord]:  # noqa: D102
+        return []
 
     def close_offloader(self) -> None:  # noqa: D102
         return

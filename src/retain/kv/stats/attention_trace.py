@@ -6,6 +6,7 @@ it was last read. Pages that are shared show the mass of all requests. Sliding l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import monotonic
 
 import numpy as np
@@ -21,7 +22,10 @@ RECORD_EVERY_TOKENS = 16
 
 
 class AttentionTrace:
-    """A text in a cache of L layers and G kv heads. `mass` float32 and `is_kept` bool are [L, G, T]."""
+    """A text in a cache of L layers and G kv heads. `mass` float32 and `is_kept` bool are [L, G, T].
+
+    A layer of fewer heads has each of them several times, so that means over heads stay.
+    """
 
     def __init__(self, num_layers: int, kv_heads: int):
         self.mass = np.zeros((num_layers, kv_heads, 0), np.float32)
@@ -29,35 +33,43 @@ class AttentionTrace:
         self.is_observed = np.ones(num_layers, bool)  # layers
         self._next_record_at = 0.0
 
-    def record_if_due(self, tables: BlockTables, row: int, num_computed_tokens: int, evicts_now: bool) -> None:
+    def record_if_due(
+        self, groups: Sequence[BlockTables], row: int, num_computed_tokens: int, evicts_now: bool
+    ) -> None:
         """Record the row before a step is committed, if it evicts now or the last record is old."""
         num_new = num_computed_tokens - self.is_kept.shape[-1]
         if evicts_now or monotonic() >= self._next_record_at or num_new >= RECORD_EVERY_TOKENS:
-            self.record(tables, row, num_computed_tokens)
+            self.record(groups, row, num_computed_tokens)
 
-    def record(self, tables: BlockTables, row: int, num_computed_tokens: int) -> None:
+    def record(self, groups: Sequence[BlockTables], row: int, num_computed_tokens: int) -> None:
         """Read mass and presence of every token of the row."""
         self._next_record_at = monotonic() + RECORD_EVERY_S
-        t = tables
         self._grow(num_computed_tokens)
-        self.is_observed = t.window[row] == NO_WINDOW
+        self.is_observed[:] = False
         self.is_kept[:] = False
-        self._record_pages(t.kv, t.pages[row], t.owned(row), t.window[row], num_computed_tokens)
-        if d := t.demoted:
-            self._record_pages(d.store.kv, d.pages[row], d.owned(row), t.window[row], num_computed_tokens)
+        for t in groups:
+            self.is_observed[t.layers] = t.window[row] == NO_WINDOW
+            self._record_pages(t, t.kv, t.pages[row], t.owned(row), t.window[row], num_computed_tokens)
+            if d := t.demoted:
+                self._record_pages(t, d.store.kv, d.pages[row], d.owned(row), t.window[row], num_computed_tokens)
 
     def _record_pages(
-        self, kv: KV, pages: Ints, owned: NDArray[np.bool_], windows: Ints, num_computed_tokens: int
+        self, t: BlockTables, kv: KV, pages: Ints, owned: NDArray[np.bool_], windows: Ints, num_computed_tokens: int
     ) -> None:
-        """Read the tokens of tables [L, G, n], where they are `owned`."""
+        """Read the tokens of a group's tables [L, G, n], where they are `owned`."""
         index = kv.to_index(pages[owned])
         pos = kv.pos[index].cpu().numpy()  # [pages, S]
         mass = kv.mass[index].sum(1).cpu().numpy()  # [pages, S]
         layer, head = (np.broadcast_to(x[:, None], pos.shape) for x in np.nonzero(owned)[:2])
         present = (pos >= 0) & (pos < num_computed_tokens)
-        self.mass[layer[present], head[present], pos[present]] = mass[present]
-        present &= num_computed_tokens - 1 - pos < windows[layer]
-        self.is_kept[layer[present], head[present], pos[present]] = True
+        visible = present & (num_computed_tokens - 1 - pos < windows[layer])
+        for copy in self._copies(t):
+            self.mass[t.layers[layer[present]], head[present] + copy, pos[present]] = mass[present]
+            self.is_kept[t.layers[layer[visible]], head[visible] + copy, pos[visible]] = True
+
+    def _copies(self, t: BlockTables) -> range:
+        """Return the distances from a head of a group to the places that it takes."""
+        return range(0, self.mass.shape[1], t.counts.shape[2])
 
     def record_layer(self, tables: BlockTables, layer: int, pages: Ints) -> None:
         """Read the mass of a prompt in scratch pages [G, n], before that layer evicts."""
@@ -66,7 +78,8 @@ class AttentionTrace:
         mass = kv.mass[kv.to_index(pages)].sum(2).flatten(1).cpu().numpy()
         head, place = np.nonzero(pos >= 0)
         self._grow(int(pos.max(initial=-1)) + 1)
-        self.mass[layer, head, pos[head, place]] = mass[head, place]
+        for copy in self._copies(tables):
+            self.mass[layer, head + copy, pos[head, place]] = mass[head, place]
 
     def scores(self, layer: int | None) -> tuple[Floats, Floats]:
         """Return for each token its mass and the share of heads that keep it, both [T]; of one layer, or the mean."""

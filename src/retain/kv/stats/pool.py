@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +32,20 @@ class PoolStats:
 
 
 def classify_pages(
-    tables: BlockTables, cached_mask: NDArray[np.bool_], extra_pages: Mapping[int, Ints], evicting: Container[int]
+    groups: Sequence[BlockTables],
+    cached_mask: NDArray[np.bool_],
+    extra_pages: Mapping[int, Ints],
+    evicting: Container[int],
 ) -> tuple[PageStates, Ints]:
     """Return the state of every page, int8 [P], and the row that holds it, int32 [P]; -1 for none or the prefix cache.
 
     `extra_pages`: those that each open row holds beside its tables. `evicting`: rows with a budget.
     """
-    t = tables
-    state = np.zeros(t.pool.num_pages, np.int8)
-    owner = np.full(t.pool.num_pages, -1, np.int32)
+    pool = groups[0].pool
+    state = np.zeros(pool.num_pages, np.int8)
+    owner = np.full(pool.num_pages, -1, np.int32)
     state[cached_mask] = PAGE_STATES.index("cached")
-    for row in t.open_rows:
+    for t, row in [(tables, row) for tables in groups for row in tables.open_rows]:
         owned = t.owned(row)  # [L, G, n]
         unwindowed = PAGE_STATES.index("budgeted" if row in evicting else "full")
         by_layer = np.where(t.window[row] < NO_WINDOW, PAGE_STATES.index("ring"), unwindowed)  # [L]
@@ -52,14 +55,14 @@ def classify_pages(
         for pages in [extra_pages[row], *([t.demoted.page_list(row)] if t.demoted else [])]:
             state[pages] = unwindowed
             owner[pages] = row
-    state[t.pool.ref_counts > 1] = PAGE_STATES.index("shared")
+    state[pool.ref_counts > 1] = PAGE_STATES.index("shared")
     return state, owner
 
 
 def collect_pool_stats(
     tables: BlockTables, state: PageStates, prefix_hit_tokens: dict[str, int], tier_stats: list[dict[str, Any]]
 ) -> PoolStats:
-    """Count slots and pages by the states that `classify_pages` found."""
+    """Count slots and pages by the states that `classify_pages` found; `tables` are the first group's."""
     kv = tables.kv
     used = (np.flatnonzero(state[1:]) + 1).astype(np.int32)
     holes = (kv.pos[kv.to_index(used)] < 0).sum(-1).cpu().numpy() if len(used) else np.zeros(0, np.int64)

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from retain.kernels.api import NO_WINDOW
-from retain.types import Ints
 
 
 @dataclass(frozen=True)
@@ -24,36 +21,43 @@ class RequestMemory:
     num_final_pages: int
 
 
+@dataclass(frozen=True)
+class LayerSizes:
+    """A layer that has a cache: its number in the model, how far it sees, its kv heads, and slots of a page."""
+
+    layer: int
+    window: int
+    num_kv_heads: int
+    page_size: int
+
+
 def request_memory_stats(
     *,
     policy: str,
     unwindowed: str,
-    windows: Ints,
+    layers: Sequence[LayerSizes],
     num_tokens: int,
     memory: RequestMemory,
     page_bytes: int,
-    page_size: int,
-    kv_heads: int,
 ) -> dict[str, Any]:
     """Return bytes and slots of a text, by groups of layers with the same window, beside full caches.
 
     `policy` and `unwindowed` are specs: of the request, and of its layers without a window.
     """
-    G = kv_heads
-    full = -(-num_tokens // page_size) * page_bytes * G  # of a layer
     groups = []
-    for window in sorted(set(windows.tolist()), reverse=True):
-        layers = np.flatnonzero(windows == window).tolist()
+    for window in sorted({sizes.window for sizes in layers}, reverse=True):
+        own = [(i, sizes) for i, sizes in enumerate(layers) if sizes.window == window]
         # Nothing is recorded of a request that ended before it had a row, such as one that shared another's prompt.
-        peaks = [memory.peak_slots[i] for i in layers] if memory.peak_slots else [0]
+        peaks = [memory.peak_slots[i] if memory.peak_slots else 0 for i, _ in own]
+        num_pages = sum(slots // s.page_size * s.num_kv_heads for slots, (_, s) in zip(peaks, own, strict=True))
         groups.append(
             {
-                "layers": layers,
+                "layers": [sizes.layer for _, sizes in own],
                 "policy": f"ring:window={window}" if window != NO_WINDOW else unwindowed,
                 "slots_peak": max(peaks),
-                "slots_end": max(memory.final_slots[i] for i in layers) if memory.final_slots else 0,
-                "bytes_peak": sum(peaks) // page_size * page_bytes * G,
-                "bytes_if_full": full * len(layers),
+                "slots_end": max(memory.final_slots[i] for i, _ in own) if memory.final_slots else 0,
+                "bytes_peak": num_pages * page_bytes,
+                "bytes_if_full": sum(-(-num_tokens // s.page_size) * s.num_kv_heads for _, s in own) * page_bytes,
             }
         )
     return {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from retain.server import client_fields
 from retain.server.request_model import StrictModel
@@ -20,10 +20,8 @@ READABLE_MEMBERS = (
 )
 
 
-class CacheControl(StrictModel):
+class CacheControl(StrictModel, other_fields=client_fields.MESSAGES_CACHE_CONTROL):
     """Breakpoint: the prompt up to this block stays in the prefix cache for some time."""
-
-    other_fields = client_fields.MESSAGES_CACHE_CONTROL
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -54,10 +52,8 @@ class CacheableBlock(StrictModel):
         return None
 
 
-class TextBlock(CacheableBlock):
+class TextBlock(CacheableBlock, other_fields=client_fields.MESSAGES_CITED_BLOCK):
     """Text."""
-
-    other_fields = client_fields.MESSAGES_CITED_BLOCK
 
     type: Literal["text"]
     text: str
@@ -78,10 +74,8 @@ TextContent = Annotated[
 ]
 
 
-class TextSource(StrictModel):
+class TextSource(StrictModel, other_fields=client_fields.MESSAGES_TEXT_SOURCE):
     """Text of a document."""
-
-    other_fields = client_fields.MESSAGES_TEXT_SOURCE
 
     type: Literal["text"]
     data: str
@@ -104,10 +98,8 @@ class ContentSource(StrictModel):
         return join_text(self.content)
 
 
-class DocumentBlock(CacheableBlock):
+class DocumentBlock(CacheableBlock, other_fields=client_fields.MESSAGES_CITED_BLOCK):
     """Document of plain text."""
-
-    other_fields = client_fields.MESSAGES_CITED_BLOCK
 
     type: Literal["document"]
     source: Annotated[TextSource | ContentSource, Field(discriminator="type")]
@@ -120,10 +112,8 @@ class DocumentBlock(CacheableBlock):
         return "\n".join(filter(None, (self.title, self.context, self.source.prompt_text)))
 
 
-class SearchResultBlock(CacheableBlock):
+class SearchResultBlock(CacheableBlock, other_fields=client_fields.MESSAGES_CITED_BLOCK):
     """Result of a search that the client ran."""
-
-    other_fields = client_fields.MESSAGES_CITED_BLOCK
 
     type: Literal["search_result"]
     source: str
@@ -151,10 +141,8 @@ class ToolReferenceBlock(CacheableBlock):
 ResultPart = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock, Field(discriminator="type")]
 
 
-class ToolUseBlock(CacheableBlock):
+class ToolUseBlock(CacheableBlock, other_fields=client_fields.MESSAGES_TOOL_USE):
     """Tool call of an assistant message."""
-
-    other_fields = client_fields.MESSAGES_TOOL_USE
 
     type: Literal["tool_use"]
     id: str
@@ -162,10 +150,8 @@ class ToolUseBlock(CacheableBlock):
     input: dict[str, Any]
 
 
-class ToolResultBlock(CacheableBlock):
+class ToolResultBlock(CacheableBlock, other_fields=client_fields.MESSAGES_TOOL_RESULT):
     """Result of a tool call, in a user message."""
-
-    other_fields = client_fields.MESSAGES_TOOL_RESULT
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -196,10 +182,8 @@ class RedactedThinkingBlock(CacheableBlock):
     data: str
 
 
-class CompactionBlock(CacheableBlock):
+class CompactionBlock(CacheableBlock, other_fields=client_fields.MESSAGES_COMPACTION):
     """Summary of an earlier part of the conversation."""
-
-    other_fields = client_fields.MESSAGES_COMPACTION
 
     type: Literal["compaction"]
     content: str | None = None
@@ -210,18 +194,14 @@ class CompactionBlock(CacheableBlock):
         return self.content
 
 
-class HostedCallBlock(CacheableBlock):
+class HostedCallBlock(CacheableBlock, extra="ignore"):
     """Call of a tool that another server ran, or a note of that server. Ignored."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback"]
 
 
-class HostedResultBlock(CacheableBlock):
+class HostedResultBlock(CacheableBlock, extra="ignore"):
     """Result of a tool that another server ran, as far as it is text."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal[
         "web_search_tool_result",

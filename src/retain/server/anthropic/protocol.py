@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from retain.files import quote
 from retain.server import client_fields
@@ -46,10 +46,8 @@ class AssistantMessage(StrictModel):
     ]
 
 
-class SystemMessage(StrictModel):
+class SystemMessage(StrictModel, other_fields=client_fields.MESSAGES_SYSTEM_MESSAGE):
     """System message inside a conversation, where the chat template has such messages."""
-
-    other_fields = client_fields.MESSAGES_SYSTEM_MESSAGE
 
     role: Literal["system"]
     content: TextContent = ""
@@ -61,27 +59,21 @@ class SystemMessage(StrictModel):
 Message = UserMessage | AssistantMessage | SystemMessage
 
 
-class ToolChoice(StrictModel):
+class ToolChoice(StrictModel, other_fields=client_fields.MESSAGES_TOOL_CHOICE):
     """Whether tools are called: as the model likes, one of any, or none."""
-
-    other_fields = client_fields.MESSAGES_TOOL_CHOICE
 
     type: Literal["auto", "any", "none"]
 
 
-class NamedToolChoice(StrictModel):
+class NamedToolChoice(StrictModel, other_fields=client_fields.MESSAGES_TOOL_CHOICE):
     """Forces a call of one tool."""
-
-    other_fields = client_fields.MESSAGES_TOOL_CHOICE
 
     type: Literal["tool"]
     name: str
 
 
-class Thinking(StrictModel):
+class Thinking(StrictModel, other_fields=client_fields.MESSAGES_THINKING):
     """Whether the model reasons before it answers, where its chat template offers the choice."""
-
-    other_fields = client_fields.MESSAGES_THINKING
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
@@ -93,26 +85,20 @@ class JsonOutputFormat(StrictModel):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(StrictModel):
+class OutputConfig(StrictModel, other_fields=client_fields.MESSAGES_OUTPUT):
     """Format of the answer."""
-
-    other_fields = client_fields.MESSAGES_OUTPUT
 
     format: JsonOutputFormat | None = None
 
 
-class MCPServer(StrictModel):
+class MCPServer(StrictModel, extra="ignore"):
     """Server whose tools Anthropic would call."""
-
-    model_config = ConfigDict(extra="ignore")
 
     name: str
 
 
-class ConversationFields(ExtensionFields):
+class ConversationFields(ExtensionFields, other_fields=client_fields.MESSAGES):
     """Fields that the prompt is made of, common to both addresses."""
-
-    other_fields = client_fields.MESSAGES
 
     model: str
     messages: Annotated[
@@ -165,10 +151,8 @@ class ConversationFields(ExtensionFields):
         return self.messages[-1].role == "assistant" and not self.last_turn_calls_tool
 
 
-class CountTokensRequest(ConversationFields):
+class CountTokensRequest(ConversationFields, other_fields=client_fields.COUNT_TOKENS):
     """POST /v1/messages/count_tokens."""
-
-    other_fields = client_fields.COUNT_TOKENS
 
 
 class MessagesRequest(ConversationFields, GenerationFields):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from retain.files import quote
 from retain.server import client_fields
@@ -23,10 +23,8 @@ HOSTED_TOOLS = re.compile(
 )
 
 
-class Tool(CacheableBlock):
+class Tool(CacheableBlock, other_fields=client_fields.MESSAGES_TOOL):
     """Function that the model may call."""
-
-    other_fields = client_fields.MESSAGES_TOOL
 
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -39,10 +37,8 @@ class Tool(CacheableBlock):
         return function if self.description is None else function | {"description": self.description}
 
 
-class TypedTool(CacheableBlock):
+class TypedTool(CacheableBlock, extra="ignore"):
     """Tool whose input follows from its type. Its options are for whoever runs it."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: str
     name: str | None = None

@@ -60,7 +60,7 @@ class Inspector:
         self._key_names[request] = key_name
         if len(self.live) < MAX_LIVE:
             spec = self.llm.spec
-            request.attention_trace = AttentionTrace(spec.num_layers, spec.kv_cache.only_group.num_kv_heads)
+            request.attention_trace = AttentionTrace(spec.num_layers, spec.kv_cache.num_traced_heads)
             self.live[request.id] = TrackedRequest(request, key_name, request.attention_trace)
 
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
@@ -95,11 +95,11 @@ class Inspector:
             for requests in (scheduler.running, scheduler.waiting)
         )
         if not is_operator:
-            own = np.isin(page_rows, [r.row for r in running if r.row is not None])
+            own = np.isin(page_rows, [r.row.index for r in running if r.row is not None])
             page_states = np.where(own, page_states, PAGE_STATES.index("free")).astype(np.int8)
             pages = np.bincount(page_states[1:], minlength=len(PAGE_STATES)).tolist()
             stats = PoolStats({}, 0, stats.page_bytes, dict(zip(PAGE_STATES, pages, strict=True)), {}, [])
-        request_id_of_row = {t.request.row: t.request.id for t in tracked if t.request.row is not None}
+        request_id_of_row = {t.request.row.index: t.request.id for t in tracked if t.request.row is not None}
         tokens = self.num_generated_tokens
         return {
             "time": time(),
@@ -117,8 +117,8 @@ class Inspector:
             "prefix_hits": stats.prefix_hit_tokens,
             "prefix_misses": self.prefix_misses.of_key(key_name),
             "layers": self.llm.spec.num_layers,
-            "heads": self.llm.spec.kv_cache.only_group.num_kv_heads,
-            "windows": [None if w > 2**30 else int(w) for w in cache.planner.windows(self.llm.policy)],
+            "heads": self.llm.spec.kv_cache.num_traced_heads,
+            "windows": [None if w > 2**30 else int(w) for w in cache.windows(self.llm.policy)],
         }
 
     def get_request_detail(self, request_id: int, key_name: str, layer: int | None) -> dict[str, Any] | None:
@@ -132,7 +132,7 @@ class Inspector:
         request = tracked.request
         trace = tracked.attention_trace
         if request.row is not None and request.num_computed_tokens:
-            trace.record(self.llm.cache.tables, request.row, request.num_computed_tokens)
+            request.row.record_attention(trace, request.num_computed_tokens)
         for token in request.tokens[len(tracked.token_texts) :]:
             tracked.token_texts.append(self.llm.tokenizer.token_bytes(token).decode(errors="replace"))
         mass, kept = trace.scores(layer)
@@ -168,7 +168,7 @@ class Inspector:
         if request.finish_reason:
             state = request.finish_reason.value
         elif request.row is not None:
-            num_pages = self.llm.cache.num_pages(request.row)
+            num_pages = request.row.num_pages
         return {
             "id": request.id,
             "started_at": tracked.started_at,

@@ -21,7 +21,6 @@ import msgspec
 import zmq
 
 from retain.kv.manager import KVCacheManager
-from retain.kv.prefix.cache import PrefixCache
 from retain.server.kv_events.config import KVEventsConfig
 from retain.server.kv_events.queue import KVEventQueue
 from retain.server.kv_events.wire import END_OF_REPLAY, encode_sequence_number
@@ -88,10 +87,7 @@ class KVEventPublisher:
 
     def follow(self, cache: KVCacheManager) -> None:
         """Publish what a cache holds from now on. Call it in the thread of its engine. Raises ValueError."""
-        prefix_cache = cache.prefix_cache
-        if not isinstance(prefix_cache, PrefixCache):
-            raise ValueError("prefix_cache=off keeps nothing: there are no events for --kv-events")
-        prefix_cache.tree.observer = self.queue
+        cache.observe_prefixes(self.queue)
 
     def close(self) -> None:
         """Stop publishing and free the addresses."""

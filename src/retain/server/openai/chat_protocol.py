@@ -27,38 +27,30 @@ class FunctionDefinition(StrictModel):
     strict: bool | None = None
 
 
-class ToolParam(StrictModel):
+class ToolParam(StrictModel, other_fields=client_fields.CHAT_TOOL):
     """Tool that the model may call."""
-
-    other_fields = client_fields.CHAT_TOOL
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class FunctionCall(StrictModel):
+class FunctionCall(StrictModel, other_fields=client_fields.CHAT_FUNCTION_CALL):
     """Name and JSON-encoded arguments of a function call."""
-
-    other_fields = client_fields.CHAT_FUNCTION_CALL
 
     name: str
     arguments: str
 
 
-class ToolCall(StrictModel):
+class ToolCall(StrictModel, other_fields=client_fields.CHAT_TOOL_CALL):
     """Tool call of an assistant message."""
-
-    other_fields = client_fields.CHAT_TOOL_CALL
 
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class TextContentPart(StrictModel):
+class TextContentPart(StrictModel, other_fields=client_fields.CHAT_TEXT_PART):
     """Text content part."""
-
-    other_fields = client_fields.CHAT_TEXT_PART
 
     type: Literal["text"]
     text: str
@@ -100,10 +92,8 @@ Content = Annotated[
 ]
 
 
-class InputMessageParam(StrictModel):
+class InputMessageParam(StrictModel, other_fields=client_fields.CHAT_INPUT_MESSAGE):
     """System, developer, user or tool message."""
-
-    other_fields = client_fields.CHAT_INPUT_MESSAGE
 
     role: Literal["system", "developer", "user", "tool"]
     content: Content
@@ -111,10 +101,8 @@ class InputMessageParam(StrictModel):
     tool_call_id: str | None = None
 
 
-class AssistantMessageParam(StrictModel):
+class AssistantMessageParam(StrictModel, other_fields=client_fields.CHAT_ASSISTANT_MESSAGE):
     """Assistant message."""
-
-    other_fields = client_fields.CHAT_ASSISTANT_MESSAGE
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -170,19 +158,15 @@ class JsonSchemaFormat(StrictModel):
 ResponseFormat = Annotated[TextOrJsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class Reasoning(StrictModel):
+class Reasoning(StrictModel, other_fields=client_fields.CHAT_REASONING):
     """How much the model is to reason, as OpenRouter's API has it."""
-
-    other_fields = client_fields.CHAT_REASONING
 
     effort: ReasoningEffort | None = None
     enabled: bool | None = None
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(SamplingFields, other_fields=client_fields.CHAT):
     """POST /v1/chat/completions."""
-
-    other_fields = client_fields.CHAT
 
     messages: Annotated[list[MessageParam], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: OutputLimit | None = Field(None, description="Like max_tokens, which it replaces")

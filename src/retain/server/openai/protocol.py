@@ -39,10 +39,8 @@ StopField = Annotated[
 STOP_DESCRIPTION = f"End the output before one of these texts: at most 16, of {MAX_STOP_LENGTH} characters together"
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(StrictModel, other_fields=client_fields.STREAM_OPTIONS):
     """Options of a streamed response."""
-
-    other_fields = client_fields.STREAM_OPTIONS
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(False, description="With include_usage: the usage until now in every chunk")
@@ -98,10 +96,9 @@ class GenerationFields(ExtensionFields):
     stream: bool | None = None
 
 
-class SamplingFields(GenerationFields):
+class SamplingFields(GenerationFields, other_fields=client_fields.SAMPLING):
     """Sampling fields common to both completion endpoints."""
 
-    other_fields = client_fields.SAMPLING
     model: str
     max_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         None, description="Cut to what the context leaves; -1: all of that"
@@ -182,10 +179,9 @@ class GenerationResponseFields(BaseModel):
     retain: list[Json] = Field(description="KV cache and speculation statistics per choice")
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(SamplingFields, other_fields=client_fields.COMPLETION):
     """POST /v1/completions."""
 
-    other_fields = client_fields.COMPLETION
     prompt_field = "prompt"
 
     prompt: (

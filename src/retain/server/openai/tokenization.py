@@ -18,20 +18,16 @@ from retain.server.openai.serving import OpenAIServing
 from retain.server.request_model import StrictModel
 
 
-class TokenizeCompletionRequest(StrictModel):
+class TokenizeCompletionRequest(StrictModel, other_fields=client_fields.TOKENIZE):
     """POST /tokenize with a prompt."""
-
-    other_fields = client_fields.TOKENIZE
 
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
 
 
-class TokenizeChatRequest(StrictModel):
+class TokenizeChatRequest(StrictModel, other_fields=client_fields.TOKENIZE_CHAT):
     """POST /tokenize with messages."""
-
-    other_fields = client_fields.TOKENIZE_CHAT
 
     model: str | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1)]

@@ -41,8 +41,8 @@ class Policy(AttentionScoredPolicy):
         check_choice("ask", self.ask, "none", "repeat")
         if self.prefill == "stream":
             raise ValueError("reread reads the whole prompt again: it does not go with prefill=stream")
-        if self.first and (self.heads, self.scope, self.positions) != ("kv-sum", "layer", "original"):
-            raise ValueError("first goes with heads=kv-sum, scope=layer and positions=original")
+        if self.first and (self.heads, self.scope) != ("kv-sum", "layer"):
+            raise ValueError("first goes with heads=kv-sum and scope=layer")
 
     @property
     def instruction(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from retain.plugins import needs_extra
 from retain.types import Bytes
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")
@@ -38,26 +39,21 @@ class Bucket(Protocol):
 
     def get(self, name: str, begin: int, end: int) -> Bytes:
         """Read bytes `begin` to `end` of an object; fewer where it ends earlier."""
-        ...
 
     def put(self, name: str, parts: Sequence[Any], overwrite: bool = False) -> bool:
         """Write an object of these buffers in one piece. False where it exists and must not be overwritten."""
-        ...
 
     def find(self, name: str) -> ObjectInfo | None:
         """Return what the store says of an object, None where it is missing."""
-        ...
 
     def list(self, folder: str, after: str = "") -> Iterator[ObjectInfo]:
         """Yield every object whose name begins with `folder` and a slash, or all objects for an empty one.
 
         They come by name, and only those after `after`.
         """
-        ...
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""
-        ...
 
 
 class ObjectStore:
@@ -72,18 +68,15 @@ class ObjectStore:
         scheme = url.partition("://")[0]
         if scheme not in SCHEMES or "://" not in url:
             raise ValueError(f"remote: url={url} should begin with {', '.join(f'{s}://' for s in SCHEMES)}")
-        try:
+        with needs_extra("the remote tier", "remote"):
             import obstore
             from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError
-        except ModuleNotFoundError:
-            raise ValueError("the remote tier needs obstore: pip install 'retain[remote]'") from None
+            from obstore.store import from_url
         self.url = url
         self._api = obstore
         self._exists = AlreadyExistsError
         self._denied = PermissionDeniedError
         self._error = BaseError
-        from obstore.store import from_url
-
         try:
             self._store: Any = from_url(url, **self._client_options(scheme, endpoint, region, timeout))
         except BaseError as error:

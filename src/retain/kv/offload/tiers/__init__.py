@@ -19,7 +19,6 @@ class Tier(Protocol):
 
     def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> Store:
         """Open the store for spans of a format. Raises ValueError if it must not be used, OSError if it cannot be."""
-        ...
 
 
 def names() -> list[str]:

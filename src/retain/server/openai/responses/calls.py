@@ -17,10 +17,8 @@ from retain.server.openai.responses.unions import tag_by_type
 from retain.server.request_model import StrictModel
 
 
-class Item(StrictModel):
+class Item(StrictModel, other_fields=client_fields.RESPONSES_ITEM):
     """Base of items. Clients send back what they were given, so ids have any length."""
-
-    other_fields = client_fields.RESPONSES_ITEM
 
     id: str | None = None
     status: str | None = None
@@ -98,10 +96,9 @@ class ShellAction(StrictModel):
     max_output_length: int | None = None
 
 
-class ShellCallItem(Item):
+class ShellCallItem(Item, other_fields=client_fields.RESPONSES_SHELL_CALL):
     """Call of the client's shell with several commands."""
 
-    other_fields = client_fields.RESPONSES_SHELL_CALL
     function_name: ClassVar[str] = "shell"
 
     type: Literal["shell_call"]
@@ -158,10 +155,8 @@ CallItem = (
 )
 
 
-class CallOutputItem(Item):
+class CallOutputItem(Item, other_fields=client_fields.RESPONSES_OUTPUT_ITEM):
     """Result of a function call or of a call of a custom tool."""
-
-    other_fields = client_fields.RESPONSES_OUTPUT_ITEM
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
@@ -199,10 +194,8 @@ class TimeoutOutcome(StrictModel):
     type: Literal["timeout"]
 
 
-class CommandOutput(StrictModel):
+class CommandOutput(StrictModel, other_fields=client_fields.RESPONSES_COMMAND_OUTPUT):
     """What a command wrote, and how it ended."""
-
-    other_fields = client_fields.RESPONSES_COMMAND_OUTPUT
 
     stdout: str
     stderr: str
@@ -214,10 +207,8 @@ class CommandOutput(StrictModel):
     ]
 
 
-class ShellCallOutputItem(Item):
+class ShellCallOutputItem(Item, other_fields=client_fields.RESPONSES_OUTPUT_ITEM):
     """Results of the commands of a shell call."""
-
-    other_fields = client_fields.RESPONSES_OUTPUT_ITEM
 
     type: Literal["shell_call_output"]
     call_id: str
@@ -229,10 +220,8 @@ class ShellCallOutputItem(Item):
         return json.dumps([one.model_dump() for one in self.output], ensure_ascii=False)
 
 
-class ApplyPatchCallOutputItem(Item):
+class ApplyPatchCallOutputItem(Item, other_fields=client_fields.RESPONSES_OUTPUT_ITEM):
     """Result of a change of a file."""
-
-    other_fields = client_fields.RESPONSES_OUTPUT_ITEM
 
     type: Literal["apply_patch_call_output"]
     call_id: str

@@ -11,19 +11,15 @@ from retain.server.openai.responses.unions import tag_by_type, tag_text_or_list
 from retain.server.request_model import StrictModel
 
 
-class InputText(StrictModel):
+class InputText(StrictModel, other_fields=client_fields.RESPONSES_INPUT_TEXT):
     """Text of a user, a system message or a tool's output."""
-
-    other_fields = client_fields.RESPONSES_INPUT_TEXT
 
     type: Literal["input_text", "text"]
     text: str
 
 
-class OutputText(StrictModel):
+class OutputText(StrictModel, other_fields=client_fields.RESPONSES_OUTPUT_TEXT):
     """Text of the model."""
-
-    other_fields = client_fields.RESPONSES_OUTPUT_TEXT
 
     type: Literal["output_text"]
     text: str

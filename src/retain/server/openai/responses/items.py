@@ -88,10 +88,8 @@ class ReasoningText(StrictModel):
     text: str
 
 
-class ReasoningItem(Item):
+class ReasoningItem(Item, other_fields=client_fields.RESPONSES_REASONING):
     """Reasoning before an answer, passed on to the chat template."""
-
-    other_fields = client_fields.RESPONSES_REASONING
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
@@ -107,10 +105,8 @@ class ReasoningItem(Item):
         return decode_reasoning(self.encrypted_content or "")
 
 
-class ToolsItem(Item):
+class ToolsItem(Item, other_fields=client_fields.RESPONSES_TOOLS_ITEM):
     """Tools that a conversation adds to those of its request."""
-
-    other_fields = client_fields.RESPONSES_TOOLS_ITEM
 
     type: Literal["additional_tools", "tool_search_output"]
     call_id: str | None = Field(None, description="The search that found them")

@@ -62,42 +62,32 @@ OutputFormat = Annotated[
 ]
 
 
-class TextOptions(StrictModel):
+class TextOptions(StrictModel, other_fields=client_fields.RESPONSES_TEXT):
     """Options of the answer's text."""
-
-    other_fields = client_fields.RESPONSES_TEXT
 
     format: OutputFormat | None = None
 
 
-class ResponsesStreamOptions(StrictModel):
+class ResponsesStreamOptions(StrictModel, other_fields=client_fields.RESPONSES_STREAM_OPTIONS):
     """Options of a streamed response."""
 
-    other_fields = client_fields.RESPONSES_STREAM_OPTIONS
 
-
-class ReasoningOptions(StrictModel):
+class ReasoningOptions(StrictModel, other_fields=client_fields.RESPONSES_REASONING_OPTIONS):
     """How the model reasons."""
-
-    other_fields = client_fields.RESPONSES_REASONING_OPTIONS
 
     effort: ReasoningEffort | None = Field(
         None, description="none: without reasoning, where the chat template has a variable for that; others: with it"
     )
 
 
-class PromptCacheOptions(StrictModel):
+class PromptCacheOptions(StrictModel, other_fields=client_fields.RESPONSES_PROMPT_CACHE):
     """Options of the prefix cache."""
-
-    other_fields = client_fields.RESPONSES_PROMPT_CACHE
 
     prewarm: bool | None = None
 
 
-class ResponsesRequest(GenerationFields):
+class ResponsesRequest(GenerationFields, other_fields=client_fields.RESPONSES):
     """POST /v1/responses."""
-
-    other_fields = client_fields.RESPONSES
 
     model: str
     input: Annotated[

@@ -27,10 +27,8 @@ HOSTED_TOOLS = (
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class FunctionTool(StrictModel):
+class FunctionTool(StrictModel, other_fields=client_fields.RESPONSES_TOOL):
     """Function that the model may call."""
-
-    other_fields = client_fields.RESPONSES_TOOL
 
     type: Literal["function"]
     name: FunctionName
@@ -61,10 +59,8 @@ InputFormat = Annotated[
 ]
 
 
-class CustomTool(StrictModel):
+class CustomTool(StrictModel, other_fields=client_fields.RESPONSES_TOOL):
     """Tool whose input is a text. The model sees a function with one string, `input`."""
-
-    other_fields = client_fields.RESPONSES_TOOL
 
     type: Literal["custom"]
     name: FunctionName
@@ -101,27 +97,21 @@ class LocalShellTool(StrictModel):
     type: Literal["local_shell"]
 
 
-class LocalEnvironment(StrictModel):
+class LocalEnvironment(StrictModel, other_fields=client_fields.RESPONSES_ENVIRONMENT):
     """The client's machine."""
-
-    other_fields = client_fields.RESPONSES_ENVIRONMENT
 
     type: Literal["local"]
 
 
-class ShellTool(StrictModel):
+class ShellTool(StrictModel, other_fields=client_fields.RESPONSES_TOOL):
     """Shell of the client, for several commands a call."""
-
-    other_fields = client_fields.RESPONSES_TOOL
 
     type: Literal["shell"]
     environment: LocalEnvironment | None = None
 
 
-class ApplyPatchTool(StrictModel):
+class ApplyPatchTool(StrictModel, other_fields=client_fields.RESPONSES_TOOL):
     """Changes of files by the client."""
-
-    other_fields = client_fields.RESPONSES_TOOL
 
     type: Literal["apply_patch"]
 

@@ -1,4 +1,6 @@
-"""`retain bench serve`: load on an OpenAI-compatible server, and the latencies of its users.
+"""Load on an OpenAI-compatible server, and the latencies of its users.
+
+python -m tools.load --url http://127.0.0.1:8000/v1 --model smollm2 --request-rate 4 --num-prompts 100
 
 Requests of /v1/completions arrive at their times (`--request-rate`, Poisson, or `--trace`, as recorded), whether the
 server keeps up or not; or `--max-concurrency` of them are kept running, to find its throughput. Latencies count from
@@ -11,16 +13,22 @@ to 104 ms with httpx, and a token took 0.05 and 0.16 ms of the processor that th
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import os
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from retain.bench.config import ServeBenchConfig
+import aiohttp
+
+from retain.cli.args import add_arguments, from_args
+from retain.options import NonNegativeFloat, PositiveFloat, PositiveInt, Seed, check_bounds
 
 TOKENS_PER_TRACE_BLOCK = 512  # tokens that a hash of a trace stands for (Mooncake, FAST'25)
 COMMON_WORDS = (  # most tokenizers have one token for each of these
@@ -30,6 +38,46 @@ COMMON_WORDS = (  # most tokenizers have one token for each of these
     "father power hour game line end member law car city community name president team minute idea body information"
 )
 WORDS = COMMON_WORDS.split()
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """Options of the load. Raises ValueError for a number out of range."""
+
+    model: str = field(metadata={"help": "the served model's name"})
+    url: str = field(
+        default="http://127.0.0.1:8000/v1", metadata={"help": "base URL of the server (key: $OPENAI_API_KEY)"}
+    )
+    num_prompts: PositiveInt = field(default=100, metadata={"help": "requests"})
+    request_rate: PositiveFloat | None = field(
+        default=None, metadata={"help": "requests per second, Poisson (default: all at once)"}
+    )
+    max_concurrency: PositiveInt | None = field(
+        default=None, metadata={"help": "concurrent requests at most: measures throughput, not waiting times"}
+    )
+    input_len: PositiveInt = field(default=128, metadata={"help": "words of a prompt"})
+    output_len: PositiveInt = field(default=64, metadata={"help": "output tokens of a request"})
+    seed: Seed = field(default=0, metadata={"help": "seed of prompts and arrival times"})
+    trace: Path | None = field(
+        default=None,
+        metadata={"help": "JSON lines of timestamp (ms), lengths and hash_ids, as Mooncake publishes them"},
+    )
+    trace_speedup: PositiveFloat = field(default=1.0, metadata={"help": "replay the trace this many times faster"})
+    trace_length_divisor: PositiveFloat = field(
+        default=1.0, metadata={"help": "divide the lengths of the trace by this"}
+    )
+    ttft_slo: NonNegativeFloat = field(
+        default=1000.0, metadata={"help": "goodput: time to first token at most, in milliseconds"}
+    )
+    tpot_slo: NonNegativeFloat = field(
+        default=100.0, metadata={"help": "goodput: time per output token at most, in milliseconds"}
+    )
+    output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
+
+    def __post_init__(self) -> None:
+        if self.trace and self.request_rate:
+            raise ValueError("--trace has arrival times of its own: it cannot be combined with --request-rate")
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -59,7 +107,7 @@ class RequestTiming:
         return (self.latency - self.ttft) / max(self.completion_tokens - 1, 1)
 
 
-def make_requests(config: ServeBenchConfig) -> list[TimedRequest]:
+def make_requests(config: LoadConfig) -> list[TimedRequest]:
     """Return the requests to send. Raises ValueError or OSError for a trace that cannot be read."""
     if config.trace:
         return load_trace(config.trace, config.num_prompts, config.trace_speedup, config.trace_length_divisor)
@@ -109,23 +157,12 @@ def _read_trace(file: Path, num_records: int) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"{file}, line {i + 1}: not a record of such a trace") from None
 
 
-def run(config: ServeBenchConfig, requests: Sequence[TimedRequest], api_key: str | None = None) -> dict[str, Any]:
+def run(config: LoadConfig, requests: Sequence[TimedRequest], api_key: str | None = None) -> dict[str, Any]:
     """Send the requests and return the line. Raises ValueError where no request is answered."""
-    return asyncio.run(_run(import_aiohttp(), config, requests, api_key))
+    return asyncio.run(_run(config, requests, api_key))
 
 
-def import_aiohttp() -> Any:
-    """Return aiohttp. Raises ValueError where it is missing."""
-    try:
-        import aiohttp
-    except ImportError:
-        raise ValueError("load on servers needs aiohttp: pip install 'retain[bench]'") from None
-    return aiohttp
-
-
-async def _run(
-    aiohttp: Any, config: ServeBenchConfig, requests: Sequence[TimedRequest], api_key: str | None
-) -> dict[str, Any]:
+async def _run(config: LoadConfig, requests: Sequence[TimedRequest], api_key: str | None) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     slots = asyncio.Semaphore(config.max_concurrency or len(requests))
     async with aiohttp.ClientSession(
@@ -150,7 +187,9 @@ async def _run(
     return summarize(config, timings, duration_s)
 
 
-async def send_request(session: Any, url: str, model: str, request: TimedRequest, start_time: float) -> RequestTiming:
+async def send_request(
+    session: aiohttp.ClientSession, url: str, model: str, request: TimedRequest, start_time: float
+) -> RequestTiming:
     """Send a request to the server of a base URL, and read its stream. Times count from `start_time`."""
     timing = RequestTiming()
     rest = b""
@@ -196,7 +235,7 @@ async def send_request(session: Any, url: str, model: str, request: TimedRequest
     return timing
 
 
-def summarize(config: ServeBenchConfig, timings: Sequence[RequestTiming], duration_s: float) -> dict[str, Any]:
+def summarize(config: LoadConfig, timings: Sequence[RequestTiming], duration_s: float) -> dict[str, Any]:
     """Return the line: percentiles in milliseconds, throughputs per second.
 
     `request_goodput` counts the requests within both objectives (`--ttft-slo`, `--tpot-slo`); `slo_attainment` is
@@ -227,3 +266,25 @@ def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
     ordered = sorted(seconds) or [0.0]
     at = {p: ordered[min(len(ordered) * p // 100, len(ordered) - 1)] for p in (50, 90, 99)}
     return {f"{name}_p{p}_ms": round(1e3 * x, 2) for p, x in at.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Send the requests and print the line. Returns 2 after an error."""
+    parser = argparse.ArgumentParser(description="load on an OpenAI-compatible server")
+    add_arguments(parser, LoadConfig)
+    try:
+        config = from_args(LoadConfig, parser.parse_args(argv))
+        line = run(config, make_requests(config), os.environ.get("OPENAI_API_KEY"))
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    text = json.dumps(line)
+    print(text)
+    if config.output_dir:
+        config.output_dir.mkdir(parents=True, exist_ok=True)
+        (config.output_dir / "load.json").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

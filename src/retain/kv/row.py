@@ -1,0 +1,257 @@
+"""Rows: what the cache has of one running request, from `KVCacheManager.open` to `Row.close`.
+
+A row reserves pages before a step, and commits the step afterwards: it evicts, and shrinks rings. It may begin with a
+cached prefix or as a fork of another row, and leaves its prefix to others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import torch
+
+from retain.kv.capacity import CapacityPlanner
+from retain.kv.eviction import policies
+from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.evictor import BudgetEvictor
+from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.eviction.view import KeyTransform
+from retain.kv.memory.block_tables import UNBOUNDED
+from retain.kv.memory.grouped_cache import GroupedKVCache
+from retain.kv.memory.quantized_copies import QuantizedCopies, QuantizedCopy
+from retain.kv.memory.ring_snapshot import RingSnapshot
+from retain.kv.offload.loader import LayerLoader
+from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.diagnosis import PrefixDiagnosis, explain_prefix
+from retain.kv.prefix.history import SeenText
+from retain.kv.prefix.null_cache import NullPrefixCache
+from retain.kv.prefix.query import PrefixEntry, PrefixQuery
+from retain.kv.stats.attention_trace import AttentionTrace
+from retain.types import Ints
+
+
+@dataclass
+class CacheParts:
+    """What the rows of a cache share. `rows` are those that are open, by index."""
+
+    planner: CapacityPlanner
+    slots: GroupedKVCache
+    prefix_cache: PrefixCache | NullPrefixCache
+    copies: QuantizedCopies
+    key_transform: KeyTransform
+    rows: dict[int, Row] = field(default_factory=dict)
+    num_evicted_slots: Counter[str] = field(default_factory=Counter)  # of closed rows, by policy
+
+
+@dataclass(frozen=True)
+class AttachedPrefix:
+    """What a row begins with: computed tokens, and a position where more texts could branch off (0: nowhere).
+
+    A row that stores its prefix when it reaches `branch_point` lets others begin there. `diagnosis` says why there are
+    no more tokens, where it was asked for.
+    """
+
+    num_tokens: int
+    branch_point: int
+    diagnosis: PrefixDiagnosis | None = None
+
+
+class Row:
+    """The pages, the eviction, the copies and the load of one request. `index` is its number in block tables."""
+
+    def __init__(self, parts: CacheParts, policy: EvictionPolicy, num_uncomputed_tokens: int):
+        """Open a row for a request with so many uncomputed tokens and this resolved policy. It owns no pages yet."""
+        windows = [group.windows(policy) for group in parts.planner.groups]
+        self.parts = parts
+        self.policy = policy
+        self.groups = parts.slots.tables
+        self.tables = self.groups[0]
+        self.index = parts.slots.open_row(windows, policy.fresh_tokens(num_uncomputed_tokens))
+        self.evictors: list[BudgetEvictor] = []  # of each KV cache group that evicts; they do at the same tokens
+        if policy.has_budget:
+            budget = cast(BudgetPolicy, policy)
+            evicting = [t for t in self.groups if len(t.full_layers(self.index))]
+            self.evictors = [BudgetEvictor(budget, t, self.index, parts.key_transform) for t in evicting]
+        self.snapshots: list[RingSnapshot] = []  # of the rings of each group, during a scoring pass
+        self.copy: QuantizedCopy | None = None  # that a drafter attends to
+        self.load: LayerLoader | None = None  # until the step after which the prefix is loaded
+        self.is_sparse = False  # whether the row holds only the important tokens of its prefix
+        self.text: SeenText | None = None  # in the history of the prefix cache
+        parts.rows[self.index] = self
+
+    # ---- before a step -------------------------------------------------------------------------------------------
+
+    def attach_prefix(self, query: PrefixQuery, was_preempted: bool = False, explain: bool = False) -> AttachedPrefix:
+        """Begin with cached pages; those in tiers are being read when this returns, see PrefixCache.attach.
+
+        `explain`: find out why there are no more of them.
+        """
+        prefix_cache = self.parts.prefix_cache
+        if explain:
+            prefix_cache.keep_history()
+        found = prefix_cache.attach(self.index, query, was_preempted)
+        self.load = found.load
+        self.is_sparse = found.is_sparse
+        self.text = found.text
+        why = explain_prefix(prefix_cache, query, found.length, self.text) if explain else None
+        return AttachedPrefix(found.length, found.branch_point, why)
+
+    def fork(self, policy: EvictionPolicy, num_computed_tokens: int) -> Row | None:
+        """Open a row that continues the text of this one under its own policy.
+
+        Full pages that neither row will write are shared, the others copied. None where there is no row or no page, or
+        where this row holds only the important tokens of its prefix.
+        """
+        if not self.tables.free_rows or self.is_sparse:
+            return None
+        new = Row(self.parts, policy, num_computed_tokens)
+        can_share = not self.evictors and not new.evictors
+        if not self.parts.slots.fork_row(self.index, new.index, num_computed_tokens, can_share):
+            new.close()
+            return None
+        return new
+
+    def reserve(self, end_position: int, scoring: bool = False) -> bool:
+        """Own the pages of all positions below `end_position`. False when the pool has too few.
+
+        `scoring`: the step computes a scoring pass, which `rollback` undoes.
+        """
+        if scoring and not self.snapshots:
+            if not self.tables.pool.ensure_free(sum(RingSnapshot.num_pages(t, self.index) for t in self.groups)):
+                return False
+            self.snapshots = [RingSnapshot(t, self.index) for t in self.groups]
+        planners = {id(t): planner for t, planner in zip(self.groups, self.parts.planner.groups, strict=True)}
+        return (
+            all(evictor.begin_reserve() for evictor in self.evictors)
+            and self.parts.slots.reserve(self.index, end_position)
+            and all(e.finish_reserve(end_position, planners[id(e.tables)].pages_after_demotion) for e in self.evictors)
+        )
+
+    def tokens_until_eviction(self, num_computed_tokens: int) -> int:
+        """Return how many tokens can be computed before the row evicts; a step must not pass that point."""
+        return self.evictors[0].next_eviction - num_computed_tokens if self.evictors else UNBOUNDED
+
+    @property
+    def needs_single_step(self) -> bool:
+        """Whether all tokens up to the next eviction must be computed in one step."""
+        return any(evictor.layerwise is not None for evictor in self.evictors)
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens that one step may compute: a ring that was shrunk has room for one block."""
+        is_shrunk = self.tables.rings_shrunk[self.index]
+        return self.tables.block_size if is_shrunk else self.parts.slots.max_batched_tokens
+
+    def shrink_budget(self, num_computed_tokens: int) -> bool:
+        """Halve the row's budget where its policy allows it. Returns whether pages were freed."""
+        have_freed = [evictor.shrink(num_computed_tokens) for evictor in self.evictors]
+        return any(have_freed)
+
+    # ---- after a step --------------------------------------------------------------------------------------------
+
+    def finish_load(self) -> bool:
+        """Return whether everything that the row began with is loaded, after the step; if not, it must start again."""
+        load = self.load
+        self.load = None
+        if load is None:
+            return True
+        if not load.finish():
+            return False
+        if not self.evictors and not self.is_sparse:
+            load.delete_loaded_spans()  # the tree will have them
+        return True
+
+    def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
+        """Keep the pages of the row's text for others, unless it evicts, or holds or waits for a part of them."""
+        if not self.evictors and not self.load and not self.is_sparse:
+            self.parts.prefix_cache.store(self.index, entry, still_running, self.text)
+
+    def rollback(self, num_computed_tokens: int) -> None:
+        """Drop a chunk of a scoring pass: slots from that position on are holes, and rings are as they were."""
+        for snapshot in self.snapshots:
+            snapshot.restore(num_computed_tokens)
+
+    def evicts_at(self, num_computed_tokens: int) -> bool:
+        """Return whether `commit` will evict."""
+        return any(num_computed_tokens >= evictor.next_eviction for evictor in self.evictors)
+
+    def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
+        """Evict what is over the budget, after a step; without uncomputed tokens shrink rings to their windows."""
+        for snapshot in self.snapshots:
+            snapshot.free()
+        self.snapshots = []
+        if self.evicts_at(num_computed_tokens):
+            for evictor in self.evictors:
+                evictor.evict(num_computed_tokens)
+        if not num_uncomputed_tokens:
+            self.parts.slots.shrink_rings(self.index, num_computed_tokens)
+
+    def close(self) -> list[int]:
+        """Free every page of the row, and the row. Returns for each layer the most slots that one head owned, [L]."""
+        if self.text:
+            self.text.is_running = False
+        if self.load:
+            self.load.cancel()  # it writes into the row's pages
+        peaks = self.parts.slots.peak_slots_per_layer(self.index)
+        self.drop_copy()
+        self.tables.pool.free(self.extra_pages)
+        for evictor in self.evictors:
+            self.parts.num_evicted_slots[policies.name_of(evictor.policy)] += evictor.num_evicted
+        self.parts.slots.close_row(self.index)
+        del self.parts.rows[self.index]
+        return peaks
+
+    # ---- copies for drafts ---------------------------------------------------------------------------------------
+
+    def extend_copy(self, dtype: torch.dtype, num_tokens: int) -> bool:
+        """Copy more of the first `num_tokens` tokens in slots of fewer bits. Returns whether all are copied now.
+
+        See QuantizedCopy.extend.
+        """
+        self.copy = self.copy or self.parts.copies.open(self.index, dtype)
+        return self.copy.extend(num_tokens)
+
+    def drop_copy(self) -> None:
+        """Free the pages of the copy."""
+        if self.copy:
+            self.copy.free()
+            self.copy = None
+
+    def clear_masses(self) -> None:
+        """Forget the attention that the slots of the row received."""
+        for t in self.groups:
+            t.kv.mass[t.kv.to_index(t.pages[self.index][t.owned(self.index)])] = 0
+
+    # ---- statistics ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the row owns now, of all layers and heads, without the copy for drafts."""
+        return len(self.parts.slots.page_list([self.index])) + len(self.extra_pages)
+
+    @property
+    def extra_pages(self) -> Ints:
+        """Pages that the row holds beside its tables: scratch pages, and copies of its rings."""
+        scratch = [evictor.scratch_pages for evictor in self.evictors]
+        return np.concatenate([np.zeros(0, np.int32), *scratch, *(snapshot.copies for snapshot in self.snapshots)])
+
+    @property
+    def slots_per_layer(self) -> list[int]:
+        """Slots that the largest head of each layer owns now, [L]."""
+        return self.parts.slots.slots_per_layer(self.index)
+
+    def positions(self) -> list[list[list[int]]]:
+        """List the positions in the slots of every layer and head, [L][G], ascending."""
+        return self.parts.slots.positions(self.index)
+
+    def record_attention(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
+        """Record which tokens every head keeps, and their masses."""
+        trace.record(self.groups, self.index, num_computed_tokens)
+
+    def record_attention_if_due(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
+        """Do so before `commit`, if that evicts or the last record is old."""
+        evicts_now = self.evicts_at(num_computed_tokens)
+        trace.record_if_due(self.groups, self.index, num_computed_tokens, evicts_now)

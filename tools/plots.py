@@ -1,0 +1,171 @@
+"""Draw what commands print as JSON: quality against memory, speed-ups of drafters, a gate, and which tokens stay.
+
+retain bench quality ... --json > quality.jsonl; python -m tools.plots quality.jsonl OUT      a picture a metric
+retain bench speculate ... --json > lines.jsonl; python -m tools.plots lines.jsonl OUT        over k, over the context
+retain tune ... --json > tune.json;              python -m tools.plots tune.json OUT
+retain fit ... --json > fit.json;                python -m tools.plots fit.json OUT
+python -m tools.plots --kept PROMPT.txt OUT --model smollm2 --policies "h2o:budget=25% sinks:budget=25%"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # draws without a screen
+import matplotlib.pyplot as plt
+import numpy as np
+
+Json = dict[str, Any]
+Point = tuple[float, float, float, float]  # x, y, and the ends of y's interval
+MARKERS = "osD^v<>pPX*h"
+
+
+def plot(lines: Sequence[Json], out: Path) -> list[Path]:
+    """Draw the lines or the object of a command into a folder. Returns the files."""
+    first = lines[0]
+    if "drafter" in first:
+        return plot_speedups(lines, out)
+    if "r2_by_layer" in first:
+        return [plot_fit(first, out)]
+    return [plot_tuning(first, out)] if "bound" in first else plot_quality(lines, out)
+
+
+def plot_quality(lines: Sequence[Json], out: Path) -> list[Path]:
+    """Draw each metric of each task over the memory of K and V; bars are intervals of the difference from full."""
+    made = []
+    for task, metric in dict.fromkeys((line["task"], line["metric"]) for line in lines):
+        found = [line for line in lines if (line["task"], line["metric"]) == (task, metric)]
+        (full,) = (line["mean"] for line in found if line["policy"] == "full")
+        curves = defaultdict[str, list[Point]](list)
+        for line in found:
+            if line["memory"] is not None and line["policy"] != "full":
+                low, high = (full + end for end in line["ci95"])
+                curves[without_budget(line["policy"])].append((100 * line["memory"], line["mean"], low, high))
+        if curves:
+            axes = draw_intervals(curves, "memory of K and V, % of the full cache's", metric)
+            axes.axhline(full, color="black", linestyle="--", linewidth=1, label="full")
+            axes.set_title(task)
+            made.append(save(axes, out / f"{task}-{metric.replace(' ', '-')}.png"))
+    return made
+
+
+def plot_tuning(found: Json, out: Path) -> Path:
+    """Draw quality against memory, with the bound and the smallest policy that holds it."""
+    curves = defaultdict[str, list[Point]](list)
+    for line in found["lines"]:
+        e = line["excess"]
+        curves[without_budget(line["spec"])].append((100 * line["memory"], e["mean"], e["low"], e["high"]))
+        if found["best"] and line["spec"] == found["best"]["spec"]:
+            best = (100 * line["memory"], e["mean"])
+    limit = found["bound"]["limit"]
+    axes = draw_intervals(curves, "KV memory, % of the full cache's", f"{found['bound']['metric']}, excess over full")
+    axes.axhline(limit, color="black", linestyle="--", linewidth=1, label="bound")
+    axes.set_yscale("symlog", linthresh=limit)
+    if found["best"]:
+        axes.plot(*best, "o", markersize=13, fillstyle="none", color="black")
+    return save(axes, out / "tune.png")
+
+
+def plot_fit(report: Json, out: Path) -> Path:
+    """Draw the variance that is explained in each layer, and the distance from the full cache by budget."""
+    _, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), constrained_layout=True)
+    left.bar(range(len(report["r2_by_layer"])), report["r2_by_layer"])
+    left.set(xlabel="layer without a window", ylabel="R2 on held-out prompts", title=f"R2 {report['r2']:.2f}")
+    for name, values in report["kl"].items():
+        right.plot([100 / 2 ** (i + 1) for i in range(len(values))], values, marker="o", label=name)
+    right.set(xlabel="budget, % of the prompt", ylabel="KL from the full cache, nats a token", yscale="log")
+    return save(right, out / "fit.png")
+
+
+def plot_speedups(lines: Sequence[Json], out: Path) -> list[Path]:
+    """Draw speed-ups over k, a line for each drafter and workload, and over the context, a line for each drafter."""
+    curves: dict[str, dict[str, list[tuple[int, float]]]] = {"k": defaultdict(list), "context": defaultdict(list)}
+    for line in lines:
+        name = re.sub(r"[:,]k=\d+", "", line["drafter"])
+        if k := re.search(r"[:,]k=(\d+)", line["drafter"]):
+            curves["k"][f"{name}, {line['workload']}"].append((int(k[1]), line["speedup"]))
+        if line["workload"].startswith("books-"):
+            curves["context"][line["drafter"]].append((int(line["workload"][6:]), line["speedup"]))
+    made = []
+    for axis, found in curves.items():
+        if several := {name: sorted(points) for name, points in found.items() if len(points) > 1}:
+            _, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
+            for i, (name, points) in enumerate(several.items()):
+                axes.plot(*zip(*points, strict=True), label=name, marker=MARKERS[i % 12], markersize=4)
+            axes.axhline(1, color="black", linestyle="--", linewidth=1, label="plain")
+            axes.set(xlabel=axis if axis == "k" else "tokens of context", ylabel="speed-up over plain decoding")
+            made.append(save(axes, out / f"speculate-{axis}.png"))
+    return made
+
+
+def plot_kept_positions(kept: Mapping[str, list[list[list[int]]]], num_prompt_tokens: int, out: Path) -> Path:
+    """Draw which positions each policy keeps, [policy][layer][head]: the share of a layer's heads that keep each."""
+    size = (10, 1 + 1.6 * len(kept))
+    _, axes = plt.subplots(len(kept), 1, figsize=size, constrained_layout=True, sharex=True, squeeze=False)
+    for (policy, layers), axis in zip(kept.items(), axes[:, 0], strict=True):
+        image = np.zeros((len(layers), num_prompt_tokens))
+        for i, heads in enumerate(layers):
+            for positions in heads:
+                image[i, positions] += 1 / len(heads)
+        axis.imshow(image, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0, vmax=1)
+        axis.set(ylabel="layer", title=policy)
+    axes[-1, 0].set(xlabel="position")
+    return save(axes[-1, 0], out / "kept-layer.png")
+
+
+def draw_intervals(curves: Mapping[str, list[Point]], x_label: str, y_label: str) -> Any:
+    """Return axes with a line for each policy, and a bar at each point."""
+    _, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
+    for i, (name, points) in enumerate(curves.items()):
+        x, y, low, high = np.array(sorted(points)).T
+        axes.errorbar(x, y, (y - low, high - y), label=name, marker=MARKERS[i % 12], markersize=4, capsize=2)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    return axes
+
+
+def without_budget(spec: str) -> str:
+    """Return a policy's spec without its budget: the name of its curve."""
+    return re.sub("budget=[^, ]*,?", "", spec).replace(": ", " ").rstrip(":")
+
+
+def save(axes: Any, file: Path) -> Path:
+    """Write the figure of these axes, with a legend where something is named."""
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=7)
+    axes.figure.savefig(file, dpi=120)
+    plt.close(axes.figure)
+    return file
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the names of the pictures."""
+    parser = argparse.ArgumentParser(description="draw what commands print as JSON")
+    parser.add_argument("file", type=Path, help="JSON, or JSON lines; with --kept a prompt")
+    parser.add_argument("out", type=Path, help="the folder of the pictures")
+    parser.add_argument("--kept", action="store_true", help="draw which tokens of a prompt policies keep")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--policies", default="h2o:budget=25% sinks:budget=25%", help="separated by spaces")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = args.file.read_text(encoding="utf-8")
+    if args.kept:
+        from retain import LLM
+
+        llm = LLM(args.model)
+        prompt = llm.encode(text)
+        kept = {policy: llm.kept_positions(prompt, policy) for policy in args.policies.split()}
+        print(plot_kept_positions(kept, len(prompt), args.out))
+    else:
+        print(*plot([json.loads(line) for line in text.splitlines()], args.out), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
