@@ -140,7 +140,8 @@ class ListModel:
 
     @cached_property
     def full_layers(self) -> list[int]:
-        return [i for i, w in enumerate(self.spec.kv_cache.windows) if w is None]
+        cache = self.spec.kv_cache
+        return [i for i, w in enumerate(cache.windows) if w is None and cache.cached_layer(i) == i]
 
     # ---- attention -----------------------------------------------------------------------------------------------
 
@@ -149,9 +150,11 @@ class ListModel:
         s, o = self.spec, torch.zeros_like(q)
         G = s.kv_cache.attention(layer).num_kv_heads
         R = s.num_heads // G
+        source = s.kv_cache.cached_layer(layer)
         for g in range(G):
-            head, queries = self.heads[layer, g], slice(g * R, (g + 1) * R)
-            head.append(self.fresh_positions, k[:, g], v[:, g])
+            head, queries = self.heads[source, g], slice(g * R, (g + 1) * R)
+            if source == layer:
+                head.append(self.fresh_positions, k[:, g], v[:, g])
             for t, p in enumerate(self.fresh_positions.tolist()):
                 is_visible = (head.positions <= p) & (head.positions > p - (s.kv_cache.windows[layer] or 10**9))
                 x = params.scale * q[t, queries] @ head.keys.T  # [R, n]
@@ -162,6 +165,8 @@ class ListModel:
                 x = x.masked_fill(~is_visible, -torch.inf)
                 sinks = None if params.sink_logits is None else params.sink_logits[queries, None]  # [R, 1]
                 o[t, queries] = softmax(x, sinks) @ head.values
+                if source != layer:  # its queries give no mass
+                    continue
                 received = self.received_masses(x, sinks, head.positions, (layer, g), p)  # [R, n]
                 head.masses = head.masses * self.policy.decay + received.double().T
         return o
