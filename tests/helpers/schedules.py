@@ -106,7 +106,7 @@ class Schedule:
         """Arguments of `make_engine` on which the bits of a request depend."""
         parsed = [parse_policy(r.policy) for r in self.requests]
         spec = tiny_model(self.family).spec
-        query_heads = spec.num_heads // spec.kv_cache.only_group.num_kv_heads
+        query_heads = max(spec.num_heads // g.num_kv_heads for g in spec.kv_cache.groups)
         columns = query_heads if any(p.per_query_head for p in parsed) else 1
         return {
             "family": self.family,
@@ -152,7 +152,7 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference")) -> 
     restarts = tuple(rng.randint(3, 80) for _ in range(rng.choice([0, 1, 1, 2]))) if tiers else ()
     max_running_requests = rng.choice([1, 2, 4, 8])
     isas = ISAS if backend == "cpu" and ISAS else [""]
-    head_dim = tiny_model(family).spec.kv_cache.only_group.k_dim
+    head_dim = max(g.k_dim for g in tiny_model(family).spec.kv_cache.groups)
     can_demote = slots_in_page(page_size, head_dim, kv_dtype or dtype, DEMOTED_DTYPE) > page_size
     drafter = rng.choice(DRAFTERS) if rng.random() < 0.6 else ""
     _, _, copy_dtype = drafter.partition("dtype=")

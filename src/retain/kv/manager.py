@@ -222,9 +222,7 @@ class KVCacheManager:
     def open_draft_tables(self, dtype: torch.dtype | None) -> DraftTables:
         """Return tables for a drafter that attends to pages of rows, or to copies in `dtype`. Raises ValueError."""
         if len(self.slots.groups) > 1:
-            raise ValueError(
-                "self: drafts need layers that are alike; those of this model differ in heads or head dims"
-            )
+            raise ValueError("needs layers that are alike: those of this model differ in heads or head dims")
         return DraftTables(self.tables, self.copies, self.rows, dtype)
 
     # ---- a step --------------------------------------------------------------------------------------------------
