@@ -1,19 +1,24 @@
-"""A step as the operations of a program see it."""
+"""A step as the operations of a program of this backend see it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from retain.kernels.api import KV, Batch
+from retain.kernels.api import KV, Tables
+from retain.kernels.reference.program import Step
 from retain.kernels.triton.plan import AttentionPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceStep(Batch):
-    """A batch with all of its tensors on the device, and what a program needs and computes beside it."""
+class DeviceStep(Step):
+    """The tensors of a batch on the device (see `Batch`), and what attention needs beside them."""
 
     kv: KV
+    tables: Tables
+    slot_mapping: Tensor  # int32 [L, G, T]
     plan: AttentionPlan
-    buffers: dict[int, Tensor] = field(default_factory=dict)  # the rows [T, width] of each buffer written until now
+    before_attention: Callable[[int, Tensor], None] | None = None
+    after_attention: Callable[[int], None] | None = None

@@ -1,0 +1,302 @@
+"""Programs in torch. ReferenceProgram is the definition of a whole model, which every other program must equal.
+
+An operation takes rows to new rows and writes nothing in place, so a step can be differentiated. Rows have the
+program's dtype; a quantized weight is multiplied in float32.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retain.kernels.api import CPU, KV, Batch
+from retain.kernels.attention_params import AttentionParams
+from retain.kernels.rope import Angles, Rope
+from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
+from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, unpack
+
+ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+# (layer, q [T, H, D], k [T, G, D], v [T, G, v_dim], params) -> o [T, H, v_dim]; q and k are rotated, k has lost its
+# offset
+Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
+Write = Callable[[KV, Tensor, Tensor, Tensor, Tensor], None]  # Backend.write
+AttendToSlots = Callable[..., Tensor]  # Backend.attend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step as the operations of a program see it."""
+
+    input_ids: Tensor  # int64 [T]
+    positions: Tensor  # [T]
+    logits_indices: Tensor  # int64 [N]
+    buffers: dict[int, Tensor] = field(default_factory=dict)  # the rows [T, width] of each buffer written until now
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceStep(Step):
+    """A step, and how its tokens attend."""
+
+    attend: Attend
+    angles: dict[Rope, Angles] = field(default_factory=dict)  # of `positions`; all layers share them
+
+
+S = TypeVar("S", bound=Step)
+
+
+class TorchProgram(Generic[S]):
+    """The operations of a program as functions in torch, but for attention. See `Program` for what they compute."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device = CPU):
+        self.dtype = dtype
+        self.device = device
+        self._shapes = BufferShapes()
+        self._ops: list[Callable[[S], None]] = []
+        self._weights = ConvertedWeights(self._convert_weight)
+        self._weight_bytes = 0
+
+    def buffer(self, name: str, width: int) -> int:
+        """Return the buffer of that name; create it at the first call."""
+        buffer_id = self._shapes.find(name, width)
+        return self._shapes.register(name, len(self._shapes.buffer_ids), width) if buffer_id is None else buffer_id
+
+    def logits_buffer(self, width: int) -> int:
+        """Create the buffer of the logits."""
+        return self._shapes.register("logits", LOGITS_BUFFER, width)
+
+    def embedding(self, out: int, table: Weight, factor: float = 1.0) -> None:
+        """Emit a lookup by token id. Of a quantized table only the rows of the given ids are dequantized."""
+        self._shapes.check_embedding(out, table.shape[1])
+        weight = self._weights.get(table)
+
+        def op(s: S) -> None:
+            rows = self._look_up(s.input_ids, weight)
+            s.buffers[out] = rows if factor == 1 else rows * factor
+
+        self._ops.append(op)
+
+    def position_embedding(self, out: int, table: Weight, offset: int = 0) -> None:
+        """Emit a lookup by position, added to `out`."""
+        self._shapes.check_embedding(out, table.shape[1])
+        weight = self._weights.get(table)
+
+        def op(s: S) -> None:
+            index = (s.positions + offset).clamp(min=0)  # padding tokens have position -1
+            s.buffers[out] = s.buffers[out] + self._look_up(index, weight)
+
+        self._ops.append(op)
+
+    def norm(
+        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
+    ) -> None:
+        """Emit a LayerNorm, in the program's dtype, or an RMSNorm, in float32."""
+        heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias))
+        w = weight.to(self.dtype) if subtract_mean else weight.float()
+        b = self._to_dtype(bias)
+        width = heads * n
+        is_by_head = weight.dim() == 2
+        is_whole = width == self._shapes.widths[out]
+
+        def op(s: S) -> None:
+            rows = split_heads(s.buffers[x][:, :width], heads) if is_by_head else s.buffers[x]
+            y = F.layer_norm(rows, (n,), w, b, eps) if subtract_mean else rms_norm(rows, w, eps)
+            y = s.buffers[out][:, :width] + y.flatten(1) if add else y.flatten(1)
+            s.buffers[out] = y if is_whole else replace_columns(s.buffers[out], y)
+
+        self._ops.append(op)
+
+    def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
+        """Emit a matrix product."""
+        self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
+        w = self._weights.get(weight)
+        b = self._to_dtype(bias)
+
+        def op(s: S) -> None:
+            y = linear(s.buffers[x], w, b)
+            s.buffers[out] = s.buffers[out] + y if add else y
+
+        self._ops.append(op)
+
+    def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
+        """Emit an activation function, gated or not."""
+        self._shapes.check_activation(x, out, n, gated)
+        function = ACTIVATION_FUNCTIONS[act]
+
+        def op(s: S) -> None:
+            rows = s.buffers[x]
+            y = function(rows[:, :n])
+            s.buffers[out] = y * rows[:, n:] if gated else y
+
+        self._ops.append(op)
+
+    def clip(self, x: int, limit: float) -> None:
+        """Emit a clamp."""
+        self._ops.append(lambda s: s.buffers.update({x: s.buffers[x].clamp(-limit, limit)}))
+
+    def scale(self, x: int, factors: Tensor) -> None:
+        """Emit a product with factors."""
+        n = len(factors)
+        self._shapes.check_scale(x, n)
+        factors = factors.to(self.device, self.dtype)
+
+        def op(s: S) -> None:
+            s.buffers[x] = replace_columns(s.buffers[x], s.buffers[x][:, :n] * factors)
+
+        self._ops.append(op)
+
+    def gather_rows(self, x: int, out: int) -> None:
+        """Emit the selection of the rows whose logits the caller needs."""
+        self._shapes.check_gather_rows(x, out)
+
+        def op(s: S) -> None:
+            rows = s.buffers[x]
+            s.buffers[out] = rows if len(s.logits_indices) == len(rows) else rows[s.logits_indices]
+
+        self._ops.append(op)
+
+    def finalize(self) -> None:
+        """Forget which weights were converted; the operations keep what they use."""
+        self._weights.clear()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of all weights, as they are stored."""
+        return self._weight_bytes
+
+    @property
+    def vector_dtype(self) -> torch.dtype:
+        """Return the program's dtype: torch wants biases and norms in that of the rows."""
+        return self.dtype
+
+    @abstractmethod
+    def attend(
+        self,
+        qkv: int,
+        out: int,
+        layer: int,
+        heads: tuple[int, int, int],
+        params: AttentionParams,
+        rope: Rope | None = None,
+    ) -> None:
+        """Emit a layer's rotation, write and attention."""
+
+    @abstractmethod
+    def run(self, kv: KV, batch: Batch) -> Tensor:
+        """Compute one step."""
+
+    def _run_ops(self, s: S) -> Tensor:
+        for op in self._ops:
+            op(s)
+        return s.buffers[LOGITS_BUFFER].float()
+
+    def _look_up(self, index: Tensor, weight: UnpackedWeight) -> Tensor:
+        if isinstance(weight, Tensor):
+            return F.embedding(index, weight)
+        return weight.select_rows(index).dequantize(self.dtype)
+
+    def _convert_weight(self, weight: Weight) -> UnpackedWeight:
+        """Return a weight as operations read it. Called once for each."""
+        matrix = unpack(weight)
+        matrix = matrix.to(self.device, self.dtype) if isinstance(matrix, Tensor) else matrix
+        tensors = [matrix] if isinstance(matrix, Tensor) else vars(matrix).values()
+        self._weight_bytes += sum(x.nbytes for x in tensors)
+        return matrix
+
+    def _to_dtype(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(self.device, self.dtype)
+
+
+class ReferenceProgram(TorchProgram[ReferenceStep]):
+    """A program whose attention is that of a backend in torch, or any that a caller gives to `compute`."""
+
+    def __init__(self, dtype: torch.dtype, write: Write, attend: AttendToSlots):
+        """`write` and `attend` are the backend's own functions."""
+        super().__init__(dtype)
+        self._write = write
+        self._attend = attend
+
+    def attend(
+        self,
+        qkv: int,
+        out: int,
+        layer: int,
+        heads: tuple[int, int, int],
+        params: AttentionParams,
+        rope: Rope | None = None,
+    ) -> None:
+        """Emit a layer's rotation and attention."""
+        H, G, D = heads
+        v_dim = self._shapes.check_attention(qkv, out, heads, params, rope)
+
+        def op(s: ReferenceStep) -> None:
+            qk, v = torch.split(s.buffers[qkv], [(H + G) * D, G * v_dim], dim=1)
+            qk = split_heads(qk, H + G)
+            if rope:
+                if rope not in s.angles:
+                    s.angles[rope] = rope.angles(s.positions, qk.dtype)
+                qk = rope.apply(qk, s.angles[rope])
+            q, k = torch.split(qk, [H, G], dim=1)
+            if params.key_offset is not None:
+                k = (k.float() - params.key_offset).to(k.dtype)
+            s.buffers[out] = s.attend(layer, q, k, split_heads(v, G), params).flatten(1)
+
+        self._ops.append(op)
+
+    def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, attend: Attend) -> Tensor:
+        """Compute logits float32 [N, V] with an attention of the caller's, differentiably.
+
+        See `Batch` for the tensors. `attend` is called for one layer after the other.
+        """
+        step = ReferenceStep(input_ids=input_ids, positions=positions, logits_indices=logits_indices, attend=attend)
+        return self._run_ops(step)
+
+    @torch.no_grad()
+    def run(self, kv: KV, batch: Batch) -> Tensor:
+        """Compute one step."""
+        check_batch(batch)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+            if batch.before_attention:
+                batch.before_attention(layer, q)
+            self._write(kv, batch.slot_mapping[layer], k, v, batch.positions)
+            tables = batch.tables.for_layer(layer)
+            o = self._attend(q, kv, tables, batch.positions, params, scoring=batch.scoring, layer=layer)
+            if batch.after_attention:
+                batch.after_attention(layer)
+            return o
+
+        return self.compute(batch.input_ids, batch.positions, batch.logits_indices, attend)
+
+
+def linear(x: Tensor, weight: UnpackedWeight, bias: Tensor | None) -> Tensor:
+    """Compute x W^T + b. A quantized weight is multiplied in float32: slow, and what kernels must match."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute x / rms(x) * weight in float32 (arXiv 1910.07467), over the last dimension."""
+    return F.rms_norm(x.float(), weight.shape[-1:], eps=eps).mul_(weight).to(x.dtype)
+
+
+def split_heads(rows: Tensor, num_heads: int) -> Tensor:
+    """View rows [T, width] as heads [T, num_heads, width / num_heads]."""
+    return rows.view(len(rows), num_heads, rows.shape[1] // num_heads)
+
+
+def replace_columns(rows: Tensor, first: Tensor) -> Tensor:
+    """Return rows [T, width] whose first columns are those of `first` [T, n]."""
+    return torch.cat((first, rows[:, first.shape[1] :]), 1)
