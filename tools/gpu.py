@@ -220,8 +220,8 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     )
     widths = 4096, (R + 1) * G * D + G * kv.v_dim
     step.buffers[x], step.buffers[qkv] = (torch.ones(T, n, dtype=dtype) for n in widths)
-    for op in p._ops:
-        op(step)
+    for to, compute in p._ops:
+        step.buffers[to] = compute(step)
 
 
 def as_single_layer(tables: Any) -> Any:

@@ -63,7 +63,7 @@ class TorchProgram(Generic[S]):
         self.dtype = dtype
         self.device = device
         self._shapes = BufferShapes()
-        self._ops: list[Callable[[S], None]] = []
+        self._ops: list[tuple[int, Callable[[S], Tensor]]] = []  # the buffer that is written, and its new rows
         self._weights = ConvertedWeights(self._convert_weight)
         self._weight_bytes = 0
 
@@ -80,23 +80,16 @@ class TorchProgram(Generic[S]):
         """Emit a lookup by token id. Of a quantized table only the rows of the given ids are dequantized."""
         self._shapes.check_embedding(out, table.shape[1])
         weight = self._weights.get(table)
-
-        def op(s: S) -> None:
-            rows = self._look_up(s.input_ids, weight)
-            s.buffers[out] = rows if factor == 1 else rows * factor
-
-        self._ops.append(op)
+        if factor == 1:
+            self._emit(out, lambda s: self._look_up(s.input_ids, weight))
+        else:
+            self._emit(out, lambda s: self._look_up(s.input_ids, weight) * factor)
 
     def position_embedding(self, out: int, table: Weight, offset: int = 0) -> None:
-        """Emit a lookup by position, added to `out`."""
+        """Emit a lookup by position, added to `out`. Padding tokens have position -1."""
         self._shapes.check_embedding(out, table.shape[1])
         weight = self._weights.get(table)
-
-        def op(s: S) -> None:
-            index = (s.positions + offset).clamp(min=0)  # padding tokens have position -1
-            s.buffers[out] = s.buffers[out] + self._look_up(index, weight)
-
-        self._ops.append(op)
+        self._emit(out, lambda s: self._look_up((s.positions + offset).clamp(min=0), weight), add=True)
 
     def norm(
         self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
@@ -107,64 +100,46 @@ class TorchProgram(Generic[S]):
         b = self._to_dtype(bias)
         width = heads * n
         is_by_head = weight.dim() == 2
-        is_whole = width == self._shapes.widths[out]
 
-        def op(s: S) -> None:
+        def compute(s: S) -> Tensor:
             rows = split_heads(s.buffers[x][:, :width], heads) if is_by_head else s.buffers[x]
             y = F.layer_norm(rows, (n,), w, b, eps) if subtract_mean else rms_norm(rows, w, eps)
             y = s.buffers[out][:, :width] + y.flatten(1) if add else y.flatten(1)
-            s.buffers[out] = y if is_whole else replace_columns(s.buffers[out], y)
+            return replace_columns(s.buffers[out], y) if is_by_head else y
 
-        self._ops.append(op)
+        self._emit(out, compute)
 
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """Emit a matrix product."""
         self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
         w = self._weights.get(weight)
         b = self._to_dtype(bias)
-
-        def op(s: S) -> None:
-            y = linear(s.buffers[x], w, b)
-            s.buffers[out] = s.buffers[out] + y if add else y
-
-        self._ops.append(op)
+        self._emit(out, lambda s: linear(s.buffers[x], w, b), add)
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, gated or not."""
         self._shapes.check_activation(x, out, n, gated)
         function = ACTIVATION_FUNCTIONS[act]
-
-        def op(s: S) -> None:
-            rows = s.buffers[x]
-            y = function(rows[:, :n])
-            s.buffers[out] = y * rows[:, n:] if gated else y
-
-        self._ops.append(op)
+        if gated:
+            self._emit(out, lambda s: function(s.buffers[x][:, :n]) * s.buffers[x][:, n:])
+        else:
+            self._emit(out, lambda s: function(s.buffers[x]))
 
     def clip(self, x: int, limit: float) -> None:
         """Emit a clamp."""
-        self._ops.append(lambda s: s.buffers.update({x: s.buffers[x].clamp(-limit, limit)}))
+        self._emit(x, lambda s: s.buffers[x].clamp(-limit, limit))
 
     def scale(self, x: int, factors: Tensor) -> None:
         """Emit a product with factors."""
         n = len(factors)
         self._shapes.check_scale(x, n)
         factors = factors.to(self.device, self.dtype)
-
-        def op(s: S) -> None:
-            s.buffers[x] = replace_columns(s.buffers[x], s.buffers[x][:, :n] * factors)
-
-        self._ops.append(op)
+        self._emit(x, lambda s: replace_columns(s.buffers[x], s.buffers[x][:, :n] * factors))
 
     def gather_rows(self, x: int, out: int) -> None:
         """Emit the selection of the rows whose logits the caller needs."""
         self._shapes.check_gather_rows(x, out)
-
-        def op(s: S) -> None:
-            rows = s.buffers[x]
-            s.buffers[out] = rows if len(s.logits_indices) == len(rows) else rows[s.logits_indices]
-
-        self._ops.append(op)
+        self._emit(out, lambda s: select_indices(s.buffers[x], s.logits_indices))
 
     def finalize(self) -> None:
         """Forget which weights were converted; the operations keep what they use."""
@@ -196,9 +171,13 @@ class TorchProgram(Generic[S]):
     def run(self, kv: KV, batch: Batch) -> Tensor:
         """Compute one step."""
 
+    def _emit(self, out: int, compute: Callable[[S], Tensor], add: bool = False) -> None:
+        """Append an operation: what it computes replaces the rows of `out`, or is added to them."""
+        self._ops.append((out, (lambda s: s.buffers[out] + compute(s)) if add else compute))
+
     def _run_ops(self, s: S) -> Tensor:
-        for op in self._ops:
-            op(s)
+        for out, compute in self._ops:
+            s.buffers[out] = compute(s)
         return s.buffers[LOGITS_BUFFER].float()
 
     def _look_up(self, index: Tensor, weight: UnpackedWeight) -> Tensor:
@@ -240,7 +219,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep]):
         H, G, D = heads
         v_dim = self._shapes.check_attention(qkv, out, heads, params, rope)
 
-        def op(s: ReferenceStep) -> None:
+        def compute(s: ReferenceStep) -> Tensor:
             qk, v = torch.split(s.buffers[qkv], [(H + G) * D, G * v_dim], dim=1)
             qk = split_heads(qk, H + G)
             if rope:
@@ -250,9 +229,9 @@ class ReferenceProgram(TorchProgram[ReferenceStep]):
             q, k = torch.split(qk, [H, G], dim=1)
             if params.key_offset is not None:
                 k = (k.float() - params.key_offset).to(k.dtype)
-            s.buffers[out] = s.attend(layer, q, k, split_heads(v, G), params).flatten(1)
+            return s.attend(layer, q, k, split_heads(v, G), params).flatten(1)
 
-        self._ops.append(op)
+        self._emit(out, compute)
 
     def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, attend: Attend) -> Tensor:
         """Compute logits float32 [N, V] with an attention of the caller's, differentiably.
@@ -295,6 +274,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def split_heads(rows: Tensor, num_heads: int) -> Tensor:
     """View rows [T, width] as heads [T, num_heads, width / num_heads]."""
     return rows.view(len(rows), num_heads, rows.shape[1] // num_heads)
+
+
+def select_indices(rows: Tensor, indices: Tensor) -> Tensor:
+    """Return the rows of ascending indices: all of them without a copy, if there are as many."""
+    return rows if len(indices) == len(rows) else rows[indices]
 
 
 def replace_columns(rows: Tensor, first: Tensor) -> Tensor:

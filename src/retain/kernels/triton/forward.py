@@ -47,7 +47,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
         heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias))
         w, b = self._to_float32(weight), None if bias is None else self._to_float32(bias)
 
-        def op(s: DeviceStep) -> None:
+        def compute(s: DeviceStep) -> Tensor:
             rows = s.buffers[x]
             to = s.buffers[out] if add or out == x or heads > 1 else torch.empty_like(rows)
             T, block_t = len(rows), tokens_per_program(len(rows), 8 if n <= 256 else 1)
@@ -57,9 +57,9 @@ class TritonProgram(TorchProgram[DeviceStep]):
                     T=block_t, BLOCK=triton.next_power_of_2(n), SUBTRACT_MEAN=subtract_mean, BIAS=b is not None,
                     ADD=add, num_warps=8 if n > 2048 else 4,
                 )  # fmt: skip
-            s.buffers[out] = to
+            return to
 
-        self._ops.append(op)
+        self._emit(out, compute)
 
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """Emit a matrix product, with the addition in the same kernel where there is no bias."""
@@ -69,14 +69,14 @@ class TritonProgram(TorchProgram[DeviceStep]):
         self._shapes.check_linear(x, out, weight.shape, None)
         w = self._weights.get(weight)
         assert isinstance(w, Tensor)  # see _convert_weight
-        self._ops.append(lambda s: s.buffers.update({out: torch.addmm(s.buffers[out], s.buffers[x], w.T)}))
+        self._emit(out, lambda s: torch.addmm(s.buffers[out], s.buffers[x], w.T))
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, with the product of a gated one in the same kernel."""
         self._shapes.check_activation(x, out, n, gated)
         kind, block = ACTIVATIONS.index(act), min(triton.next_power_of_2(n), 1024)
 
-        def op(s: DeviceStep) -> None:
+        def compute(s: DeviceStep) -> Tensor:
             rows = s.buffers[x]
             T, block_t = len(rows), tokens_per_program(len(rows), 1)
             to = rows.new_empty(T, n)
@@ -84,9 +84,9 @@ class TritonProgram(TorchProgram[DeviceStep]):
                 elementwise.activation[(triton.cdiv(T, block_t), triton.cdiv(n, block))](
                     rows, rows.stride(0), to, T, n, T=block_t, BLOCK=block, ACT=kind, GATED=gated
                 )
-            s.buffers[out] = to
+            return to
 
-        self._ops.append(op)
+        self._emit(out, compute)
 
     def scale(self, x: int, factors: Tensor) -> None:
         """Emit a product with factors, in place."""
@@ -94,10 +94,11 @@ class TritonProgram(TorchProgram[DeviceStep]):
         self._shapes.check_scale(x, n)
         factors = factors.to(self.device, self.dtype)
 
-        def op(s: DeviceStep) -> None:
+        def compute(s: DeviceStep) -> Tensor:
             s.buffers[x][:, :n].mul_(factors)
+            return s.buffers[x]
 
-        self._ops.append(op)
+        self._emit(x, compute)
 
     def attend(
         self,
@@ -115,7 +116,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
         rope = replace(rope, freqs=self._to_float32(rope.freqs)) if rope else None
         params = params.map_tensors(self._to_float32)
 
-        def op(s: DeviceStep) -> None:
+        def compute(s: DeviceStep) -> Tensor:
             parts = torch.split(s.buffers[qkv], [H * D, G * D, G * v_dim], dim=1)
             q, k, v = (split_heads(x, n) for x, n in zip(parts, (H, G, G), strict=True))
             if rope and len(q):
@@ -124,11 +125,11 @@ class TritonProgram(TorchProgram[DeviceStep]):
                 s.before_attention(layer, q)
             fresh_tokens.write(s.kv, s.slot_mapping[layer], k, v, s.positions, rope, params.key_offset)
             o = attention.attend(q, s.kv, s.tables.for_layer(layer), s.plan, s.positions, params, layer)
-            s.buffers[out] = o.flatten(1)
             if s.after_attention:
                 s.after_attention(layer)
+            return o.flatten(1)
 
-        self._ops.append(op)
+        self._emit(out, compute)
 
     @torch.no_grad()
     def run(self, kv: KV, batch: Batch) -> Tensor:
