@@ -19,6 +19,7 @@ def speed_up() -> None:
     """Patch the interpreter of this process, which makes it several times as fast."""
     _patch_language_once()
     _cache_types()
+    _cache_numbers()
     _shorten_operators()
     # Overflow checks take long, and the noise hashes overflow on purpose.
     object.__setattr__(interpreter_builder.options, "sanitize_overflow", False)
@@ -81,13 +82,9 @@ def _cache_types() -> None:
     interpreter._get_np_dtype = cached_np_dtype
 
 
-def _shorten_operators() -> None:
-    """Most operands of an operator have one dtype and one shape, or one is a number."""
-    equal_dtypes = core.dtype.__eq__
-    constant, broadcast = TritonSemantic.scalar_constant, TritonSemantic.broadcast_impl_value
-    promote = TritonSemantic.computation_type_impl
-    check_operands = TritonSemantic.binary_op_type_checking_impl
-    unchanged = {core.int1, core.int32, core.int64, core.float32}  # by an operator of two tensors
+def _cache_numbers() -> None:
+    """Cache numbers as tensors, and the dtype to which two operands are promoted."""
+    constant, promote = TritonSemantic.scalar_constant, TritonSemantic.computation_type_impl
 
     @cache
     def known_constant(kind: type, value: Any, dtype: Any) -> Any:
@@ -101,26 +98,22 @@ def _shorten_operators() -> None:
     def known_promotion(*args: Any) -> Any:
         return promote(interpreter_semantic, *args)
 
-    def splat(x: Any, shape: tuple[int, ...]) -> Any:
-        data = np.empty(shape, x.handle.data.dtype)
-        data[...] = x.handle.data
-        return core.tensor(TensorHandle(data, x.dtype), core.block_type(x.dtype, shape))
+    TritonSemantic.scalar_constant = cached_constant
+    TritonSemantic.computation_type_impl = lambda self, *args: known_promotion(*args)
 
-    def expand(x: Any, shape: tuple[int, ...]) -> Any:
-        return core.tensor(TensorHandle(np.broadcast_to(x.handle.data, shape), x.dtype), core.block_type(x.dtype, shape))
+
+def _shorten_operators() -> None:
+    """Most operands of an operator have one dtype and one shape, or one is a number."""
+    equal_dtypes, broadcast = core.dtype.__eq__, TritonSemantic.broadcast_impl_value
+    check_operands = TritonSemantic.binary_op_type_checking_impl
+    unchanged = {core.int1, core.int32, core.int64, core.float32}  # by an operator of two tensors
 
     def fast_broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = (tuple(x.type.shape.values) if x.type.is_block() else () for x in (lhs, rhs))
-        if a == b:
-            return lhs, rhs
-        if not b:
-            return lhs, splat(rhs, a)
-        if not a:
-            return splat(lhs, b), rhs
-        if len(a) != len(b):
+        if a and b and len(a) != len(b):
             return broadcast(self, lhs, rhs)
-        shape = tuple(n if m == 1 else m for m, n in zip(a, b, strict=True))
-        return (lhs if a == shape else expand(lhs, shape)), (rhs if b == shape else expand(rhs, shape))
+        shape = tuple(n if m == 1 else m for m, n in zip(a, b, strict=True)) if a and b else a or b
+        return (lhs if a == shape else _expand(lhs, shape)), (rhs if b == shape else _expand(rhs, shape))
 
     def fast_check(self: Any, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
         if type(lhs) is core.tensor and type(rhs) is core.tensor and lhs.dtype is rhs.dtype and lhs.dtype in unchanged:
@@ -128,7 +121,12 @@ def _shorten_operators() -> None:
         return check_operands(self, lhs, rhs, *args, **options)
 
     core.dtype.__eq__ = lambda self, other: self is other or equal_dtypes(self, other)
-    TritonSemantic.scalar_constant = cached_constant
     TritonSemantic.broadcast_impl_value = fast_broadcast
-    TritonSemantic.computation_type_impl = lambda self, *args: known_promotion(*args)
     TritonSemantic.binary_op_type_checking_impl = fast_check
+
+
+def _expand(x: Any, shape: tuple[int, ...]) -> Any:
+    """Repeat a tensor until it has this shape; sizes that do not fit are errors."""
+    data = np.empty(shape, x.handle.data.dtype)
+    data[...] = x.handle.data
+    return core.tensor(TensorHandle(data, x.dtype), core.block_type(x.dtype, shape))
