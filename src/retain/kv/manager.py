@@ -19,6 +19,7 @@ from retain.kv.capacity import CapacityPlanner
 from retain.kv.draft_tables import DraftTables
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
+from retain.kv.eviction.evictor import evict_rows
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
@@ -223,7 +224,7 @@ class KVCacheManager:
             tokens = np.flatnonzero(rows == index)
             if evictor.layerwise and evictor.layerwise.scratch is not None and len(tokens):
                 slots[evictor.layers[:, None], :, tokens] = evictor.layerwise.slots(positions[tokens]).T
-            elif evictor.holes is not None:
+            elif evictor.has_holes:
                 holes_from[index] = evictor.holes_from
         tokens = np.flatnonzero(positions >= holes_from[rows])
         evicting = rows[tokens]
@@ -261,6 +262,12 @@ class KVCacheManager:
     def build_tables(self, rows: Tensor, query_start_loc: Tensor) -> Tables:
         """See DeviceTables.build_tables."""
         return self.tables.device.build_tables(rows, query_start_loc)
+
+    def evict(self) -> None:
+        """Evict from all rows whose budget is full, together, after rows were committed."""
+        due = self._parts.due
+        self._parts.due = {}
+        evict_rows([row.evictor for row in due if row.evictor], list(due.values()))
 
     def reject(self, slots: Tensor) -> None:
         """Turn the slots of rejected drafts into holes."""

@@ -1,7 +1,7 @@
 """Rows: what the cache has of one running request, from `KVCacheManager.open` to `Row.close`.
 
-A row reserves pages before a step, and commits the step afterwards: it evicts, and shrinks rings. It may begin with a
-cached prefix or as a fork of another row, and leaves its prefix to others.
+A row reserves pages before a step, and commits the step afterwards: rings shrink, and a full budget must evict. It may
+begin with a cached prefix or as a fork of another row, and leaves its prefix to others.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class CacheParts:
     copies: QuantizedCopies
     key_transform: KeyTransform
     rows: dict[int, Row] = field(default_factory=dict)
+    due: dict[Row, int] = field(default_factory=dict)  # rows that must evict, and their computed tokens
     num_evicted_slots: Counter[str] = field(default_factory=Counter)  # of closed rows, by policy
 
 
@@ -173,16 +174,19 @@ class Row:
         self.snapshot.restore(num_computed_tokens)
 
     def evicts_at(self, num_computed_tokens: int) -> bool:
-        """Return whether `commit` will evict."""
+        """Return whether a commit makes the row evict."""
         return self.evictor is not None and num_computed_tokens >= self.evictor.next_eviction
 
     def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
-        """Evict what is over the budget, after a step; without uncomputed tokens shrink rings to their windows."""
+        """Count a step: without uncomputed tokens rings shrink to their windows.
+
+        Where the budget is full, `KVCacheManager.evict` must follow: it evicts from all such rows.
+        """
         if self.snapshot:
             self.snapshot.free()
             self.snapshot = None
-        if self.evictor and self.evicts_at(num_computed_tokens):
-            self.evictor.evict(num_computed_tokens)
+        if self.evicts_at(num_computed_tokens):
+            self.parts.due[self] = num_computed_tokens
         if not num_uncomputed_tokens:
             self.parts.slots.shrink_rings(self.index, num_computed_tokens)
 
@@ -198,6 +202,7 @@ class Row:
         if self.evictor:
             self.parts.num_evicted_slots[policies.name_of(self.evictor.policy)] += self.evictor.num_evicted
         self.tables.close_row(self.index)
+        self.parts.due.pop(self, None)
         del self.parts.rows[self.index]
         return peaks
 
