@@ -1,6 +1,8 @@
 """Settings that must be made before torch and Ray are imported, and fixtures that all tests share."""
 
 import os
+import re
+from pathlib import Path
 
 if hasattr(os, "sched_getaffinity"):
     # With `pytest -n` each worker, and what it starts, gets a core of its own. OpenMP binds their parent to one core.
@@ -39,6 +41,13 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-case", action="store_true", help="run every combination of parameters")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import what `make check` leaves out as a whole: clients, Ray and transformers take seconds."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if re.search(r"^pytestmark = pytest\.mark\.slow\b", collection_path.read_text(), re.M) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

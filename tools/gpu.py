@@ -158,6 +158,7 @@ def launch_kernels(
     from retain.kernels import triton
     from retain.kernels.api import DemotedTables, Tables
     from retain.kernels.attention_params import AttentionParams
+    from retain.kernels.rope import Rope
     from retain.kernels.triton import fresh_tokens
 
     G, B, T, n = 2, len(fresh), sum(fresh), 40
@@ -182,7 +183,7 @@ def launch_kernels(
     if demotes:
         capped = AttentionParams(0.1, slopes, softcap=30.0, sink_logits=torch.ones(G * R))
         triton.attend(q, kv, tables, pos, capped, scoring=scoring, layer=1)
-    rope = None if alibi else fresh_tokens.RopeParams(torch.ones(D // 2), 1.0, interleaved=False)
+    rope = None if alibi else Rope(torch.ones(D // 2))
     fresh_tokens.write(kv, slots, q[:, :G], q[:, :G, : kv.v_dim], pos, rope)
     triton.copy(kv, torch.tensor([1]), torch.tensor([2]))
     priority, lengths = torch.ones(3, 4096), torch.full((3,), 4096).int()
@@ -194,6 +195,7 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     """Launch the kernels of a program of one layer."""
     from retain.kernels.api import GroupInputs
     from retain.kernels.attention_params import AttentionParams
+    from retain.kernels.rope import Rope
     from retain.kernels.triton import forward
     from retain.kernels.triton.plan import plan_attention
 
@@ -205,9 +207,8 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     p.activation(x, y, "silu", 2048, gated=True)
     p.activation(y, y, "gelu_tanh", 2048)
     qkv, out = p.buffer("qkv", (R + 1) * G * D + G * kv.v_dim), p.buffer("o", R * G * kv.v_dim)
-    if slopes is None:
-        p.rope(qkv, torch.ones(D // 2), 1.0, False, (R + 1) * G, D)
-    p.attend(qkv, out, 0, (R * G, G, D), AttentionParams(0.1, slopes, torch.zeros(G, D)))
+    rope = Rope(torch.ones(D // 2)) if slopes is None else None
+    p.attend(qkv, out, 0, (R * G, G, D), AttentionParams(0.1, slopes, torch.zeros(G, D)), rope)
     pos = torch.ones(T, dtype=torch.int32)
     step = forward.DeviceStep(
         groups=[GroupInputs(kv, as_single_layer(tables), torch.ones(1, G, T, dtype=torch.int32))],
@@ -219,8 +220,8 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     )
     widths = 4096, (R + 1) * G * D + G * kv.v_dim
     step.buffers[x], step.buffers[qkv] = (torch.ones(T, n, dtype=dtype) for n in widths)
-    for op in p._ops:
-        op(step)
+    for to, compute in p._ops:
+        step.buffers[to] = compute(step)
 
 
 def as_single_layer(tables: Any) -> Any:

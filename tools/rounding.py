@@ -18,14 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from retain import models
 from retain.bench.tasks import load_records
 from retain.fit.dense import DenseModel, LayerAttention
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.quantized_slots import dequantize, dequantize_4bit, quantize, quantize_4bit, rotate
-from retain.models.decoder import Decoder
 from retain.models.resolve import resolve_model
-from retain.models.weights import open_weights
+from retain.models.weights import Weights, open_weights
 from retain.processing.tokenizer import Tokenizer
 
 SUMMARY_TOKENS, NUM_CALIBRATION_TOKENS, FIRST_PREDICTED = 64, 1024, 16
@@ -101,8 +99,8 @@ ROUNDINGS = {
 class RoundedModel(DenseModel):
     """A model that rounds keys and values as `rounding` says; exact without one. Keeps the moments of its last text."""
 
-    def __init__(self, decoder: Decoder):
-        super().__init__(decoder)
+    def __init__(self, weights: Weights):
+        super().__init__(weights)
         self.rounding: Rounding | None = None
         self.calibrated: dict[int, Moments] = {}
         self.is_calibrating = False
@@ -185,8 +183,7 @@ def compare(model: RoundedModel, texts: Sequence[tuple[list[int], int]]) -> None
 
 
 def _log_probs(model: RoundedModel, tokens: list[int], begin: int) -> Tensor:
-    hidden, _ = model.forward(tokens)
-    return model.log_probs(hidden[begin:-1])
+    return model.forward(tokens, predicting=slice(begin, -1))[0]
 
 
 def main() -> None:
@@ -199,7 +196,7 @@ def main() -> None:
     args = parser.parse_args()
     path = resolve_model(args.model)
     tokenizer = Tokenizer.open(path)
-    model = RoundedModel(models.build(open_weights(path, torch.float32)))
+    model = RoundedModel(open_weights(path, torch.float32))
     model.is_calibrating = True
     essay = next(iter(load_records(args.data, "paul_graham_essays", 1)))["text"]
     model.forward(list(tokenizer.encode(essay[:12000]))[:NUM_CALIBRATION_TOKENS])

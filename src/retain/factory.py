@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from retain import kernels, models
 from retain.config import Config, default_kv_memory
-from retain.engine.runner import ProgramRunner, Runner, TorchRunner
+from retain.engine.runner import ProgramRunner, Runner
 from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend
 from retain.kernels.kv_cache_spec import KVCacheSpec
@@ -50,7 +50,7 @@ class LoadedModel:
 
     path: Path
     spec: ModelSpec
-    weight_bytes: int  # of packed weights; 0 where torch computes
+    weight_bytes: int  # of the program
     create_runner: Callable[[KVCacheManager], Runner]
     key_transform: KeyTransform
 
@@ -72,19 +72,16 @@ def load_model(
     progress: bool = False,
     device: torch.device = CPU,
 ) -> LoadedModel:
-    """Load a model for a backend. Raises ValueError or OSError.
+    """Load a model for a backend, as a program. Raises ValueError or OSError.
 
-    Where a program computes, nothing of the file outlives this call: the cache may take the memory.
+    Where a program packs weights, nothing of the file outlives this call: the cache may take the memory.
     """
     kernels.check_dtype(backend, dtype)
     program = backend.program(dtype, device)
-    # torch wants biases and norms in its input's dtype. A program computes them in float32, and converts blocks itself.
-    vector_dtype = torch.float32 if program else None
-    decoder = models.build(open_weights(path, dtype, weights, progress, vector_dtype, program is not None), program)
+    decoder = models.build(open_weights(path, dtype, weights, progress, program.vector_dtype, True), program)
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
-    create_runner = partial(ProgramRunner, program) if program else partial(TorchRunner, decoder, backend)
-    weight_bytes = program.weight_bytes if program else 0
-    return LoadedModel(path, decoder.spec, weight_bytes, create_runner, build_key_transform(decoder))
+    runner = partial(ProgramRunner, program)
+    return LoadedModel(path, decoder.spec, program.weight_bytes, runner, build_key_transform(decoder))
 
 
 def build_key_transform(decoder: Decoder) -> KeyTransform:

@@ -32,7 +32,7 @@ from retain.kv.prefix import config as prefix_configs
 from retain.models.resolve import resolve_model
 from retain.outputs import RequestOutput, StreamChunk
 from retain.plugins import parse_size
-from retain.processing.chat_template_files import read_chat_template
+from retain.processing.chat_template import read_chat_template
 from retain.processing.input import EngineInfo, GenerateRequest, InputProcessor, Prompt
 from retain.processing.output import OutputProcessor, RequestOutputState
 from retain.processing.tokenizer import Tokenizer

@@ -1,22 +1,48 @@
-"""Run a decoder step by step on a cache of the reference backend that evicts nothing."""
+"""Models as programs of the reference backend, and a run of one step by step on a cache that evicts nothing."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from retain import models
 from retain.kernels import reference
-from retain.kernels.api import NO_WINDOW, Tables
+from retain.kernels.api import CPU, NO_WINDOW, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.models.decoder import Attend, Decoder, ModelSpec
+from retain.kernels.reference.program import Attend, ReferenceProgram
+from retain.models.decoder import Decoder, ModelSpec
+from retain.models.weights import Weights
 
 
 @functools.cache
 def random_tokens(n: int, seed: int = 0) -> Tensor:
     return torch.randint(128, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """A decoder that is emitted into a program of the reference backend."""
+
+    decoder: Decoder
+    program: ReferenceProgram
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.decoder.spec
+
+    def compute(self, ids: Tensor, pos: Tensor, attend: Attend) -> Tensor:
+        """Return the logits [T, V] of all tokens."""
+        return self.program.compute(ids, pos, torch.arange(len(ids)), attend)
+
+
+def build_model(weights: Weights) -> ReferenceModel:
+    """Build a model of these weights. Raises ValueError as `models.build` does."""
+    program = reference.program(weights.dtype, CPU)
+    return ReferenceModel(models.build(weights, program), program)
 
 
 class ReferenceCache:
@@ -56,15 +82,15 @@ class ReferenceCache:
 
 
 @torch.inference_mode()
-def run_decoder(model: Decoder, texts: Sequence[Tensor], steps: Sequence[Sequence[int]]) -> list[Tensor]:
+def run_decoder(model: ReferenceModel, texts: Sequence[Tensor], steps: Sequence[Sequence[int]]) -> list[Tensor]:
     """Compute the logits of every token of the texts. Each step computes the given number of tokens of each text."""
-    cache = ReferenceCache(model.spec, len(texts), max(map(len, texts)), model.embedding(texts[0], texts[0]).dtype)
+    cache = ReferenceCache(model.spec, len(texts), max(map(len, texts)), model.program.dtype)
     num_computed, logits = [0] * len(texts), [[] for _ in texts]
     for counts in steps:
         spans = [slice(n, n + count) for n, count in zip(num_computed, counts, strict=True)]
         pos = torch.cat([torch.arange(span.start, span.stop) for span in spans])
         ids = torch.cat([text[span] for text, span in zip(texts, spans, strict=True)])
-        step_logits = model.compute_logits(model.forward(ids, pos, cache.make_attend(counts, pos)))
+        step_logits = model.compute(ids, pos, cache.make_attend(counts, pos))
         for chunk, chunks in zip(step_logits.split(list(counts)), logits, strict=True):
             chunks.append(chunk)
         num_computed = [span.stop for span in spans]

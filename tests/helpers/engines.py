@@ -16,7 +16,7 @@ from retain import factory, kernels, models
 from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request, RequestInput
-from retain.engine.runner import ProgramRunner, Runner, TorchRunner
+from retain.engine.runner import ProgramRunner, Runner
 from retain.kernels.pool_dtypes import slots_in_page
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
@@ -98,7 +98,7 @@ def make_engine(
         offloader = factory.open_offload_tiers(prefix.config, parse_all(tiers), cache, model.spec, family.encode())
         offloader.cost_model = AlwaysLoad()
         prefix.set_offloader(offloader)
-    runner: Runner = ProgramRunner(program, cache) if program else TorchRunner(model, kernel, cache)
+    runner = ProgramRunner(program, cache)
 
     def load_draft_model(*_: Any) -> tuple[Runner, KVCacheManager]:
         """Load the same model once more, with a cache of its own."""

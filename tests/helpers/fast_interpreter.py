@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+from triton import language
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle, interpreter_builder, interpreter_semantic
 
 
 def speed_up() -> None:
     """Patch the interpreter of this process, which makes it several times as fast."""
     _patch_language_once()
     _cache_types()
+    _cache_numbers()
+    _shorten_operators()
     # Overflow checks take long, and the noise hashes overflow on purpose.
     object.__setattr__(interpreter_builder.options, "sanitize_overflow", False)
 
 
 def _patch_language_once() -> None:
-    """Triton patches triton.language at every call of a device function; the launch of the kernel has done it."""
-    patch_and_call = InterpretedFunction.__call__
+    """Triton patches triton.language at every launch and every call of a device function, and takes it back."""
 
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        is_patched = self.fn.__module__.startswith("retain") or core.full.__name__ == "<lambda>"
-        return self.rewrite()(*args, **options) if is_patched else patch_and_call(self, *args, **options)
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)  # without the check that a kernel calls it
 
-    InterpretedFunction.__call__ = call
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter_semantic
+            return function(*args, **options)
+
+        scope.set_attr(obj, name, call)
+
+    def call_device_function(self: Any, *args: Any, **options: Any) -> Any:
+        return self.rewrite()(*args, **options)
+
+    interpreter._patch_attr = patch_attr
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": core}))
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    InterpretedFunction.__call__ = call_device_function
 
 
 def _cache_types() -> None:
@@ -64,3 +80,53 @@ def _cache_types() -> None:
     core.block_type.__init__ = cached_init_block_type
     core.tensor.__init__ = cached_init_tensor
     interpreter._get_np_dtype = cached_np_dtype
+
+
+def _cache_numbers() -> None:
+    """Cache numbers as tensors, and the dtype to which two operands are promoted."""
+    constant, promote = TritonSemantic.scalar_constant, TritonSemantic.computation_type_impl
+
+    @cache
+    def known_constant(kind: type, value: Any, dtype: Any) -> Any:
+        return constant(interpreter_semantic, value, dtype)
+
+    def cached_constant(self: Any, value: Any, dtype: Any) -> Any:
+        has_key = type(value) is int or value  # 0.0 and -0.0 are equal
+        return known_constant(type(value), value, dtype) if has_key else constant(self, value, dtype)
+
+    @cache
+    def known_promotion(*args: Any) -> Any:
+        return promote(interpreter_semantic, *args)
+
+    TritonSemantic.scalar_constant = cached_constant
+    TritonSemantic.computation_type_impl = lambda self, *args: known_promotion(*args)
+
+
+def _shorten_operators() -> None:
+    """Most operands of an operator have one dtype and one shape, or one is a number."""
+    equal_dtypes, broadcast = core.dtype.__eq__, TritonSemantic.broadcast_impl_value
+    check_operands = TritonSemantic.binary_op_type_checking_impl
+    unchanged = {core.int1, core.int32, core.int64, core.float32}  # by an operator of two tensors
+
+    def fast_broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        a, b = (tuple(x.type.shape.values) if x.type.is_block() else () for x in (lhs, rhs))
+        if a and b and len(a) != len(b):
+            return broadcast(self, lhs, rhs)
+        shape = tuple(n if m == 1 else m for m, n in zip(a, b, strict=True)) if a and b else a or b
+        return (lhs if a == shape else _expand(lhs, shape)), (rhs if b == shape else _expand(rhs, shape))
+
+    def fast_check(self: Any, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+        if type(lhs) is core.tensor and type(rhs) is core.tensor and lhs.dtype is rhs.dtype and lhs.dtype in unchanged:
+            return fast_broadcast(self, lhs, rhs)
+        return check_operands(self, lhs, rhs, *args, **options)
+
+    core.dtype.__eq__ = lambda self, other: self is other or equal_dtypes(self, other)
+    TritonSemantic.broadcast_impl_value = fast_broadcast
+    TritonSemantic.binary_op_type_checking_impl = fast_check
+
+
+def _expand(x: Any, shape: tuple[int, ...]) -> Any:
+    """Repeat a tensor until it has this shape; sizes that do not fit are errors."""
+    data = np.empty(shape, x.handle.data.dtype)
+    data[...] = x.handle.data
+    return core.tensor(TensorHandle(data, x.dtype), core.block_type(x.dtype, shape))

@@ -9,16 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from retain import models
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.quantized_slots import dequantize_4bit, quantize_4bit, rotate
 from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
 from retain.kernels.scoring import GUMBEL
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.models.decoder import ModelSpec
-from retain.models.weights import Weights
 from tests.helpers.gates import random_gate
-from tests.helpers.tiny_models import tiny_checkpoint
+from tests.helpers.tiny_models import tiny_model
 
 HeadId = tuple[int, int]  # layer, kv head
 
@@ -116,7 +114,7 @@ class ListModel:
     """A tiny model whose layers without a window keep the tokens that a policy says."""
 
     def __init__(self, family: str, policy: ListPolicy):
-        self.model = models.build(Weights(tiny_checkpoint(family), torch.float32))
+        self.model = tiny_model(family)
         self.spec: ModelSpec = self.model.spec
         self.policy = policy
         s = self.spec
@@ -358,9 +356,10 @@ class ListModel:
     # ---- generation ----------------------------------------------------------------------------------------------
 
     def forward(self, tokens: list[int], first_position: int) -> Tensor:
-        """Compute fresh tokens. Returns their hidden states [T, E]."""
+        """Compute fresh tokens. Returns the logits [1, V] of the last."""
         self.fresh_positions = torch.arange(first_position, first_position + len(tokens))
-        return self.model.forward(torch.tensor(tokens), self.fresh_positions, self.attend)
+        last = torch.tensor([len(tokens) - 1])
+        return self.model.program.compute(torch.tensor(tokens), self.fresh_positions, last, self.attend)
 
     def reread(self, prompt: list[int]) -> None:
         """Compute the prompt's tokens once more after the prompt, a chunk at a time, and delete them."""
@@ -388,8 +387,8 @@ class ListModel:
                 self.evict(first + n - 1)
                 fresh, n = fresh[n:], policy.chunk
         while len(tokens) < self.prompt_len + num_tokens:
-            x = self.forward(fresh, len(tokens) - len(fresh))
-            fresh = [int(self.model.compute_logits(x[-1:]).argmax())]
+            logits = self.forward(fresh, len(tokens) - len(fresh))
+            fresh = [int(logits.argmax())]
             if len(tokens) == self.prompt_len and policy.name == "reread":
                 self.reread(tokens)
             self.evict(len(tokens) - 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kernels.api import Batch
-from retain.kv.eviction.evictor import BudgetEvictor
+from retain.kv.eviction.evictor import BudgetEvictor, Compact, Punch
 from retain.kv.eviction.policy import EvictionPolicy
 from tests.helpers.engines import make_request
 
@@ -30,22 +30,22 @@ def count_cost(engine: Engine, requests: Sequence[Request]) -> CountedCost:
     """Run requests to their ends, and count the work."""
     cost = CountedCost()
     forward = engine.runner.forward
-    evict = BudgetEvictor.evict
+    plan = BudgetEvictor.plan
 
     def count_forward(batch: Batch) -> Tensor:
         cost.steps += 1
         cost.tokens += len(batch.input_ids)
         return forward(batch)
 
-    def count_evict(evictor: BudgetEvictor, num_computed_tokens: int) -> None:
+    def count_plan(evictor: BudgetEvictor, num_computed_tokens: int) -> list[Punch | Compact] | None:
         is_prompt = num_computed_tokens <= evictor.policy.prompt_len
         cost.prompt_evictions += is_prompt
         cost.answer_evictions += not is_prompt
-        evict(evictor, num_computed_tokens)
+        return plan(evictor, num_computed_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.runner, "forward", count_forward)
-        patch.setattr(BudgetEvictor, "evict", count_evict)
+        patch.setattr(BudgetEvictor, "plan", count_plan)
         engine.add(*requests)
         while engine.has_unfinished_requests:
             engine.step()

@@ -1,6 +1,6 @@
 """Tiny random models of every family, generated in memory in about a millisecond.
 
-    tiny_model("llama")                            a Decoder; equal arguments give equal weights
+    tiny_model("llama")                            a program of the reference; equal arguments give equal weights
     tiny_checkpoint("opt", seed=1, ffn_dim=48)     its Checkpoint: config, names, tensors
 
 Weights are large enough for logits to differ clearly. Norm weights are far from 1 and of either sign; otherwise a tied
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain import models
-from retain.models.decoder import Decoder
 from retain.models.weights import Weights
+from tests.helpers.decoder_runner import ReferenceModel, build_model
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -88,9 +87,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Decoder:
+def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> ReferenceModel:
     """Build a tiny model of a family, with `changes` to its config."""
-    return models.build(Weights(tiny_checkpoint(model_type, seed, **changes), dtype))
+    return build_model(Weights(tiny_checkpoint(model_type, seed, **changes), dtype))
 
 
 def tiny_checkpoint(model_type: str, seed: int = 0, **changes: Any) -> TinyCheckpoint:

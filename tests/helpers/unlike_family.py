@@ -85,7 +85,7 @@ def build(w: Weights) -> Decoder:
 
     norm = RMSNorm(m["norm.weight"], EPS)
     head = load_lm_head(w, "lm_head", table, None)
-    return Decoder(s, Embedding(table, dtype=m.dtype), load_layer, norm, head, list(ropes.values()))
+    return Decoder(s, Embedding(table), load_layer, norm, head, list(ropes.values()))
 
 
 def frequencies(dim: int) -> Tensor:

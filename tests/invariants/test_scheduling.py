@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from retain import kernels
 from retain.engine.request import Request
-from retain.engine.runner import TorchRunner
-from retain.kernels.kv_cache_spec import uniform_layers
 from retain.kv import capacity
 from retain.kv.capacity import CapacityPlanner, GroupPlanner
 from retain.kv.memory import cache as memory_cache
@@ -174,12 +170,6 @@ def run_without_eviction(
 ) -> list[int]:
     """Return the answer of an engine in which every layer keeps all slots, and windows only hide them."""
     engine = make_engine(family)
-    runner = engine.runner
-    assert isinstance(runner, TorchRunner)
-    spec = runner.model.spec
-    group = spec.kv_cache.only_group
-    layers = uniform_layers(group.num_kv_heads, group.k_dim, windows)
-    runner.model = dataclasses.replace(runner.model, spec=dataclasses.replace(spec, layers=layers))
     visible = np.array([w or kernels.api.NO_WINDOW for w in windows], np.int32)
     unbounded = np.full(len(windows), 2**30, np.int32)
     with monkeypatch.context() as patch:

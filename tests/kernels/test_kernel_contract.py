@@ -35,12 +35,15 @@ def test_backend_implements_the_contract(name: str) -> None:
         assert parameters(getattr(backend, function)) == parameters(getattr(Backend, function)), function
 
 
-@pytest.mark.parametrize(("backend", "name"), [("cpu", "CpuProgram"), ("triton", "TritonProgram")])
-def test_program_implements_the_contract(backend: str, name: str) -> None:
-    program = getattr(pytest.importorskip(f"retain.kernels.{backend}.forward", exc_type=ImportError), name)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("cpu.forward", "CpuProgram"), ("reference.program", "ReferenceProgram"), ("triton.forward", "TritonProgram")],
+)
+def test_program_implements_the_contract(module: str, name: str) -> None:
+    program = getattr(pytest.importorskip(f"retain.kernels.{module}", exc_type=ImportError), name)
     for function in members(Program):
         assert parameters(getattr(program, function)) == parameters(getattr(Program, function)), function
-    assert isinstance(program.weight_bytes, property)
+    assert isinstance(program.weight_bytes, property) and isinstance(program.vector_dtype, property)
 
 
 def test_load_gives_the_backend_of_a_name() -> None:

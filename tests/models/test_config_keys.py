@@ -20,7 +20,7 @@ from retain import models
 from retain.models.family_config import FamilyConfig
 from retain.models.rope import ROPE_DEFAULTS
 from retain.models.weights import Weights, open_weights
-from tests.helpers.decoder_runner import random_tokens, run_decoder
+from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.family_variants import Changes
 from tests.helpers.folders import save_model_folder
 from tests.helpers.tiny_models import tiny_checkpoint
@@ -118,7 +118,7 @@ def compute_transformers_logits(folder: Path, text: Tensor) -> Tensor:
 def assert_equals_transformers(folder: Path) -> None:
     """Compare logits, and so the greedy tokens, of a text that is longer than every window here."""
     text = random_tokens(40)
-    (ours,) = run_decoder(models.build(open_weights(folder, torch.float32)), [text], [[7], [7], [26]])
+    (ours,) = run_decoder(build_model(open_weights(folder, torch.float32)), [text], [[7], [7], [26]])
     theirs = compute_transformers_logits(folder, text)
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
     torch.testing.assert_close(ours / theirs.std(), theirs / theirs.std(), atol=5e-5, rtol=0)
@@ -197,7 +197,7 @@ def test_every_key_that_a_family_reads_is_one_of_transformers(family: str, monke
     with monkeypatch.context() as m:
         m.setattr(FamilyConfig, "__getitem__", record("__getitem__"))
         m.setattr(FamilyConfig, "get", record("get"))
-        models.build(Weights(tiny_checkpoint(family), torch.float32))
+        build_model(Weights(tiny_checkpoint(family), torch.float32))
     known = get_fields(family).keys() | OLDER_KEYS.get(family, set()) | OPTIONAL_FIELDS.get(family, set())
     rope = ROPE_KEYS | SHARED_KEYS if "rope_parameters" in known and family != "gpt_neox" else SHARED_KEYS
     assert len(read) > 5

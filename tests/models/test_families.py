@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retain import models
 from retain.models.weights import Weights
-from tests.helpers.decoder_runner import random_tokens, run_decoder
+from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.family_variants import VARIANTS, Changes, each_variant
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint, tiny_model
 
@@ -60,7 +60,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 @each_variant
 def test_logits_equal_transformers(family: str, changes: Changes) -> None:
     checkpoint = tiny_checkpoint(family, **changes)
-    model, ids = models.build(Weights(checkpoint, torch.float32)), random_tokens(40)
+    model, ids = build_model(Weights(checkpoint, torch.float32)), random_tokens(40)
     theirs = transformers_logits(checkpoint, ids)
     for name, steps in {
         "prefill": [40],
@@ -79,7 +79,7 @@ def test_logits_equal_transformers(family: str, changes: Changes) -> None:
 def test_batched_requests_of_different_lengths_equal_transformers(family: str) -> None:
     checkpoint, texts = tiny_checkpoint(family), [random_tokens(40), random_tokens(23, seed=1)]
     steps = [[20, 3], [1, 10], [0, 9], [18, 1], [1, 0]]
-    ours = run_decoder(models.build(Weights(checkpoint, torch.float32)), texts, steps)
+    ours = run_decoder(build_model(Weights(checkpoint, torch.float32)), texts, steps)
     for logits, ids in zip(ours, texts, strict=True):
         assert_close(logits, transformers_logits(checkpoint, ids))
 
@@ -88,11 +88,11 @@ def test_batched_requests_of_different_lengths_equal_transformers(family: str) -
 @each_variant
 def test_config_written_by_transformers_5_gives_equal_logits(family: str, changes: Changes) -> None:
     checkpoint = tiny_checkpoint(family, **changes)
-    (ours,) = run_decoder(models.build(Weights(checkpoint, torch.float32)), [random_tokens(40)], [[40]])
+    (ours,) = run_decoder(build_model(Weights(checkpoint, torch.float32)), [random_tokens(40)], [[40]])
     config = json.loads(build_transformers_model(checkpoint).config.to_json_string(use_diff=False))
     assert "rope_theta" not in config
     rewritten = TinyCheckpoint(config, checkpoint.shapes, checkpoint.seed)
-    (again,) = run_decoder(models.build(Weights(rewritten, torch.float32)), [random_tokens(40)], [[40]])
+    (again,) = run_decoder(build_model(Weights(rewritten, torch.float32)), [random_tokens(40)], [[40]])
     assert torch.equal(ours, again)
 
 
@@ -157,7 +157,7 @@ class RenamedCheckpoint:
 )
 def test_other_tensor_names_load_the_same_model(family: str, old: str, new: str) -> None:
     checkpoint = tiny_checkpoint(family)
-    decoders = [models.build(Weights(s, torch.float32)) for s in (checkpoint, RenamedCheckpoint(checkpoint, old, new))]
+    decoders = [build_model(Weights(s, torch.float32)) for s in (checkpoint, RenamedCheckpoint(checkpoint, old, new))]
     a, b = (run_decoder(d, [random_tokens(9)], [[9]])[0] for d in decoders)
     assert torch.equal(a, b)
 
@@ -215,7 +215,7 @@ def test_unsupported_configs_raise_one_line_errors(family: str, changes: Changes
     checkpoint = tiny_checkpoint(family, tie_word_embeddings=True)  # the file has no lm_head
     checkpoint.config = {k: v for k, v in {**checkpoint.config, **changes}.items() if v is not None}
     with pytest.raises(ValueError, match=re.escape(message)) as e:
-        models.build(Weights(checkpoint, torch.float32))
+        build_model(Weights(checkpoint, torch.float32))
     assert "\n" not in str(e.value)
 
 
@@ -223,4 +223,4 @@ def test_biases_of_only_some_projections_are_refused() -> None:
     checkpoint = tiny_checkpoint("qwen2")
     del checkpoint.shapes["model.layers.1.self_attn.k_proj.bias"]
     with pytest.raises(ValueError, match=r"no tensor 'model\.layers\.1\.self_attn\.k_proj\.bias'"):
-        models.build(Weights(checkpoint, torch.float32))
+        build_model(Weights(checkpoint, torch.float32))

@@ -22,6 +22,7 @@ from retain.models.resolve import resolve_model
 from retain.models.rope import get_rope, get_rope_parameters
 from retain.models.weights import Weights, open_weights
 from tests.helpers import processor_time
+from tests.helpers.decoder_runner import build_model
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, FLOAT_TYPES, GGUF_ARCHS, tiny_for_gguf, write_gguf
 from tests.helpers.tiny_models import tiny_checkpoint
 
@@ -76,7 +77,7 @@ def test_every_architecture_is_read_as_written(tmp_path: Path, model_type: str) 
     assert family.spec_from_config(ours.config) == family.spec_from_config(checkpoint.config)
     assert (ours.config["bos_token_id"], ours.config["eos_token_id"]) == (125, 126)
     assert ours.metadata["tokenizer.ggml.pre"] == "gpt-2"
-    models.build(Weights(ours, torch.float32))
+    build_model(Weights(ours, torch.float32))
 
 
 def test_llama_biases_are_put_back_in_order(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_the_tensors_of_a_file_say_whether_there_are_biases(tmp_path: Path, chan
         "attention_bias" in changes,
         "mlp_bias" in changes,
     )
-    models.build(Weights(ours, torch.float32))
+    build_model(Weights(ours, torch.float32))
 
 
 def test_values_listed_by_layer_must_be_equal(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from retain import models
 from retain.config import Config
 from retain.formats.gguf import GGUFCheckpoint
 from retain.formats.gguf.types import GGML_BLOCK_SIZES
@@ -20,6 +19,7 @@ from retain.kernels.ggml_blocks import convert_blocks, dequantize_blocks, is_sup
 from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
 from retain.models.resolve import resolve_model
 from retain.models.weights import Weights, open_weights
+from tests.helpers.decoder_runner import build_model
 from tests.helpers.folders import save_model_folder
 from tests.helpers.gguf_files import FLOAT_TYPES, GGUF_ARCHS, tiny_for_gguf, write_gguf
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
@@ -182,7 +182,7 @@ def test_matrices_are_of_the_chosen_kind(tmp_path: Path, stored: str, quantizati
             assert matrices_equal(matrix, (quantize_int4 if kind is Int4 else quantize_int8)(expected))
     assert w[NORM].dtype == w[UP_PROJ].dtype == torch.bfloat16
     assert w.scope("model.").quantization == quantization
-    assert isinstance(models.build(w).embedding(torch.tensor([3]), torch.tensor([0])), Tensor)
+    build_model(w)
 
 
 def test_folder_is_dense_unless_quantized(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from retain import models
-from retain.models.decoder import Decoder
+from retain.models.decoder import Attention
 from retain.models.weights import Weights
-from tests.helpers.decoder_runner import ReferenceCache, random_tokens
+from tests.helpers.decoder_runner import ReferenceCache, ReferenceModel, build_model, random_tokens
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 
 BIASES = {"qwen2": "k_proj.bias", "opt": "k_proj.bias", "gpt2": "c_attn.bias", "gpt_neox": "query_key_value.bias"}
@@ -31,17 +30,16 @@ class BiasedCheckpoint(TinyCheckpoint):
 
 
 @torch.inference_mode()
-def compute(model: Decoder, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def compute(model: ReferenceModel, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Return the logits of 40 tokens, and their keys in the cache, [P, S, D]."""
     ids, cache = random_tokens(40), ReferenceCache(model.spec, 1, 40, dtype)
-    x = model.forward(ids, torch.arange(40), cache.make_attend([40], torch.arange(40)))
-    return model.compute_logits(x), cache.kv.k
+    return model.compute(ids, torch.arange(40), cache.make_attend([40], torch.arange(40))), cache.kv.k
 
 
 def test_without_rotation_a_bias_changes_no_cached_key() -> None:
     """The offset is then the whole bias."""
     (one, k), (other, other_k) = (
-        compute(models.build(Weights(BiasedCheckpoint("opt", change), torch.float32)))
+        compute(build_model(Weights(BiasedCheckpoint("opt", change), torch.float32)))
         for change in (lambda x: x, lambda x: x + 3)
     )
     torch.testing.assert_close(k, other_k, rtol=1e-4, atol=1e-5)
@@ -51,13 +49,13 @@ def test_without_rotation_a_bias_changes_no_cached_key() -> None:
 
 
 @pytest.mark.parametrize("family", BIASES)
-def test_a_model_computes_the_same_with_and_without_the_offset(family: str) -> None:
-    model = models.build(Weights(BiasedCheckpoint(family, lambda x: 20 * x), torch.float32))
+def test_a_model_computes_the_same_with_and_without_the_offset(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = Weights(BiasedCheckpoint(family, lambda x: 20 * x), torch.float32)
+    model = build_model(weights)
     logits, keys = compute(model)
-    assert sorted(model.key_offsets) == list(range(model.spec.num_layers))
-    for layer in model.layers:
-        layer.attention.__dict__["key_offset"] = None
-    without, other_keys = compute(model)
+    assert sorted(model.decoder.key_offsets) == list(range(model.spec.num_layers))
+    monkeypatch.setattr(Attention, "key_offset", None)
+    without, other_keys = compute(build_model(weights))
     assert not torch.allclose(keys, other_keys, atol=0.1)
     torch.testing.assert_close(logits, without, rtol=1e-3, atol=1e-3)
 
@@ -69,7 +67,7 @@ def test_a_large_bias_leaves_int8_slots_as_precise_as_a_small_one() -> None:
 
     def error(bias: Tensor) -> float:
         checkpoint = BiasedCheckpoint("qwen2", lambda x: x + bias.repeat(2), rope_theta=1e7, sliding_window=None)
-        model = models.build(Weights(checkpoint, torch.float32))
+        model = build_model(Weights(checkpoint, torch.float32))
         exact, rounded = compute(model)[0].log_softmax(-1), compute(model, torch.int8)[0].log_softmax(-1)
         return float((exact.exp() * (exact - rounded)).sum(-1).mean())
 
@@ -78,4 +76,4 @@ def test_a_large_bias_leaves_int8_slots_as_precise_as_a_small_one() -> None:
 
 @pytest.mark.parametrize(("family", "name"), [("llama", "no bias"), ("qwen3", "normalized keys"), ("mpt", "no bias")])
 def test_other_models_have_no_offset(family: str, name: str) -> None:
-    assert not models.build(Weights(tiny_checkpoint(family), torch.float32)).key_offsets, name
+    assert not build_model(Weights(tiny_checkpoint(family), torch.float32)).decoder.key_offsets, name

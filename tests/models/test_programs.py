@@ -1,4 +1,4 @@
-"""A program computes what the decoder that emitted it computes: every family and variant, however tokens arrive."""
+"""Every program computes what that of the reference does: every family and variant, however tokens arrive."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from torch import Tensor
 from retain import models
 from retain.kernels import cpu, triton
 from retain.kernels.api import CPU, KV, NO_WINDOW, Backend, Batch, GroupInputs, Program, Tables
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.triton import graphs
 from retain.kv.memory.group_pages import divide_pages
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
 from tests.helpers.attention_case import assert_close
 from tests.helpers.backend_variants import ISAS, use_isa
-from tests.helpers.decoder_runner import run_decoder
+from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.family_variants import CASES, Changes
 from tests.helpers.marks import slow
-from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
+from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint, tiny_model
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 needs_triton = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
@@ -36,9 +37,9 @@ def make_prompts(vocab_size: int, steps: Steps) -> list[Tensor]:
     return [torch.randint(0, vocab_size, (sum(counts),), generator=rng) for counts in zip(*steps, strict=True)]
 
 
-def decoder_logits(checkpoint: TinyCheckpoint, steps: Steps) -> Tensor:
-    """The logits [T, V] of one request after the other, computed by the decoder's own layers."""
-    model = models.build(Weights(checkpoint, torch.float32))
+def reference_logits(checkpoint: TinyCheckpoint, steps: Steps) -> Tensor:
+    """The logits [T, V] of one request after the other, computed by the program of the reference."""
+    model = build_model(Weights(checkpoint, torch.float32))
     prompts = make_prompts(model.spec.vocab_size, steps)
     return torch.cat(run_decoder(model, prompts, [[len(p) for p in prompts]]))
 
@@ -128,9 +129,9 @@ def with_two_layers(family: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])
-def test_cpu_program_matches_decoder(family: str, changes: Changes) -> None:
+def test_cpu_program_equals_the_reference(family: str, changes: Changes) -> None:
     checkpoint = tiny_checkpoint(family, **changes)
-    expected = decoder_logits(checkpoint, STEPS)
+    expected = reference_logits(checkpoint, STEPS)
     for isa in ISAS:
         with use_isa(isa):
             assert_close(program_logits(checkpoint, STEPS), expected, 2e-5, isa)
@@ -139,18 +140,18 @@ def test_cpu_program_matches_decoder(family: str, changes: Changes) -> None:
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("family", models.list_families())
-def test_triton_program_matches_decoder(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_program_equals_the_reference(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step operation by operation, one as a captured graph."""
     monkeypatch.setattr(graphs, "CAPTURE_AFTER", 1)
     checkpoint, steps = tiny_checkpoint(family, **with_two_layers(family)), [(5, 3), (1, 1)]
-    assert_close(program_logits(checkpoint, steps, backend=triton), decoder_logits(checkpoint, steps), 2e-5)
+    assert_close(program_logits(checkpoint, steps, backend=triton), reference_logits(checkpoint, steps), 2e-5)
 
 
 @needs_triton
 def test_triton_graph_serves_several_padded_steps() -> None:
     """The second step of a shape is captured, and replayed by the third; three requests are padded to four."""
     checkpoint, steps = tiny_checkpoint("llama", num_hidden_layers=1), [(5, 2, 3), *[(1, 1, 1)] * 3]
-    assert_close(program_logits(checkpoint, steps, backend=triton), decoder_logits(checkpoint, steps), 2e-5)
+    assert_close(program_logits(checkpoint, steps, backend=triton), reference_logits(checkpoint, steps), 2e-5)
 
 
 @pytest.mark.parametrize("weights", ["int4", *slow("bf16", "int8")])
@@ -168,7 +169,7 @@ def test_chunks_and_other_requests_change_no_bit(family: str, weights: str) -> N
 @pytest.mark.parametrize("family", models.list_families())
 def test_less_exact_weights_are_close(family: str) -> None:
     checkpoint = tiny_checkpoint(family)
-    expected = decoder_logits(checkpoint, STEPS)
+    expected = reference_logits(checkpoint, STEPS)
     for weights in ("bf16", "int8"):
         logits = program_logits(checkpoint, STEPS, weights=weights, dtype=torch.bfloat16)
         assert (logits - expected).norm() <= 0.15 * expected.norm()  # tiny random models magnify rounding errors
@@ -179,3 +180,23 @@ def test_rejects_weights_whose_shapes_do_not_fit() -> None:
     checkpoint.shapes["model.layers.1.mlp.down_proj.weight"] = (64, 97)
     with pytest.raises(ValueError, match="the input of a linear layer has width 97, but 96 is expected"):
         models.build(Weights(checkpoint, torch.float32), cpu.program(torch.float32, CPU))
+
+
+@pytest.mark.parametrize("family", models.list_families())
+def test_the_reference_can_be_differentiated(family: str) -> None:
+    """The gradient by an output of attention is how the logits change with it."""
+    model, step = tiny_model(family), 1e-2
+    R, direction = model.spec.num_heads // model.spec.num_kv_heads, random_tokens(8).view(8, 1, 1) / 128
+
+    def compute(nudge: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+            o = (q + (k + v).repeat_interleave(R, 1)) / 3
+            return o + nudge * direction if layer == 0 else o
+
+        return model.compute(random_tokens(8), torch.arange(8), attend).log_softmax(-1)[:, 5].sum()
+
+    nudge = torch.zeros((), requires_grad=True)
+    (gradient,) = torch.autograd.grad(compute(nudge), nudge)
+    change = compute(torch.tensor(step)) - compute(torch.tensor(-step))
+    assert gradient.abs() > 0.05
+    torch.testing.assert_close(gradient, change.detach() / (2 * step), rtol=0.02, atol=0.05)

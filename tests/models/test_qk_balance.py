@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from retain import models
-from retain.models.decoder import Decoder
+from retain.kernels.rope import Rope
+from retain.models import decoder
 from retain.models.layers import Linear, RMSNorm
 from retain.models.qk_balance import find_qk_factors
-from retain.models.rope import Rope
 from retain.models.weights import Weights
-from tests.helpers.decoder_runner import ReferenceCache, random_tokens
-from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint, tiny_model
+from tests.helpers.decoder_runner import ReferenceCache, ReferenceModel, build_model, random_tokens
+from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 @torch.inference_mode()
-def log_probs(model: Decoder, slots: torch.dtype) -> Tensor:
+def log_probs(model: ReferenceModel, slots: torch.dtype) -> Tensor:
     """Return log-probabilities behind 40 tokens whose K and V are in slots of this dtype."""
     ids, cache = random_tokens(40), ReferenceCache(model.spec, 1, 40, slots)
-    x = model.forward(ids, torch.arange(40), cache.make_attend([40], torch.arange(40)))
-    return model.compute_logits(x).log_softmax(-1)
+    return model.compute(ids, torch.arange(40), cache.make_attend([40], torch.arange(40))).log_softmax(-1)
 
 
-def without_factors(model: Decoder) -> Decoder:
-    """Return the same model as its weights say."""
-    layers = [replace(x, attention=replace(x.attention, qk_factors=None)) for x in model.layers]  # type: ignore[type-var]
-    plain = replace(model)
-    plain.__dict__["layers"] = layers
-    return plain
+def without_factors(weights: Weights) -> ReferenceModel:
+    """Build a model as its weights say."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "find_qk_factors", lambda *args: None)
+        return build_model(weights)
 
 
 class LopsidedCheckpoint(TinyCheckpoint):
@@ -51,19 +46,18 @@ class LopsidedCheckpoint(TinyCheckpoint):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_exact_slots_give_the_same_bits_with_and_without_factors(family: str, dtype: torch.dtype) -> None:
-    model = tiny_model(family, dtype)
-    found = log_probs(model, dtype)
-    assert torch.equal(found, log_probs(without_factors(model), dtype))
-    has_factors = bool(model.key_factors)
+    weights = Weights(tiny_checkpoint(family), dtype)
+    model = build_model(weights)
+    assert torch.equal(log_probs(model, dtype), log_probs(without_factors(weights), dtype))
+    has_factors = bool(model.decoder.key_factors)
     assert has_factors or family in ("gpt2", "gpt_neox", "mpt"), "random keys and queries are balanced there"
 
 
 def test_keys_that_are_large_where_queries_are_small_lose_less_in_four_bits() -> None:
     tiny = tiny_checkpoint("llama")
-    model = models.build(Weights(LopsidedCheckpoint(tiny.config, tiny.shapes, tiny.seed), torch.float32))
-    exact, balanced, plain = (
-        log_probs(m, slots) for m, slots in ((model, torch.float32), (model, INT4), (without_factors(model), INT4))
-    )
+    weights = Weights(LopsidedCheckpoint(tiny.config, tiny.shapes, tiny.seed), torch.float32)
+    exact, balanced = (log_probs(build_model(weights), slots) for slots in (torch.float32, INT4))
+    plain = log_probs(without_factors(weights), INT4)
     kl, plain_kl = ((exact.exp() * (exact - x)).sum(-1).mean() for x in (balanced, plain))
     assert kl < plain_kl / 4
 

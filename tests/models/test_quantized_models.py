@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 
 from retain import models
+from retain.kernels.api import ACTIVATIONS
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
+from retain.kernels.reference.program import ACTIVATION_FUNCTIONS, linear
 from retain.kernels.weight import Weight
-from retain.models.layers import ACTIVATIONS, Linear, Sequential, resolve_activation
+from retain.models.layers import Linear, Sequential, resolve_activation
 from retain.models.weights import Weights
-from tests.helpers.decoder_runner import random_tokens, run_decoder
+from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.family_variants import Changes
-from tests.helpers.tiny_models import tiny_checkpoint
+from tests.helpers.tiny_models import tiny_checkpoint, tiny_model
 
 CASES: list[tuple[str, Changes]] = [
     *((family, {}) for family in models.list_families()),
@@ -41,10 +43,10 @@ class DequantizedWeights(Weights):
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_model_equals_its_dequantized_weights(family: str, changes: Changes, quantization: str) -> None:
     checkpoint, texts, steps = tiny_checkpoint(family, **changes), [random_tokens(24)], [[20], [1], [3]]
-    model, dense = (models.build(cls(checkpoint, torch.float32, quantization)) for cls in (Weights, DequantizedWeights))
-    exact = models.build(Weights(checkpoint, torch.float32))
-    assert isinstance(model.embedding.table, Int8) and isinstance(dense.embedding.table, Tensor)
-    o_proj = model.layers[1].attention.o_proj  # type: ignore[attr-defined]
+    model, dense = (build_model(cls(checkpoint, torch.float32, quantization)) for cls in (Weights, DequantizedWeights))
+    exact = build_model(Weights(checkpoint, torch.float32))
+    assert isinstance(model.decoder.embedding.table, Int8) and isinstance(dense.decoder.embedding.table, Tensor)
+    o_proj = model.decoder.load_layer(1).attention.o_proj
     assert isinstance(o_proj.weight, Int8 if quantization == "int8" else Int4)
     (ours,), (dequantized,), (unquantized,) = (run_decoder(m, texts, steps) for m in (model, dense, exact))
     # GPT-2's factor on q goes into the scales, which are rounded to float16.
@@ -59,7 +61,7 @@ def test_quantized_model_equals_its_dequantized_weights(family: str, changes: Ch
 def test_tied_head_is_the_embedding_table(family: str, changes: Changes) -> None:
     for quantization in ("auto", "int8"):
         checkpoint = tiny_checkpoint(family, **changes)
-        model = models.build(Weights(checkpoint, torch.bfloat16, quantization))
+        model = build_model(Weights(checkpoint, torch.bfloat16, quantization)).decoder
         head = model.lm_head.layers[-1] if isinstance(model.lm_head, Sequential) else model.lm_head
         assert isinstance(head, Linear)
         assert (head.weight is model.embedding.table) == ("lm_head.weight" not in checkpoint.names())
@@ -69,15 +71,14 @@ def test_tied_head_is_the_embedding_table(family: str, changes: Changes) -> None
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_hidden_states_stay_bfloat16(family: str, changes: Changes, quantization: str) -> None:
     checkpoint, dtypes = tiny_checkpoint(family, **changes), set()
-    model = models.build(Weights(checkpoint, torch.bfloat16, quantization))
+    model = build_model(Weights(checkpoint, torch.bfloat16, quantization))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         dtypes.update((q.dtype, k.dtype, v.dtype))
         return q
 
-    x = model.forward(torch.arange(3), torch.arange(3), attend)
-    assert {x.dtype, *dtypes} == {torch.bfloat16}
-    assert model.compute_logits(x).dtype == torch.float32
+    assert model.compute(torch.arange(3), torch.arange(3), attend).dtype == torch.float32
+    assert dtypes == {torch.bfloat16}
 
 
 def test_linear_layer_multiplies_quantized_weights_in_float32() -> None:
@@ -85,14 +86,14 @@ def test_linear_layer_multiplies_quantized_weights_in_float32() -> None:
     for m in (quantize_int4(w), quantize_int8(w)):
         for bias in (None, b.bfloat16()):
             expected = x.bfloat16().float() @ m.dequantize().T + (0 if bias is None else bias.float())
-            ours = Linear(m, bias)(x.bfloat16())
+            ours = linear(x.bfloat16(), m, bias)
             assert ours.dtype == torch.bfloat16
             torch.testing.assert_close(ours.float(), expected, rtol=2**-8, atol=1e-6)
 
 
 def test_activation_aliases_resolve_to_one_name() -> None:
     names = {"silu": "silu swish", "relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new gelu_pytorch_tanh gelu_fast"}
-    assert names.keys() == ACTIVATIONS.keys()
+    assert list(names) == list(ACTIVATIONS) == list(ACTIVATION_FUNCTIONS)
     for name, others in names.items():
         assert {resolve_activation(other) for other in others.split()} == {name}
     assert get_activation("gpt2") == get_activation("gptj") == get_activation("gemma3_text") == "gelu_tanh"
@@ -100,4 +101,4 @@ def test_activation_aliases_resolve_to_one_name() -> None:
 
 
 def get_activation(family: str) -> str:
-    return models.build(Weights(tiny_checkpoint(family), torch.float32)).layers[0].mlp.act  # type: ignore[attr-defined]
+    return tiny_model(family).decoder.load_layer(0).mlp.act  # type: ignore[attr-defined]

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from retain import models
 from retain.formats.checkpoint import open_checkpoint
 from retain.formats.random_weights import CONFIGS, MARKER_FILE
 from retain.formats.safetensors import SafetensorsCheckpoint
 from retain.models.weights import Weights, open_weights
+from tests.helpers.decoder_runner import build_model
 from tests.helpers.folders import save_model_folder
 from tests.helpers.tiny_models import tiny_checkpoint
 
@@ -30,7 +30,7 @@ def test_folder_is_read_as_it_was_written(tmp_path: Path, shards: int, dtype: to
     for name in checkpoint.names():
         assert ours.read(name).dtype == dtype
         assert torch.equal(ours.read(name), checkpoint.read(name).to(dtype))
-    models.build(open_weights(tmp_path, torch.float32))
+    build_model(open_weights(tmp_path, torch.float32))
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
@@ -47,7 +47,7 @@ def test_only_the_language_model_of_a_multimodal_model_is_read(tmp_path: Path, p
     assert ours.config == text.config | beside
     assert ours.names() == tiny_checkpoint("gemma3_text").names()
     assert torch.equal(ours.read("model.norm.weight"), text.read("model.norm.weight"))
-    models.build(open_weights(tmp_path, torch.float32))
+    build_model(open_weights(tmp_path, torch.float32))
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_errors_quote_no_more_than_a_line_of_a_file(tmp_path: Path, change: dict
     save_model_folder(tmp_path, checkpoint)
     (tmp_path / "config.json").write_text(json.dumps(checkpoint.config | change))
     with pytest.raises(ValueError) as e:
-        models.build(Weights(SafetensorsCheckpoint(tmp_path), torch.float32))
+        build_model(Weights(SafetensorsCheckpoint(tmp_path), torch.float32))
     assert len(str(e.value)) < len(str(tmp_path)) + 400 and "\n" not in str(e.value)
 
 

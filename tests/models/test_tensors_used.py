@@ -11,6 +11,7 @@ from torch import Tensor
 
 from retain import models
 from retain.models.weights import Weights, open_weights
+from tests.helpers.decoder_runner import build_model
 from tests.helpers.family_variants import Changes
 from tests.helpers.tiny_models import tiny_checkpoint
 from tests.models.test_config_keys import assert_equals_transformers, write_folder
@@ -47,8 +48,8 @@ def test_a_head_equal_to_a_tied_embedding_is_that_embedding(tmp_path: Path, fami
     checkpoint = tiny_checkpoint(family)
     name = next(n for n in checkpoint.names() if re.search(r"(embed_tokens|wte|embed_in)\.weight$", n))
     head = {"lm_head.weight": checkpoint.read(name)}
-    decoder = models.build(open_weights(write_folder(tmp_path, family, {"tie_word_embeddings": True}, **head), F32))
-    assert decoder.lm_head.weight is decoder.embedding.table  # type: ignore[attr-defined]
+    model = build_model(open_weights(write_folder(tmp_path, family, {"tie_word_embeddings": True}, **head), F32))
+    assert model.decoder.lm_head.weight is model.decoder.embedding.table  # type: ignore[attr-defined]
 
 
 LLAMA_BIASES = {
@@ -120,7 +121,7 @@ def test_other_tensors_are_refused_by_name(family: str, name: str) -> None:
     checkpoint = tiny_checkpoint(family)
     checkpoint.shapes[name] = (64,)
     with pytest.raises(ValueError, match=re.escape(f"the model file has {name!r} that a {family} model with")):
-        models.build(Weights(checkpoint, F32))
+        build_model(Weights(checkpoint, F32))
 
 
 @pytest.mark.parametrize("family", models.list_families())
@@ -131,7 +132,7 @@ def test_every_tensor_is_needed(family: str) -> None:
         checkpoint = tiny_checkpoint(family)
         del checkpoint.shapes[name]
         with pytest.raises(ValueError, match=r"the model file has no tensor"):
-            models.build(Weights(checkpoint, F32))
+            build_model(Weights(checkpoint, F32))
 
 
 @pytest.mark.parametrize(
@@ -150,4 +151,4 @@ def test_tensors_that_a_config_promises_are_missed_by_name(family: str, changes:
     checkpoint = tiny_checkpoint(family)
     checkpoint.config |= changes
     with pytest.raises(ValueError, match=re.escape(f"no tensor {name!r}")):
-        models.build(Weights(checkpoint, F32))
+        build_model(Weights(checkpoint, F32))

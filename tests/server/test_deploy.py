@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import yaml
-from ray.serve.schema import ServeDeploySchema
 
 from retain.cli.args import build_parser
 from retain.cli.cluster import build, parse_options
@@ -47,6 +46,8 @@ def test_deployed_commands_parse():
 
 def check_serve_config(config: dict, environment: dict[str, str], monkeypatch) -> ClusterSettings:
     """Check a Ray Serve config by Ray's schema, build its application, and return what its arguments mean."""
+    from ray.serve.schema import ServeDeploySchema  # only the worker that runs this imports Ray
+
     schema = ServeDeploySchema.model_validate(config)
     assert set(config) <= set(ServeDeploySchema.model_fields), "Ray ignores fields that it does not know"
     (application,) = schema.applications

@@ -185,7 +185,7 @@ def test_rejected_requests_are_not_tracked(tiny_server, monkeypatch):
 def test_a_request_without_pages_fails_with_one_line(tiny_server, stream):
     """Though its plan said that it fits; the engine goes on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_server.service.llm.cache, "reserve", lambda *_, **__: False)
+        patch.setattr(Row, "reserve", lambda *_, **__: False)
         response = post(tiny_server, stream=stream)
     assert response.status_code == (200 if stream else 500)
     assert "needs more KV memory than was planned" in response.text

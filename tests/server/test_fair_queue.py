@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retain.server.fair_queue import FairQueue, Ticket
-from retain.server.preparation import PreparationPool
+from retain.server.preparation import FairQueue, PreparationPool, Ticket
 
 KEYS = "abc"
 QUEUES = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(lambda sizes: (max(sizes), min(sizes)))

@@ -9,12 +9,10 @@ import pytest
 
 from retain.engine.request import FinishReason, Logprob
 from retain.server.anthropic.content_blocks import ContentBlocks
-from retain.server.openai.chat_output import ChatOutput, ChatOutputParser
+from retain.server.openai.chat_output import ChatOutput, ChatOutputParser, ReasoningParser, ToolParser
 from retain.server.openai.choice_builders import CompletionChoiceBuilder
-from retain.server.openai.reasoning_parser import ReasoningParser
 from retain.server.openai.responses.client_tools import expand_tools
 from retain.server.openai.responses.output import OutputItems
-from retain.server.openai.tool_parser import ToolParser
 from retain.server.request_group import OutputDelta
 from retain.server.tool_formats import load_tool_format, tool_format_names
 from tests.helpers.counted_work import CountedText, assert_linear, cut_into_pieces

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retain.server.openai.reasoning_parser import ReasoningParser
+from retain.server.openai.chat_output import ReasoningParser
 
 PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<th", "ink>", "</", "a", "\n", " ", "b c"]), max_size=12)
 

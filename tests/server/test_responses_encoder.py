@@ -14,9 +14,8 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
 from retain.engine.request import FinishReason, Logprob
-from retain.server.openai.chat_output import ChatOutputParser
+from retain.server.openai.chat_output import ChatOutputParser, ReasoningParser, ToolParser
 from retain.server.openai.errors import APIError
-from retain.server.openai.reasoning_parser import ReasoningParser
 from retain.server.openai.responses import encoder as responses_encoder
 from retain.server.openai.responses.client_tools import ClientTools, expand_tools
 from retain.server.openai.responses.encoder import ResponsesEncoder
@@ -24,7 +23,6 @@ from retain.server.openai.responses.history import ITEMS
 from retain.server.openai.responses.items import decode_reasoning
 from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.tools import FunctionTool
-from retain.server.openai.tool_parser import ToolParser
 from retain.server.request_group import OutputDelta
 from retain.server.tool_formats import load_tool_format
 from retain.server.usage import GroupUsage

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from retain.engine.request import FinishReason, Logprob
 from retain.processing.stop_strings import StopStrings
 from retain.processing.tokenizer import Tokenizer
-from retain.server.openai.choice_builders import CompletionChoiceBuilder
-from retain.server.openai.text_offsets import EchoedPrompt, echo_text, echo_tokens
+from retain.server.openai.choice_builders import CompletionChoiceBuilder, EchoedPrompt, echo_text, echo_tokens
 from retain.server.request_group import OutputDelta
 from tests.helpers.marks import slow
 from tests.helpers.tokenizers import open_tokenizer

@@ -13,7 +13,7 @@ from retain.processing.chat_template import ChatTemplate
 from retain.processing.grammar import GrammarCompiler, grammar_from_json_schema, grammar_from_lark
 from retain.processing.tokenizer import Tokenizer
 from retain.server import tool_formats
-from retain.server.openai.tool_parser import ToolParser
+from retain.server.openai.chat_output import ToolParser
 from retain.server.tool_formats import detect_tool_format, load_tool_format, tool_format_names
 
 HERMES = """{%- if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>

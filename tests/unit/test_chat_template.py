@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from retain import LLM
-from retain.processing.chat_template_files import read_chat_template
+from retain.processing.chat_template import read_chat_template
 from retain.processing.tokenizer import Tokenizer
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY
 from tests.helpers.tokenizers import open_tokenizer, write_tokenizer_file

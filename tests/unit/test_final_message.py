@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from retain.processing.tokenizer import Tokenizer
-from retain.server.openai.chat_output import ChatOutput, ChatOutputParser
-from retain.server.openai.reasoning_parser import ReasoningParser
-from retain.server.openai.tool_parser import ToolParser
+from retain.server.openai.chat_output import ChatOutput, ChatOutputParser, ReasoningParser, ToolParser
 from retain.server.tool_formats import detect_tool_format
 from tests.helpers.tokenizers import open_tokenizer
 from tests.server.agent_model import AGENT_TEMPLATE
@@ -53,6 +50,8 @@ CONTENTS = [
 
 
 def transformers_prompt(template: str, messages: list[dict], tools: list[dict] | None) -> str | None:
+    from transformers.utils.chat_template_utils import render_jinja_template  # takes a second to import
+
     try:
         (prompt,), _ = render_jinja_template(
             [messages], tools=tools, chat_template=template, continue_final_message=True, bos_token="<bos>"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retain import LLM, SamplingParams
 from retain.fit import statistics
-from retain.fit.dense import DenseModel, LayerAttention
+from retain.fit.dense import EVERY, DenseModel, LayerAttention
 from retain.fit.evaluation import hold_out, kl_divergence
 from retain.fit.gate import score_columns
 from retain.fit.ridge import LINEAR_PENALTY, LOG_PENALTY, Moments
@@ -23,22 +23,27 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS
 from retain.kv.eviction.policies import gate as gate_policy
 from retain.kv.eviction.view import CacheView
+from retain.models.weights import Weights
 from retain.processing.examples import Example
 from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.gates import random_gate
 from tests.helpers.marks import slow
 from tests.helpers.slots import read_pages
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_checkpoint
 
 FAMILIES = ["llama", *slow("gemma3_text", "mpt", "gpt2", "qwen2")]
 PROMPT = [11 * i % 127 for i in range(60)]
 EXAMPLE = Example(PROMPT, [5, 9, 33, 70])
 
 
+def dense_model(family: str) -> DenseModel:
+    return DenseModel(Weights(tiny_checkpoint(family), torch.float32))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gate_is_fitted_on_the_numbers_that_a_cache_gives_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = DenseModel(tiny_model(family))
+    model = dense_model(family)
     s = model.spec
     gate = random_gate(s.kv_cache)
     ranked: list[Tensor] = []
@@ -68,13 +73,13 @@ def test_a_gate_is_fitted_on_keys_and_values_as_8_bits_hold_them() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_dense_model_computes_what_the_engine_does(family: str) -> None:
-    model = DenseModel(tiny_model(family))
+    model = dense_model(family)
     _, past = model.forward(PROMPT)
     for tokens, keys in ((EXAMPLE.prompt + EXAMPLE.answer, None), (EXAMPLE.answer, past)):
-        hidden, _ = model.forward(tokens, past=keys)
+        found, _ = model.forward(tokens, past=keys, predicting=EVERY)
         if keys is None:
-            whole = model.log_probs(hidden)
-    assert torch.allclose(model.log_probs(hidden), whole[len(PROMPT) :], atol=1e-4)
+            whole = found
+    assert torch.allclose(found, whole[len(PROMPT) :], atol=1e-4)
     answers = run_to_completion(make_engine(family), [make_request(PROMPT, 1)])
     assert answers == [[int(whole[len(PROMPT) - 1].argmax())]]
 
@@ -95,15 +100,15 @@ def test_what_an_answer_needs_is_the_derivative_by_a_weight_of_attention() -> No
             weights = weights / weights.sum(-1, keepdim=True)
             return replace(found, weights=weights, output=weights @ v[:, None])
 
-    decoder = tiny_model("llama")
+    weights = Weights(tiny_checkpoint("llama"), torch.float32)
     example = Example(PROMPT, [5, 9])  # one query counts: the first answer token's
 
     def log_likelihood(model: DenseModel) -> float:
-        hidden, _ = model.forward(example.prompt + example.answer)
-        return float(model.log_probs(hidden[len(PROMPT) : -1])[0, example.answer[1]])
+        log_probs, _ = model.forward(example.prompt + example.answer, predicting=slice(len(PROMPT), -1))
+        return float(log_probs[0, example.answer[1]])
 
-    change = (log_likelihood(Nudged(decoder)) - log_likelihood(DenseModel(decoder))) / step
-    needed = FirstReading(DenseModel(decoder), len(PROMPT)).read_answer(example)[1]
+    change = (log_likelihood(Nudged(weights)) - log_likelihood(DenseModel(weights))) / step
+    needed = FirstReading(DenseModel(weights), len(PROMPT)).read_answer(example)[1]
     assert float(needed[layer, head, token]) == pytest.approx(abs(change), rel=0.05, abs=2e-3)
 
 
@@ -136,7 +141,7 @@ def test_moments_solve_the_ridge_regression_of_all_rows() -> None:
 
 
 def test_keeping_every_token_changes_no_distribution() -> None:
-    model = DenseModel(tiny_model("llama"))
+    model = dense_model("llama")
     held = hold_out(model, EXAMPLE)
     scores = torch.rand(3, 2, len(PROMPT))
     assert kl_divergence(model, held, scores, 1.0, 0.1, "all") == pytest.approx(0, abs=1e-6)

@@ -69,7 +69,7 @@ class RequestRow(Protocol):
         ...
 
     def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
-        """Evict what is over the budget, after a step."""
+        """Count a step: what the row must give back is known now."""
         ...
 
     def clear_masses(self) -> None:
@@ -85,7 +85,7 @@ class RequestRow(Protocol):
         ...
 
     def record_attention_if_due(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
-        """Do so before `commit`, if that evicts or the last record is old."""
+        """Do so before `commit`, if the row must evict or the last record is old."""
         ...
 
     def close(self) -> list[int]:

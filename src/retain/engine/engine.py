@@ -192,6 +192,7 @@ class Engine:
             if s.request.row is not None and not s.request.drafts:
                 needed_logits |= self._select_logits(s, rows)
                 self._commit_request(s.request, s.num_tokens)
+        self.cache.evict()
         return needed_logits
 
     def _commit_drafts(self, step: PendingStep, sampled: dict[Request, SampledTokens]) -> None:
@@ -205,6 +206,7 @@ class Engine:
             self.cache.reject([s.index_select(-1, to_device_like(s, rejected)) for s in slots])
         for (s, _), n in zip(drafted, num_rejected, strict=True):
             self._commit_request(s.request, s.num_tokens - n)
+        self.cache.evict()
 
     def _select_logits(self, s: ScheduledRequest, logits: Tensor) -> dict[Request, Tensor]:
         """Return logits [n, V] for the request and for followers whose prompt completes, where they need them."""

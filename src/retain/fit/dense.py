@@ -8,9 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from retain import models
+from retain.kernels import reference
+from retain.kernels.api import CPU
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.reference.softmax import adjust_scores, softmax
-from retain.models.decoder import Decoder
+from retain.models.weights import Weights
+
+EVERY = slice(None)
+NOTHING = slice(0, 0)
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,12 @@ class Past:
 
 
 class DenseModel:
-    """Compute tokens with float32 attention over all earlier ones."""
+    """Compute tokens with float32 attention over all earlier ones, in a program of the reference backend."""
 
-    def __init__(self, decoder: Decoder):
-        self.decoder = decoder
-        self.spec = decoder.spec
+    def __init__(self, weights: Weights):
+        self.program = reference.program(torch.float32, CPU)
+        self.decoder = models.build(weights, self.program)
+        self.spec = self.decoder.spec
 
     @property
     def full_layers(self) -> list[int]:
@@ -54,11 +61,12 @@ class DenseModel:
         past: Past | None = None,
         kept: Mapping[int, Tensor] | None = None,
         needs_grad: bool = False,
+        predicting: slice = NOTHING,
     ) -> tuple[Tensor, Past]:
-        """Compute tokens behind `past`. Returns their hidden states [T, E], and their own keys and values.
+        """Compute tokens behind `past`, and keep their own keys and values.
 
-        `kept` [G, n] marks, by layer, the tokens of `past` that may be seen. With `needs_grad` the result can be
-        differentiated by every layer's `output`.
+        Returns the log-probabilities [N, V] of what follows the tokens[predicting]. `kept` [G, n] marks, by layer, the
+        tokens of `past` that may be seen. With `needs_grad` the result can be differentiated by every layer's `output`.
         """
         s = self.spec
         present = Past()
@@ -77,22 +85,14 @@ class DenseModel:
                 mask = mask & torch.cat((kept[layer], fresh), 1)[:, None, None]
             found = self._attend(layer, q, k.transpose(0, 1), v.transpose(0, 1), mask, params)
             if needs_grad:
-                found.output.retain_grad()
+                found.output.requires_grad_().retain_grad()
             if on_attention:
                 on_attention(found)
             return found.output.flatten(0, 1).transpose(0, 1)
 
         with torch.set_grad_enabled(needs_grad):
-            x = self.decoder.embedding(torch.tensor(tokens), pos)
-            x = x.requires_grad_() if needs_grad else x
-            angles = {rope: rope.angles(pos, x.dtype) for rope in self.decoder.ropes}
-            for layer in self.decoder.layers:
-                x = layer(x, angles, attend)
-        return x, present
-
-    def log_probs(self, hidden: Tensor) -> Tensor:
-        """Return the log-probabilities [T, V] that follow hidden states."""
-        return self.decoder.compute_logits(hidden).log_softmax(-1)
+            logits = self.program.compute(torch.tensor(tokens), pos, torch.arange(len(tokens))[predicting], attend)
+            return logits.log_softmax(-1), present
 
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retain.fit.dense import DenseModel, Past
+from retain.fit.dense import EVERY, DenseModel, Past
 from retain.kv.eviction.operations import allocate_budgets
 from retain.processing.examples import Example
 
@@ -29,8 +29,8 @@ class HeldOut:
 def hold_out(model: DenseModel, example: Example) -> HeldOut:
     """Compute an example under the full cache."""
     _, past = model.forward(example.prompt)
-    hidden, _ = model.forward(example.answer[:-1], past=past)
-    return HeldOut(example, past, model.log_probs(hidden))
+    log_probs, _ = model.forward(example.answer[:-1], past=past, predicting=EVERY)
+    return HeldOut(example, past, log_probs)
 
 
 def kl_divergence(model: DenseModel, held: HeldOut, scores: Tensor, budget: float, recent: float, share: str) -> float:
@@ -46,6 +46,6 @@ def kl_divergence(model: DenseModel, held: HeldOut, scores: Tensor, budget: floa
     order = rank.argsort(-1, descending=True)
     kept = torch.zeros(M, G, n, dtype=torch.bool).scatter(-1, order, torch.arange(n) < sizes[..., None])
     masks = dict(zip(model.full_layers, kept, strict=True))
-    hidden, _ = model.forward(held.example.answer[:-1], past=held.past, kept=masks)
-    divergence = held.log_probs.exp() * (held.log_probs - model.log_probs(hidden))
+    found, _ = model.forward(held.example.answer[:-1], past=held.past, kept=masks, predicting=EVERY)
+    divergence = held.log_probs.exp() * (held.log_probs - found)
     return float(divergence.sum(-1).mean())

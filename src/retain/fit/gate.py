@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from retain import models
 from retain.fit.config import FitConfig
 from retain.fit.dense import DenseModel
 from retain.fit.evaluation import BUDGETS, HeldOut, hold_out, kl_divergence
@@ -44,9 +43,11 @@ def fit_gate(path: Path, config: FitConfig) -> FitReport:
     """Fit a gate for the model at `path`, write it to `config.out`. Raises ValueError or OSError."""
     tokenizer = Tokenizer.open(path)
     examples = _load_examples(tokenizer, config)
-    model = DenseModel(models.build(open_weights(path, torch.float32, progress=True)))
+    model = DenseModel(open_weights(path, torch.float32, progress=True))
     if not model.full_layers:
         raise ValueError(f"{path.name}: all layers see a window, which needs no policy")
+    if model.spec.kv_cache.has_shared_caches:
+        raise ValueError(f"{path.name}: some layers share a cache, for which no gate can be fitted")
     collector = Collector(model, config.target, _rereads(tokenizer))
     moments = Moments()
     held_moments = Moments()

@@ -127,9 +127,9 @@ class FirstReading:
     def read_answer(self, example: Example) -> list[Tensor]:
         """Compute prompt and answer. Returns what the answer attends to, and what its likelihood needs, [M, G, n]."""
         n = self.prompt_len
-        hidden, _ = self.model.forward(example.prompt + example.answer, self, needs_grad=True)
         # The first token of the answer is predicted from the whole prompt, so it does not count.
-        log_probs = self.model.log_probs(hidden[n:-1])
+        answer = slice(n, -1)
+        log_probs, _ = self.model.forward(example.prompt + example.answer, self, needs_grad=True, predicting=answer)
         log_probs.gather(1, torch.tensor(example.answer[1:])[:, None]).sum().backward()  # type: ignore[no-untyped-call]
         attended = []
         needed = []

@@ -44,12 +44,14 @@ from torch import Tensor
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import dtype_of_tensors
 from retain.kernels.reinterpret import PageFormat
+from retain.kernels.rope import Rope
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.transfers import to_device
 from retain.kernels.weight import Weight
 
 NO_WINDOW = 2**31 - 1  # a window that every position is inside of
 CPU = torch.device("cpu")
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh")  # of a program; in C++ and Triton they are numbers, in this order
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ class Program(Protocol):
         ...
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
-        """Set out = act(x[:n]), times x[n : 2 n] if `gated`; `act` is silu, relu, gelu or gelu_tanh."""
+        """Set out = act(x[:n]), times x[n : 2 n] if `gated`; `act` is one of ACTIVATIONS."""
         ...
 
     def clip(self, x: int, limit: float) -> None:
@@ -224,12 +226,6 @@ class Program(Protocol):
         """Multiply the first n numbers of x by factors float32 [n], in place."""
         ...
 
-    def rope(
-        self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int
-    ) -> None:
-        """Rotate the first 2 n numbers of the first heads by position, in place; freqs [n]. See models/rope.py."""
-        ...
-
     def attend(
         self,
         qkv: int,
@@ -237,10 +233,12 @@ class Program(Protocol):
         layer: int,
         heads: tuple[int, int, int],
         params: AttentionParams,
+        rope: Rope | None = None,
     ) -> None:
-        """Write k - key_offset and v of rows [q | k | v] into their slots, then attend; `heads` is (H, G, D).
+        """Rotate q and k of rows [q | k | v], write k - key_offset and v into their slots, then attend.
 
-        Rows may be [q] alone: the layer attends to the cache of another one, writes nothing, and changes no mass.
+        `heads` is (H, G, D). The rows in `qkv` are undefined afterwards. Rows may be [q] alone: the layer attends to
+        the cache of another one, writes nothing, and changes no mass.
         """
         ...
 
@@ -264,6 +262,11 @@ class Program(Protocol):
         """Return the bytes of all weight matrices, as the program stores them."""
         ...
 
+    @property
+    def vector_dtype(self) -> torch.dtype:
+        """Return the dtype in which the program wants biases and the weights of norms."""
+        ...
+
 
 class Backend(Protocol):
     """The functions of a backend module. G, H and R are kv heads, query heads, and query heads of a kv head."""
@@ -276,8 +279,8 @@ class Backend(Protocol):
         """Return why the backend cannot run on this machine, or None if it can."""
         ...
 
-    def program(self, dtype: torch.dtype, device: torch.device) -> Program | None:
-        """Return an empty program. Without programs return None: the engine then runs the model's layers in torch."""
+    def program(self, dtype: torch.dtype, device: torch.device) -> Program:
+        """Return an empty program. A backend without one of its own gives its functions to a ReferenceProgram."""
         ...
 
     def allocate(

@@ -8,7 +8,21 @@ from torch import Tensor
 PROTECTED = 2**32  # replaces the priority of a protected slot; larger than the rank of any float
 
 
-def eviction_key(priority: Tensor, pos: Tensor, first_evictable: int, last_evictable: int) -> Tensor:
+HIGHEST_BITS = 0x7FFFFFFF  # of the float that ranks above all others, infinity included
+
+
+def protect(priority: Tensor, pos: Tensor, first_evictable: Tensor, last_evictable: Tensor) -> Tensor:
+    """Return priorities float32 [..., S] by which protected slots go last, in the order of their positions.
+
+    For lists of which each has a range of its own: positions before `first_evictable` or after `last_evictable`, both
+    int64 [..., 1], are protected.
+    """
+    is_protected = (pos < first_evictable) | (pos > last_evictable)
+    bits = priority.float().contiguous().view(torch.int32)
+    return bits.masked_fill(is_protected, HIGHEST_BITS).view(torch.float32)
+
+
+def eviction_key(priority: Tensor, pos: Tensor, first_evictable: int | Tensor, last_evictable: int | Tensor) -> Tensor:
     """Return int64 keys [..., S] of slots with priority float32 and position int32 [..., S]; the lowest goes first.
 
     Holes go first, in the order of their places. Positions before `first_evictable` or after `last_evictable` go

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from retain.kernels.api import KV, Batch
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.rope import Rope
 
 LOGITS_BUFFER = -1  # the buffer that a program returns
 
@@ -59,16 +60,8 @@ class BufferShapes:
         if num_factors > self.widths[x]:
             raise ValueError(f"{num_factors} factors do not fit a buffer of width {self.widths[x]}")
 
-    def check_rope(self, x: int, heads: int, head_dim: int, num_freqs: int) -> None:
-        """Check a rotation of the first 2 * num_freqs numbers of each head."""
-        if heads * head_dim > self.widths[x] or 2 * num_freqs > head_dim:
-            raise ValueError(
-                f"rope of {num_freqs} frequencies on {heads} heads of {head_dim} does not fit a buffer of width"
-                f" {self.widths[x]}"
-            )
-
     def check_attention(
-        self, qkv: int, out: int, heads: tuple[int, int, int], params: AttentionParams
+        self, qkv: int, out: int, heads: tuple[int, int, int], params: AttentionParams, rope: Rope | None
     ) -> tuple[int, bool]:
         """Check attention of H query heads and G kv heads with keys of D numbers; `heads` is (H, G, D).
 
@@ -81,6 +74,8 @@ class BufferShapes:
         if has_kv:
             check_equal("q, k and v", (H + G) * D + G * v_dim, self.widths[qkv])
         params.check(H, G, D)
+        if rope and 2 * len(rope.freqs) > D:
+            raise ValueError(f"rope of {len(rope.freqs)} frequencies does not fit heads of {D}")
         return v_dim, has_kv
 
     def check_gather_rows(self, x: int, out: int) -> None:

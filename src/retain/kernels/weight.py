@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+from weakref import ref
 
 from torch import Tensor
 
@@ -12,7 +14,34 @@ from retain.kernels.quantized import Int4, Int8, concat_matrices
 Weight = Tensor | Int4 | Int8 | BlockWeight  # a Tensor is dense, [out, in]
 
 
-def unpack(weight: Weight) -> Tensor | Int4 | Int8:
+UnpackedWeight = Tensor | Int4 | Int8
+T = TypeVar("T")
+
+
+class ConvertedWeights(Generic[T]):
+    """The weights of a program in its own form. One that several operations use, as tied embeddings, is converted once.
+
+    Weak references let the caller free a weight, and tell a new one with the same id.
+    """
+
+    def __init__(self, convert: Callable[[Weight], T]):
+        self._convert = convert
+        self._converted: dict[int, tuple[ref[Weight], T]] = {}  # by id of the weight
+
+    def get(self, weight: Weight) -> T:
+        """Convert a weight, or return what it was converted to."""
+        source, converted = self._converted.get(id(weight), (None, None))
+        if converted is None or source is None or source() is not weight:
+            converted = self._convert(weight)
+            self._converted[id(weight)] = ref(weight), converted
+        return converted
+
+    def clear(self) -> None:
+        """Forget all weights."""
+        self._converted.clear()
+
+
+def unpack(weight: Weight) -> UnpackedWeight:
     """Convert blocks; return any other matrix as it is."""
     return weight.unpack() if isinstance(weight, BlockWeight) else weight
 

@@ -19,6 +19,7 @@ from retain.kv.capacity import CapacityPlanner
 from retain.kv.draft_tables import DraftTables
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
+from retain.kv.eviction.evictor import evict_rows
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_layout import BlockLayout, block_layout
@@ -243,7 +244,7 @@ class KVCacheManager:
             tokens = np.flatnonzero(rows == index)
             if evictor.layerwise and evictor.layerwise.scratch is not None and len(tokens):
                 slots[evictor.layers[:, None], :, tokens] = evictor.layerwise.slots(positions[tokens]).T
-            elif evictor.holes is not None:
+            elif evictor.has_holes:
                 holes_from[index] = evictor.holes_from
         tokens = np.flatnonzero(positions >= holes_from[rows])
         evicting = rows[tokens]
@@ -287,6 +288,14 @@ class KVCacheManager:
     def pools(self) -> list[KV]:
         """The memory as pages of each KV cache group."""
         return [tables.kv for tables in self.slots.tables]
+
+    def evict(self) -> None:
+        """Evict from all rows whose budget is full, together, after rows were committed."""
+        due = self._parts.due
+        self._parts.due = {}
+        for tables in self.slots.tables:
+            found = [(e, n) for row, n in due.items() for e in row.evictors if e.tables is tables]
+            evict_rows([e for e, _ in found], [n for _, n in found])
 
     def reject(self, slots: Sequence[Tensor]) -> None:
         """Turn the slots of rejected drafts into holes: those of each KV cache group, [L, G, n]."""

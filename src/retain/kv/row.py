@@ -1,7 +1,7 @@
 """Rows: what the cache has of one running request, from `KVCacheManager.open` to `Row.close`.
 
-A row reserves pages before a step, and commits the step afterwards: it evicts, and shrinks rings. It may begin with a
-cached prefix or as a fork of another row, and leaves its prefix to others.
+A row reserves pages before a step, and commits the step afterwards: rings shrink, and a full budget must evict. It may
+begin with a cached prefix or as a fork of another row, and leaves its prefix to others.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class CacheParts:
     copies: QuantizedCopies
     key_transform: KeyTransform
     rows: dict[int, Row] = field(default_factory=dict)
+    due: dict[Row, int] = field(default_factory=dict)  # rows that must evict, and their computed tokens
     num_evicted_slots: Counter[str] = field(default_factory=Counter)  # of closed rows, by policy
 
 
@@ -175,17 +176,19 @@ class Row:
             snapshot.restore(num_computed_tokens)
 
     def evicts_at(self, num_computed_tokens: int) -> bool:
-        """Return whether `commit` will evict."""
+        """Return whether a commit makes the row evict."""
         return any(num_computed_tokens >= evictor.next_eviction for evictor in self.evictors)
 
     def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
-        """Evict what is over the budget, after a step; without uncomputed tokens shrink rings to their windows."""
+        """Count a step: without uncomputed tokens rings shrink to their windows.
+
+        Where the budget is full, `KVCacheManager.evict` must follow: it evicts from all such rows.
+        """
         for snapshot in self.snapshots:
             snapshot.free()
         self.snapshots = []
         if self.evicts_at(num_computed_tokens):
-            for evictor in self.evictors:
-                evictor.evict(num_computed_tokens)
+            self.parts.due[self] = num_computed_tokens
         if not num_uncomputed_tokens:
             self.parts.slots.shrink_rings(self.index, num_computed_tokens)
 
@@ -201,6 +204,7 @@ class Row:
         for evictor in self.evictors:
             self.parts.num_evicted_slots[policies.name_of(evictor.policy)] += evictor.num_evicted
         self.parts.slots.close_row(self.index)
+        self.parts.due.pop(self, None)
         del self.parts.rows[self.index]
         return peaks
 

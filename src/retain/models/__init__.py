@@ -12,11 +12,9 @@ import re
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from retain.files import quote, shorten
 from retain.kernels.api import Program
-from retain.kernels.attention_params import AttentionParams
 from retain.models.decoder import Decoder
 from retain.models.family_config import check_supported
 from retain.models.weights import Weights
@@ -40,10 +38,9 @@ def load_family(model_type: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.families.{model_type}")
 
 
-def build(weights: Weights, program: Program | None = None) -> Decoder:
-    """Build the decoder of a checkpoint, and emit it into `program` if one is given.
+def build(weights: Weights, program: Program) -> Decoder:
+    """Build the decoder of a checkpoint, and emit it into a program, which checks every shape.
 
-    A program checks every shape. Without one, a forward pass over two tokens checks them (see check_shapes).
     Raises ValueError when the config lacks a key, asks for a feature that the family does not compute, or does not
     match the tensors, and for a tensor that the family does not use.
     """
@@ -51,7 +48,7 @@ def build(weights: Weights, program: Program | None = None) -> Decoder:
     check_supported(weights.config, per_layer_config=None)  # of transformers, in every family
     try:
         decoder: Decoder = family.build(weights)
-        decoder.emit(program) if program else check_shapes(decoder)
+        decoder.emit(program)
     except torch.OutOfMemoryError as e:
         raise ValueError(f"the model does not fit the memory of the device: {shorten(e)}") from e
     except VALUE_ERRORS as e:
@@ -60,29 +57,6 @@ def build(weights: Weights, program: Program | None = None) -> Decoder:
         raise ValueError(f"the tensors of the model do not fit its config: {shorten(e)}") from e
     check_all_tensors_used(weights, getattr(family, "IGNORED_TENSORS", ()))
     return decoder
-
-
-@torch.no_grad()
-def check_shapes(decoder: Decoder) -> None:
-    """Run the first and the last token at the first and the last position. Raises one of SHAPE_ERRORS."""
-    s = decoder.spec
-    ids = torch.tensor([0, s.vocab_size - 1])
-    pos = torch.tensor([0, s.max_position_embeddings - 1])
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        a = s.kv_cache.attention(layer)
-        G = a.num_kv_heads if s.kv_cache.cached_layer(layer) == layer else 0
-        if (q.shape[1:], k.shape[1:], v.shape[1:]) != ((s.num_heads, a.k_dim), (G, a.k_dim), (G, a.v_dim)):
-            raise RuntimeError(f"layer {layer} has heads q {q.shape[1:]}, k {k.shape[1:]}, v {v.shape[1:]}")
-        params.check(s.num_heads, a.num_kv_heads, a.k_dim)
-        return q.new_zeros(len(q), s.num_heads, a.v_dim)
-
-    x = decoder.forward(ids, pos, attend)
-    if x.shape[1] != s.hidden_size:
-        raise RuntimeError(f"hidden states of {x.shape[1]} numbers where hidden_size is {s.hidden_size}")
-    logits = decoder.compute_logits(x)
-    if logits.shape[1] != s.vocab_size:
-        raise RuntimeError(f"{logits.shape[1]} logits for a vocabulary of {s.vocab_size}")
 
 
 def check_all_tensors_used(weights: Weights, ignored: tuple[str, ...]) -> None:

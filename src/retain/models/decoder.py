@@ -1,18 +1,13 @@
 """The decoder that all families share: its spec, its attention, the common layer layouts.
 
 A family (families/<model_type>.py) describes a model in `spec_from_config`, and composes a Decoder in `build`. The
-decoder gets attention as a function, which writes k and v into slots and reads the cache:
-
-    attend(layer, q [T, H, D], k [T, G, D], v [T, G, D], params) -> o [T, H, D]
-
-So prefill chunks, decoding and verification run the same code. As in layers.py, every layer has two forms: `__call__`
-computes in torch and is the definition, `emit` writes the same computation into a program.
+decoder emits itself into a program, which runs prefill chunks, decoding and verification alike.
 Letters: T fresh tokens, E hidden size, H query heads, G kv heads, R = H / G, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -23,12 +18,11 @@ from torch import Tensor
 from retain.kernels.api import Program
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.kv_cache_spec import AttentionSpec, KVCacheSpec, LayerCacheSpec, uniform_layers
+from retain.kernels.rope import Rope
 from retain.models.layers import Embedding, Layer, Linear
 from retain.models.qk_balance import find_qk_factors
-from retain.models.rope import Angles, Rope
 from retain.models.weights import Weights
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
 KEY_OFFSET_POSITIONS = 4096
 
 
@@ -43,10 +37,6 @@ class DecoderLayer(Protocol):
     @property
     def attention(self) -> Attention:
         """Return the layer's attention."""
-        ...
-
-    def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
-        """Compute [T, E] -> [T, E]."""
         ...
 
     def emit(self, program: Program, x: int) -> None:
@@ -111,25 +101,6 @@ class Attention:
     qk_factors: Tensor | None = None  # float32 [H + G, D], applied next
     own_params: AttentionParams | None = None  # in place of the spec's
 
-    def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
-        """Compute [T, E] -> [T, E]."""
-        H = self.spec.num_heads
-        G = self.num_written_heads
-        D = self.sizes.k_dim
-        qkv = self.qkv_proj(x)
-        qk = qkv[:, : (H + G) * D].view(len(x), H + G, D)  # [T, H + G, D]
-        v = qkv[:, (H + G) * D :].view(len(x), G, self.sizes.v_dim)
-        if self.qk_norm:
-            qk = self.qk_norm(qk)
-        if self.qk_factors is not None:
-            qk = qk * self.qk_factors.to(qk.dtype)
-        if self.rope:
-            qk = self.rope.apply(qk, angles[self.rope])
-        q, k = torch.split(qk, [H, G], dim=1)
-        if self.key_offset is not None:
-            k = (k.float() - self.key_offset).to(k.dtype)
-        return self.o_proj(attend(self.layer_idx, q, k, v, self.params).flatten(1))
-
     @property
     def sizes(self) -> AttentionSpec:
         """The sizes of the cache that the layer attends to."""
@@ -184,7 +155,7 @@ class Attention:
         return self.rope.apply(keys.expand(len(pos), -1, -1), self.rope.angles(pos, keys.dtype)).mean(0)
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
-        """Write the layer into a program: read buffer `x`, write buffer `out`, or add to it."""
+        """See Layer."""
         H = self.spec.num_heads
         G = self.num_written_heads
         a = self.sizes
@@ -196,10 +167,7 @@ class Attention:
             self.qk_norm.emit(program, qkv, qkv)
         if self.qk_factors is not None:
             program.scale(qkv, self.qk_factors.flatten())
-        if self.rope:
-            rope = self.rope
-            program.rope(qkv, rope.freqs, rope.attention_factor, rope.interleaved, H + G, a.k_dim)
-        program.attend(qkv, o, self.layer_idx, (H, a.num_kv_heads, a.k_dim), self.params)
+        program.attend(qkv, o, self.layer_idx, (H, a.num_kv_heads, a.k_dim), self.params, self.rope)
         self.o_proj.emit(program, o, out, add)
 
 
@@ -211,11 +179,6 @@ class PreNormLayer:
     attention: Attention
     norm2: Layer
     mlp: Layer
-
-    def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
-        """Compute [T, E] -> [T, E]."""
-        x = x + self.attention(self.norm1(x), angles, attend)
-        return x + self.mlp(self.norm2(x))
 
     def emit(self, program: Program, x: int) -> None:
         """Write the layer into a program; it updates buffer `x` in place."""
@@ -235,11 +198,6 @@ class ParallelLayer:
     norm2: Layer | None
     mlp: Layer
 
-    def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
-        """Compute [T, E] -> [T, E]."""
-        h = self.norm1(x)
-        return x + self.attention(h, angles, attend) + self.mlp(self.norm2(x) if self.norm2 else h)
-
     def emit(self, program: Program, x: int) -> None:
         """Write the layer into a program; it updates buffer `x` in place."""
         E = self.attention.spec.hidden_size
@@ -253,37 +211,23 @@ class ParallelLayer:
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """A whole model: `forward` runs all fresh tokens, `compute_logits` only the ones that need logits."""
+    """A whole model, which `emit` writes into a program. `ropes` are all that its layers use."""
 
     spec: ModelSpec
     embedding: Embedding
     load_layer: Callable[[int], DecoderLayer]  # reads one layer's weights from the checkpoint
     norm: Layer | None
     lm_head: Layer
-    ropes: Sequence[Rope] = ()  # every Rope that a layer uses
-    # Of the layers that were loaded and have them, [G, D] each.
+    ropes: Sequence[Rope] = ()
+    # Of the layers that were emitted and have them, [G, D] each.
     key_offsets: dict[int, Tensor] = field(default_factory=dict)
     key_factors: dict[int, Tensor] = field(default_factory=dict)
 
-    @cached_property
-    def layers(self) -> list[DecoderLayer]:
-        """All layers, loaded together for torch. (A program packs and frees one before it loads the next.)"""
-        return list(self._load_layers())
-
-    def forward(self, ids: Tensor, pos: Tensor, attend: Attend) -> Tensor:
-        """Compute hidden states [T, E] of fresh tokens. `ids` and `pos` are int64 [T]."""
-        x = self.embedding(ids, pos)  # [T, E]
-        angles = {rope: rope.angles(pos, x.dtype) for rope in self.ropes}
-        for layer in self.layers:
-            x = layer(x, angles, attend)
-        return x
-
-    def compute_logits(self, x: Tensor) -> Tensor:
-        """Compute float32 logits [N, V] of hidden states [N, E]."""
-        return self.lm_head(self.norm(x) if self.norm else x).float()
-
     def emit(self, program: Program) -> None:
-        """Write forward and logits into a program. Raises ValueError where a tensor's shape contradicts the spec."""
+        """Write the model into a program. Raises ValueError where a tensor's shape contradicts the spec.
+
+        A layer is loaded when the one before it is emitted, so a program that packs weights holds few of the file's.
+        """
         s = self.spec
         e = self.embedding
         num_positions = s.max_position_embeddings + e.position_offset
@@ -292,24 +236,22 @@ class Decoder:
         x = program.buffer("x", s.hidden_size)
         last = program.buffer("last", s.hidden_size)
         e.emit(program, x)
-        for layer in self._load_layers():
-            layer.emit(program, x)
+        for i in range(s.num_layers):
+            self._load_balanced(i).emit(program, x)
         program.gather_rows(x, last)
         if self.norm:
             self.norm.emit(program, last, last)
         self.lm_head.emit(program, last, program.logits_buffer(s.vocab_size))
         program.finalize()
 
-    def _load_layers(self) -> Iterator[DecoderLayer]:
-        for i in range(self.spec.num_layers):
-            layer = _balance(self.load_layer(i))
-            for found, tensor in (
-                (self.key_offsets, layer.attention.key_offset),
-                (self.key_factors, layer.attention.key_factors),
-            ):
-                if tensor is not None:
-                    found[i] = tensor
-            yield layer
+    def _load_balanced(self, i: int) -> DecoderLayer:
+        layer = _balance(self.load_layer(i))
+        attention = layer.attention
+        if attention.key_offset is not None:
+            self.key_offsets[i] = attention.key_offset
+        if attention.key_factors is not None:
+            self.key_factors[i] = attention.key_factors
+        return layer
 
 
 def _balance(layer: DecoderLayer) -> DecoderLayer:

@@ -1,33 +1,26 @@
 """The layers that decoders are made of: linear layers, norms, embeddings, MLPs.
 
-Each has two forms. `__call__` computes in torch and is the definition. `emit` writes the same computation into a
-program (kernels/api.py), which a backend runs faster; tests require equal results.
+`emit` writes what a layer computes as operations of a program (kernels/api.py), which a backend runs. What an operation
+computes is defined once, by the program of the reference backend.
 Letters: T fresh tokens, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from retain.files import quote
-from retain.kernels.api import Program
-from retain.kernels.weight import Weight, concat_rows, select_rows
+from retain.kernels.api import ACTIVATIONS, Program
+from retain.kernels.weight import Weight, concat_rows
 from retain.models.weights import Weights
 
 
 class Layer(Protocol):
     """A function of one hidden state to another, applied to each token."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute [T, in] -> [T, out]."""
-        ...
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """Write the layer into a program: read buffer `x`, write buffer `out`, or add to it."""
@@ -40,16 +33,6 @@ class Linear:
     def __init__(self, weight: Weight, bias: Tensor | None = None):
         self.weight = weight
         self.bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute [T, in] -> [T, out].
-
-        A quantized weight is multiplied in float32. This is slow, and the definition that kernels must match.
-        """
-        if isinstance(self.weight, Tensor):
-            return F.linear(x, self.weight, self.bias)
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.dequantize(), bias).to(x.dtype)
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
@@ -72,10 +55,6 @@ class ClippedLinear:
     linear: Linear
     limit: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute [T, in] -> [T, out]."""
-        return self.linear(x).clamp(-self.limit, self.limit)
-
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
         if add:
@@ -89,12 +68,6 @@ class Sequential:
     """Apply linear layers one after another."""
 
     layers: tuple[Linear, ...]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute [T, in of the first] -> [T, out of the last]."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
@@ -118,15 +91,6 @@ class Embedding:
     position_table: Tensor | None = None  # learned positions [offset + context, E]
     position_offset: int = 0
     projection: Linear | None = None  # [E, E']
-    dtype: torch.dtype = torch.bfloat16  # of embeddings read from a quantized table
-
-    def __call__(self, ids: Tensor, pos: Tensor) -> Tensor:
-        """Compute embeddings [T, E]. `ids` and `pos` are int64 [T]."""
-        rows = select_rows(self.table, ids)  # [T, E']
-        x = rows if isinstance(rows, Tensor) else rows.dequantize(self.dtype)
-        x = self.projection(x) if self.projection else x
-        x = x * self.scale if self.scale != 1 else x
-        return x if self.position_table is None else x + F.embedding(pos + self.position_offset, self.position_table)
 
     def emit(self, program: Program, out: int) -> None:
         """Write the layer into a program; it fills buffer `out` for the ids and positions of a step."""
@@ -147,10 +111,6 @@ class RMSNorm:
         self.weight = weight.float()
         self.eps = eps
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalize a tensor whose shape ends in that of the weight."""
-        return F.rms_norm(x.float(), self.weight.shape[-1:], eps=self.eps).mul_(self.weight).to(x.dtype)
-
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer. A weight with a row for each head reads and writes only those heads."""
         program.norm(x, out, self.weight, None, self.eps, subtract_mean=False, add=add)
@@ -164,10 +124,6 @@ class LayerNorm:
         self.bias = bias
         self.eps = eps
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalize a tensor whose shape ends in that of the weight."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
         program.norm(x, out, self.weight, self.bias, self.eps, subtract_mean=True, add=add)
@@ -178,12 +134,6 @@ def load_layer_norm(w: Weights, name: str, eps: float, bias: bool = True) -> Lay
     return LayerNorm(w[f"{name}.weight"], w[f"{name}.bias"] if bias else None, eps)
 
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 ACTIVATION_ALIASES = {
     "swish": "silu",
     "gelu_new": "gelu_tanh",
@@ -193,7 +143,7 @@ ACTIVATION_ALIASES = {
 
 
 def resolve_activation(name: str) -> str:
-    """Return the key of ACTIVATIONS for the name in a config. Raises ValueError for an unknown name."""
+    """Return the name of a program's activation for the name in a config. Raises ValueError for an unknown name."""
     resolved = ACTIVATION_ALIASES.get(name, name)
     if resolved not in ACTIVATIONS:
         raise ValueError(f"activation {quote(name)} is not supported")
@@ -207,10 +157,6 @@ class MLP:
         self.up_proj = up_proj
         self.down_proj = down_proj
         self.act = resolve_activation(act)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute [T, E] -> [T, E]."""
-        return self.down_proj(ACTIVATIONS[self.act](self.up_proj(x)))
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
@@ -228,11 +174,6 @@ class GatedMLP:
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self.act = resolve_activation(act)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute [T, E] -> [T, E]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(ACTIVATIONS[self.act](gate) * up)
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""

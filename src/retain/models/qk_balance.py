@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from retain.kernels.rope import Rope
 from retain.kernels.weight import unpack
 from retain.models.layers import ClippedLinear, Layer, LayerNorm, Linear, RMSNorm
-from retain.models.rope import Rope
 
 LARGEST_EXPONENT = 8
 SMALLEST_ENERGY = 1e-12

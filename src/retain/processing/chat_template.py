@@ -1,8 +1,9 @@
-"""Render the jinja chat templates of a model in a sandbox: every error of a template becomes a ValueError."""
+"""The jinja chat templates of a model: found in its files, rendered in a sandbox. One that fails is a ValueError."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from retain.processing.template_environment import create_environment
@@ -134,3 +135,63 @@ def _normalize(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _first_line(e: Exception) -> str:
     return (str(e).strip().splitlines() or [type(e).__name__])[0]
+
+
+def find_chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a GGUF file by name. Raises ValueError for one that is not a text."""
+    key = "tokenizer.chat_template"
+    found = {DEFAULT: metadata[key]} if key in metadata else {}
+    found |= {k.removeprefix(f"{key}."): v for k, v in metadata.items() if k.startswith(f"{key}.")}
+    if not all(isinstance(source, str) for source in found.values()):
+        raise ValueError("the chat template is not a text")
+    return found
+
+
+def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a folder by name. Files take precedence over the tokenizer's configuration."""
+    files = {f.stem: f for f in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+    if (path / "chat_template.jinja").is_file():
+        files[DEFAULT] = path / "chat_template.jinja"
+    found = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    if DEFAULT in found:
+        return found
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {t["name"]: t["template"] for t in template}
+    listed = template if isinstance(template, dict) else {DEFAULT: template}
+    texts = {str(name): source for name, source in listed.items() if isinstance(source, str)}
+    return {DEFAULT: texts[DEFAULT], **found} if found and DEFAULT in texts else found or texts
+
+
+def read_chat_template(given: str | None) -> str | None:
+    """Return the source of a chat template, given itself or as a file; None for a name. Raises ValueError, OSError."""
+    if given is None or any(mark in given for mark in ("{{", "{%", "\n")):
+        return given
+    path = Path(given)
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: the chat template is not UTF-8 text") from None
+    if path.suffix or len(path.parts) > 1:
+        raise ValueError(f"{path}: no such chat template")
+    return None
+
+
+MARKER = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own; the blank shows whether the template trims messages
+
+
+def render_unfinished(render: Callable[[Messages], str], messages: Messages) -> str:
+    """Return messages as prompt text up to the end of the last one's content.
+
+    `render` renders messages without the beginning of an answer. Where the template trims messages, the end is trimmed
+    too. Raises ValueError if the template does not show the last message as it is.
+    """
+    content = messages[-1].get("content")
+    if not isinstance(content, str):
+        raise ValueError("the last message has no text to continue")
+    text = render([*messages[:-1], {**messages[-1], "content": content + MARKER}])
+    begun, marker, _ = text.rpartition(MARKER.strip())
+    if not marker or content.strip() not in text:
+        raise ValueError("the model's chat template does not show the last message as it is: it cannot be continued")
+    return begun if text.startswith(MARKER, len(begun)) else begun.rstrip()

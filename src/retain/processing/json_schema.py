@@ -55,17 +55,16 @@ class MatchableParts:
 
     def _visit(self, part: Mapping[str, Any], root: Any) -> None:
         """Say what a part depends on."""
-        if isinstance(part.get("$id"), str) and not part["$id"].startswith("#"):
-            root = part
+        root = root_of(part, root)
         needed = []
         if isinstance(part.get("$ref"), str):
             needed.append(self._add_part(*resolve(part["$ref"], root)))
         if part.get("enum") == []:
             needed.append(self._never)
-        needed += [self._add_part(p, root) for p in _schemas(part.get("allOf"))]
+        needed += [self._add_part(p, root) for p in list_of(part.get("allOf"))]
         for name in ("anyOf", "oneOf"):
             if name in part:
-                needed.append(self._any_of([self._add_part(p, root) for p in _schemas(part[name])]))
+                needed.append(self._any_of([self._add_part(p, root) for p in list_of(part[name])]))
         object_condition = self._object(part, root)
         array_condition = self._array(part, root)
         types = part.get("type", TYPES)
@@ -87,7 +86,7 @@ class MatchableParts:
 
     def _array(self, part: Mapping[str, Any], root: Any) -> Condition:
         items = part.get("items")
-        first = _schemas(items if isinstance(items, list) else part.get("prefixItems"))
+        first = list_of(items if isinstance(items, list) else part.get("prefixItems"))
         rest = part.get("additionalItems") if isinstance(items, list) else items
         places = [self._add_part(p, root) for p in first]
         others = self._add_part(rest, root)
@@ -156,7 +155,14 @@ def resolve(reference: str, root: Any) -> tuple[Any, Any]:
     return found, root
 
 
-def _schemas(x: Any) -> list[Any]:
+def root_of(part: Mapping[str, Any], root: Any) -> Any:
+    """Return the root of references in a part of a document: the part itself, where it has an id."""
+    has_own = isinstance(part.get("$id"), str) and not part["$id"].startswith("#")
+    return part if has_own else root
+
+
+def list_of(x: Any) -> list[Any]:
+    """Return a list of a schema; an empty one for anything else, which the compiler refuses."""
     return x if isinstance(x, list) else []
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from retain.processing.json_schema import Schema, resolve
+from retain.processing.json_schema import Schema, list_of, resolve, root_of
 
 MAX_WIDTH = 2000
 WAYS_PER_OPTIONAL_PROPERTY = 4  # in llguidance's parser; any other alternative is one
@@ -25,7 +25,7 @@ def find_width(schema: Schema) -> int:
     while parts:
         part, root = parts.pop()
         if isinstance(part, dict):
-            root = _root_of(part, root)
+            root = root_of(part, root)
             _measure((part, root), widths)
             parts += [(value, root) for key, value in part.items() if key not in VALUES]
         elif isinstance(part, list):
@@ -50,26 +50,17 @@ def _measure(part: Part, widths: dict[int, int]) -> None:
 
 def _beside(part: dict[str, Any], root: Any) -> list[Part]:
     """Return the parts whose ways to go on are also those of a part."""
-    others = [(other, root) for name in ("anyOf", "oneOf", "allOf") for other in _list(part.get(name))]
+    others = [(other, root) for name in ("anyOf", "oneOf", "allOf") for other in list_of(part.get(name))]
     if isinstance(part.get("$ref"), str):
         others.append(resolve(part["$ref"], root))
-    return [(other, _root_of(other, there)) for other, there in others if isinstance(other, dict)]
+    return [(other, root_of(other, there)) for other, there in others if isinstance(other, dict)]
 
 
 def _own_width(part: dict[str, Any]) -> int:
     """Count the ways to go on that are of a part itself. Texts, numbers and the like are found together, as one."""
-    required = {name for name in _list(part.get("required")) if isinstance(name, str)}
+    required = {name for name in list_of(part.get("required")) if isinstance(name, str)}
     properties = part.get("properties")
     num_optional = len(properties.keys() - required) if isinstance(properties, dict) else 0
-    num_values = sum(isinstance(value, list | dict) for value in _list(part.get("enum")))
+    num_values = sum(isinstance(value, list | dict) for value in list_of(part.get("enum")))
     is_scalar = str(part.get("type")) in SCALARS or not isinstance(part.get("const", []), list | dict) or "enum" in part
     return WAYS_PER_OPTIONAL_PROPERTY * num_optional + num_values + (not is_scalar)
-
-
-def _root_of(part: dict[str, Any], root: Any) -> Any:
-    has_own = isinstance(part.get("$id"), str) and not part["$id"].startswith("#")
-    return part if has_own else root
-
-
-def _list(x: Any) -> list[Any]:
-    return x if isinstance(x, list) else []

@@ -17,11 +17,18 @@ from tokenizers import Tokenizer as Core
 from retain.files import quote, read_json_object, shorten
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
-from retain.processing.chat_template import DEFAULT, ChatTemplates, Messages, Tools, Variables
-from retain.processing.chat_template_files import find_chat_templates, read_chat_templates
+from retain.processing.chat_template import (
+    DEFAULT,
+    ChatTemplates,
+    Messages,
+    Tools,
+    Variables,
+    find_chat_templates,
+    read_chat_templates,
+    render_unfinished,
+)
 from retain.processing.detokenizer import IncrementalDetokenizer, TokenBytes
 from retain.processing.end_tokens import GGUF_END_KEYS, find_end_tokens
-from retain.processing.final_message import render_unfinished
 from retain.processing.gguf_tokenizer import LLAMA3_PATTERN, PRE_TOKENIZER_PATTERNS, build_tokenizer
 from retain.processing.stop_strings import StopStrings
 

@@ -214,7 +214,7 @@ class EngineThread:
             if cache.caches_prefixes:
                 salt = request.input.salt
                 num_pinned = cache.pin(request.policy, prefix, salt, pin.seconds, group.key_name)
-            group.record_pin(len(prefix) // cache.page_size * cache.page_size, num_pinned)
+            group.record_pin(len(prefix) // cache.block_size * cache.block_size, num_pinned)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:
         """Call each observer. A failing observer is logged and does not affect the requests."""

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 import retain.kernels.cpu._C as _C
-from retain.kernels.api import Batch
+from retain.kernels.api import ACTIVATIONS, Batch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import PackedWeight, pack_weight
+from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
-from retain.kernels.weight import Weight
-
-ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
+from retain.kernels.weight import ConvertedWeights, Weight
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,9 @@ class CpuProgram:
     def __init__(self) -> None:
         self._program = _C.Program()
         self._shapes = BufferShapes()
-        self._ropes: dict[int, int] = {}  # id of freqs -> id of the rope in C++
+        self._ropes: dict[Rope, int] = {}  # their ids in C++
         self._arena = Arena()
-        self._packed_weights: dict[int, tuple[ref[Weight], PackedWeight]] = {}  # by id of the matrix
+        self._weights = ConvertedWeights(self._pack_weight)
         self._owned_tensors: list[Tensor] = []  # tensors whose addresses C++ holds
         self._attention_ops: list[AttentionOp] = []
         self._logits = torch.empty(0, 0)  # [the largest N until now, V]
@@ -64,12 +62,12 @@ class CpuProgram:
     def embedding(self, out: int, table: Weight, factor: float = 1.0) -> None:
         """Emit a lookup by token id."""
         self._shapes.check_embedding(out, table.shape[1])
-        self._program.embedding(out, *self._pack_once(table).c_args, False, 0, factor, False)
+        self._program.embedding(out, *self._weights.get(table).c_args, False, 0, factor, False)
 
     def position_embedding(self, out: int, table: Weight, offset: int = 0) -> None:
         """Emit a lookup by position, added to `out`."""
         self._shapes.check_embedding(out, table.shape[1])
-        self._program.embedding(out, *self._pack_once(table).c_args, True, offset, 1.0, True)
+        self._program.embedding(out, *self._weights.get(table).c_args, True, offset, 1.0, True)
 
     def norm(
         self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
@@ -81,12 +79,12 @@ class CpuProgram:
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """Emit a matrix product."""
         self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
-        self._program.linear(x, out, *self._pack_once(weight).c_args, self._keep_alive(bias), add)
+        self._program.linear(x, out, *self._weights.get(weight).c_args, self._keep_alive(bias), add)
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, gated or not."""
         self._shapes.check_activation(x, out, n, gated)
-        self._program.activation(x, out, ACTIVATIONS[act], n, gated)
+        self._program.activation(x, out, ACTIVATIONS.index(act), n, gated)
 
     def clip(self, x: int, limit: float) -> None:
         """Emit a clamp."""
@@ -97,17 +95,6 @@ class CpuProgram:
         self._shapes.check_scale(x, len(factors))
         self._program.scale(x, self._keep_alive(factors), len(factors))
 
-    def rope(
-        self, x: int, freqs: Tensor, attention_factor: float, interleaved: bool, heads: int, head_dim: int
-    ) -> None:
-        """Emit a rotation by position."""
-        self._shapes.check_rope(x, heads, head_dim, len(freqs))
-        if id(freqs) not in self._ropes:
-            self._ropes[id(freqs)] = self._program.rope_table(
-                self._keep_alive(freqs), len(freqs), attention_factor, interleaved
-            )
-        self._program.rope(x, self._ropes[id(freqs)], heads, head_dim)
-
     def attend(
         self,
         qkv: int,
@@ -115,10 +102,17 @@ class CpuProgram:
         layer: int,
         heads: tuple[int, int, int],
         params: AttentionParams,
+        rope: Rope | None = None,
     ) -> None:
-        """Emit a layer's write and attention."""
+        """Emit a layer's rotation, write and attention."""
         H, G, D = heads
-        v_dim, has_kv = self._shapes.check_attention(qkv, out, heads, params)
+        v_dim, has_kv = self._shapes.check_attention(qkv, out, heads, params, rope)
+        if rope:
+            if rope not in self._ropes:
+                freqs = self._keep_alive(rope.freqs)
+                num_freqs = len(rope.freqs)
+                self._ropes[rope] = self._program.rope_table(freqs, num_freqs, rope.attention_factor, rope.interleaved)
+            self._program.rope(qkv, self._ropes[rope], H + G if has_kv else H, D)
         self._attention_ops.append(AttentionOp(layer, self._program.num_ops(), qkv, H, D))
         self._program.attend(qkv, out, layer, H, G, D, v_dim, has_kv, ffi.to_c_params(params, self._keep_alive))
 
@@ -129,12 +123,17 @@ class CpuProgram:
 
     def finalize(self) -> None:
         """Forget the weights of which a copy exists; the copies stay."""
-        self._packed_weights.clear()
+        self._weights.clear()
 
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of all weights, as they are stored."""
         return sum(len(x) for x in self._owned_tensors if x.dtype == torch.uint8)
+
+    @property
+    def vector_dtype(self) -> torch.dtype:
+        """Return float32, in which C++ computes all but products."""
+        return torch.float32
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
@@ -173,16 +172,9 @@ class CpuProgram:
 
     # ---- memory that C++ reads ---------------------------------------------------------------------------------------
 
-    def _pack_once(self, weight: Weight) -> PackedWeight:
-        """Return the packed matrix. A matrix that several operations use, as tied embeddings do, is packed once.
-
-        The weak reference lets the caller free the matrix, and detects a new one with the same id.
-        """
-        packed_from, packed = self._packed_weights.get(id(weight), (None, None))
-        if packed is None or packed_from is None or packed_from() is not weight:
-            packed = pack_weight(weight, self._arena)
-            self._packed_weights[id(weight)] = ref(weight), packed
-            self._owned_tensors.append(packed.data)
+    def _pack_weight(self, weight: Weight) -> PackedWeight:
+        packed = pack_weight(weight, self._arena)
+        self._owned_tensors.append(packed.data)
         return packed
 
     def _keep_alive(self, x: Tensor | None) -> int:

@@ -15,6 +15,7 @@ from retain.kernels.eviction_order import eviction_key
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
+from retain.kernels.reference.program import ReferenceProgram
 from retain.kernels.reference.softmax import adjust_scores, softmax
 from retain.kernels.reinterpret import PageFormat, view_pages
 from retain.kernels.scoring import NO_NOISE, AttentionScoring
@@ -28,9 +29,9 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def program(dtype: torch.dtype, device: torch.device) -> None:
-    """Return None: the model's own layers define the forward pass."""
-    return None
+def program(dtype: torch.dtype, device: torch.device) -> ReferenceProgram:
+    """Return an empty program."""
+    return ReferenceProgram(dtype, write, attend)
 
 
 def allocate(

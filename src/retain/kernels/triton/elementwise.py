@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 SILU, RELU, GELU, GELU_TANH = (tl.constexpr(i) for i in range(4))
-ACTIVATIONS = {"silu": SILU.value, "relu": RELU.value, "gelu": GELU.value, "gelu_tanh": GELU_TANH.value}
 
 
 @triton.jit
@@ -56,7 +55,7 @@ def activation(
 
 @triton.jit
 def apply_rope(x, out, d, mask, pos, freqs, n, attention_factor, INTERLEAVED: tl.constexpr, ROPE: tl.constexpr):
-    """Copy heads x to `out` and, if ROPE, rotate the first 2 n numbers by position, in float32. See models/rope.py.
+    """Copy heads x to `out` and, if ROPE, rotate the first 2 n numbers by position, in float32. See kernels/rope.py.
 
     `d` are the indices of the numbers in a head; `mask` selects the tokens and numbers that exist.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
@@ -11,17 +9,9 @@ from torch import Tensor
 from retain.kernels import quantized_slots
 from retain.kernels.api import KV
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.rope import Rope
 from retain.kernels.triton import elementwise, slots
 from retain.kernels.triton.page_layout import page_args, slots_of
-
-
-@dataclass(frozen=True)
-class RopeParams:
-    """The rotation of keys before they are written; see models/rope.py. freqs float32 [n]."""
-
-    freqs: Tensor
-    attention_factor: float
-    interleaved: bool
 
 
 def tokens_per_program(tokens: int, limit: int) -> int:
@@ -29,7 +19,7 @@ def tokens_per_program(tokens: int, limit: int) -> int:
     return min(triton.next_power_of_2(tokens), 512 if triton.knobs.runtime.interpret else limit)
 
 
-def rotate(x: Tensor, positions: Tensor, rope: RopeParams, dtype: torch.dtype | None = None) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, rope: Rope, dtype: torch.dtype | None = None) -> Tensor:
     """Return queries or keys [T, H, D] rotated by their positions, in their own dtype or in another."""
     T, H, D = x.shape
     block_t = tokens_per_program(T, 8)
@@ -48,7 +38,7 @@ def write(
     k: Tensor,
     v: Tensor,
     pos: Tensor,
-    rope: RopeParams | None = None,
+    rope: Rope | None = None,
     offset: Tensor | None = None,
 ) -> None:
     """Store fresh tokens in their slots; with `rope`, rotate the keys on the way, then subtract `offset` [G, D]."""

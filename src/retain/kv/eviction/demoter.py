@@ -1,6 +1,7 @@
 """The demoted tokens of one row: what its budget would forget goes to four bits, and is forgotten from there.
 
 How many tokens of each head move is known on the host, and which on the device only, so the host waits for nothing.
+Rows that evict together demote one after another, for each owns other numbers of slots.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retain.kernels.eviction_order import eviction_key
 from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.operations import Victims, allocate_budgets, build_view
+from retain.kv.eviction.operations import RowTables, Victims, allocate_budgets, rank_slots
 from retain.kv.memory.block_tables import BlockTables
+from retain.kv.memory.device_tables import gather_tables
 from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
 
@@ -98,19 +99,24 @@ class Demoter:
         self.spare = np.concatenate([self.spare, self.tables.store.allocate(missing)])
         return True
 
-    def take(self, pages: Ints, query_position: int, slot_scores: Tensor | None) -> tuple[DemotedSlots, Tensor, Tensor]:
+    def take(
+        self, pages: Tensor, query_position: int, slot_scores: Tensor | None
+    ) -> tuple[DemotedSlots, Tensor, Tensor]:
         """Read the tokens of tables [M, G, pages] that rank next to those that the budget keeps.
 
         Returns them, and what `begin` needs: the capacities and the budgets of all heads, int64 [M, G] on the host.
         """
         policy = self.policy
         store = self.block_tables.store
-        view = build_view(store, pages, query_position, slot_scores, self.key_factors)
-        rank = eviction_key(policy.priority(view), view.pos, *policy.evictable_range(query_position))
+        tables = RowTables(
+            store, pages[None], [pages.shape[-1]], [policy], [query_position], [slot_scores], self.key_factors
+        )
+        ranked = rank_slots(tables)
+        rank = ranked.keys[0]
         num_tokens = query_position + 1
         both = min(policy.budget_tokens + policy.demoted_tokens, num_tokens)
         if policy.share == "none":
-            kept = policy.head_budgets(view)
+            kept = policy.head_budgets(ranked.views[0])
             upto = torch.full(rank.shape[:2], both)
         else:  # the host waits
             kept, upto = (allocate_budgets(rank, n, policy.share).cpu() for n in (policy.budget_tokens, both))
@@ -161,9 +167,17 @@ class Demoter:
 
     def _lowest_places(self, n: int, query_position: int) -> Tensor:
         """Return the n places of each head [M G, n] that are free or hold the lowest tokens, in this order."""
-        pages = self.tables.layer_tables(self.row, self.layers)
-        view = build_view(self.tables.store, pages, query_position, self.scores, self.key_factors)
-        key = eviction_key(self.policy.priority(view), view.pos, *self.policy.evictable_range(query_position))
+        pages = self._pages()
+        tables = RowTables(
+            self.tables.store,
+            pages[None],
+            [pages.shape[-1]],
+            [self.policy],
+            [query_position],
+            [self.scores],
+            self.key_factors,
+        )
+        key = rank_slots(tables).keys[0]
         held = to_device(self._num_demoted(query_position + 1), key.device)[..., None]
         key.masked_fill_(torch.arange(key.shape[-1], device=key.device) >= held, 2**63 - 1)
         return key.topk(min(n, key.shape[-1]), largest=False).indices.flatten(0, 1)
@@ -195,9 +209,14 @@ class Demoter:
         if self.scores is not None:
             self.scores = F.pad(self.scores, (0, int(counts.max()) * store.page_size - self.scores.shape[-1]))
 
+    def _pages(self) -> Tensor:
+        """Return the tables of demoted tokens, int64 [M, G, n]."""
+        n = int(self.tables.counts[self.row, self.layers].max(initial=0))
+        return gather_tables(self.tables.rows, [self.row], self.layers, n)[0]
+
     def _slots(self, head: Tensor, places: Tensor, pos: Tensor) -> Tensor:
         """Return the slots of places [n] in the demoted tables of their heads, and of the trash page for holes."""
-        slots = slots_at(self.tables.store, self.tables.layer_tables(self.row, self.layers), head, places)
+        slots = slots_at(self.tables.store, self._pages(), head, places)
         return torch.where(pos >= 0, slots, 0)
 
     def _write_scores(self, head: Tensor, places: Tensor, pos: Tensor, values: Tensor | None) -> None:
@@ -207,8 +226,8 @@ class Demoter:
             scores[head, places] = torch.where(pos >= 0, values, scores[head, places])
 
 
-def slots_at(store: PageStore, pages: Ints, head: Tensor, places: Tensor) -> Tensor:
+def slots_at(store: PageStore, pages: Tensor, head: Tensor, places: Tensor) -> Tensor:
     """Return the slots of places [n] in the tables [M, G, pages] of their heads [n], int64."""
-    table = store.kv.to_index(pages).flatten(0, 1)
+    table = pages.flatten(0, 1)
     S = store.page_size
     return table[head, places // S] * S + places % S

@@ -1,8 +1,13 @@
-"""The eviction state of one row: when its policy evicts, and the holes that its next tokens fill."""
+"""The eviction state of one row: when its policy evicts, and the holes that its next tokens fill.
+
+`evict_rows` evicts from all rows that are due after a step, together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,17 +16,34 @@ from torch import Tensor
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.demoter import Demoter
 from retain.kv.eviction.layerwise import LayerwisePrefill
-from retain.kv.eviction.operations import compact, punch
+from retain.kv.eviction.operations import RowTables, compact, punch
 from retain.kv.eviction.slot_scores import SlotScores
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.types import Ints
 
 
-class BudgetEvictor:
-    """Evict from the unwindowed layers [M] of one row as a resolved policy says.
+@dataclass(frozen=True)
+class Punch:
+    """A due operation: turn the `num_holes` lowest of the first `slots_used` [M, G] slots of each head into holes."""
 
-    Where there are `holes` [M, G, n], the token at position `holes_from` + i is written into holes[..., i].
+    num_holes: int
+    slots_used: Ints
+
+
+@dataclass(frozen=True)
+class Compact:
+    """A due operation: keep `head_budgets` [M, G] tokens of each head, or as many as the policy says, then holes."""
+
+    num_holes: int
+    head_budgets: Tensor | None = None
+
+
+class BudgetEvictor:
+    """Evict from the unwindowed layers [M] of one row as a resolved policy says. They have slots of one size.
+
+    Where it `has_holes`, the token at position `holes_from` + i is written into hole i of each head, which
+    DeviceTables has.
     """
 
     def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, transform: KeyTransform):
@@ -33,7 +55,7 @@ class BudgetEvictor:
         shape = len(self.layers), tables.counts.shape[2]
         self.head_budgets: Ints = np.full(shape, policy.budget_tokens, np.int32)  # tokens that each head keeps
         self.next_eviction = policy.next_eviction(0)  # computed tokens at that moment
-        self.holes: Tensor | None = None
+        self.has_holes = False
         self.holes_from = 0
         self.compacts_at = policy.prompt_len + policy.eviction_delay  # computed tokens when the budget begins
         self._num_left = 0  # tokens of all heads that have left the budget, so far
@@ -87,8 +109,8 @@ class BudgetEvictor:
         """Return whether tokens are demoted when so many are computed."""
         return num_computed_tokens >= self.next_eviction and self.policy.demoted_slots(num_computed_tokens) > 0
 
-    def evict(self, num_computed_tokens: int) -> None:
-        """Evict, because `next_eviction` is reached.
+    def plan(self, num_computed_tokens: int) -> list[Punch | Compact] | None:
+        """Return what to do now that `next_eviction` is reached, in this order; None where no budget has begun.
 
         At the end of the prompt, or so many tokens later as the policy waits, the budget begins: what stays is
         compacted, and the layers never grow again. Later the slots of the interval fill up and are emptied.
@@ -96,97 +118,136 @@ class BudgetEvictor:
         policy = self.policy
         self.next_eviction = policy.next_eviction(num_computed_tokens)
         if num_computed_tokens < policy.prompt_len:
-            self._punch_chunk(num_computed_tokens)
-        elif num_computed_tokens < self.compacts_at:  # what slots have now, before the answer adds to it
-            self.slot_scores.update(policy, self._layer_tables(), num_computed_tokens - 1)
-            return
-        elif num_computed_tokens > self.compacts_at:
-            used = self.head_budgets + np.int32(policy.interval)
-            self._punch(num_computed_tokens, used, policy.interval)
-        elif num_computed_tokens > policy.budget_tokens:
-            if policy.prefill == "stream" and self.demoter:  # the last chunk is demoted as the others were
-                self._punch_chunk(num_computed_tokens)
-            if policy.prefill != "layers":
-                self._compact(num_computed_tokens, None)
-            self.tables.capacity[self.row, self.layers] = 1  # from now on slots are holes, not a closed form
-        self._publish(num_computed_tokens)
+            return [self._plan_chunk()]
+        if num_computed_tokens < self.compacts_at:  # what slots have now, before the answer adds to it
+            pages = self.tables.device.gather([self.row], self.layers, self.num_table_pages)[0]
+            self.slot_scores.update(policy, pages, num_computed_tokens - 1)
+            return None
+        if num_computed_tokens > self.compacts_at:
+            return [Punch(policy.interval, self.head_budgets + np.int32(policy.interval))]
+        if num_computed_tokens <= policy.budget_tokens:
+            return []
+        self.tables.capacity[self.row, self.layers] = 1  # from now on slots are holes, not a closed form
+        # The last chunk of a streamed prompt is demoted as the others were.
+        last_chunk = [self._plan_chunk()] if policy.prefill == "stream" and self.demoter else []
+        return [*last_chunk, *([Compact(policy.interval)] if policy.prefill != "layers" else [])]
+
+    def _plan_chunk(self) -> Punch:
+        """Return the eviction of all tokens over the budget, behind a chunk of a streamed prompt."""
+        owned = self.tables.counts[self.row, self.layers] * np.int32(self.tables.page_size)
+        return Punch(int(owned.min()) - self.policy.budget_tokens, owned)
 
     def finish_layer(self, layer: int) -> None:
         """Evict from a layer right after its attention, where the prompt goes layer by layer."""
         assert self.layerwise
         if self.layerwise.finish_layer(layer):
-            self.holes = self.layerwise.holes
-            self.holes_from = self.policy.prompt_len
+            assert self.layerwise.holes is not None
+            self.tables.device.set_holes([self.row], self.layers, self.layerwise.holes[None])
+            self.start_holes(self.policy.prompt_len)
             self.layerwise = None
-            self._upload_holes()
 
     def shrink(self, num_computed_tokens: int) -> bool:
         """Halve the budget, where the policy allows it. Returns whether pages were freed."""
         smaller = self.policy.halved()
         counts = self.tables.counts[self.row]
-        if smaller is None or self.holes is None or num_computed_tokens < self.policy.prompt_len:
+        if smaller is None or not self.has_holes or num_computed_tokens < self.policy.prompt_len:
             return False
         before = int(counts.sum())
         protected = smaller.sinks + smaller.recent.resolve(smaller.budget_tokens)
         budgets = torch.from_numpy(self.head_budgets).long() * smaller.budget_tokens // self.policy.budget_tokens
         self.policy = smaller
-        self._compact(num_computed_tokens, budgets.clamp(min=protected))
+        compact_rows([self], [num_computed_tokens], [Compact(smaller.interval, budgets.clamp(min=protected))])
         self.next_eviction = num_computed_tokens + smaller.interval
-        self._publish(num_computed_tokens)
+        self.count_evicted(num_computed_tokens)
         return int(counts.sum()) < before
 
-    def _compact(self, num_computed_tokens: int, head_budgets: Tensor | None) -> None:
+    @property
+    def num_table_pages(self) -> int:
+        """Pages of the largest head in these layers."""
+        return int(self.tables.counts[self.row, self.layers].max())
+
+    def start_holes(self, position: int) -> None:
+        """Let the next tokens fill the holes that DeviceTables has, from this position on."""
+        self.has_holes = True
+        self.holes_from = position
+
+    def keep(self, head_budgets: Ints, places: Tensor) -> None:
+        """Record a compaction: heads keep so many tokens [M, G], which were at these places [M, G, n]."""
         t = self.tables
-        policy = self.policy
-        last = num_computed_tokens - 1
-        pages = self._layer_tables()
-        scores = self.slot_scores.update(policy, pages, last)
-        demoted = self.demoter.take(pages, last, scores) if self.demoter and not self.demoter.has_begun else None
-        done = compact(t.store, pages, policy, last, head_budgets, slot_scores=scores, key_factors=self.key_factors)
-        self.head_budgets = done.head_budgets
-        self.holes = done.holes
-        self.holes_from = num_computed_tokens
-        counts = -(-(self.head_budgets + policy.interval) // t.page_size)
-        self._trim_pages(counts)
-        if self.demoter and demoted:
-            self.demoter.begin(*demoted, num_computed_tokens)
-        self.slot_scores.keep(done.places, int(counts.max()) * t.page_size)
-
-    def _punch_chunk(self, num_computed_tokens: int) -> None:
-        """Evict all tokens over the budget, behind a chunk of a streamed prompt."""
-        owned = self.tables.counts[self.row, self.layers] * np.int32(self.tables.page_size)
-        self._punch(num_computed_tokens, owned, int(owned.min()) - self.policy.budget_tokens)
-
-    def _punch(self, num_computed_tokens: int, slots_used: Ints, n: int) -> None:
-        last = num_computed_tokens - 1
-        pages = self._layer_tables()
-        scores = self.slot_scores.update(self.policy, pages, last)
-        victims = punch(self.tables.store, pages, self.policy, last, slots_used, n, scores, self.key_factors)
-        if self.demoter:
-            self.demoter.add(victims, last, scores)
-        self.holes = victims.slots
-        self.holes_from = num_computed_tokens
-
-    def _publish(self, num_computed_tokens: int) -> None:
-        """Count evicted slots, and tell the tables about holes."""
-        kept = int(np.minimum(self.head_budgets, num_computed_tokens).sum())
-        self._num_left = num_computed_tokens * self.head_budgets.size - kept
-        self._upload_holes()
-
-    def _upload_holes(self) -> None:
-        self.tables.mark_dirty(self.row)
-        if self.holes is not None:
-            self.tables.device.set_holes(self.row, self.layers, self.holes)
-
-    def _layer_tables(self) -> Ints:
-        """Return the tables of the layers, [M, G, n]; entries beyond a head's pages are the trash page."""
-        n = int(self.tables.counts[self.row, self.layers].max())
-        pages: Ints = np.where(self.tables.owned(self.row), self.tables.pages[self.row], 0)[self.layers, :, :n]
-        return pages
-
-    def _trim_pages(self, counts: Ints) -> None:
-        """Free all but the first `counts` [M, G] pages of each head."""
-        t = self.tables
+        self.head_budgets = head_budgets
+        counts = -(-(head_budgets + self.policy.interval) // t.page_size)
         over = t.owned(self.row)[self.layers] & (np.arange(t.pages.shape[3]) >= counts[..., None])
         t.pool.free(t.pages[self.row, self.layers][over])
         t.counts[self.row, self.layers] = counts
+        t.mark_dirty(self.row)
+        self.slot_scores.keep(places[..., : int(head_budgets.max())], int(counts.max()) * t.page_size)
+
+    def count_evicted(self, num_computed_tokens: int) -> None:
+        """Count the tokens that have left the budget when so many are computed."""
+        kept = int(np.minimum(self.head_budgets, num_computed_tokens).sum())
+        self._num_left = num_computed_tokens * self.head_budgets.size - kept
+
+
+def evict_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int]) -> None:
+    """Evict from rows of one cache, because the `next_eviction` of each is reached.
+
+    Those that do the same, and punch or leave equally many holes, are evicted by one call.
+    """
+    plans = [evictor.plan(n) for evictor, n in zip(evictors, num_computed_tokens, strict=True)]
+    for step in range(max((len(plan or ()) for plan in plans), default=0)):
+        groups: dict[tuple[type, int], list[int]] = {}
+        for i, plan in enumerate(plans):
+            if plan and step < len(plan):
+                groups.setdefault((type(plan[step]), plan[step].num_holes), []).append(i)
+        for (kind, _), members in groups.items():
+            group = [evictors[i] for i in members]
+            computed = [num_computed_tokens[i] for i in members]
+            operations: list[Any] = [plan[step] for i in members if (plan := plans[i])]
+            (punch_rows if kind is Punch else compact_rows)(group, computed, operations)
+    for evictor, n, plan in zip(evictors, num_computed_tokens, plans, strict=True):
+        if plan is not None:
+            evictor.count_evicted(n)
+
+
+def punch_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int], due: Sequence[Punch]) -> None:
+    """Punch equally many holes into the tables of rows, and demote what was in them."""
+    first = evictors[0]
+    tables = gather_row_tables(evictors, num_computed_tokens)
+    victims = punch(tables, np.stack([d.slots_used for d in due]), due[0].num_holes)
+    for b, (evictor, n) in enumerate(zip(evictors, num_computed_tokens, strict=True)):
+        if evictor.demoter:
+            evictor.demoter.add(victims.of_row(b), n - 1, tables.slot_scores[b])
+        evictor.start_holes(n)
+    first.tables.device.set_holes([e.row for e in evictors], first.layers, victims.slots)
+
+
+def compact_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int], due: Sequence[Compact]) -> None:
+    """Keep the highest slots of rows, give pages back, and demote what ranks next."""
+    first = evictors[0]
+    tables = gather_row_tables(evictors, num_computed_tokens)
+    demoted = [
+        e.demoter.take(tables.pages_of(b), tables.query_positions[b], tables.slot_scores[b])
+        if e.demoter and not e.demoter.has_begun
+        else None
+        for b, e in enumerate(evictors)
+    ]
+    done = compact(tables, [d.head_budgets for d in due], due[0].num_holes)
+    for b, (evictor, n) in enumerate(zip(evictors, num_computed_tokens, strict=True)):
+        evictor.keep(done.head_budgets[b], done.places[b])
+        if evictor.demoter and (taken := demoted[b]):
+            evictor.demoter.begin(*taken, n)
+        evictor.start_holes(n)
+    first.tables.device.set_holes([e.row for e in evictors], first.layers, done.holes)
+
+
+def gather_row_tables(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int]) -> RowTables:
+    """Return the tables of rows that evict together, and score the slots that are new."""
+    first = evictors[0]
+    assert all(
+        np.array_equal(e.layers, first.layers) for e in evictors
+    )  # budgets leave the model's windows as they are
+    widths = [e.num_table_pages for e in evictors]
+    pages = first.tables.device.gather([e.row for e in evictors], first.layers, max(widths))
+    last = [n - 1 for n in num_computed_tokens]
+    scores = [e.slot_scores.update(e.policy, pages[b, :, :, : widths[b]], last[b]) for b, e in enumerate(evictors)]
+    return RowTables(first.tables.store, pages, widths, [e.policy for e in evictors], last, scores, first.key_factors)

@@ -1,7 +1,8 @@
 """Layer-by-layer prefill: all layers of a row compute the prompt in the same scratch pages, one after the other.
 
 Each layer moves the tokens that it keeps into pages of its own before the next layer writes over the scratch pages, so
-only one layer ever holds the whole prompt.
+only one layer ever holds the whole prompt. That happens in the middle of a forward pass, so rows are not evicted
+together here: each has scratch pages of its own, which only the host knows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.operations import compact
+from retain.kv.eviction.operations import RowTables, compact
 from retain.kv.memory.block_tables import BlockTables
 from retain.types import Ints
 
@@ -73,11 +74,13 @@ class LayerwisePrefill:
         i = int(index[0])
         t = self.tables
         pages, counts = (x[i : i + 1] for x in self._own)
-        own = pages[..., : int(counts.max())]
-        query_position = self.policy.prompt_len - 1
+        own = t.kv.to_index(pages[..., : int(counts.max())])[None]
+        scratch = t.kv.to_index(self.scratch)[None, None]
         factors = None if self.key_factors is None else self.key_factors[i : i + 1]
-        done = compact(t.store, self.scratch[None], self.policy, query_position, dst_pages=own, key_factors=factors)
-        self.holes[i : i + 1] = done.holes
+        last = self.policy.prompt_len - 1
+        tables = RowTables(t.store, scratch, [scratch.shape[-1]], [self.policy], [last], [None], factors)
+        done = compact(tables, [None], self.policy.interval, own)
+        self.holes[i : i + 1] = done.holes[0]
         t.pages[self.row, self.layers[i]] = pages[0]
         t.counts[self.row, self.layers[i]] = counts[0]
         t.mark_dirty(self.row)

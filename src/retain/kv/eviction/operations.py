@@ -1,85 +1,141 @@
-"""Operations on tables of pages: punch holes, compact, by the priorities of a policy."""
+"""Operations on the tables of rows: punch holes, compact, by the priorities of policies.
+
+Rows that evict in the same step are evicted together, by one call over all of them. Only `EvictionPolicy.priority` is
+called row by row: it depends on the row's own sizes, and may add numbers over all slots of a row, in an order of its
+own. So a row keeps the same tokens in any company.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from retain.kernels.eviction_order import eviction_key
+from retain.kernels.eviction_order import eviction_key, protect
 from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView
 from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
 
+LAST_POSITION = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class RowTables:
+    """Tables of B rows in M layers whose slots have one size, and what ranks the slots of each row.
+
+    Entries beyond the pages of a head are the trash page. A row's largest head has `widths[b]` pages.
+    """
+
+    store: PageStore
+    pages: Tensor  # int64 [B, M, G, n], on the device
+    widths: Sequence[int]
+    policies: Sequence[BudgetPolicy]
+    query_positions: Sequence[int]  # the newest position of each row
+    slot_scores: Sequence[Tensor | None]  # of each row, float32 [M, G, S]
+    key_factors: Tensor | None = None  # float32 [M, G, 1, D]
+
+    def pages_of(self, b: int) -> Tensor:
+        """Return the tables of one row, int64 [M, G, pages]."""
+        return self.pages[b, :, :, : self.widths[b]]
+
+
+@dataclass(frozen=True)
+class RankedSlots:
+    """The slots of tables: `pos` int32 and `priority` float32 [B, M, G, S], and a view of each row."""
+
+    pos: Tensor
+    priority: Tensor
+    first_evictable: Tensor  # int64 [B, 1, 1, 1]: positions before it are protected
+    last_evictable: Tensor  # int64 [B, 1, 1, 1]: positions after it are protected
+    views: Sequence[CacheView]
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys by which slots are evicted, the lowest first, int64 [B, M, G, S]; see eviction_order.py."""
+        return eviction_key(self.priority, self.pos, self.first_evictable, self.last_evictable)
+
 
 @dataclass(frozen=True)
 class Compaction:
     """What `compact` did: the tokens that each head kept, where they were, and the first holes behind them."""
 
-    head_budgets: Ints  # [M, G]
-    places: Tensor  # int64 [M, G, largest budget]: the old places, in their new order
-    holes: Tensor  # int32 [M, G, interval]: slot numbers
+    head_budgets: Ints  # [B, M, G]
+    places: Tensor  # int64 [B, M, G, largest budget]: the old places, in their new order
+    holes: Tensor  # int32 [B, M, G, holes]: slot numbers
 
 
 @dataclass(frozen=True)
 class Victims:
-    """Slots that were turned into holes, all [M, G, n], the lowest priority first. K, V and mass are still in them."""
+    """Slots that were turned into holes, all [..., M, G, n], the lowest priority first. K, V and mass are in them."""
 
     places: Tensor  # in the tables, int64
     slots: Tensor  # int32
     pos: Tensor  # int32: the positions that they had; -1 for slots that were holes before
 
+    def of_row(self, b: int) -> Victims:
+        """Return those of one row."""
+        return Victims(self.places[b], self.slots[b], self.pos[b])
 
-def build_view(
-    store: PageStore,
-    pages: Ints,
-    query_position: int,
-    slot_scores: Tensor | None = None,
-    key_factors: Tensor | None = None,
-) -> CacheView:
-    """Gather positions and mass of the slots in tables [M, G, n]; K and V are read when a policy needs them."""
+
+def rank_slots(tables: RowTables) -> RankedSlots:
+    """Gather positions and masses of all slots in tables, and let each row's policy rank its own.
+
+    K and V are read when a policy needs them.
+    """
+    kv = tables.store.kv
+    B, M, G, n = tables.pages.shape
+    S = kv.page_size
+    p = tables.pages.flatten()
+    pos = kv.pos.index_select(0, p).view(B, M, G, -1)  # index_select is six times as fast as indexing here
+    mass = kv.mass.index_select(0, p).view(B, M, G, n, -1, S).transpose(3, 4).flatten(-2)  # [B, M, G, C, n S]
+    views = [
+        CacheView(
+            pos[b, ..., : width * S].contiguous(),
+            mass[b, ..., : width * S].contiguous(),
+            tables.query_positions[b],
+            partial(_read_slots, tables.store, tables.pages_of(b)),
+            slot_scores=tables.slot_scores[b],
+            key_factors=tables.key_factors,
+        )
+        for b, width in enumerate(tables.widths)
+    ]
+    priorities = [policy.priority(view).float() for policy, view in zip(tables.policies, views, strict=True)]
+    ranges = [policy.evictable_range(q) for policy, q in zip(tables.policies, tables.query_positions, strict=True)]
+    bounds = to_device(torch.tensor(ranges), kv.device)[..., None, None, None]  # [B, 2, 1, 1, 1]
+    padded = torch.stack([F.pad(x, (0, n * S - x.shape[-1])) for x in priorities])
+    return RankedSlots(pos, padded, bounds[:, 0], bounds[:, 1], views)
+
+
+def _read_slots(store: PageStore, pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Read keys and values of tables [M, G, pages], float32 [M, G, S, D]."""
     kv = store.kv
+    slots = pages.flatten()[:, None] * kv.page_size + torch.arange(kv.page_size, device=kv.device)
+    k, v = store.backend.read_slots(kv, slots)
     M, G, n = pages.shape
-    p = kv.to_index(pages).flatten()
-    pos = kv.pos.index_select(0, p).view(M, G, -1)  # [M, G, n S]; index_select is six times as fast as indexing here
-    mass = kv.mass.index_select(0, p).view(M, G, n, -1, kv.page_size).transpose(2, 3).flatten(-2)  # [M, G, C, n S]
-
-    def read() -> tuple[Tensor, Tensor]:
-        k, v = store.backend.read_slots(kv, p[:, None] * kv.page_size + torch.arange(kv.page_size, device=kv.device))
-        return k.reshape(*pos.shape, -1), v.reshape(*pos.shape, -1)
-
-    return CacheView(pos, mass, query_position, read, slot_scores=slot_scores, key_factors=key_factors)
+    return k.reshape(M, G, n * kv.page_size, -1), v.reshape(M, G, n * kv.page_size, -1)
 
 
-def gather_slots(pages: Ints, places: Tensor, page_size: int) -> Tensor:
-    """Return the slot numbers of places [M, G, n] in tables [M, G, pages], int32."""
-    table = to_device(torch.from_numpy(pages), places.device)
-    return table.gather(-1, places // page_size) * page_size + (places % page_size).int()
+def gather_slots(pages: Tensor, places: Tensor, page_size: int) -> Tensor:
+    """Return the slot numbers of places [..., n] in tables [..., pages], int32."""
+    return (pages.gather(-1, places // page_size) * page_size + places % page_size).int()
 
 
-def punch(
-    store: PageStore,
-    pages: Ints,
-    policy: BudgetPolicy,
-    query_position: int,
-    slots_used: Ints,
-    n: int,
-    slot_scores: Tensor | None = None,
-    key_factors: Tensor | None = None,
-) -> Victims:
-    """Turn the n lowest slots of each head into holes, among the first `slots_used` [M, G] of its table."""
-    kv = store.kv
-    view = build_view(store, pages, query_position, slot_scores, key_factors)
-    priority = policy.priority(view).flatten(0, 1)
-    pos = view.pos.flatten(0, 1)
-    sinks, last_evictable = policy.evictable_range(query_position)
+def punch(tables: RowTables, slots_used: Ints, n: int) -> Victims:
+    """Turn the n lowest slots of each head into holes, among the first `slots_used` [B, M, G] of its table."""
+    kv = tables.store.kv
+    ranked = rank_slots(tables)
+    priority = protect(ranked.priority, ranked.pos, ranked.first_evictable, ranked.last_evictable)
     lengths = torch.from_numpy(slots_used).flatten()
-    places = store.backend.select_victims(priority, pos, lengths, sinks, last_evictable, n).view(*slots_used.shape, n)
-    holes = gather_slots(pages, places, kv.page_size)
+    lists = priority.flatten(0, 2), ranked.pos.flatten(0, 2)
+    places = tables.store.backend.select_victims(*lists, lengths, 0, LAST_POSITION, n).view(*slots_used.shape, n)
+    holes = gather_slots(tables.pages, places, kv.page_size)
     victims = Victims(places, holes, kv.pos.view(-1)[holes.long()])
     kv.pos.view(-1)[holes.long()] = -1
     return victims
@@ -91,47 +147,49 @@ def allocate_budgets(rank: Tensor, budget: int, group_by: str) -> Tensor:
     Returns the tokens of each head, int64 [M, G].
     """
     M, G, S = rank.shape
-    groups = rank.view(M if group_by == "layer" else 1, -1)
+    groups = rank.reshape(M if group_by == "layer" else 1, -1)
     first = groups.shape[1] * torch.arange(len(groups), device=rank.device)
     best = groups.topk(budget * M * G // len(groups)).indices + first[:, None]
     return torch.bincount(best.flatten() // S, minlength=M * G).view(M, G)
 
 
 def compact(
-    store: PageStore,
-    pages: Ints,
-    policy: BudgetPolicy,
-    query_position: int,
-    head_budgets: Tensor | None = None,
-    dst_pages: Ints | None = None,
-    slot_scores: Tensor | None = None,
-    key_factors: Tensor | None = None,
+    tables: RowTables, head_budgets: Sequence[Tensor | None], num_holes: int, dst_pages: Tensor | None = None
 ) -> Compaction:
     """Move the highest slots of each head to the front of its table; the slots behind them become holes.
 
-    `head_budgets` [M, G] is how many each head keeps; None: the policy decides. With `dst_pages` they move to the front
-    of another table, and the content of the first means nothing afterwards.
+    `head_budgets` [M, G] of each row are how many each head keeps; None: the policy decides. `num_holes`: slots behind
+    them that are returned. With `dst_pages` [B, M, G, pages] they move to the front of other tables, and the content of
+    the first means nothing afterwards.
     """
-    kv = store.kv
-    view = build_view(store, pages, query_position, slot_scores, key_factors)
+    kv = tables.store.kv
     S = kv.page_size
     device = kv.device
-    rank = eviction_key(policy.priority(view), view.pos, *policy.evictable_range(query_position))
-    if head_budgets is None and policy.share == "none":
-        head_budgets = policy.head_budgets(view)
-    elif head_budgets is None:
-        head_budgets = allocate_budgets(rank, policy.budget_tokens, policy.share)
-    dst_pages = pages if dst_pages is None else dst_pages
-    largest = int(head_budgets.max())
-    kept = to_device(head_budgets, device)
+    ranked = rank_slots(tables)
+    rank = ranked.keys
+    num_slots = rank.shape[-1]
+    chosen = [
+        given if given is not None else _choose_budgets(policy, rank[b, ..., : tables.widths[b] * S], ranked.views[b])
+        for b, (given, policy) in enumerate(zip(head_budgets, tables.policies, strict=True))
+    ]
+    budgets = torch.stack([x.cpu() for x in chosen])  # [B, M, G]
+    dst_pages = tables.pages if dst_pages is None else dst_pages
+    largest = int(budgets.max())
+    kept = to_device(budgets, device)
     places = torch.arange(largest, device=device)
-    used = places < kept[..., None]  # [M, G, largest]; the rest is padding: slot 0 moves onto itself
-    stay = rank.topk(largest).indices.masked_fill(~used, pages.shape[2] * S).sort().values
-    src = gather_slots(pages, stay.clamp(max=pages.shape[2] * S - 1), S).masked_fill_(~used, 0)
+    used = places < kept[..., None]  # [B, M, G, largest]; the rest is padding: slot 0 moves onto itself
+    stay = rank.topk(largest).indices.masked_fill(~used, num_slots).sort().values
+    src = gather_slots(tables.pages, stay.clamp(max=num_slots - 1), S).masked_fill_(~used, 0)
     dst = gather_slots(dst_pages, places.expand_as(stay), S).masked_fill_(~used, 0)
-    store.backend.move(kv, src.flatten(0, 1), dst.flatten(0, 1))
-    behind = (torch.arange(dst_pages.shape[2] * S, device=device) >= kept[..., None]).view(*dst_pages.shape, S)
-    table = kv.to_index(dst_pages)  # [M, G, pages]; entries beyond a head's pages are the trash page, all holes
-    kv.pos[table] = kv.pos[table].masked_fill_(behind, -1)
-    holes = kept[..., None] + torch.arange(policy.interval, device=device)
-    return Compaction(head_budgets.cpu().numpy().astype(np.int32), stay, gather_slots(dst_pages, holes, S))
+    tables.store.backend.move(kv, src.flatten(0, 2), dst.flatten(0, 2))
+    behind = (torch.arange(dst_pages.shape[-1] * S, device=device) >= kept[..., None]).view(*dst_pages.shape, S)
+    kv.pos[dst_pages] = kv.pos[dst_pages].masked_fill_(behind, -1)  # the trash page has holes only
+    holes = kept[..., None] + torch.arange(num_holes, device=device)
+    return Compaction(budgets.numpy().astype(np.int32), stay, gather_slots(dst_pages, holes, S))
+
+
+def _choose_budgets(policy: BudgetPolicy, rank: Tensor, view: CacheView) -> Tensor:
+    """Return the tokens that each head of one row keeps, int64 [M, G]."""
+    if policy.share == "none":
+        return policy.head_budgets(view)
+    return allocate_budgets(rank, policy.budget_tokens, policy.share)

@@ -9,7 +9,6 @@ from torch import Tensor
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView, KeyTransform
 from retain.kv.memory.page_store import PageStore
-from retain.types import Ints
 
 
 class SlotScores:
@@ -25,7 +24,7 @@ class SlotScores:
         self._scores = torch.zeros(0)  # float32 [M, G, S]
         self._pos = torch.zeros(0, dtype=torch.int32)  # [M, G, S]: the positions that were scored; -1 for none
 
-    def update(self, policy: BudgetPolicy, pages: Ints, query_position: int) -> Tensor | None:
+    def update(self, policy: BudgetPolicy, pages: Tensor, query_position: int) -> Tensor | None:
         """Score the slots that are new, and return the scores of all slots of tables [M, G, pages].
 
         None where the policy scores no slots.
@@ -34,7 +33,7 @@ class SlotScores:
             return None
         kv = self.store.kv
         M, G, n = pages.shape
-        pos = kv.pos[kv.to_index(pages)].view(M, G, -1)  # [M, G, S]
+        pos = kv.pos[pages].view(M, G, -1)  # [M, G, S]
         if not self._scores.numel():
             self._scores = torch.zeros_like(pos, dtype=torch.float32)
             self._pos = torch.full_like(pos, -1)
@@ -65,10 +64,9 @@ class SlotScores:
         self._scores = F.pad(self._scores, (0, more))
         self._pos = F.pad(self._pos, (0, more), value=-1)
 
-    def _view(self, pages: Ints, places: Tensor, layers: slice, query_position: int) -> CacheView:
+    def _view(self, table: Tensor, places: Tensor, layers: slice, query_position: int) -> CacheView:
         kv = self.store.kv
         S = self.store.page_size
-        table = kv.to_index(pages)  # [m, G, pages]
         slots = table.gather(-1, places // S) * S + places % S  # [m, G, n]
 
         def read() -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,19 @@ from retain.kernels.transfers import to_device
 from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_rows import DeviceRows
 from retain.types import Ints
+
+
+def gather_tables(arrays: DeviceRows, rows: Sequence[int], layers: Ints, num_pages: int) -> Tensor:
+    """Return the first pages of the tables of rows [B] and layers [M], int64 [B, M, G, num_pages], on the device.
+
+    The first two of `arrays` are pages and counts. Entries beyond a head's pages are the trash page.
+    """
+    arrays.upload()
+    pages, counts = arrays.tensors[:2]
+    r = to_device(torch.tensor(rows), arrays.device)[:, None]
+    i = to_device(torch.from_numpy(layers).long(), arrays.device)
+    is_owned = torch.arange(num_pages, device=arrays.device) < counts[r, i][..., None]
+    return torch.where(is_owned, pages[r, i, :, :num_pages], 0).long()
 
 
 class DeviceTables:
@@ -39,15 +53,19 @@ class DeviceTables:
         if dense is not None:
             self.dense[row] = dense
 
-    def set_holes(self, row: int, layers: Ints, holes: Tensor) -> None:
-        """Store the holes [M, G, n] of these layers, which the row's next tokens fill one after another."""
+    def gather(self, rows: Sequence[int], layers: Ints, num_pages: int) -> Tensor:
+        """See gather_tables."""
+        return gather_tables(self.rows, rows, layers, num_pages)
+
+    def set_holes(self, rows: Sequence[int], layers: Ints, holes: Tensor) -> None:
+        """Store the holes [B, M, G, n] of these layers, which each row's next tokens fill one after another."""
         *shape, size = self.holes.shape
         n = holes.shape[-1]
         if n > size:
             larger = self.holes.new_zeros(*shape, n)
             larger[..., :size] = self.holes
             self.holes = larger
-        self.holes[row, self._to_device(layers), :, :n] = holes
+        self.holes[self._to_device(np.array(rows))[:, None], self._to_device(layers).long(), :, :n] = holes
 
     def map_holes(
         self,

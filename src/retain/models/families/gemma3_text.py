@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from retain.kernels.api import Program
 from retain.kernels.attention_params import AttentionParams
-from retain.models.decoder import Attend, Attention, Decoder, ModelSpec, scope_base_model
+from retain.kernels.rope import Rope
+from retain.models.decoder import Attention, Decoder, ModelSpec, scope_base_model
 from retain.models.families import llama
 from retain.models.family_config import add_defaults, check_supported, get_layer_types, get_windows
 from retain.models.layers import Embedding, GatedMLP, Layer, RMSNorm, load_linear, load_lm_head
-from retain.models.rope import Angles, Rope, complete_rope_parameters, get_rope
+from retain.models.rope import complete_rope_parameters, get_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers; published configs leave out equal values
@@ -66,11 +66,6 @@ class SandwichNormLayer:
     norm3: Layer
     mlp: Layer
     norm4: Layer
-
-    def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
-        """Compute [T, E] -> [T, E]."""
-        x = x + self.norm2(self.attention(self.norm1(x), angles, attend))
-        return x + self.norm4(self.mlp(self.norm3(x)))
 
     def emit(self, program: Program, x: int) -> None:
         """See DecoderLayer."""
@@ -124,7 +119,7 @@ def build(w: Weights) -> Decoder:
     m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
     # Rounded to dtype as in training: in bfloat16 25.25, not 25.3.
     scale = torch.tensor(s.hidden_size**0.5, dtype=m.dtype).item()
-    embed = Embedding(m.load_matrix("embed_tokens.weight", embedding=True), scale, dtype=m.dtype)
+    embed = Embedding(m.load_matrix("embed_tokens.weight", embedding=True), scale)
     tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
     output = load_lm_head(w, "lm_head", embed.table, tied_to)
 

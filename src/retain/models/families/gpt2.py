@@ -73,7 +73,7 @@ def build(w: Weights) -> Decoder:
     s = spec_from_config(w.config)
     check_supported(c, add_cross_attention=False)
     m = scope_base_model(w, "wte.weight", "transformer.", "")
-    embed = Embedding(m.load_matrix("wte.weight", embedding=True), position_table=m["wpe.weight"], dtype=m.dtype)
+    embed = Embedding(m.load_matrix("wte.weight", embedding=True), position_table=m["wpe.weight"])
     norm = load_layer_norm(m, "ln_f", c["layer_norm_epsilon"])
     tied_to = m.full_name("wte.weight") if c["tie_word_embeddings"] else None
     output = load_lm_head(w, "lm_head", embed.table, tied_to)

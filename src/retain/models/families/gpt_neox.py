@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from retain.kernels.rope import Rope
 from retain.kernels.weight import select_rows
 from retain.models.decoder import (
     Attention,
@@ -19,7 +20,7 @@ from retain.models.decoder import (
 )
 from retain.models.family_config import add_defaults
 from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear, load_lm_head
-from retain.models.rope import Rope, get_rope, get_rope_parameters
+from retain.models.rope import get_rope, get_rope_parameters
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -72,7 +73,7 @@ def build(w: Weights) -> Decoder:
     p = get_rope_parameters(c, "rotary_emb_base", "rotary_pct", ROPE_DEFAULTS)
     rope = get_rope(int(s.kv_cache.attention(0).k_dim * p["partial_rotary_factor"]), p)
     m = scope_base_model(w, "embed_in.weight", "gpt_neox.", "")
-    embed = Embedding(m.load_matrix("embed_in.weight", embedding=True), dtype=m.dtype)
+    embed = Embedding(m.load_matrix("embed_in.weight", embedding=True))
     name = "embed_out" if "embed_out.weight" in w else "lm_head"
     norm = load_layer_norm(m, "final_layer_norm", c["layer_norm_eps"])
     tied_to = m.full_name("embed_in.weight") if c["tie_word_embeddings"] else None

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from retain.kernels.rope import Rope
 from retain.models.decoder import Attention, Decoder, ModelSpec, ParallelLayer, multi_head_spec, scope_base_model
 from retain.models.family_config import add_defaults
 from retain.models.layers import MLP, Embedding, load_layer_norm, load_linear, load_lm_head
-from retain.models.rope import Rope, get_rope
+from retain.models.rope import get_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -56,7 +57,7 @@ def build(w: Weights) -> Decoder:
     s = spec_from_config(w.config)
     rope = get_rope(c["rotary_dim"], {"rope_theta": 10000.0, "rope_type": "default"}, interleaved=True)
     m = scope_base_model(w, "wte.weight", "transformer.", "")
-    embed = Embedding(m.load_matrix("wte.weight", embedding=True), dtype=m.dtype)
+    embed = Embedding(m.load_matrix("wte.weight", embedding=True))
     norm = load_layer_norm(m, "ln_f", c["layer_norm_epsilon"])
     tied_to = m.full_name("wte.weight") if c["tie_word_embeddings"] else None
     output = load_lm_head(w, "lm_head", embed.table, tied_to, bias=True)

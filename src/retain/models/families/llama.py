@@ -10,10 +10,11 @@ import torch
 
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.kv_cache_spec import uniform_layers
+from retain.kernels.rope import Rope
 from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, scope_base_model
 from retain.models.family_config import add_defaults
 from retain.models.layers import Embedding, GatedMLP, RMSNorm, load_linear, load_lm_head
-from retain.models.rope import Rope, get_whole_head_rope
+from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
 SHARED_DEFAULTS: Mapping[str, Any] = {  # of the families that are built here; each has more
@@ -104,7 +105,7 @@ def build_decoder(w: Weights, s: ModelSpec, tensors: OptionalTensors) -> Decoder
     tied_to = m.full_name("embed_tokens.weight") if w.config["tie_word_embeddings"] else None
     return Decoder(
         s,
-        Embedding(table, dtype=m.dtype),
+        Embedding(table),
         lambda i: build_layer(m.scope(f"layers.{i}."), i, s, rope, tensors),
         RMSNorm(m["norm.weight"], w.config["rms_norm_eps"]),
         load_lm_head(w, "lm_head", table, tied_to),

@@ -79,7 +79,7 @@ def build(w: Weights) -> Decoder:
     check_supported(a, alibi=True, qk_ln=False, prefix_lm=False)
     check_supported(a, attn_type="multihead_attention", kv_n_heads=s.num_heads)
     m = scope_base_model(w, "wte.weight", "transformer.", "")
-    embed = Embedding(m.load_matrix("wte.weight", embedding=True), dtype=m.dtype)
+    embed = Embedding(m.load_matrix("wte.weight", embedding=True))
     norm = load_layer_norm(m, "norm_f", c["layer_norm_epsilon"], bias=False)
     tied_to = m.full_name("wte.weight") if c["tie_word_embeddings"] else None
     output = load_lm_head(w, "lm_head", embed.table, tied_to)

@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from retain.kernels.api import Program
 from retain.models.decoder import (
-    Attend,
     Attention,
     Decoder,
     DecoderLayer,
@@ -21,7 +18,6 @@ from retain.models.decoder import (
 )
 from retain.models.family_config import add_defaults, check_supported
 from retain.models.layers import MLP, Embedding, Layer, Sequential, load_layer_norm, load_linear, load_lm_head
-from retain.models.rope import Angles, Rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -56,11 +52,6 @@ class PostNormLayer:
     norm2: Layer
     mlp: Layer
 
-    def __call__(self, x: Tensor, angles: dict[Rope, Angles], attend: Attend) -> Tensor:
-        """Compute [T, E] -> [T, E]."""
-        x = self.norm1(x + self.attention(x, angles, attend))
-        return self.norm2(x + self.mlp(x))
-
     def emit(self, program: Program, x: int) -> None:
         """See DecoderLayer."""
         self.attention.emit(program, x, x, add=True)
@@ -94,7 +85,7 @@ def build(w: Weights) -> Decoder:
     table = m.load_matrix("embed_tokens.weight", embedding=True)
     positions = m["embed_positions.weight"]
     projection = load_linear(m, "project_in", bias=False) if is_narrow else None
-    embed = Embedding(table, position_table=positions, position_offset=2, projection=projection, dtype=m.dtype)
+    embed = Embedding(table, position_table=positions, position_offset=2, projection=projection)
     tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
     lm_head = load_lm_head(w, "lm_head", table, tied_to)
     output = Sequential((load_linear(m, "project_out", bias=False), lm_head)) if is_narrow else lm_head

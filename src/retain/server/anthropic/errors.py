@@ -9,10 +9,9 @@ from uuid import uuid4
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from retain.files import shorten
 from retain.server.client_fields import MESSAGES_REFUSED_TYPES
 from retain.server.openai.errors import ERROR_RESPONSES as OPENAI_ERROR_RESPONSES
-from retain.server.openai.errors import APIError, ContextLengthError, field_path
+from retain.server.openai.errors import APIError, ContextLengthError, describe_first
 
 PATH = "/v1/messages"
 ERROR_TYPES = {
@@ -72,8 +71,7 @@ def create_request_id_header() -> dict[str, str]:
 def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError:
     """Convert pydantic's list of errors to a 400 that names the first invalid field of the body."""
     first = errors[0]
-    param = shorten(".".join(field_path(first.get("loc", ()), body)))  # keys come from the client
-    message = str(first.get("msg", "not valid")).removeprefix("Value error, ")
+    param, message = describe_first(errors, body)
     if first.get("type") == "extra_forbidden":
         message = "unknown field"
     elif first.get("type") == "union_tag_invalid":  # a type of block, such as an image

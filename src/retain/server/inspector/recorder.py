@@ -10,6 +10,7 @@ from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import time
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,13 +20,16 @@ from numpy.typing import NDArray
 
 from retain.engine.request import Request
 from retain.kv.eviction import policies
+from retain.kv.prefix.diagnosis import PrefixDiagnosis
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PAGE_STATES, PoolStats
 from retain.llm import LLM
-from retain.server.inspector.prefix_misses import PrefixMisses
+from retain.processing.prefix_report import NO_MISS, build_report
+from retain.processing.tokenizer import Tokenizer
 
 MAX_LIVE = 16
 MAX_FINISHED = 16
+MAX_MISSES = 32
 MAP_CELLS = 1024  # of the page map
 
 
@@ -40,6 +44,26 @@ class TrackedRequest:
     token_texts: list[str] = field(default_factory=list)  # decoded on demand
 
 
+@dataclass
+class PrefixMiss:
+    """A prompt that was computed in part although more of it could have been cached."""
+
+    request_id: int
+    key_name: str
+    diagnosis: PrefixDiagnosis
+    tokenizer: Tokenizer
+    time: float = field(default_factory=time)  # seconds since 1970
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The diagnosis in words, built when somebody looks."""
+        return {
+            "id": self.request_id,
+            "time": self.time,
+            **build_report(self.diagnosis, self.tokenizer).to_json(),
+        }
+
+
 class Inspector:
     """Observes the requests of one engine. Every method runs in the engine thread (see Observer)."""
 
@@ -48,7 +72,7 @@ class Inspector:
         self.live: dict[int, TrackedRequest] = {}
         self.finished: deque[TrackedRequest] = deque(maxlen=MAX_FINISHED)
         self.num_generated_tokens: Counter[str] = Counter()  # since the start, by the name of the key
-        self.prefix_misses = PrefixMisses(llm.tokenizer)
+        self.prefix_misses: deque[PrefixMiss] = deque(maxlen=MAX_MISSES)  # of all keys
         self._key_names: WeakKeyDictionary[Request, str] = WeakKeyDictionary()
         self._num_counted: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
@@ -74,7 +98,9 @@ class Inspector:
     def on_finish(self, request: Request) -> None:
         """Remember the request, if it is traced and was ever computed, and what it missed of its prefix."""
         if key_name := self._key_names.get(request):  # kept, because `on_step` counts the last token afterwards
-            self.prefix_misses.record(request, key_name)
+            diagnosis = request.stats.prefix_diagnosis
+            if diagnosis and diagnosis.reason not in NO_MISS:
+                self.prefix_misses.append(PrefixMiss(request.id, key_name, diagnosis, self.llm.tokenizer))
         if (tracked := self.live.pop(request.id, None)) and request.num_computed_tokens:
             self.finished.append(tracked)
 
@@ -115,7 +141,7 @@ class Inspector:
             "map": _build_page_map(page_states[1:], page_rows[1:], request_id_of_row),  # page 0 is never allocated
             "tiers": stats.tier_stats,
             "prefix_hits": stats.prefix_hit_tokens,
-            "prefix_misses": self.prefix_misses.of_key(key_name),
+            "prefix_misses": [m.summary for m in reversed(self.prefix_misses) if m.key_name == key_name],
             "layers": self.llm.spec.num_layers,
             "heads": self.llm.spec.kv_cache.num_traced_heads,
             "windows": [None if w > 2**30 else int(w) for w in cache.windows(self.llm.policy)],

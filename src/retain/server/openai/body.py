@@ -231,3 +231,15 @@ def count_values(value: Any) -> int:
         num_values += len(x)
         containers += [item for item in (x.values() if isinstance(x, dict) else x) if isinstance(item, dict | list)]
     return num_values
+
+
+def parse_arguments(text: str) -> Any:
+    """Return the JSON value of a call's arguments. Raises ValueError for text that is none, or of no body's bounds.
+
+    Python's own parser returns values that the JSON writer refuses: large integers, halves of surrogate pairs, NaN, and
+    lists and objects nested a thousand deep.
+    """
+    value = orjson.loads(text)
+    if problem := find_excess(value):
+        raise ValueError(problem)
+    return value

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from retain.server import client_fields
 from retain.server.openai.protocol import GenerationResponseFields, SamplingFields
-from retain.server.request_model import StrictModel
+from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateVariables = Annotated[
@@ -68,27 +68,17 @@ class RefusalContentPart(StrictModel):
         return self.refusal
 
 
-def _tag_part(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in ("text", "refusal") else None
-
-
-def _tag_content(value: Any) -> str:
-    return "<list>" if isinstance(value, list) else "<text>"
-
-
-# Tags are in angle brackets, because error messages leave such parts out of a field's name.
 ContentPart = Annotated[
     Annotated[TextContentPart, Tag("<text>")] | Annotated[RefusalContentPart, Tag("<refusal>")],
     Discriminator(
-        _tag_part,
+        tag_by_type(),
         custom_error_type="content_type",
         custom_error_message="only text is supported: no images, audio or files",
     ),
 ]
 Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("<list>")],
-    Discriminator(_tag_content),
+    Discriminator(tag_text_or_list),
 ]
 
 

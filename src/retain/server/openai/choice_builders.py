@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 from uuid import uuid4
 
 from retain.engine.request import FinishReason, Logprob
 from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.chat_output import ChatOutputParser
-from retain.server.openai.logprobs import to_token_logprob
-from retain.server.openai.text_offsets import EchoedPrompt, TextOffsets
+from retain.server.openai.protocol import Json
 from retain.server.request_group import OutputDelta
 from retain.server.tool_format import ParsedToolCall
-
-Json = dict[str, Any]
 
 
 class ChoiceBuilder:
@@ -206,3 +203,57 @@ class ChatChoiceBuilder(ChoiceBuilder):
 def _tool_call_json(call: ParsedToolCall) -> Json:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+class TextOffsets:
+    """Finds the offset of each token of a text that grows, `start` characters after the text of `preceding` tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, preceding: Sequence[int] = (), start: int = 0):
+        self._detokenizer = tokenizer.create_detokenizer(preceding=preceding)
+        self.length = start
+
+    def add_token(self, token: int) -> int:
+        """Add a token, and return its offset in characters."""
+        offset = self.length
+        self.length += len(self._detokenizer.add_token(token))
+        return offset
+
+
+class EchoedPrompt(NamedTuple):
+    """A prompt as an answer repeats it: its text, and the offset of each of its tokens."""
+
+    token_ids: Sequence[int]
+    text: str
+    offsets: Sequence[int]
+
+
+def echo_text(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> EchoedPrompt:
+    """Return a prompt that was sent as text: it stays as it is, whatever its tokens show."""
+    return EchoedPrompt(token_ids, text, tokenizer.find_offsets(text))
+
+
+def echo_tokens(tokenizer: Tokenizer, token_ids: Sequence[int], is_whole_text: bool) -> EchoedPrompt:
+    """Return a prompt that was sent as token ids: the text that they show.
+
+    A character that is incomplete at the end is left to the answer, unless the prompt `is_whole_text`.
+    """
+    detokenizer = tokenizer.create_detokenizer()
+    length = 0
+    offsets: list[int] = []
+    for token in token_ids:
+        offsets.append(length)
+        length += len(detokenizer.add_token(token))
+    if is_whole_text:
+        detokenizer.flush()
+    return EchoedPrompt(token_ids, detokenizer.text, offsets)
+
+
+def to_token_logprob(tokenizer: Tokenizer, p: Logprob) -> Json:
+    """Return the log-probability of a token and of its most likely alternatives."""
+    top = [_to_json(tokenizer, token_id, logprob) for token_id, logprob in p.top_logprobs]
+    return {**_to_json(tokenizer, p.token_id, p.logprob), "top_logprobs": top}
+
+
+def _to_json(tokenizer: Tokenizer, token_id: int, logprob: float) -> Json:
+    raw = tokenizer.token_bytes(token_id)
+    return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}

@@ -9,9 +9,9 @@ from uuid import uuid4
 import orjson
 
 from retain.processing.output import OutputProcessor
-from retain.server.openai.choice_builders import ChoiceBuilder, Json
+from retain.server.openai.choice_builders import ChoiceBuilder
 from retain.server.openai.errors import APIError
-from retain.server.openai.protocol import SamplingFields
+from retain.server.openai.protocol import Json, SamplingFields
 from retain.server.openai.streaming import ResponseEncoder
 from retain.server.request_group import OutputDelta, RequestGroup
 from retain.server.usage import build_request_stats, count_tokens

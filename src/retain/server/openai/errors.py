@@ -119,12 +119,16 @@ def invalid_request(error: Exception, prompt_field: str = "messages") -> APIErro
 
 def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any = None) -> APIError:
     """Convert pydantic's list of errors to a 400 that names the first invalid field of the body."""
-    first = errors[0]
-    param = shorten(" ".join(".".join(field_path(first.get("loc", ()), body)).split())) or None  # keys of the client
-    if first.get("type") == "extra_forbidden":
+    param, message = describe_first(errors, body)
+    if errors[0].get("type") == "extra_forbidden":
         return APIError(400, f"unknown field {param!r}", param)
-    message = str(first.get("msg", "not valid")).removeprefix("Value error, ")
     return APIError(400, f"{param}: {message}" if param else message, param)
+
+
+def describe_first(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | None, str]:
+    """Return the field of the first of pydantic's errors, None for the whole body, and what is wrong with it."""
+    field = shorten(".".join(field_path(errors[0].get("loc", ()), body)))  # keys come from the client
+    return field or None, str(errors[0].get("msg", "not valid")).removeprefix("Value error, ")
 
 
 def field_path(location: Sequence[int | str], body: Any) -> Iterator[str]:

@@ -21,18 +21,26 @@ from retain.server.config import ServerConfig
 from retain.server.engine_thread import EngineThread
 from retain.server.grammar_trials import GrammarTrials
 from retain.server.openai.body import BodyParser
-from retain.server.openai.chat_grammar import build_grammar
-from retain.server.openai.chat_output import ChatOutputParser
+from retain.server.openai.chat_output import BEGIN, ChatOutputParser, ReasoningParser, ToolParser, supports_reasoning
 from retain.server.openai.chat_protocol import ChatCompletionRequest
-from retain.server.openai.choice_builders import ChatChoiceBuilder, CompletionChoiceBuilder, Json
+from retain.server.openai.choice_builders import (
+    ChatChoiceBuilder,
+    CompletionChoiceBuilder,
+    EchoedPrompt,
+    echo_text,
+    echo_tokens,
+)
 from retain.server.openai.completions_encoder import ChatCompletionEncoder, CompletionEncoder
 from retain.server.openai.errors import APIError, invalid_request
-from retain.server.openai.messages import fit_messages, render_prompt, to_template_messages, to_template_tools
-from retain.server.openai.protocol import CompletionRequest, GenerationFields, SamplingFields
-from retain.server.openai.reasoning_parser import BEGIN, ReasoningParser, supports_reasoning
+from retain.server.openai.messages import (
+    build_grammar,
+    fit_messages,
+    render_prompt,
+    to_template_messages,
+    to_template_tools,
+)
+from retain.server.openai.protocol import CompletionRequest, GenerationFields, Json, SamplingFields
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
-from retain.server.openai.text_offsets import EchoedPrompt, echo_text, echo_tokens
-from retain.server.openai.tool_parser import ToolParser
 from retain.server.preparation import PreparationPool
 from retain.server.request_group import EngineError, Pin, RequestGroup
 from retain.server.sandbox import Sandbox, SandboxedRenderer

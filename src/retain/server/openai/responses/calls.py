@@ -6,15 +6,14 @@ The model sees every call as one of a function, with JSON arguments.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from retain.server import client_fields
 from retain.server.openai.protocol import Json
 from retain.server.openai.responses.content import Content, join_content
-from retain.server.openai.responses.unions import tag_by_type
-from retain.server.request_model import StrictModel
+from retain.server.request_model import StrictModel, tag_by_type
 
 
 class Item(StrictModel, other_fields=client_fields.RESPONSES_ITEM):
@@ -24,10 +23,31 @@ class Item(StrictModel, other_fields=client_fields.RESPONSES_ITEM):
     status: str | None = None
 
 
-class NamedCallItem(Item):
+class BaseCallItem(Item):
+    """Base of calls by the model."""
+
+    type: str
+    call_id: str
+
+    @property
+    def function_name(self) -> str:
+        """The name of the function as the model sees it."""
+        return self.type.removesuffix("_call")
+
+    @property
+    def function_arguments(self) -> str:
+        """The arguments as the model sees them, JSON."""
+        return json.dumps(self.arguments_json, ensure_ascii=False)
+
+    @property
+    def arguments_json(self) -> Json:
+        """The arguments as the model sees them."""
+        raise NotImplementedError
+
+
+class NamedCallItem(BaseCallItem):
     """Base of calls of tools that the client named."""
 
-    call_id: str
     name: str
     namespace: str | None = None
 
@@ -45,7 +65,7 @@ class FunctionCallItem(NamedCallItem):
 
     @property
     def function_arguments(self) -> str:
-        """The arguments as the model sees them, JSON."""
+        """The arguments as the model wrote them."""
         return self.arguments
 
 
@@ -56,9 +76,9 @@ class CustomToolCallItem(NamedCallItem):
     input: str
 
     @property
-    def function_arguments(self) -> str:
-        """The arguments as the model sees them, JSON."""
-        return _dump({"input": self.input})
+    def arguments_json(self) -> Json:
+        """See BaseCallItem."""
+        return {"input": self.input}
 
 
 class LocalShellAction(StrictModel):
@@ -72,20 +92,17 @@ class LocalShellAction(StrictModel):
     user: str | None = None
 
 
-class LocalShellCallItem(Item):
+class LocalShellCallItem(BaseCallItem):
     """Call of the client's shell."""
 
-    function_name: ClassVar[str] = "local_shell"
-
     type: Literal["local_shell_call"]
-    call_id: str
     action: LocalShellAction
 
     @property
-    def function_arguments(self) -> str:
-        """The arguments as the model sees them, JSON."""
+    def arguments_json(self) -> Json:
+        """See BaseCallItem."""
         fields = self.action.model_dump(exclude_none=True, exclude={"type"})
-        return _dump({name: value for name, value in fields.items() if value != {}})
+        return {name: value for name, value in fields.items() if value != {}}
 
 
 class ShellAction(StrictModel):
@@ -96,19 +113,16 @@ class ShellAction(StrictModel):
     max_output_length: int | None = None
 
 
-class ShellCallItem(Item, other_fields=client_fields.RESPONSES_SHELL_CALL):
+class ShellCallItem(BaseCallItem, other_fields=client_fields.RESPONSES_SHELL_CALL):
     """Call of the client's shell with several commands."""
 
-    function_name: ClassVar[str] = "shell"
-
     type: Literal["shell_call"]
-    call_id: str
     action: ShellAction
 
     @property
-    def function_arguments(self) -> str:
-        """The arguments as the model sees them, JSON."""
-        return _dump(self.action.model_dump(exclude_none=True))
+    def arguments_json(self) -> Json:
+        """See BaseCallItem."""
+        return self.action.model_dump(exclude_none=True)
 
 
 class PatchOperation(StrictModel):
@@ -119,35 +133,29 @@ class PatchOperation(StrictModel):
     diff: str | None = None
 
 
-class ApplyPatchCallItem(Item):
+class ApplyPatchCallItem(BaseCallItem):
     """Change of a file by the model."""
 
-    function_name: ClassVar[str] = "apply_patch"
-
     type: Literal["apply_patch_call"]
-    call_id: str
     operation: PatchOperation
 
     @property
-    def function_arguments(self) -> str:
-        """The arguments as the model sees them, JSON."""
-        return _dump(self.operation.model_dump(exclude_none=True))
+    def arguments_json(self) -> Json:
+        """See BaseCallItem."""
+        return self.operation.model_dump(exclude_none=True)
 
 
-class ToolSearchCallItem(Item):
+class ToolSearchCallItem(BaseCallItem):
     """Search for more tools by the model, for the client to run."""
 
-    function_name: ClassVar[str] = "tool_search"
-
     type: Literal["tool_search_call"]
-    call_id: str
     execution: Literal["client"]
     arguments: Json
 
     @property
-    def function_arguments(self) -> str:
-        """The arguments as the model sees them, JSON."""
-        return _dump(self.arguments)
+    def arguments_json(self) -> Json:
+        """See BaseCallItem."""
+        return self.arguments
 
 
 CallItem = (
@@ -241,7 +249,3 @@ def join_namespace(namespace: str | None, name: str) -> str:
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
-
-
-def _dump(arguments: Any) -> str:
-    return json.dumps(arguments, ensure_ascii=False)

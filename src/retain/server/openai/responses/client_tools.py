@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from retain.server.openai.arguments import parse_arguments
+from retain.server.openai.body import parse_arguments
 from retain.server.openai.chat_protocol import FunctionDefinition, ToolParam
 from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import Json

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag
 
 from retain.server import client_fields
-from retain.server.openai.responses.unions import tag_by_type, tag_text_or_list
-from retain.server.request_model import StrictModel
+from retain.server.openai.chat_protocol import RefusalContentPart
+from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
 
 
 class InputText(StrictModel, other_fields=client_fields.RESPONSES_INPUT_TEXT):
@@ -25,23 +25,11 @@ class OutputText(StrictModel, other_fields=client_fields.RESPONSES_OUTPUT_TEXT):
     text: str
 
 
-class Refusal(StrictModel):
-    """Refusal of a model, which other servers tell apart from text."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """The refusal."""
-        return self.refusal
-
-
 ContentPart = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[InputText, Tag("<text>")]
     | Annotated[OutputText, Tag("<output_text>")]
-    | Annotated[Refusal, Tag("<refusal>")],
+    | Annotated[RefusalContentPart, Tag("<refusal>")],
     Discriminator(
         tag_by_type(),
         custom_error_type="content_type",
@@ -54,6 +42,6 @@ Content = Annotated[
 ]
 
 
-def join_content(content: str | list[InputText | OutputText | Refusal]) -> str:
+def join_content(content: str | list[InputText | OutputText | RefusalContentPart]) -> str:
     """Return the text of a content."""
     return content if isinstance(content, str) else "".join(part.text for part in content)

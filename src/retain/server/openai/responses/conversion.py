@@ -36,7 +36,7 @@ from retain.server.openai.responses.items import (
     ReasoningItem,
     ToolsItem,
 )
-from retain.server.openai.responses.protocol import ResponsesRequest, TextJsonSchemaFormat
+from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.tools import AllowedTools
 from retain.server.warning_header import warn_of
 
@@ -183,8 +183,8 @@ def _to_response_format(body: ResponsesRequest) -> ResponseFormat | None:
     wanted = body.text.format if body.text else None
     if wanted is None:
         return None
-    if not isinstance(wanted, TextJsonSchemaFormat):
-        return TextOrJsonObjectFormat(type=wanted.type)
+    if isinstance(wanted, TextOrJsonObjectFormat):
+        return wanted
     schema = JsonSchema(name=wanted.name, description=wanted.description, schema=wanted.schema_, strict=wanted.strict)
     return JsonSchemaFormat(type="json_schema", json_schema=schema)
 

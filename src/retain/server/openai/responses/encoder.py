@@ -11,11 +11,10 @@ from starlette.responses import Response
 from retain.engine.request import FinishReason, Logprob
 from retain.processing.output import OutputProcessor
 from retain.processing.tokenizer import Tokenizer
-from retain.server.openai.chat_output import ChatOutput, ChatOutputParser
+from retain.server.openai.chat_output import END, ChatOutput, ChatOutputParser
+from retain.server.openai.choice_builders import to_token_logprob
 from retain.server.openai.errors import APIError
-from retain.server.openai.logprobs import to_token_logprob
 from retain.server.openai.protocol import Json
-from retain.server.openai.reasoning_parser import END
 from retain.server.openai.responses.client_tools import ClientTools
 from retain.server.openai.responses.conversion import rename_parameter
 from retain.server.openai.responses.items import create_id

@@ -29,8 +29,7 @@ from retain.server.openai.responses.calls import (
 )
 from retain.server.openai.responses.content import Content, join_content
 from retain.server.openai.responses.tools import Tool
-from retain.server.openai.responses.unions import get_type
-from retain.server.request_model import LeftOutModel, StrictModel
+from retain.server.request_model import LeftOutModel, StrictModel, get_type
 
 ID_PREFIXES = {
     "message": "msg",

@@ -7,12 +7,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from retain.server import client_fields
-from retain.server.openai.chat_protocol import PositiveInt32, ReasoningEffort
+from retain.server.openai.chat_protocol import PositiveInt32, ReasoningEffort, TextOrJsonObjectFormat
 from retain.server.openai.protocol import GenerationFields, Json, Seed
 from retain.server.openai.responses.items import InputItem
 from retain.server.openai.responses.tools import FunctionName, Tool, ToolChoice
-from retain.server.openai.responses.unions import tag_by_type, tag_text_or_list
-from retain.server.request_model import StrictModel
+from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -28,18 +27,6 @@ Includable = Literal[
 ]
 
 
-class TextFormat(StrictModel):
-    """Free text."""
-
-    type: Literal["text"]
-
-
-class JsonObjectFormat(StrictModel):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
 class TextJsonSchemaFormat(StrictModel):
     """JSON that follows a schema."""
 
@@ -51,8 +38,8 @@ class TextJsonSchemaFormat(StrictModel):
 
 
 OutputFormat = Annotated[
-    Annotated[TextFormat, Tag("<text>")]
-    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    Annotated[TextOrJsonObjectFormat, Tag("<text>")]
+    | Annotated[TextOrJsonObjectFormat, Tag("<json_object>")]
     | Annotated[TextJsonSchemaFormat, Tag("<json_schema>")],
     Discriminator(
         tag_by_type(),

@@ -12,8 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from retain.server import client_fields
 from retain.server.openai.protocol import Json
-from retain.server.openai.responses.unions import get_type, tag_by_type, tag_text_or_list
-from retain.server.request_model import LeftOutModel, StrictModel
+from retain.server.request_model import LeftOutModel, StrictModel, get_type, tag_by_type, tag_text_or_list
 
 HOSTED_TOOLS = (
     "web_search",

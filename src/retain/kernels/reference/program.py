@@ -1,0 +1,291 @@
+"""Programs in torch. ReferenceProgram is the definition of a whole model, which every other program must equal.
+
+An operation takes rows to new rows and writes nothing in place, so a step can be differentiated. Rows have the
+program's dtype; a quantized weight is multiplied in float32.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retain.kernels.api import CPU, KV, Batch
+from retain.kernels.attention_params import AttentionParams
+from retain.kernels.rope import Angles, Rope
+from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
+from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, unpack
+
+ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+# (layer, q [T, H, D], k [T, G, D], v [T, G, v_dim], params) -> o [T, H, v_dim]; q and k are rotated, k has lost its
+# offset. k and v have no heads where the layer attends to the cache of another one.
+Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
+Write = Callable[[KV, Tensor, Tensor, Tensor, Tensor], None]  # Backend.write
+AttendToSlots = Callable[..., Tensor]  # Backend.attend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step as the operations of a program see it."""
+
+    input_ids: Tensor  # int64 [T]
+    positions: Tensor  # [T]
+    logits_indices: Tensor  # int64 [N]
+    buffers: dict[int, Tensor] = field(default_factory=dict)  # the rows [T, width] of each buffer written until now
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceStep(Step):
+    """A step, and how its tokens attend."""
+
+    attend: Attend
+    angles: dict[Rope, Angles] = field(default_factory=dict)  # of `positions`; all layers share them
+
+
+S = TypeVar("S", bound=Step)
+
+
+class TorchProgram(Generic[S]):
+    """The operations of a program as functions in torch, but for attention. See `Program` for what they compute."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device = CPU):
+        self.dtype = dtype
+        self.device = device
+        self._shapes = BufferShapes()
+        self._ops: list[tuple[int, Callable[[S], Tensor]]] = []  # the buffer that is written, and its new rows
+        self._weights = ConvertedWeights(self._convert_weight)
+        self._weight_bytes = 0
+
+    def buffer(self, name: str, width: int) -> int:
+        """Return the buffer of that name; create it at the first call."""
+        buffer_id = self._shapes.find(name, width)
+        return self._shapes.register(name, len(self._shapes.buffer_ids), width) if buffer_id is None else buffer_id
+
+    def logits_buffer(self, width: int) -> int:
+        """Create the buffer of the logits."""
+        return self._shapes.register("logits", LOGITS_BUFFER, width)
+
+    def embedding(self, out: int, table: Weight, factor: float = 1.0) -> None:
+        """Emit a lookup by token id. Of a quantized table only the rows of the given ids are dequantized."""
+        self._shapes.check_embedding(out, table.shape[1])
+        weight = self._weights.get(table)
+        if factor == 1:
+            self._emit(out, lambda s: self._look_up(s.input_ids, weight))
+        else:
+            self._emit(out, lambda s: self._look_up(s.input_ids, weight) * factor)
+
+    def position_embedding(self, out: int, table: Weight, offset: int = 0) -> None:
+        """Emit a lookup by position, added to `out`. Padding tokens have position -1."""
+        self._shapes.check_embedding(out, table.shape[1])
+        weight = self._weights.get(table)
+        self._emit(out, lambda s: self._look_up((s.positions + offset).clamp(min=0), weight), add=True)
+
+    def norm(
+        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
+    ) -> None:
+        """Emit a LayerNorm, in the program's dtype, or an RMSNorm, in float32."""
+        heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias))
+        w = weight.to(self.dtype) if subtract_mean else weight.float()
+        b = self._to_dtype(bias)
+        width = heads * n
+        is_by_head = weight.dim() == 2
+
+        def compute(s: S) -> Tensor:
+            rows = split_heads(s.buffers[x][:, :width], heads) if is_by_head else s.buffers[x]
+            y = F.layer_norm(rows, (n,), w, b, eps) if subtract_mean else rms_norm(rows, w, eps)
+            y = s.buffers[out][:, :width] + y.flatten(1) if add else y.flatten(1)
+            return replace_columns(s.buffers[out], y) if is_by_head else y
+
+        self._emit(out, compute)
+
+    def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
+        """Emit a matrix product."""
+        self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
+        w = self._weights.get(weight)
+        b = self._to_dtype(bias)
+        self._emit(out, lambda s: linear(s.buffers[x], w, b), add)
+
+    def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
+        """Emit an activation function, gated or not."""
+        self._shapes.check_activation(x, out, n, gated)
+        function = ACTIVATION_FUNCTIONS[act]
+        if gated:
+            self._emit(out, lambda s: function(s.buffers[x][:, :n]) * s.buffers[x][:, n:])
+        else:
+            self._emit(out, lambda s: function(s.buffers[x]))
+
+    def clip(self, x: int, limit: float) -> None:
+        """Emit a clamp."""
+        self._emit(x, lambda s: s.buffers[x].clamp(-limit, limit))
+
+    def scale(self, x: int, factors: Tensor) -> None:
+        """Emit a product with factors."""
+        n = len(factors)
+        self._shapes.check_scale(x, n)
+        factors = factors.to(self.device, self.dtype)
+        self._emit(x, lambda s: replace_columns(s.buffers[x], s.buffers[x][:, :n] * factors))
+
+    def gather_rows(self, x: int, out: int) -> None:
+        """Emit the selection of the rows whose logits the caller needs."""
+        self._shapes.check_gather_rows(x, out)
+        self._emit(out, lambda s: select_indices(s.buffers[x], s.logits_indices))
+
+    def finalize(self) -> None:
+        """Forget which weights were converted; the operations keep what they use."""
+        self._weights.clear()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of all weights, as they are stored."""
+        return self._weight_bytes
+
+    @property
+    def vector_dtype(self) -> torch.dtype:
+        """Return the program's dtype: torch wants biases and norms in that of the rows."""
+        return self.dtype
+
+    @abstractmethod
+    def attend(
+        self,
+        qkv: int,
+        out: int,
+        layer: int,
+        heads: tuple[int, int, int],
+        params: AttentionParams,
+        rope: Rope | None = None,
+    ) -> None:
+        """Emit a layer's rotation, write and attention."""
+
+    @abstractmethod
+    def run(self, batch: Batch) -> Tensor:
+        """Compute one step."""
+
+    def _emit(self, out: int, compute: Callable[[S], Tensor], add: bool = False) -> None:
+        """Append an operation: what it computes replaces the rows of `out`, or is added to them."""
+        self._ops.append((out, (lambda s: s.buffers[out] + compute(s)) if add else compute))
+
+    def _run_ops(self, s: S) -> Tensor:
+        for out, compute in self._ops:
+            s.buffers[out] = compute(s)
+        return s.buffers[LOGITS_BUFFER].float()
+
+    def _look_up(self, index: Tensor, weight: UnpackedWeight) -> Tensor:
+        if isinstance(weight, Tensor):
+            return F.embedding(index, weight)
+        return weight.select_rows(index).dequantize(self.dtype)
+
+    def _convert_weight(self, weight: Weight) -> UnpackedWeight:
+        """Return a weight as operations read it. Called once for each."""
+        matrix = unpack(weight)
+        matrix = matrix.to(self.device, self.dtype) if isinstance(matrix, Tensor) else matrix
+        tensors = [matrix] if isinstance(matrix, Tensor) else vars(matrix).values()
+        self._weight_bytes += sum(x.nbytes for x in tensors)
+        return matrix
+
+    def _to_dtype(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(self.device, self.dtype)
+
+
+class ReferenceProgram(TorchProgram[ReferenceStep]):
+    """A program whose attention is that of a backend in torch, or any that a caller gives to `compute`."""
+
+    def __init__(self, dtype: torch.dtype, write: Write, attend: AttendToSlots):
+        """`write` and `attend` are the backend's own functions."""
+        super().__init__(dtype)
+        self._write = write
+        self._attend = attend
+
+    def attend(
+        self,
+        qkv: int,
+        out: int,
+        layer: int,
+        heads: tuple[int, int, int],
+        params: AttentionParams,
+        rope: Rope | None = None,
+    ) -> None:
+        """Emit a layer's rotation and attention."""
+        H, G, D = heads
+        v_dim, has_kv = self._shapes.check_attention(qkv, out, heads, params, rope)
+        num_written = G if has_kv else 0
+
+        def compute(s: ReferenceStep) -> Tensor:
+            qk, v = torch.split(s.buffers[qkv], [(H + num_written) * D, num_written * v_dim], dim=1)
+            qk = split_heads(qk, H + num_written)
+            if rope:
+                if rope not in s.angles:
+                    s.angles[rope] = rope.angles(s.positions, qk.dtype)
+                qk = rope.apply(qk, s.angles[rope])
+            q, k = torch.split(qk, [H, num_written], dim=1)
+            if params.key_offset is not None:
+                k = (k.float() - params.key_offset).to(k.dtype)
+            v = v.view(len(v), num_written, v_dim)
+            return s.attend(layer, q, k, v, params).flatten(1)
+
+        self._emit(out, compute)
+
+    def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, attend: Attend) -> Tensor:
+        """Compute logits float32 [N, V] with an attention of the caller's, differentiably.
+
+        See `Batch` for the tensors. `attend` is called for one layer after the other.
+        """
+        step = ReferenceStep(input_ids=input_ids, positions=positions, logits_indices=logits_indices, attend=attend)
+        return self._run_ops(step)
+
+    @torch.no_grad()
+    def run(self, batch: Batch) -> Tensor:
+        """Compute one step."""
+        check_batch(batch)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+            if batch.before_attention:
+                batch.before_attention(layer, q)
+            inputs = batch.layer(layer)
+            has_kv = k.shape[1] > 0
+            if has_kv:
+                self._write(inputs.kv, inputs.slot_mapping, k, v, batch.positions)
+            scoring = batch.scoring if has_kv else None
+            o = self._attend(q, inputs.kv, inputs.tables, batch.positions, params, scoring=scoring, layer=layer)
+            if batch.after_attention:
+                batch.after_attention(layer)
+            return o
+
+        return self.compute(batch.input_ids, batch.positions, batch.logits_indices, attend)
+
+
+def linear(x: Tensor, weight: UnpackedWeight, bias: Tensor | None) -> Tensor:
+    """Compute x W^T + b. A quantized weight is multiplied in float32: slow, and what kernels must match."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute x / rms(x) * weight in float32 (arXiv 1910.07467), over the last dimension."""
+    return F.rms_norm(x.float(), weight.shape[-1:], eps=eps).mul_(weight).to(x.dtype)
+
+
+def split_heads(rows: Tensor, num_heads: int) -> Tensor:
+    """View rows [T, width] as heads [T, num_heads, width / num_heads]."""
+    return rows.view(len(rows), num_heads, rows.shape[1] // num_heads)
+
+
+def select_indices(rows: Tensor, indices: Tensor) -> Tensor:
+    """Return the rows of ascending indices: all of them without a copy, if there are as many."""
+    return rows if len(indices) == len(rows) else rows[indices]
+
+
+def replace_columns(rows: Tensor, first: Tensor) -> Tensor:
+    """Return rows [T, width] whose first columns are those of `first` [T, n]."""
+    return torch.cat((first, rows[:, first.shape[1] :]), 1)

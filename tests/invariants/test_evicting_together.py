@@ -1,0 +1,171 @@
+"""Rows that evict in the same step are evicted together, and each keeps what it keeps alone, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retain import kernels
+from retain.factory import build_cache
+from retain.kernels.api import KV
+from retain.kernels.pool_dtypes import slots_in_page
+from retain.kv.capacity import CacheConfig, KVCacheSpec
+from retain.kv.eviction import policies
+from retain.kv.eviction.demotion import DEMOTED_DTYPE
+from retain.kv.eviction.evictor import BudgetEvictor
+from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.manager import KVCacheManager
+from retain.kv.row import Row
+from retain.types import Ints
+from tests.helpers.gates import random_gate
+from tests.helpers.marks import slow
+
+SPEC = KVCacheSpec(kv_heads=2, head_dim=16, windows=(None, 9, None))
+COLUMNS = 2
+OPTIONS = {  # beside a budget, an interval and a chunk, which are drawn
+    "h2o": ["", "share=layer", "share=all", "value=norm", "heads=query", "heads=union", "scope=shared", "sinks=2"],
+    "keyformer": ["heads=kv-max"],
+    "reread": ["", "first=5"],
+    "random": ["keep=prompt"],
+    "gate": ["", "share=none"],
+    "knorm": ["demote=int4:40%"],
+    "tova": ["demote=int4"],
+}
+SPECS = [
+    f"{name}:{options}"
+    for name in policies.names()
+    for options in OPTIONS.get(name, [""])
+    if name not in ("full", "ring")
+]
+
+
+def make_cache() -> KVCacheManager:
+    S, rows = 16, 8
+    demoted = slots_in_page(S, SPEC.head_dim, torch.float32, DEMOTED_DTYPE)
+    config = CacheConfig(S, rows, 300, 64, COLUMNS, demoted)
+    gate = random_gate(SPEC)
+    return build_cache(SPEC, config, kernels.load("reference"), torch.float32, 2**23, load_gate=lambda file: gate)
+
+
+def plan(cache: KVCacheManager, spec: str, prompt_len: int) -> EvictionPolicy:
+    """Return the policy of a prompt. None goes layer by layer: that is no part of evicting after a step."""
+    return cache.effective_policy(policies.parse(spec).resolve(prompt_len)).with_full_prefill()
+
+
+def fill(cache: KVCacheManager, row: Row, begin: int, end: int, seed: int) -> None:
+    """Write tokens of random K and V, and give all slots random masses that depend on the row's seed only."""
+    assert row.reserve(end)
+    positions = np.arange(begin, end, dtype=np.int32)
+    rng = torch.Generator().manual_seed(1000 * seed + begin)
+    for slots in cache.slot_mapping(np.full(end - begin, row.index, np.int32), positions):
+        k, v = torch.randn(2, end - begin, SPEC.kv_heads, SPEC.head_dim, generator=rng)
+        cache.backend.write(cache.kv, slots, k, v, torch.from_numpy(positions))
+    t = cache.tables
+    for layer, head in np.ndindex(t.counts.shape[1:]):
+        pages = cache.kv.to_index(t.pages[row.index, layer, head, : t.counts[row.index, layer, head]])
+        cache.kv.mass[pages] = torch.rand(len(pages), COLUMNS, t.page_size, generator=rng)
+
+
+def contents(kv: KV, pages: Ints) -> list[torch.Tensor]:
+    """Return positions, and what live slots hold: codes of K and V, and masses."""
+    i = kv.to_index(pages)
+    live = kv.pos[i] >= 0
+    mass = kv.mass[i].transpose(1, 2)[live]
+    k, v = (kv.k[i][live], kv.v[i][live]) if kv.k.shape[1] == kv.page_size else (kv.k[i], kv.v[i])
+    return [kv.pos[i], k.clone(), v.clone(), mass]
+
+
+def snapshot(cache: KVCacheManager, row: Row) -> list[torch.Tensor]:
+    """Return all that eviction may change of a row, whatever the numbers of its pages are."""
+    found = []
+    t = cache.tables
+    assert t.demoted
+    for layer, head in np.ndindex(t.counts.shape[1:]):
+        found += contents(cache.kv, t.pages[row.index, layer, head, : t.counts[row.index, layer, head]])
+        found.append(t.demoted.store.kv.pos[t.demoted.store.kv.to_index(
+            t.demoted.pages[row.index, layer, head, : t.demoted.counts[row.index, layer, head]])])  # fmt: skip
+    assert row.evictor
+    return [*found, torch.tensor([row.evictor.next_eviction, row.evictor.num_evicted])]
+
+
+def run(spec: str, prompt_lens: Sequence[int], num_tokens: int, together: bool) -> list[list[torch.Tensor]]:
+    """Compute rows up to the same token of their answers, evicting all of them in a step or one after the other."""
+    cache = make_cache()
+    rows = []
+    for n in prompt_lens:
+        policy = plan(cache, spec, n)
+        rows.append(cache.open(policy, n))
+    computed = [0] * len(rows)
+    found = []
+    while any(c < n + num_tokens for c, n in zip(computed, prompt_lens, strict=True)):
+        for i, row in enumerate(rows):
+            end = prompt_lens[i] + num_tokens if computed[i] >= prompt_lens[i] else prompt_lens[i]
+            end = min(end, computed[i] + row.tokens_until_eviction(computed[i]), computed[i] + 64)
+            if end > computed[i]:
+                fill(cache, row, computed[i], end, seed=i)
+                computed[i] = end
+                row.commit(end, 0 if end >= prompt_lens[i] else 1)
+            if not together:
+                cache.evict()
+        cache.evict()
+        cache.check()
+        found += [snapshot(cache, row) for row in rows]
+    return found
+
+
+@pytest.mark.parametrize("spec", [*SPECS[::4], *slow(*(s for i, s in enumerate(SPECS) if i % 4))])
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_rows_that_evict_together_keep_what_they_keep_alone(spec: str, data: st.DataObject) -> None:
+    budget = data.draw(st.sampled_from(["30%", "50%", "20"]))
+    options = [f"budget={budget}", f"interval={data.draw(st.integers(1, 20))}"]
+    if not spec.startswith("reread") and "share=" not in spec and "gate:" != spec and data.draw(st.booleans()):
+        options += ["prefill=stream", f"chunk={data.draw(st.integers(16, 60))}"]
+    name, _, more = spec.partition(":")
+    full = f"{name}:{','.join([*options, more]).rstrip(',')}"
+    prompt_lens = data.draw(st.lists(st.integers(30, 120), min_size=2, max_size=4))
+    one, all_ = (run(full, prompt_lens, 40, together) for together in (False, True))
+    for alone, beside in zip(one, all_, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
+
+
+def test_one_call_evicts_all_rows_that_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different prompts and budgets, and of two policies: one selection of victims."""
+    cache = make_cache()
+    selected: list[int] = []
+    select_victims = cache.backend.select_victims
+    monkeypatch.setattr(
+        cache.backend,
+        "select_victims",
+        lambda priority, *args: selected.append(len(priority)) or select_victims(priority, *args),
+    )
+    rows = [(cache.open(plan(cache, spec, n), n), n)
+            for spec, n in (("h2o:budget=30%", 60), ("h2o:budget=25", 90), ("knorm:budget=50%", 45))]  # fmt: skip
+    for end in (0, 16):
+        for i, (row, n) in enumerate(rows):
+            fill(cache, row, (n if end else 0), n + end, seed=i)
+            row.commit(n + end, 0)
+            assert isinstance(row.evictor, BudgetEvictor) and row.evicts_at(n + end)
+        cache.evict()
+    full_layers = SPEC.windows.count(None)
+    assert selected == [3 * full_layers * SPEC.kv_heads]
+
+
+def test_a_row_that_is_closed_before_the_eviction_is_not_evicted() -> None:
+    cache = make_cache()
+    policy = plan(cache, "h2o:budget=30%", 60)
+    a, b = cache.open(policy, 60), cache.open(policy, 60)
+    for row in (a, b):
+        fill(cache, row, 0, 60, seed=1)
+        row.commit(60, 0)
+    a.close()
+    cache.evict()
+    assert b.evictor and b.evictor.has_holes and not cache.rows.get(a.index)
+    b.close()
+    cache.check()
+    assert cache.free_pages == cache.total_pages
