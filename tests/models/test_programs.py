@@ -186,11 +186,11 @@ def test_rejects_weights_whose_shapes_do_not_fit() -> None:
 def test_the_reference_can_be_differentiated(family: str) -> None:
     """The gradient by an output of attention is how the logits change with it."""
     model, step = tiny_model(family), 1e-2
-    R, direction = model.spec.num_heads // model.spec.num_kv_heads, random_tokens(8).view(8, 1, 1) / 128
+    direction = random_tokens(8).view(8, 1, 1) / 128
 
     def compute(nudge: Tensor) -> Tensor:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-            o = (q + (k + v).repeat_interleave(R, 1)) / 3
+            o = (q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], 1)) / 3
             return o + nudge * direction if layer == 0 else o
 
         return model.compute(random_tokens(8), torch.arange(8), attend).log_softmax(-1)[:, 5].sum()
