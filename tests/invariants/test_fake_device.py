@@ -151,7 +151,7 @@ def test_chunks_and_preemption() -> None:
 @slow
 def test_heads_of_different_lengths() -> None:
     """Budgets shared among heads are counted on the host, which waits for them."""
-    policies = ["h2o:budget=10,share=layer,value=norm", "h2o:budget=8,share=all"]
+    policies = ["h2o:budget=10,share=layer,value=norm", "h2o:budget=8,share=all", "h2o:budget=9,heads=union"]
     assert_matches_reference("llama", policies, may_wait=None)
 
 
