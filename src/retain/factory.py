@@ -78,7 +78,7 @@ def load_model(
     """
     kernels.check_dtype(backend, dtype)
     program = backend.program(dtype, device)
-    decoder = models.build(open_weights(path, dtype, weights, progress, program.vector_dtype, True), program)
+    decoder = models.build(open_weights(path, dtype, weights, progress, program.vector_dtype), program)
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     runner = partial(ProgramRunner, program)
     return LoadedModel(path, decoder.spec, program.weight_bytes, runner, build_key_transform(decoder))

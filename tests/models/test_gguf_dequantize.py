@@ -17,6 +17,7 @@ from retain.formats.gguf import GGUFCheckpoint
 from retain.formats.gguf.types import GGML_BLOCK_SIZES
 from retain.kernels.ggml_blocks import convert_blocks, dequantize_blocks, is_supported, stored_kind
 from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
+from retain.kernels.weight import unpack
 from retain.models.resolve import resolve_model
 from retain.models.weights import Weights, open_weights
 from tests.helpers.decoder_runner import build_model
@@ -172,7 +173,7 @@ def test_matrices_are_of_the_chosen_kind(tmp_path: Path, stored: str, quantizati
     for name, embedding in ((UP_PROJ, False), (EMBEDDING, True)):
         kinds = {"auto": in_file, "bf16": Tensor, "int8": Int8, "int4": Int8 if embedding else Int4}
         kind = kinds[quantization]
-        matrix, expected = w.load_matrix(name, embedding), w.checkpoint.read(name).float()
+        matrix, expected = unpack(w.load_matrix(name, embedding)), w.checkpoint.read(name).float()
         assert isinstance(matrix, kind)
         if kind is Tensor:
             assert matrices_equal(matrix, expected.bfloat16())
@@ -209,7 +210,7 @@ def test_transposed_matrices_are_loaded_as_out_by_in() -> None:
 def test_float32_means_float32_everywhere(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), "Q8_0")
     w = open_weights(path, torch.float32)
-    matrix = w.load_matrix(UP_PROJ)
+    matrix = unpack(w.load_matrix(UP_PROJ))
     assert isinstance(matrix, Tensor) and matrix.dtype == torch.float32
     assert matrices_equal(matrix, w.checkpoint.read(UP_PROJ))
     for weights in ("bf16", "int8", "int4"):

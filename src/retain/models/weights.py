@@ -35,18 +35,13 @@ class Weights:
         prefix: str = "",
         on_read: Callable[[int], None] = lambda num_elements: None,
         vector_dtype: torch.dtype | None = None,
-        keep_blocks: bool = False,
     ):
-        """`prefix` is put before every name. `on_read` gets the number of elements of each tensor after it is read.
-
-        `keep_blocks`: matrices in a file's blocks stay as they are, for a program that converts them.
-        """
+        """`prefix` is put before every name. `on_read` gets the number of elements of each tensor after it is read."""
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.quantization = quantization
         self.prefix = prefix
         self.vector_dtype = vector_dtype or dtype
-        self.keep_blocks = keep_blocks
         self.config = FamilyConfig(checkpoint.config)
         self._on_read = on_read
         self._names = checkpoint.names()
@@ -64,7 +59,7 @@ class Weights:
         """Load a matrix [out, in], or an embedding or head [V, E]. `transposed`: the file stores [in, out].
 
         A matrix that the file does not store in the chosen kind is quantized here. It stays dense when its rows do
-        not divide into whole groups.
+        not divide into whole groups. One in blocks stays as it is: a program converts it.
         """
         matrix = self._read_matrix(self.full_name(name), embedding, transposed)
         self._on_read(matrix.shape.numel())
@@ -111,8 +106,7 @@ class Weights:
 
     def _read_matrix(self, name: str, embedding: bool, transposed: bool) -> Weight:
         if (blocks := self.checkpoint.read_blocks(name, transposed)) is not None:
-            matrix = replace(blocks, kind=self._choose_kind(blocks.kind, embedding))
-            return matrix if self.keep_blocks else matrix.unpack()
+            return replace(blocks, kind=self._choose_kind(blocks.kind, embedding))
         tensor = self.checkpoint.read(name)
         dense = tensor.T.contiguous() if transposed else tensor  # [out, in]
         kind = self._choose_kind(self.dtype, embedding)
@@ -136,7 +130,6 @@ def open_weights(
     quantization: str = "auto",
     progress: bool = False,
     vector_dtype: torch.dtype | None = None,
-    keep_blocks: bool = False,
 ) -> Weights:
     """Open the model at `path` (see Weights for the options). `progress` shows a bar if stderr is a terminal.
 
@@ -146,7 +139,7 @@ def open_weights(
     check_weights(quantization, str(dtype).removeprefix("torch."))
     checkpoint = open_checkpoint(path)
     if not (progress and sys.stderr.isatty()):
-        return Weights(checkpoint, dtype, quantization, vector_dtype=vector_dtype, keep_blocks=keep_blocks)
+        return Weights(checkpoint, dtype, quantization, vector_dtype=vector_dtype)
     from tqdm import tqdm
 
     num_tensors = len(checkpoint.names())
@@ -157,4 +150,4 @@ def open_weights(
         if bar.n >= num_tensors:
             bar.close()
 
-    return Weights(checkpoint, dtype, quantization, on_read=on_read, vector_dtype=vector_dtype, keep_blocks=keep_blocks)
+    return Weights(checkpoint, dtype, quantization, on_read=on_read, vector_dtype=vector_dtype)
