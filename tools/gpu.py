@@ -436,7 +436,7 @@ def bench_step(model: str, device: str, batch_sizes: Sequence[int], prompt_len: 
         for depth in (1, 2):
             llm.engine.depth = depth
             prompts = random_prompts(llm.spec.vocab_size, prompt_len, batch, seed=0)
-            requests = [greedy_request(prompt, policies.parse("full"), 200) for prompt in prompts]
+            requests = [greedy_request(llm.cache, prompt, policies.parse("full"), 200) for prompt in prompts]
             llm.engine.add(*requests)
             while any(not request.output_tokens for request in requests):
                 llm.engine.step()

@@ -35,7 +35,7 @@ def generate(
         drafter.attach(llm.target)
     engine, outputs = Engine(llm.engine.runner, llm.cache, drafter), []
     for i in range(0, len(prompts), batch_size):
-        batch = [greedy_request(p, policies.parse(policy), output_len) for p in prompts[i : i + batch_size]]
+        batch = [greedy_request(llm.cache, p, policies.parse(policy), output_len) for p in prompts[i : i + batch_size]]
         engine.add(*batch)
         while engine.has_unfinished_requests:
             engine.step()

@@ -59,7 +59,7 @@ def main() -> None:
     for input_length, output_length in lengths[: args.requests]:
         output_len = max(1, int(output_length * scale))
         prompt_len = min(max(1, int(input_length * scale)), limit - output_len)
-        engine.add(greedy_request([0] * prompt_len, policies.parse("full"), output_len))
+        engine.add(greedy_request(cache, [0] * prompt_len, policies.parse("full"), output_len))
     owned = holding = visible = num_steps = 0
     started = perf_counter()
     while engine.has_unfinished_requests:

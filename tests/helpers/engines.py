@@ -48,6 +48,15 @@ class AlwaysLoad(LoadCostModel):
         return True
 
 
+class PlanningEngine(Engine):
+    """An engine whose requests come from tests: their policies are fitted into its cache, as input processing does."""
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            request.policy = self.cache.effective_policy(request.policy)
+        super().add(*requests)
+
+
 def make_engine(
     family: str,
     *,
@@ -113,7 +122,7 @@ def make_engine(
 
     if drafter:
         drafter.attach(TargetModel(runner, cache, load_draft_model, lambda _: runner))
-    return Engine(runner, cache, drafter)
+    return PlanningEngine(runner, cache, drafter)
 
 
 def random_prompts(num_prompts: int, seed: int = 0, max_prompt_len: int = 150) -> list[list[int]]:
@@ -127,11 +136,15 @@ def make_request(
     max_tokens: int = 12,
     policy: str | EvictionPolicy = "full",
     params: SamplingParams = GREEDY,
+    num_system_tokens: int = 0,
     **more: Any,
 ) -> Request:
-    """Make a request for `max_tokens` new tokens; `more` are fields of RequestInput."""
+    """Make a request for `max_tokens` new tokens, with a resolved policy; `more` are fields of RequestInput."""
     parsed = policies.parse(policy) if isinstance(policy, str) else policy
-    return Request(RequestInput(list(prompt), params, parsed, max_tokens, **more))
+    resolved = parsed.resolve(len(prompt), num_system_tokens)
+    return Request(
+        RequestInput(list(prompt), params, resolved, max_tokens, num_system_tokens=num_system_tokens, **more)
+    )
 
 
 def run_to_completion(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:

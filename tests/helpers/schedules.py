@@ -64,7 +64,7 @@ class PlannedRequest:
             RequestInput(
                 prompt=list(self.prompt),
                 params=self.params,
-                policy=parse_policy(self.policy),
+                policy=parse_policy(self.policy).resolve(len(self.prompt), self.num_system_tokens),
                 max_tokens=self.max_tokens,
                 num_system_tokens=self.num_system_tokens,
                 salt=self.salt,

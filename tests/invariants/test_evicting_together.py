@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from retain import kernels
 from retain.factory import build_cache
 from retain.kernels.api import KV
+from retain.kernels.eviction_order import eviction_key, protect
 from retain.kernels.pool_dtypes import slots_in_page
 from retain.kv.capacity import CacheConfig, KVCacheSpec
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.evictor import BudgetEvictor
+from retain.kv.eviction.operations import LAST_POSITION
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
 from retain.kv.row import Row
@@ -132,6 +134,22 @@ def test_rows_that_evict_together_keep_what_they_keep_alone(spec: str, data: st.
     one, all_ = (run(full, prompt_lens, 40, together) for together in (False, True))
     for alone, beside in zip(one, all_, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
+
+
+@given(
+    slots=st.lists(
+        st.tuples(st.integers(-1, 20), st.floats(width=32)), min_size=1, max_size=20, unique_by=lambda s: s[0]
+    ),
+    bounds=st.tuples(st.integers(0, 20), st.integers(-1, 20)),
+)
+def test_lists_with_ranges_of_their_own_are_ordered_as_one_range_orders_them(
+    slots: list[tuple[int, float]], bounds: tuple[int, int]
+) -> None:
+    pos = torch.tensor([p for p, _ in slots], dtype=torch.int32)
+    priority = torch.tensor([x for _, x in slots]).nan_to_num(3)
+    first, last = torch.tensor(bounds)[:, None]
+    found = eviction_key(protect(priority, pos, first, last), pos, 0, LAST_POSITION).argsort()
+    assert found.tolist() == eviction_key(priority, pos, *bounds).argsort().tolist()
 
 
 def test_one_call_evicts_all_rows_that_are_due(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
 from retain.kv.prefix.config import PrefixConfig
 from retain.sampling_params import SamplingParams
+from tests.helpers.engines import PlanningEngine
 
 POLICIES = [
     "full",
@@ -121,7 +122,7 @@ class Schedule(RuleBasedStateMachine):
         runner = NullRunner(self.cache)
         drafter = drafters.parse(drafter) if isinstance(drafter, str) else drafter
         drafter.attach(TargetModel(runner, self.cache, lambda *_: (runner, self.cache), lambda _: runner))
-        self.engine = Engine(runner, self.cache, drafter)
+        self.engine = PlanningEngine(runner, self.cache, drafter)
         self.requests: list[Request] = []
 
     @rule(
@@ -132,7 +133,9 @@ class Schedule(RuleBasedStateMachine):
     )
     def add(self, prompt_len, max_tokens, policy, temperature):
         params = SamplingParams(temperature=temperature, ignore_eos=True)
-        request = Request(RequestInput([1] * prompt_len, params, policies.parse(policy), max_tokens))
+        request = Request(
+            RequestInput([1] * prompt_len, params, policies.parse(policy).resolve(prompt_len), max_tokens)
+        )
         try:
             self.engine.add(request)
             self.requests.append(request)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from retain.engine import drafters
 from retain.engine.drafters import Drafter, TargetModel
-from retain.engine.engine import Engine
 from retain.engine.penalties import LogitPenalties
 from retain.engine.request import FinishReason, Request
 from retain.engine.runner import Runner
@@ -26,6 +25,7 @@ from retain.kernels.api import Batch
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import (
     GREEDY,
+    PlanningEngine,
     iter_steps,
     make_engine,
     make_request,
@@ -224,7 +224,7 @@ def test_sampled_answers_follow_the_target_through_the_whole_engine() -> None:
     draft = make_engine("llama", backend="cpu")
     noisy = NoisyRunner(draft.runner)
     drafter.attach(TargetModel(engine.runner, engine.cache, lambda *_: (noisy, draft.cache), lambda _: draft.runner))
-    engine = Engine(engine.runner, engine.cache, drafter)
+    engine = PlanningEngine(engine.runner, engine.cache, drafter)
     counts = dict.fromkeys(expected, 0)
     requests: list[Request] = []
     for first in range(0, num_draws, 50):

@@ -75,6 +75,22 @@ def test_the_longest_output_is_sought_once_for_all_answers(llm: LLM, monkeypatch
     assert counts[0] == counts[1] > 0
 
 
+def test_a_policy_is_parsed_once_and_planned_once_for_all_answers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the engine takes it as it is."""
+    parsed, planned = [], []
+    parse, plan_policy = policies.parse, llm.cache.plan_policy
+    monkeypatch.setattr(policies, "parse", lambda spec: parsed.append(spec) or parse(spec))
+    monkeypatch.setattr(llm.cache, "plan_policy", lambda *args: planned.append(args) or plan_policy(*args))
+    for num_requests in (1, 2):
+        request = GenerateRequest(PROMPT, SamplingParams(n=3, max_tokens=9), "tova:budget=31%,sinks=3")
+        llm.input_processor.check_policy_cost(request)
+        states = llm.input_processor.process(request)
+        assert len(parsed) == 1 and len(planned) == num_requests
+        policy = states[0].request.policy.with_full_prefill()  # as equal prompts share it
+        assert is_accepted(llm, states) and len(planned) == num_requests
+        assert all(s.request.policy == policy for s in states)
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.one_of(st.integers(0, 2**63 - 1), st.sampled_from([2**63 - 1, 2**63 - 2, 0])), n=st.integers(1, 8))
 def test_every_answer_has_a_seed_of_its_own_that_is_accepted(seed: int, n: int) -> None:

@@ -85,7 +85,7 @@ def measure_steps(llm: LLM) -> Iterable[Sample]:
     recorder = WorkRecorder(engine.runner)
     for number, (prompt_len, output_len, num_requests) in enumerate(rounds):
         prompts = random_prompts(llm.spec.vocab_size, prompt_len, num_requests, seed=number)
-        requests = [greedy_request(p, llm.policy, output_len + 4 * i) for i, p in enumerate(prompts)]
+        requests = [greedy_request(llm.cache, p, llm.policy, output_len + 4 * i) for i, p in enumerate(prompts)]
         engine.add(*requests)
         while engine.has_unfinished_requests:
             engine.runner = recorder

@@ -159,7 +159,7 @@ def time_side_by_side(
 
 def _make_request(llm: LLM, prompt_len: int, policy: str, seed: int, output_len: int = 8) -> Request:
     (prompt,) = random_prompts(llm.spec.vocab_size, prompt_len, 1, seed)
-    return greedy_request(prompt, policies.parse(policy), output_len, seed)
+    return greedy_request(llm.cache, prompt, policies.parse(policy), output_len, seed)
 
 
 def time_first_tokens(engine: Engine) -> float:

@@ -15,6 +15,7 @@ from retain.engine.request import Request, RequestInput
 from retain.engine.runner import Runner
 from retain.kernels.api import Batch
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.manager import KVCacheManager
 from retain.llm import LLM
 from retain.sampling_params import SamplingParams
 
@@ -34,10 +35,16 @@ def plain_token_ids(vocab_size: int) -> range:
     return range(min(100, end - 1), end)
 
 
-def greedy_request(prompt: Sequence[int], policy: EvictionPolicy, output_len: int, seed: int = 0) -> Request:
-    """Return a request of exactly `output_len` tokens. `seed` is that of a policy's noise."""
+def greedy_request(
+    cache: KVCacheManager, prompt: Sequence[int], policy: EvictionPolicy, output_len: int, seed: int = 0
+) -> Request:
+    """Return a request of exactly `output_len` tokens for an engine on this cache.
+
+    `seed` is that of a policy's noise.
+    """
     params = SamplingParams(temperature=0, ignore_eos=True, seed=seed)
-    return Request(RequestInput(prompt=list(prompt), params=params, policy=policy, max_tokens=output_len))
+    planned = cache.plan_policy(policy, len(prompt))
+    return Request(RequestInput(prompt=list(prompt), params=params, policy=planned, max_tokens=output_len))
 
 
 def make_engine(llm: LLM, requests: Sequence[Request]) -> Engine:

@@ -62,7 +62,7 @@ def measure_decode(load: Load, options: PrecisionBenchConfig) -> Iterator[Line]:
     prompt_len = min(options.prompt_len, *(llm.max_model_len - num_steps - 64 for llm in llms.values()))
     for variant, llm in llms.items():
         prompts = random_prompts(llm.spec.vocab_size, prompt_len, options.batch_size, seed=0)
-        requests = [greedy_request(prompt, llm.policy, num_steps + 64) for prompt in prompts]
+        requests = [greedy_request(llm.cache, prompt, llm.policy, num_steps + 64) for prompt in prompts]
         engines[variant] = make_engine(llm, requests)
         run_until_first_tokens(engines[variant])
     times: dict[Variant, list[float]] = {variant: [] for variant in llms}
@@ -92,7 +92,7 @@ def measure_requests(load: Load, options: PrecisionBenchConfig) -> Iterator[Line
     for variant in variants:
         llm = load(variant, memory)
         prompts = random_prompts(llm.spec.vocab_size, prompt_len, num_requests, seed=1)
-        requests = [greedy_request(prompt, llm.policy, output_len) for prompt in prompts]
+        requests = [greedy_request(llm.cache, prompt, llm.policy, output_len) for prompt in prompts]
         run = run_queued(make_engine(llm, requests))
         tok_s = num_requests * output_len / run.seconds
         fit = llm.cache.total_pages / _pages(llm, prompt_len, output_len)

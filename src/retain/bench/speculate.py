@@ -161,7 +161,7 @@ def _prefill(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> list[Re
     """Return requests with computed prompts and a first token, outside the scheduler."""
     requests = []
     for prompt in prompts:  # one by one, so that none decodes while another is computed
-        request = greedy_request(prompt, policies.parse("full"), output_len + 1)
+        request = greedy_request(llm.cache, prompt, policies.parse("full"), output_len + 1)
         llm.engine.add(request)
         while not request.stats.first_token_time:
             llm.engine.step()
@@ -173,7 +173,7 @@ def _prefill(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> list[Re
 def _fork_request(llm: LLM, source: Request, output_len: int) -> Request:
     """Return a request that continues from a copy of another's slots. Raises ValueError where the pool is too small."""
     assert source.row is not None
-    fork = greedy_request(source.prompt, source.policy, output_len + 1)
+    fork = greedy_request(llm.cache, source.prompt, source.policy, output_len + 1)
     fork.tokens = list(source.tokens)
     fork.num_computed_tokens = source.num_computed_tokens
     fork.stats.first_token_time = perf_counter()

@@ -185,4 +185,4 @@ def time_decoding(llm: LLM, workload: Workload, seed: int, clock: Callable[[], f
 
 def _make_requests(llm: LLM, workload: Workload, seed: int, output_len: int) -> list[Request]:
     prompts = random_prompts(llm.spec.vocab_size, workload.prompt_len, workload.batch_size, seed)
-    return [greedy_request(prompt, llm.policy, output_len) for prompt in prompts]
+    return [greedy_request(llm.cache, prompt, llm.policy, output_len) for prompt in prompts]

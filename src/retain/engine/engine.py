@@ -55,7 +55,6 @@ class Engine:
         Raises ValueError when one of them could never fit; then none is enqueued.
         """
         for request in requests:
-            request.policy = self.cache.effective_policy(request.policy)
             request.max_model_len = min(request.max_model_len, self.cache.max_model_len)
         leaders = self.sharing.group(requests)
         try:

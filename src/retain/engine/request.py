@@ -48,7 +48,10 @@ SampledTokens = list[tuple[int, Logprob | None]]
 
 @dataclass(frozen=True)
 class RequestInput:
-    """What the caller asked for. The answer begins with `forced_tokens`, whatever the model predicts."""
+    """What the caller asked for. The answer begins with `forced_tokens`, whatever the model predicts.
+
+    `policy` is as the cache carries it out for this prompt, see `KVCacheManager.plan_policy`.
+    """
 
     prompt: list[int]
     params: SamplingParams
@@ -108,7 +111,7 @@ class Request:
         self.grammar = grammar
         self.max_model_len = max_model_len
         self.id = next(self._ids)
-        self.policy = input.policy.resolve(len(input.prompt), input.num_system_tokens)
+        self.policy = input.policy
         self.tokens = [*input.prompt, *input.forced_tokens]
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0  # behind `tokens`, of launched steps: their values are not known yet

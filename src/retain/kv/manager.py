@@ -146,6 +146,13 @@ class KVCacheManager:
         """See CapacityPlanner.effective_policy."""
         return self.planner.effective_policy(policy)
 
+    def plan_policy(self, policy: EvictionPolicy, prompt_len: int, num_system_tokens: int = 0) -> EvictionPolicy:
+        """Return a policy as this cache carries it out for a prompt: resolved, and fitted. Raises ValueError.
+
+        `num_system_tokens`: first tokens of the prompt that are a system prompt.
+        """
+        return self.planner.effective_policy(policy.resolve(prompt_len, num_system_tokens))
+
     def pages_needed(self, policy: EvictionPolicy, length: int, num_uncomputed_tokens: int) -> int:
         """See CapacityPlanner.pages_needed."""
         return self.planner.pages_needed(policy, length, num_uncomputed_tokens)

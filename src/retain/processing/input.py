@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -24,6 +24,7 @@ from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
+MAX_KNOWN_SPECS = 64  # of policies that requests named
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class InputProcessor:
         self._instruction_ids: dict[str, list[int]] = {}
         # Of requests in progress: building one takes longer than finding it, and all choices of a body have the same.
         self._stop_strings: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
-        cache.effective_policy(info.policy.resolve(info.max_model_len))  # refuse now what no request could have
+        self._parse_policy = lru_cache(MAX_KNOWN_SPECS)(self._parse_policy_spec)
+        cache.plan_policy(info.policy, info.max_model_len)  # refuse now what no request could have
 
     @cached_property
     def grammar_compiler(self) -> GrammarCompiler:
@@ -130,8 +132,10 @@ class InputProcessor:
         token_ids = self.encode(g.prompt)
         params = g.params
         self._check_token_ids([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])
-        policy = self._parse_policy(g.kv_policy)
-        self._check_prompt_length(len(token_ids), g.num_system_tokens, policy)
+        if len(token_ids) >= limit:
+            raise PromptTooLongError(len(token_ids), limit, "the context")
+        policy = self.cache.plan_policy(self._parse_policy(g.kv_policy), len(token_ids), g.num_system_tokens)
+        self._check_prompt_fits(len(token_ids), policy)
         room = limit - len(token_ids)
         if params.max_tokens and params.max_tokens > room:
             raise ValueError(
@@ -145,7 +149,7 @@ class InputProcessor:
             prompt=token_ids,
             params=params,
             policy=policy,
-            max_tokens=params.max_tokens or self.max_output_tokens(g, len(token_ids)),
+            max_tokens=params.max_tokens or self._find_longest_output(len(token_ids), policy),
             stop_ids=stop_ids if params.ignore_eos else stop_ids | self.tokenizer.stop_token_ids,
             forced_tokens=list(g.forced_tokens),
             num_system_tokens=g.num_system_tokens,
@@ -165,7 +169,7 @@ class InputProcessor:
         """Return the automaton of these stop strings: that of a request in progress, or a new one."""
         return self._stop_strings.get(strings) or self._stop_strings.setdefault(strings, StopStrings(strings))
 
-    def _parse_policy(self, spec: str | None) -> EvictionPolicy:
+    def _parse_policy_spec(self, spec: str | None) -> EvictionPolicy:
         """Return the policy of requests with this spec, or the engine's own. Raises ValueError."""
         policy = self.info.policy if spec is None else policies.parse(self.info.auto.choose(spec))
         if policy.instruction:
@@ -174,18 +178,14 @@ class InputProcessor:
         self._check_room(policy)
         return policy
 
-    def _check_prompt_length(self, num_tokens: int, num_system_tokens: int, policy: EvictionPolicy) -> None:
+    def _check_prompt_fits(self, num_tokens: int, policy: EvictionPolicy) -> None:
         """Raise PromptTooLongError for a prompt after which not one token fits the context or the empty pool."""
 
-        if num_tokens >= self.info.max_model_len:
-            raise PromptTooLongError(num_tokens, self.info.max_model_len, "the context")
-        effective = self.cache.effective_policy(policy.resolve(num_tokens, num_system_tokens))
-
         def exceeds_pool(length: int) -> bool:
-            return self.cache.pages_needed(effective, length, length) > self.cache.total_pages
+            return self.cache.pages_needed(policy, length, length) > self.cache.total_pages
 
-        if num_tokens + effective.scoring_room > self.info.max_model_len:
-            longest = self.info.max_model_len - effective.scoring_room
+        if num_tokens + policy.scoring_room > self.info.max_model_len:
+            longest = self.info.max_model_len - policy.scoring_room
             raise PromptTooLongError(
                 num_tokens, longest, f"the context, with the room that {policies.name_of(policy)} needs, holds"
             )
@@ -200,14 +200,14 @@ class InputProcessor:
         """
         if g.kv_policy is None:
             return
-        chosen = policies.parse(self.info.auto.choose(g.kv_policy))
-        if chosen in self.info.allowed_policies:
+        policy = self._parse_policy(g.kv_policy)
+        spec = policies.to_spec(policy)
+        if spec in map(policies.to_spec, self.info.allowed_policies):
             return
         token_ids = self.encode(g.prompt)
-        policy = self._parse_policy(g.kv_policy).resolve(len(token_ids), g.num_system_tokens)
-        cost = PolicyCost.of(policy, token_ids, self.info.max_model_len - len(token_ids))
+        resolved = policy.resolve(len(token_ids), g.num_system_tokens)
+        cost = PolicyCost.of(resolved, token_ids, self.info.max_model_len - len(token_ids))
         if excess := cost.find_excess():
-            spec = policies.to_spec(chosen)
             raise ValueError(f"kv_policy {spec} {excess}, or start the server with it (--allow-policy)")
 
     def _check_room(self, policy: EvictionPolicy) -> None:
@@ -239,8 +239,11 @@ class InputProcessor:
 
         The engine refuses a request of more. Raises ValueError for a policy that cannot be carried out.
         """
-        policy = self._parse_policy(g.kv_policy).resolve(num_prompt_tokens, g.num_system_tokens)
-        policy = self.cache.effective_policy(policy)
+        policy = self.cache.plan_policy(self._parse_policy(g.kv_policy), num_prompt_tokens, g.num_system_tokens)
+        return self._find_longest_output(num_prompt_tokens, policy)
+
+    def _find_longest_output(self, num_prompt_tokens: int, policy: EvictionPolicy) -> int:
+        """Return how many tokens can follow a prompt under a policy that was planned for it."""
         total = self.cache.total_pages
         lo = 1
         hi = max(self.info.max_model_len - num_prompt_tokens, 1)

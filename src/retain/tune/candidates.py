@@ -44,7 +44,7 @@ def mean_bytes(cache: KVCacheManager, spec: str, examples: Sequence[Example]) ->
 
 
 def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: int, answer_len: int) -> int:
-    policy = cache.effective_policy(policy.resolve(prompt_len))
+    policy = cache.plan_policy(policy, prompt_len)
     length = prompt_len + answer_len
     held = min(length, policy.decode_slots) if isinstance(policy, BudgetPolicy) else length
     return cache.pages_held(policy, held, length) * cache.page_bytes
