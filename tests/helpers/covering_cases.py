@@ -1,4 +1,4 @@
-"""The cases of parametrized tests that run: `make check` has each value in a case, `make test` each pair of values."""
+"""The cases of parametrized tests that run: `make check` has few with many values, `make test` each pair of values."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from itertools import combinations
 
 import pytest
 
+MAX_CHECKED_CASES = 4  # of a test in `make check`: the first that together have the most values
 Parts = frozenset[str]  # what a case must share with another to be a repetition of it
 
 
 def mark_repetitions(items: Iterable[pytest.Item]) -> None:
     """Mark cases as slow until each that is left has a value which no other case of its test has.
 
-    A test over 6 dtypes times 4 sizes then has 6 cases in `make check`, and all 24 in `make test`.
+    A test over 3 dtypes times 2 sizes then has 3 cases in `make check`, and all 6 in `make test`. No test has more than
+    MAX_CHECKED_CASES.
     """
     for cases in cases_of_tests(item for item in items if not item.get_closest_marker("slow")):
-        for item in find_repetitions(cases, values, ()):
+        for item in find_repetitions(cases, values, (), MAX_CHECKED_CASES):
             item.add_marker(pytest.mark.slow)
 
 
@@ -42,14 +44,20 @@ def cases_of_tests(items: Iterable[pytest.Item]) -> Iterator[list[pytest.Functio
 
 
 def find_repetitions(
-    cases: list[pytest.Function], parts_of: Callable[[pytest.Function], Parts], kept: Iterable[pytest.Function]
+    cases: list[pytest.Function],
+    parts_of: Callable[[pytest.Function], Parts],
+    kept: Iterable[pytest.Function],
+    limit: int | None = None,
 ) -> list[pytest.Function]:
-    """Return the cases that are not needed for every part of any case to be in one; those `kept` are not among them."""
+    """Return the cases that are not needed for every part of any case to be in one; those `kept` are not among them.
+
+    With a `limit`, all but so many cases are returned.
+    """
     left = {item: parts_of(item) for item in cases}
     missing = set[str]().union(*left.values())
     for item in kept:
         missing -= left.pop(item)
-    while missing:
+    while missing and (limit is None or len(cases) - len(left) < limit):
         chosen = max(left, key=lambda item: len(left[item] & missing))  # the first of the best
         missing -= left.pop(chosen)
     return list(left)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from retain import LLM
+from retain import LLM, SamplingParams
 from retain.kv.eviction import policies
 from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
 from retain.plugins import parse_spec
@@ -56,8 +56,9 @@ def test_an_option_of_any_policy_that_auto_stands_for_is_let_through(spec: str) 
 def test_engine_and_requests_have_the_policy_that_auto_stands_for() -> None:
     llm = LLM("random:tiny", kv_policy="auto:budget=50%", kv_memory="8MiB")
     try:
-        (default,) = llm.generate([1, 2, 3])
-        (other,) = llm.generate([1, 2, 3], kv_policy="auto:budget=9")
+        params = SamplingParams(max_tokens=2)
+        (default,) = llm.generate([1, 2, 3], params)
+        (other,) = llm.generate([1, 2, 3], params, kv_policy="auto:budget=9")
     finally:
         llm.close()
     assert policies.to_spec(llm.policy) == "h2o:budget=50%,recent=10%"

@@ -1,4 +1,4 @@
-"""`make check` runs every value of every parameter, and rows that are written out; `make test` every pair of values."""
+"""`make check` runs few cases of a test, which have many of its values; `make test` runs every pair of values."""
 
 import sys
 from itertools import combinations
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import covering_cases
 from tests.helpers.covering_cases import find_repeated_pairs, mark_repetitions
 
 SAMPLE = """
@@ -35,7 +36,10 @@ def items(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return [item for item in module.collect() if isinstance(item, pytest.Function)]
 
 
-def test_each_value_stays_in_a_case_and_repetitions_are_slow(items: list[pytest.Function]) -> None:
+def test_each_value_stays_in_a_case_and_repetitions_are_slow(
+    items: list[pytest.Function], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(covering_cases, "MAX_CHECKED_CASES", 6)
     mark_repetitions(items)
     fast = [item for item in items if not item.get_closest_marker("slow")]
     params = [item.callspec.params for item in fast if item.originalname == "test_product"]
@@ -43,6 +47,16 @@ def test_each_value_stays_in_a_case_and_repetitions_are_slow(items: list[pytest.
     assert {p["a"] for p in params} == {*range(6)} and {p["fixture"] for p in params} == {"x", "y"}
     assert {(p["b"], p["c"]) for p in params} == {(1, 2), (2, 1), (1, 1), (2, 2)}
     assert [item.name for item in fast[len(params) :]] == ["test_rows[1]", "test_rows[2]", "test_plain"]
+
+
+def test_no_test_has_more_fast_cases_than_the_limit(items: list[pytest.Function]) -> None:
+    """Those that stay have as many values as so many cases can."""
+    mark_repetitions(items)
+    fast = [item for item in items if not item.get_closest_marker("slow")]
+    params = [item.callspec.params for item in fast if item.originalname == "test_product"]
+    assert len(params) == covering_cases.MAX_CHECKED_CASES == 4 == len({p["a"] for p in params})
+    assert {p["fixture"] for p in params} == {"x", "y"} and len({(p["b"], p["c"]) for p in params}) == 4
+    assert len(fast) == 4 + 2 + 1
 
 
 def test_each_pair_of_values_stays_in_a_case(items: list[pytest.Function]) -> None:
