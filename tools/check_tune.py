@@ -20,10 +20,9 @@ from retain import LLM
 from retain.bench.quality import FULL
 from retain.processing.examples import load_examples
 from retain.tune.bound import Bound, Interval, parse_bound
-from retain.tune.candidates import Candidate, make_candidates
 from retain.tune.config import TuneConfig
 from retain.tune.measure import Journal, Measurer, complete_answers
-from retain.tune.tuner import find_smallest
+from retain.tune.tuner import Candidate, find_smallest, make_candidates
 
 
 def choose(

@@ -14,7 +14,7 @@ from retain.engine.engine import Engine
 from retain.kernels import triton
 from retain.kv.eviction import policies
 from retain.processing.examples import Example
-from retain.tune.candidates import mean_bytes
+from retain.tune.tuner import mean_bytes
 from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow

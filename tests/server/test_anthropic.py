@@ -10,7 +10,7 @@ import pytest
 from retain.server.anthropic.content_blocks import ContentBlocks
 from retain.server.anthropic.conversion import to_chat_request
 from retain.server.anthropic.protocol import MessagesRequest
-from retain.server.anthropic.serving import prepare_message
+from retain.server.anthropic.routes import prepare_message
 from retain.server.auth import ANONYMOUS
 from retain.server.openai.chat_output import ChatOutput
 from retain.server.openai.chat_protocol import ChatCompletionRequest

@@ -19,7 +19,7 @@ from retain.server.worker_process import WorkerLost, WorkerProcess
 
 pytestmark = pytest.mark.slow
 
-NO_MESSAGES: dict[str, Any] = {"messages": [], "add_generation_prompt": True, "tools": None}
+NO_MESSAGES: dict[str, Any] = {"messages": [], "add_generation_prompt": True, "tools": None, "variables": {}}
 HANG_GUARD_S = 120
 # Workers as scripts: they start, and then do one thing to a request.
 PREAMBLE = """
@@ -80,9 +80,9 @@ class ScriptedSandbox(Sandbox):
         self.num_started += 1
         return WorkerProcess(["-c", self.scripts[self.num_started - 1]])
 
-    def render(self) -> str:
+    def render_nothing(self) -> str:
         try:
-            return self.render_chat("", {}, **NO_MESSAGES)
+            return self.render("", {}, **NO_MESSAGES)
         finally:
             self.close()
 
@@ -92,14 +92,14 @@ def test_a_lost_worker_is_replaced_once_and_the_input_is_not_blamed(
     way: str, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
     monkeypatch.setattr("retain.server.worker_process.EXIT_TIMEOUT_S", 0.5)
-    assert ScriptedSandbox(LOSE[way], ANSWER).render() == "fine"
+    assert ScriptedSandbox(LOSE[way], ANSWER).render_nothing() == "fine"
 
 
 @pytest.mark.parametrize("way", ["SIGKILL", "stopped"])
 def test_a_request_that_loses_two_workers_may_be_sent_again(way: str, nothing_left: None) -> None:
     sandbox = ScriptedSandbox(LOSE[way], LOSE[way], ANSWER)
     with pytest.raises(APIError) as error:
-        sandbox.render()
+        sandbox.render_nothing()
     assert error.value.status == 503 and int((error.value.headers or {})["Retry-After"]) >= 1
     assert sandbox.num_started == 2
 
@@ -108,13 +108,13 @@ def test_a_request_that_loses_two_workers_may_be_sent_again(way: str, nothing_le
 def test_what_the_input_did_itself_is_its_fault_at_once(script: str, nothing_left: None) -> None:
     sandbox = ScriptedSandbox(script, ANSWER)
     with pytest.raises(ValueError, match=BLAME[script]):
-        sandbox.render()
+        sandbox.render_nothing()
     assert sandbox.num_started == 1
 
 
 def test_a_failure_of_our_own_is_neither(nothing_left: None) -> None:
     with pytest.raises(RuntimeError, match="oh"):
-        ScriptedSandbox("write(b'Foh')").render()
+        ScriptedSandbox("write(b'Foh')").render_nothing()
 
 
 def test_a_worker_that_reads_nothing_ends_the_wait(nothing_left: None) -> None:
@@ -122,7 +122,7 @@ def test_a_worker_that_reads_nothing_ends_the_wait(nothing_left: None) -> None:
     sandbox = ScriptedSandbox(LOSE["silent"], "while os.read(0, 2**20)[-1:] != b']': pass\n" + ANSWER)
     messages = [{"role": "user", "content": "x" * 2**20}]
     try:
-        assert sandbox.render_chat("", {}, **NO_MESSAGES | {"messages": messages}) == "fine"
+        assert sandbox.render("", {}, **NO_MESSAGES | {"messages": messages}) == "fine"
     finally:
         sandbox.close()
 
@@ -133,10 +133,10 @@ def test_a_worker_that_cannot_be_started_is_not_the_input_s_fault(
     monkeypatch.setattr("retain.server.worker_process.sys.executable", "/nowhere/python")
     sandbox = Sandbox(1.0)  # the server starts all the same
     with pytest.raises(APIError) as error:
-        sandbox.render_chat("a", {}, **NO_MESSAGES)
+        sandbox.render("a", {}, **NO_MESSAGES)
     assert error.value.status == 503
     monkeypatch.undo()
-    assert sandbox.render_chat("a", {}, **NO_MESSAGES) == "a"
+    assert sandbox.render("a", {}, **NO_MESSAGES) == "a"
     sandbox.close()
 
 
@@ -153,7 +153,7 @@ def test_a_signal_from_outside_during_a_request_blames_no_input(number: signal.S
     texts = []
     sandbox = ScriptedSandbox("time.sleep(1000)", ANSWER)
     sandbox.timeout_s = HANG_GUARD_S
-    thread = threading.Thread(target=lambda: texts.append(sandbox.render()))
+    thread = threading.Thread(target=lambda: texts.append(sandbox.render_nothing()))
     thread.start()
     (worker,) = children() - before
     os.kill(worker, number)
@@ -167,10 +167,10 @@ def test_a_signal_from_outside_during_a_request_blames_no_input(number: signal.S
 def test_an_idle_worker_that_was_stopped_is_replaced(nothing_left: None) -> None:
     before = children()
     sandbox = Sandbox(60.0)
-    assert sandbox.render_chat("a", {}, **NO_MESSAGES) == "a"
+    assert sandbox.render("a", {}, **NO_MESSAGES) == "a"
     (worker,) = children() - before
     os.kill(worker, signal.SIGSTOP)
-    assert sandbox.render_chat("b", {}, **NO_MESSAGES) == "b"
+    assert sandbox.render("b", {}, **NO_MESSAGES) == "b"
     sandbox.close()
 
 
@@ -185,9 +185,9 @@ def test_an_idle_worker_that_was_stopped_is_replaced(nothing_left: None) -> None
 def test_limits_of_a_template_are_told_in_one_short_line(source: str, message: str, nothing_left: None) -> None:
     sandbox = Sandbox(0.5, max_characters=1000)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        sandbox.render_chat(source, {}, **NO_MESSAGES)
+        sandbox.render(source, {}, **NO_MESSAGES)
     assert len(str(error.value)) < 1100 and "\n" not in str(error.value)
-    assert sandbox.render_chat("{{ 'x' * 1000 }}", {}, **NO_MESSAGES) == "x" * 1000
+    assert sandbox.render("{{ 'x' * 1000 }}", {}, **NO_MESSAGES) == "x" * 1000
     sandbox.close()
 
 
@@ -204,7 +204,7 @@ def test_the_memory_of_an_output_is_bounded_in_the_parent() -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="writes more than"):
         patch.setattr(WorkerProcess, "_read", counted)
-        sandbox.render_chat(source, {}, **NO_MESSAGES)
+        sandbox.render(source, {}, **NO_MESSAGES)
     sandbox.close()
     assert max(sizes) < 1000
 
@@ -212,8 +212,8 @@ def test_the_memory_of_an_output_is_bounded_in_the_parent() -> None:
 @pytest.mark.parametrize("text", ["ä\n😀", "\ud800", "\x00", ""])
 def test_any_text_comes_through(text: str) -> None:
     sandbox = Sandbox(60.0)
-    assert sandbox.render_chat("{{ messages[0] }}", {}, **NO_MESSAGES | {"messages": [{"t": text}]})
-    assert sandbox.render_chat(f"{text}", {}, **NO_MESSAGES) == text
+    assert sandbox.render("{{ messages[0] }}", {}, **NO_MESSAGES | {"messages": [{"t": text}]})
+    assert sandbox.render(f"{text}", {}, **NO_MESSAGES) == text
     sandbox.close()
 
 
@@ -221,6 +221,6 @@ def test_templates_do_not_wait_for_grammars() -> None:
     """Each operation has workers of its own."""
     sandbox = Sandbox(60.0)
     sandbox.check_grammar('{"grammars": []}')
-    sandbox.render_chat("a", {}, **NO_MESSAGES)
+    sandbox.render("a", {}, **NO_MESSAGES)
     assert {name: len(idle) for name, idle in sandbox._idle.items()} == {"render_chat": 1, "check_grammar": 1}
     sandbox.close()

@@ -29,7 +29,7 @@ from tests.server.conftest import HTTP, engine_paused, run_server, run_tiny_serv
 
 pytestmark = pytest.mark.slow
 
-NO_MESSAGES = {"messages": [], "add_generation_prompt": True, "tools": None}
+NO_MESSAGES = {"messages": [], "add_generation_prompt": True, "tools": None, "variables": {}}
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -80,7 +80,7 @@ def test_grammar_that_would_end_or_stop_the_server_is_refused(sandbox, schema, m
 )
 def test_template_that_would_stop_the_server_is_refused(sandbox, source):
     with pytest.raises(ValueError) as error:
-        sandbox.render_chat(source, {}, **NO_MESSAGES)
+        sandbox.render(source, {}, **NO_MESSAGES)
     assert "\n" not in str(error.value)
 
 
@@ -88,7 +88,7 @@ def test_template_in_a_sandbox_renders_as_elsewhere(sandbox):
     source = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }} 50% {{ '%02d' % 7 }}{% endfor %}"
     messages = [{"role": "user", "content": "ä\n😀"}]
     rendered = ChatTemplate(source, {"bos_token": "<s>"}).render(messages, True)
-    assert sandbox.render_chat(source, {"bos_token": "<s>"}, **NO_MESSAGES | {"messages": messages}) == rendered
+    assert sandbox.render(source, {"bos_token": "<s>"}, **NO_MESSAGES | {"messages": messages}) == rendered
 
 
 def test_template_that_loops_stops_neither_other_requests_nor_the_shutdown():

@@ -15,7 +15,7 @@ import pytest
 from retain import LLM
 from retain.bench import budget, speed
 from retain.bench.engines import DecodeTimer
-from retain.bench.peer import measure_peer
+from retain.bench.speed import measure_peer
 from retain.engine.engine import Engine
 from tests.helpers.cli import assert_one_line_error, run_cli
 

@@ -127,7 +127,7 @@ def test_bad_arguments_give_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_the_missing_package_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for module in ("cli.cache_why", "server.openai.recorded", "server.openai.protocol", "server.openai.chat_protocol"):
+    for module in ("cli.cache_why", "server.openai.protocol", "server.openai.chat_protocol"):
         monkeypatch.delitem(sys.modules, f"retain.{module}", raising=False)
     monkeypatch.delitem(sys.modules, "retain.server.openai.messages", raising=False)
     monkeypatch.setitem(sys.modules, "pydantic", None)

@@ -6,9 +6,9 @@ import signal
 import pytest
 
 from retain import LLM
-from retain.cli import prefill_progress
+from retain.cli import run as run_command
 from retain.cli.chat import chat_loop, deferred_interrupts
-from retain.cli.prefill_progress import ERASE_LINE, PrefillProgress
+from retain.cli.run import ERASE_LINE, PrefillProgress
 from tests.helpers.cli import run_cli
 from tests.helpers.engines import GREEDY
 
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 def clock(monkeypatch):
     """A clock that each call moves by a second."""
     times = iter(range(1000))
-    monkeypatch.setattr(prefill_progress, "perf_counter", lambda: float(next(times)))
+    monkeypatch.setattr(run_command, "perf_counter", lambda: float(next(times)))
 
 
 def test_progress_line_is_erased_before_the_answer(clock):
@@ -44,7 +44,7 @@ def test_progress_is_for_terminals_and_long_prefills(clock, monkeypatch):
     progress.update(100, 600)
     progress.update(300, 600)
     assert not file.getvalue()
-    monkeypatch.setattr(prefill_progress, "SHOW_AFTER_S", 10.0)
+    monkeypatch.setattr(run_command, "SHOW_AFTER_S", 10.0)
     terminal = Terminal()
     progress = PrefillProgress(terminal)
     progress.update(100, 600)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from retain.bench.tasks import ItemMetrics
 from retain.kv.eviction import policies
 from retain.tune.bound import Bound, Interval, parse_bound
-from retain.tune.candidates import Candidate
 from retain.tune.measure import Journal, Measurer
-from retain.tune.tuner import count_measurements, find_smallest, halve
+from retain.tune.tuner import Candidate, count_measurements, find_smallest, halve
 from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.marks import slow
 

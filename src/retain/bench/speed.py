@@ -17,6 +17,8 @@ scheduling, building the batch, sampling. On a GPU it means nothing, because the
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -27,7 +29,6 @@ import torch
 
 import retain
 from retain.bench.engines import DecodeTimer, greedy_request, random_prompts
-from retain.bench.peer import compare, measure_peer
 from retain.engine.request import Request
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.llm import LLM
@@ -186,3 +187,46 @@ def time_decoding(llm: LLM, workload: Workload, seed: int, clock: Callable[[], f
 def _make_requests(llm: LLM, workload: Workload, seed: int, output_len: int) -> list[Request]:
     prompts = random_prompts(llm.spec.vocab_size, workload.prompt_len, workload.batch_size, seed)
     return [greedy_request(llm.cache, prompt, llm.policy, output_len) for prompt in prompts]
+
+
+RATES = ("prefill_tok_s", "decode_tok_s")
+TIME_LIMIT_S = 1800.0  # of one workload, loading included
+
+
+def measure_peer(command: str, workload: str) -> dict[str, Any] | None:
+    """Run `command workload`, and return its line of that workload; None where the engine skips it.
+
+    Raises ValueError if the command cannot be run, fails, takes too long, or prints no such figures.
+    """
+    shown = f"--peer {command!r}"
+    try:
+        words = [*shlex.split(command), workload]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False)
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{shown} cannot be run: {e}") from None
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{shown} takes more than {TIME_LIMIT_S:.0f} s for {workload}") from None
+    if done.returncode:
+        last_line = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+        raise ValueError(f"{shown} ends with exit code {done.returncode} on {workload}: {last_line[:200]}")
+    for line in done.stdout.splitlines():
+        row = _parse(line)
+        if row.get("workload") == workload:
+            if not all(isinstance(row.get(name), int | float) and row[name] > 0 for name in RATES):
+                raise ValueError(f"{shown} prints no {' and '.join(RATES)} for {workload}")
+            return row
+    return None
+
+
+def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
+    """Return how many times as fast as the peer this engine is."""
+    ratios = {name.replace("tok_s", "ratio"): round(ours[name] / peer[name], 3) for name in RATES}
+    return {"workload": ours["workload"], "peer": peer.get("engine", "peer"), **ratios}
+
+
+def _parse(line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}

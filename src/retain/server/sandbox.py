@@ -62,10 +62,27 @@ class Sandbox:
         with suppress(WorkerLost):  # the first request tries again, and says so
             self._idle["render_chat"].append(self._start_worker())
 
-    def render_chat(self, source: str, special_tokens: dict[str, str], **arguments: Any) -> str:
-        """Render a chat template (see ChatTemplate). Raises ValueError, also where it takes too long, and APIError."""
-        arguments |= {"source": source, "special_tokens": special_tokens, "max_characters": self.max_characters}
-        return self._call("the chat template", "render_chat", **arguments)
+    def render(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        messages: Messages,
+        add_generation_prompt: bool,
+        tools: Tools | None,
+        variables: Variables,
+    ) -> str:
+        """See TemplateRenderer. Raises ValueError, also where it takes too long, and APIError."""
+        return self._call(
+            "the chat template",
+            "render_chat",
+            source=source,
+            special_tokens=dict(special_tokens),
+            max_characters=self.max_characters,
+            messages=list(messages),
+            add_generation_prompt=add_generation_prompt,
+            tools=tools and list(tools),
+            variables=dict(variables),
+        )
 
     def check_grammar(self, grammar: str) -> None:
         """Raise ValueError if compiling a grammar takes too much time, memory or stack. Raises APIError."""
@@ -144,29 +161,3 @@ class Sandbox:
     def _start_worker(self) -> WorkerProcess:
         arguments = ["-m", "retain.server.sandbox_worker", str(self.timeout_s), str(self.memory_bytes)]
         return WorkerProcess(arguments)
-
-
-class SandboxedRenderer:
-    """Renders chat templates in a sandbox (see TemplateRenderer)."""
-
-    def __init__(self, sandbox: Sandbox):
-        self.sandbox = sandbox
-
-    def render(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        messages: Messages,
-        add_generation_prompt: bool,
-        tools: Tools | None,
-        variables: Variables,
-    ) -> str:
-        """Return the messages as prompt text. Raises ValueError and APIError."""
-        return self.sandbox.render_chat(
-            source,
-            dict(special_tokens),
-            messages=list(messages),
-            add_generation_prompt=add_generation_prompt,
-            tools=tools and list(tools),
-            variables=dict(variables),
-        )

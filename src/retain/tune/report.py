@@ -7,7 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from retain.tune.bound import Bound, Interval
-from retain.tune.candidates import Candidate
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy's spec, and the mean bytes of KV cache that a request owns while it decodes."""
+
+    spec: str
+    kv_bytes: float
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 
 import numpy as np
@@ -32,7 +32,6 @@ class SeenText:
     tokens: Ints
     num_stored_tokens: int = 0
     is_running: bool = False
-    seen_at: float = field(default_factory=monotonic)  # seconds
 
 
 class PrefixHistory:

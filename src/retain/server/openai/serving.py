@@ -43,7 +43,7 @@ from retain.server.openai.protocol import CompletionRequest, GenerationFields, J
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
 from retain.server.preparation import PreparationPool
 from retain.server.request_group import EngineError, Pin, RequestGroup
-from retain.server.sandbox import Sandbox, SandboxedRenderer
+from retain.server.sandbox import Sandbox
 from retain.server.tool_format import ToolFormat
 from retain.server.tool_formats import detect_tool_format
 
@@ -78,7 +78,7 @@ class OpenAIServing:
         self.preparation = PreparationPool("prepare")
         self.grammar_trials = GrammarTrials(sandbox, num_keys)
         self.created = int(time())
-        llm.tokenizer.chat_templates.renderer = SandboxedRenderer(sandbox)
+        llm.tokenizer.chat_templates.renderer = sandbox
         self.tool_format = self._detect_tool_format()
 
     def _detect_tool_format(self) -> ToolFormat | None:
@@ -227,28 +227,21 @@ class OpenAIServing:
 
         The caller of the returned response ends the admission.
         """
-        deadline = admission.deadline
         key_name = admission.key_name
         group: RequestGroup | None = None
-        admission.admit(num_choices)
-        admission.begin_work()
         try:
-            async with asyncio.timeout_at(deadline):
+            async with self.admit(admission, body.prompt_field, num_choices):
                 prepared, request_states = await self.prepare(key_name, prepare)
                 pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
                 group = RequestGroup(request_states, key_name, pins, self.stream_interval if body.stream else None)
                 await self.engine_thread.submit(group)
-        except (ValueError, RecursionError) as error:
-            raise invalid_request(error, body.prompt_field) from None
         except EngineError as error:
             raise APIError(error.status, str(error)) from None
-        except BaseException as error:  # the deadline passed, or the coroutine was cancelled
+        except BaseException:  # the deadline passed, or the coroutine was cancelled
             if group:
                 self.engine_thread.cancel(group)
-            if isinstance(error, TimeoutError):
-                raise APIError(408, "the request timed out") from None
             raise
-        return GenerationResponse(self.engine_thread, deadline, group, prepared.encoder, bool(body.stream))
+        return GenerationResponse(self.engine_thread, admission.deadline, group, prepared.encoder, bool(body.stream))
 
     async def prepare(
         self, key_name: str, prepare: Callable[[], Prepared]
@@ -290,7 +283,7 @@ class OpenAIServing:
     async def admit(
         self, admission: RequestAdmission, prompt_field: str = "messages", num_choices: int = 1
     ) -> AsyncIterator[None]:
-        """Admit a request that is not generated. Raises APIError, also for what fails in the context."""
+        """Admit a request, and do its work in time. Raises APIError, also for what fails in the context."""
         admission.admit(num_choices)
         admission.begin_work()
         try:
