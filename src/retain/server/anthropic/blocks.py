@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from retain.server import client_fields
-from retain.server.request_model import StrictModel
+from retain.server.request_model import StrictModel, tag_text_or_list
 
 SEPARATOR = "\n\n"  # between turns of the same role, which become one, and beside documents
 # Members of results of hosted tools that a model can read, in the order of the prompt.
@@ -64,13 +64,8 @@ class TextBlock(CacheableBlock, other_fields=client_fields.MESSAGES_CITED_BLOCK)
         return self.text
 
 
-def content_kind(content: Any) -> str:
-    """Return the tag of content in a union: text, or blocks."""
-    return "text" if isinstance(content, str) else "blocks"
-
-
 TextContent = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[TextBlock], Tag("blocks")], Discriminator(content_kind)
+    Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<list>")], Discriminator(tag_text_or_list)
 ]
 
 
@@ -156,7 +151,7 @@ class ToolResultBlock(CacheableBlock, other_fields=client_fields.MESSAGES_TOOL_R
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[ResultPart], Tag("blocks")], Discriminator(content_kind)
+        Annotated[str, Tag("<text>")] | Annotated[list[ResultPart], Tag("<list>")], Discriminator(tag_text_or_list)
     ] = ""
     is_error: bool = Field(False, description="The content then begins with `Error: ` in the prompt")
 

@@ -19,11 +19,10 @@ from retain.server.anthropic.blocks import (
     TextContent,
     ToolUseBlock,
     UserBlock,
-    content_kind,
 )
 from retain.server.anthropic.tools import AnyTool, TypedTool
 from retain.server.openai.protocol import STOP_DESCRIPTION, ExtensionFields, GenerationFields, Json, StopListField
-from retain.server.request_model import StrictModel
+from retain.server.request_model import StrictModel, tag_text_or_list
 
 MAX_TOOLS = 1024  # agents with several servers of tools have a few hundred
 
@@ -33,7 +32,7 @@ class UserMessage(StrictModel):
 
     role: Literal["user"]
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[UserBlock], Tag("blocks")], Discriminator(content_kind)
+        Annotated[str, Tag("<text>")] | Annotated[list[UserBlock], Tag("<list>")], Discriminator(tag_text_or_list)
     ]
 
 
@@ -42,7 +41,7 @@ class AssistantMessage(StrictModel):
 
     role: Literal["assistant"]
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[AssistantBlock], Tag("blocks")], Discriminator(content_kind)
+        Annotated[str, Tag("<text>")] | Annotated[list[AssistantBlock], Tag("<list>")], Discriminator(tag_text_or_list)
     ]
 
 

@@ -15,6 +15,7 @@ from retain.server import client_fields
 from retain.server.anthropic.blocks import CacheableBlock
 from retain.server.anthropic.client_tools import describe_client_tool
 from retain.server.openai.protocol import Json
+from retain.server.request_model import get_type
 
 # What needs the servers of Anthropic, or pictures of a screen. The date of a type is its version.
 HOSTED_TOOLS = re.compile(
@@ -62,8 +63,9 @@ class TypedTool(CacheableBlock, extra="ignore"):
 
 
 def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "function" if kind in (None, "custom") else "typed"
+    return "<function>" if get_type(tool, "custom") == "custom" else "<typed>"
 
 
-AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[TypedTool, Tag("typed")], Discriminator(_tool_kind)]
+AnyTool = Annotated[
+    Annotated[Tool, Tag("<function>")] | Annotated[TypedTool, Tag("<typed>")], Discriminator(_tool_kind)
+]
