@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
@@ -155,7 +155,23 @@ class Reasoning(StrictModel, other_fields=client_fields.CHAT_REASONING):
     enabled: bool | None = None
 
 
-class ChatCompletionRequest(SamplingFields, other_fields=client_fields.CHAT):
+class PromptEndFields(StrictModel):
+    """How the prompt of a conversation ends."""
+
+    add_generation_prompt: bool = Field(True, description="Begin an answer; false for a prompt that does not")
+    continue_final_message: bool = Field(
+        False,
+        description="Continue the last message instead of beginning an answer; add_generation_prompt is then false",
+    )
+
+    @model_validator(mode="after")
+    def _check_continuation(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=false")
+        return self
+
+
+class ChatCompletionRequest(SamplingFields, PromptEndFields, other_fields=client_fields.CHAT):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[MessageParam], Field(min_length=1, fail_fast=True)]
@@ -174,11 +190,6 @@ class ChatCompletionRequest(SamplingFields, other_fields=client_fields.CHAT):
         None, description="For chat templates with this variable; `enable_thinking` and `thinking` follow it"
     )
     reasoning: Reasoning | None = Field(None, description="`reasoning_effort` in OpenRouter's form")
-    add_generation_prompt: bool = Field(True, description="Begin an answer; false for a prompt that does not")
-    continue_final_message: bool = Field(
-        False,
-        description="Continue the last message instead of beginning an answer; add_generation_prompt is then false",
-    )
 
     @property
     def requested_tokens(self) -> int | None:
@@ -204,12 +215,6 @@ class ChatCompletionRequest(SamplingFields, other_fields=client_fields.CHAT):
             raise ValueError("tool_choice without tools")
         if self.requested_tokens == 0:
             raise ValueError("max_tokens is 0: at least 1")
-        return self
-
-    @model_validator(mode="after")
-    def _check_continuation(self) -> ChatCompletionRequest:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message needs add_generation_prompt=false")
         return self
 
 

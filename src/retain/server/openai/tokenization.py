@@ -6,11 +6,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from retain.server import client_fields
 from retain.server.openai.body import BodyRoute
-from retain.server.openai.chat_protocol import MessageParam
+from retain.server.openai.chat_protocol import MessageParam, PromptEndFields
 from retain.server.openai.errors import ERROR_RESPONSES
 from retain.server.openai.messages import to_template_messages
 from retain.server.openai.protocol import TokenId
@@ -26,19 +26,11 @@ class TokenizeCompletionRequest(StrictModel, other_fields=client_fields.TOKENIZE
     add_special_tokens: bool = True
 
 
-class TokenizeChatRequest(StrictModel, other_fields=client_fields.TOKENIZE_CHAT):
+class TokenizeChatRequest(PromptEndFields, other_fields=client_fields.TOKENIZE_CHAT):
     """POST /tokenize with messages."""
 
     model: str | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1)]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-    @model_validator(mode="after")
-    def _check_continuation(self) -> TokenizeChatRequest:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message needs add_generation_prompt=false")
-        return self
 
 
 class TokenizeResponse(BaseModel):
