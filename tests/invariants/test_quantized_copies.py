@@ -62,7 +62,7 @@ def num_copied(request: Request) -> int:
 
 def read_positions(engine: Engine, drafter: Any, row: int, layer: int, g: int) -> list[int]:
     """Return the positions that drafts of a row attend to in one head: those of its own pages, then of the copy."""
-    tables, found = drafter._tables.build_tables(torch.tensor([row]), torch.tensor([0, 1])), list[int]()
+    (tables,), found = drafter._tables.build_tables(torch.tensor([row]), torch.tensor([0, 1])), list[int]()
     for kv, t in ((engine.cache.kv, tables), (tables.demoted.kv, tables.demoted)):
         pages = t.pages[layer, row, g, : int(t.counts[layer, row, g])].long()
         found += [int(p) for p in kv.pos[pages].flatten() if p >= 0]

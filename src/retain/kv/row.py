@@ -124,6 +124,8 @@ class Row:
             if not self.tables.pool.ensure_free(sum(RingSnapshot.num_pages(t, self.index) for t in self.groups)):
                 return False
             self.snapshots = [RingSnapshot(t, self.index) for t in self.groups]
+        if not self.evictors:
+            return self.parts.slots.reserve(self.index, end_position)
         planners = {id(t): planner for t, planner in zip(self.groups, self.parts.planner.groups, strict=True)}
         return (
             all(evictor.begin_reserve() for evictor in self.evictors)

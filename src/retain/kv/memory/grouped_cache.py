@@ -41,7 +41,9 @@ class GroupedKVCache:
 
     def reserve(self, row: int, upto: int) -> bool:
         """Own the pages of all positions below `upto`. False, and nothing is taken, when the pool has too few."""
-        if len(self.groups) > 1 and not self.pool.ensure_free(sum(g.num_missing_pages(row, upto) for g in self.groups)):
+        if len(self.groups) == 1:
+            return self.groups[0].reserve(row, upto)
+        if not self.pool.ensure_free(sum(group.num_missing_pages(row, upto) for group in self.groups)):
             return False
         return all(group.reserve(row, upto) for group in self.groups)
 
