@@ -290,7 +290,7 @@ class LLM:
             while request.finish_reason is None and (not request.stats.first_token_time or request.scoring):
                 self.step()
             if request.row is not None:
-                return request.row.positions()
+                return self.cache.rows[request.row.index].positions()
             raise MemoryError("the request needs more KV memory than was planned")
         finally:
             self.output_processor.cancel(request)

@@ -122,13 +122,6 @@ class SimulatedRow:
     def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
         """Do nothing: nothing is evicted."""
 
-    def clear_masses(self) -> None:
-        """Do nothing: there are no masses."""
-
-    def positions(self) -> list[list[list[int]]]:
-        """List nothing: there are no slots."""
-        return []
-
     def record_attention(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
         """Do nothing: there are no masses."""
 

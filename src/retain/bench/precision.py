@@ -124,7 +124,7 @@ MEASUREMENTS: dict[str, Callable[[Load, PrecisionBenchConfig], Iterator[Line]]] 
 
 
 def _pages(llm: LLM, prompt_len: int, output_len: int) -> int:
-    policy = llm.cache.effective_policy(llm.policy.resolve(prompt_len))
+    policy = llm.cache.plan_policy(llm.policy, prompt_len)
     return llm.cache.pages_needed(policy, prompt_len + output_len, prompt_len)
 
 

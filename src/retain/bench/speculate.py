@@ -180,7 +180,7 @@ def _fork_request(llm: LLM, source: Request, output_len: int) -> Request:
     fork.row = source.row.fork(fork.policy, fork.num_computed_tokens)
     if fork.row is None:
         raise ValueError("the pool is too small for a copy of every prompt: raise --kv-memory or lower --batch-size")
-    fork.row.clear_masses()  # the forks before this one left masses on the shared pages
+    llm.cache.rows[fork.row.index].clear_masses()  # the forks before this one left masses on the shared pages
     fork.row.commit(fork.num_computed_tokens, 0)
     return fork
 

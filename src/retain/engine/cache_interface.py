@@ -72,14 +72,6 @@ class RequestRow(Protocol):
         """Count a step: what the row must give back is known now."""
         ...
 
-    def clear_masses(self) -> None:
-        """Forget the attention that the slots of the row received."""
-        ...
-
-    def positions(self) -> list[list[list[int]]]:
-        """List the positions in the slots of every layer and head, [L][G], ascending."""
-        ...
-
     def record_attention(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
         """Record which tokens every head keeps, and their masses."""
         ...

@@ -7,6 +7,8 @@ begin with a cached prefix or as a fork of another row, and leaves its prefix to
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -72,16 +74,28 @@ class Row:
         self.tables = self.groups[0]
         self.index = parts.slots.open_row(windows, policy.fresh_tokens(num_uncomputed_tokens))
         self.evictors: list[BudgetEvictor] = []  # of each KV cache group that evicts; they do at the same tokens
-        if policy.has_budget:
-            budget = cast(BudgetPolicy, policy)
-            evicting = [t for t in self.groups if len(t.full_layers(self.index))]
-            self.evictors = [BudgetEvictor(budget, t, self.index, parts.key_transform) for t in evicting]
         self.snapshots: list[RingSnapshot] = []  # of the rings of each group, during a scoring pass
         self.copy: QuantizedCopy | None = None  # that a drafter attends to
         self.load: LayerLoader | None = None  # until the step after which the prefix is loaded
         self.is_sparse = False  # whether the row holds only the important tokens of its prefix
         self.text: SeenText | None = None  # in the history of the prefix cache
         parts.rows[self.index] = self
+        if policy.has_budget:
+            with self._closed_on_error():
+                self._open_evictors(cast(BudgetPolicy, policy))
+
+    def _open_evictors(self, policy: BudgetPolicy) -> None:
+        evicting = [t for t in self.groups if len(t.full_layers(self.index))]
+        self.evictors += [BudgetEvictor(policy, t, self.index, self.parts.key_transform) for t in evicting]
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """Close the row where opening it raises an error: nobody else could."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     # ---- before a step -------------------------------------------------------------------------------------------
 
@@ -110,10 +124,11 @@ class Row:
             return None
         new = Row(self.parts, policy, num_computed_tokens)
         can_share = not self.evictors and not new.evictors
-        if not self.parts.slots.fork_row(self.index, new.index, num_computed_tokens, can_share):
-            new.close()
-            return None
-        return new
+        with new._closed_on_error():
+            if self.parts.slots.fork_row(self.index, new.index, num_computed_tokens, can_share):
+                return new
+        new.close()
+        return None
 
     def reserve(self, end_position: int, scoring: bool = False) -> bool:
         """Own the pages of all positions below `end_position`. False when the pool has too few.
