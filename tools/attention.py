@@ -35,11 +35,11 @@ def measure_step_ms(page_size: int, num_steps: int = 300) -> tuple[float, float]
     for start in range(0, SLOTS, CHUNK):
         row.reserve(start + CHUNK)
         places = np.arange(start, start + CHUNK, dtype=np.int32)
-        for slots in cache.slot_mapping(np.full(CHUNK, row.index, np.int32), places):
+        for slots in cache.slot_mapping(np.full(CHUNK, row.index, np.int32), places)[0]:
             k, v = torch.randn(2, CHUNK, 3, 64).bfloat16()
             cpu.write(cache.kv, slots, k, v, torch.from_numpy(places))
     rows, starts = torch.tensor([row.index], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
-    tables = cache.build_tables(rows, starts)
+    (tables,) = cache.build_tables(rows, starts)
     layers = [tables.for_layer(layer) for layer in range(LAYERS)]
     q, q_pos = torch.randn(1, 9, 64).bfloat16(), torch.tensor([SLOTS - 1], dtype=torch.int32)
     times = []

@@ -14,11 +14,11 @@ from retain import kernels
 from retain.factory import build_cache
 from retain.kernels.api import KV
 from retain.kernels.eviction_order import eviction_key, protect
+from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kernels.pool_dtypes import slots_in_page
-from retain.kv.capacity import CacheConfig, KVCacheSpec
+from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
-from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.operations import LAST_POSITION
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
@@ -27,7 +27,10 @@ from retain.types import Ints
 from tests.helpers.gates import random_gate
 from tests.helpers.marks import slow
 
-SPEC = KVCacheSpec(kv_heads=2, head_dim=16, windows=(None, 9, None))
+KV_HEADS = 2
+HEAD_DIM = 16
+WINDOWS = (None, 9, None)
+SPEC = KVCacheSpec(uniform_layers(KV_HEADS, HEAD_DIM, WINDOWS))
 COLUMNS = 2
 OPTIONS = {  # beside a budget, an interval and a chunk, which are drawn
     "h2o": ["", "share=layer", "share=all", "value=norm", "heads=query", "heads=union", "scope=shared", "sinks=2"],
@@ -48,7 +51,7 @@ SPECS = [
 
 def make_cache() -> KVCacheManager:
     S, rows = 16, 8
-    demoted = slots_in_page(S, SPEC.head_dim, torch.float32, DEMOTED_DTYPE)
+    demoted = slots_in_page(S, HEAD_DIM, torch.float32, DEMOTED_DTYPE)
     config = CacheConfig(S, rows, 300, 64, COLUMNS, demoted)
     gate = random_gate(SPEC)
     return build_cache(SPEC, config, kernels.load("reference"), torch.float32, 2**23, load_gate=lambda file: gate)
@@ -64,8 +67,8 @@ def fill(cache: KVCacheManager, row: Row, begin: int, end: int, seed: int) -> No
     assert row.reserve(end)
     positions = np.arange(begin, end, dtype=np.int32)
     rng = torch.Generator().manual_seed(1000 * seed + begin)
-    for slots in cache.slot_mapping(np.full(end - begin, row.index, np.int32), positions):
-        k, v = torch.randn(2, end - begin, SPEC.kv_heads, SPEC.head_dim, generator=rng)
+    for slots in cache.slot_mapping(np.full(end - begin, row.index, np.int32), positions)[0]:
+        k, v = torch.randn(2, end - begin, KV_HEADS, HEAD_DIM, generator=rng)
         cache.backend.write(cache.kv, slots, k, v, torch.from_numpy(positions))
     t = cache.tables
     for layer, head in np.ndindex(t.counts.shape[1:]):
@@ -91,8 +94,8 @@ def snapshot(cache: KVCacheManager, row: Row) -> list[torch.Tensor]:
         found += contents(cache.kv, t.pages[row.index, layer, head, : t.counts[row.index, layer, head]])
         found.append(t.demoted.store.kv.pos[t.demoted.store.kv.to_index(
             t.demoted.pages[row.index, layer, head, : t.demoted.counts[row.index, layer, head]])])  # fmt: skip
-    assert row.evictor
-    return [*found, torch.tensor([row.evictor.next_eviction, row.evictor.num_evicted])]
+    (evictor,) = row.evictors
+    return [*found, torch.tensor([evictor.next_eviction, evictor.num_evicted])]
 
 
 def run(spec: str, prompt_lens: Sequence[int], num_tokens: int, together: bool) -> list[list[torch.Tensor]]:
@@ -168,10 +171,10 @@ def test_one_call_evicts_all_rows_that_are_due(monkeypatch: pytest.MonkeyPatch) 
         for i, (row, n) in enumerate(rows):
             fill(cache, row, (n if end else 0), n + end, seed=i)
             row.commit(n + end, 0)
-            assert isinstance(row.evictor, BudgetEvictor) and row.evicts_at(n + end)
+            assert row.evicts_at(n + end)
         cache.evict()
-    full_layers = SPEC.windows.count(None)
-    assert selected == [3 * full_layers * SPEC.kv_heads]
+    full_layers = WINDOWS.count(None)
+    assert selected == [3 * full_layers * KV_HEADS]
 
 
 def test_a_row_that_is_closed_before_the_eviction_is_not_evicted() -> None:
@@ -183,7 +186,7 @@ def test_a_row_that_is_closed_before_the_eviction_is_not_evicted() -> None:
         row.commit(60, 0)
     a.close()
     cache.evict()
-    assert b.evictor and b.evictor.has_holes and not cache.rows.get(a.index)
+    assert b.evictors[0].has_holes and not cache.rows.get(a.index)
     b.close()
     cache.check()
     assert cache.free_pages == cache.total_pages
