@@ -31,7 +31,7 @@ def assert_recovers(engine: Engine) -> None:
 
 
 def test_a_row_that_cannot_be_opened_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its request still waits, so that it can be cancelled."""
+    """Its request neither waits nor runs, by which the engine thread knows what to end."""
     engine = make_engine("llama")
     request = make_request(range(40), 12, POLICY)
     engine.add(request)
@@ -39,7 +39,8 @@ def test_a_row_that_cannot_be_opened_is_not_kept(monkeypatch: pytest.MonkeyPatch
         patch.setattr("retain.kv.row.BudgetEvictor", fail)
         with pytest.raises(RuntimeError):
             engine.step()
-    assert request in engine.scheduler.waiting and not engine.cache.rows
+    assert request not in engine.scheduler.waiting and not engine.cache.rows
+    engine.cancel(request)
     assert_recovers(engine)
 
 

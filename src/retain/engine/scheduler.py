@@ -145,8 +145,8 @@ class Scheduler:
             return False
         if not self._can_admit(request) and (own or not self._make_room(request)):
             return False
-        request.row = self.cache.open(request.policy, request.num_uncomputed_tokens)
         self.waiting.remove(request)
+        request.row = self.cache.open(request.policy, request.num_uncomputed_tokens)
         self.running.append(request)
         self._attach_prefix(request, request.row)
         self._count_turn(request.input.owner)  # a prompt that is cached takes no other turn
