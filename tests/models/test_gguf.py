@@ -219,12 +219,12 @@ def test_gemma_files_may_list_the_sliding_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma3_text"])
 def test_a_window_counts_in_the_families_that_have_one(tmp_path: Path, model_type: str) -> None:
     config = read_config(tmp_path, model_type, attention__sliding_window=8)
-    windows = models.load_family(model_type).spec_from_config(config).windows
+    windows = models.load_family(model_type).spec_from_config(config).kv_cache.windows
     assert set(windows) == ({8, None} if model_type == "gemma3_text" else {None})
     without = models.load_family(model_type).spec_from_config(
         read_config(tmp_path, model_type, attention__sliding_window=None)
     )
-    assert set(without.windows) == {None}
+    assert set(without.kv_cache.windows) == {None}
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"mlp_bias": True}])
