@@ -89,7 +89,7 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
 
     JITFunction.run = only_compile
     for case in LAUNCH_CASES[: 4 if quick else None]:
-        launch_kernels(*case)
+        launch_kernels(*case, quick)
     yield from lines.values()
 
 
@@ -152,9 +152,19 @@ VALUE_SIZES = {576: 512}  # where a value is not as large as a key
 
 
 def launch_kernels(
-    D: int, R: int, dtype: torch.dtype, fresh: tuple[int, ...], with_masses: bool, alibi: bool, demotes: bool
+    D: int,
+    R: int,
+    dtype: torch.dtype,
+    fresh: tuple[int, ...],
+    with_masses: bool,
+    alibi: bool,
+    demotes: bool,
+    quick: bool,
 ) -> None:
-    """Launch a step of two kv heads, and every other kernel of the backend."""
+    """Launch a step of two kv heads, and every other kernel of the backend.
+
+    With demoted tokens it attends with a softcap and sink logits, too: `quick` with nothing else.
+    """
     from retain.kernels import triton
     from retain.kernels.api import DemotedTables, Tables
     from retain.kernels.attention_params import AttentionParams
@@ -179,7 +189,8 @@ def launch_kernels(
     q, pos, slots = torch.ones(T, G * R, D, dtype=q_dtype), torch.ones(T).int(), torch.ones(G, T, dtype=torch.int32)
     slopes = torch.ones(G * R) if alibi else None
     scoring = keyformer_scoring(T, B) if with_masses else None
-    triton.attend(q, kv, tables, pos, AttentionParams(0.1, alibi_slopes=slopes), scoring=scoring, layer=1)
+    if not (quick and demotes):
+        triton.attend(q, kv, tables, pos, AttentionParams(0.1, alibi_slopes=slopes), scoring=scoring, layer=1)
     if demotes:
         capped = AttentionParams(0.1, slopes, softcap=30.0, sink_logits=torch.ones(G * R))
         triton.attend(q, kv, tables, pos, capped, scoring=scoring, layer=1)

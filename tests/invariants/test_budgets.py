@@ -103,13 +103,17 @@ FAST = [policy for policy in POLICIES if POLICIES[policy].name not in KEY_SCORES
 
 
 def list_cases() -> Iterator[Any]:
-    """Yield every policy with every family on one backend, and with one family in turn on the reference as well.
+    """Yield every policy with one family and another in turn on one backend, and in turn on the reference as well.
 
-    That the backends agree is a law of tests/kernels.
+    Policies that score keys have every family, because families differ in what is in a key. That the backends agree is
+    a law of tests/kernels.
     """
     names = ["llama", "gpt2", "mpt", "gemma3_text"]
     for (f, family), (i, policy) in product(enumerate(names), enumerate(POLICIES)):
-        backends = ["reference"] if POLICIES[policy].name in KEY_SCORES else ["cpu", *["reference"] * (i % 4 == f)]
+        name = POLICIES[policy].name
+        if name not in (*KEY_SCORES, "gate") and f not in (0, 1 + i % 3):
+            continue
+        backends = ["reference"] if name in KEY_SCORES else ["cpu", *["reference"] * (i % 4 == f)]
         for backend in backends:
             is_fast = policy in FAST and (family, backend) == ("llama", "cpu")
             yield pytest.param(family, policy, backend, marks=[] if is_fast else [pytest.mark.slow])
