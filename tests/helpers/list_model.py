@@ -254,7 +254,7 @@ class ListModel:
 
     def unscaled(self, layer: int, g: int, keys: Tensor) -> Tensor:
         """Return keys without the factors that balance them with queries."""
-        factors = self.model.key_factors.get(layer)
+        factors = self.model.decoder.key_factors.get(layer)
         return keys if factors is None else keys / factors[g]
 
     def gate_scores(self, layer: int, g: int, free: list[int]) -> dict[int, float]:
