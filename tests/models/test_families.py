@@ -184,7 +184,7 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
         ("llama", {"num_key_value_heads": 4}, "do not fit its config"),
         ("llama", {"num_attention_heads": 0}, "do not fit its config"),
         ("llama", {"num_attention_heads": "many"}, "config.json has a value that cannot be used"),
-        ("llama", {"vocab_size": 127}, "128 logits for a vocabulary of 127"),
+        ("llama", {"vocab_size": 127}, "do not fit its config: the output of a linear layer"),
         ("llama", {"vocab_size": 129}, "do not fit its config"),
         ("llama", {"num_hidden_layers": 4}, "no tensor 'model.layers.3."),
         ("llama", {"tie_word_embeddings": False}, "no tensor 'lm_head.weight'"),

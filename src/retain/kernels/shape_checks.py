@@ -11,8 +11,12 @@ from retain.kernels.rope import Rope
 LOGITS_BUFFER = -1  # the buffer that a program returns
 
 
+class WidthError(ValueError):
+    """Raised where the tensors of a model do not fit the buffers of its program."""
+
+
 class BufferShapes:
-    """The buffers of a program: ids by name, widths by id. Every check raises ValueError if widths do not fit."""
+    """The buffers of a program: ids by name, widths by id. Every check raises WidthError if widths do not fit."""
 
     def __init__(self) -> None:
         self.buffer_ids: dict[str, int] = {}
@@ -41,7 +45,7 @@ class BufferShapes:
         if len(shape) == 1:
             check_equal("the weight of a norm", n, self.widths[x], self.widths[out])
         elif heads * n > min(self.widths[x], self.widths[out]):
-            raise ValueError(f"a norm of {heads} heads of {n} does not fit a buffer of width {self.widths[x]}")
+            raise WidthError(f"a norm of {heads} heads of {n} does not fit a buffer of width {self.widths[x]}")
         check_equal("the bias of a norm", n if bias is None else bias, n)
         return heads, n
 
@@ -58,7 +62,7 @@ class BufferShapes:
     def check_scale(self, x: int, num_factors: int) -> None:
         """Check a product of the first numbers with factors."""
         if num_factors > self.widths[x]:
-            raise ValueError(f"{num_factors} factors do not fit a buffer of width {self.widths[x]}")
+            raise WidthError(f"{num_factors} factors do not fit a buffer of width {self.widths[x]}")
 
     def check_attention(
         self, qkv: int, out: int, heads: tuple[int, int, int], params: AttentionParams, rope: Rope | None
@@ -75,7 +79,7 @@ class BufferShapes:
             check_equal("q, k and v", (H + G) * D + G * v_dim, self.widths[qkv])
         params.check(H, G, D)
         if rope and 2 * len(rope.freqs) > D:
-            raise ValueError(f"rope of {len(rope.freqs)} frequencies does not fit heads of {D}")
+            raise WidthError(f"rope of {len(rope.freqs)} frequencies does not fit heads of {D}")
         return v_dim, has_kv
 
     def check_gather_rows(self, x: int, out: int) -> None:
@@ -84,9 +88,9 @@ class BufferShapes:
 
 
 def check_equal(name: str, *widths: int) -> None:
-    """Raise ValueError unless all widths are equal."""
+    """Raise WidthError unless all widths are equal."""
     if len(set(widths)) > 1:
-        raise ValueError(f"{name} has width {widths[0]}, but {' and '.join(map(str, widths[1:]))} is expected")
+        raise WidthError(f"{name} has width {widths[0]}, but {' and '.join(map(str, widths[1:]))} is expected")
 
 
 def check_write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:

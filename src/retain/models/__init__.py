@@ -15,6 +15,7 @@ import torch
 
 from retain.files import quote, shorten
 from retain.kernels.api import Program
+from retain.kernels.shape_checks import WidthError
 from retain.models.decoder import Decoder
 from retain.models.family_config import check_supported
 from retain.models.weights import Weights
@@ -22,7 +23,7 @@ from retain.plugins import plugin_names
 
 logger = logging.getLogger(__name__)
 VALUE_ERRORS = (ArithmeticError, AttributeError, TypeError)  # raised by a value of the config of another type
-SHAPE_ERRORS = (IndexError, RuntimeError)  # raised by tensors whose sizes disagree
+SHAPE_ERRORS = (IndexError, RuntimeError, WidthError)  # raised by tensors whose sizes disagree
 IGNORED_TENSORS = (r"rotary_emb\.inv_freq",)  # written by old versions of transformers; each family may have more
 
 

@@ -19,6 +19,7 @@ from retain.kernels.api import Program
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.kv_cache_spec import AttentionSpec, KVCacheSpec, LayerCacheSpec, uniform_layers
 from retain.kernels.rope import Rope
+from retain.kernels.shape_checks import WidthError
 from retain.models.layers import Embedding, Layer, Linear
 from retain.models.qk_balance import find_qk_factors
 from retain.models.weights import Weights
@@ -232,7 +233,7 @@ class Decoder:
         e = self.embedding
         num_positions = s.max_position_embeddings + e.position_offset
         if e.table.shape[0] < s.vocab_size or (e.position_table is not None and len(e.position_table) < num_positions):
-            raise ValueError("the embedding has fewer rows than the vocabulary, or than the context")
+            raise WidthError("the embedding has fewer rows than the vocabulary, or than the context")
         x = program.buffer("x", s.hidden_size)
         last = program.buffer("last", s.hidden_size)
         e.emit(program, x)
