@@ -264,8 +264,8 @@ class ListModel:
         exact = [head.exact.get(x, (head.keys[j], head.values[j])) for j, x in zip(free, p.tolist(), strict=True)]
         k, v = (torch.stack(x).double() for x in zip(*exact, strict=True))
         k = self.unscaled(layer, g, k)
-        if self.model.ropes:
-            rope = self.model.ropes[0]
+        if self.model.decoder.ropes:
+            rope = self.model.decoder.ropes[0]
             k = rope.apply(k[:, None], rope.angles(-p, k.dtype))[:, 0]
         age = self.fresh_positions[-1] + 1 - p
         logs = [v.norm(dim=-1) + 1e-3, k.norm(dim=-1) + 1e-3, p + 1, received / age + 1e-7, age]
