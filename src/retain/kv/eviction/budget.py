@@ -301,10 +301,10 @@ class AttentionScoredPolicy(BudgetPolicy):
         return -rank.amin(2)
 
     def head_budgets(self, view: CacheView) -> Tensor:
-        """With heads=union keep every slot that one of the query heads would keep."""
+        """With heads=union keep every slot that one of the query heads would keep, as far as holes fit behind them."""
         if self.heads != "union":
             return super().head_budgets(view)
         protected = (view.pos >= 0) & self.protected_mask(view.pos, view.query_position)
         stay = protected.sum(-1, keepdim=True)  # [M, G, 1]
         kept = (-self.priority(view) < self.budget_tokens - stay).sum(-1) + stay[..., 0]
-        return kept.clamp(max=view.pos.shape[-1])
+        return kept.clamp(max=view.pos.shape[-1] - self.interval)  # a streamed prompt has few slots to spare
