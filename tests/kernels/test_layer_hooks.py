@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retain.engine.batch import build_batch
+from retain.engine.batch_builder import build_batch
 from tests.helpers.engines import make_engine, make_request
 from tests.helpers.marks import slow
 

@@ -1,6 +1,6 @@
 """What the engine needs of a cache and of its rows: `KVCacheManager` and `Row`, or those of a simulation.
 
-The scheduler needs no more than this. What a step computes with needs the manager itself (batch.py).
+The scheduler needs no more than this. What a step computes with needs the manager itself (batch_builder.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from retain.engine.batch import build_batch
+from retain.engine.batch_builder import build_batch
 from retain.engine.drafters import Drafter
 from retain.engine.output import StepOutput
 from retain.engine.pending_step import PendingStep, insert_pending_tokens

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from retain.engine.batch import pack_tokens
+from retain.engine.batch_builder import pack_tokens
 from retain.engine.drafters import TargetModel
 from retain.engine.drafters.self import Drafter as SelfDrafter
 from retain.engine.request import Request

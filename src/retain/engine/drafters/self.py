@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from retain.engine.batch import pack_tokens
+from retain.engine.batch_builder import pack_tokens
 from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner

@@ -22,7 +22,7 @@ from retain.kernels.triton import attention, elementwise, fresh_tokens
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
 from retain.kernels.triton.plan import plan_attention
-from retain.kernels.triton.step import DeviceStep
+from retain.kernels.triton.step_inputs import DeviceStep
 from retain.kernels.weight import Weight
 
 

@@ -19,7 +19,7 @@ from retain.kernels.api import Batch, GroupInputs
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.triton import plan
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
-from retain.kernels.triton.step import DeviceStep
+from retain.kernels.triton.step_inputs import DeviceStep
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CAPTURE_AFTER = 2  # a shape is captured when it comes for this time; before, its steps run operation by operation
