@@ -134,7 +134,7 @@ def test_demoted_tables_follow_their_rows() -> None:
         assert t
         for change in (lambda: t.allocate(row, layers, np.array([[1, 2], [3, 4]], np.int32)), lambda: t.clear(row)):
             change()
-            tables = cache.tables.device.build_tables(torch.tensor([row, 5]), torch.arange(3)).demoted
+            tables = cache.tables.on_device.build_tables(torch.tensor([row, 5]), torch.arange(3)).demoted
             assert tables and int((tables.pages[:2, row] > 0).sum()) == 10
             found.append((tables.counts[:2, row].flatten().tolist(), tables.max_pages))
         return found

@@ -45,7 +45,7 @@ class DraftTables:
             if slots_in_page(kv.page_size, kv.k_dim, kv.dtype, dtype, v_dim=kv.v_dim) <= kv.page_size:
                 raise ValueError("saves no memory: a page of this cache has as many slots")
         copy_tables = copies.open_tables(dtype) if dtype else None
-        self.device = DeviceTables(self.pages, self.counts, tables.window, tables.kv.device, copy_tables)
+        self.on_device = DeviceTables(self.pages, self.counts, tables.window, tables.kv.device, copy_tables)
 
     @property
     def max_pages(self) -> int:
@@ -80,7 +80,7 @@ class DraftTables:
         t = self.tables
         row = self.rows[index]
         counts = self.counts[index] = t.counts[index]
-        self.device.mark_dirty(index)
+        self.on_device.mark_dirty(index)
         self.pages[index, :, :, : counts.max()] = t.pages[index, :, :, : counts.max()]
         if self._attends_in_full(row):
             return
@@ -96,7 +96,7 @@ class DraftTables:
 
     def build_tables(self, rows: Tensor, query_start_loc: Tensor) -> list[Tables]:
         """See KVCacheManager.build_tables: there is one group."""
-        return [self.device.build_tables(rows, query_start_loc)]
+        return [self.on_device.build_tables(rows, query_start_loc)]
 
     def _attends_in_full(self, row: Row) -> bool:
         return row.is_sparse or bool(row.evictors) or not len(self.tables.full_layers(row.index))

@@ -257,7 +257,7 @@ class KVCacheManager:
         evicting = rows[tokens]
         in_layer = tables.window[evicting].T == NO_WINDOW
         hole_indices = positions[tokens] - holes_from[evicting]
-        return tables.device.map_holes(slots, tokens, evicting, hole_indices, in_layer)
+        return tables.on_device.map_holes(slots, tokens, evicting, hole_indices, in_layer)
 
     def begin_step(
         self, rows: Sequence[int], query_start_loc: Sequence[int], traces: Mapping[int, AttentionTrace]
@@ -278,7 +278,7 @@ class KVCacheManager:
             for load, begin, end in loads:
                 load.wait_layer(layer, q[begin:end])
             for tables in self.slots.tables:
-                tables.device.rows.upload()  # selective loads shorten tables
+                tables.on_device.rows.upload()  # selective loads shorten tables
 
         def after_attention(layer: int) -> None:
             for evictor in evictors:
@@ -289,7 +289,7 @@ class KVCacheManager:
 
     def build_tables(self, rows: Tensor, query_start_loc: Tensor) -> list[Tables]:
         """Return the tables of each KV cache group, see DeviceTables.build_tables."""
-        return [tables.device.build_tables(rows, query_start_loc) for tables in self.slots.tables]
+        return [tables.on_device.build_tables(rows, query_start_loc) for tables in self.slots.tables]
 
     @property
     def pools(self) -> list[KV]:

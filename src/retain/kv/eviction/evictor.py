@@ -120,7 +120,7 @@ class BudgetEvictor:
         if num_computed_tokens < policy.prompt_len:
             return [self._plan_chunk()]
         if num_computed_tokens < self.compacts_at:  # what slots have now, before the answer adds to it
-            pages = self.tables.device.gather([self.row], self.layers, self.num_table_pages)[0]
+            pages = self.tables.on_device.gather([self.row], self.layers, self.num_table_pages)[0]
             self.slot_scores.update(policy, pages, num_computed_tokens - 1)
             return None
         if num_computed_tokens > self.compacts_at:
@@ -142,7 +142,7 @@ class BudgetEvictor:
         assert self.layerwise
         if self.layerwise.finish_layer(layer):
             assert self.layerwise.holes is not None
-            self.tables.device.set_holes([self.row], self.layers, self.layerwise.holes[None])
+            self.tables.on_device.set_holes([self.row], self.layers, self.layerwise.holes[None])
             self.start_holes(self.policy.prompt_len)
             self.layerwise = None
 
@@ -218,7 +218,7 @@ def punch_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[
         if evictor.demoter:
             evictor.demoter.add(victims.of_row(b), n - 1, tables.slot_scores[b])
         evictor.start_holes(n)
-    first.tables.device.set_holes([e.row for e in evictors], first.layers, victims.slots)
+    first.tables.on_device.set_holes([e.row for e in evictors], first.layers, victims.slots)
 
 
 def compact_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int], due: Sequence[Compact]) -> None:
@@ -237,7 +237,7 @@ def compact_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequenc
         if evictor.demoter and (taken := demoted[b]):
             evictor.demoter.begin(*taken, n)
         evictor.start_holes(n)
-    first.tables.device.set_holes([e.row for e in evictors], first.layers, done.holes)
+    first.tables.on_device.set_holes([e.row for e in evictors], first.layers, done.holes)
 
 
 def gather_row_tables(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int]) -> RowTables:
@@ -247,7 +247,7 @@ def gather_row_tables(evictors: Sequence[BudgetEvictor], num_computed_tokens: Se
         np.array_equal(e.layers, first.layers) for e in evictors
     )  # budgets leave the model's windows as they are
     widths = [e.num_table_pages for e in evictors]
-    pages = first.tables.device.gather([e.row for e in evictors], first.layers, max(widths))
+    pages = first.tables.on_device.gather([e.row for e in evictors], first.layers, max(widths))
     last = [n - 1 for n in num_computed_tokens]
     scores = [e.slot_scores.update(e.policy, pages[b, :, :, : widths[b]], last[b]) for b, e in enumerate(evictors)]
     return RowTables(first.tables.store, pages, widths, [e.policy for e in evictors], last, scores, first.key_factors)

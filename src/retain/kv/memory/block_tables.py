@@ -63,7 +63,7 @@ class BlockTables:
         self.demoted: DemotedBlockTables | None = None
         if demoted_store:
             self.demoted = DemotedBlockTables(demoted_store, N, L, G, max_pages * self.page_size)
-        self.device = DeviceTables(self.pages, self.counts, self.window, store.kv.device, self.demoted)
+        self.on_device = DeviceTables(self.pages, self.counts, self.window, store.kv.device, self.demoted)
 
     @property
     def open_rows(self) -> list[int]:
@@ -91,7 +91,7 @@ class BlockTables:
 
     def mark_dirty(self, row: int, dense: bool | None = None) -> None:
         """Upload the row's tables before the next step. `dense`: position i of unwindowed layers is at place i."""
-        self.device.mark_dirty(row, dense)
+        self.on_device.mark_dirty(row, dense)
 
     def full_layers(self, row: int) -> Ints:
         """Layers without a window, [M]."""
