@@ -59,7 +59,6 @@ def divide_pages(
     """Return the pages of a model's groups.
 
     A slot has masses for each of up to `score_columns` query heads of a kv head; where it is 1, one for all of them.
-    Raises ValueError where slots of `demoted_dtype` save no memory.
     """
     num_heads = score_columns * min(g.num_kv_heads for g in spec.groups)
     largest = max(_slot_bytes(g, dtype) for g in spec.groups)
@@ -72,8 +71,6 @@ def divide_pages(
         formats.append(PageFormat(slots, dtype, g.k_dim, g.v_dim, columns))
         if demoted_dtype:
             fewer = slots_in_page(slots, g.k_dim, dtype, demoted_dtype, v_dim=g.v_dim)
-            if fewer <= slots:
-                raise ValueError("demote=int4 saves no memory in a cache of 4 bits: use --kv-dtype int8 or bfloat16")
             demoted.append(PageFormat(fewer, demoted_dtype, g.k_dim, g.v_dim, columns))
     return GroupPages(tuple(formats), tuple(demoted))
 
