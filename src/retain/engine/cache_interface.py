@@ -19,70 +19,54 @@ class RequestRow(Protocol):
     @property
     def index(self) -> int:
         """Number of the row in block tables."""
-        ...
 
     @property
     def num_pages(self) -> int:
         """Pages that the row owns now."""
-        ...
 
     @property
     def slots_per_layer(self) -> list[int]:
         """Slots that the largest head of each layer owns now, [L]."""
-        ...
 
     @property
     def needs_single_step(self) -> bool:
         """Whether all tokens up to the next eviction must be computed in one step."""
-        ...
 
     def attach_prefix(self, query: PrefixQuery, was_preempted: bool = False, explain: bool = False) -> AttachedPrefix:
         """Begin with cached pages."""
-        ...
 
     def fork(self, policy: EvictionPolicy, num_computed_tokens: int) -> RequestRow | None:
         """Open a row that continues the text of this one; None where that is not possible now."""
-        ...
 
     def reserve(self, end_position: int, scoring: bool = False) -> bool:
         """Own the pages of all positions below `end_position`. False when the pool has too few."""
-        ...
 
     def tokens_until_eviction(self, num_computed_tokens: int) -> int:
         """Return how many tokens can be computed before the row evicts; a step must not pass that point."""
-        ...
 
     def shrink_budget(self, num_computed_tokens: int) -> bool:
         """Halve the row's budget where its policy allows it. Returns whether pages were freed."""
-        ...
 
     def finish_load(self) -> bool:
         """Return whether everything that the row began with is loaded, after a step; if not, it must start again."""
-        ...
 
     def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
         """Keep the pages of the row's text for others."""
-        ...
 
     def rollback(self, num_computed_tokens: int) -> None:
         """Drop a chunk of a scoring pass."""
-        ...
 
     def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
         """Count a step: what the row must give back is known now."""
-        ...
 
     def record_attention(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
         """Record which tokens every head keeps, and their masses."""
-        ...
 
     def record_attention_if_due(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
         """Do so before `commit`, if the row must evict or the last record is old."""
-        ...
 
     def close(self) -> list[int]:
         """Free the row and its pages. Returns for each layer the most slots that one head owned, [L]."""
-        ...
 
 
 class SchedulerCache(Protocol):
@@ -91,45 +75,35 @@ class SchedulerCache(Protocol):
     @property
     def page_size(self) -> int:
         """Slots of a page."""
-        ...
 
     @property
     def max_batched_tokens(self) -> int:
         """Most fresh tokens of a step."""
-        ...
 
     @property
     def max_running_requests(self) -> int:
         """Rows, open or not."""
-        ...
 
     @property
     def total_pages(self) -> int:
         """Pages of the empty pool."""
-        ...
 
     @property
     def free_pages(self) -> int:
         """Pages that a request can get now."""
-        ...
 
     @property
     def free_rows(self) -> int:
         """Requests that can still be opened."""
-        ...
 
     def pages_needed(self, policy: EvictionPolicy, length: int, num_uncomputed_tokens: int) -> int:
         """Return the pages that a request owns at most on the way to `length` tokens."""
-        ...
 
     def num_shared_pages(self, query: PrefixQuery) -> int:
         """Return how many pages of a text are in the tables of rows already."""
-        ...
 
     def unpin_all(self) -> bool:
         """Drop all pins of prefixes. Returns whether there were any."""
-        ...
 
     def open(self, policy: EvictionPolicy, num_uncomputed_tokens: int) -> RequestRow:
         """Open a row for a request with so many uncomputed tokens. It owns no pages yet."""
-        ...

@@ -16,18 +16,14 @@ class Grammar(Protocol):
 
         A row of which no token could be sampled stays as it is.
         """
-        ...
 
     def accept_token(self, token: int) -> bool:
         """Advance by one token of the answer. Returns whether it may follow."""
-        ...
 
     @property
     def is_complete(self) -> bool:
         """Whether the answer matches the grammar, and ends with its last token."""
-        ...
 
     @property
     def error(self) -> str:
         """Why the last token was refused, in words."""
-        ...

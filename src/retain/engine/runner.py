@@ -18,7 +18,6 @@ class Runner(Protocol):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return float32 logits [N, V] of the tokens `batch.logits_indices`; good until the next step."""
-        ...
 
 
 class ProgramRunner:

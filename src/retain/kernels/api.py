@@ -187,19 +187,15 @@ class Program(Protocol):
 
     def buffer(self, name: str, width: int) -> int:
         """Return the buffer of that name; create it at the first call. Layers share buffers by name."""
-        ...
 
     def logits_buffer(self, width: int) -> int:
         """Create and return the buffer that `run` returns, [N, width]."""
-        ...
 
     def embedding(self, out: int, table: Weight, factor: float = 1.0) -> None:
         """Set out = factor * table[input_id]."""
-        ...
 
     def position_embedding(self, out: int, table: Weight, offset: int = 0) -> None:
         """Add table[position + offset] to out."""
-        ...
 
     def norm(
         self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
@@ -208,23 +204,18 @@ class Program(Protocol):
 
         weight [n], or [heads, n] to normalize each of the first `heads` groups of n numbers separately.
         """
-        ...
 
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """Set out = x weight^T + bias; weight [out width, x width]."""
-        ...
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Set out = act(x[:n]), times x[n : 2 n] if `gated`; `act` is one of ACTIVATIONS."""
-        ...
 
     def clip(self, x: int, limit: float) -> None:
         """Clamp x between -limit and limit, in place."""
-        ...
 
     def scale(self, x: int, factors: Tensor) -> None:
         """Multiply the first n numbers of x by factors float32 [n], in place."""
-        ...
 
     def attend(
         self,
@@ -240,32 +231,26 @@ class Program(Protocol):
         `heads` is (H, G, D). The rows in `qkv` are undefined afterwards. Rows may be [q] alone: the layer attends to
         the cache of another one, writes nothing, and changes no mass.
         """
-        ...
 
     def gather_rows(self, x: int, out: int) -> None:
         """Copy the rows of `logits_indices` to out; all later operations see N rows."""
-        ...
 
     def finalize(self) -> None:
         """End the list of operations, and free what only adding operations needed."""
-        ...
 
     def run(self, batch: Batch) -> Tensor:
         """Compute one step: write the fresh tokens' K and V, attend, and return logits float32 [N, V].
 
         The next step overwrites the logits, which lie on the pool's device.
         """
-        ...
 
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of all weight matrices, as the program stores them."""
-        ...
 
     @property
     def vector_dtype(self) -> torch.dtype:
         """Return the dtype in which the program wants biases and the weights of norms."""
-        ...
 
 
 class Backend(Protocol):
@@ -277,11 +262,9 @@ class Backend(Protocol):
 
     def unavailable_reason(self) -> str | None:
         """Return why the backend cannot run on this machine, or None if it can."""
-        ...
 
     def program(self, dtype: torch.dtype, device: torch.device) -> Program:
         """Return an empty program. A backend without one of its own gives its functions to a ReferenceProgram."""
-        ...
 
     def allocate(
         self,
@@ -299,14 +282,12 @@ class Backend(Protocol):
         `v_dim` is None where it is `k_dim`. `page_bytes` of K and of V are for pages that other slots need more room
         in. Raises ValueError if the backend does not support the dtype or a size, or if pages are too short.
         """
-        ...
 
     def reinterpret(self, kv: KV, format: PageFormat) -> KV:
         """Return the pages of a pool as pages of other slots, with positions and masses of their own.
 
         Their K and V share memory: a page is of one kind at a time. Raises ValueError if such a page is longer.
         """
-        ...
 
     def write(self, kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store fresh tokens in their slots: K and V rounded to the pool's dtype, position, and mass 0.
@@ -314,7 +295,6 @@ class Backend(Protocol):
         slot_mapping int32 [G, T], distinct except for slots of the trash page; k [T, G, k_dim] and v [T, G, v_dim] of
         any float dtype; pos int32 [T]. Inputs may be strided, but the last dimension of k and v must be contiguous.
         """
-        ...
 
     def attend(
         self,
@@ -333,26 +313,21 @@ class Backend(Protocol):
         are one layer's. Slots hold keys less `params.key_offset` already. The result is [T, H, v_dim] in q's dtype, and
         0 for a query that sees nothing. `scoring` updates masses; `layer` only enters its noise.
         """
-        ...
 
     def read_slots(self, kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return K [..., k_dim] and V [..., v_dim] of slots int64 [...] in float32; numbers of holes are undefined."""
-        ...
 
     def requantize(self, kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
         """Copy K, V (rounded as by `write`) and mass of slots int64 [n] to another pool, with positions int32 [n]."""
-        ...
 
     def copy(self, kv: KV, src: Tensor, dst: Tensor) -> None:
         """Copy pages with positions and masses: src, dst int64 [n], without a page in common."""
-        ...
 
     def move(self, kv: KV, src: Tensor, dst: Tensor) -> None:
         """Copy slots with positions and masses: M lists src, dst int32 [M, n]; lists share no page.
 
         A list is copied in order, and never writes a slot before it has read it. The caller punches what is left over.
         """
-        ...
 
     def select_victims(
         self, priority: Tensor, pos: Tensor, lengths: Tensor, first_evictable: int, last_evictable: int, n: int
@@ -363,4 +338,3 @@ class Backend(Protocol):
         list i are candidates. Positions before `first_evictable` and after `last_evictable` come last. See
         eviction_order.py for the order. Raises ValueError if a list is too short.
         """
-        ...

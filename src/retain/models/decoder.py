@@ -33,16 +33,13 @@ class DecoderLayer(Protocol):
     @property
     def norm1(self) -> Layer:
         """Return the norm that is nearest to attention's input."""
-        ...
 
     @property
     def attention(self) -> Attention:
         """Return the layer's attention."""
-        ...
 
     def emit(self, program: Program, x: int) -> None:
         """Write the layer into a program; it updates buffer `x` in place."""
-        ...
 
 
 @dataclass(frozen=True)

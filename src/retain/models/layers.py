@@ -24,7 +24,6 @@ class Layer(Protocol):
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """Write the layer into a program: read buffer `x`, write buffer `out`, or add to it."""
-        ...
 
 
 class Linear:

@@ -43,22 +43,18 @@ class Drafter(Protocol):
     @property
     def max_draft_tokens(self) -> int:
         """Most drafts of a request in a round where k is auto."""
-        ...
 
     def attach(self, target: TargetModel) -> None:
         """Prepare for the target, before the first step. Raises ValueError if the drafter cannot draft for it."""
-        ...
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
         """Set the drafts of these requests (`Request.set_drafts`), at most as many as each one's limit.
 
         Every request has one uncomputed token.
         """
-        ...
 
     def remove_request(self, request: Request) -> None:
         """Drop the state of a request that has ended."""
-        ...
 
 
 def names() -> list[str]:

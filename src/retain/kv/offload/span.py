@@ -90,15 +90,12 @@ class SpanReader(Protocol):
 
     def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
         """Read blocks of a layer, [end - begin, block_bytes]. They are valid until this thread reads again."""
-        ...
 
     def read_metadata(self) -> Bytes:
         """Read the metadata. It is valid until this thread reads again."""
-        ...
 
     def close(self) -> None:
         """Release the span."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -135,57 +132,45 @@ class Store(Protocol):
     @property
     def latency(self) -> float:
         """Seconds until the first byte of a read, about."""
-        ...
 
     def find(self, key: bytes) -> tuple[Span, int] | None:
         """Return the span that has the key, and the key's index in it."""
-        ...
 
     def touch(self, spans: Sequence[Span]) -> None:
         """Record a use of these spans."""
-        ...
 
     def time_limit(self, compute_seconds: float | None) -> float:
         """Return the seconds that a load may take of tokens that take `compute_seconds` to compute (None: unknown)."""
-        ...
 
     def contains(self, key: bytes) -> bool:
         """Whether a span has the key, or a span that is being written will have it."""
-        ...
 
     def accepts(self, size: int) -> bool:
         """Whether the store would take a span of this many bytes now."""
-        ...
 
     def put(self, span: Span, data: Bytes, replaces: Span | None = None) -> None:
         """Keep a span, now or in the background. The store owns `data` [span.size] from here on.
 
         It takes the place of `replaces`, a span with the same keys. Open readers of that one go on.
         """
-        ...
 
     def open(self, span: Span, deadline: float = inf) -> SpanReader:
         """Open a span for reading; it stays readable if the store evicts it. Raises OSError.
 
         Readers of stores with a time limit raise TimeoutError after `deadline`, a time of `monotonic`.
         """
-        ...
 
     def delete(self, span: Span, is_corrupted: bool = False) -> None:
         """Remove a span."""
-        ...
 
     def stats(self) -> dict[str, Any]:
         """Return spans, bytes and capacity, and the counts of events since the store was opened."""
-        ...
 
     def sync(self) -> None:
         """Wait until all spans that were put are written."""
-        ...
 
     def close(self) -> None:
         """Finish pending work and release the store."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -26,39 +26,30 @@ class PageTransfer(Protocol):
     @property
     def page_bytes(self) -> int:
         """The bytes of K and V of a page."""
-        ...
 
     def allocate(self, size: int) -> Bytes:
         """Allocate host memory. Raises OSError or MemoryError."""
-        ...
 
     def download(self, pages: Ints, out: Bytes) -> None:
         """Copy pages [...] into `out` [..., n]. The copy is complete on return."""
-        ...
 
     def upload(self, pages: Ints, data: Bytes) -> None:
         """Copy `data` [..., n] into pages [...]. `data` must not change until an event after it was waited for."""
-        ...
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
         """Set the positions [..., S] of the slots of pages [...]."""
-        ...
 
     def fence(self) -> None:
         """Order the uploads that follow after the computation submitted before."""
-        ...
 
     def record_event(self) -> Any:
         """Return an event that marks the end of the uploads submitted before."""
-        ...
 
     def wait_event(self, event: Any) -> None:
         """Order the computation that follows after the event."""
-        ...
 
     def synchronize(self) -> None:
         """Block the host until all uploads are complete."""
-        ...
 
 
 class HostTransfer:
