@@ -85,8 +85,11 @@ class Row:
                 self._open_evictors(cast(BudgetPolicy, policy))
 
     def _open_evictors(self, policy: BudgetPolicy) -> None:
-        evicting = [t for t in self.groups if len(t.full_layers(self.index))]
-        self.evictors += [BudgetEvictor(policy, t, self.index, self.parts.key_transform) for t in evicting]
+        for tables, planner in zip(self.groups, self.parts.planner.groups, strict=True):
+            if len(tables.full_layers(self.index)):
+                transform = self.parts.key_transform
+                evictor = BudgetEvictor(policy, tables, self.index, transform, planner.pages_after_demotion)
+                self.evictors.append(evictor)
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -141,11 +144,10 @@ class Row:
             self.snapshots = [RingSnapshot(t, self.index) for t in self.groups]
         if not self.evictors:
             return self.parts.slots.reserve(self.index, end_position)
-        planners = {id(t): planner for t, planner in zip(self.groups, self.parts.planner.groups, strict=True)}
         return (
             all(evictor.begin_reserve() for evictor in self.evictors)
             and self.parts.slots.reserve(self.index, end_position)
-            and all(e.finish_reserve(end_position, planners[id(e.tables)].pages_after_demotion) for e in self.evictors)
+            and all(evictor.finish_reserve(end_position) for evictor in self.evictors)
         )
 
     def tokens_until_eviction(self, num_computed_tokens: int) -> int:

@@ -43,11 +43,19 @@ class BudgetEvictor:
     """Evict from the unwindowed layers [M] of one row as a resolved policy says. They have slots of one size.
 
     Where it `has_holes`, the token at position `holes_from` + i is written into hole i of each head, which
-    DeviceTables has.
+    DeviceTables has. `pages_after_demotion(policy, length)` returns the most pages of a head, see GroupPlanner.
     """
 
-    def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, transform: KeyTransform):
+    def __init__(
+        self,
+        policy: BudgetPolicy,
+        tables: BlockTables,
+        row: int,
+        transform: KeyTransform,
+        pages_after_demotion: Callable[[BudgetPolicy, int], int],
+    ):
         self.policy = policy
+        self.pages_after_demotion = pages_after_demotion
         self.tables = tables
         self.row = row
         self.layers = tables.full_layers(row)
@@ -90,13 +98,10 @@ class BudgetEvictor:
             self.demoter.release()
         return self.layerwise is None or self.layerwise.allocate()
 
-    def finish_reserve(self, end_position: int, pages_after_demotion: Callable[[BudgetPolicy, int], int]) -> bool:
-        """Own the pages of the tokens that are demoted when `end_position` are computed. False if there are too few.
-
-        `pages_after_demotion(policy, length)` returns the most pages of a head then, see GroupPlanner.
-        """
+    def finish_reserve(self, end_position: int) -> bool:
+        """Own the pages of the tokens that are demoted when `end_position` are computed. False if there are too few."""
         if self.demoter and self.demotes_by(end_position):
-            num_pages = self.head_budgets.size * pages_after_demotion(self.policy, end_position)
+            num_pages = self.head_budgets.size * self.pages_after_demotion(self.policy, end_position)
             if not self.demoter.reserve(end_position, num_pages):
                 return False
         if self.layerwise and self.layerwise.scratch is not None:  # in one layer at a time
