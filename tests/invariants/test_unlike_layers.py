@@ -23,6 +23,7 @@ from tests.helpers.engines import iter_steps, make_engine, make_request, record_
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow
 from tests.helpers.schedule_runner import ScheduleRun
+from tests.helpers.tiers import offloader_of
 from tests.helpers.tiny_models import tiny_checkpoint
 from tests.helpers.unlike_family import plain_answer, plain_logits
 from tests.helpers.unlike_family import unlike_family as unlike_family
@@ -128,6 +129,7 @@ def test_a_text_that_went_to_a_tier_and_back_is_the_same(
         tree = engine.cache.prefix_cache.tree
         tree.evict(tree.num_evictable_pages)
         assert not tree.num_evictable_pages
+        offloader_of(engine).sync()
         answers.append(run_keeping_prefixes(engine, text, 20))
         hits = engine.cache.prefix_cache.hits_by_source()
         assert hits["ram" if tier.startswith("ram") else "disk"] >= 96
