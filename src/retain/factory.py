@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,12 @@ CACHED_KEYS = "less offset, balanced"  # what stored keys are; part of a store's
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory. `create_runner` gives it a cache; `key_transform` is of the keys in it."""
+    """A model in memory. `key_transform` is of the keys in its cache."""
 
     path: Path
     spec: ModelSpec
     weight_bytes: int  # of the program
-    create_runner: Callable[[KVCacheManager], Runner]
+    runner: Runner
     key_transform: KeyTransform
 
     @property
@@ -80,7 +79,7 @@ def load_model(
     program = backend.program(dtype, device)
     decoder = models.build(open_weights(path, dtype, weights, progress, program.vector_dtype), program)
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
-    runner = partial(ProgramRunner, program)
+    runner = ProgramRunner(program)
     return LoadedModel(path, decoder.spec, program.weight_bytes, runner, build_key_transform(decoder))
 
 

@@ -88,7 +88,7 @@ class LLM:
         if prefix_config and (tier_configs or selective):
             offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, self.spec, loaded.path)
             self.cache.set_offloader(offloader)
-        self.engine = Engine(loaded.create_runner(self.cache), self.cache, drafter)
+        self.engine = Engine(loaded.runner, self.cache, drafter)
         self.output_processor = OutputProcessor(self.engine, self.tokenizer)
         info = EngineInfo(
             vocab_size=self.spec.vocab_size,
@@ -138,7 +138,7 @@ class LLM:
             self.engine.runner,
             self.cache,
             self._load_draft_model,
-            lambda weights: self._load_model(None, weights).create_runner(self.cache),
+            lambda weights: self._load_model(None, weights).runner,
         )
 
     def _load_model(self, model: str | None, weights: str) -> factory.LoadedModel:
@@ -164,7 +164,7 @@ class LLM:
             factory.text_bytes(config, spec, self.kv_dtype, num_tokens),
             device=self.device,
         )
-        return loaded.create_runner(cache), cache
+        return loaded.runner, cache
 
     def close(self) -> None:
         """Finish writing to tiers, and release them. The engine can go on without them."""

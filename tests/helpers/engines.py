@@ -107,7 +107,7 @@ def make_engine(
         offloader = factory.open_offload_tiers(prefix.config, parse_all(tiers), cache, model.spec, family.encode())
         offloader.cost_model = AlwaysLoad()
         prefix.set_offloader(offloader)
-    runner = ProgramRunner(program, cache)
+    runner = ProgramRunner(program)
 
     def load_draft_model(*_: Any) -> tuple[Runner, KVCacheManager]:
         """Load the same model once more, with a cache of its own."""

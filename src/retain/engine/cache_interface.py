@@ -26,7 +26,7 @@ class RequestRow(Protocol):
 
     @property
     def slots_per_layer(self) -> list[int]:
-        """Slots that the largest head of each layer owns now, [L]."""
+        """Slots that the largest head owns now, in each layer that has a cache."""
 
     @property
     def needs_single_step(self) -> bool:
@@ -66,7 +66,7 @@ class RequestRow(Protocol):
         """Do so before `commit`, if the row must evict or the last record is old."""
 
     def close(self) -> list[int]:
-        """Free the row and its pages. Returns for each layer the most slots that one head owned, [L]."""
+        """Free the row and its pages. Returns the most slots that one head owned, in each layer with a cache."""
 
 
 class SchedulerCache(Protocol):

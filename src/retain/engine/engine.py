@@ -25,8 +25,8 @@ from retain.engine.request import FinishReason, Request, SampledTokens
 from retain.engine.runner import Runner
 from retain.engine.sampler import Samples, sample, select_rows
 from retain.engine.scheduler import ScheduledRequest, Scheduler
-from retain.engine.spec_decode.rejection_sampler import to_device_like
 from retain.engine.spec_decode.speculator import Speculator
+from retain.kernels.transfers import to_device_like
 from retain.kv.manager import KVCacheManager
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class Engine:
     def _max_drafts(self) -> int:
         """Drafts of one request that fit into a step beside one token of every other."""
         fair_share = self.scheduler.max_batched_tokens // max(len(self.scheduler.running), 1)
-        return min(fair_share, self.cache.page_size) - 1  # a shrunk ring has one spare page
+        return min(fair_share, self.cache.page_size) - 1  # a shrunk ring has room for one block
 
     def _requeue_failed_loads(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Put requests whose offloaded prefix did not arrive back into the queue; they begin with less."""

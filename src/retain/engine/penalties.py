@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from retain.engine.spec_decode.rejection_sampler import to_device_like
+from retain.kernels.transfers import to_device_like
 from retain.sampling_params import SamplingParams
 
 

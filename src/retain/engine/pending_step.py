@@ -10,9 +10,8 @@ from torch import Tensor
 from retain.engine.request import Request
 from retain.engine.sampler import Samples
 from retain.engine.scheduler import ScheduledRequest
-from retain.engine.spec_decode.rejection_sampler import to_device_like
 from retain.kernels.api import Batch
-from retain.kernels.transfers import to_device
+from retain.kernels.transfers import to_device, to_device_like
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Protocol
 from torch import Tensor
 
 from retain.kernels.api import Batch, Program
-from retain.kv.manager import KVCacheManager
 
 
 class Runner(Protocol):
@@ -23,9 +22,8 @@ class Runner(Protocol):
 class ProgramRunner:
     """Run a model as one program of the backend."""
 
-    def __init__(self, program: Program, cache: KVCacheManager):
+    def __init__(self, program: Program):
         self.program = program
-        self.cache = cache
 
     def forward(self, batch: Batch) -> Tensor:
         """See Runner.forward."""

@@ -20,11 +20,10 @@ from retain.engine.request import Logprob, Request, SampledTokens
 from retain.engine.spec_decode.rejection_sampler import (
     rejection_sample,
     sample_inverse_cdf,
-    to_device_like,
     verify_deterministic,
     verify_greedy,
 )
-from retain.kernels.transfers import HostCopy
+from retain.kernels.transfers import HostCopy, to_device_like
 from retain.sampling_params import SamplingParams
 
 

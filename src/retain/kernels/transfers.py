@@ -7,6 +7,8 @@ later work: a copy that begins when the host asks would wait for that work, too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,11 @@ def pin(x: Tensor, device: torch.device) -> Tensor:
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host on a device."""
     return pin(x, device).to(device, non_blocking=True) if x.device.type == "cpu" else x.to(device, non_blocking=True)
+
+
+def to_device_like(x: Tensor, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Copy numbers of the host to the device of x, without waiting."""
+    return to_device(torch.tensor(values, dtype=dtype), x.device)
 
 
 class HostCopy:

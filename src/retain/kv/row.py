@@ -195,7 +195,7 @@ class Row:
             snapshot.restore(num_computed_tokens)
 
     def evicts_at(self, num_computed_tokens: int) -> bool:
-        """Return whether a commit makes the row evict."""
+        """Return whether the row must evict when so many tokens are computed."""
         return any(num_computed_tokens >= evictor.next_eviction for evictor in self.evictors)
 
     def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
@@ -212,7 +212,7 @@ class Row:
             self.parts.slots.shrink_rings(self.index, num_computed_tokens)
 
     def close(self) -> list[int]:
-        """Free every page of the row, and the row. Returns for each layer the most slots that one head owned, [L]."""
+        """Free the row and its pages. Returns the most slots that one head owned, in each layer with a cache."""
         if self.text:
             self.text.is_running = False
         if self.load:
@@ -263,11 +263,11 @@ class Row:
 
     @property
     def slots_per_layer(self) -> list[int]:
-        """Slots that the largest head of each layer owns now, [L]."""
+        """Slots that the largest head owns now, in each layer that has a cache."""
         return self.parts.slots.slots_per_layer(self.index)
 
     def positions(self) -> list[list[list[int]]]:
-        """List the positions in the slots of every layer and head, [L][G], ascending."""
+        """List the positions in the slots of every head of every layer that has a cache, ascending."""
         return self.parts.slots.positions(self.index)
 
     def record_attention(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
@@ -275,6 +275,6 @@ class Row:
         trace.record(self.groups, self.index, num_computed_tokens)
 
     def record_attention_if_due(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
-        """Do so before `commit`, if that evicts or the last record is old."""
+        """Record them before `commit`, if the row must evict then or the last record is old."""
         evicts_now = self.evicts_at(num_computed_tokens)
         trace.record_if_due(self.groups, self.index, num_computed_tokens, evicts_now)

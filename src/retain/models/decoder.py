@@ -85,9 +85,9 @@ class Attention:
 
     A layer that shares the cache of an earlier one has heads of q alone. Sizes are those of the cache that it reads.
 
-    Heads of q and k are multiplied by `qk_factors` (qk_balance.py), and keys are cached less `key_offset`. Products q.k
-    stay, or all scores of a query change by the same number, so its weights stay. (Where they would not, because of a
-    softcap or sink logits, there is no offset.)
+    Factors of heads (`qk_factors`, see qk_balance.py) leave products q.k as they are. Keys are cached less
+    `key_offset`. That changes all scores of a query by the same number, so its weights stay. With a softcap or sink
+    logits they would not: then there is no offset.
     """
 
     layer_idx: int

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from retain.engine.request import Request
 from retain.engine.sampler import apply_penalties, argmax_tokens, compute_probs, select_rows, tokens_to_host
-from retain.engine.spec_decode.rejection_sampler import sample_inverse_cdf, to_device_like
+from retain.engine.spec_decode.rejection_sampler import sample_inverse_cdf
+from retain.kernels.transfers import to_device_like
 
 # (indices [n] into the list of requests, their latest tokens [n], number of drafts before this one) -> logits [n, V]
 DraftForward = Callable[[Sequence[int], Sequence[int], int], Tensor]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from retain.kernels.transfers import to_device
+from retain.kernels.transfers import to_device_like
 
 UniformSampler = Callable[[], float]  # numbers in [0, 1)
 
@@ -65,8 +65,3 @@ def sample_inverse_cdf(p: Tensor, uniforms: Sequence[float]) -> Tensor:
     tokens = torch.searchsorted(c, (to_device_like(c, uniforms, c.dtype) * c[:, -1])[:, None], right=True)[:, 0]
     last = p.shape[1] - 1 - p.flip(-1).ne(0).int().argmax(-1)  # rounding must not give an impossible token
     return torch.minimum(tokens, last)
-
-
-def to_device_like(x: Tensor, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy numbers of the host to the device of x, without waiting."""
-    return to_device(torch.tensor(values, dtype=dtype), x.device)

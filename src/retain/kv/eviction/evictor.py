@@ -66,7 +66,7 @@ class BudgetEvictor:
         self.has_holes = False
         self.holes_from = 0
         self.compacts_at = policy.prompt_len + policy.eviction_delay  # computed tokens when the budget begins
-        self._num_left = 0  # tokens of all heads that have left the budget, so far
+        self._num_dropped = 0  # tokens of all heads that have left the budget, so far
         self.slot_scores = SlotScores(tables.store, transform, self.key_factors)
         self.demoter = Demoter(policy, tables, row, self.layers, self.key_factors) if policy.demote else None
         self.layerwise: LayerwisePrefill | None = None  # until the prompt is computed
@@ -87,7 +87,7 @@ class BudgetEvictor:
     @property
     def num_evicted(self) -> int:
         """Slots of all heads that were evicted so far. Where tokens are demoted, the host waits for the device."""
-        return self._num_left - (self.demoter.num_tokens if self.demoter else 0)
+        return self._num_dropped - (self.demoter.num_tokens if self.demoter else 0)
 
     def begin_reserve(self) -> bool:
         """Take scratch pages where the prompt goes layer by layer. False if there are too few.
@@ -124,7 +124,7 @@ class BudgetEvictor:
         self.next_eviction = policy.next_eviction(num_computed_tokens)
         if num_computed_tokens < policy.prompt_len:
             return [self._plan_chunk()]
-        if num_computed_tokens < self.compacts_at:  # what slots have now, before the answer adds to it
+        if num_computed_tokens < self.compacts_at:  # score slots before queries of the answer add mass
             pages = self.tables.on_device.gather([self.row], self.layers, self.num_table_pages)[0]
             self.slot_scores.update(policy, pages, num_computed_tokens - 1)
             return None
@@ -132,7 +132,8 @@ class BudgetEvictor:
             return [Punch(policy.interval, self.head_budgets + np.int32(policy.interval))]
         if num_computed_tokens <= policy.budget_tokens:
             return []
-        self.tables.capacity[self.row, self.layers] = 1  # from now on slots are holes, not a closed form
+        # Fresh tokens go into holes from now on: `map_holes` replaces the slots that the ring's formula gives.
+        self.tables.capacity[self.row, self.layers] = 1
         # The last chunk of a streamed prompt is demoted as the others were.
         last_chunk = [self._plan_chunk()] if policy.prefill == "stream" and self.demoter else []
         return [*last_chunk, *([Compact(policy.interval)] if policy.prefill != "layers" else [])]
@@ -190,7 +191,7 @@ class BudgetEvictor:
     def count_evicted(self, num_computed_tokens: int) -> None:
         """Count the tokens that have left the budget when so many are computed."""
         kept = int(np.minimum(self.head_budgets, num_computed_tokens).sum())
-        self._num_left = num_computed_tokens * self.head_budgets.size - kept
+        self._num_dropped = num_computed_tokens * self.head_budgets.size - kept
 
 
 def evict_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int]) -> None:
@@ -248,9 +249,8 @@ def compact_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequenc
 def gather_row_tables(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int]) -> RowTables:
     """Return the tables of rows that evict together, and score the slots that are new."""
     first = evictors[0]
-    assert all(
-        np.array_equal(e.layers, first.layers) for e in evictors
-    )  # budgets leave the model's windows as they are
+    # Budgets do not change the windows of layers, so all rows evict in the same ones.
+    assert all(np.array_equal(e.layers, first.layers) for e in evictors)
     widths = [e.num_table_pages for e in evictors]
     pages = first.tables.on_device.gather([e.row for e in evictors], first.layers, max(widths))
     last = [n - 1 for n in num_computed_tokens]

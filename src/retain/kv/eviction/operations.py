@@ -114,7 +114,7 @@ def rank_slots(tables: RowTables) -> RankedSlots:
 
 
 def _read_slots(store: PageStore, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Read keys and values of tables [M, G, pages], float32 [M, G, S, D]."""
+    """Read keys [M, G, S, D] and values [M, G, S, v_dim] of tables [M, G, pages], float32."""
     kv = store.kv
     slots = pages.flatten()[:, None] * kv.page_size + torch.arange(kv.page_size, device=kv.device)
     k, v = store.backend.read_slots(kv, slots)
@@ -159,8 +159,8 @@ def compact(
     """Move the highest slots of each head to the front of its table; the slots behind them become holes.
 
     `head_budgets` [M, G] of each row are how many each head keeps; None: the policy decides. `num_holes`: slots behind
-    them that are returned. With `dst_pages` [B, M, G, pages] they move to the front of other tables, and the content of
-    the first means nothing afterwards.
+    them that are returned. With `dst_pages` [B, M, G, pages] they move to the front of other tables; the pages of
+    `tables` are undefined then.
     """
     kv = tables.store.kv
     S = kv.page_size

@@ -24,7 +24,7 @@ NEVER = 2**31 - 1  # tokens between two evictions of what never evicts
 
 @dataclass(frozen=True)
 class QueryWeights:
-    """How much mass the fresh queries of one request add to its slots; see `AttentionScoring` in kernels/api.py."""
+    """How much mass the fresh queries of one request add to its slots; see `AttentionScoring` in kernels/scoring.py."""
 
     weights: Floats  # [n], one for each fresh token
     tau: Floats | None = None  # [n]; None is 1
@@ -167,5 +167,5 @@ class EvictionPolicy:
         return None
 
     def priority(self, view: CacheView) -> Tensor:
-        """Return a number for each slot, [L, G, S]; the lowest are evicted first. Those of holes mean nothing."""
+        """Return a number for each slot, [M, G, S]; the lowest are evicted first. Those of holes mean nothing."""
         raise NotImplementedError

@@ -40,7 +40,7 @@ class CacheView:
     read_kv: Callable[[], tuple[Tensor, Tensor]]
     layers: slice = field(default_factory=lambda: slice(None))  # which of the row's unwindowed layers these are
     slot_scores: Tensor | None = None  # float32 [M, G, S], what `score_slots` returned for each slot
-    transform: KeyTransform = KeyTransform()
+    transform: KeyTransform | None = None  # where `score_slots` gets the view
     key_factors: Tensor | None = None  # float32 [M, G, 1, D], that cached keys were multiplied by
 
     @cached_property
@@ -54,12 +54,14 @@ class CacheView:
 
     @property
     def values(self) -> Tensor:
-        """Values, float32 [M, G, S, D]. Those of holes mean nothing."""
+        """Values, float32 [M, G, S, v_dim]. Those of holes mean nothing."""
         return self._kv[1]
 
     @property
     def unrotated_keys(self) -> Tensor:
-        """Keys as they were before they were rotated by their position, float32 [M, G, S, D]."""
+        """Keys as they were before they were rotated by their position, float32 [M, G, S, D]; in `score_slots` only."""
+        if self.transform is None:
+            raise ValueError("a policy reads unrotated keys in score_slots: priority is called with rotated ones")
         if self.transform.rotate is None:
             return self.keys
         return self.transform.rotate(self.keys.flatten(0, 2), -self.pos.flatten()).view_as(self.keys)

@@ -38,7 +38,7 @@ class BlockLayout:
 
     @property
     def pages_per_block(self) -> int:
-        """K, where layers of the model slide no further than it says."""
+        """K: the pages of all groups in a block, where no policy lets the layers slide."""
         return sum(g.num_layers * g.num_kv_heads * g.pages_per_block for g in self.groups)
 
     def join(self, pages: Sequence[Ints]) -> Ints:

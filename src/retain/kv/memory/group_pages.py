@@ -60,6 +60,7 @@ def divide_pages(
 
     A slot has masses for each of up to `score_columns` query heads of a kv head; where it is 1, one for all of them.
     """
+    # Where each query head has a mass, these are the query heads of the model.
     num_heads = score_columns * min(g.num_kv_heads for g in spec.groups)
     largest = max(_slot_bytes(g, dtype) for g in spec.groups)
     formats = []
