@@ -3,8 +3,8 @@
 There are no phases. A request has uncomputed tokens; chunked prefill, decoding, resumption and verification of drafts
 compute some of them, under a token limit and the pages of the pool. Requests with one uncomputed token come first, so
 that long prompts never stall decoding; the token limit exceeds the number of rows, so that decoding never stalls a
-prompt. When pages run out, budgets shrink where they may; then the youngest request is preempted: it frees all of its
-pages and starts again later. The oldest always advances, so every request ends.
+prompt. When pages run out, budgets shrink where they may; then the youngest request (see below) is preempted: it frees all of
+its pages and starts again later. The oldest always advances, so every request ends.
 
 Owners (API keys) share all of it. Their prompts take turns, of requests that run and of those that wait. The last free
 rows are for the owners with the fewest requests, and the youngest request is that of the owner with the most. One that
