@@ -174,7 +174,7 @@ class Request:
     @property
     def scoring(self) -> ScoringProgress | None:
         """The scoring pass that is due: the prompt is computed, and the answer waits for it."""
-        if self.num_computed_tokens != len(self.prompt):
+        if not self.scoring_passes or self.num_computed_tokens != len(self.prompt):
             return None
         return next((p for p in self.scoring_passes if p.num_left), None)
 
