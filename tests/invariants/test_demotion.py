@@ -190,7 +190,7 @@ def test_recorded_steps_attend_to_demoted_tokens(monkeypatch: pytest.MonkeyPatch
     (expected, _), (found, engine) = answers("reference"), answers("triton")
     assert found == expected
     program: Any = engine.runner.program  # type: ignore[attr-defined]
-    assert {key[0].max_demoted_pages for key in program._graphs.graphs} == {0, 1}
+    assert {key[0].groups[0].max_demoted_pages for key in program._graphs.graphs} == {0, 1}
 
 
 def test_demoted_tokens_are_held_in_fewer_bytes() -> None:
