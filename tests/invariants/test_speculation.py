@@ -22,6 +22,7 @@ from retain.engine.sampler import compute_probs
 from retain.engine.spec_decode import rejection_sampler
 from retain.engine.spec_decode.rejection_sampler import rejection_sample, verify_greedy
 from retain.kernels.api import Batch
+from retain.kv.draft_tables import DraftTables
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import (
     GREEDY,
@@ -124,6 +125,28 @@ def test_every_drafter_gives_the_greedy_tokens_of_plain_decoding(family: str, sp
         for request in requests[::4]:
             stats = request.stats.spec_decode
             assert stats.num_accepted_per_position == stats.num_drafted_per_position
+
+
+def test_pages_are_selected_in_every_so_many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_pages = DraftTables.rank_pages
+
+    def count_selections(refresh: int) -> int:
+        calls: list[int] = []
+
+        def rank_and_count(*args: Any) -> Any:
+            calls.append(1)
+            return rank_pages(*args)
+
+        monkeypatch.setattr(DraftTables, "rank_pages", rank_and_count)
+        drafter = drafters.parse(f"self:k=1,budget=96,refresh={refresh}")
+        engine = make_engine("llama", backend="cpu", drafter=drafter)
+        run_to_completion(engine, [make_request([i % 100 for i in range(150)], 30)])
+        return len(calls)
+
+    each, every_second, every_fourth = (count_selections(n) for n in (1, 2, 4))
+    assert every_second > 1
+    assert each == pytest.approx(2 * every_second, abs=2)
+    assert every_second == pytest.approx(2 * every_fourth, abs=2)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

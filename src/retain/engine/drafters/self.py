@@ -131,7 +131,7 @@ class Drafter:
         if self._tables.dtype or first_new <= num_top or num_top < 1:
             self._tables.fill(index, 0, end_page)
             return
-        if self._top_pages.get(request) is None or self._num_rounds[request] % self.refresh == 1:
+        if self._top_pages.get(request) is None or (self._num_rounds[request] - 1) % self.refresh == 0:
             self._top_pages[request] = self._tables.rank_pages(index, first_new, num_top)
         self._tables.fill(index, first_new, end_page, self._top_pages[request])
 
