@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from retain.engine.engine import Engine
 from retain.kv.eviction import evictor
 from retain.kv.memory.cache import KVCache
+from retain.kv.prefix.radix_tree import RadixTree
 from tests.helpers.engines import make_engine, make_request, run_alone, run_to_completion
 from tests.unit.test_kv_cache import FULL, compute, make_cache
 
@@ -68,3 +71,38 @@ def test_an_eviction_that_fails_loses_no_page(operation: str, depth: int, monkey
                 engine.step()
     assert engine.cache.rows
     assert_recovers(engine)
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])  # at the end of the prompt, and of the request
+def test_a_prefix_that_cannot_be_stored_ends_its_request(num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("llama", prefix_cache="exact")
+    insert = RadixTree.insert
+    calls: list[int] = []
+
+    def insert_or_fail(*args: Any) -> Any:
+        calls.append(1)
+        return fail() if len(calls) == num_calls else insert(*args)
+
+    engine.add(make_request(range(40), 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(RadixTree, "insert", insert_or_fail)
+        with pytest.raises(RuntimeError):
+            run_to_completion(engine, [])
+    assert_recovers(engine)
+
+
+def test_a_fork_that_cannot_evict_is_not_made() -> None:
+    """Demoted tokens need pages as soon as the prompt is forked: with too few the follower waits for them alone."""
+    policy = "sinks:budget=3,recent=2,interval=2,demote=int4:42"
+    expected = run_alone("llama", range(1, 10), 4, policy, demotes=True)
+    num_refused = 0
+    for num_pages in range(6, 34):
+        engine = make_engine("llama", num_pages=num_pages, demotes=True, max_running_requests=4)
+        try:
+            engine.add(*(requests := [make_request(range(1, 10), 4, policy) for _ in range(2)]))
+        except ValueError:  # not even one fits
+            num_refused += 1
+            continue
+        assert run_to_completion(engine, []) == [] and [r.output_tokens for r in requests] == [expected] * 2
+        engine.cache.check()
+    assert 0 < num_refused < 20

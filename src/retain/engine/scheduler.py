@@ -3,8 +3,8 @@
 There are no phases. A request has uncomputed tokens; chunked prefill, decoding, resumption and verification of drafts
 compute some of them, under a token limit and the pages of the pool. Requests with one uncomputed token come first, so
 that long prompts never stall decoding; the token limit exceeds the number of rows, so that decoding never stalls a
-prompt. When pages run out, budgets shrink where they may; then the youngest request (see below) is preempted: it frees all of
-its pages and starts again later. The oldest always advances, so every request ends.
+prompt. When pages run out, budgets shrink where they may; then the youngest request (see below) is preempted: it frees
+all of its pages and starts again later. The oldest always advances, so every request ends.
 
 Owners (API keys) share all of it. Their prompts take turns, of requests that run and of those that wait. The last free
 rows are for the owners with the fewest requests, and the youngest request is that of the owner with the most. One that
@@ -250,9 +250,11 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Free the pages of a request and put it back into the queue."""
         log.info("KV memory is full: request %d is preempted after %d tokens", request.id, request.num_computed_tokens)
-        self._release(request)
-        request.stats.num_preemptions += 1
-        self.enqueue(request)
+        try:
+            self._release(request)
+        finally:
+            request.stats.num_preemptions += 1
+            self.enqueue(request)
 
     def requeue(self, request: Request) -> None:
         """Put a request whose prefix could not be loaded back into the queue."""
@@ -273,10 +275,12 @@ class Scheduler:
             self._release(request)
 
     def _release(self, request: Request) -> None:
-        """Store the request's prefix, and close its row."""
+        """Store the request's prefix, and close its row, also where storing fails."""
         assert request.row is not None
-        request.row.store_prefix(request.prefix_entry)
-        self._close_row(request)
+        try:
+            request.row.store_prefix(request.prefix_entry)
+        finally:
+            self._close_row(request)
 
     def _close_row(self, request: Request) -> None:
         assert request.row is not None

@@ -128,7 +128,8 @@ class Row:
         new = Row(self.parts, policy, num_computed_tokens)
         can_share = not self.evictors and not new.evictors
         with new._closed_on_error():
-            if self.parts.slots.fork_row(self.index, new.index, num_computed_tokens, can_share):
+            has_slots = self.parts.slots.fork_row(self.index, new.index, num_computed_tokens, can_share)
+            if has_slots and new.reserve(num_computed_tokens):  # what it evicts at once may need pages, too
                 return new
         new.close()
         return None
