@@ -241,9 +241,10 @@ def test_slow_layers_are_waited_for(fill_store: FillStore, tmp_path: Path) -> No
         r = make_request(longest)
         engine.add(r)
         engine.scheduler.schedule()
-        assert engine.cache.prefix_cache.loads
+        assert r.row is not None and r.row.load
+        load = r.row.load
         stop(r)
-        assert not engine.cache.prefix_cache.loads
+        assert load.cancelled and not engine.cache.rows
         engine.cache.check()
         for _ in iter_steps(engine):
             pass

@@ -14,7 +14,7 @@ from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.policy import CacheLimits
-from retain.kv.eviction.view import CacheView
+from retain.kv.eviction.view import CacheView, KeyTransform
 from retain.plugins import Amount
 from tests.helpers.gates import random_gate
 from tests.unit.test_kv_cache import cached_positions, compute, make_cache
@@ -52,7 +52,8 @@ def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -
         if policy.scores_slots:
             gate = random_gate(KVCacheSpec(uniform_layers(2, 8, (None, None))))
             policy = policy.fit(CacheLimits(200, 64, lambda *_: 0, lambda file: gate))
-            view = dataclasses.replace(view, slot_scores=policy.score_slots(view))
+            scores = policy.score_slots(dataclasses.replace(view, transform=KeyTransform()))
+            view = dataclasses.replace(view, slot_scores=scores)
         assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50
         return
     policy = cls(**{f.name: 24 for f in dataclasses.fields(cls)})
