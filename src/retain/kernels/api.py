@@ -67,6 +67,17 @@ class KV:
     v_dim: int  # numbers of a value, and of an output
     layout: str
 
+    @classmethod
+    def over(cls, k: Tensor, v: Tensor, format: PageFormat) -> KV:
+        """Return a pool of layout "plain" over memory [P, ...] of K and V.
+
+        Positions and masses are new, and 0. All slots of the trash page are holes.
+        """
+        pos = torch.zeros(len(k), format.page_size, dtype=torch.int32, device=k.device)
+        pos[0] = -1
+        mass = torch.zeros(len(k), format.score_columns, format.page_size, device=k.device)
+        return cls(k, v, pos, mass, format.page_size, format.k_dim, format.v_dim, "plain")
+
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the pool; see pool_dtypes.py."""

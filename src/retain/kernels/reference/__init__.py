@@ -57,14 +57,8 @@ def reinterpret(kv: KV, format: PageFormat) -> KV:
 
 
 def _view_pool(memory: tuple[Tensor, Tensor], format: PageFormat) -> KV:
-    P = len(memory[0])
-    S = format.page_size
-    device = memory[0].device
-    k, v = (x.view(P, S, -1) for x in view_pages(memory, format))
-    pos = torch.zeros(P, S, dtype=torch.int32, device=device)
-    pos[0] = -1
-    mass = torch.zeros(P, format.score_columns, S, device=device)
-    return KV(k, v, pos, mass, S, format.k_dim, format.v_dim, "plain")
+    k, v = (x.view(len(x), format.page_size, -1) for x in view_pages(memory, format))
+    return KV.over(k, v, format)
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:

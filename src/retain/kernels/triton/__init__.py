@@ -89,17 +89,11 @@ def reinterpret(kv: KV, format: PageFormat) -> KV:
 
 
 def _view_pool(memory: tuple[Tensor, Tensor], format: PageFormat) -> KV:
-    P = len(memory[0])
-    S = format.page_size
-    device = memory[0].device
     k, v = view_pages(memory, format)
     if format.dtype not in QUANTIZED_DTYPES:
-        k = k.view(P, S, format.k_dim)
-        v = v.view(P, S, format.v_dim)
-    pos = torch.zeros(P, S, dtype=torch.int32, device=device)
-    pos[0] = -1
-    mass = torch.zeros(P, format.score_columns, S, device=device)
-    return KV(k, v, pos, mass, S, format.k_dim, format.v_dim, "plain")
+        k = k.view(len(k), format.page_size, format.k_dim)
+        v = v.view(len(v), format.page_size, format.v_dim)
+    return KV.over(k, v, format)
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
