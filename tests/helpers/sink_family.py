@@ -8,18 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from retain import models
 from retain.kernels.attention_params import AttentionParams
 from retain.models.decoder import Decoder, DecoderLayer, ModelSpec
 from retain.models.families import llama
 from retain.models.family_config import add_defaults
 from retain.models.weights import Weights
 from tests.helpers import tiny_models
+from tests.helpers.extra_family import add_family
 
 SINKS = "sinks"
 
@@ -55,18 +54,8 @@ def shapes(c: dict[str, Any]) -> tiny_models.Shapes:
         yield f"model.layers.{i}.self_attn.sinks", (c["num_attention_heads"],)
 
 
-def load_family(model_type: str) -> ModuleType:
-    """Return this module for its model type, else the family of the package."""
-    return sys.modules[__name__] if model_type == SINKS else _load_family(model_type)
-
-
-_load_family = models.load_family
-
-
 @pytest.fixture
 def sink_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Make the family known to a test; gives its model type."""
-    monkeypatch.setattr(models, "load_family", load_family)
-    monkeypatch.setitem(tiny_models.CONFIGS, SINKS, CONFIG)
-    monkeypatch.setitem(tiny_models.TENSOR_SHAPES, SINKS, shapes)
+    add_family(monkeypatch, SINKS, sys.modules[__name__], CONFIG, shapes)
     yield SINKS

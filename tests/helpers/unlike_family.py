@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retain import models
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.kv_cache_spec import FullAttentionSpec, LayerCacheSpec, SharedCacheSpec, SlidingWindowSpec
 from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer
@@ -28,6 +26,7 @@ from retain.models.layers import Embedding, GatedMLP, RMSNorm, load_linear, load
 from retain.models.rope import Rope
 from retain.models.weights import Weights
 from tests.helpers import tiny_models
+from tests.helpers.extra_family import add_family
 
 UNLIKE = "unlike"
 WINDOW = 16
@@ -166,18 +165,8 @@ def rotate(x: Tensor, pos: Tensor) -> Tensor:
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 
 
-def load_family(model_type: str) -> ModuleType:
-    """Return this module for its model type, else the family of the package."""
-    return sys.modules[__name__] if model_type == UNLIKE else _load_family(model_type)
-
-
-_load_family = models.load_family
-
-
 @pytest.fixture
 def unlike_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Make the family known to a test; gives its model type."""
-    monkeypatch.setattr(models, "load_family", load_family)
-    monkeypatch.setitem(tiny_models.CONFIGS, UNLIKE, CONFIG)
-    monkeypatch.setitem(tiny_models.TENSOR_SHAPES, UNLIKE, shapes)
+    add_family(monkeypatch, UNLIKE, sys.modules[__name__], CONFIG, shapes)
     yield UNLIKE
