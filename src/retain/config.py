@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from retain.options import PositiveInt, Size, check_bounds
+from retain.options import NonNegativeInt, PositiveInt, Size, check_bounds
 
 DTYPES = ("bfloat16", "float32", "float16")
 KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4", "int4")
@@ -59,6 +59,13 @@ class Config:
     prefix_cache: str = field(
         default="exact",
         metadata={"help": "reuse of prefixes: exact, exact:keep=prompt, selective:ratio=0.25, or off"},
+    )
+    snapshot_interval: NonNegativeInt = field(
+        default=2048,
+        metadata={
+            "help": "tokens between the positions of a long text where others can leave it, in models whose layers "
+            "slide; 0: at its end only"
+        },
     )
     tier: tuple[str, ...] = field(
         default=(),

@@ -122,7 +122,7 @@ class LLM:
         sizes = c.slots_per_page, c.max_running_requests, self.max_model_len, c.max_batched_tokens
         head_dim = max(g.k_dim for g in self.spec.kv_cache.groups)
         demoted = factory.demoted_page_size(self.allowed_policies, sizes[0], head_dim, self.kv_dtype)
-        return CacheConfig(*sizes, columns, demoted)
+        return CacheConfig(*sizes, columns, demoted, c.snapshot_interval)
 
     def add_drafter(self, spec: str) -> None:
         """Let requests name this drafter. Raises ValueError."""

@@ -71,8 +71,8 @@ class CachedTexts:
         if not self.sliding and not self.may_have_evicted:
             assert match.length == longest
         if self.sliding and match.length:
-            assert match.sliding_windows
-            (first,), (pages,) = match.sliding_windows.first_pages, match.sliding_windows.pages
+            assert isinstance(match.snapshot, SlidingWindows)
+            (first,), (pages,) = match.snapshot.first_pages, match.snapshot.pages
             self.check_content(text, pages[0], first, range(max(match.length - W + 1, 0), match.length))
         return match.length
 

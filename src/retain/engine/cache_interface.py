@@ -5,6 +5,7 @@ The scheduler needs no more than this. What a step computes with needs the manag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from retain.kv.eviction.policy import EvictionPolicy
@@ -52,6 +53,9 @@ class RequestRow(Protocol):
 
     def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
         """Keep the pages of the row's text for others."""
+
+    def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:
+        """Return the positions after `begin`, up to `end`, where a long text keeps snapshots."""
 
     def rollback(self, num_computed_tokens: int) -> None:
         """Drop a chunk of a scoring pass."""

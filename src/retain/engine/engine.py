@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from time import perf_counter
 
@@ -227,6 +228,8 @@ class Engine:
         now = request.num_computed_tokens
         if before < len(request.prompt) <= now or now == request.branch_point:
             request.row.store_prefix(request.prefix_entry, still_running=True)
+        for position in request.row.snapshot_positions(before, now):
+            request.row.store_prefix(replace(request.prefix_entry, length=position), still_running=True)
         if scoring and scoring.at_chunk_end:
             request.row.rollback(now)
         if request.scoring:

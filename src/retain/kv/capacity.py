@@ -27,7 +27,7 @@ class CacheConfig:
 
     `page_size` is of the layers whose slots take the most bytes. `score_columns`: masses of a slot, one for each query
     head of a kv head, or one for all. `demoted_page_size`: slots of a page of demoted tokens; 0 where no policy may
-    demote.
+    demote. `snapshot_interval`: tokens between snapshots inside a long text; 0: none there.
     """
 
     page_size: int
@@ -36,6 +36,7 @@ class CacheConfig:
     max_batched_tokens: int
     score_columns: int = 1
     demoted_page_size: int = 0
+    snapshot_interval: int = 2048
 
 
 def refuse_gates(file: str) -> GateWeights:

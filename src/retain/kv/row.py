@@ -7,9 +7,9 @@ begin with a cached prefix or as a fork of another row, and leaves its prefix to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -79,6 +79,7 @@ class Row:
         self.load: LayerLoader | None = None  # until the step after which the prefix is loaded
         self.is_sparse = False  # whether the row holds only the important tokens of its prefix
         self.text: SeenText | None = None  # in the history of the prefix cache
+        self.begun_at = 0  # tokens that the row began with
         parts.rows[self.index] = self
         if policy.has_budget:
             with self._closed_on_error():
@@ -114,6 +115,7 @@ class Row:
         self.load = found.load
         self.is_sparse = found.is_sparse
         self.text = found.text
+        self.begun_at = found.length
         why = explain_prefix(prefix_cache, query, found.length, self.text) if explain else None
         return AttachedPrefix(found.length, found.branch_point, why)
 
@@ -140,9 +142,8 @@ class Row:
         `scoring`: the step computes a scoring pass, which `rollback` undoes.
         """
         if scoring and not self.snapshots:
-            if not self.tables.pool.ensure_free(sum(RingSnapshot.num_pages(t, self.index) for t in self.groups)):
-                return False
-            self.snapshots = [RingSnapshot(t, self.index) for t in self.groups]
+            computed = cast(BudgetPolicy, self.policy).prompt_len
+            self.snapshots = [RingSnapshot(t, self.index, computed) for t in self.groups]
         if not self.evictors:
             return self.parts.slots.reserve(self.index, end_position)
         return (
@@ -188,7 +189,13 @@ class Row:
     def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
         """Keep the pages of the row's text for others, unless it evicts, or holds or waits for a part of them."""
         if not self.evictors and not self.load and not self.is_sparse:
+            entry = replace(entry, begun_at=self.begun_at)
             self.parts.prefix_cache.store(self.index, entry, still_running, self.text)
+
+    def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:
+        """Return the positions after `begin`, up to `end`, where a long text keeps snapshots, if it needs any."""
+        slides = any(len(t.ring_layers(self.index)) for t in self.groups)
+        return self.parts.prefix_cache.ladder.crossed(begin, end) if slides and not self.evictors else ()
 
     def rollback(self, num_computed_tokens: int) -> None:
         """Drop a chunk of a scoring pass: slots from that position on are holes, and rings are as they were."""
@@ -260,7 +267,7 @@ class Row:
     def extra_pages(self) -> Ints:
         """Pages that the row holds beside its tables: scratch pages, and copies of its rings."""
         scratch = [evictor.scratch_pages for evictor in self.evictors]
-        return np.concatenate([np.zeros(0, np.int32), *scratch, *(snapshot.copies for snapshot in self.snapshots)])
+        return np.concatenate([np.zeros(0, np.int32), *scratch, *(snapshot.pages for snapshot in self.snapshots)])
 
     @property
     def slots_per_layer(self) -> list[int]:

@@ -57,8 +57,9 @@ class BlockTables:
         self.capacity: Ints = np.full((N, L), UNBOUNDED, np.int32)  # slots that a head may own
         self.ring_base: Ints = np.zeros((N, L), np.int32)
         self.headroom: Ints = np.zeros((N, L), np.int32)  # slots owned beyond those of the tokens there are
-        self.allocated_upto = [0] * N  # positions below this have their pages in every layer
+        self.allocated_upto = [0] * N  # positions below this have their pages in every layer, to be written
         self.rings_shrunk = [False] * N
+        self.rings_shared = [False] * N  # whether others may hold pages of the row's rings
         self.free_rows = list(range(N - 1, -1, -1))
         self.demoted: DemotedBlockTables | None = None
         if demoted_store:
@@ -78,6 +79,7 @@ class BlockTables:
         self.ring_base[row] = self.counts[row] = self.peaks[row] = self.headroom[row] = 0
         self.allocated_upto[row] = 0
         self.rings_shrunk[row] = False
+        self.rings_shared[row] = False
         self.mark_dirty(row, dense=True)
         return row
 
@@ -101,10 +103,22 @@ class BlockTables:
         """Layers with a window."""
         return np.flatnonzero(self.window[row] < NO_WINDOW).astype(np.int32)
 
+    def share_rings(self, row: int, num_computed_tokens: int) -> None:
+        """Note that others hold pages of a row's rings from now on: it must not write into these."""
+        begin = num_computed_tokens // self.page_size * self.page_size
+        self.rings_shared[row] = True
+        self.allocated_upto[row] = min(self.allocated_upto[row], begin)
+
     def owned(self, row: int) -> NDArray[np.bool_]:
         """Mark the entries of a row's tables that are pages, [L, G, n]."""
         mask: NDArray[np.bool_] = np.arange(self.pages.shape[3]) < self.counts[row][..., None]
         return mask
+
+    def ring_pages(self, row: int) -> Ints:
+        """List the pages of a row's rings."""
+        rings = self.owned(row) & (self.window[row] < NO_WINDOW)[:, None, None]
+        found: Ints = self.pages[row][rings]
+        return found
 
     def page_list(self, rows: Sequence[int]) -> Ints:
         """List the pages of these rows, once for each table that holds them."""

@@ -48,11 +48,13 @@ class KVCache:
         S = self.tables.page_size
         if upto <= t.allocated_upto[row]:
             return True
+        if not self._ensure_pages(row, upto):
+            return False
+        if t.rings_shared[row]:
+            self._replace_shared_pages(row, upto)
         had = t.counts[row]  # [L, G]
         wanted = self._wanted_pages(row, upto)
         n = int((wanted - had).sum())
-        if not t.pool.ensure_free(n):
-            return False
         if n:
             taken = t.store.allocate(n)
             j = np.arange(wanted.max())
@@ -64,14 +66,64 @@ class KVCache:
         owned = wanted[:, 0] * S
         upto_by_layer = np.where(owned >= t.capacity[row], UNBOUNDED, t.ring_base[row] + owned - t.headroom[row])
         t.allocated_upto[row] = int(upto_by_layer.min())
+        if t.rings_shared[row]:
+            t.allocated_upto[row] = min(t.allocated_upto[row], -(-upto // S) * S)
         return True
 
     def num_missing_pages(self, row: int, upto: int) -> int:
-        """Return the pages that the row needs for all positions below `upto` and does not own yet."""
+        """Return the pages that the row must take to write all positions below `upto`.
+
+        It does not own them yet, or others hold those of a ring that it would write over.
+        """
         t = self.tables
         if upto <= t.allocated_upto[row]:
             return 0
-        return int((self._wanted_pages(row, upto) - t.counts[row]).sum())
+        missing = int((self._wanted_pages(row, upto) - t.counts[row]).sum())
+        return missing + (len(self._shared_ring_pages(row, upto)[0]) if t.rings_shared[row] else 0)
+
+    def _ensure_pages(self, row: int, upto: int) -> bool:
+        """Return whether the pool has the pages that the row must take; what is cached goes if it has too few."""
+        pool = self.tables.pool
+        if pool.ensure_free(self.num_missing_pages(row, upto)):
+            return True
+        self.release_shared_pages(row, upto)
+        return pool.ensure_free(self.num_missing_pages(row, upto))
+
+    def release_shared_pages(self, row: int, upto: int) -> None:
+        """Let cached snapshots go that hold pages which the row writes over: there are none to take instead."""
+        t = self.tables
+        if t.rings_shared[row] and t.pool.release_callback:
+            t.pool.release_callback(t.pages[row][self._shared_ring_pages(row, upto)])
+
+    def _shared_ring_pages(self, row: int, upto: int) -> tuple[Ints, Ints, Ints]:
+        """Return the pages of rings that others hold, too, and the row writes over on the way to `upto`.
+
+        They are given by layers, heads and places in tables, each once.
+        """
+        t = self.tables
+        S = t.page_size
+        layers = t.ring_layers(row)
+        ahead = np.arange(-(-t.allocated_upto[row] // S), -(-upto // S))  # pages of the text
+        places = (ahead - t.ring_base[row, layers, None] // S) % (t.capacity[row, layers, None] // S)  # [L, n]
+        pages = t.pages[row, layers[:, None], :, places]  # [L, n, G]
+        is_owned = places < t.counts[row, layers, :1]  # all heads of a ring own as many
+        i, n, g = np.nonzero((t.pool.ref_counts[pages] > 1) & is_owned[..., None])
+        found = np.unique(np.stack([layers[i], g, places[i, n]]), axis=1)  # a small ring is passed more than once
+        return found[0], found[1], found[2]
+
+    def _replace_shared_pages(self, row: int, upto: int) -> None:
+        """Give the row's rings copies of the pages that they write over and others hold.
+
+        Tokens in them may still be seen by the first of the fresh tokens.
+        """
+        t = self.tables
+        where = self._shared_ring_pages(row, upto)
+        if len(where[0]):
+            shared: Ints = t.pages[row][where]
+            t.pages[row][where] = t.store.copy_of(shared)
+            t.pool.free(shared)
+            t.mark_dirty(row)
+        t.rings_shared[row] = bool((t.pool.ref_counts[t.ring_pages(row)] > 1).any())
 
     def _wanted_pages(self, row: int, upto: int) -> Ints:
         """Return the pages of each head for all positions below `upto`, [L, G], or those that it owns already."""

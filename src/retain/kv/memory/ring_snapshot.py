@@ -10,31 +10,35 @@ from retain.types import Ints
 
 
 class RingSnapshot:
-    """Copies of the pages of a row's sliding layers, which a scoring pass overwrites."""
+    """The pages of a row's sliding layers before a scoring pass, held by reference: the pass writes into others."""
 
-    def __init__(self, tables: BlockTables, row: int):
-        """Copy the pages. Raises OutOfPagesError, and copies nothing, when the pool has too few."""
+    def __init__(self, tables: BlockTables, row: int, num_computed_tokens: int):
+        """Hold the pages once more, and let the row write into none of them."""
         self.tables = tables
         self.row = row
-        rings = tables.owned(row) & (tables.window[row] < NO_WINDOW)[:, None, None]
-        self.pages: Ints = tables.pages[row][rings]
-        self.copies = tables.store.allocate(len(self.pages))
-        tables.store.copy(self.pages, self.copies)
-
-    @staticmethod
-    def num_pages(tables: BlockTables, row: int) -> int:
-        """Pages that a snapshot of this row takes."""
-        return int(tables.counts[row][tables.ring_layers(row)].sum())
+        self.rings = tables.owned(row) & (tables.window[row] < NO_WINDOW)[:, None, None]
+        self.counts = tables.counts[row].copy()
+        self.pages: Ints = tables.pages[row][self.rings]
+        tables.pool.incref(self.pages)
+        self.num_computed_tokens = num_computed_tokens
+        tables.share_rings(row, num_computed_tokens)
 
     def restore(self, position: int) -> None:
-        """Turn every slot from `position` on into a hole, and put the content of the rings back."""
+        """Turn every slot from `position` on into a hole, and put the pages of the rings back."""
         t = self.tables
-        pages = t.kv.to_index(t.pages[self.row][t.owned(self.row)])
+        row = self.row
+        layers = t.ring_layers(row)
+        t.pool.incref(self.pages)
+        t.pool.free(t.ring_pages(row))
+        t.pages[row][self.rings] = self.pages
+        t.counts[row, layers] = self.counts[layers]
+        t.mark_dirty(row)
+        t.share_rings(row, self.num_computed_tokens)
+        pages = t.kv.to_index(t.pages[row][t.owned(row)])
         pos = t.kv.pos[pages]
         t.kv.pos[pages] = pos.masked_fill_(pos >= position, -1)
-        t.store.copy(self.copies, self.pages)
 
     def free(self) -> None:
-        """Free the copies."""
-        self.tables.pool.free(self.copies)
-        self.copies = np.zeros(0, np.int32)
+        """Hold the pages no more."""
+        self.tables.pool.free(self.pages)
+        self.pages = np.zeros(0, np.int32)

@@ -41,8 +41,9 @@ class AttachPlan:
 class PageSource:
     """Where `num_pages` pages of every head of a layer come from; they begin at page `first_page` of the text.
 
-    They are copies of `src_pages` [G, n]; or, where that is empty, blocks of offloaded spans, one run behind the other:
-    (span range, layer of the span, first block of that layer, number of blocks).
+    The first `num_shared` are those of `src_pages` [G, n], and the others copies of these. Or, where that is empty,
+    they are blocks of offloaded spans, one run behind the other: (span range, layer of the span, first block of that
+    layer, number of blocks).
     """
 
     group: int
@@ -51,6 +52,12 @@ class PageSource:
     num_pages: int
     src_pages: Ints
     offloaded: Sequence[tuple[SpanRange, int, int, int]] = ()
+    num_shared: int = 0
+
+    @property
+    def num_own(self) -> int:
+        """Pages of every head that the row must take from the pool."""
+        return self.num_pages - self.num_shared
 
 
 def attach_pages(
@@ -66,7 +73,7 @@ def attach_pages(
     num_shared = 0 if must_copy else min(plan.length // layout.block_size, matched)
     sources = list(_page_sources(groups, layout, row, plan, num_shared))
     held = np.concatenate([plan.blocks[:, :num_shared].ravel(), *(s.src_pages.ravel() for s in sources)])
-    num_pages = sum(s.num_pages * groups[s.group].counts.shape[2] for s in sources)
+    num_pages = sum(s.num_own * groups[s.group].counts.shape[2] for s in sources)
     pool.incref(held)  # before ensure_free, which may evict them
     if not pool.ensure_free(num_pages):
         pool.free(held)
@@ -93,17 +100,19 @@ def _attach_group(
     t.ring_base[row] = [_first_visible_page(length, w, S) * S for w in t.window[row].tolist()]
     t.pages[row, full_layers, :, : shared.shape[-1]] = shared
     t.counts[row, full_layers] = shared.shape[-1]
-    allocated = remaining = np.sort(t.store.allocate(sum(s.num_pages for s in sources) * G))
-    src = np.concatenate([NO_PAGES.ravel(), *(s.src_pages.ravel() for s in sources)])
+    allocated = remaining = np.sort(t.store.allocate(sum(s.num_own for s in sources) * G))
+    src = np.concatenate([NO_PAGES.ravel(), *(s.src_pages[:, s.num_shared :].ravel() for s in sources)])
     dst = [NO_PAGES.ravel()]
     for s in sources:
-        own, remaining = np.split(remaining, [s.num_pages * G])
-        pages = own.reshape(G, s.num_pages)
+        own, remaining = np.split(remaining, [s.num_own * G])
+        pages = own.reshape(G, s.num_own)
+        if s.num_shared:
+            pages = np.concatenate([s.src_pages[:, : s.num_shared], pages], axis=1)
         place = s.first_page - int(t.ring_base[row, s.layer]) // S
         t.pages[row, s.layer, :, place : place + s.num_pages] = pages
         t.counts[row, s.layer] = place + s.num_pages
         if s.src_pages.size:
-            dst.append(pages.ravel())
+            dst.append(own)
         starts = accumulate((n for *_, n in s.offloaded), initial=0)
         for (part, layer, first_block, n), i in zip(s.offloaded, starts, strict=False):
             position = (s.first_page + i) * S
@@ -115,6 +124,7 @@ def _attach_group(
     t.peaks[row] = t.counts[row]
     t.mark_dirty(row)
     t.allocated_upto[row] = length
+    t.rings_shared[row] = any(s.num_shared for s in sources)
 
 
 def _page_sources(
@@ -148,7 +158,8 @@ def _page_sources(
             elif plan.sliding_windows:
                 place = plan.sliding_windows.first_pages[ring_layer]
                 pages = plan.sliding_windows.pages[ring_layer][:, first - place : end_page - place]
-                yield PageSource(g, layer, first, end_page - first, pages)
+                num_shared = plan.length // t.page_size - first  # not the page of the next token
+                yield PageSource(g, layer, first, end_page - first, pages, num_shared=num_shared)
             ring_layer = ring_layer + 1
 
 

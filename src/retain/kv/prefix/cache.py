@@ -18,6 +18,7 @@ from retain.kv.capacity import CapacityPlanner
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
+from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.offload.loader import LayerLoader
 from retain.kv.offload.manager import Offloader
 from retain.kv.offload.selective.loader import SelectiveLoader
@@ -29,6 +30,7 @@ from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
+from retain.kv.prefix.snapshot_ladder import SnapshotLadder
 from retain.kv.prefix.windows import capture_sliding_windows
 from retain.types import Ints
 
@@ -60,7 +62,10 @@ class PrefixCache:
         self.config = config
         self.layout = block_layout(groups, [g.windows for g in planner.spec.groups])
         self._page_sizes = [t.page_size for t in groups]
-        self.tree = RadixTree(self.pool, self.layout.block_size)
+        B = self.layout.block_size
+        self.ladder = SnapshotLadder(-(-planner.config.snapshot_interval // B) * B)
+        self.tree = RadixTree(self.pool, B, self.ladder)
+        self.pool.release_callback = self.tree.release
         self.offloader: Offloader | None = None
         self.selective_loader: type[SelectiveLoader] = SelectiveLoader
         self.num_reused_tokens = 0
@@ -75,12 +80,13 @@ class PrefixCache:
         """Offload what a leaf loses. Of less than a page, only the windows are kept, as they are where it begins."""
         assert self.offloader and node.parent
         B = self.layout.block_size
+        windows = node.snapshot if isinstance(node.snapshot, SlidingWindows) else None
         if len(node.tokens) == len(node.block_hashes) * B:
-            n = num_kept_pages
-            windows = node.sliding_windows
-            self.offloader.on_evicted(node.block_hashes[n:], node.start_page + n, node.pages[..., n:], windows)
-        elif node.sliding_windows and node.start_page:
-            windows = node.sliding_windows.before(node.start_page * B, self._page_sizes)
+            n = min(num_kept_pages, len(node.block_hashes) - 1)  # the last key names the windows
+            begin = num_kept_pages
+            self.offloader.on_evicted(node.block_hashes[n:], node.start_page + n, node.pages[..., begin:], windows)
+        elif windows and node.start_page:
+            windows = windows.before(node.start_page * B, self._page_sizes)
             self.offloader.on_evicted(node.parent.block_hashes[-1:], node.start_page - 1, node.pages[..., :0], windows)
 
     def close_offloader(self) -> None:
@@ -141,7 +147,8 @@ class PrefixCache:
         selective = self.offloader is not None and self.offloader.probe_config is not None
         plan = None if was_preempted and selective else self._plan_load(query, match)
         if match and not plan:
-            plan = AttachPlan(match.length, match.pages[..., : -(-match.length // S)], match.sliding_windows)
+            windows = match.snapshot if isinstance(match.snapshot, SlidingWindows) else None
+            plan = AttachPlan(match.length, match.pages[..., : -(-match.length // S)], windows)
         length = plan.length if plan else 0
         branch_point = match.common_length // S * S if match and not evicts else 0  # a row that evicts stores nothing
         branch_point = branch_point if branch_point > length else 0
@@ -250,15 +257,18 @@ class PrefixCache:
         `seen_text` is the row's in the history.
         """
         B = self.layout.block_size
-        n = len(entry.tokens)
+        n = entry.length
         end = n if self.config.keep == "all" else min(n, entry.prompt_len)
         end = end // B * B if still_running or not self.layout.has_partial_blocks else end
         if not end:
             return
         slides = any(len(t.ring_layers(row)) for t in self.groups)
-        windows = capture_sliding_windows(self.groups, row, end, still_running) if slides else None
+        windows = capture_sliding_windows(self.groups, row, end) if slides else None
         if slides and not windows:
             return
+        if still_running:
+            for t in self.groups:
+                t.share_rings(row, len(entry.tokens))
         num_blocks = -(-end // B)
         pages = self.layout.join(
             [
@@ -272,7 +282,7 @@ class PrefixCache:
             keys = self.tree.hash_blocks(root, np.asarray(entry.tokens[:end], np.int32))
             stored_windows = windows.before(len(keys) * B, self._page_sizes) if windows and keys else None
             self.offloader.on_computed(keys, 0, pages[..., : len(keys)], stored_windows)
-        stored = self.tree.insert(root, entry.tokens[:end], pages, windows)
+        stored = self.tree.insert(root, entry.tokens[:end], pages, windows, entry.begun_at)
         if stored and self.tree.observer and np.array_equal(visible, self.planner.model_windows):
             self.tree.observer.on_stored(stored, entry.salt)
         if self.tree.history and seen_text:
@@ -292,7 +302,7 @@ class PrefixCache:
     @property
     def cached_mask(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Mark the pages of the pool that the tree holds, [P]."""
-        return self.tree.owned_mask
+        return self.tree.num_holders > 0
 
     def keep_history(self) -> PrefixHistory:
         """Return the history of texts and evictions, which begins at the first call."""

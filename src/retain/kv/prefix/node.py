@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retain.kv.memory.sliding_windows import SlidingWindows
+from retain.kv.memory.snapshot import Snapshot
 from retain.types import Ints
 
 
@@ -29,13 +29,15 @@ class Node:
     tokens: Ints  # [n * page_size], or fewer than one page
     block_hashes: list[bytes]  # of each of its pages
     pages: Ints  # [K, n]: a column for each block, see block_layout.py
-    sliding_windows: SlidingWindows | None = None  # at its end
+    snapshot: Snapshot | None = None  # at its end
+    snapshot_used: int = 0  # on the tree's clock: when a text last went on from the snapshot
     parent: Node | None = None
     children: dict[bytes, Node] = field(default_factory=dict)  # by their first block hash
     last_used: int = 0  # on the tree's clock
     created_at: float = field(default_factory=monotonic)  # seconds
     last_hit_at: float = 0.0
     hits: int = 0
+    needs_snapshot: bool = False  # of a root: whether texts go on from snapshots only
 
     def record_hit(self) -> None:
         """Count a request that begins with this node."""
@@ -51,24 +53,23 @@ class Node:
     @property
     def num_pages(self) -> int:
         """How many pages of all layers the node holds."""
-        windows = self.sliding_windows.pages if self.sliding_windows else ()
-        return self.pages.size + sum(pages.size for pages in windows)
+        return self.pages.size + (self.snapshot.num_pages if self.snapshot else 0)
 
     @property
     def all_pages(self) -> Ints:
         """Pages of all layers, flat."""
-        windows = [p.ravel() for p in self.sliding_windows.pages] if self.sliding_windows else []
-        return np.concatenate([self.pages.ravel(), *windows])
+        pages = self.pages.ravel()
+        return np.concatenate([pages, self.snapshot.page_list]) if self.snapshot else pages
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
     """The first `length` tokens of a text, as the tree has them.
 
-    `common_length` tokens agree; more than `length` where sliding layers cannot resume at the end of them.
+    `common_length` tokens agree; more than `length` where no snapshot is at the end of them.
     """
 
     length: int
     pages: Ints  # [K, n], of all tokens that agree; the last page may agree only in part
-    sliding_windows: SlidingWindows | None
+    snapshot: Snapshot | None
     common_length: int

@@ -14,6 +14,7 @@ from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.history import SeenText
 from retain.kv.prefix.node import EvictionRecord
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
+from retain.kv.prefix.snapshot_ladder import SnapshotLadder
 from retain.types import Ints
 
 
@@ -22,6 +23,7 @@ class NullPrefixCache:
 
     enabled = False
     num_evictable_pages = 0
+    ladder = SnapshotLadder(0)
 
     def __init__(self, num_pages: int):
         self.pages: Ints = np.zeros(0, np.int32)

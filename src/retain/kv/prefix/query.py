@@ -26,9 +26,18 @@ class PrefixQuery:
 
 @dataclass(frozen=True)
 class PrefixEntry:
-    """A text whose pages are to be cached; its first `prompt_len` tokens are the prompt."""
+    """The tokens of a text that a row has computed, whose first `length` are to be cached.
+
+    The first `prompt_len` tokens are the prompt. The row began with `begun_at` cached tokens.
+    """
 
     policy: EvictionPolicy
     tokens: Sequence[int]
     prompt_len: int
     salt: str = ""
+    length: int = -1  # all of them
+    begun_at: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            object.__setattr__(self, "length", len(self.tokens))

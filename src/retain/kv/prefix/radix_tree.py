@@ -1,10 +1,13 @@
 """The radix tree: pages of computed texts, so that no prefix is computed twice.
 
 A node is a span of a text: whole pages, or, as a leaf, the beginning of one page. It holds the pages of the M layers
-without a window, [M, G, n] (a page is `page_size` slots of one kv head of one layer). Where sliding layers can resume
-at its end, it also holds their pages of the last positions. Nodes are found by chained block hashes, which cover all
+without a window, [M, G, n] (a page is `page_size` slots of one kv head of one layer). Where a text needs more than
+these to go on, a node may hold a snapshot of that at its end. Nodes are found by chained block hashes, which cover all
 tokens up to their end and the root hash (the tenant's salt, the model, the windows). The tree shares pages by
-reference count, like one more block table.
+reference count, like one more block table; pages of several snapshots are held by each of them.
+
+Snapshots stay at the ends of texts, where texts part, and on a ladder inside long ones. What is evicted first is told
+by the tokens that it saves, per page, and by how long ago it was used (eviction_order.py).
 """
 
 from __future__ import annotations
@@ -17,26 +20,29 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from retain.kv.memory.pool import PagePool
-from retain.kv.memory.sliding_windows import SlidingWindows
+from retain.kv.memory.snapshot import Snapshot
 from retain.kv.prefix.block_hash import common_prefix_length, hash_block, hash_blocks
 from retain.kv.prefix.events import PrefixObserver, StoredPages
+from retain.kv.prefix.eviction_order import candidates, leaf_value
 from retain.kv.prefix.history import PrefixHistory
 from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.pins import Pins
+from retain.kv.prefix.snapshot_ladder import SnapshotLadder
 from retain.types import Ints
 
 
 class RadixTree:
     """Cached texts over the pages of one pool.
 
-    Before pages are evicted `on_evict(node, n)` is called: the node loses its pages from the n-th on.
+    Before pages are evicted `on_evict(node, n)` is called: the node loses its pages from the n-th on, and its snapshot.
     """
 
-    def __init__(self, pool: PagePool, page_size: int):
+    def __init__(self, pool: PagePool, page_size: int, ladder: SnapshotLadder | None = None):
         self.pool = pool
         self.page_size = page_size
         self.roots: dict[bytes, Node] = {}
-        self.owned_mask = np.zeros(pool.num_pages, bool)  # pages that the tree holds
+        self.ladder = ladder or SnapshotLadder(0)
+        self.num_holders = np.zeros(pool.num_pages, np.int32)  # nodes and snapshots of the tree that hold each page
         self.clock = itertools.count(1)
         self.pins = Pins()
         self.on_evict: Callable[[Node, int], None] | None = None
@@ -47,11 +53,11 @@ class RadixTree:
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def match_prefix(
-        self, root_hash: bytes, tokens: Sequence[int], max_length: int, has_sliding_layers: bool
+        self, root_hash: bytes, tokens: Sequence[int], max_length: int, needs_snapshot: bool
     ) -> PrefixMatch | None:
         """Return the longest cached prefix of a text, of at most `max_length` tokens; None if there is none.
 
-        With sliding layers it ends where their last positions are cached, too.
+        Where the text `needs_snapshot` it ends where one lets it go on.
         """
         root = self.roots.get(root_hash)
         if root is None or max_length < 1:
@@ -63,14 +69,16 @@ class RadixTree:
         partial = self._partial_matches(path, num_full, text)
         tail, num_equal = partial[0] if partial else (None, 0)
         common = length = full_length + num_equal
-        windows = None
-        if has_sliding_layers:
-            ends: list[tuple[int, SlidingWindows | None, Node | None]] = [
-                (min(full_length, self._end_position(n)), n.sliding_windows, None) for n, _ in path
-            ]
-            ends += [(min(full_length + k, self._end_position(n)), n.sliding_windows, n) for n, k in partial]
-            usable = [(end, w, n) for end, w, n in ends if w and w.min_resume_position <= end]
-            length, windows, tail = max(usable, key=lambda x: x[0], default=(0, None, None))
+        snapshot = None
+        if needs_snapshot:
+            ends = [(min(full_length, self._end_position(n)), n, False) for n, _ in path]
+            ends += [(min(full_length + k, self._end_position(n)), n, True) for n, k in partial]
+            usable = [(end, n, i) for end, n, i in ends if n.snapshot and n.snapshot.min_resume_position <= end]
+            length, holder, is_partial = max(usable, key=lambda x: x[0], default=(0, None, False))
+            tail = holder if is_partial else None
+            if holder:
+                snapshot = holder.snapshot
+                holder.snapshot_used = next(self.clock)
         if tail is path[-1][0]:
             path[-1] = tail, path[-1][1] + 1
         elif tail:
@@ -79,7 +87,7 @@ class RadixTree:
         for node, _ in path:
             node.record_hit()
         pages = np.concatenate([node.pages[..., :n] for node, n in path], -1)
-        return PrefixMatch(length, pages, windows, common)
+        return PrefixMatch(length, pages, snapshot, common)
 
     def nearest_text(self, root_hash: bytes, tokens: Ints) -> tuple[Ints, int] | None:
         """Return the cached text that shares the most first tokens, and their number. Counts as no use."""
@@ -124,7 +132,7 @@ class RadixTree:
             [(node, node.tokens[n * S : (n + 1) * S])] if is_inside else [(c, c.tokens[:S]) for c in _children(node)]
         )
         found = [(c, num_equal) for c, page in pages if (num_equal := common_prefix_length(page, rest))]
-        return sorted(found, key=lambda x: (-x[1], x[0].sliding_windows is None))
+        return sorted(found, key=lambda x: (-x[1], x[0].snapshot is None))
 
     def _end_position(self, node: Node) -> int:
         """Return the number of tokens of the text up to the node's end."""
@@ -138,23 +146,30 @@ class RadixTree:
     # ---- inserting -----------------------------------------------------------------------------------------------
 
     def insert(
-        self, root_hash: bytes, tokens: Sequence[int], pages: Ints, sliding_windows: SlidingWindows | None = None
+        self,
+        root_hash: bytes,
+        tokens: Sequence[int],
+        pages: Ints,
+        snapshot: Snapshot | None = None,
+        begun_at: int = 0,
     ) -> StoredPages | None:
-        """Cache a text: `pages` [K, n] hold its tokens, `sliding_windows` the last positions of sliding layers.
+        """Cache a text: `pages` [K, n] hold its tokens, and `snapshot` what it needs beside them to go on.
 
-        The tree takes a reference to the pages that it does not have. It takes over `sliding_windows`, or frees them.
+        The tree takes a reference to the pages that it does not have. It takes over the snapshot, or frees it. Of a
+        text that went on from position `begun_at`, snapshots before that are dropped, if no other text parts there
+        and they are not on the ladder.
 
         Returns the whole pages that are new, or None.
         """
         S = self.page_size
         text = np.asarray(tokens, np.int32)
         if root_hash not in self.roots:
-            self.roots[root_hash] = Node(0, text[:0], [], pages[..., :0])
+            self.roots[root_hash] = Node(0, text[:0], [], pages[..., :0], needs_snapshot=snapshot is not None)
         hashes = self.hash_blocks(root_hash, text)
         path, num_full = self._walk(self.roots[root_hash], hashes)
         self._touch([n for n, _ in path])
         longest = self._partial_matches(path, num_full, text)[:1]
-        if not sliding_windows and num_full * S + sum(k for _, k in longest) == len(text):
+        if not snapshot and num_full * S + sum(k for _, k in longest) == len(text):
             return None
         node, n = path[-1]
         if n < len(node.block_hashes):
@@ -167,24 +182,52 @@ class RadixTree:
         if len(rest := text[len(hashes) * S :]):
             tail_hash = hash_block(hashes[-1] if hashes else root_hash, rest)
             node = node.children.get(tail_hash) or self._add_child(node, len(hashes), rest, [tail_hash], pages)
-        if sliding_windows and node.sliding_windows:
-            self._free_pages(np.concatenate([p.ravel() for p in sliding_windows.pages]))
-        elif sliding_windows:
-            node.sliding_windows = sliding_windows
-            self.owned_mask[node.all_pages] = True
+        if snapshot:
+            self._set_snapshot(node, snapshot)
+            self._drop_outgrown(node, len(text), begun_at)
         return stored
+
+    def _set_snapshot(self, node: Node, snapshot: Snapshot) -> None:
+        """Give a node the snapshot at its end, unless it has one."""
+        node.snapshot_used = next(self.clock)
+        self.num_holders[snapshot.page_list] += 1
+        if node.snapshot:
+            self._free_pages(snapshot.page_list)
+        else:
+            node.snapshot = snapshot
+
+    def _drop_snapshot(self, node: Node) -> None:
+        """Free the pages of a node's snapshot."""
+        if node.snapshot:
+            self._free_pages(node.snapshot.page_list)
+            node.snapshot = None
+
+    def _drop_outgrown(self, node: Node, length: int, begun_at: int) -> None:
+        """Drop snapshots that a text of `length` tokens, which ends with a node, left behind before `begun_at`."""
+        while parent := node.parent:
+            for sibling in _children(parent) if begun_at > self._end_position(parent) else ():
+                if self._end_position(sibling) < begun_at and self._is_repeated(sibling, node.tokens):
+                    self._remove(sibling)
+            position = self._end_position(parent)
+            if position < begun_at and len(parent.children) == 1 and not self.ladder.keeps(position, length):
+                self._drop_snapshot(parent)
+            node = parent
+
+    def _is_repeated(self, node: Node, tokens: Ints) -> bool:
+        """Return whether a node is the first part of a page that a sibling with these tokens has, too."""
+        n = len(node.tokens)
+        return n < min(self.page_size, len(tokens)) and common_prefix_length(node.tokens, tokens) == n
 
     def _add_child(self, parent: Node, start_page: int, tokens: Ints, block_hashes: list[bytes], pages: Ints) -> Node:
         own_pages = pages[..., start_page : start_page + len(block_hashes)].copy()
         node = Node(start_page, tokens, block_hashes, own_pages, parent=parent)
         for sibling in _children(parent):  # a partial page that begins the new node is cached twice
-            is_partial = len(sibling.tokens) < self.page_size and not sibling.sliding_windows
-            if is_partial and common_prefix_length(sibling.tokens, tokens) == len(sibling.tokens):
+            if not sibling.snapshot and self._is_repeated(sibling, tokens):
                 self.pins.inherit(node, sibling)
                 self._remove(sibling)
         parent.children[block_hashes[0]] = node
         self.pool.incref(node.pages.ravel())
-        self.owned_mask[node.pages] = True
+        self.num_holders[node.pages] += 1
         self._touch([node])
         return node
 
@@ -235,49 +278,74 @@ class RadixTree:
     def num_evictable_pages(self) -> int:
         """Pages that only the tree holds, without pinned ones."""
         self.pins.expire()
-        exclusive = int(np.count_nonzero(self.pool.ref_counts[self.owned_mask] == 1))
-        return exclusive - sum(map(self._num_exclusive_pages, self.pins))
-
-    def _num_exclusive_pages(self, node: Node) -> int:
-        return int(np.count_nonzero(self.pool.ref_counts[node.all_pages] == 1))
+        exclusive = (self.num_holders > 0) & (self.pool.ref_counts == self.num_holders)
+        for node in self.pins:
+            exclusive[node.all_pages] = False
+        return int(np.count_nonzero(exclusive))
 
     def evict(self, num_pages: int) -> None:
-        """Free `num_pages` pages, or none if fewer are evictable: leaves, the least recently used first.
+        """Free `num_pages` pages, or none if fewer are evictable: what is worth the least first.
 
-        Leaves whose pages are in use free nothing. They are evicted only if the others are not enough, since they keep
-        their parents from becoming leaves. Pinned nodes stay.
+        Leaves and snapshots whose pages are in use free nothing. They are evicted only if the others are not enough,
+        since leaves keep their parents from becoming leaves. Pinned nodes stay.
         """
         if num_pages > self.num_evictable_pages:
             return
-        num_pages -= self._evict_leaves(num_pages, in_use=False)
+        num_pages -= self._evict_least(num_pages, in_use=False)
         if num_pages > 0:
-            self._evict_leaves(num_pages, in_use=True)
+            self._evict_least(num_pages, in_use=True)
         self.roots = {root_hash: root for root_hash, root in self.roots.items() if root.children}
 
-    def _evict_leaves(self, num_pages: int, in_use: bool) -> int:
-        """Evict leaves, with those `in_use` or without. Returns the number of freed pages."""
+    def _evict_least(self, num_pages: int, in_use: bool) -> int:
+        """Evict leaves and snapshots, with those `in_use` or without. Returns the number of freed pages."""
         order = itertools.count()
         num_free = self.pool.num_free
-        leaves = [(n.last_used, next(order), n) for n in self.iter_nodes() if not n.children and n not in self.pins]
-        heapq.heapify(leaves)
-        while (missing := num_free + num_pages - self.pool.num_free) > 0 and leaves:
-            node = heapq.heappop(leaves)[2]
+        now = next(self.clock)
+        found = [c for c in candidates(self.roots.values(), self.page_size, now) if c[1] not in self.pins]
+        heap = [(value, next(order), node) for value, node in found]
+        heapq.heapify(heap)
+        while (missing := num_free + num_pages - self.pool.num_free) > 0 and heap:
+            node = heapq.heappop(heap)[2]
             parent = node.parent
-            num_exclusive = self._num_exclusive_pages(node)
-            if num_exclusive > missing and not node.sliding_windows:  # the node's end is enough
+            if parent is None or node in self.pins:
+                continue  # it was found as a leaf and as the holder of a snapshot
+            if node.children:
+                if node.snapshot and (in_use or self._num_exclusive_pages(node.snapshot.page_list)):
+                    self._evict_snapshot(node)
+                continue
+            num_exclusive = self._num_exclusive_pages(node.all_pages)
+            if num_exclusive > missing and not node.snapshot:  # the node's end is enough
                 num_blocks = len(node.block_hashes)
                 pages_per_block = max(num_exclusive // num_blocks, 1)
                 self._truncate(node, max(num_blocks - -(-missing // pages_per_block), 0))
             elif num_exclusive or in_use or not node.all_pages.size:
                 self._truncate(node, 0)
-            if parent and parent.parent and not parent.children and parent not in self.pins:
-                heapq.heappush(leaves, (parent.last_used, next(order), parent))
+            if parent.parent and not parent.children and parent not in self.pins:
+                heapq.heappush(heap, (leaf_value(parent, self.page_size, now), next(order), parent))
         return self.pool.num_free - num_free
+
+    def release(self, pages: Ints) -> None:
+        """Evict the snapshots that hold one of these pages: a row must write over it, and the pool has no other."""
+        wanted = np.zeros(self.pool.num_pages, bool)
+        wanted[pages] = True
+        for node in list(self.iter_nodes()):
+            if node.snapshot and wanted[node.snapshot.page_list].any():
+                self._evict_snapshot(node)
+
+    def _evict_snapshot(self, node: Node) -> None:
+        """Evict the snapshot of a node that stays."""
+        if self.on_evict:
+            self.on_evict(node, len(node.block_hashes))
+        self._drop_snapshot(node)
+
+    def _num_exclusive_pages(self, pages: Ints) -> int:
+        return int(np.count_nonzero(self.pool.ref_counts[pages] == 1))
 
     def clear(self) -> None:
         """Drop all texts and pins, without `on_evict`."""
         for node in list(self.iter_nodes()):
-            self._free_pages(node.all_pages)
+            self._drop_snapshot(node)
+            self._free_pages(node.pages.ravel())
         self.roots.clear()
         self.pins.clear()
         if self.observer:
@@ -302,11 +370,13 @@ class RadixTree:
     def _remove(self, node: Node) -> None:
         assert node.parent and not node.children
         del node.parent.children[node.block_hashes[0]]
+        node.parent = None
         self.pins.discard(node)
-        self._free_pages(node.all_pages)
+        self._drop_snapshot(node)
+        self._free_pages(node.pages.ravel())
 
     def _free_pages(self, pages: Ints) -> None:
-        self.owned_mask[pages] = False
+        self.num_holders[pages] -= 1
         self.pool.free(pages)
 
     def iter_nodes(self) -> Iterator[Node]:

@@ -1,4 +1,4 @@
-"""Capturing the windows of a row's sliding layers, so that later texts can resume at that position."""
+"""Capturing the windows of a row's sliding layers, so that later texts can go on from that position."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.types import Ints
 
 
-def capture_sliding_windows(
-    groups: Sequence[BlockTables], row: int, end: int, still_running: bool
-) -> SlidingWindows | None:
-    """Return the pages of the row's rings as they are before position `end`; copies, if the row is still running.
+def capture_sliding_windows(groups: Sequence[BlockTables], row: int, end: int) -> SlidingWindows | None:
+    """Return the pages of the row's rings as they are before position `end`, which are held once more.
 
-    None where too much of a window is overwritten, or the pool has no pages for copies.
+    None where too much of a window is overwritten.
     """
     first_pages = []
     found: list[tuple[int, Ints]] = []  # group and pages of each layer
@@ -40,13 +38,6 @@ def capture_sliding_windows(
         min_resume_position = max(min_resume_position, begin + W - 1 if begin else 0)
     if min_resume_position > end:
         return None
-    pool = groups[0].pool
-    held = [pages for _, pages in found]
-    flat = np.concatenate([pages.ravel() for pages in held])
-    if not still_running:
-        pool.incref(flat)
-    elif not pool.ensure_free(len(flat)):
-        return None
-    else:
-        held = [groups[g].store.copy_of(pages) for g, pages in found]
-    return SlidingWindows(tuple(first_pages), tuple(held), min_resume_position, tuple(g for g, _ in found))
+    groups[0].pool.incref(np.concatenate([pages.ravel() for _, pages in found]))
+    held = tuple(pages for _, pages in found)
+    return SlidingWindows(tuple(first_pages), held, min_resume_position, tuple(g for g, _ in found))

@@ -1,0 +1,26 @@
+"""What a text needs beside its append-only pages to go on from a position."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from retain.types import Ints
+
+
+class Snapshot(Protocol):
+    """Pages that a position of a text needs beside those of the blocks before it. Whoever has it holds each page once.
+
+    Pages are held by reference: whoever writes over one that a snapshot holds takes another page for that.
+    """
+
+    @property
+    def min_resume_position(self) -> int:
+        """The first position at which a text can go on with it; the last is where it was taken."""
+
+    @property
+    def page_list(self) -> Ints:
+        """All pages, each named once."""
+
+    @property
+    def num_pages(self) -> int:
+        """The number of pages."""
