@@ -116,6 +116,10 @@ class SimulatedRow:
         if end and not self.loads:
             self.cache.store(entry.tokens[:end], self.pages[: -(-end // S)])
 
+    def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:
+        """Return none: the simulated model needs no snapshots."""
+        return ()
+
     def rollback(self, num_computed_tokens: int) -> None:
         """Do nothing: no policy here has a scoring pass."""
 
