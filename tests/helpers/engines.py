@@ -75,6 +75,7 @@ def make_engine(
     weights: str = "auto",
     kv_dtype: torch.dtype | None = None,
     demotes: bool = False,
+    snapshot_interval: int = 2048,
 ) -> Engine:
     """Build an engine on tiny_model(family), with a pool of `num_pages` pages, of `dtype` or of `kv_dtype`.
 
@@ -88,7 +89,8 @@ def make_engine(
     spec = model.spec.kv_cache
     head_dim = max(g.k_dim for g in spec.groups)
     sizes = page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns
-    config = CacheConfig(*sizes, slots_in_page(page_size, head_dim, slot_dtype, DEMOTED_DTYPE) if demotes else 0)
+    demoted_page_size = slots_in_page(page_size, head_dim, slot_dtype, DEMOTED_DTYPE) if demotes else 0
+    config = CacheConfig(*sizes, demoted_page_size, snapshot_interval)
     demoted_dtype = DEMOTED_DTYPE if demotes else None
     page_bytes = divide_pages(spec, page_size, slot_dtype, score_columns, demoted_dtype).page_bytes
     cache = factory.build_cache(

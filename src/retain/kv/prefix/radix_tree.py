@@ -205,12 +205,15 @@ class RadixTree:
     def _drop_outgrown(self, node: Node, length: int, begun_at: int) -> None:
         """Drop snapshots that a text of `length` tokens, which ends with a node, left behind before `begun_at`."""
         while parent := node.parent:
-            for sibling in _children(parent) if begun_at > self._end_position(parent) else ():
-                if self._end_position(sibling) < begun_at and self._is_repeated(sibling, node.tokens):
-                    self._remove(sibling)
             position = self._end_position(parent)
-            if position < begun_at and len(parent.children) == 1 and not self.ladder.keeps(position, length):
-                self._drop_snapshot(parent)
+            if position < begun_at:
+                repeated = [c for c in _children(parent) if self._is_repeated(c, node.tokens)]
+                is_branch = len(parent.children) > 1 + len(repeated)
+                for child in repeated:
+                    if self._end_position(child) < begun_at:
+                        self._remove(child)
+                if not is_branch and not self.ladder.keeps(position, length):
+                    self._drop_snapshot(parent)
             node = parent
 
     def _is_repeated(self, node: Node, tokens: Ints) -> bool:

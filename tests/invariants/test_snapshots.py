@@ -1,0 +1,245 @@
+"""Law 4 for layers that slide: a text goes on from a snapshot wherever there is one, and that changes no token."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retain.engine import drafters
+from retain.engine.engine import Engine
+from retain.kv.memory.pool import PagePool
+from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.radix_tree import RadixTree
+from retain.kv.prefix.snapshot_ladder import NUM_DENSE, SnapshotLadder
+from tests.helpers.engines import make_engine, make_request, run_to_completion
+from tests.helpers.marks import slow
+from tests.helpers.unlike_family import UNLIKE
+
+S = 16  # slots of a page
+FAMILIES = ["gemma3_text", *slow("mistral", UNLIKE)]
+pytestmark = pytest.mark.usefixtures("unlike_family")
+ENGINES = {
+    "plain": {},
+    "chunks": {"max_batched_tokens": 72},
+    "drafts": {"drafter": "ngram:k=4"},
+    "reference": {"backend": "reference"},
+}
+
+
+def snapshot_engine(family: str, **options) -> Engine:
+    """Build an engine that keeps a snapshot each 64 tokens."""
+    if isinstance(drafter := options.get("drafter"), str):
+        options = options | {"drafter": drafters.parse(drafter)}
+    return make_engine(family, **{"backend": "cpu", "prefix_cache": "exact", "snapshot_interval": 64} | options)
+
+
+def tree_of(engine: Engine) -> RadixTree:
+    assert isinstance(engine.cache.prefix_cache, PrefixCache)
+    return engine.cache.prefix_cache.tree
+
+
+def random_tokens(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(128) for _ in range(n)]
+
+
+def run_equal(engine: Engine, plain: Engine, prompt: list[int], max_tokens: int = 4) -> tuple[list[int], int]:
+    """Run a prompt, whose answer must be that of an engine without prefixes. Returns it, and the cached tokens."""
+    request = make_request(prompt, max_tokens)
+    (answer,) = run_to_completion(engine, [request])
+    assert [answer] == run_to_completion(plain, [make_request(prompt, max_tokens)])
+    return answer, request.stats.num_cached_tokens
+
+
+# ---- where texts go on -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", ["plain", *slow("chunks", "drafts", "reference")])
+@pytest.mark.parametrize("depth", [1, *slow(2)])
+def test_a_text_that_leaves_another_anywhere_computes_less_than_an_interval(
+    family: str, options: str, depth: int
+) -> None:
+    rng = random.Random(0)
+    text = random_tokens(rng, 440)
+    engine = snapshot_engine(family, **ENGINES[options])
+    engine.depth = depth
+    plain = make_engine(family, backend=ENGINES[options].get("backend", "cpu"))
+    run_equal(engine, plain, text)
+    block = engine.cache.block_size
+    for cut in [rng.randrange(1, 440) for _ in range(10)]:
+        _, num_cached = run_equal(engine, plain, text[:cut] + random_tokens(rng, 20))
+        assert cut - num_cached <= 64 + block
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_that_leaves_another_goes_on_from_a_tier_after_a_restart(family: str, tmp_path: Path) -> None:
+    rng = random.Random(1)
+    text = random_tokens(rng, 440)
+    plain = make_engine(family, backend="cpu")
+    tiers = [f"disk:path={tmp_path},capacity=1GB"]
+    first = snapshot_engine(family, tiers=tiers)
+    run_equal(first, plain, text)
+    tree_of(first).evict(tree_of(first).num_evictable_pages)
+    first.cache.close_offloader()
+    second = snapshot_engine(family, tiers=tiers)
+    block = second.cache.block_size
+    for cut in [rng.randrange(100, 440) for _ in range(4)]:
+        _, num_cached = run_equal(second, plain, text[:cut] + random_tokens(rng, 20))
+        assert cut - num_cached <= 64 + block
+        tree_of(second).evict(tree_of(second).num_evictable_pages)
+    second.cache.close_offloader()
+
+
+@pytest.mark.parametrize("options", ["plain", *slow("chunks", "drafts")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chat_computes_only_new_tokens_and_holds_one_window_beside_its_text(family: str, options: str) -> None:
+    rng = random.Random(2)
+    engine = snapshot_engine(family, snapshot_interval=0, **ENGINES[options])
+    plain = make_engine(family, backend="cpu")
+    tree = tree_of(engine)
+    text = random_tokens(rng, 50)
+    num_before = 0
+    for turn in range(12):
+        answer, num_cached = run_equal(engine, plain, text, 14)
+        assert num_cached >= num_before - engine.cache.block_size
+        num_before = len(text) + len(answer) - 1
+        snapshots = [node for node in tree.iter_nodes() if node.snapshot]
+        assert len(snapshots) <= 3  # where the last turn began, the end of its prompt, and its end
+        held = len(np.unique(tree.all_pages))
+        full = engine.cache.planner.effective_policy(make_request(text).policy)
+        assert held <= engine.cache.pages_held(full, num_before, num_before) + windows_of(engine, 20 + 2 * S)
+        text = text + answer + random_tokens(rng, 6)
+    assert turn == 11
+
+
+def windows_of(engine: Engine, num_tokens: int) -> int:
+    """Return the pages of so many tokens in all sliding layers."""
+    groups = engine.cache.planner.groups
+    return sum(
+        g.group.num_kv_heads * sum(w is not None for w in g.group.windows) * -(-num_tokens // g.page_size)
+        for g in groups
+    )
+
+
+@pytest.mark.parametrize("again", ["the same prompt", "another last message"])
+def test_the_last_turn_can_be_repeated(again: str) -> None:
+    rng = random.Random(3)
+    engine = snapshot_engine("gemma3_text", snapshot_interval=0)
+    plain = make_engine("gemma3_text", backend="cpu")
+    first = random_tokens(rng, 70)
+    answer, _ = run_equal(engine, plain, first)
+    second = first + answer + random_tokens(rng, 40)
+    run_equal(engine, plain, second)
+    if again == "the same prompt":
+        assert run_equal(engine, plain, second)[1] >= len(second) - S
+    else:
+        edited = first + answer + random_tokens(rng, 40)
+        assert run_equal(engine, plain, edited)[1] >= len(first) + len(answer) - S
+
+
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
+@pytest.mark.parametrize("num_pages", [90, *slow(60, 200, 4000)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chats_with_edits_and_branches_in_a_small_pool_change_no_token(family: str, num_pages: int, seed: int) -> None:
+    """The accountant balances after every step; pages of other rows and of snapshots are written by nobody."""
+    rng = random.Random(seed)
+    engine = snapshot_engine(family, num_pages=num_pages, max_running_requests=8, max_batched_tokens=40)
+    plain = make_engine(family, backend="cpu")
+    texts = [random_tokens(rng, rng.randint(1, 60)) for _ in range(4)]
+    for _ in range(10):
+        chosen = rng.sample(range(4), rng.randint(1, 3))
+        for i in chosen:
+            cut = rng.choice([len(texts[i]), len(texts[i]), rng.randint(1, len(texts[i]))])
+            texts[i] = texts[i][:cut][-140:] + random_tokens(rng, rng.randint(1, 30))
+        prompts = [texts[i] for i in chosen]
+        answers = run_to_completion(engine, [make_request(p, 9) for p in prompts])
+        assert answers == run_to_completion(plain, [make_request(p, 9) for p in prompts])
+        for i, answer in zip(chosen, answers, strict=True):
+            texts[i] = texts[i] + answer
+    tree = tree_of(engine)
+    assert tree.num_evictable_pages == len(np.unique(tree.all_pages))
+    tree.clear()
+    assert engine.cache.pool.num_used == 0
+
+
+# ---- what stays ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 7), st.integers(0, 10**4), st.integers(0, 10**4), st.integers(0, 200))
+def test_what_left_the_ladder_never_returns_to_it(interval: int, position: int, length: int, more: int) -> None:
+    ladder = SnapshotLadder(interval)
+    length = max(length, position)
+    if ladder.keeps(position, length + more):
+        assert ladder.keeps(position, length) and position % interval == 0
+
+
+@given(st.integers(1, 50), st.integers(0, 10**4))
+def test_a_ladder_is_dense_at_the_end_and_grows_with_the_logarithm(interval: int, length: int) -> None:
+    ladder = SnapshotLadder(interval)
+    rungs = [p for p in ladder.crossed(0, length) if ladder.keeps(p, length)]
+    near = [p for p in range(interval, length + 1, interval) if (length - p) // interval < NUM_DENSE]
+    assert [p for p in rungs if (length - p) // interval < NUM_DENSE] == near
+    assert len(rungs) <= NUM_DENSE * (2 + max(length // interval, 1).bit_length())
+
+
+class OnePage:
+    """A snapshot of one page."""
+
+    def __init__(self, pool: PagePool, position: int, num_pages: int = 1):
+        self.page_list = pool.allocate(num_pages)
+        self.num_pages = num_pages
+        self.min_resume_position = position
+
+
+def test_snapshots_that_save_little_go_before_texts_and_those_that_save_much_after_them() -> None:
+    """By tokens per page: neither kind starves the other."""
+    pool = PagePool(200)
+    tree = RadixTree(pool, 4, SnapshotLadder(4))
+    text = list(range(40))
+
+    def insert(length: int, snapshot_pages: int) -> None:
+        pages = pool.allocate(-(-length // 4))[None]
+        tree.insert(b"root", text[:length], pages, OnePage(pool, length, snapshot_pages))
+        pool.free(pages.ravel())
+
+    insert(4, 20)  # 4 tokens for 20 pages
+    insert(36, 1)  # 32 tokens for one page
+    insert(40, 1)  # a leaf: 4 tokens for two pages
+    held = [node.start_page * 4 + len(node.tokens) for node in tree.iter_nodes() if node.snapshot]
+    assert sorted(held) == [4, 36, 40]
+    tree.evict(1)
+    assert [n.start_page * 4 + len(n.tokens) for n in tree.iter_nodes() if n.snapshot] != held
+    left = sorted(n.start_page * 4 + len(n.tokens) for n in tree.iter_nodes() if n.snapshot)
+    assert left == [36, 40]
+    tree.evict(1)
+    assert [n.start_page * 4 + len(n.tokens) for n in tree.iter_nodes() if n.snapshot] == [36]
+
+
+def test_a_text_drops_the_snapshots_that_it_left_behind_but_for_branches_and_the_ladder() -> None:
+    pool = PagePool(200)
+    tree = RadixTree(pool, 4, SnapshotLadder(8))
+
+    def insert(text: list[int], begun_at: int) -> None:
+        pages = pool.allocate(-(-len(text) // 4))[None]
+        tree.insert(b"root", text, pages, OnePage(pool, len(text)), begun_at)
+        pool.free(pages.ravel())
+
+    def held() -> list[int]:
+        return sorted(n.start_page * 4 + len(n.tokens) for n in tree.iter_nodes() if n.snapshot)
+
+    text = list(range(30))
+    insert(text[:4], 0)
+    insert(text[:8], 4)
+    insert(text[:14], 8)
+    assert held() == [8, 14]
+    insert([*text[:8], 99, 99, 99, 99], 8)  # another text leaves at 8
+    insert(text[:22], 14)
+    assert held() == [8, 12, 14, 22]
+    insert(text[:30], 22)
+    assert held() == [8, 12, 22, 30]
+    pool.check(tree.all_pages)
