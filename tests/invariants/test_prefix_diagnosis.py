@@ -248,7 +248,7 @@ def test_sliding_layers_resume_only_where_windows_are_stored() -> None:
     for request in requests:
         run_to_completion(engine, [request])
     second, third = map(diagnosis_of, requests[1:])
-    assert second.reason is MissReason.SLIDING_WINDOW
+    assert second.reason is MissReason.NO_SNAPSHOT
     assert second.common_length == 70 and second.num_cached_tokens == 0
     assert third.reason is MissReason.DIVERGED and third.num_cached_tokens == 64
 

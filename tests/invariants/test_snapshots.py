@@ -19,6 +19,7 @@ from retain.kv.prefix.snapshot_ladder import NUM_DENSE, SnapshotLadder
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.unlike_family import UNLIKE
+from tests.helpers.unlike_family import unlike_family as unlike_family
 
 S = 16  # slots of a page
 FAMILIES = ["gemma3_text", *slow("mistral", UNLIKE)]
@@ -104,7 +105,7 @@ def test_a_chat_computes_only_new_tokens_and_holds_one_window_beside_its_text(fa
     tree = tree_of(engine)
     text = random_tokens(rng, 50)
     num_before = 0
-    for turn in range(12):
+    for _ in range(12):
         answer, num_cached = run_equal(engine, plain, text, 14)
         assert num_cached >= num_before - engine.cache.block_size
         num_before = len(text) + len(answer) - 1
@@ -114,7 +115,6 @@ def test_a_chat_computes_only_new_tokens_and_holds_one_window_beside_its_text(fa
         full = engine.cache.planner.effective_policy(make_request(text).policy)
         assert held <= engine.cache.pages_held(full, num_before, num_before) + windows_of(engine, 20 + 2 * S)
         text = text + answer + random_tokens(rng, 6)
-    assert turn == 11
 
 
 def windows_of(engine: Engine, num_tokens: int) -> int:

@@ -128,7 +128,7 @@ class PrefixBenchConfig:
     workloads: tuple[str, ...] = field(
         default=("copa", "document", "trace"),
         metadata={
-            "help": "of copa, piqa, openbookqa, document, documents and trace, comma-separated",
+            "help": "of copa, piqa, openbookqa, document, documents, trace, chats and edits, comma-separated",
             "separator": ",",
         },
     )
@@ -150,6 +150,22 @@ class PrefixBenchConfig:
     num_prompts: PositiveInt = field(default=20, metadata={"help": "requests of each workload"})
     shared_prefix_len: PositiveInt = field(
         default=4000, metadata={"help": "tokens that the prompts of a workload share"}
+    )
+    num_chats: PositiveInt = field(default=4, metadata={"help": "chats and edits: chats that take turns"})
+    num_turns: PositiveInt = field(default=10, metadata={"help": "chats and edits: turns of each"})
+    chat_len: PositiveInt = field(default=600, metadata={"help": "chats and edits: tokens before the first turn"})
+    user_len: PositiveInt = field(default=8, metadata={"help": "chats and edits: tokens of a message"})
+    answer_len: PositiveInt = field(default=32, metadata={"help": "chats and edits: tokens of an answer"})
+    pool_multiples: tuple[float, ...] = field(
+        default=(1.0, 2.0, 4.0),
+        metadata={
+            "help": "chats and edits: sizes of the pool, times what all chats need, comma-separated",
+            "separator": ",",
+        },
+    )
+    chat_policies: tuple[str, ...] = field(
+        default=("full",),
+        metadata={"help": "chats and edits: KV policies of the requests, semicolon-separated", "separator": ";"},
     )
     output_dir: Path | None = field(default=None, metadata={"help": "write every number as JSON"})
 

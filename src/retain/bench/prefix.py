@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from retain import factory
+from retain.bench import chats
 from retain.bench.config import PrefixBenchConfig
 from retain.bench.tasks import load_records
 from retain.bench.tasks.choice import DATASETS, MultipleChoiceItem
@@ -34,7 +35,7 @@ from retain.sampling_params import SamplingParams
 from retain.types import Ints
 
 Line = dict[str, Any]
-WORKLOADS = (*DATASETS, "document", "documents", "trace")
+WORKLOADS = (*DATASETS, "document", "documents", "trace", *chats.WORKLOADS)
 QUESTIONS = (
     "Who speaks first?",
     "Where does it take place?",
@@ -117,11 +118,17 @@ def _scale_trace_prompt(llm: LLM, record: dict[str, Any]) -> list[int]:
 
 
 def run(llm: LLM, config: PrefixBenchConfig) -> Iterator[Line]:
-    """Yield a line for each workload and method. The engine must have a prefix cache and no tiers."""
+    """Yield a line for each workload and method, or of chats for each policy and size of the pool.
+
+    The engine must have a prefix cache and no tiers.
+    """
     prefix_cache = llm.cache.prefix_cache
     if not isinstance(prefix_cache, PrefixCache) or prefix_cache.offloader:
         raise ValueError("bench prefix sets up prefixes itself: start it without --prefix-cache and --tier")
     for name in config.workloads:
+        if name in chats.WORKLOADS:
+            yield from chats.run(llm, prefix_cache, name, config)
+            continue
         questions, num_prefixes = load_questions(llm, config, name)
         baseline: tuple[float, list[list[int]]] | None = None  # of the first method
         for method in config.methods:

@@ -5,7 +5,8 @@ It opens rows (row.py), says what there is room for, maps fresh tokens to slots,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -141,6 +142,15 @@ class KVCacheManager:
     def free_rows(self) -> int:
         """Requests that can still be opened."""
         return len(self.tables.free_rows)
+
+    @contextmanager
+    def limit_pages(self, num_pages: int) -> Iterator[None]:
+        """Leave only so many pages in the pool, for as long as the context lasts; no request may run at its ends."""
+        taken = self.pool.allocate(max(self.pool.num_free - num_pages, 0))
+        try:
+            yield
+        finally:
+            self.pool.free(taken)
 
     def effective_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """See CapacityPlanner.effective_policy."""
@@ -324,13 +334,15 @@ class KVCacheManager:
     def classify_pages(self) -> tuple[PageStates, Ints]:
         """See stats.pool.classify_pages; between two steps."""
         evicting = {index for index, row in self.rows.items() if row.evictors}
-        return classify_pages(self.slots.tables, self.prefix_cache.cached_mask, self._pages_beside_tables(), evicting)
+        return classify_pages(self.slots.tables, self.prefix_cache.num_holders, self._pages_beside_tables(), evicting)
 
     def pool_stats(self) -> PoolStats:
         """Count slots and pages by what they are used for, between two steps."""
         state, _ = self.classify_pages()
         prefix = self.prefix_cache
-        return collect_pool_stats(self.tables, state, prefix.hits_by_source(), prefix.tier_stats())
+        return collect_pool_stats(
+            self.tables, state, prefix.hits_by_source(), prefix.tier_stats(), prefix.snapshot_stats()
+        )
 
     def evicted_slots(self) -> dict[str, int]:
         """Return the slots that budgets evicted since the start, by policy."""

@@ -132,6 +132,9 @@ class Metrics:
         yield self._gauge("slot_holes", "Empty slots in allocated pages", stats.num_holes)
         yield self._gauge("pages", "Pages of the pool", stats.pages_by_state, "state")
         yield self._gauge("page_bytes", "Bytes of a page", stats.page_bytes)
+        yield self._gauge("snapshots", "Positions of cached texts that others go on from", stats.num_snapshots)
+        size = stats.num_snapshot_pages * stats.page_bytes
+        yield self._gauge("snapshot_bytes", "Bytes that snapshots hold beside the pages of their texts", size)
         yield self._counter(
             "prefix_cache_hits", "Prompt tokens served from the prefix cache", stats.prefix_hit_tokens, "tier"
         )

@@ -144,6 +144,8 @@ class KVCache:
     def fork_row(self, src: int, dst: int, num_computed_tokens: int, can_share: bool) -> bool:
         """Give the open row `dst` the first `num_computed_tokens` of `src`: shared where allowed, else copied.
 
+        Pages of rings are shared until one of the rows writes into them.
+
         False when the pool has too few pages; the caller then closes `dst`.
         """
         t = self.tables
@@ -152,6 +154,7 @@ class KVCache:
         t.capacity[dst, rings] = t.capacity[src, rings]
         t.ring_base[dst, rings] = t.ring_base[src, rings]
         num_shared = np.zeros_like(t.counts[src])  # [L, G]
+        num_shared[rings] = t.counts[src, rings]
         if can_share:
             num_shared[t.full_layers(dst)] = num_computed_tokens // S
         places = np.arange(t.pages.shape[3])
@@ -164,6 +167,8 @@ class KVCache:
         t.peaks[dst] = np.maximum(t.peaks[dst], t.counts[dst])
         copied = (places < np.minimum(t.counts[dst], t.counts[src])[..., None]) & ~shared
         t.store.copy(t.pages[src][copied], t.pages[dst][copied])
+        for row in (src, dst) if len(rings) else ():
+            t.share_rings(row, num_computed_tokens)
         return True
 
     def shrink_rings(self, row: int, computed: int) -> None:

@@ -300,9 +300,14 @@ class PrefixCache:
         return self.offloader.stats() if self.offloader else []
 
     @property
-    def cached_mask(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Mark the pages of the pool that the tree holds, [P]."""
-        return self.tree.num_holders > 0
+    def num_holders(self) -> Ints:
+        """How many nodes and snapshots of the tree hold each page, [P]."""
+        return self.tree.num_holders
+
+    def snapshot_stats(self) -> tuple[int, int]:
+        """Return the number of snapshots, and of the pages that they hold; shared ones count once."""
+        held = [node.snapshot.page_list for node in self.tree.iter_nodes() if node.snapshot]
+        return len(held), len(np.unique(np.concatenate(held))) if held else 0
 
     def keep_history(self) -> PrefixHistory:
         """Return the history of texts and evictions, which begins at the first call."""

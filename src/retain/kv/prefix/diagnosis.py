@@ -36,7 +36,7 @@ class MissReason(Enum):
     IN_PROGRESS = "in_progress"  # another request is computing it
     OTHER_POLICY = "other_policy"  # it was computed with other windows, so under another policy
     OWN_POLICY = "own_policy"  # the request's policy needs the queries of these tokens
-    SLIDING_WINDOW = "sliding_window"  # no windows of sliding layers are stored there
+    NO_SNAPSHOT = "no_snapshot"  # nothing of sliding layers is kept between what it began with and what is cached
     NO_PAGES = "no_pages"  # the pool had no pages to attach it
     NOT_LOADED = "not_loaded"  # a tier has it, and computing was estimated to be faster
     OTHER_FORMAT = "other_format"  # a tier has it in another precision or page size
@@ -83,7 +83,8 @@ def explain_prefix(
     if num_cached_tokens <= query.max_skipped_tokens < usable:
         return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(query.policy))
     if usable - num_cached_tokens > slack:
-        return replace(begun, reason=MissReason.SLIDING_WINDOW if slides else MissReason.NO_PAGES)
+        detail = f"none between {num_cached_tokens} and {usable} tokens" if slides else ""
+        return replace(begun, reason=MissReason.NO_SNAPSHOT if slides else MissReason.NO_PAGES, detail=detail)
     least = max(usable, num_cached_tokens + slack if num_cached_tokens else 0)
     found = _find_elsewhere(cache, history, query, begun, own)
     further = [d for d in found if min(d.known_length, query.max_length) > least]

@@ -27,7 +27,7 @@ class NullPrefixCache:
 
     def __init__(self, num_pages: int):
         self.pages: Ints = np.zeros(0, np.int32)
-        self.cached_mask = np.zeros(num_pages, bool)
+        self.num_holders: Ints = np.zeros(num_pages, np.int32)
 
     def num_shared_pages(self, query: PrefixQuery) -> int:  # noqa: D102
         return 0
@@ -71,3 +71,6 @@ class NullPrefixCache:
 
     def tier_stats(self) -> list[dict[str, Any]]:  # noqa: D102
         return []
+
+    def snapshot_stats(self) -> tuple[int, int]:  # noqa: D102
+        return 0, 0

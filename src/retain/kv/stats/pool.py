@@ -29,22 +29,25 @@ class PoolStats:
     pages_by_state: dict[str, int]
     prefix_hit_tokens: dict[str, int]  # tokens that requests began with, by where they were
     tier_stats: list[dict[str, Any]]
+    num_snapshots: int = 0  # of the prefix cache
+    num_snapshot_pages: int = 0  # that they hold; each counts once
 
 
 def classify_pages(
     groups: Sequence[BlockTables],
-    cached_mask: NDArray[np.bool_],
+    num_holders: Ints,
     extra_pages: Mapping[int, Ints],
     evicting: Container[int],
 ) -> tuple[PageStates, Ints]:
     """Return the state of every page, int8 [P], and the row that holds it, int32 [P]; -1 for none or the prefix cache.
 
-    `extra_pages`: those that each open row holds beside its tables. `evicting`: rows with a budget.
+    `num_holders`: how often the prefix cache holds each page. `extra_pages`: those that each open row holds beside its
+    tables. `evicting`: rows with a budget.
     """
     pool = groups[0].pool
     state = np.zeros(pool.num_pages, np.int8)
     owner = np.full(pool.num_pages, -1, np.int32)
-    state[cached_mask] = PAGE_STATES.index("cached")
+    state[num_holders > 0] = PAGE_STATES.index("cached")
     for t, row in [(tables, row) for tables in groups for row in tables.open_rows]:
         owned = t.owned(row)  # [L, G, n]
         unwindowed = PAGE_STATES.index("budgeted" if row in evicting else "full")
@@ -55,14 +58,21 @@ def classify_pages(
         for pages in [extra_pages[row], *([t.demoted.page_list(row)] if t.demoted else [])]:
             state[pages] = unwindowed
             owner[pages] = row
-    state[pool.ref_counts > 1] = PAGE_STATES.index("shared")
+    state[pool.ref_counts > np.maximum(num_holders, 1)] = PAGE_STATES.index("shared")
     return state, owner
 
 
 def collect_pool_stats(
-    tables: BlockTables, state: PageStates, prefix_hit_tokens: dict[str, int], tier_stats: list[dict[str, Any]]
+    tables: BlockTables,
+    state: PageStates,
+    prefix_hit_tokens: dict[str, int],
+    tier_stats: list[dict[str, Any]],
+    snapshot_stats: tuple[int, int],
 ) -> PoolStats:
-    """Count slots and pages by the states that `classify_pages` found; `tables` are the first group's."""
+    """Count slots and pages by the states that `classify_pages` found; `tables` are the first group's.
+
+    `snapshot_stats`: the snapshots of the prefix cache, and their pages.
+    """
     kv = tables.kv
     used = (np.flatnonzero(state[1:]) + 1).astype(np.int32)
     holes = (kv.pos[kv.to_index(used)] < 0).sum(-1).cpu().numpy() if len(used) else np.zeros(0, np.int64)
@@ -82,4 +92,6 @@ def collect_pool_stats(
         pages_by_state=dict(zip(PAGE_STATES, pages.tolist(), strict=True)),
         prefix_hit_tokens=prefix_hit_tokens,
         tier_stats=tier_stats,
+        num_snapshots=snapshot_stats[0],
+        num_snapshot_pages=snapshot_stats[1],
     )

@@ -213,7 +213,8 @@ function updateTiers(state) {
     return tier;
   }));
   const hits = Object.entries(state.prefix_hits).map(([tier, n]) => `${n} from ${tier}`).join(", ");
-  $("prefixes").textContent = `Prefix cache hits (tokens): ${hits}. Holes: ${state.holes}.`;
+  const snapshots = `Snapshots: ${state.snapshots}, ${formatBytes(state.snapshot_pages * state.page_bytes)}`;
+  $("prefixes").textContent = `Prefix cache hits (tokens): ${hits}. ${snapshots}. Holes: ${state.holes}.`;
 }
 
 function showCell(event) { // the pages and the request under the mouse
