@@ -266,9 +266,8 @@ class PrefixCache:
         windows = capture_sliding_windows(self.groups, row, end) if slides else None
         if slides and not windows:
             return
-        if still_running:
-            for t in self.groups:
-                t.share_rings(row, len(entry.tokens))
+        for t in self.groups if windows and still_running else ():
+            t.share_rings(row, len(entry.tokens))
         num_blocks = -(-end // B)
         pages = self.layout.join(
             [
