@@ -197,6 +197,8 @@ class Engine:
 
     def _commit_drafts(self, step: PendingStep, sampled: dict[Request, SampledTokens]) -> None:
         """Turn the slots of rejected drafts into holes, and commit the requests that had drafts."""
+        if not step.samples.drafts:
+            return
         ends = zip(step.scheduled, step.batch.query_start_loc[1:].tolist(), strict=True)
         drafted = [(s, end) for s, end in ends if s.request in step.samples.drafts and s.request.row is not None]
         num_rejected = [s.request.accept_drafts(len(sampled[s.request])) for s, _ in drafted]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import KV, NO_WINDOW, Tables
+from retain.kernels.transfers import to_device
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.draft_tables import DraftTables
 from retain.kv.eviction import policies
@@ -255,8 +256,10 @@ class KVCacheManager:
     def _group_slots(self, group: KVCache, rows: Ints, positions: Ints) -> Tensor:
         tables = group.tables
         slots = group.slot_mapping(rows, positions)
-        holes_from = np.full(len(tables.allocated_upto), UNBOUNDED, np.int64)  # by row
         evictors = [(i, e) for i, row in self.rows.items() for e in row.evictors if e.tables is tables]
+        if not evictors:
+            return to_device(torch.from_numpy(slots), self.kv.device)
+        holes_from = np.full(len(tables.allocated_upto), UNBOUNDED, np.int64)  # by row
         for index, evictor in evictors:
             tokens = np.flatnonzero(rows == index)
             if evictor.layerwise and evictor.layerwise.scratch is not None and len(tokens):
@@ -309,6 +312,8 @@ class KVCacheManager:
     def evict(self) -> None:
         """Evict from all rows whose budget is full, together, after rows were committed."""
         due = self._parts.due
+        if not due:
+            return
         self._parts.due = {}
         for tables in self.slots.tables:
             found = [(e, n) for row, n in due.items() for e in row.evictors if e.tables is tables]

@@ -4,6 +4,7 @@
 #include <array>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,24 @@
 #include "types.h"
 
 namespace retain {
+
+// Allocates memory that starts on a cache line. Rows of tiles and vectors of AVX-512 are loads of 64 bytes, which take
+// longer where they span two lines: products with tiles took 8 to 15 % more time.
+template <class T>
+struct CacheLineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t LINE{64};
+
+  CacheLineAllocator() = default;
+  template <class U>
+  CacheLineAllocator(const CacheLineAllocator<U>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), LINE)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, LINE); }
+  friend bool operator==(const CacheLineAllocator&, const CacheLineAllocator&) { return true; }
+  friend bool operator!=(const CacheLineAllocator&, const CacheLineAllocator&) { return false; }
+};
+template <class T>
+using AlignedVector = std::vector<T, CacheLineAllocator<T>>;
 
 const std::vector<IsaKernels>& supported_isas();  // fastest first
 const IsaKernels& selected_isa();
@@ -65,7 +84,7 @@ class MassAccumulator {
   std::vector<int64_t> buffer_offsets_;                 // for each split tile: where its buffers begin
   std::vector<char*> finished_;                         // for each tile: its buffers, while it waits to be added
   std::vector<char*> thread_buffers_, spare_buffers_;   // each for one tile
-  std::vector<char> memory_;                            // of all buffers
+  AlignedVector<char> memory_;                          // of all buffers
   std::mutex mutex_;                                    // of heads_, finished_ and spare_buffers_
 };
 
@@ -73,7 +92,7 @@ class MassAccumulator {
 struct AttentionWorkspace {
   AttentionPlan plan;
   MassAccumulator mass;
-  std::vector<float> partials;
+  AlignedVector<float> partials;
   std::unique_ptr<std::atomic<int>[]> blocks_done;  // for each tile
   size_t max_tiles = 0;
 
@@ -114,7 +133,7 @@ bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeigh
 // Computes y (+)= x W^T + bias for rows of x [rows, in]. Every member of a team calls this, and the result is complete
 // after the next barrier. `prepared` has room for w.activation_bytes() of each row, with the number of rows rounded up
 // to MAX_PADDED_ROWS: kernels may read what lies behind the last one.
-void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, const OutputView&,
-                 ThreadTeam::Member&);
+void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, AlignedVector<char>& prepared,
+                 const OutputView&, ThreadTeam::Member&);
 
 }  // namespace retain

@@ -82,7 +82,7 @@ struct Program::LinearOp {
 
   void run(StepState& state, ThreadTeam::Member& member) const {
     const int64_t ldy = out == LOGITS ? weight.out : state.width(out);
-    packed_gemm(weight, state.data(in), state.width(in), state.rows, state.program.prepared_.data(),
+    packed_gemm(weight, state.data(in), state.width(in), state.rows, state.program.prepared_,
                 {state.data(out), ldy, bias, add}, member);
   }
 };
@@ -266,18 +266,16 @@ void Program::gather_rows(int in, int out) { push_checked(GatherRowsOp{in, out})
 void Program::reserve(int rows) {
   if (rows <= reserved_rows_) return;
   reserved_rows_ = rows;
-  std::vector<int64_t> offsets;
-  int64_t total = 16;
+  std::vector<int64_t> offsets;  // in floats; each buffer starts on a cache line
+  int64_t total = 0;
   for (int width : widths_) {
     offsets.push_back(total);
     total += round_up(int64_t(width) * rows, 16);
   }
-  memory_ = std::vector<float>(total);
-  // Aligned to a cache line.
-  float* base = memory_.data() + (-(reinterpret_cast<uintptr_t>(memory_.data()) / 4) & 15);
+  memory_ = AlignedVector<float>(total);
   buffers_.clear();
-  for (int64_t offset : offsets) buffers_.push_back(base + offset - 16);
-  prepared_ = std::vector<char>(max_prepared_row_bytes_ * round_up(rows, MAX_PADDED_ROWS));
+  for (int64_t offset : offsets) buffers_.push_back(memory_.data() + offset);
+  prepared_ = AlignedVector<char>(max_prepared_row_bytes_ * round_up(rows, MAX_PADDED_ROWS));
 }
 
 // Computes cos [n] and sin [n] for each token and RoPE table, in float32 as torch does.

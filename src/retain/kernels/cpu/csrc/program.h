@@ -103,9 +103,9 @@ class Program {
   int64_t max_prepared_row_bytes_ = 0;
 
   int reserved_rows_ = 0;
-  std::vector<float> memory_;
+  AlignedVector<float> memory_;
   std::vector<float*> buffers_;
-  std::vector<char> prepared_;
+  AlignedVector<char> prepared_;
   AttentionWorkspace attention_;
 };
 
