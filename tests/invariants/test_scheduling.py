@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from retain import kernels
 from retain.engine.request import Request
@@ -93,6 +94,36 @@ def test_sharing_the_computation_of_equal_prompts_changes_no_token(family: str, 
                 engine.scheduler.preempt(request)
     assert [r.output_tokens for r in requests[1:]] == expected[1:]
     assert engine.cache.free_pages == engine.cache.total_pages
+
+
+@pytest.mark.parametrize("policies", [("full", "full"), ("full", "h2o:budget=20"), ("h2o:budget=20", "full")])
+def test_equal_prompts_get_the_logits_that_each_reads(policies: tuple[str, str]) -> None:
+    """A forced answer samples no first token, so its step computes logits only where a caller reads them."""
+    prompt, forced = random_prompts(1, seed=5)[0], [3, 4, 5]
+    readings = [
+        {"forced_tokens": tokens, "needs_logits": needs_logits, "needs_prompt_logits": needs_prompt_logits}
+        for tokens in ([], forced)
+        for needs_logits, needs_prompt_logits in ((False, False), (True, False), (False, True))
+    ]
+    alone = {p: [run_with_logits([make_request(prompt, 5, p, **r)])[0] for r in readings] for p in policies}
+    for i, first in enumerate(readings):
+        for j, second in enumerate(readings):
+            pair = [make_request(prompt, 5, p, **r) for p, r in zip(policies, (first, second), strict=True)]
+            found, expected = run_with_logits(pair), [alone[policies[0]][i], alone[policies[1]][j]]
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected], (first, second)
+            for (_, a), (_, b) in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def run_with_logits(requests: list[Request]) -> list[tuple[list[int], torch.Tensor]]:
+    """Run requests that are added together. Returns the tokens of each, and the logits [n, V] that it read."""
+    engine, logits = make_engine("llama"), {r: [torch.empty(0, 128)] for r in requests}
+    engine.add(*requests)
+    while engine.has_unfinished_requests:
+        for request, read in engine.step().logits.items():
+            logits[request].append(read.clone())
+        engine.cache.check()
+    return [(r.output_tokens, torch.cat(logits[r])) for r in requests]
 
 
 def test_equal_prompts_are_computed_once() -> None:

@@ -222,6 +222,11 @@ class Request:
         if not self.stats.num_preemptions:
             self.stats.num_cached_tokens = num_computed_tokens
 
+    @property
+    def reads_first_logits(self) -> bool:
+        """Whether the logits behind the prompt are read: to sample the first token, or by who asked for logits."""
+        return not self.input.forced_tokens or self.input.needs_logits
+
     def will_sample(self, num_tokens: int) -> bool:
         """Return whether the next token can be sampled when `num_tokens` more are computed."""
         return num_tokens >= self.num_uncomputed_tokens and not self.scoring
