@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
 
 from retain import kernels
+from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv import capacity
 from retain.kv.capacity import CapacityPlanner, GroupPlanner
@@ -115,15 +118,46 @@ def test_equal_prompts_get_the_logits_that_each_reads(policies: tuple[str, str])
                 torch.testing.assert_close(a, b)
 
 
+def iter_logits(engine: Engine) -> Iterator[dict[Request, torch.Tensor]]:
+    """Step until no request is left, and yield the logits that each step gave."""
+    while engine.has_unfinished_requests:
+        yield engine.step().logits
+        engine.cache.check()
+
+
 def run_with_logits(requests: list[Request]) -> list[tuple[list[int], torch.Tensor]]:
     """Run requests that are added together. Returns the tokens of each, and the logits [n, V] that it read."""
     engine, logits = make_engine("llama"), {r: [torch.empty(0, 128)] for r in requests}
     engine.add(*requests)
-    while engine.has_unfinished_requests:
-        for request, read in engine.step().logits.items():
+    for step in iter_logits(engine):
+        for request, read in step.items():
             logits[request].append(read.clone())
-        engine.cache.check()
     return [(r.output_tokens, torch.cat(logits[r])) for r in requests]
+
+
+@pytest.mark.parametrize("part", ["runner.forward", "sharing.release"])
+def test_a_step_that_fails_changes_nothing_for_who_waits_for_an_equal_prompt(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever part of it fails: random numbers and logits of the request that waits come again."""
+    prompt, sampling = random_prompts(1, seed=5)[0], SamplingParams(temperature=1.0, seed=3, ignore_eos=True)
+    engine = make_engine("llama")
+    leader, follower = (make_request(prompt, 5, params=sampling, needs_logits=True) for _ in range(2))
+    engine.add(leader, follower)
+    owner, name = part.split(".")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a part fails")
+
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError):
+        broken.setattr(getattr(engine, owner), name, fail)
+        engine.step()
+    engine.cancel(leader)  # as the engine thread ends those that ran
+    logits = [step[follower].clone() for step in iter_logits(engine)]
+    alone = make_request(prompt, 5, params=sampling, needs_logits=True)
+    (expected, expected_logits), *_ = run_with_logits([alone])
+    assert follower.output_tokens == expected
+    torch.testing.assert_close(torch.cat(logits), expected_logits)
 
 
 def test_equal_prompts_are_computed_once() -> None:

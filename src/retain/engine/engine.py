@@ -274,4 +274,5 @@ class Engine:
         self.speculator.remove_request(request)
         request.stats.finish_time = perf_counter()
         for follower in self.sharing.release(request):
+            follower.restart()  # a step that failed may have drawn its first token
             self.scheduler.enqueue(follower)

@@ -121,7 +121,7 @@ class Request:
         self.drafts: list[int] = []
         self.draft_probs: Tensor | None = None
         self.score_decay: float | None = None  # of masses that a drafter needs, where the policy needs none
-        self.num_logits_read = 1 - len(input.prompt) if input.needs_prompt_logits else 0  # below 0: of the prompt
+        self.num_logits_read = self._first_logits_read()  # below 0: of the prompt
         self.row: RequestRow | None = None  # while the request runs
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[Logprob] = []
@@ -165,6 +165,15 @@ class Request:
         for scoring in self.scoring_passes:
             scoring.num_done = 0
         self.set_drafts([])
+
+    def restart(self) -> None:
+        """Forget all of a step that gave the request no token: its random numbers and logits come again."""
+        self.reset()
+        self.num_logits_read = self._first_logits_read()
+        self.generator.manual_seed(self.generator.initial_seed())
+
+    def _first_logits_read(self) -> int:
+        return 1 - len(self.prompt) if self.input.needs_prompt_logits else 0
 
     def skip_scoring(self) -> None:
         """Count the scoring passes as done."""
