@@ -212,17 +212,23 @@ class ScheduleRun:
                 continue
             alone = run_alone(self.schedule, self.schedule.requests[i])
             n = min(self.comparable[request], len(request.output_tokens))
+            num_forced = len(request.input.forced_tokens)  # they have no log-probabilities
             if self.schedule.backend == "reference" and policies.name_of(request.policy) == "knorm":
                 n = 0  # keys of equal tokens have equal norms but for rounding, which the batch decides there
-            ended = request.finish_reason is FinishReason.LENGTH
-            if ended != (len(request.output_tokens) == len(alone.tokens)) and not self.schedule.restarts:
+            ended = request.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+            has_equal_end = not request.input.stop_ids or n == len(request.output_tokens)
+            is_as_long = len(request.output_tokens) == len(alone.tokens)
+            if ended != is_as_long and has_equal_end and not self.schedule.restarts:
                 yield Difference(i, f"ended with {len(request.output_tokens)} of {len(alone.tokens)} tokens")
             found, expected = request.output_tokens[:n], alone.tokens[:n]
             if found != expected:
                 at = next(k for k in range(n) if found[k] != expected[k])
-                yield Difference(i, f"token {at} is {found[at]}, not {expected[at]}{describe_gap(alone, at)}")
-            elif request.logprobs and not self._agree(request.logprobs[:n], alone.logprobs[:n]):
-                yield Difference(i, describe_logprobs(request.logprobs[:n], alone.logprobs[:n]))
+                gap = describe_gap(alone, at - num_forced)
+                yield Difference(i, f"token {at} is {found[at]}, not {expected[at]}{gap}")
+                continue
+            logprobs, others = (x[: max(n - num_forced, 0)] for x in (request.logprobs, alone.logprobs))
+            if not self._agree(logprobs, others):
+                yield Difference(i, describe_logprobs(logprobs, others))
 
     def _agree(self, found: Sequence[Logprob], expected: Sequence[Logprob]) -> bool:
         if self.schedule.backend != "reference":
@@ -262,7 +268,9 @@ _ALONE: dict[Any, Answer] = {}
 def run_alone(schedule: Schedule, planned: PlannedRequest) -> Answer:
     """Return the answer to a request alone in an engine with pages for all of it, without prefixes and drafts."""
     options = schedule.engine_options
-    alone = replace(planned, salt="", engine=0, arrives_at=0, cancelled_at=None, drafter_name="")
+    alone = replace(
+        planned, salt="", owner="", engine=0, arrives_at=0, cancelled_at=None, drafter_name="", explain_prefix=False
+    )
     key = (schedule.isa, tuple(options.items()), alone)
     if key not in _ALONE:
         with use_isa(schedule.isa):

@@ -2,7 +2,7 @@
 
 It has sink logits and a softcap too. Layer 1 projects keys only, which are its values before rope. The model type is
 "unlike"; the fixture makes it known to a test. `plain_logits` computes the same model in torch, without any of the
-package's layers.
+package's layers. VARIANTS are further model types: without a shared cache, and with one group of layers that evict.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ EPS = 1e-5
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, llama.DEFAULTS)
+    layers = LAYERS if c["shares_cache"] else [LAYERS[i.layer] if isinstance(i, SharedCacheSpec) else i for i in LAYERS]
     return ModelSpec(
         vocab_size=c["vocab_size"],
         hidden_size=c["hidden_size"],
         num_heads=c["num_attention_heads"],
         max_position_embeddings=c["max_position_embeddings"],
-        layers=LAYERS[: c["num_hidden_layers"]],
+        layers=tuple(layers[: c["num_hidden_layers"]]),
         attention=AttentionParams(0.1, softcap=SOFTCAP),
     )
 
 
-def projections(layer: int) -> Sequence[str]:
+def projections(spec: ModelSpec, layer: int) -> Sequence[str]:
     """Return the projections that a layer stacks."""
-    if isinstance(LAYERS[layer], SharedCacheSpec):
+    if isinstance(spec.layers[layer], SharedCacheSpec):
         return ("q_proj",)
     return ("q_proj", "k_proj", "k_proj" if layer == KEYS_ARE_VALUES else "v_proj")
 
@@ -75,7 +76,7 @@ def build(w: Weights) -> Decoder:
         layer = m.scope(f"layers.{i}.")
         a = layer.scope("self_attn.")
         params = replace(s.attention, sink_logits=a["sinks"].float())
-        qkv, o = load_linear(a, *projections(i), bias=False), load_linear(a, "o_proj", bias=False)
+        qkv, o = load_linear(a, *projections(s, i), bias=False), load_linear(a, "o_proj", bias=False)
         rope = ropes[s.kv_cache.attention(i).k_dim]
         norm1, norm2 = (RMSNorm(layer[f"{n}.weight"], EPS) for n in ("input_layernorm", "post_attention_layernorm"))
         gate_up = load_linear(layer, "mlp.gate_proj", "mlp.up_proj", bias=False)
@@ -92,17 +93,23 @@ def frequencies(dim: int) -> Tensor:
     return THETA ** -(torch.arange(0, dim, 2).float() / dim)
 
 
-CONFIG = {**tiny_models.LLAMA, "num_hidden_layers": len(LAYERS)}
+CONFIG = {**tiny_models.LLAMA, "num_hidden_layers": len(LAYERS), "shares_cache": True}
+VARIANTS = {
+    UNLIKE: CONFIG,
+    "unlike_unshared": {**CONFIG, "shares_cache": False},
+    "unlike_windows": {**CONFIG, "num_hidden_layers": 3},  # one layer without a window
+}
 
 
 def shapes(c: dict[str, Any]) -> tiny_models.Shapes:
     E, I, V, H = c["hidden_size"], c["intermediate_size"], c["vocab_size"], c["num_attention_heads"]
-    spec = spec_from_config(c).kv_cache
+    model = spec_from_config(c)
+    spec = model.kv_cache
     yield "model.embed_tokens.weight", (V, E)
     for i in range(c["num_hidden_layers"]):
         p, a = f"model.layers.{i}.", spec.attention(i)
         out = {"q_proj": H * a.k_dim, "k_proj": a.num_kv_heads * a.k_dim, "v_proj": a.num_kv_heads * a.v_dim}
-        for name in dict.fromkeys(projections(i)):
+        for name in dict.fromkeys(projections(model, i)):
             yield f"{p}self_attn.{name}.weight", (out[name], E)
         yield p + "self_attn.o_proj.weight", (E, H * a.v_dim)
         yield p + "self_attn.sinks", (H,)
@@ -168,5 +175,11 @@ def rotate(x: Tensor, pos: Tensor) -> Tensor:
 @pytest.fixture
 def unlike_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Make the family known to a test; gives its model type."""
-    add_family(monkeypatch, UNLIKE, sys.modules[__name__], CONFIG, shapes)
+    add_unlike_families(monkeypatch)
     yield UNLIKE
+
+
+def add_unlike_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the family and its variants known."""
+    for model_type, config in VARIANTS.items():
+        add_family(monkeypatch, model_type, sys.modules[__name__], config, shapes)

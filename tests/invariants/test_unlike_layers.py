@@ -6,7 +6,6 @@ The family and its definition in plain torch: tests/helpers/unlike_family.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.kernels import cpu, triton
-from tests.helpers import schedules
 from tests.helpers.attention_case import assert_close, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.decoder_runner import random_tokens
@@ -23,6 +21,7 @@ from tests.helpers.engines import iter_steps, make_engine, make_request, record_
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow
 from tests.helpers.schedule_runner import ScheduleRun
+from tests.helpers.schedules import UNLIKE_FAMILIES, draw_schedule
 from tests.helpers.tiers import offloader_of
 from tests.helpers.tiny_models import tiny_checkpoint
 from tests.helpers.unlike_family import plain_answer, plain_logits
@@ -149,16 +148,9 @@ def test_slots_of_8_bits_hold_nearly_what_plain_torch_computes(unlike_family: st
 
 
 @pytest.mark.parametrize("seed", [*range(2), *slow(*range(2, 12))])
-def test_every_request_of_a_random_schedule_equals_itself_alone(
-    unlike_family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With drafts, prefixes, tiers, preemption, demotion and slots of few bits; what is refused is left out."""
-    monkeypatch.setattr(schedules, "FAMILIES", (unlike_family,))
-    schedule = schedules.draw_schedule(seed)
-    requests = tuple(r for r in schedule.requests if is_supported(unlike_family, r.policy))
-    drafts_on_own_cache = schedule.drafter.startswith("self") or "weights=" in schedule.drafter
-    drafter = "" if drafts_on_own_cache else schedule.drafter
-    run = ScheduleRun(replace(schedule, requests=requests, drafter=drafter), tmp_path)
+def test_every_request_of_a_random_schedule_equals_itself_alone(unlike_family: str, seed: int, tmp_path: Path) -> None:
+    """With drafts, prefixes, tiers, preemption, demotion and slots of few bits; what is refused is not drawn."""
+    run = ScheduleRun(draw_schedule(seed, families=UNLIKE_FAMILIES), tmp_path)
     with torch_threads(1):
         run.run()
         assert not list(run.differences())
@@ -192,12 +184,3 @@ def run_keeping_prefixes(engine: Engine, prompt: Sequence[int], num_tokens: int)
     for _ in iter_steps(engine):
         pass
     return request.output_tokens
-
-
-def is_supported(family: str, policy: str) -> bool:
-    """Return whether a cache of the family can carry out a policy."""
-    try:
-        make_engine(family).cache.effective_policy(schedules.parse_policy(policy).resolve(50))
-    except ValueError:
-        return False
-    return True
