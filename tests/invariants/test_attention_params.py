@@ -100,9 +100,9 @@ def test_rejects_parameters_that_do_not_fit() -> None:
 
 def test_keys_have_no_offset_where_it_would_change_weights(sink_family: str) -> None:
     """Qwen 2 has biases, too, and its keys lose the mean of theirs."""
-    assert tiny_model("qwen2").decoder.key_offsets
-    decoder = tiny_model(sink_family).decoder
-    assert not decoder.key_offsets and decoder.load_layer(0).attention.params.sink_logits is not None
+    assert tiny_model("qwen2").key_offsets
+    model = tiny_model(sink_family)
+    assert not model.key_offsets and model.decoder.load_layer(0).attention.params.sink_logits is not None
 
 
 def test_written_out_attention_equals_the_decoder(sink_family: str) -> None:
