@@ -194,14 +194,13 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
     restarts = tuple(rng.randint(3, 80) for _ in range(rng.choice([0, 1, 1, 2]))) if tiers else ()
     max_running_requests = rng.choice([1, 2, 4, 8])
     isas = ISAS if backend == "cpu" and ISAS else [""]
-    groups = model_spec(family).kv_cache.groups
-    head_dim = max(g.k_dim for g in groups)
+    spec = model_spec(family).kv_cache
+    head_dim = max(g.k_dim for g in spec.groups)
     can_demote = slots_in_page(page_size, head_dim, kv_dtype or dtype, DEMOTED_DTYPE) > page_size
-    drafter = rng.choice(DRAFTERS + DRAFTERS_ON_OWN_CACHE * (len(groups) == 1)) if rng.random() < 0.6 else ""
+    drafter = rng.choice(DRAFTERS + DRAFTERS_ON_OWN_CACHE * (len(spec.groups) == 1)) if rng.random() < 0.6 else ""
     _, _, copy_dtype = drafter.partition("dtype=")
     if copy_dtype and slots_in_page(page_size, head_dim, kv_dtype or dtype, pool_dtype(copy_dtype)) <= page_size:
         drafter = ""  # such a copy saves nothing, and is refused
-    has_one_group = sum(None in g.windows for g in groups) <= 1
     return Schedule(
         seed=seed,
         family=family,
@@ -220,7 +219,7 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
         tiers=tiers,
         restarts=restarts,
         preemptions=tuple(rng.randint(1, 80) for _ in range(rng.choice([0, 0, 1, 4]))),
-        requests=tuple(draw_requests(rng, PolicyLimits(can_demote, has_one_group), len(restarts))),
+        requests=tuple(draw_requests(rng, PolicyLimits(can_demote, spec.can_compare_layers), len(restarts))),
     )
 
 
@@ -296,19 +295,16 @@ def draw_params(rng: random.Random) -> SamplingParams:
 
 @dataclass(frozen=True)
 class PolicyLimits:
-    """Which policies a model and its pool can carry out, besides those that all can.
-
-    `has_one_group`: its layers without a window are alike, so a policy may compare them.
-    """
+    """Which policies a model and its pool can carry out, besides those that all can."""
 
     can_demote: bool = True
-    has_one_group: bool = True
+    can_compare_layers: bool = True  # see KVCacheSpec
 
     def allow(self, name: str, policy: EvictionPolicy) -> bool:
         """Return whether the policy of this name is one of them."""
         compares_layers = getattr(policy, "share", "") == "all" or getattr(policy, "scope", "") == "shared"
         return (self.can_demote or not policy.demotes) and (
-            self.has_one_group or not (compares_layers or name == "gate")
+            self.can_compare_layers or not (compares_layers or name == "gate")
         )
 
 

@@ -14,6 +14,8 @@ import torch
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.kernels import cpu, triton
+from retain.kv.eviction import policies
+from retain.kv.eviction.auto_policy import AutoPolicy
 from tests.helpers.attention_case import assert_close, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.decoder_runner import random_tokens
@@ -167,6 +169,15 @@ def test_every_request_of_a_random_schedule_equals_itself_alone(unlike_family: s
 def test_what_needs_equal_layers_is_refused(unlike_family: str, policy: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_engine(unlike_family).add(make_request(PROMPT, 4, policy))
+
+
+@pytest.mark.parametrize("is_chat_model", [False, True])
+def test_auto_stands_for_a_policy_that_works(unlike_family: str, is_chat_model: bool) -> None:
+    for family in UNLIKE_FAMILIES:
+        cache = make_engine(family).cache
+        auto = AutoPolicy(is_chat_model=is_chat_model, can_compare_layers=cache.spec.can_compare_layers)
+        for options in ("budget=20", "budget=50%,prefill=stream"):
+            cache.plan_policy(policies.parse(auto.choose(f"auto:{options}")), 50)
 
 
 def test_drafters_and_loaders_that_need_equal_layers_are_refused(unlike_family: str, tmp_path: Path) -> None:

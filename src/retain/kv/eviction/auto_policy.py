@@ -17,10 +17,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class AutoPolicy:
-    """What the choice depends on: whether a gate was fitted for the model, and whether it is tuned for chats."""
+    """What the choice depends on: a model's layers, whether a gate was fitted for it, and whether it is for chats."""
 
     has_gate: Callable[[], bool] = lambda: False  # asked only where it matters: files are read for it
     is_chat_model: bool = False
+    can_compare_layers: bool = True  # see KVCacheSpec
 
     def choose(self, spec: str) -> str:
         """Return the spec that a spec stands for: of another policy for `auto`, with the same options; else the same.
@@ -37,7 +38,7 @@ class AutoPolicy:
             chosen = "gate"
         elif self.is_chat_model:
             chosen = "reread"
-            defaults = {"share": "all", "value": "norm"}
+            defaults = {"share": "all" if self.can_compare_layers else "layer", "value": "norm"}
         else:
             chosen = "h2o"
             defaults = {"recent": "10%"}
