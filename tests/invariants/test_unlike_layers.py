@@ -181,8 +181,9 @@ def test_auto_stands_for_a_policy_that_works(unlike_family: str, is_chat_model: 
 
 
 def test_drafters_and_loaders_that_need_equal_layers_are_refused(unlike_family: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="self: dtype=auto needs layers that are alike"):
-        make_engine(unlike_family, drafter=drafters.parse("self"))
+    for spec, option in (("self", "self: dtype=auto"), ("draft:weights=int4", "draft: weights=int4")):
+        with pytest.raises(ValueError, match=f"^{option} needs layers that are alike"):
+            make_engine(unlike_family, drafter=drafters.parse(spec))
     tiers = [f"disk:path={tmp_path},capacity=10MB"]
     with pytest.raises(ValueError, match="selective needs layers that cache alike"):
         make_engine(unlike_family, prefix_cache="selective:ratio=0.5", tiers=tiers)
