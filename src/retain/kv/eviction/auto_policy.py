@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from retain.kv.eviction import policies
+from retain.kv.eviction.policy import EvictionPolicy
 from retain.plugins import parse_spec
 
 AUTO = "auto"
@@ -46,13 +47,12 @@ class AutoPolicy:
         return f"{chosen}:{words}" if words else chosen
 
 
-def check_spec(spec: str) -> None:
-    """Raise ValueError for the spec of a policy that no model could have."""
+def check_spec(spec: str) -> EvictionPolicy:
+    """Return a policy that a spec stands for on some model. Raises ValueError for one that no model could have."""
     errors = []
     for auto in (AutoPolicy(), AutoPolicy(is_chat_model=True), AutoPolicy(has_gate=lambda: True)):
         try:
-            policies.parse(auto.choose(spec))
-            return
+            return policies.parse(auto.choose(spec))
         except ValueError as error:
             errors.append(error)
     raise errors[0]
