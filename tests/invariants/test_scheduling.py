@@ -135,6 +135,21 @@ def run_with_logits(requests: list[Request]) -> list[tuple[list[int], torch.Tens
     return [(r.output_tokens, torch.cat(logits[r])) for r in requests]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_waits_draws_each_token_once(depth: int) -> None:
+    """It has its first token before the scoring pass of the other one ends, and that one may have ended meanwhile."""
+    prompt, sampling = random_prompts(1, seed=5)[0], SamplingParams(temperature=1.0, seed=3, ignore_eos=True)
+    engine = make_engine("llama")
+    engine.depth = depth
+    leader = make_request(prompt, 1, "reread:budget=20,rereads=30")
+    follower = make_request(prompt, 6, params=sampling)
+    engine.add(leader, follower)
+    for _ in iter_steps(engine):
+        pass
+    ((expected, _),) = run_with_logits([make_request(prompt, 6, params=sampling)])
+    assert follower.output_tokens == expected
+
+
 @pytest.mark.parametrize("part", ["runner.forward", "sharing.release"])
 def test_a_step_that_fails_changes_nothing_for_who_waits_for_an_equal_prompt(
     part: str, monkeypatch: pytest.MonkeyPatch

@@ -152,6 +152,11 @@ class Request:
         """How many tokens are generated."""
         return len(self.tokens) - len(self.prompt)
 
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of the answer that were sampled, pending ones included."""
+        return self.num_output_tokens + self.num_pending_tokens - len(self.input.forced_tokens)
+
     # ---- progress ------------------------------------------------------------------------------------------------
 
     def plan_scoring(self) -> None:
