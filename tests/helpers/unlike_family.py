@@ -2,7 +2,7 @@
 
 It has sink logits and a softcap too. Layer 1 projects keys only, which are its values before rope. The model type is
 "unlike"; the fixture makes it known to a test. `plain_logits` computes the same model in torch, without any of the
-package's layers. VARIANTS are further model types: without a shared cache, and with one group of layers that evict.
+package's layers. VARIANTS are further model types: all layers full and none shared, or one full layer only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.kv_cache_spec import FullAttentionSpec, LayerCacheSpec, SharedCacheSpec, SlidingWindowSpec
+from retain.kernels.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    LayerCacheSpec,
+    SharedCacheSpec,
+    SlidingWindowSpec,
+)
 from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer
 from retain.models.families import llama
 from retain.models.family_config import add_defaults
@@ -37,6 +43,8 @@ LAYERS: tuple[LayerCacheSpec, ...] = (
     SharedCacheSpec(1),
     FullAttentionSpec(2, 64, 64),
 )
+ATTENTION = map(KVCacheSpec(LAYERS).attention, range(len(LAYERS)))
+ALL_FULL = tuple(FullAttentionSpec(a.num_kv_heads, a.k_dim, a.v_dim) for a in ATTENTION)
 KEYS_ARE_VALUES = 1  # the layer without a projection of values
 SOFTCAP = 3.0
 THETA = 10000.0
@@ -46,13 +54,13 @@ EPS = 1e-5
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, llama.DEFAULTS)
-    layers = LAYERS if c["shares_cache"] else [LAYERS[i.layer] if isinstance(i, SharedCacheSpec) else i for i in LAYERS]
+    layers = ALL_FULL if c["all_full"] else LAYERS
     return ModelSpec(
         vocab_size=c["vocab_size"],
         hidden_size=c["hidden_size"],
         num_heads=c["num_attention_heads"],
         max_position_embeddings=c["max_position_embeddings"],
-        layers=tuple(layers[: c["num_hidden_layers"]]),
+        layers=layers[: c["num_hidden_layers"]],
         attention=AttentionParams(0.1, softcap=SOFTCAP),
     )
 
@@ -93,10 +101,10 @@ def frequencies(dim: int) -> Tensor:
     return THETA ** -(torch.arange(0, dim, 2).float() / dim)
 
 
-CONFIG = {**tiny_models.LLAMA, "num_hidden_layers": len(LAYERS), "shares_cache": True}
+CONFIG = {**tiny_models.LLAMA, "num_hidden_layers": len(LAYERS), "all_full": False}
 VARIANTS = {
     UNLIKE: CONFIG,
-    "unlike_unshared": {**CONFIG, "shares_cache": False},
+    "unlike_full": {**CONFIG, "all_full": True},
     "unlike_windows": {**CONFIG, "num_hidden_layers": 3},  # one layer without a window
 }
 

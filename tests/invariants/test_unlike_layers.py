@@ -89,6 +89,20 @@ def test_budgets_keep_the_tokens_of_plain_torch(unlike_family: str, policy: str,
             assert kept == [sorted(lists.heads[layer, g].position_list) for g in range(len(kept))]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=needs_cpu), *slow("reference")])
+def test_a_prompt_computed_layer_by_layer_keeps_the_same_tokens(unlike_family: str, policy: str, backend: str) -> None:
+    """Where layers of several groups evict, and each is whole only until the next one is computed."""
+    answers = {}
+    for max_batched_tokens in (256, 100):
+        engine = make_engine("unlike_full", backend=backend, score_columns=4, max_batched_tokens=max_batched_tokens)
+        request = make_request(PROMPT * 3, 20, policy)
+        (answers[max_batched_tokens],) = run_to_completion(engine, [request])
+        in_layers = max_batched_tokens == 256 and "share" not in policy  # heads that share budgets need all scores
+        assert request.policy.prefill == ("layers" if in_layers else "exact")
+    assert answers[256] == answers[100]
+
+
 def test_a_layer_that_differs_in_nothing_but_its_heads_is_a_group_of_its_own(unlike_family: str) -> None:
     """Pages have one size in bytes, so those of the smaller slots have more of them, and a block has several of one."""
     cache = make_engine(unlike_family, page_size=16).cache
